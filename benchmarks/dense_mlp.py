@@ -165,7 +165,7 @@ def ways(p: Problem, options: argparse.Namespace) -> dict[str, Any]:
     """Microseconds of the step with each activation in the epilogue of its GEMM, or apart: "01" is fc1's apart."""
     spaces = [configs.SPACES[name] for name in ("mlp_swiglu", "mlp_dswiglu")]
     steps = {}
-    for choice in itertools.product((0, 1), repeat=2) if p.gated else [(0, 0)]:
+    for choice in itertools.product((0, 1), repeat=2):
         forced = [(s, {"EPILOGUE": on}) for s, on in zip(spaces, choice, strict=True)]
         steps["".join(map(str, choice))] = partial(way, p, forced)
     for step in steps.values():

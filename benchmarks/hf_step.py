@@ -6,10 +6,11 @@ The step is forward, loss and backward of a causal language model with labels, w
 sizes of Qwen3-30B-A3B with a vocabulary of 32768, and four of Llama-3.1-8B with its own, over 16384 tokens in sequences
 of 4096. All candidates share one set of parameters; stock runs with its own default, grouped GEMMs and SDPA. Candidates
 run in turn, in balanced order, back to back for `--span` seconds to warm up and as long again in each round; ratios are
-those of each round. `fuseops_fp8` runs under `Float8BlockScaling`, with weights quantized in the step. Peak is what was
-allocated at once, less what the other candidates hold. First, small models of several families are compared with
-float32 (`checks`: the error of logits and gradients, stock's beside ours), and the layers that were replaced run where
-a wait for the device is an error.
+those of each round. `fuseops_fp8` runs under `Float8BlockScaling(weights="step")`, but its weights are quantized where
+they are read, rows in the forward and columns in the backward: nothing is kept of lent ones. Peak is what was allocated
+at once, less what the other candidates hold. First, small models of several families are compared with float32
+(`checks`: the error of logits and gradients, stock's beside ours), and the layers that were replaced run where a wait
+for the device is an error.
 """
 
 from __future__ import annotations

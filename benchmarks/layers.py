@@ -78,8 +78,8 @@ def peak_bytes(step: Call, leaves: Iterable[Tensor]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def kernels(step: Call, steps: int = 5) -> list[dict[str, Any]]:
-    """Every kernel of a step in order, with its median microseconds; those above 5 us.
+def kernels(step: Call, steps: int = 5, least: float = 5.0) -> list[dict[str, Any]]:
+    """Every kernel of a step in order, with its median microseconds; those above `least`.
 
     The first step under the profiler waits for it to start, and is not counted.
     """
@@ -95,7 +95,7 @@ def kernels(step: Call, steps: int = 5) -> list[dict[str, Any]]:
     for place in range(each):
         same = events[place::each]
         us = statistics.median(e.time_range.elapsed_us() for e in same)
-        if us > 5:
+        if us > least:
             name = re.sub(r"[^A-Za-z0-9_:<>, ]", "", same[0].name)[:100]
             listed.append({"kernel": name, "us": round(us, 1)})
     span = events[-1].time_range.end - events[0].time_range.start

@@ -10,6 +10,12 @@ those of each round, to the peer whose median is least. SonicMoE runs with its d
 router's logits to bf16, so that they choose other experts for some tokens, and differ by that. Saved bytes are what a
 forward leaves allocated beyond its inputs and its output, measured the same way for all. TFLOP/s are useful ones:
 6 T K n d forward.
+
+    python benchmarks/moe_layer.py --short --span 0.1 --out benchmarks/results/moe_layer_short_h200.json
+
+The layers of SHORT have so few tokens that reading the weights is most of their work. Captured graphs run in turn,
+whose kernels are all that counts, beside a copy of as many bytes as a forward reads of the weights, and as a step reads
+(twice) and writes of their gradients.
 """
 
 from __future__ import annotations
@@ -40,6 +46,12 @@ SHAPES = {
 LEAST = {
     "fwd": dict.fromkeys(SHAPES, 0.9),
     "fwd+bwd": {**dict.fromkeys(SHAPES, 1.0), "sonic_7b": 0.95},
+}
+# short steps: few rows an expert, so that reading the weights is most of the work
+SHORT = {
+    f"{name}/{tokens}": (tokens, *sizes)
+    for name, sizes in {"qwen3_30b": SHAPES["qwen3_30b"][1:], "olmoe": (2048, 1024, 64, 8)}.items()
+    for tokens in (64, 256, 1024, 4096)
 }
 SAVED = 1.02  # of SonicMoE's bytes
 PEERS = ("compile", "sonic", "sonic_tuned")
@@ -177,6 +189,40 @@ def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
+def short(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
+    """A layer of few tokens: errors, and of captured graphs microseconds and ratios; kernels of the steps."""
+    p = Problem(*sizes)
+    forwards, right = p.forwards(options.peers), exact(p)
+    record: dict[str, Any] = {"errors": {n: errors(p, f, right) for n, f in forwards.items()}}
+    steps = {n: layers.training_step(f, p.dy, p.leaves) for n, f in forwards.items()}
+    if options.warm:
+        return record
+    record |= {"us": {}, "ratios": {}}
+    timed = {"fwd": {n: layers.inference(f) for n, f in forwards.items()}, "fwd+bwd": steps}
+    for what in options.what:
+        calls = {n: layers.captured(call) for n, call in timed[what].items()}
+        moved = sum(leaf.nbytes for leaf in p.leaves[2:]) * (1 if what == "fwd" else 3)
+        here, there = torch.empty(2, moved // 2, dtype=torch.uint8, device="cuda")
+        calls["copy"] = functools.partial(there.copy_, here)
+        us = measure.in_turn(calls, options.rounds, options.span)
+        record["us"][what] = measure.medians(us)
+        mine = us.pop("fuseops")
+        record["ratios"][what] = {n: measure.paired(mine, theirs) for n, theirs in us.items()}
+        del calls  # and the memory of its graphs
+    if options.profile:
+        record["kernels"] = {n: layers.kernels(step, least=0.0) for n, step in steps.items()}
+    return record
+
+
+def short_summary(cells: dict[str, Any]) -> dict[str, Any]:
+    """A line a layer and what was timed: microseconds, and how many times as fast as the peer and as the copy."""
+    return {
+        f"{name}/{what}": {**record["us"][what], **{f"over {n}": r for n, r in found.items()}}
+        for name, record in cells.items()
+        for what, found in record.get("ratios", {}).items()
+    }
+
+
 def ratios(us: measure.Rounds) -> dict[str, Any]:
     """The fastest peer's time over ours, eager and as a captured graph; nothing without a peer."""
     peers = [name for name in us if not name.startswith("fuseops")]
@@ -206,10 +252,17 @@ def main() -> None:
     layers.add_options(parser, SHAPES)
     layers.add_step_options(parser)
     parser.add_argument("--peers", nargs="*", default=["compile"], choices=PEERS)
+    parser.add_argument(
+        "--short", nargs="*", choices=SHORT, help="these layers of few tokens, or all"
+    )
     options = parser.parse_args()
     packages = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")
     report = layers.begin(options, *packages)
-    layers.run_cells(options, report, lambda name: cell(SHAPES[name], options), summary)
+    if options.short is None:
+        layers.run_cells(options, report, lambda name: cell(SHAPES[name], options), summary)
+    else:
+        make = lambda name: short(SHORT[name], options)  # noqa: E731
+        layers.run_cells(options, report, make, short_summary, names=options.short or SHORT)
 
 
 if __name__ == "__main__":

@@ -285,7 +285,7 @@ def test_what_prefers_memory_plans_no_higher_peak(
 def test_rows_of_dy_are_not_copied_where_memory_is_preferred() -> None:
     """They are what the step holds beside h, the activation and fc2's gradient."""
     with FakeTensorMode():
-        moe = fo.MoE(1024, 512, 8, 4, dtype=torch.bfloat16)
+        moe = fo.MoE(1024, 768, 8, 4, dtype=torch.bfloat16)
         x = torch.empty(8192, 1024, dtype=torch.bfloat16, requires_grad=True)
     with as_if_on(90):
         speed = moe.plan(x)

@@ -1,4 +1,4 @@
-"""The fused expert MLPs on a CUDA device: their peak is the planned one, and their bits repeat."""
+"""The fused MLPs on a CUDA device: their peak is the planned one, and their bits repeat."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 import fuseops as fo
 from fuseops.kernels import configs
 from fuseops.kernels.registry import watching
-from fuseops.rules.fused import dswiglu
+from fuseops.rules.fused import dswiglu, mlp
 from fuseops.rules.fused.grouped_mlp import EPILOGUE
 
 pytestmark = pytest.mark.gpu
@@ -164,3 +164,27 @@ def test_inference_writes_no_h_and_gives_the_same_y(name: str) -> None:
             peak = torch.cuda.max_memory_allocated() - start
     assert torch.equal(y, trained)
     assert peak < 2 * ROWS * 2 * F or torch.cuda.get_device_capability() != (9, 0)
+
+
+@pytest.mark.parametrize("act", [fo.ops.SwiGLU, fo.ops.SReLU])
+def test_a_dense_mlp_equals_passes_over_its_activation(act: type[Any]) -> None:
+    wide = 2 * F if act is fo.ops.SwiGLU else F
+    fc1, fc2 = (fo.ops.Linear(k, n, bias=False, **WHERE) for k, n in ((D, wide), (F, D)))
+    model = fo.Residual(fo.ops.RMSNorm(D, **WHERE), fc1, act(), fc2)
+    x, dy = torch.randn(2, 1001, D, **WHERE).unbind()
+    found, ran = [], []
+    for choice in (0, 1):
+        leaf, there = x.clone().requires_grad_(), {"EPILOGUE": choice}
+        with (
+            configs.forced(mlp.SWIGLU, there),
+            configs.forced(mlp.DSWIGLU, there),
+            watching() as launched,
+        ):
+            step(model, leaf, (), dy)
+        ran.append({"grouped_swiglu", "grouped_dswiglu"} & {op.name for op, *_ in launched})
+        found.append([leaf.grad, *(p.grad for p in model.parameters())])
+    assert not ran[0]
+    assert len(ran[1]) == 2 or torch.cuda.get_device_capability() != (9, 0)
+    for one, other in zip(*found, strict=True):
+        error = (one.double() - other.double()).norm() / other.double().norm()
+        assert error < 2**-8

@@ -66,7 +66,7 @@ def _cases(*, dy: bool = False, probs: bool = False) -> Iterator[tuple[Any, ...]
         for dtype in (torch.float16, torch.float32)
     ]
     forms += [
-        ("swiglu", torch.bfloat16, 4096, 1),
+        ("clamped_swiglu", torch.bfloat16, 4096, 1),
         ("swiglu", torch.bfloat16, 4096, 32),
         ("swiglu", torch.bfloat16, 100, 0),
     ]

@@ -360,7 +360,7 @@ def _class_chunks(
     x: Tensor, weight: Tensor, bias: Tensor | None, chunk_bytes: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """(classes, their logits of all rows), chunk after chunk in one buffer."""
-    chunks = list(row_chunks(len(weight), len(x), x.itemsize, chunk_bytes))
+    chunks = list(row_chunks(len(weight), len(x), x.itemsize, chunk_bytes, whole=(128, 1)))
     buffer = x.new_empty(len(x), cdiv(chunks[0].stop, LINE) * LINE)
     for s in chunks:
         part = None if bias is None else bias[s]

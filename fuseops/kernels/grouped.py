@@ -1,10 +1,10 @@
 """Grouped GEMMs over rows sorted by group, with the boundaries on the device: nothing asks the host.
 
-Maths: y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e]);  dw[e] (+)= dy[rows of e].T @ x[rows of e]
+Maths: y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e] (* probs));  dw[e] (+)= dy[rows of e].T @ x[rows of e]
 Accumulated in float32 in a fixed order, rounded once at the store: bits repeat. Padding rows (at or
 beyond offs[-1]) give zero in y and are never read by dw; an empty group gives zero (or adds none).
-Shapes: x (R, K), weight (E, N, K), bias (E, N), dy and y (R, N), dw (E, N, K), offs (E,) int32 row
-ends on the device. With an index an operand may have any number of rows: its row r is its row
+Shapes: x (R, K), weight (E, N, K), bias (E, N), probs (R,) float32, dy and y (R, N), dw (E, N, K), offs
+(E,) int32 row ends on the device. With an index an operand may have any number of rows: its row r is its row
 index[r], and the indices of padding rows are never read. The gradient of x is
 `grouped_mm(dy, weight.transpose(1, 2), offs)`.
 Layout: any strides; axes that no descriptor can describe are read by pointers, and a weight or rows
@@ -43,8 +43,9 @@ def _rows_of(x: Tensor, index: Tensor | None) -> int:
 
 
 def _mm_fake(
-    x: Tensor, weight: Tensor, offs: Tensor, tiles: Any = None, bias: Any = None, index: Any = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, offs: Tensor, tiles: Any = None, bias: Any = None, index: Any = None,
+    probs: Any = None,
+) -> Tensor:  # fmt: skip
     return x.new_empty(_rows_of(x, index), weight.shape[1])
 
 
@@ -99,7 +100,9 @@ def _mm_cases() -> Iterator[tuple[Any, ...]]:
             yield tokens, narrow, offs, tiles, None, index
             narrow = _meta(groups, k, n // 2, dtype=dtype).transpose(1, 2)
             yield tokens, narrow, offs, tiles, None, index
-            yield x, w, offs, tiles, _meta(groups, n, dtype=dtype)
+            bias = _meta(groups, n, dtype=dtype)
+            yield x, w, offs, tiles, bias
+            yield x, w, offs, tiles, bias, None, _meta(rows, dtype=torch.float32)
     x, w, bias = _meta(rows, k + 32), _meta(groups, n, k + 32), _meta(groups, n)
     yield x, w, offs, tiles
     yield x, w, offs, tiles, bias
@@ -171,15 +174,17 @@ def grouped_mm(
     tiles: Tensor | None = None,
     bias: Tensor | None = None,
     index: Tensor | None = None,
+    probs: Tensor | None = None,
 ) -> Tensor:
-    """x[rows of e] @ weight[e].T + bias[e], padding rows zero.   -> (R, N)
+    """x[rows of e] @ weight[e].T + bias[e] (* probs), padding rows zero.   -> (R, N)
 
     tiles: `group_tiles(offs, R)`, made here if not given.
     index: (R,) int32 or int64: row r of the operand is x[index[r]], for an x of any number of rows.
+    probs: (R,) float32, one for each row, which the bias is multiplied by.
     """
     p = product(x, weight, offs, tiles, index)
     y = x.new_empty(p.rows, weight.shape[1])
-    launch_mm(p, y, _checked_bias(bias, weight))
+    launch_mm(p, y, *checked_bias(bias, probs, p))
     return y
 
 
@@ -199,6 +204,7 @@ def grouped_mm_into(
     tiles: Tensor | None = None,
     bias: Tensor | None = None,
     index: Tensor | None = None,
+    probs: Tensor | None = None,
 ) -> None:
     """Write `grouped_mm` to y (R, N), contiguous and of the dtype of x; it is one of the same kernels."""
     p = product(x, weight, offs, tiles, index)
@@ -207,7 +213,7 @@ def grouped_mm_into(
         raise FuseOpsError(
             f"y is {y.dtype}{tuple(y.shape)} with strides {y.stride()}, expected contiguous {x.dtype} {shape}."
         )
-    launch_mm(p, y, _checked_bias(bias, weight))
+    launch_mm(p, y, *checked_bias(bias, probs, p))
 
 
 def product(
@@ -225,12 +231,28 @@ def product(
     return Product(as_rows(x), weight, offs, tiles, None if index is None else index.contiguous())
 
 
-def _checked_bias(bias: Tensor | None, weight: Tensor) -> Tensor | None:
+def checked_bias(
+    bias: Tensor | None, probs: Tensor | None, p: Product
+) -> tuple[Tensor | None, Tensor | None]:
+    """A bias, and what multiplies it, as kernels take them."""
     if bias is None:
-        return None
-    if bias.shape != weight.shape[:2]:
-        raise FuseOpsError(f"bias is {tuple(bias.shape)}, expected {tuple(weight.shape[:2])}.")
-    return bias.contiguous()
+        if probs is not None:
+            raise FuseOpsError("probs multiply the bias, and none was given.")
+        return None, None
+    if bias.shape != p.weight.shape[:2]:
+        raise FuseOpsError(f"bias is {tuple(bias.shape)}, expected {tuple(p.weight.shape[:2])}.")
+    if probs is None:
+        return bias.contiguous(), None
+    return bias.contiguous(), checked_probs(probs, p.rows)
+
+
+def checked_probs(probs: Tensor, rows: int) -> Tensor:
+    """Probabilities of rows as kernels take them. Raises FuseOpsError for those that nothing can take."""
+    if probs.shape != (rows,) or probs.dtype != torch.float32:
+        raise FuseOpsError(
+            f"probs is {probs.dtype}{tuple(probs.shape)}, expected float32 ({rows},)."
+        )
+    return probs.contiguous()
 
 
 @kernel_op(

@@ -18,20 +18,22 @@ from fuseops.kernels.registry import KernelOp
 
 
 def _setup_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, offs, tiles, bias, index = inputs
+    x, weight, offs, tiles, bias, index, probs = inputs
     _refuse(index)
-    ctx.save_for_backward(x, weight, offs, tiles)
+    ctx.save_for_backward(x, weight, offs, tiles, None if probs is None else bias, probs)
     ctx.bias = None if bias is None else bias.dtype
 
 
 def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, offs, tiles = ctx.saved_tensors
+    x, weight, offs, tiles, scaled, probs = ctx.saved_tensors
     wants_x, wants_weight, _, *rest = ctx.needs_input_grad  # arguments left out are not in it
-    wants_bias = True in rest[1:]
     dx = grouped_mm.op(dy, weight.transpose(1, 2), offs, tiles) if wants_x else None
     dw = grouped_wgrad.op(dy, x, offs, tiles) if wants_weight else None
-    dbias = grouped_bias_bwd(dy, offs)[0].to(ctx.bias) if wants_bias else None
-    return dx, dw, None, None, dbias, None
+    dbias = dprobs = None
+    if True in rest[1:]:  # of a bias, or of what scales it
+        dbias, dots = grouped_bias_bwd(dy, offs, probs, scaled)
+        dbias, dprobs = dbias.to(ctx.bias), None if probs is None else dots
+    return dx, dw, None, None, dbias, None, dprobs
 
 
 def _setup_wgrad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,10 +1,11 @@
-"""A grouped GEMM that ends in SwiGLU: both the product and its activation are written.
+"""A grouped GEMM that ends in an activation: both the product and its activation are written.
 
-Maths: h[rows of e] = x[rows of e] @ weight[e].T;  a = silu(gate) * up * probs, gate and up the halves of h
-as it is stored, so that a pass over h gives the same a. Padding rows are zero in both.
-Shapes: x (R, D), weight (E, 2F, D), offs (E,), probs (R,) float32 -> h (R, 2F), a (R, F); with an index
-row r of the operand is x[index[r]]. Without need_h, h is not written and has no rows.
-Layout, dtypes, launches: as grouped_mm; one launch where `grouped_paths.swiglu_path` says so, the GEMM
+Maths: h[rows of e] = x[rows of e] @ weight[e].T;  a = silu(gate) * up * probs, gate and up the halves of h, or
+max(h, 0)^2 * probs ("srelu"), or clamped as in `activation`, of h as it is stored, so that a pass over h gives the
+same a. Padding rows are zero in both.
+Shapes: x (R, D), weight (E, 2F, D), offs (E,), probs (R,) float32 -> h (R, 2F), a (R, F), F for 2F without a gate; with
+an index row r of the operand is x[index[r]]. Without need_h, h is not written and has no rows.
+Layout, dtypes, launches: as grouped_mm; one launch where `grouped_paths.act_path` says so, the GEMM
 and the activation elsewhere.
 Hardware: sm_80 and later.
 """
@@ -20,19 +21,25 @@ from torch import Tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.activation import act_fwd, scaled_act_fwd
-from fuseops.kernels.grouped import grouped_mm, mm_flops, product
-from fuseops.kernels.grouped_launch import launch_rings, table_size
-from fuseops.kernels.grouped_paths import SWIGLU_SPACES, swiglu_path
+from fuseops.kernels.grouped import checked_bias, checked_probs, grouped_mm, mm_flops, product
+from fuseops.kernels.grouped_launch import Form, launch_rings, table_size
+from fuseops.kernels.grouped_paths import ENDS, SWIGLU_SPACES, act_path
+from fuseops.kernels.reference import GATES
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows
 
 
 def _fake(
     x: Tensor, weight: Tensor, offs: Tensor, tiles: Any = None, probs: Any = None, index: Any = None,
-    need_h: bool = True,
+    need_h: bool = True, bias: Any = None, kind: str = "swiglu", *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, n = (x if index is None else index).shape[0], weight.shape[1]
-    return x.new_empty(rows if need_h else 0, n), x.new_empty(rows, n // 2)
+    return x.new_empty(rows if need_h else 0, n), x.new_empty(rows, _width(n, kind))
+
+
+def _width(n: int, kind: str) -> int:
+    """Columns of the activation of n columns."""
+    return n // 2 if kind in GATES else n
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:
@@ -46,6 +53,10 @@ def _cases() -> Iterator[tuple[Any, ...]]:
         yield x, wide, offs, tiles, probs
         yield x, narrow, offs, tiles, probs, index
         yield x, narrow, offs, tiles, probs, index, False
+        for need_h in (True, False):
+            rest = offs, tiles, probs, None, need_h
+            yield x, narrow, *rest, None, "srelu"
+            yield x, narrow, *rest, make(groups, 2048, dtype=dtype), "clamped_swiglu", 1
     yield x, wide, offs, tiles
 
 
@@ -60,36 +71,44 @@ def grouped_swiglu(
     probs: Tensor | None = None,
     index: Tensor | None = None,
     need_h: bool = True,
+    bias: Tensor | None = None,
+    kind: str = "swiglu",
+    interleave: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    offset: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """(h, a): x[rows of e] @ weight[e].T, and its SwiGLU times probs, zeros at padding rows.
+    """(h, a): x[rows of e] @ weight[e].T (+ bias[e]), and its activation times probs, zeros at padding rows.
 
-    need_h: False gives an h of no rows.
+    need_h: False gives an h of no rows.  kind: "swiglu", "clamped_swiglu" or "srelu".
+    interleave, alpha, limit, offset: as of `act_fwd`; gate and up are halves, or alternate (1).
     """
+    form: Form = (kind, interleave, alpha, limit, offset)
     rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
-    if n % 2 or x.dim() != 2 or x.shape[1] != k or offs.shape != (groups,):
+    if kind not in ENDS:
+        raise FuseOpsError(f"a product ends in one of {', '.join(ENDS)}, not in {kind!r}.")
+    if n % (1 + (kind in GATES)) or x.dim() != 2 or x.shape[1] != k or offs.shape != (groups,):
         raise FuseOpsError(
             f"x is {tuple(x.shape)}, weight {tuple(weight.shape)} and offs {tuple(offs.shape)}, "
             "expected (R, D), (E, 2F, D) and (E,)."
         )
-    if probs is not None and (probs.shape != (rows,) or probs.dtype != torch.float32):
-        raise FuseOpsError(
-            f"probs is {probs.dtype}{tuple(probs.shape)}, expected float32 ({rows},)."
-        )
-    x, path = as_rows(x), swiglu_path(as_rows(x), weight, index)
+    probs = None if probs is None else checked_probs(probs, rows)
+    x, path = as_rows(x), act_path(as_rows(x), weight, index, kind, interleave)
     if not path or not rows or x.dtype != weight.dtype:
-        h = grouped_mm.launcher(x, weight, offs, tiles, None, index)
-        return h if need_h else h[:0], _activation(h, offs, probs)
+        h = grouped_mm.launcher(x, weight, offs, tiles, bias, index)
+        return h if need_h else h[:0], _activation(h, offs, probs, form)
     p = product(x, weight, offs, tiles, index)
     p = p if path == "gather" else p.gathered()
-    h, a = x.new_empty(rows if need_h else 0, n), x.new_empty(rows, n // 2)
-    probs = None if probs is None else probs.contiguous()
+    h, a = x.new_empty(rows if need_h else 0, n), x.new_empty(rows, _width(n, kind))
+    bias, _ = checked_bias(bias, None, p)
     config = SWIGLU_SPACES[path].pick(rows, tuple(weight.shape), x)
-    launch_rings(p, path, config, h if need_h else a, act=a, probs=probs)
+    form = form if kind == "clamped_swiglu" else form[:2]  # that reads the others
+    launch_rings(p, path, config, h if need_h else a, bias, form=form, act=a, probs=probs)
     return h, a
 
 
-def _activation(h: Tensor, offs: Tensor, probs: Tensor | None) -> Tensor:
+def _activation(h: Tensor, offs: Tensor, probs: Tensor | None, form: Form) -> Tensor:
     if probs is None:
-        return act_fwd.launcher(h, "swiglu")
+        return act_fwd.launcher(h, *form)
     rows = torch.arange(h.shape[0], device=h.device)
-    return scaled_act_fwd.launcher(h, probs.masked_fill(rows >= offs[-1], 0.0), "swiglu")
+    return scaled_act_fwd.launcher(h, probs.masked_fill(rows >= offs[-1], 0.0), *form)

@@ -1,15 +1,16 @@
-"""The input gradient of a grouped GEMM after SwiGLU, that goes on through SwiGLU: its epilogue reads the
+"""The input gradient of a grouped GEMM after an activation, that goes on through it: its epilogue reads the
 pre-activation and writes the gradient of it, the activation and the gradient of the probabilities.
 
 Maths: da[rows of e] = dy[rows of e] @ weight[e].T;  dgate = da probs up silu'(gate), dup = da probs silu(gate),
-a = silu(gate) up probs, dprobs = sum over columns of da silu(gate) up; gate and up are the halves of h. da is
-rounded as if it were stored, so that two kernels give the same. Padding rows are zero in all of them.
-Shapes: dy (R, D), weight (E, F, D), h (R, 2F), offs (E,), probs (R,) float32 -> dh (R, 2F), a (R, F),
-dprobs (R,) float32, empty without probs; with an index row r of dy is dy[index[r]].
+a = silu(gate) up probs, dprobs = sum over columns of da silu(gate) up; gate and up are the halves of h. Of squared
+ReLU ("srelu") dh = 2 da probs max(h, 0), a = max(h, 0)^2 probs. da is rounded as if it were stored, so that two
+kernels give the same. Padding rows are zero in all of them.
+Shapes: dy (R, D), weight (E, F, D), h (R, 2F), or (R, F) without a gate, offs (E,), probs (R,) float32 -> dh as h,
+a (R, F), dprobs (R,) float32, empty without probs; with an index row r of dy is dy[index[r]].
 `grouped_dswiglu_into` writes dh over h: a tile's part of h is in shared memory before dh is written there, and what a
 tile reads of others, rows and columns beyond its own, is masked.
 Layout, dtypes, launches: as grouped_mm; the GEMM, and the sum over its column blocks of dprobs, in a fixed
-order. `grouped_paths.swiglu_bwd_path` says where; elsewhere the GEMM and the activation are two kernels.
+order. `grouped_paths.act_bwd_path` says where; elsewhere the GEMM and the activation are two kernels.
 Hardware: sm_80 and later.
 """
 
@@ -26,19 +27,20 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.activation import scaled_act_bwd_into
 from fuseops.kernels.bias import sum_partials
-from fuseops.kernels.grouped import grouped_mm, product
+from fuseops.kernels.grouped import checked_probs, grouped_mm, product
 from fuseops.kernels.grouped_launch import launch_rings, table_size
-from fuseops.kernels.grouped_paths import SWIGLU_BWD_SPACES, swiglu_bwd_path
+from fuseops.kernels.grouped_paths import BACK, SWIGLU_BWD_SPACES, act_bwd_path
+from fuseops.kernels.reference import GATES
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv
 
 
 def _fake(
     dy: Tensor, weight: Tensor, h: Tensor, offs: Tensor, tiles: Any = None, probs: Any = None,
-    index: Any = None,
+    index: Any = None, kind: str = "swiglu",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     sums = h.new_empty(0 if probs is None else h.shape[0], dtype=torch.float32)
-    return torch.empty_like(h), h.new_empty(h.shape[0], h.shape[1] // 2), sums
+    return torch.empty_like(h), h.new_empty(h.shape[0], weight.shape[1]), sums
 
 
 def _flops(dy: Any, weight: Any, h: Any, *_: Any, **__: Any) -> int:
@@ -55,6 +57,7 @@ def _cases() -> Iterator[tuple[Any, ...]]:
         weight = make(groups, k, n, dtype=dtype).transpose(1, 2)
         yield dy, weight, h, offs, tiles, probs
         yield dy, weight, h, offs, tiles, probs, index
+        yield dy, weight, make(rows, n, dtype=dtype), offs, tiles, probs, None, "srelu"
     yield dy, weight, h, offs, tiles
 
 
@@ -69,10 +72,14 @@ def grouped_dswiglu(
     tiles: Tensor | None = None,
     probs: Tensor | None = None,
     index: Tensor | None = None,
+    kind: str = "swiglu",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dh, a, dprobs) of a = swiglu(h) * probs for da = dy[rows of e] @ weight[e].T, zeros at padding rows."""
+    """(dh, a, dprobs) of a = act(h) * probs for da = dy[rows of e] @ weight[e].T, zeros at padding rows.
+
+    kind: "swiglu" or "srelu".
+    """
     dh = h.new_empty(h.shape)
-    return dh, *_backward(dh, dy, weight, h, offs, tiles, probs, index)
+    return dh, *_backward(dh, dy, weight, h, offs, tiles, probs, index, kind)
 
 
 @kernel_op(
@@ -92,11 +99,12 @@ def grouped_dswiglu_into(
     tiles: Tensor | None = None,
     probs: Tensor | None = None,
     index: Tensor | None = None,
+    kind: str = "swiglu",
 ) -> tuple[Tensor, Tensor]:
     """(a, dprobs) of `grouped_dswiglu`, whose dh is written over h, contiguous; it is the same kernel."""
     if not h.is_contiguous():
         raise FuseOpsError(f"h has strides {h.stride()}, expected contiguous: dh takes its place.")
-    return _backward(h, dy, weight, h, offs, tiles, probs, index)
+    return _backward(h, dy, weight, h, offs, tiles, probs, index, kind)
 
 
 def _backward(
@@ -108,42 +116,42 @@ def _backward(
     tiles: Tensor | None,
     probs: Tensor | None,
     index: Tensor | None,
+    kind: str,
 ) -> tuple[Tensor, Tensor]:
     """Write dh, which may be h.   -> a, dprobs"""
     rows, (groups, n, k) = (dy if index is None else index).shape[0], weight.shape
-    if h.shape != (rows, 2 * n) or dy.dim() != 2 or dy.shape[1] != k or offs.shape != (groups,):
+    if kind not in BACK:
+        raise FuseOpsError(f"a product goes back through one of {', '.join(BACK)}, not {kind!r}.")
+    width = n * (1 + (kind in GATES))
+    if h.shape != (rows, width) or dy.dim() != 2 or dy.shape[1] != k or offs.shape != (groups,):
         raise FuseOpsError(
             f"dy is {tuple(dy.shape)}, weight {tuple(weight.shape)}, h {tuple(h.shape)} and offs "
-            f"{tuple(offs.shape)}, expected (R, D), (E, F, D), (R, 2F) and (E,)."
+            f"{tuple(offs.shape)}, expected (R, D), (E, F, D), ({rows}, {width}) and (E,)."
         )
-    if probs is not None and (probs.shape != (rows,) or probs.dtype != torch.float32):
-        raise FuseOpsError(
-            f"probs is {probs.dtype}{tuple(probs.shape)}, expected float32 ({rows},)."
-        )
+    probs = None if probs is None else checked_probs(probs, rows)
     dy = as_rows(dy)
-    path = swiglu_bwd_path(dy, weight, h, index)
+    path = act_bwd_path(dy, weight, h, index)
     if not path or not rows or not dy.dtype == weight.dtype == h.dtype:
         da = grouped_mm.launcher(dy, weight, offs, tiles, None, index)
-        return _activation_bwd(dh, da, h, offs, probs)
+        return _activation_bwd(dh, da, h, offs, probs, kind)
     p = product(dy, weight, offs, tiles, index)
     p = p if path == "gather" else p.gathered()
     config = SWIGLU_BWD_SPACES[path].pick(rows, tuple(weight.shape), dy)
     a = h.new_empty(rows, n)
     blocks = 0 if probs is None else cdiv(n, config["BLOCK_N"])
     sums = torch.empty(blocks, rows, dtype=torch.float32, device=h.device)
-    probs = None if probs is None else probs.contiguous()
-    launch_rings(p, path, config, dh, act=a, probs=probs, h=h, sums=sums)
+    launch_rings(p, path, config, dh, form=(kind, 0), act=a, probs=probs, h=h, sums=sums)
     return a, sums.view(-1) if probs is None else sum_partials(sums)
 
 
 def _activation_bwd(
-    dh: Tensor, da: Tensor, h: Tensor, offs: Tensor, probs: Tensor | None
+    dh: Tensor, da: Tensor, h: Tensor, offs: Tensor, probs: Tensor | None, kind: str
 ) -> tuple[Tensor, Tensor]:
     """Of what padding rows hold nothing comes through."""
     padding = torch.arange(len(h), device=h.device) >= offs[-1]
     scale = torch.ones(len(h), device=h.device) if probs is None else probs
     dh.copy_(h.masked_fill(padding[:, None], 0.0))
     dprobs, a = scaled_act_bwd_into.launcher(
-        dh, da, scale.masked_fill(padding, 0.0), "swiglu", probs is not None, True
+        dh, da, scale.masked_fill(padding, 0.0), kind, probs is not None, True
     )
     return a, dprobs

@@ -19,8 +19,14 @@ from fuseops.kernels.grouped_paths import wgrad_path as wgrad_path
 from fuseops.kernels.launch import device, launch, num_sms
 from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.recorder import depends
+from fuseops.kernels.reference import GATES
 from fuseops.kernels.tiles import cdiv
 
+Form = tuple[
+    Any, ...
+]  # of an activation: kind, interleave, and alpha, limit, offset of a clamped one
+NO_FORM: Form = ("", 0)
+OPTIONS = "ALPHA", "LIMIT", "OFFSET"
 TILE_ROWS = (64, 128, 256)  # the row blocks a tile table knows
 
 
@@ -51,19 +57,19 @@ class Product:
         return replace(self, x=gather_rows.launcher(self.x, self.index, self.offs), index=None)
 
 
-def launch_mm(p: Product, y: Tensor, bias: Tensor | None) -> None:
-    """Write x[rows of e] @ weight[e].T + bias[e] to y (R, N)."""
+def launch_mm(p: Product, y: Tensor, bias: Tensor | None, probs: Tensor | None = None) -> None:
+    """Write x[rows of e] @ weight[e].T + bias[e] (* probs) to y (R, N)."""
     if not y.numel():
         return
     path = "pointer" if y.data_ptr() % 16 else mm_path(p.x, p.weight, bias, p.index)
     if p.index is not None and path != "gather":
-        launch_mm(p.gathered(), y, bias)
+        launch_mm(p.gathered(), y, bias, probs)
         return
     config = MM_SPACES[path].pick(p.rows, tuple(p.weight.shape), p.x)
     if path in ("gather", "pingpong"):
-        launch_rings(p, path, config, y, bias)
+        launch_rings(p, path, config, y, bias, probs=probs)
     else:
-        _launch_triton(p, path, config, y, bias)
+        _launch_triton(p, path, config, y, bias, probs)
 
 
 def launch_rings(
@@ -73,6 +79,7 @@ def launch_rings(
     y: Tensor,
     bias: Tensor | None = None,
     *,
+    form: Form = NO_FORM,
     act: Tensor | None = None,
     probs: Tensor | None = None,
     h: Tensor | None = None,
@@ -80,12 +87,14 @@ def launch_rings(
 ) -> None:
     """Run the Gluon kernel, with what its epilogue reads and writes besides y (R, N).
 
-    act: the SwiGLU of the product, which is itself written unless y is act; with h, the pre-activation of a SwiGLU
-    whose output the product is the gradient of, y becomes that of h, act its SwiGLU, and sums (blocks of columns, R)
+    probs: of rows, which multiply the activation, or the bias.
+    act: the activation `form` of the product, which is itself written unless y is act; with h, the pre-activation whose
+    activation the product is the gradient of, y becomes that of h, act its activation, and sums (blocks of columns, R)
     the parts of the gradient of probs.
     """
     module, transposed = device("grouped_pingpong"), p.weight.stride(2) != 1
-    swiglu = act is not None and h is None
+    kind, interleave, *options = form
+    halves = kind in GATES and h is None and not interleave
     config = {"SLOTS": 0, "PART": config["BLOCK_M"] // (1 + config["COOPERATIVE"]), **config}
     y_block = [config.pop("PART"), 64]
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
@@ -95,7 +104,7 @@ def launch_rings(
     if index is None:
         left = module.Descriptor(p.x, p.x.shape, p.x.stride(), [block_m, 64])
         index = p.offs
-    w_block = [64 if transposed else block_n // (1 + swiglu), 64]
+    w_block = [64 if transposed else block_n // (1 + halves), 64]
     w = module.Descriptor(p.weight, (groups * n * k // inner, inner), (inner, 1), w_block)
     out = module.Descriptor(y, y.shape, y.stride(), y_block)
     hidden = out if h is None else module.Descriptor(h, h.shape, h.stride(), y_block)
@@ -104,12 +113,15 @@ def launch_rings(
     launch(
         module.grouped_mm_pingpong_kernel, grid, y, left, index, w, out, *given, hidden,
         given[-1] if sums is None else sums, p.offs, p.tiles, *sizes,
-        GATHER=path == "gather", TRANSPOSED=transposed, HAS_BIAS=bias is not None, SWIGLU=swiglu,
+        GATHER=path == "gather", TRANSPOSED=transposed, HAS_BIAS=bias is not None,
+        ACT=kind, PAIRS=interleave == 1, **dict(zip(OPTIONS, (*options, 0.0, 0.0, 0.0), strict=False)),
         HAS_PROBS=probs is not None, KEEPS=y is not act, **config, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
-def _launch_triton(p: Product, path: str, config: Config, y: Tensor, bias: Tensor | None) -> None:
+def _launch_triton(
+    p: Product, path: str, config: Config, y: Tensor, bias: Tensor | None, probs: Tensor | None
+) -> None:
     """Run the Triton kernel, with descriptors ("tma") or pointers."""
     module, transposed = device("grouped_mm"), p.weight.stride(2) != 1
     config = dict(config)
@@ -126,8 +138,9 @@ def _launch_triton(p: Product, path: str, config: Config, y: Tensor, bias: Tenso
             module.describe_ragged(y, [block_m, block_n // config["SUBTILES"]]),
         )
     launch(
-        module.grouped_mm_kernel, grid, y, *operands, y if bias is None else bias, p.offs, p.tiles,
-        *sizes, *p.weight.stride(), HAS_BIAS=bias is not None, TRANSPOSED=transposed,
+        module.grouped_mm_kernel, grid, y, *operands, y if bias is None else bias,
+        y if probs is None else probs, p.offs, p.tiles, *sizes, *p.weight.stride(),
+        HAS_BIAS=bias is not None, HAS_PROBS=probs is not None, TRANSPOSED=transposed,
         TMA=path == "tma", PRECISION=precision(p.x), **config,
     )  # fmt: skip
 

@@ -22,8 +22,13 @@ from fuseops.kernels.replay import apart
 from fuseops.torch_private import is_fake
 
 TMA_ARCHS = (90, 100)
+FEW_ROWS = 4096  # of which a copy is shorter than what a GEMM that reads weights most of its time loses by gathering
 GATHER_BELOW = 4096  # columns of the other operand: for wider ones a copy of the rows costs less
 GLUON_TESTED = ("3.6", "3.8", "3.9")
+# activations that a product can end in, and those that it can go back through
+ENDS = {"swiglu": "SwiGLU", "clamped_swiglu": "clamped SwiGLU", "srelu": "squared ReLU"}
+BACK = ("swiglu", "srelu")
+RAN = {"swiglu": 0, "clamped_swiglu": 1, "srelu": 0}  # how gate and up lay where a GPU has run it
 
 
 def _tile(m: int, n: int, k: int, group: int, parts: int, per_sm: int, warps: int) -> Config:
@@ -95,7 +100,13 @@ def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 def _swiglu_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """Small tiles hide the activation as well."""
-    return [_ring(64, 256, 0, 5), WIDE_RING]
+    return [_ring(64, 256, 0, 5), WIDE_RING, _ring(128, 128, 0, 6)]
+
+
+def _swiglu_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    """Square tiles where the last small one is half empty or more, and there are few beside it."""
+    small, _, square = _swiglu_candidates(dims, itemsize)
+    return square if 0 < dims[1] % 256 <= 128 and dims[1] < 4096 else small
 
 
 def _swiglu_gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -140,7 +151,7 @@ WGRAD_TMA = Space("grouped_wgrad_tma", _wgrad_candidates, _wgrad_default, dims=G
 WGRAD_POINTER = Space("grouped_wgrad", _pointer_candidates, dims=GEMM)
 MM_SPACES = {"gather": MM_GATHER, "pingpong": MM_PINGPONG, "tma": MM_TMA, "pointer": MM_POINTER}
 SWIGLU_SPACES = {
-    "pingpong": Space("grouped_swiglu", _swiglu_candidates, dims=GEMM),
+    "pingpong": Space("grouped_swiglu", _swiglu_candidates, _swiglu_default, dims=GEMM),
     "gather": Space("grouped_swiglu_gather", _swiglu_gather_candidates, dims=GEMM),
 }
 SWIGLU_BWD_SPACES = {
@@ -181,22 +192,29 @@ def mm_path(
     if not is_fake(x) and (x.data_ptr() % 16 or weight.data_ptr() % 16):
         return "pointer"
     where = current_arch(x.device), x.itemsize
-    return _mm_path(
-        *where, x.shape[1], x.stride(), weight.shape, weight.stride(), index is not None
-    )
+    gathers = index is not None and index.shape[0] > FEW_ROWS
+    return _mm_path(*where, x.shape[1], x.stride(), weight.shape, weight.stride(), gathers)
 
 
-def swiglu_path(x: Tensor, weight: Tensor, index: Tensor | None = None) -> str:
-    """The path that can end in a SwiGLU, "gather" or "pingpong": N a multiple of 256, of halves gate
-    and up; "" where the activation is a pass of its own.
+def act_path(
+    x: Tensor,
+    weight: Tensor,
+    index: Tensor | None = None,
+    kind: str = "swiglu",
+    interleave: int = 0,
+) -> str:
+    """The path that can end in an activation of `ENDS`, "gather" or "pingpong": gate and up are halves of N, a multiple
+    of 256, or alternate; "" where the activation is a pass of its own.
     """
     path, n = mm_path(x, weight, None, index), weight.shape[1]
-    return path if path in SWIGLU_SPACES and n % 256 == 0 and weight.stride(2) == 1 else ""
+    fits = RAN.get(kind) == interleave and weight.stride(2) == 1
+    fits = fits and (n % 256 == 0 or kind == "srelu" or interleave == 1)
+    return path if path in SWIGLU_SPACES and fits else ""
 
 
-def swiglu_bwd_path(dy: Tensor, weight: Tensor, h: Tensor, index: Tensor | None = None) -> str:
-    """The path that can go on through SwiGLU, "gather" or "pingpong": N a multiple of 64, h packed; ""
-    where the activation is a pass of its own.
+def act_bwd_path(dy: Tensor, weight: Tensor, h: Tensor, index: Tensor | None = None) -> str:
+    """The path that can go on through an activation of `BACK`, "gather" or "pingpong": N a multiple of 64, h packed;
+    "" where the activation is a pass of its own.
     """
     path, n = mm_path(dy, weight, None, index), weight.shape[1]
     fits = h.is_contiguous() and n % 64 == 0 and (is_fake(h) or h.data_ptr() % 16 == 0)

@@ -7,7 +7,14 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from fuseops.kernels.configs import triton_release
-from fuseops.kernels.grouped_paths import GATHER_BELOW, GLUON_TESTED, TMA_ARCHS, mm_path, wgrad_path
+from fuseops.kernels.grouped_paths import (
+    FEW_ROWS,
+    GATHER_BELOW,
+    GLUON_TESTED,
+    TMA_ARCHS,
+    mm_path,
+    wgrad_path,
+)
 from fuseops.kernels.launch import current_arch
 from fuseops.kernels.registry import INTERPRET
 from fuseops.words import dtype_name
@@ -29,7 +36,7 @@ def mm_words(
             (k % 64 != 0, f"K is {k}, not a multiple of 64"),
             (groups * max(n, k) >= 1 << 31, "the weight has too many rows"),
         ],
-        "pingpong": _copied(index is not None, n),
+        "pingpong": [_few(index), *_copied(index is not None, n)],
     }
     return _joined(path, reasons)
 
@@ -48,6 +55,11 @@ def wgrad_words(dy: Tensor, x: Tensor, x_index: Tensor | None = None) -> str:
 def _joined(path: str, reasons: dict[str, Reasons]) -> str:
     why = next((text for stands, text in reasons.get(path, ()) if stands), None)
     return path if why is None else f"{path} ({why})"
+
+
+def _few(index: Tensor | None) -> tuple[bool, str]:
+    few = index is not None and index.shape[0] <= FEW_ROWS
+    return few, "its rows are copied first: there are few"
 
 
 def _copied(gathers: bool, width: int) -> Reasons:

@@ -96,13 +96,16 @@ def _whole(
         x = cast("Tensor", x)
         w: Tensor = call.precision.cast(weight)  # type: ignore[assignment]
         b = call.precision.cast(bias)
-        in_epilogue = probs is None and b is not None and b.dtype is x.dtype
-        if out is not None and (in_epilogue or bias is None) and out.dtype is x.dtype:
-            K.grouped_mm_into(out, x, w, offs, tiles, b, index)
-            return out, x
-        y = K.grouped_mm(x, w, offs, tiles, b if in_epilogue else None, index)
+        scale = None if bias is None else probs
+        in_epilogue = (b is None or b.dtype is x.dtype) and (
+            scale is None or (scale.shape == (rows,) and scale.dtype is torch.float32)
+        )
         if in_epilogue:
-            return y, x
+            if out is None or out.dtype is not x.dtype:
+                return K.grouped_mm(x, w, offs, tiles, b, index, scale), x
+            K.grouped_mm_into(out, x, w, offs, tiles, b, index, scale)
+            return out, x
+        y = K.grouped_mm(x, w, offs, tiles, None, index)
     if probs is not None:
         check_probs("GroupedLinear", y, probs)
     return (y if bias is None else K.grouped_bias_fwd(y, bias, offs, probs)), kept

@@ -13,6 +13,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import grouped as k
 from fuseops.kernels import grouped_glu, grouped_glu_bwd, grouped_paths
 from fuseops.kernels.launch import device
+from fuseops.kernels.reference import GATES
 
 pytestmark = pytest.mark.usefixtures("kernels")
 ROWS = st.sampled_from([0, 1, 63, 65, 127, 200])
@@ -58,21 +59,28 @@ def problems(draw):
     return x, dy, weight, offs
 
 
-@given(problems(), st.booleans(), st.booleans())
+@given(problems(), st.booleans(), st.sampled_from(["no bias", "bias", "scaled"]))
 @few
 def test_forward(problem, with_tiles, with_bias):
     x, dy, weight, offs = problem
     tiles = run(k.group_tiles, offs, len(x)) if with_tiles else None
-    bias = tensor(weight.shape[:2], x.dtype, "normal", 7) if with_bias else None
-    args = (x, weight, offs, tiles, bias)
+    bias = None if with_bias == "no bias" else tensor(weight.shape[:2], x.dtype, "normal", 7)
+    probs = None
+    if with_bias == "scaled":
+        probs = torch.rand(len(x))
+        probs[int(offs[-1]) :] = float("nan")
+    args = (x, weight, offs, tiles, bias, None, probs)
     y = assert_matches(k.grouped_mm, *args, sums=True)
     assert torch.equal(y, run(k.grouped_mm, *args))
     assert_matches(k.grouped_mm, dy, weight.transpose(1, 2), offs, tiles, sums=True)
 
 
-@given(problems(), SEEDS, st.booleans(), st.booleans(), st.booleans())
+FORMS = [(kind, i) for kind in grouped_paths.ENDS for i in range(1 + (kind in GATES))]
+
+
+@given(problems(), SEEDS, *[st.booleans()] * 4, st.sampled_from(FORMS))
 @few
-def test_swiglu(problem, seed, with_probs, gather, need_h):
+def test_an_activation_at_the_end(problem, seed, with_probs, gather, need_h, with_bias, form):
     """The product and its activation, whatever makes the second."""
     x, _, weight, offs = problem
     weight = torch.cat([weight, weight.flip(1)], 1)
@@ -82,28 +90,34 @@ def test_swiglu(problem, seed, with_probs, gather, need_h):
         probs[int(offs[-1]) :] = float("nan")
     if gather:
         x, index = gathered(len(x), x.shape[1], x.dtype, seed)
-    args = x, weight, offs, None, probs, index, need_h
+    bias = tensor(weight.shape[:2], x.dtype, "normal", 7) if with_bias else None
+    args = x, weight, offs, None, probs, index, need_h, bias, *form
     assert_matches(grouped_glu.grouped_swiglu, *args, sums=True)
 
 
-@given(problems(), SEEDS, st.booleans(), st.booleans())
+@given(problems(), SEEDS, st.booleans(), st.booleans(), st.sampled_from(grouped_paths.BACK))
 @few
-def test_dswiglu(problem, seed, with_probs, gather):
-    """The gradient that goes on through SwiGLU, whatever does so; nothing comes from padding."""
+def test_a_gradient_that_goes_on_through_an_activation(problem, seed, with_probs, gather, kind):
+    """Whatever takes it through; nothing comes from padding."""
     _, dy, weight, offs = problem
     dy, weight, index = dy, weight.transpose(1, 2), None
-    h = poison(tensor((len(dy), 2 * weight.shape[1]), dy.dtype, "normal", seed + 3), offs)
+    h = poison(
+        tensor((len(dy), (1 + (kind in GATES)) * weight.shape[1]), dy.dtype, "normal", seed + 3),
+        offs,
+    )
     probs = torch.rand(len(dy)) if with_probs else None
     if with_probs:
         probs[int(offs[-1]) :] = float("nan")
     if gather:
         dy, index = gathered(len(dy), dy.shape[1], dy.dtype, seed)
-    args = dy, weight, h, offs, None, probs, index
+    args = dy, weight, h, offs, None, probs, index, kind
     want = assert_matches(grouped_glu_bwd.grouped_dswiglu, *args, sums=True)
     over = h.to(DEVICE)
     got = (
         over,
-        *run(grouped_glu_bwd.grouped_dswiglu_into, over, dy, weight, offs, None, probs, index),
+        *run(
+            grouped_glu_bwd.grouped_dswiglu_into, over, dy, weight, offs, None, probs, index, kind
+        ),
     )
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0, equal_nan=True)
@@ -309,6 +323,8 @@ def test_operands_that_nothing_takes_are_told_apart():
         lambda: k.grouped_mm(x, weight, offs, tiles.long()),
         lambda: k.grouped_mm(x, weight, offs, tiles, weight[:, 1:, 0]),
         lambda: k.grouped_mm(x, weight, offs, tiles, None, offs.float()),
+        lambda: k.grouped_mm(x, weight, offs, tiles, None, None, x[:, 0].contiguous()),
+        lambda: k.grouped_mm(x, weight, offs, tiles, weight[:, :, 0], None, x[:, 0].half()),
         lambda: k.grouped_mm(x.half(), weight, offs, tiles),
         lambda: k.grouped_wgrad(y[1:], x, offs, tiles),
         lambda: k.grouped_wgrad(y, x.half(), offs, tiles),
@@ -329,9 +345,11 @@ def test_any_strides_of_small_operands(dtype):
     index = torch.randperm(40, device=DEVICE)
     bias = torch.randn(2, 24, device=DEVICE, dtype=dtype)
     tiles = k.group_tiles(offs, 40)
-    want = k.grouped_mm(x, weight, offs, tiles, bias, index)
+    probs = torch.rand(40, device=DEVICE)
+    want = k.grouped_mm(x, weight, offs, tiles, bias, index, probs)
     for _ in range(2):
-        got = k.grouped_mm(x, weight, gaps(offs), gaps(tiles), gaps(bias), gaps(index))
+        strided = map(gaps, (offs, tiles, bias, index, probs))
+        got = k.grouped_mm(x, weight, *strided)
         assert torch.equal(got, want)
         assert torch.equal(k.group_tiles(gaps(offs), 40), tiles)
         dw = k.grouped_wgrad(got, x, gaps(offs), gaps(tiles), None, gaps(index))

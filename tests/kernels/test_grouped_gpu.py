@@ -10,8 +10,9 @@ from laws import splits
 
 from fuseops.kernels import grouped as k
 from fuseops.kernels import grouped_glu, grouped_glu_bwd, grouped_paths
-from fuseops.kernels.activation import scaled_act_bwd
+from fuseops.kernels.activation import act_fwd, scaled_act_bwd
 from fuseops.kernels.configs import forced
+from fuseops.kernels.reference import GATES
 from fuseops.kernels.replay import apart, replaying
 
 pytestmark = pytest.mark.gpu
@@ -67,34 +68,48 @@ def needs_gluon(path):
 
 @pytest.mark.parametrize(("path", "number"), cases(grouped_paths.MM_SPACES))
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_bias", [None, "bias", "scaled"])
 def test_many_tiles_a_program(path, number, transposed, with_bias):
     needs_gluon(path)
     x, dy, weight, offs, bounds = many_tiles()
     a, w = (dy, weight.transpose(1, 2)) if transposed else (x, weight)
     bias = torch.randn(w.shape[:2], device="cuda", dtype=a.dtype) if with_bias else None
+    probs = poison(torch.rand(len(a), device="cuda"), offs) if with_bias == "scaled" else None
     full, index = a, None
     if path == "gather":
         a, index, full = by_index(a, offs, torch.int64 if with_bias else torch.int32)
     space = grouped_paths.MM_SPACES[path]
     config = space.candidates((40, *w.shape[1:]), 2)[number]
     with grouped_paths.on_path(path), forced(space, config):
-        y = k.grouped_mm(a, w, offs, None, bias, index)
+        y = k.grouped_mm(a, w, offs, None, bias, index, probs)
         for _ in range(3):
-            again = k.grouped_mm(a, w, offs, None, bias, index)
+            again = k.grouped_mm(a, w, offs, None, bias, index, probs)
             assert torch.equal(y.view(torch.int16), again.view(torch.int16))
     for e, (start, end) in enumerate(bounds):
         want = full[start:end].float() @ w[e].float().t()
-        close(y[start:end], want + bias[e].float() if with_bias else want)
+        if with_bias:
+            want += bias[e].float() * (1 if probs is None else probs[start:end, None])
+        close(y[start:end], want)
     assert not y[bounds[-1][1] :].any()
 
 
 @pytest.mark.parametrize(("path", "number"), cases(grouped_paths.SWIGLU_SPACES))
 @pytest.mark.parametrize("with_probs", [False, True])
-def test_many_tiles_with_an_activation(path, number, with_probs):
+@pytest.mark.parametrize(
+    ("form", "width"),
+    [
+        (("swiglu",), 2048),
+        (("srelu",), 1952),
+        (("clamped_swiglu", 0), 2048),
+        (("clamped_swiglu", 1), 1952),
+    ],
+)
+def test_many_tiles_with_an_activation(path, number, with_probs, form, width):
     """h as the plain product stores it, a as a pass over h would make it."""
     needs_gluon(path)
     x, _, weight, offs, bounds = many_tiles()
+    weight = weight[:, :width].contiguous()
+    bias = torch.randn(weight.shape[:2], device="cuda", dtype=x.dtype) if len(form) > 1 else None
     probs = torch.rand(len(x), device="cuda") if with_probs else None
     index, full = None, x
     if path == "gather":
@@ -103,27 +118,29 @@ def test_many_tiles_with_an_activation(path, number, with_probs):
     space = grouped_paths.SWIGLU_SPACES[path]
     config = space.candidates((40, 2048, 1024), 2)[number]
     with grouped_paths.on_path(path), forced(space, config):
-        h, a = grouped_glu.grouped_swiglu(x, weight, offs, None, probs, index)
+        given = x, weight, offs, None, probs, index, True, bias, *form
+        h, a = grouped_glu.grouped_swiglu(*given)
         for _ in range(3):
-            again = grouped_glu.grouped_swiglu(x, weight, offs, None, probs, index)
+            again = grouped_glu.grouped_swiglu(*given)
             assert torch.equal(h, again[0]) and torch.equal(a, again[1])
-        none, alone = grouped_glu.grouped_swiglu(x, weight, offs, None, probs, index, False)
+        none, alone = grouped_glu.grouped_swiglu(*given[:6], False, bias, *form)
     assert len(none) == 0 and torch.equal(alone, a)
-    assert torch.equal(h, k.grouped_mm(full, weight, offs))
-    gate, up = h.double().chunk(2, 1)
-    want = torch.nn.functional.silu(gate) * up * (1 if probs is None else probs[:, None])
+    assert torch.equal(h, k.grouped_mm(full, weight, offs, None, bias))
+    want = act_fwd.twin(h.double(), *form) * (1 if probs is None else probs[:, None])
     torch.testing.assert_close(a.double(), want, rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize(("path", "number"), cases(grouped_paths.SWIGLU_BWD_SPACES))
 @pytest.mark.parametrize("with_probs", [False, True])
 @pytest.mark.parametrize("width", [1024, 960])
-def test_many_tiles_that_go_on_through_an_activation(path, number, with_probs, width):
+@pytest.mark.parametrize("kind", sorted(grouped_paths.ENDS))
+def test_many_tiles_that_go_on_through_an_activation(path, number, with_probs, width, kind):
     """What the product and a pass over it give, dprobs but for the order of its sum."""
     needs_gluon(path)
     _, dy, weight, offs, bounds = many_tiles()
     weight = weight[..., :width].contiguous().transpose(1, 2)
-    h = poison(torch.randn(len(dy), 2 * width, device="cuda", dtype=dy.dtype), offs)
+    columns = width * (1 + (kind in GATES))
+    h = poison(torch.randn(len(dy), columns, device="cuda", dtype=dy.dtype), offs)
     probs = torch.rand(len(dy), device="cuda") if with_probs else None
     index, full, end = None, dy, bounds[-1][1]
     if path == "gather":
@@ -131,16 +148,18 @@ def test_many_tiles_that_go_on_through_an_activation(path, number, with_probs, w
     space = grouped_paths.SWIGLU_BWD_SPACES[path]
     config = space.candidates((40, 1024, 2048), 2)[number]
     with grouped_paths.on_path(path), forced(space, config):
-        got = grouped_glu_bwd.grouped_dswiglu(dy, weight, h, offs, None, probs, index)
+        got = grouped_glu_bwd.grouped_dswiglu(dy, weight, h, offs, None, probs, index, kind)
         for _ in range(3):
-            again = grouped_glu_bwd.grouped_dswiglu(dy, weight, h, offs, None, probs, index)
+            again = grouped_glu_bwd.grouped_dswiglu(dy, weight, h, offs, None, probs, index, kind)
             assert all(map(torch.equal, got, again))
         for _ in range(3):
             over = h.clone()
-            rest = grouped_glu_bwd.grouped_dswiglu_into(over, dy, weight, offs, None, probs, index)
+            rest = grouped_glu_bwd.grouped_dswiglu_into(
+                over, dy, weight, offs, None, probs, index, kind
+            )
             assert all(map(torch.equal, got, (over, *rest)))
     da, scale = k.grouped_mm(full, weight, offs), probs if with_probs else torch.ones(len(h)).cuda()
-    want = scaled_act_bwd(da, h, scale, "swiglu", with_probs, True)
+    want = scaled_act_bwd(da, h, scale, kind, with_probs, True)
     for one, other in zip(got, (want[0], want[2], want[1]), strict=True):
         one, other = one[:end].float(), other[:end].float()
         torch.testing.assert_close(one, other, rtol=2**-7, atol=2e-3)  # one rounding

@@ -580,7 +580,7 @@ def test_components_of_quantized_tensors_are_planned_each_by_its_name(record: bo
 
 def test_a_tight_budget_asks_what_preferring_memory_gives() -> None:
     """The rows of dy are not copied then: the step peaks as the plan of a model that prefers memory says."""
-    model = nn.Sequential(fo.MoE(1024, 512, 4, 4, dtype=torch.bfloat16))
+    model = nn.Sequential(fo.MoE(1024, 768, 4, 4, dtype=torch.bfloat16))
     x = torch.randn(2048, 1024, dtype=torch.bfloat16, requires_grad=True)
     ask = {"layers": "0", "hardware": Hardware.h200(), "min_bytes": 1024}
     roomy = offload.plan(model, x, **ask, peak="1GiB")

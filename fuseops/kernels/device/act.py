@@ -87,22 +87,77 @@ def gate_columns(cols, INTERLEAVE: tl.constexpr):
 
 
 @triton.jit
-def act_grad(
-    x_row, cols, dy, mask, N,
-    ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVE: tl.constexpr,
+def pairs(first, N, BLOCK_N: tl.constexpr):
+    """(1, 2 BLOCK_N) columns that hold the gate and what it gates of output column j at 2 j and 2 j + 1, and which
+    there are: whole lines of memory, where every other column would be loaded by itself.
+    """
+    cols = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, :]
+    return cols, cols < 2 * N
+
+
+@triton.jit
+def load_sides(
+    x_row, inside, first, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr, INTERLEAVE: tl.constexpr
+):
+    """(gate, what it gates) of BLOCK_N output columns from `first` on, float32; twice x where there is no gate.
+
+    x_row are row pointers (B, 1), inside which of them there are.
+    """
+    if INTERLEAVE == 1:
+        cols, there = pairs(first, N, BLOCK_N)
+        x = tl.load(x_row + cols, mask=inside & there, other=0.0)
+        gate, up = x.reshape(x.shape[0], BLOCK_N, 2).split()
+        return gate.to(tl.float32), up.to(tl.float32)
+    else:
+        cols = first + tl.arange(0, BLOCK_N)[None, :]
+        at, mask = x_row + gate_columns(cols, INTERLEAVE), inside & (cols < N)
+        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        if GATED:
+            up = tl.load(at + (INTERLEAVE if INTERLEAVE else N), mask=mask, other=0.0)
+            return gate, up.to(tl.float32)
+        else:
+            return gate, gate
+
+
+@triton.jit
+def store_sides(x_row, inside, first, N, gate, up, GATED: tl.constexpr, INTERLEAVE: tl.constexpr):
+    """Write the two where `load_sides` reads them, in the dtype of x."""
+    dtype: tl.constexpr = x_row.dtype.element_ty
+    BLOCK_N: tl.constexpr = gate.shape[1]
+    if INTERLEAVE == 1:
+        cols, there = pairs(first, N, BLOCK_N)
+        x = tl.join(gate.to(dtype), up.to(dtype)).reshape(gate.shape[0], 2 * BLOCK_N)
+        tl.store(x_row + cols, x, mask=inside & there)
+    else:
+        cols = first + tl.arange(0, BLOCK_N)[None, :]
+        at, mask = x_row + gate_columns(cols, INTERLEAVE), inside & (cols < N)
+        tl.store(at, gate.to(dtype), mask=mask)
+        if GATED:
+            tl.store(at + (INTERLEAVE if INTERLEAVE else N), up.to(dtype), mask=mask)
+
+
+@triton.jit
+def act_value(
+    gate, up, ACT: tl.constexpr, GATED: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """(y, dgate, dlinear) of a tile, dy already float32; dlinear is dgate where there is no gate.
-
-    x_row are row pointers (B, 1), cols the output columns (1, B).
-    """
-    gate = gate_columns(cols, INTERLEAVE)
-    x = tl.load(x_row + gate, mask=mask, other=0.0).to(tl.float32)
-    f, df = act_slope(x, ACT, ALPHA, LIMIT)
+    """y of a tile."""
+    y, _ = act_slope(gate, ACT, ALPHA, LIMIT)
     if GATED:
-        step = INTERLEAVE if INTERLEAVE else N
-        u = tl.load(x_row + gate + step, mask=mask, other=0.0).to(tl.float32)
-        lin, dlin = linear_slope(u, ACT, LIMIT, OFFSET)
-        return f * lin, dy * df * lin, dy * f * dlin
+        linear, _ = linear_slope(up, ACT, LIMIT, OFFSET)
+        y *= linear
+    return y
+
+
+@triton.jit
+def act_grad(
+    gate, up, dy, ACT: tl.constexpr, GATED: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """(y, dgate, dup) of a float32 tile; dup is dgate where there is no gate."""
+    f, df = act_slope(gate, ACT, ALPHA, LIMIT)
+    if GATED:
+        linear, slope = linear_slope(up, ACT, LIMIT, OFFSET)
+        return f * linear, dy * df * linear, dy * f * slope
     else:
         return f, dy * df, dy * df

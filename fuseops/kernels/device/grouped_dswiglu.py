@@ -1,5 +1,5 @@
-"""The end of a tile of the gradient of SwiGLU's output: the gradients of gate and up, the activation and the
-row sums of dprobs, while the other consumer multiplies.
+"""The end of a tile of the gradient of an activation's output, of SwiGLU or of squared ReLU: the gradient of what it
+was applied to, the activation and the row sums of dprobs, while the other consumer multiplies.
 
 The tile goes to shared memory, so that what follows is one short loop over parts of a few rows: code that is
 written out for every part of the accumulator does not fit the instruction cache, and takes ten times as long.
@@ -45,11 +45,16 @@ def blocks_of(acc):
 
 
 @gluon.jit
-def room_for(h, gates, sums_ptr, TILE_ROWS: gl.constexpr, TILE_WIDTH: gl.constexpr):
-    """What a consumer needs besides the slots of gates, whose phases are set up: see `swiglu_back`."""
+def room_for(
+    h, gates, sums_ptr, ACT: gl.constexpr, TILE_ROWS: gl.constexpr, TILE_WIDTH: gl.constexpr
+):
+    """What a consumer needs besides the slots of gates, whose phases are set up: see `act_back`."""
     SLOTS: gl.constexpr = gates.shape[0]
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    ups = gl.allocate_shared_memory(h.dtype, gates.shape, h.layout)
+    if ACT == "swiglu":
+        ups = gl.allocate_shared_memory(h.dtype, gates.shape, h.layout)
+    else:
+        ups = gates
     staged = gl.allocate_shared_memory(h.dtype, [TILE_WIDTH // WIDTH, 64, WIDTH], h.layout)
     scales = gl.allocate_shared_memory(gl.float32, [TILE_ROWS], line)
     arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -59,16 +64,18 @@ def room_for(h, gates, sums_ptr, TILE_ROWS: gl.constexpr, TILE_WIDTH: gl.constex
 
 
 @gluon.jit
-def ask(hidden, place, row, col, number, ACROSS: gl.constexpr):
+def ask(hidden, place, row, col, number, ACT: gl.constexpr, ACROSS: gl.constexpr):
     """Gate and up of this part of a tile that is ACROSS parts wide, into the slot that is its turn."""
+    GATED: gl.constexpr = ACT == "swiglu"
     h, gates, ups, arrived = hidden
     _, start, _, N = place
     slot = number % gates.shape[0]
     row += start + number // ACROSS * h.block_type.shape[0]
     col += number % ACROSS * WIDTH
-    mbarrier.expect(arrived.index(slot), 2 * h.block_type.nbytes)
+    mbarrier.expect(arrived.index(slot), (2 if GATED else 1) * h.block_type.nbytes)
     load_tile(h, [row, col], arrived.index(slot), gates.index(slot))
-    load_tile(h, [row, N + col], arrived.index(slot), ups.index(slot))
+    if GATED:
+        load_tile(h, [row, N + col], arrived.index(slot), ups.index(slot))
 
 
 @gluon.jit
@@ -90,9 +97,10 @@ def sigmoid(x):
 
 
 @gluon.jit
-def swiglu_back(
-    acc, hidden, staged, scales, outs, sums_ptr, place, row, col, HAS_PROBS: gl.constexpr
-):
+def act_back(
+    acc, hidden, staged, scales, outs, sums_ptr, place, row, col,
+    ACT: gl.constexpr, HAS_PROBS: gl.constexpr,
+):  # fmt: skip
     """Gradients and activation of a tile, 64 rows after 64. A slot is used an even number of times: its
     phases repeat.
     """
@@ -104,6 +112,8 @@ def swiglu_back(
     ACROSS: gl.constexpr = staged.shape[0]
     EACH: gl.constexpr = 64 // ROWS  # parts of a block
     PARTS: gl.constexpr = acc.shape[0] // ROWS * ACROSS
+    GATED: gl.constexpr = ACT == "swiglu"
+    WIDTH_H = 2 * N if GATED else N
     gl.static_assert(PARTS % (2 * SLOTS) == 0)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
@@ -120,13 +130,18 @@ def swiglu_back(
             down, right, slot = i // ACROSS, i % ACROSS, i % SLOTS
             da = parts.index(right * EACH + down % EACH).load(layout).to(gl.float32)
             mbarrier.wait(arrived.index(slot), i // SLOTS & 1)
-            gate, up = gates.index(slot).load(layout), ups.index(slot).load(layout)
+            gate = gates.index(slot).load(layout)
+            up = ups.index(slot).load(layout) if GATED else gate
             if i + SLOTS < PARTS:
-                ask(hidden, place, row, col, i + SLOTS, ACROSS)
+                ask(hidden, place, row, col, i + SLOTS, ACT, ACROSS)
             gate, up = gate.to(gl.float32), up.to(gl.float32)
-            slope = sigmoid(gate)
-            silu = gate * slope
-            act = silu * up
+            if GATED:
+                slope = sigmoid(gate)
+                silu = gate * slope
+                act = silu * up
+            else:
+                positive = gl.where(gate <= 0.0, 0.0, gate)
+                act = positive * positive
             rows, cols = each + down * ROWS, across + right * WIDTH
             if HAS_PROBS:
                 sums = gl.sum(gl.where(cols < N, da * act, 0.0), axis=1)
@@ -137,7 +152,11 @@ def swiglu_back(
                 da *= scale
                 act *= scale
             mask, at = (rows < size)[:, None] & (cols < N), (start + rows).to(gl.int64)[:, None]
-            dgate = da * up * (slope + silu * (1.0 - slope))
-            gl.store(dh_ptr + at * (2 * N) + cols, dgate.to(h.dtype), mask=mask)
-            gl.store(dh_ptr + at * (2 * N) + N + cols, (da * silu).to(h.dtype), mask=mask)
+            dh = dh_ptr + at * WIDTH_H + cols
+            if GATED:
+                dgate = da * up * (slope + silu * (1.0 - slope))
+                gl.store(dh + N, (da * silu).to(h.dtype), mask=mask)
+            else:
+                dgate = da * 2.0 * positive
+            gl.store(dh, dgate.to(h.dtype), mask=mask)
             gl.store(a_ptr + at * N + cols, act.to(h.dtype), mask=mask)

@@ -119,13 +119,14 @@ def columns_of(acc, SUBTILES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["R", "E", "first_entry"])
 def grouped_mm_kernel(
-    y_ptr, x, weight, y, bias_ptr, offs_ptr, tiles_ptr, first_entry, R, E, N, K,
+    y_ptr, x, weight, y, bias_ptr, probs_ptr, offs_ptr, tiles_ptr, first_entry, R, E, N, K,
     stride_x, stride_we, stride_wn, stride_wk,
-    HAS_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_PROBS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
-    """y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e]). TRANSPOSED: N is contiguous in weight.
+    """y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e] (* probs)). TRANSPOSED: N is contiguous in weight.
 
     Rows that TMA reads beyond the group stay in rows that are not stored; what it reads beyond K
     and N are zeros.
@@ -166,7 +167,10 @@ def grouped_mm_kernel(
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
         if HAS_BIAS:
             bias = tl.load(bias_ptr + group.to(tl.int64) * N + cols, mask=cols < N, other=0.0)
-            acc += bias.to(tl.float32)[None, :]
+            bias = bias.to(tl.float32)[None, :]
+            if HAS_PROBS:
+                bias *= tl.load(probs_ptr + start + rows, mask=rows < size, other=0.0)[:, None]
+            acc += bias
         if TMA:
             parts = columns_of(acc, SUBTILES)
             for i in tl.static_range(SUBTILES):

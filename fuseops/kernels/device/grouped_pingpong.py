@@ -17,16 +17,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gluon_names import store_tile
-from .grouped_dswiglu import ask, column_halves, keep_scales, room_for, swiglu_back
+from .grouped_dswiglu import act_back, ask, column_halves, keep_scales, room_for
 from .grouped_rings import Descriptor as Descriptor
 from .grouped_rings import entry_of, gather_tiles, load_tiles, locate
-from .grouped_swiglu import room_to_stage, store_swiglu
+from .grouped_swiglu import room_to_stage, row_scale, store_act
 
 ZEROS = gl.constexpr(1024)
 
 
 @gluon.jit
-def store_part(out, place, part, row, col, HAS_BIAS: gl.constexpr, NUMBER: gl.constexpr):
+def store_part(
+    out, probs_ptr, place, part, row, col,
+    HAS_BIAS: gl.constexpr, HAS_PROBS: gl.constexpr, NUMBER: gl.constexpr,
+):  # fmt: skip
     """Rows of a full tile leave by TMA, those of a ragged one from the same buffer by pointers."""
     y, y_ptr, bias_ptr, buffers = out
     group, start, size, N = place
@@ -36,7 +39,9 @@ def store_part(out, place, part, row, col, HAS_BIAS: gl.constexpr, NUMBER: gl.co
     if HAS_BIAS:
         at = col + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
         bias = gl.load(bias_ptr + group.to(gl.int64) * N + at, mask=at < N, other=0.0)
-        part += bias.to(gl.float32)[None, :]
+        each = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, part.type.layout))
+        scale = row_scale(probs_ptr, start, size, each, HAS_PROBS)
+        part += bias.to(gl.float32)[None, :] * scale[:, None]
     if row + ROWS <= size:
         tma.store_wait(buffers.shape[0] - 1)
         buffer.store(part.to(y.dtype))
@@ -54,7 +59,8 @@ def store_part(out, place, part, row, col, HAS_BIAS: gl.constexpr, NUMBER: gl.co
 @gluon.jit
 def multiply_tiles(
     out, act_ptr, probs_ptr, back, problem, ring, order,
-    TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, SWIGLU: gl.constexpr, HAS_PROBS: gl.constexpr,
+    TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr, PAIRS: gl.constexpr,
+    ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr, HAS_PROBS: gl.constexpr,
     KEEPS: gl.constexpr, GATHER: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
     SLOTS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
@@ -86,7 +92,7 @@ def multiply_tiles(
             sums_ptr, hidden, staged, scales = back
             place = group, start, size, N
             for i in gl.static_range(SLOTS):
-                ask(hidden, place, row, col, i, BLOCK_N // PART)
+                ask(hidden, place, row, col, i, ACT, BLOCK_N // PART)
             if HAS_PROBS:
                 keep_scales(scales, probs_ptr, place, row)
         acc = gl.zeros((ROWS, BLOCK_N), dtype=gl.float32, layout=layout)
@@ -123,22 +129,24 @@ def multiply_tiles(
         if SLOTS:
             outs = out[1], act_ptr
             sums_ptr += block_n * R
-            swiglu_back(acc, hidden, staged, scales, outs, sums_ptr, place, row, col, HAS_PROBS)
-        elif SWIGLU:
-            col = block_n * (BLOCK_N // 2)
-            store_swiglu(acc, out[3], out[1], act_ptr, probs_ptr, place, row, col, HAS_PROBS, KEEPS)
+            act_back(acc, hidden, staged, scales, outs, sums_ptr, place, row, col, ACT, HAS_PROBS)
+        elif ACT != "":
+            if ACT != "srelu" and not PAIRS:
+                col = block_n * (BLOCK_N // 2)
+            to = act_ptr, probs_ptr, place, row, col
+            store_act(acc, out, to, HAS_BIAS, ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS)
         elif BLOCK_N == 2 * PART:
             left, right = column_halves(acc)
-            store_part(out, place, left, row, col, HAS_BIAS, 0)
-            store_part(out, place, right, row, col + PART, HAS_BIAS, 1)
+            store_part(out, probs_ptr, place, left, row, col, HAS_BIAS, HAS_PROBS, 0)
+            store_part(out, probs_ptr, place, right, row, col + PART, HAS_BIAS, HAS_PROBS, 1)
         else:
             left, right = column_halves(acc)
             part0, part1 = column_halves(left)
             part2, part3 = column_halves(right)
-            store_part(out, place, part0, row, col, HAS_BIAS, 0)
-            store_part(out, place, part1, row, col + PART, HAS_BIAS, 1)
-            store_part(out, place, part2, row, col + 2 * PART, HAS_BIAS, 0)
-            store_part(out, place, part3, row, col + 3 * PART, HAS_BIAS, 1)
+            store_part(out, probs_ptr, place, part0, row, col, HAS_BIAS, HAS_PROBS, 0)
+            store_part(out, probs_ptr, place, part1, row, col + PART, HAS_BIAS, HAS_PROBS, 1)
+            store_part(out, probs_ptr, place, part2, row, col + 2 * PART, HAS_BIAS, HAS_PROBS, 0)
+            store_part(out, probs_ptr, place, part3, row, col + 3 * PART, HAS_BIAS, HAS_PROBS, 1)
         if not COOPERATIVE:
             at = locate(tile + stride, entry, problem, BLOCK_M, GROUP)
         first += TURNS * steps
@@ -161,21 +169,28 @@ def grouped_mm_pingpong_kernel(
     y_ptr, x, index_ptr, weight, y, bias_ptr, act_ptr, probs_ptr, h, sums_ptr, offs_ptr,
     tiles_ptr, first_entry, R, E, N, K, stride_x,
     GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    SWIGLU: gl.constexpr, HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr,
+    ACT: gl.constexpr, PAIRS: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    OFFSET: gl.constexpr, HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e]), and act = swiglu(y) * probs; 64 divides K,
-    and 256 N where there is an activation. Without KEEPS y is not written.
+    """y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e] (* probs)), or y and act = ACT(y) * probs; 64
+    divides K, and 256 N where gate and up are halves of it (not PAIRS). Without KEEPS y is not written. With
+    SLOTS, y and act are the gradient of h and ACT of it, for the gradient of ACT that the product is.
     """
+    GATED: gl.constexpr = ACT != "" and ACT != "srelu"
+    HALVES: gl.constexpr = GATED and SLOTS == 0 and not PAIRS
+    SIDES: gl.constexpr = 2 if GATED else 1
     BLOCK_K: gl.constexpr = 64
     COUNT: gl.constexpr = SLOTS if SLOTS else 2 if COOPERATIVE else 1
     BUFFERS: gl.constexpr = [COUNT, y.block_type.shape[0], y.block_type.shape[1]]
     W_SHAPE: gl.constexpr = [STAGES, BLOCK_K, BLOCK_N] if TRANSPOSED else [STAGES, BLOCK_N, BLOCK_K]
     x_ring = gl.allocate_shared_memory(y.dtype, [STAGES, BLOCK_M, BLOCK_K], y.layout)
     w_ring = gl.allocate_shared_memory(y.dtype, W_SHAPE, y.layout)
-    if SWIGLU:
-        buffers0, buffers1 = room_to_stage(y.dtype), room_to_stage(y.dtype)
+    if ACT != "" and SLOTS == 0:
+        ROWS: gl.constexpr = BLOCK_M // (1 + COOPERATIVE)
+        buffers0 = room_to_stage(y.dtype, 2 if HALVES else 1, ROWS)
+        buffers1 = room_to_stage(y.dtype, 2 if HALVES else 1, ROWS)
     else:
         buffers0 = gl.allocate_shared_memory(y.dtype, BUFFERS, y.layout)
         buffers1 = gl.allocate_shared_memory(y.dtype, BUFFERS, y.layout)
@@ -189,20 +204,20 @@ def grouped_mm_pingpong_kernel(
         mbarrier.init(ready.index(i), count=129 if GATHER else 1)  # 128 threads and one TMA
 
     if SLOTS:
-        back0 = room_for(h, buffers0, sums_ptr, BLOCK_M // (1 + COOPERATIVE), BLOCK_N)
-        back1 = room_for(h, buffers1, sums_ptr, BLOCK_M // (1 + COOPERATIVE), BLOCK_N)
+        back0 = room_for(h, buffers0, sums_ptr, ACT, BLOCK_M // (1 + COOPERATIVE), BLOCK_N)
+        back1 = room_for(h, buffers1, sums_ptr, ACT, BLOCK_M // (1 + COOPERATIVE), BLOCK_N)
     else:
         back0, back1 = order, order
 
     if KEEPS:
-        zero_padding(y_ptr, offs_ptr, R, E, 2 * N if SLOTS else N)
+        zero_padding(y_ptr, offs_ptr, R, E, SIDES * N if SLOTS else N)
     if SLOTS:
         zero_padding(act_ptr, offs_ptr, R, E, N)
         if HAS_PROBS:
             for i in range(gl.cdiv(N, BLOCK_N)):
                 zero_padding(sums_ptr + i * R, offs_ptr, R, E, 1)
-    if SWIGLU:
-        zero_padding(act_ptr, offs_ptr, R, E, N // 2)
+    elif ACT != "":
+        zero_padding(act_ptr, offs_ptr, R, E, N // SIDES)
     num_n = gl.cdiv(N, BLOCK_N)
     total = gl.load(tiles_ptr + BLOCK_M // 128) * num_n
     problem = tiles_ptr + first_entry, offs_ptr, total, R, N, K, num_n
@@ -213,10 +228,12 @@ def grouped_mm_pingpong_kernel(
         gl.warp_specialize(
             [
                 (multiply_tiles, (out0, act_ptr, probs_ptr, back0, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 0)),
+                                  ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS, GATHER, COOPERATIVE,
+                                  GROUP, SLOTS, 0)),
                 (multiply_tiles, (out1, act_ptr, probs_ptr, back1, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 1)),
-                (gather_tiles, (x, index_ptr, stride_x, weight, problem, ring, TRANSPOSED, SWIGLU,
+                                  ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS, GATHER, COOPERATIVE,
+                                  GROUP, SLOTS, 1)),
+                (gather_tiles, (x, index_ptr, stride_x, weight, problem, ring, TRANSPOSED, HALVES,
                                 GROUP)),
             ],
             [4, 4],
@@ -226,10 +243,12 @@ def grouped_mm_pingpong_kernel(
         gl.warp_specialize(
             [
                 (multiply_tiles, (out0, act_ptr, probs_ptr, back0, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 0)),
+                                  ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS, GATHER, COOPERATIVE,
+                                  GROUP, SLOTS, 0)),
                 (multiply_tiles, (out1, act_ptr, probs_ptr, back1, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 1)),
-                (load_tiles, (x, weight, problem, ring, TRANSPOSED, SWIGLU, GROUP)),
+                                  ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS, GATHER, COOPERATIVE,
+                                  GROUP, SLOTS, 1)),
+                (load_tiles, (x, weight, problem, ring, TRANSPOSED, HALVES, GROUP)),
             ],
             [4, 1],
             [232, 40],

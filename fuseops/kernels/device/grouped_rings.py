@@ -68,10 +68,10 @@ def locate(tile, entry, problem, BLOCK_M: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def load_weight(
-    weight, tile, full, group, k, block_n, N, K, TRANSPOSED: gl.constexpr, SWIGLU: gl.constexpr
+    weight, tile, full, group, k, block_n, N, K, TRANSPOSED: gl.constexpr, HALVES: gl.constexpr
 ):
-    """SWIGLU: half a tile of gates, and half a tile of what they gate, N / 2 rows below."""
-    if SWIGLU:
+    """HALVES: half a tile of gates, and half a tile of what they gate, N / 2 rows below."""
+    if HALVES:
         HALF: gl.constexpr = tile.shape[0] // 2
         row = group * N + block_n * HALF
         load_tile(weight, [row, k], full, tile.slice(0, HALF, 0))
@@ -92,7 +92,7 @@ def load_weight(
 @gluon.jit
 def load_tiles(
     x, weight, problem, ring,
-    TRANSPOSED: gl.constexpr, SWIGLU: gl.constexpr, GROUP: gl.constexpr,
+    TRANSPOSED: gl.constexpr, HALVES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     _, _, total, _, N, K, _ = problem
     x_ring, w_ring, empty, ready = ring
@@ -113,7 +113,7 @@ def load_tiles(
             rows = [start + block_m * BLOCK_M, k]
             load_tile(x, rows, full, x_ring.index(slot))
             tile_w = w_ring.index(slot)
-            load_weight(weight, tile_w, full, group, k, block_n, N, K, TRANSPOSED, SWIGLU)
+            load_weight(weight, tile_w, full, group, k, block_n, N, K, TRANSPOSED, HALVES)
             step += 1
         entry = following
 
@@ -127,7 +127,7 @@ def indices(index_ptr, rows, start, size, block_m, BLOCK_M: gl.constexpr):
 @gluon.jit
 def gather_tiles(
     x_ptr, index_ptr, stride_x, weight, problem, ring,
-    TRANSPOSED: gl.constexpr, SWIGLU: gl.constexpr, GROUP: gl.constexpr,
+    TRANSPOSED: gl.constexpr, HALVES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Rows first, whose latency is longer; the indices of a tile are asked for one tile ahead."""
     _, _, total, _, N, K, _ = problem
@@ -158,6 +158,6 @@ def gather_tiles(
             async_copy.mbarrier_arrive(full, increment_count=False)
             mbarrier.expect(full, W_BYTES)
             tile_w = w_ring.index(slot)
-            load_weight(weight, tile_w, full, group, k, block_n, N, K, TRANSPOSED, SWIGLU)
+            load_weight(weight, tile_w, full, group, k, block_n, N, K, TRANSPOSED, HALVES)
             step += 1
         group, block_n, index = next_group, next_n, next_index

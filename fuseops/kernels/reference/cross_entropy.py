@@ -25,15 +25,17 @@ WHOLE = (1024, 512, 256, 128, 1)
 """Rows that fill tiles and, of the input gradient of 4096 columns, turns of 132 multiprocessors (1024)."""
 
 
-def row_chunks(rows: int, vocab: int, itemsize: int, chunk_bytes: int) -> Iterator[slice]:
+def row_chunks(
+    rows: int, vocab: int, itemsize: int, chunk_bytes: int, whole: tuple[int, ...] = WHOLE
+) -> Iterator[slice]:
     """Slices of rows, as few as keep the logits of each within `chunk_bytes`, and but for the last equal.
 
-    Their rows are a multiple of the largest of `WHOLE` that needs no further slice. Of no rows one empty slice.
+    Their rows are a multiple of the first of `whole` that needs no further slice. Of no rows one empty slice.
     """
     most = max(chunk_bytes // max(vocab * itemsize, 1), 1)
     each = max(-(-rows // max(-(-rows // most), 1)), 1)
-    whole = (-(-each // unit) * unit for unit in WHOLE)
-    each = next((rounded for rounded in whole if rounded <= most), most)
+    rounded = (-(-each // unit) * unit for unit in whole)
+    each = next((found for found in rounded if found <= most), most)
     return (slice(start, min(start + each, rows)) for start in range(0, max(rows, 1), each))
 
 

@@ -29,6 +29,11 @@ def _gathered(x: Tensor, index: Tensor | None, offs: Tensor) -> Tensor:
     return x if index is None else x[index[: int(offs[-1])]]
 
 
+def _scaled(bias: Tensor, probs: Tensor | None, start: int, end: int) -> Tensor:
+    """A bias times the probabilities of so many rows."""
+    return wide(bias) if probs is None else wide(bias) * wide(probs[start:end, None])
+
+
 def group_tiles(offs: Tensor, rows: int) -> Tensor:
     """See `fuseops.kernels.grouped.group_tiles`."""
     sizes = offs.diff(prepend=offs.new_zeros(1))
@@ -54,15 +59,18 @@ def grouped_mm(
     tiles: Tensor | None = None,
     bias: Tensor | None = None,
     index: Tensor | None = None,
+    probs: Tensor | None = None,
 ) -> Tensor:
-    """x[rows of e] @ weight[e].T (+ bias[e]), padding rows zero.   (R, K), (E, N, K), (E,) -> (R, N)"""
+    """x[rows of e] @ weight[e].T (+ bias[e] (* probs)), padding rows zero.   (R, K), (E, N, K), (E,) -> (R, N)"""
     bounds, rows = _bounds(offs), len(x if index is None else index)
     x = _gathered(x, index, offs)
     if bias is None:
         parts = [x[start:end] @ weight[e].t() for e, (start, end) in enumerate(bounds)]
     else:
         parts = [
-            (wide(x[start:end]) @ wide(weight[e]).t() + wide(bias[e])).to(x.dtype)
+            (wide(x[start:end]) @ wide(weight[e]).t() + _scaled(bias[e], probs, start, end)).to(
+                x.dtype
+            )
             for e, (start, end) in enumerate(bounds)
         ]
     padding = x.new_zeros(rows - bounds[-1][1], weight.shape[1])
@@ -77,9 +85,10 @@ def grouped_mm_into(
     tiles: Tensor | None = None,
     bias: Tensor | None = None,
     index: Tensor | None = None,
+    probs: Tensor | None = None,
 ) -> None:
     """The grouped product, written to y."""
-    y.copy_(grouped_mm(x, weight, offs, None, bias, index))
+    y.copy_(grouped_mm(x, weight, offs, None, bias, index, probs))
 
 
 def grouped_swiglu(
@@ -90,14 +99,21 @@ def grouped_swiglu(
     probs: Tensor | None = None,
     index: Tensor | None = None,
     need_h: bool = True,
+    bias: Tensor | None = None,
+    kind: str = "swiglu",
+    interleave: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    offset: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """grouped_mm, and its SwiGLU times probs.   (R, D), (E, 2F, D), (E,), (R,) -> (R, 2F), (R, F)"""
-    h = grouped_mm(x, weight, offs, None, None, index)
+    """grouped_mm, and its activation times probs.   (R, D), (E, 2F, D), (E,), (R,) -> (R, 2F), (R, F)"""
+    form = kind, interleave, alpha, limit, offset
+    h = grouped_mm(x, weight, offs, None, bias, index)
     kept = h if need_h else h[:0]
     if probs is None:
-        return kept, act_fwd(h, "swiglu")
+        return kept, act_fwd(h, *form)
     padding = padding_mask(offs, h.shape[0])[:, 0]
-    return kept, scaled_act_fwd(h, probs.masked_fill(padding, 0.0), "swiglu")
+    return kept, scaled_act_fwd(h, probs.masked_fill(padding, 0.0), *form)
 
 
 def grouped_dswiglu(
@@ -108,13 +124,14 @@ def grouped_dswiglu(
     tiles: Tensor | None = None,
     probs: Tensor | None = None,
     index: Tensor | None = None,
+    kind: str = "swiglu",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dh, a, dprobs) of a = swiglu(h) * probs for da = grouped_mm(dy, weight)."""
+    """(dh, a, dprobs) of a = act(h) * probs for da = grouped_mm(dy, weight)."""
     da = grouped_mm(dy, weight, offs, None, None, index)
     padding = padding_mask(offs, h.shape[0])
     scale = wide(da).new_ones(h.shape[0]) if probs is None else probs
     scale, h = scale.masked_fill(padding[:, 0], 0.0), h.masked_fill(padding, 0.0)
-    dh, dprobs, a = scaled_act_bwd(da, h, scale, "swiglu", probs is not None, True)
+    dh, dprobs, a = scaled_act_bwd(da, h, scale, kind, probs is not None, True)
     return dh, a, dprobs
 
 
@@ -126,9 +143,10 @@ def grouped_dswiglu_into(
     tiles: Tensor | None = None,
     probs: Tensor | None = None,
     index: Tensor | None = None,
+    kind: str = "swiglu",
 ) -> tuple[Tensor, Tensor]:
     """(a, dprobs) of grouped_dswiglu, whose dh is written over h."""
-    dh, a, dprobs = grouped_dswiglu(dy, weight, h, offs, None, probs, index)
+    dh, a, dprobs = grouped_dswiglu(dy, weight, h, offs, None, probs, index, kind)
     h.copy_(dh)
     return a, dprobs
 

@@ -1,4 +1,4 @@
-"""dSwiGLU as the epilogue of a GEMM: the input gradient of an expert MLP's fc2, and the backward of its activation.
+"""The backward of an activation as the epilogue of a GEMM: of the input gradient of an expert MLP's fc2.
 
 One kernel reads h and writes dh, the activation and dprobs; the gradient of the activation never reaches memory. It is
 taken for a shape where data says that it is faster, and nowhere is it the only way: `why_apart` says what stands in
@@ -17,17 +17,18 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.kernels.configs import Switch
-from fuseops.kernels.grouped_paths import swiglu_bwd_path
+from fuseops.kernels.grouped_paths import BACK, act_bwd_path
 from fuseops.ops.activations import Form
 from fuseops.ops.op import Call
 from fuseops.ops.tiles import tiles_of
 
 EPILOGUE = Switch(
     # of fc2. On an H200 it gains on every shape where rows lie in order; by index it gains
-    # where F is 256 and 768, and loses where it is 1024 (benchmarks/grouped_dswiglu.py).
+    # where F is 256 and 768, and loses where it is 1024 (benchmarks/grouped_dswiglu.py). Of few rows a group, where
+    # reading the weights takes longest, small tiles read them faster, and a pass over the rows is short.
     "dswiglu_epilogue",
     "EPILOGUE",
-    lambda rows, dims: not dims[3] or dims[1] < 1024,
+    lambda rows, dims: rows >= 32 * dims[0] and (not dims[3] or dims[1] < 1024),
     dims=("groups", "n", "k", "by_index"),
 )
 
@@ -57,8 +58,9 @@ def why_apart(
     if given.form is None:  # not kept: only biases of fc2 want a gradient
         return "not every gradient is needed"
     kind, *options = given.form
-    if kind != "swiglu" or any(options):
-        return f"the activation is {kind}, in another form than [gate | up]"
+    if kind not in BACK or any(options):
+        said = ", its gate and up alternate" if kind in BACK else ""
+        return f"the activation is {kind}{said}"
     if not (first.needs and {"x", "weight"} <= last.needs) or h is None:
         return "not every gradient is needed"
     if (last.out or {}).get("dx") is not None:
@@ -72,7 +74,7 @@ def why_apart(
         return "dy, h and the weight differ in dtype, or have more than two axes"
     if not K.grouped_dswiglu.launches((dy, h, weight), {}):
         return "the reference runs"
-    if not swiglu_bwd_path(dy, weight, h, dy_index):
+    if not act_bwd_path(dy, weight, h, dy_index):
         return "no path of the GEMM can, see its own"
     dims = (*weight.shape, dy_index is not None)
     if last.prefer == "speed" and not EPILOGUE.says(rows, dims, dy):
@@ -95,14 +97,15 @@ def gathers(given: Operands, dy_index: Tensor, calls: tuple[Call, ...], rows: in
         return False
     weight: Tensor = given.fc2.transpose(1, 2)  # type: ignore[union-attr]
     dy, h = _rows(given, calls)
-    return swiglu_bwd_path(dy, weight, h, dy_index) == "gather"
+    return act_bwd_path(dy, weight, h, dy_index) == "gather"
 
 
 def _rows(given: Operands, calls: tuple[Call, ...]) -> tuple[Tensor, Tensor]:
     """A row of dy, and one of h, that stand for many."""
     fc2: Tensor = given.fc2  # type: ignore[assignment]
     dtype = calls[2].precision.compute or fc2.dtype
-    widths = fc2.shape[1], 2 * fc2.shape[2]
+    gated = given.form is not None and given.form[0] in K.GATES
+    widths = fc2.shape[1], fc2.shape[2] * (1 + gated)
     if torch_private.is_fake(fc2) or _somebody_sees():
         dy, h = (fc2.new_empty(1, width, dtype=dtype) for width in widths)
     else:
@@ -124,17 +127,17 @@ def _row(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def in_words(why: str | None) -> str:
     """An answer of `expected_why_apart`, for `explain()`."""
     if why is None:
-        return "the GEMM of fc2's input gradient goes on through SwiGLU"
+        return "the GEMM of fc2's input gradient goes on through the activation"
     return f"the backward of the activation is a kernel of its own: {why}"
 
 
 def run(
     given: Operands, dy: Tensor, h: Tensor, dy_index: Tensor | None, call: Call, spare: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the GEMM of fc2's input gradient through SwiGLU.   -> dh, over a spare h, the activation, dprobs"""
+    """Runs the GEMM of fc2's input gradient through the activation.   -> dh, over a spare h, the activation, dprobs"""
     offs: Tensor = given.offs  # type: ignore[assignment]
     weight: Tensor = call.precision.cast(given.fc2).transpose(1, 2)  # type: ignore[union-attr]
-    tiles = tiles_of(call, offs, h.shape[0])
+    rest = offs, tiles_of(call, offs, h.shape[0]), given.probs, dy_index, given.form[0]  # type: ignore[index]
     if spare:
-        return h, *K.grouped_dswiglu_into(h, dy, weight, offs, tiles, given.probs, dy_index)
-    return K.grouped_dswiglu(dy, weight, h, offs, tiles, given.probs, dy_index)
+        return h, *K.grouped_dswiglu_into(h, dy, weight, *rest)
+    return K.grouped_dswiglu(dy, weight, h, *rest)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.configs import Switch
-from fuseops.kernels.grouped_paths import swiglu_path
+from fuseops.kernels.grouped_paths import ENDS, act_path
 from fuseops.ops.activations import Form, form_of
 from fuseops.ops.checks import check_offs, check_probs
 from fuseops.ops.grouped_linear import GroupedLinearSaved, grouped_linear, grouped_linear_bwd
@@ -182,7 +182,8 @@ class GroupedMLP(FusedOp):
         if self._in_epilogue(s, x, weight, index, rows, need_h):
             check_splits(offs, rows, x.device)
             tiles = tiles_of(call, offs, rows)
-            return K.grouped_swiglu(x, weight, offs, tiles, probs, index, need_h)
+            bias, form = call.precision.cast(s.bias1), cast("Form", s.form)
+            return K.grouped_swiglu(x, weight, offs, tiles, probs, index, need_h, bias, *form)
         h = self.hidden(s, call, index)
         return h if need_h else None, self.activation(h, s)
 
@@ -195,15 +196,21 @@ class GroupedMLP(FusedOp):
         rows: int,
         need_h: bool,
     ) -> bool:
-        """Whether fc1's GEMM ends in the activation: [gate | up], nothing added, a kernel for it, data that says so."""
+        """Whether fc1's GEMM ends in the activation: one that it can end in, no bias of its own scale, no adapters, a
+        kernel for it, data that says so.
+        """
         kind, *options = s.form  # type: ignore[misc]
-        if kind != "swiglu" or any(options) or s.bias1 is not None or s.down1 is not None:
+        # a bias has run on a GPU before clamped SwiGLU alone
+        apart = s.bias1 is not None and (self.scale1 or kind != "clamped_swiglu")
+        if kind not in ENDS or apart or s.down1 is not None:
             return False
         if self.scaled and (s.probs.shape != (rows,) or s.probs.dtype is not torch.float32):  # type: ignore[union-attr]
             return False
         if torch.compiler.is_compiling() or is_fake(x) or x.stride(1) != 1:
             return False
-        if not K.grouped_swiglu.launches((x, weight), {}) or not swiglu_path(x, weight, index):
+        if not K.grouped_swiglu.launches((x, weight), {}) or not act_path(
+            x, weight, index, kind, *options[:1]
+        ):
             return False
         dims = (*weight.shape, index is not None, need_h)
         return EPILOGUE.says(rows, dims, x)

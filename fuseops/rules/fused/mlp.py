@@ -2,8 +2,9 @@
 
 Saves x and the pre-activation h only. The backward computes the activation again, for fc2's weight gradient, in the
 pass that makes dh, and the normed x for fc1's. Under a recompute policy h goes too, and fc1 runs again.
-Where data says that it is faster for a shape, SwiGLU is the end of fc1's GEMM, and its backward that of fc2's input
-gradient, by the kernels of grouped GEMMs over one group; elsewhere cuBLAS multiplies and a kernel of its own follows.
+Where data says that it is faster for a shape, SwiGLU or squared ReLU is the end of fc1's GEMM, and its backward that
+of fc2's input gradient, by the kernels of grouped GEMMs over one group: the gradient of the activation never reaches
+memory. Elsewhere cuBLAS multiplies and a kernel of its own follows.
 Under a recipe in blocks the norm, SwiGLU and its backward write the codes that the GEMMs read (`front`,
 `coded_swiglu`), and with `hidden="float8"` h is saved as codes, which both directions of SwiGLU read.
 Shapes: x (..., D), h (..., 2F) or (..., F), y (..., D').
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.configs import Switch
-from fuseops.kernels.grouped_paths import swiglu_bwd_path, swiglu_path
+from fuseops.kernels.grouped_paths import BACK, ENDS, act_bwd_path, act_path
 from fuseops.ops.activations import Form, form_of
 from fuseops.ops.linear import (
     Linear,
@@ -132,7 +133,8 @@ class DenseMLP(FusedOp):
         if not _fake(y) and self.why_apart(s, y, call) is None:
             rows: Tensor = y.reshape(-1, y.shape[-1])  # type: ignore[union-attr]
             weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
-            h, a = K.grouped_swiglu(rows, weight[None], _one_group(rows))
+            kind: str = s.form[0]  # type: ignore[index]
+            h, a = K.grouped_swiglu(rows, weight[None], _one_group(rows), kind=kind)
             return _shaped(h, y), _shaped(a, y)
         hidden = self.hidden(s, y, call)
         if call.precision.roles and self.why_not_codes(s.form, hidden, calls) is None:
@@ -185,7 +187,7 @@ class DenseMLP(FusedOp):
             weight: Tensor = call.precision.cast(s.fc2)  # type: ignore[assignment]
             rows = dy.reshape(-1, dy.shape[-1])
             given = rows, weight[None].transpose(1, 2), h.reshape(-1, h.shape[-1])
-            dh, a, _ = K.grouped_dswiglu(*given, _one_group(rows))
+            dh, a, _ = K.grouped_dswiglu(*given, _one_group(rows), kind=s.form[0])  # type: ignore[index]
             dh, a = _shaped(dh, dy), _shaped(a, dy)
             del rows, given
         else:
@@ -251,7 +253,8 @@ class DenseMLP(FusedOp):
             return "the reference runs"
         if not SWIGLU.says(numel(y.shape[:-1]), tuple(weight.shape), y):
             return SLOWER
-        return None if swiglu_path(_rows(y), weight[None]) else NO_PATH
+        kind: str = s.form[0]  # type: ignore[index]
+        return None if act_path(_rows(y), weight[None], kind=kind) else NO_PATH
 
     def why_apart_bwd(self, s: DenseMLPSaved, dy: Any, h: Any, call: Call) -> str | None:
         """Why the activation's backward is a kernel of its own; None where the GEMM of fc2 goes on through it."""
@@ -264,7 +267,7 @@ class DenseMLP(FusedOp):
             return "the reference runs"
         if not DSWIGLU.says(numel(dy.shape[:-1]), tuple(s.fc2.shape[::-1]), dy):
             return SLOWER
-        path = swiglu_bwd_path(_rows(dy), s.fc2[None].transpose(1, 2), _rows(h))
+        path = act_bwd_path(_rows(dy), s.fc2[None].transpose(1, 2), _rows(h))
         return None if path else NO_PATH
 
     def choices(self, x: Any, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
@@ -275,10 +278,11 @@ class DenseMLP(FusedOp):
         y, h, dy = (x.new_empty(len(x), width, dtype=dtype) for width in self._widths(s))
         if calls[self.at].precision.roles is not None:
             return "; ".join(self._producers(x, h, calls))
-        parts = [("fc1", "SwiGLU", self.why_apart(s, y, calls[self.at]))]
+        name = ENDS.get(act[0], "the activation")
+        parts = [("fc1", name, self.why_apart(s, y, calls[self.at]))]
         if calls[-1].needs:
             why = self.why_apart_bwd(s, dy, h, calls[-1])
-            parts.append(("fc2's input gradient", "the backward of SwiGLU", why))
+            parts.append(("fc2's input gradient", f"the backward of {name}", why))
         return "; ".join(_in_words(*part) for part in parts)
 
     def _producers(self, x: Any, h: Tensor, calls: tuple[Call, ...]) -> Iterator[str]:
@@ -306,10 +310,11 @@ def _fake(x: Operand) -> bool:
 
 
 def _why_no_epilogue(form: Form | None, x: Any, call: Call, dtype: torch.dtype) -> str | None:
-    """What of a call no GEMM that goes on through SwiGLU takes."""
+    """What of a call no GEMM that goes on through an activation takes."""
     kind, *options = form or ("",)
-    if kind != "swiglu" or any(options):
-        return f"the activation is {kind}, in another form than [gate | up]"
+    if kind not in BACK or any(options):
+        said = ", its gate and up alternate" if kind in BACK else ""
+        return f"the activation is {kind}{said}"
     if call.precision.roles is not None:
         return "a recipe quantizes the operands"
     if torch.compiler.is_compiling() or not isinstance(x, Tensor):
