@@ -5,12 +5,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import fresh
+import pytest
 import torch
 from counted import calls_in
 from torch import nn
 
 import fuseops as fo
 from fuseops import offload
+from fuseops.offload import marks
+from fuseops.offload.storages import StorageMap
 
 
 def step_of(
@@ -38,8 +41,9 @@ def test_a_repeated_step_looks_up_and_runs() -> None:
     assert few <= 54  # a third of them torch's
 
 
-def test_what_offload_adds_to_an_op() -> None:
-    """Each saves x and its weight, which stays in any case."""
+def test_what_offload_adds_to_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each saves x and its weight, which stays in any case. Nothing is marked, as by an earlier test."""
+    monkeypatch.setattr(marks, "_marks", StorageMap())
 
     def added(min_bytes: int) -> float:
         def scope() -> offload.scopes.Scope:

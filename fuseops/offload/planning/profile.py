@@ -247,7 +247,9 @@ class Profile:
             saved=tuple(_saved(s) for s in data["saved"]),
             calls=tuple(LayerCall(**call) for call in data["calls"]),
             recompute=tuple(
-                Recompute(**{**g, "saved": tuple(g["saved"]), "instead": tuple(g["instead"])})
+                Recompute(
+                    **{**g, "saved": tuple(g["saved"]), "instead": tuple(g.get("instead", ()))}
+                )
                 for g in data["recompute"]
             ),
             assumed=tuple(data["assumed"]),
