@@ -42,8 +42,9 @@ def test_a_repeated_step_looks_up_and_runs() -> None:
 
 
 def test_what_offload_adds_to_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each saves x and its weight, which stays in any case. Nothing is marked, as by an earlier test."""
-    monkeypatch.setattr(marks, "_marks", StorageMap())
+    """Each saves x and its weight, which stays in any case. Nothing is marked or ready, as by earlier tests."""
+    for said in ("_marks", "_ready"):
+        monkeypatch.setattr(marks, said, StorageMap())
 
     def added(min_bytes: int) -> float:
         def scope() -> offload.scopes.Scope:
