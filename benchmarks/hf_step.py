@@ -6,8 +6,9 @@ The step is forward, loss and backward of a causal language model with labels, w
 sizes of Qwen3-30B-A3B with a vocabulary of 32768, and four of Llama-3.1-8B with its own, over 16384 tokens in sequences
 of 4096. All candidates share one set of parameters; stock runs with its own default, grouped GEMMs and SDPA. Candidates
 run in turn, in balanced order, back to back for `--span` seconds to warm up and as long again in each round; ratios are
-those of each round. `fuseops_fp8` runs under `Float8BlockScaling(weights="step")`, but its weights are quantized where
-they are read, rows in the forward and columns in the backward: nothing is kept of lent ones. Peak is what was allocated
+those of each round. `fuseops_fp8` runs under `Float8BlockScaling(weights="none")`: weights are quantized where they are
+read, rows in the forward and columns in the backward. `fuseops_fp8_kept` is a later micro-batch under "step", whose
+weights are quantized already, and no part of its peak. Peak is what was allocated
 at once, less what the other candidates hold. First, small models of several families are compared with float32
 (`checks`: the error of logits and gradients, stock's beside ours), and the layers that were replaced run where a wait
 for the device is an error.
@@ -48,7 +49,7 @@ SIZES: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 CANDIDATES = (
-    "stock", "stock_compiled", "liger", "sonicmoe", "fuseops", "fuseops_compiled", "fuseops_fp8",
+    "stock", "stock_compiled", "liger", "sonicmoe", "fuseops", "fuseops_compiled", "fuseops_fp8", "fuseops_fp8_kept",
 )  # fmt: skip
 SMALL: dict[str, Any] = dict(
     vocab_size=512, hidden_size=256, intermediate_size=256, num_hidden_layers=2,
@@ -187,17 +188,15 @@ def candidate(name: str, stock: nn.Module, tokens: torch.Tensor) -> tuple[Any, A
         model.set_experts_implementation("sonicmoe")
     if name.startswith("fuseops"):
         report = hf.apply(model)
-    kept = name.endswith("fp8")
-    if kept:
-        fo.configure(model, recipe=fo.recipes.Float8BlockScaling(weights="step"))
+    if "fp8" in name:
+        policy = "step" if name.endswith("kept") else "none"
+        fo.configure(model, recipe=fo.recipes.Float8BlockScaling(weights=policy))
     runs = torch.compile(model, dynamic=False) if name.endswith("compiled") else model
 
     def step() -> None:
         with holding(model, put):
             runs(tokens, labels=tokens).loss.backward()
         model.zero_grad()
-        if kept:  # as after a step of an optimizer: they are quantized in every step
-            fo.weights_changed(model)
 
     return step, report
 
@@ -237,7 +236,7 @@ def measured(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     record["peak_gib"] = {name: round(peak(call), 2) for name, call in calls.items()}
     rounds = measure.in_turn(calls, options.rounds, options.span)
     record["us"] = measure.medians(rounds)
-    for ours in ("fuseops", "fuseops_compiled", "fuseops_fp8"):
+    for ours in ("fuseops", "fuseops_compiled", "fuseops_fp8", "fuseops_fp8_kept"):
         if ours in rounds:
             peers = {name: us for name, us in rounds.items() if name != ours}
             record[f"over_{ours}"] = {

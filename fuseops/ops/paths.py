@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from torch import nn
 
 LENT = "_lent"  # key in a module's `__dict__`: what stands in for its forward, with the module's parameters
+LENDER = "_lender"  # in an op's `__dict__`: where it finds its parameters, which another module has
 SPREAD = "_spread"  # there: how what stands in is spread, when it is built, over ranks that share the module's experts
 WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 

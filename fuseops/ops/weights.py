@@ -11,6 +11,7 @@ from fuseops.recipes.scales import ScaleState, advance
 from fuseops.recipes.store import WeightStore
 
 from .op import Op
+from .paths import LENDER, walk
 from .scopes import SCALES, STORE
 from .stored import stored_in
 
@@ -18,8 +19,9 @@ from .stored import stored_in
 def store_of(op: Op[Any]) -> WeightStore:
     """The store of an op."""
     store: WeightStore | None = op.__dict__.get(STORE)
-    if store is None or store.parameters is not op._parameters:
-        store = op.__dict__[STORE] = WeightStore(op._parameters)
+    parameters = op.__dict__.get(LENDER, op._parameters)
+    if store is None or store.parameters is not parameters:
+        store = op.__dict__[STORE] = WeightStore(parameters)
     store.stored = stored_in(op)
     return store
 
@@ -46,9 +48,10 @@ def weights_changed(model: nn.Module) -> int:
         raise FuseOpsError(
             f"weights_changed(model) expects an nn.Module, got {type(model).__name__}."
         )
-    states = (module.__dict__.get(SCALES) for module in model.modules())
+    modules = [module for _, module in walk(model)]
+    states = (module.__dict__.get(SCALES) for module in modules)
     advance([state for state in states if state is not None])
-    for module in model.modules():
+    for module in modules:
         if (weight := stored_in(module)) is not None:
             weight.refill()
     return drop_kept(model)
@@ -56,7 +59,7 @@ def weights_changed(model: nn.Module) -> int:
 
 def drop_kept(model: nn.Module) -> int:
     """Have every op of `model` quantize its weight anew when it is read next.   -> bytes that were kept"""
-    stores = [m.__dict__[STORE] for m in model.modules() if STORE in m.__dict__]
+    stores = [m.__dict__[STORE] for _, m in walk(model) if STORE in m.__dict__]
     dropped = sum(store.nbytes for store in stores)
     for store in stores:
         store.drop()

@@ -390,13 +390,10 @@ class _Builder:
         """What of the weights is kept from call to call."""
         for i, (op, needs) in enumerate(zip(self.ops, self.needs, strict=True)):
             roles = self._roles(i)
-            if (
-                roles is None
-                or not op.multiplies
-                or self._store(op, roles) is None
-                or stored_in(op) is not None
-                or "weight" not in op._parameters
-            ):
+            if roles is None or not op.multiplies or stored_in(op) is not None:
+                continue
+            store = self._store(op, roles)
+            if store is None or store.parameter is None:
                 continue
             shape = tuple(op.sample("weight").shape)
             layouts = 1 + ("x" in needs and roles.backward is None)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -69,8 +68,8 @@ class StoredLayout:
 class WeightStore:
     """The quantized weight of one op."""
 
-    def __init__(self, parameters: Mapping[str, Any]) -> None:
-        """parameters: of the op, as they are at any time."""
+    def __init__(self, parameters: Any) -> None:
+        """parameters: of the op, by name, as they are at any time; those of a module that lends them, too."""
         self.parameters = parameters
         self.stored: Any = None  # what the weight lives in, instead
         self.source: weakref.ref[nn.Parameter] | None = None  # what the layouts were made of
@@ -120,18 +119,24 @@ class WeightStore:
         _open.pop(self, None)
 
     @property
+    def parameter(self) -> nn.Parameter | None:
+        """The op's own weight as it is now, where that is a Parameter, of which something may be kept."""
+        source = self.parameters.get("weight")
+        return source if type(source) is nn.Parameter else None
+
+    @property
     def nbytes(self) -> int:
         """The bytes of what is kept."""
         return sum(part.nbytes for kept in self.kept.values() for part in kept.layout)
 
     def _is(self, weight: Tensor) -> bool:
-        source = self.parameters["weight"]
+        source = self.parameters.get("weight")
         return weight is source or (type(weight) in PLAIN and _aliases(weight, source))
 
     def _live(self, weight: Tensor) -> nn.Parameter | None:
         """The op's Parameter, if that is what the weight is, and something may be kept of it."""
-        source = self.parameters.get("weight")
-        if type(source) is not nn.Parameter or type(weight) not in PLAIN or source.is_inference():
+        source = self.parameter
+        if source is None or type(weight) not in PLAIN or source.is_inference():
             return None
         if weight is not source and not _aliases(weight, source):
             return None

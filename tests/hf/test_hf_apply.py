@@ -75,6 +75,30 @@ def test_weights_are_read_at_every_call() -> None:
     close(called(experts, hf_experts.forward, *args), called(experts, type(experts).forward, *args))
 
 
+def test_of_lent_experts_the_same_is_kept_as_of_an_op_s_own() -> None:
+    experts = layer_of("Mixtral").float()
+    args = tuple(t.float() if t.is_floating_point() else t for t in routed(experts))
+
+    def found(weights: str) -> list[Tensor]:
+        with fo.recipe(fo.recipes.Float8BlockScaling(weights=weights), strict=True):
+            return called(experts, hf_experts.forward, *args)
+
+    parameters = experts.gate_up_proj, experts.down_proj
+    cold = found("step")
+    assert fo.weights_changed(experts) >= 2 * sum(p.numel() for p in parameters)
+    found("step")
+    with torch.no_grad():
+        experts.down_proj.mul_(3)  # tells its version
+    experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.detach() * 2)
+    warm = found("step")
+    assert all(torch.equal(a, b) for a, b in zip(warm, found("none"), strict=True))
+    assert not torch.equal(warm[0], cold[0])
+    experts.gate_up_proj.data.mul_(2)  # tells nobody
+    assert torch.equal(found("step")[0], warm[0])
+    assert fo.weights_changed(experts)
+    assert torch.equal(found("step")[0], found("none")[0])
+
+
 @pytest.mark.parametrize("name", ["Mixtral", "GPT-OSS", "Nemotron-H"])
 def test_experts_of_other_ranks_take_nothing(name: str) -> None:
     """An index of num_experts, of weight 0: no row of a product, no gradient, and none to its weight."""

@@ -8,25 +8,37 @@ built once and hang on the module without being its children.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from fuseops.ops.op import Op
-from fuseops.ops.paths import LENT
+from fuseops.ops.paths import LENDER, LENT
 from fuseops.torch_private import is_dtensor
 from fuseops.words import dtype_name
 
 Source = Callable[[Any], Tensor | None]
 
 
+class Lender(NamedTuple):
+    """Where an op finds its parameters."""
+
+    owner: nn.Module
+    sources: Mapping[str, Source]
+
+    def get(self, name: str) -> Tensor | None:
+        """A parameter, as the owner has it now."""
+        source = self.sources.get(name)
+        return None if source is None else source(self.owner)
+
+
 def lent(name: str) -> Any:
     """The keyword `name` of an op's `fwd`, read from the module that lends it."""
 
     def read(op: Any) -> Tensor | None:
-        # without sources, while the op is constructed, torch looks among the parameters
-        source: Source | None = op.sources.get(name)
-        return None if source is None else source(op.owner)
+        # without a lender, while the op is constructed, torch looks among the parameters
+        found: Tensor | None = op._lender.get(name)
+        return found
 
     def leave(op: Any, value: Any) -> None:
         """A constructor may say that there is none."""
@@ -37,7 +49,7 @@ def lent(name: str) -> Any:
 
 def lend(op: Op[Any], owner: nn.Module, sources: Mapping[str, Source]) -> None:
     """Say where the op finds its parameters, in the place of those it was built with. The owner is no child of it."""
-    op.__dict__["owner"], op.__dict__["sources"] = owner, dict(sources)
+    op.__dict__[LENDER] = Lender(owner, dict(sources))
     for name in [*op._parameters]:
         del op._parameters[name]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.ops.checks import check_width
 from fuseops.ops.op import Call, Grads, Op, Out, Shape
-from fuseops.ops.paths import LENT
+from fuseops.ops.paths import LENDER, LENT
 
 from . import adapters, lent, packing
 from .adapters import LowRankProduct, lowered
@@ -251,7 +251,7 @@ def lend(op: MLP, module: nn.Module) -> None:
 
 def in_words(op: MLP) -> str:
     """What runs a module now, for the report."""
-    owner = op.__dict__["owner"]
+    owner = op.__dict__[LENDER].owner
     adapted = [name for name in _names(owner) if adapters.wraps(owner._modules[name])]
     packed = ", gate and up packed" * packing.packed(owner)
     return f"one op, {op.kind}{packed}" + f", with adapters of {', '.join(adapted)}" * bool(adapted)
