@@ -54,7 +54,7 @@ def summary(report: Mapping[str, Any]) -> dict[str, Any]:
         }
     rates = {n: r["tflops"]["fuseops"] for n, r in report["edges"].items() if "tflops" in r}
     pairs = {n: "/".join([NEXT.get(n.split("/")[0], ""), n.split("/")[1]]) for n in rates}
-    found["edges/next"] = {n: (rates[n] / rates[m], 0.85) for n, m in pairs.items() if m in rates}
+    found["edges/next"] = {n: (rates[n] / rates[m], 0.97) for n, m in pairs.items() if m in rates}
     few = {n: r["ratios"]["copy"]["ratio"] for n, r in report["small_groups"].items() if "us" in r}
     found["small/copy"] = {n: (ratio, 0.85) for n, ratio in few.items() if n == "1024x64"}
     rows = {name: row(ratios) for name, ratios in found.items() if ratios}

@@ -156,6 +156,28 @@ def test_the_import_rule_sees(source: str, parts: list[str]) -> None:
     assert [part for _, part in found] == parts
 
 
+def test_every_function_and_class_is_named_elsewhere() -> None:
+    """In the package, its docs, examples, benchmarks or tests: what nothing names is dead, or found by nobody."""
+    elsewhere = (
+        f
+        for folder in ("docs", "examples", "benchmarks", "tests")
+        for f in (ROOT / folder).rglob("*.*")
+    )
+    texts = [*FILES, *(f for f in elsewhere if f.suffix in (".py", ".md")), ROOT / "README.md"]
+    said = Counter(
+        word for f in texts for word in re.findall(r"\w+", f.read_text(encoding="utf-8"))
+    )
+    dead = [
+        f"{at(file, node)}: {node.name}"
+        for file in FILES
+        for node in parse(file).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and said[node.name] == 1
+        and not node.name.startswith("__")
+    ]
+    assert not dead, "\n".join(dead)
+
+
 def test_no_part_is_without_a_layer() -> None:
     parts = {part_of(module_name(file)) for file in FILES}
     assert parts <= LEVEL.keys(), f"give {parts - LEVEL.keys()} a place in LAYERS"

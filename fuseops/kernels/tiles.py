@@ -55,13 +55,6 @@ def require(condition: bool, message: str) -> None:
         raise FuseOpsError(message)
 
 
-def tile_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Elementwise tiles: one or more rows of at most 2048 columns, 8 to 32 elements a thread."""
-    n = pow2(dims[-1], most=1024 if itemsize == 4 else 2048)
-    sizes = ((1024, 4), (2048, 4), (4096, 4), (4096, 8), (8192, 8))
-    return [_tile(max(total // n, 1), n, warps) for total, warps in sizes if total >= n]
-
-
 def wide_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """Elementwise tiles of 2048 elements, 8 or 16 a thread: as few programs as still keep every
     multiprocessor full (programs of 1024 start more slowly than memory moves).

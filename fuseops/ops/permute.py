@@ -46,12 +46,7 @@ AGAIN = "again"
 SendsAgain = Callable[..., Callable[[], Any]]
 
 
-class DispatchSaved(NamedTuple):
-    pos: Tensor | None  # (T, K) int32
-    offs: Tensor | None  # (E,) int32
-
-
-class PermuteSaved(NamedTuple):
+class RowsSaved(NamedTuple):
     pos: Tensor | None  # (T, K) int32
     offs: Tensor | None  # (E,) int32
 
@@ -63,7 +58,7 @@ class CombineSaved(NamedTuple):
     dtype: torch.dtype | None  # of x
 
 
-class Dispatch(Op[DispatchSaved]):
+class Dispatch(Op[RowsSaved]):
     """y = x: every expert is here. Publishes the rows of the experts, as `Routing` holds them.
 
     The place of a dispatcher: one for expert parallelism is an op that reads `experts` (T, K) int32 and `weights`
@@ -106,11 +101,11 @@ class Dispatch(Op[DispatchSaved]):
             experts = within_capacity(experts, self.num_experts, room)
         offs, index, pos, probs = K.route(experts, self.num_experts, weights)
         side = {"offs": offs, "probs": probs, "index": index, "pos": pos}
-        return Out(x, DispatchSaved(pos, offs), side)
+        return Out(x, RowsSaved(pos, offs), side)
 
     def bwd(
         self,
-        saved: DispatchSaved,
+        saved: RowsSaved,
         dy: Tensor | None,
         *,
         dside: dict[str, Tensor | None],
@@ -131,7 +126,7 @@ def within_capacity(experts: Tensor, num_experts: int, capacity: int) -> Tensor:
     return torch.where((pos >= 0) & (pos - first < capacity), experts, -1)
 
 
-class Permute(Op[PermuteSaved]):
+class Permute(Op[RowsSaved]):
     """One row for each copy of a token: y[r] = x[index[r]].   x (T, D) -> (R, D), R = T * top_k
 
     Reads the Routing of the rows. Padding rows are zero. dx[t] is the sum of the rows of t, in the order of k.
@@ -155,9 +150,9 @@ class Permute(Op[PermuteSaved]):
         check_rows(self, x)
         check_pos("Permute", pos, x.shape[0])
         check_splits(offs, index.shape[0], x.device)
-        return Out(K.scatter_rows(x, pos, offs, index.shape[0]), PermuteSaved(pos, offs))
+        return Out(K.scatter_rows(x, pos, offs, index.shape[0]), RowsSaved(pos, offs))
 
-    def bwd(self, saved: PermuteSaved, dy: Tensor) -> Grads:
+    def bwd(self, saved: RowsSaved, dy: Tensor) -> Grads:
         return Grads(K.combine_fwd(dy, saved.pos, saved.offs))  # type: ignore[arg-type]
 
 

@@ -68,7 +68,7 @@ def test_scaled_backward_over_x_gives_the_same_bits(case, need_dprobs, need_y):
 
 
 def test_what_is_written_over_is_contiguous():
-    x, dy = torch.randn(6, 40)[:, :32].to(DEVICE), torch.randn(6, 16).to(DEVICE)
+    x, dy = torch.randn(6, 40).to(DEVICE)[:, :32], torch.randn(6, 16).to(DEVICE)
     with pytest.raises(FuseOpsError, match=r"x has strides .* expected contiguous"):
         k.scaled_act_bwd_into.launcher(x, dy, x[:, 0], "swiglu")
 

@@ -29,7 +29,7 @@ from fuseops.offload.lanes.simulated import SimulatedLanes
 from fuseops.offload.planning.hardware import Curve, Hardware
 from fuseops.offload.planning.plan import OffloadPlan, plan_profile
 from fuseops.offload.planning.planner import Limits
-from fuseops.offload.planning.simulate import Cost, LinkSettings, simulate
+from fuseops.offload.planning.simulate import LinkSettings, simulate
 from fuseops.offload.planning.trace import trace
 
 D = 64
@@ -355,7 +355,7 @@ def test_what_was_simulated_is_what_is_executed(monkeypatch: pytest.MonkeyPatch)
     """One schedule, two kinds of lanes: the same copies and waits, in the same order."""
     model, x = Model(), torch.randn(256, D)
     plan = offload.plan(model, x, hardware=SLOW, min_bytes=1 << 10, layers="blocks.*")
-    simulated = LoggedSimulation(Cost(SLOW))
+    simulated = LoggedSimulation(SLOW.lane_seconds)
     chosen = [k for k, t in enumerate(plan.tensors) if t.decision == "offload"]
     simulate(plan.profile, chosen, SLOW, plan.settings, lanes=simulated)
     executed = LoggedCpu()

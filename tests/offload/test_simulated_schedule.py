@@ -21,7 +21,7 @@ from fuseops.offload.lanes.simulated import (
 )
 from fuseops.offload.planning.cost_model import Choice, CostModel
 from fuseops.offload.planning.profile import Profile
-from fuseops.offload.planning.simulate import Cost, LinkSettings, simulate
+from fuseops.offload.planning.simulate import LinkSettings, simulate
 from fuseops.offload.schedule import LAST_GROUP, Schedule
 
 settings_drawn = st.builds(
@@ -125,7 +125,7 @@ class Forgetful(SimulatedLanes):
     """Forgets to let one lane wait for one event, however often it is told to."""
 
     def __init__(self, forgotten: Edge | None = None) -> None:
-        super().__init__(Cost(LINK))
+        super().__init__(LINK.lane_seconds)
         self.forgotten = forgotten
         self.numbers: dict[int, int] = {}
         self.edges: dict[Edge, list[Wait]] = {}

@@ -146,6 +146,11 @@ class Hardware:
         # Each direction's share of the two-way rate, never better than alone.
         return max(alone, 2 * self.both.seconds(nbytes)) if duplex else alone
 
+    def lane_seconds(self, lane: str, cost: float, duplex: bool) -> float:
+        """Seconds of an op on a lane, whose cost is bytes on the copy lanes and seconds elsewhere (`Lanes.op`)."""
+        copies = lane in ("d2h", "h2d")
+        return self.copy_seconds(lane, int(cost), duplex=duplex) if copies else cost
+
     def slower(self, factor: float) -> Hardware:
         """A machine whose copies take `factor` times as long."""
         d2h, h2d, both = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from fuseops.offload.lanes.protocol import Buf, Event, Lane
+from fuseops.offload.lanes.protocol import Buf, Event
 from fuseops.offload.lanes.simulated import (
     Busy,
     Level,
@@ -75,18 +75,6 @@ class Simulation:
     coding: float = 0.0
 
 
-class Cost:
-    """Bytes on the copy lanes, seconds elsewhere (the protocol of `Lanes.op`)."""
-
-    def __init__(self, hardware: Hardware) -> None:
-        self.hardware = hardware
-
-    def __call__(self, lane: Lane, cost: float, duplex: bool) -> float:
-        if lane in ("d2h", "h2d"):
-            return self.hardware.copy_seconds(lane, int(cost), duplex=duplex)
-        return cost
-
-
 def simulate(
     profile: Profile,
     offload: Collection[int],
@@ -102,7 +90,7 @@ def simulate(
     offload    indices of saved storages that leave; recompute: indices of `profile.recompute`
     coded      names of those that leave as codes
     """
-    lanes = lanes or SimulatedLanes(Cost(hardware))
+    lanes = lanes or SimulatedLanes(hardware.lane_seconds)
     schedule = Schedule(lanes, **settings._asdict())
     saved = profile.saved
     coding = {
