@@ -273,7 +273,7 @@ def law_tokens_travel_beside_other_kernels() -> None:
 
 
 def law_what_waits_for_dx_is_said_in_bytes() -> None:
-    """Which gradients are made under dx's way home, and what fc2's operands take until then; nothing of a way in line."""
+    """Which gradients are made under dx's way home, and what fc2's operands take until then, but of a way in line."""
     x = batch(tokens(5, 4))[dist.get_rank()]
     before = RoutedMLP.fwd
     found: list[tuple[int, str]] = []
