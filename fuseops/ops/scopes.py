@@ -255,7 +255,7 @@ def watching(watch: Callable[[Any], None]) -> Iterator[None]:
         watchers.remove(watch)
 
 
-class Inside(AbstractContextManager[None]):
+class Reentered(AbstractContextManager[None]):
     """Enters exactly these scopes: those of a forward, each time that it is computed again (twice, where the graph is
     read twice).
     """

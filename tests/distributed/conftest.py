@@ -12,6 +12,7 @@ MESHES = "fully_shard of torch 2.11 knows one mesh, and experts have their own"
 NOT_IN_2_11 = {
     "law_steps_and_checkpoints_equal_one_process": MESHES,
     "law_pretraining_resumes_bit_for_bit": MESHES,
+    "law_pretraining_runs_pairs_in_turns": MESHES,
     "law_steps_equal_one_process": MESHES,
     "test_a_checkpoint_of_two_ranks_is_read_by_others": MESHES,
     "test_a_rank_that_was_killed_is_named_and_training_goes_on": MESHES,
