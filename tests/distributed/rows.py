@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-COLUMNS = ("TP=2", "TP=2, sequence parallel", "1F1B", "interleaved 1F1B", "zero bubble", "ZBV")
+COLUMNS = (
+    "TP=2",
+    "TP=2, sequence parallel",
+    "1F1B",
+    "interleaved 1F1B",
+    "zero bubble",
+    "ZBV",
+    "DualPipeV",
+)
 
 EXPERTS = ("tensor_ranks", "law_experts")
 FEATURES = "law_features_of_one_process_hold_over_local_tensors"
@@ -11,10 +19,12 @@ PIPES = {
     "interleaved 1F1B": ("schedule_laws", "law_interleaved"),
     "zero bubble": ("schedule_laws", "law_zero_bubble"),
     "ZBV": ("schedule_laws", "law_zbv"),
+    "DualPipeV": ("schedule_laws", "law_dualpipev"),
 }
 DELAYED = {
     "zero bubble": ("schedule_laws", "law_zero_bubble_with_a_dw_builder"),
     "ZBV": ("schedule_laws", "law_zbv_with_a_dw_builder"),
+    "DualPipeV": ("schedule_laws", "law_dualpipev_with_a_dw_builder"),
 }
 
 
@@ -41,10 +51,14 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "FSDP2": {
         "TP=2": ("tensor_ranks", "law_fully_sharded_beside_it"),
+        "DualPipeV": ("pair_laws", "law_pairs_of_sharded_stages_are_reduced_by_the_schedule"),
         "zero bubble": (
             "schedule_laws",
             "law_delayed_gradients_under_fsdp2_are_reduced_by_the_schedule",
         ),
+    },
+    "experts over two ranks, pairs in turns": {
+        "DualPipeV": ("pair_laws", "law_pairs_over_ranks_equal_those_one_after_the_other")
     },
     "AdamW with clipping, distributed checkpoints": {
         "TP=2": ("tensor_ranks", "law_steps_and_checkpoints")

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
@@ -31,8 +32,10 @@ KINDS: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
 }
-SPLIT = ("zero bubble", "zbv")
+SPLIT = ("zero bubble", "zbv", "dualpipev")
+V = ("zbv", "dualpipev")
 
 
 LAYERS = (
@@ -80,7 +83,7 @@ def placed(kind: str, rank: int) -> tuple[int, list[int]]:
     """How many stages there are, and the ones of a rank."""
     if kind == "1f1b":
         return WORLD, [rank]
-    if kind == "zbv":
+    if kind in V:
         return 2 * WORLD, [rank, 2 * WORLD - 1 - rank]
     return 2 * WORLD, [rank, rank + WORLD]
 
@@ -195,6 +198,8 @@ law_zero_bubble = partial(_law, "zero bubble", False)
 law_zero_bubble_with_a_dw_builder = partial(_law, "zero bubble", True)
 law_zbv = partial(_law, "zbv", False)
 law_zbv_with_a_dw_builder = partial(_law, "zbv", True)
+law_dualpipev = partial(_law, "dualpipev", False)
+law_dualpipev_with_a_dw_builder = partial(_law, "dualpipev", True)
 
 
 def law_a_plan_follows_the_order_of_torchs_schedule() -> None:

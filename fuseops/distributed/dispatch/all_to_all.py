@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.distributed.pairs import BACKWARD, FORWARD, give_way
 
 from .exchange import Exchange, all_of
 
@@ -28,7 +29,7 @@ class AllToAll(Exchange):
         return f"the SMs of NCCL's channels (NCCL_MAX_CTAS: {most})"
 
     def collect(self, y: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
-        return self._summed(self._swapped(y, *self._home(arrivals)), slots)
+        return self._summed(_arrived(FORWARD, *self._begun(y, *self._home(arrivals))), slots)
 
     def dispatch_bwd(
         self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
@@ -51,7 +52,7 @@ class AllToAll(Exchange):
         return end
 
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
-        return self._swapped(*self._leaving(dy, slots, arrivals))
+        return _arrived(BACKWARD, *self._begun(*self._leaving(dy, slots, arrivals)))
 
     def begin_again(
         self, x: Tensor, slots: Tensor, arrivals: Tensor, tokens: int
@@ -76,7 +77,7 @@ class AllToAll(Exchange):
         self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None
     ) -> tuple[Tensor, Callable[[], Any]]:
         """What comes for the rows, and what is called before it is read."""
-        out = _room(rows, received)
+        out = rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
         work = dist.all_to_all_single(
             out, rows.contiguous(), received, sent, group=self.group, async_op=True
         )
@@ -85,9 +86,9 @@ class AllToAll(Exchange):
     def _swapped(
         self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None
     ) -> Tensor:
-        """What comes for the rows, there."""
-        out = _room(rows, received)
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
+        """What comes for the rows, there: for few bytes, until which nobody else goes on."""
+        out, ready = self._begun(rows, sent, received)
+        ready()
         return out
 
     def _summed(self, rows: Tensor, slots: Tensor) -> Tensor:
@@ -95,5 +96,8 @@ class AllToAll(Exchange):
         return K.combine_fwd(rows, slots, all_of(len(rows), rows))
 
 
-def _room(rows: Tensor, received: list[int] | None) -> Tensor:
-    return rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
+def _arrived(side: str, rows: Tensor, ready: Callable[[], Any]) -> Tensor:
+    """Rows that are on their way, there; the other of a pair goes on until then."""
+    give_way(side)
+    ready()
+    return rows
