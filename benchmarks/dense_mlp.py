@@ -4,10 +4,11 @@
 
 Sizes of Llama-3.1-8B, Qwen3-8B and Nemotron-H-8B, the gate and up projections as one weight in all candidates. Peers:
 eager torch, `torch.compile`, the same with `mode="max-autotune-no-cudagraphs"`, and Liger's kernels between torch's
-GEMMs (`liger`) or its fused MLP (`liger_mlp`, for SwiGLU). Candidates run in turn, in balanced order, back to back, for
-`--span` seconds to warm up and as long again in each round; ratios are those of each round. Outputs and gradients are
-compared with float32 first. TFLOP/s are those of the GEMMs. `--ways` times the candidates of the two choices that the
-fused op makes by shape (`mlp_swiglu`, `mlp_dswiglu`) instead of the peers.
+GEMMs (`liger`) or its fused MLP (`liger_mlp`, for SwiGLU). `gemms` are the two or six products alone, by cuBLAS, and
+no peer: `gemms_alone` is the ratio that they would have to the best one. Candidates run in turn, in balanced order,
+back to back, for `--span` seconds to warm up and as long again in each round; ratios are those of each round. Outputs
+and gradients are compared with float32 first. TFLOP/s are those of the GEMMs. `--ways` times the candidates of the two
+choices that the fused op makes by shape (`mlp_swiglu`, `mlp_dswiglu`) instead of the peers.
 """
 
 from __future__ import annotations
@@ -67,8 +68,30 @@ class Problem:
                 found[name] = partial(call, *self.leaves)
         return found
 
+    @torch.no_grad()
+    def gemms(self) -> dict[str, measure.Call]:
+        """The products of a forward and of a training step, of the operands that they have there."""
+        x, gamma, w1, w2 = (t.detach() for t in self.leaves)
+        y = F.rms_norm(x, gamma.shape, gamma, EPS)
+        h, da = y @ w1.t(), self.dy @ w2
+        a, dh = act_and_grad(h, da, self.gated)
+        del h, da
+
+        def fwd() -> None:
+            torch.mm(y, w1.t())
+            torch.mm(a, w2.t())
+
+        def step() -> None:
+            fwd()
+            torch.mm(self.dy, w2)
+            torch.mm(self.dy.t(), a)
+            torch.mm(dh, w1)
+            torch.mm(dh.t(), y)
+
+        return {"fwd": fwd, "fwd+bwd": step}
+
     def peer(self, name: str) -> Any:
-        plain = swiglu_mlp if self.gated else srelu_mlp
+        plain = partial(plain_mlp, swiglu if self.gated else srelu)
         if name == "eager":
             return plain
         if name == "compile":
@@ -80,14 +103,24 @@ class Problem:
         return liger_mlp() if self.gated else None
 
 
-def swiglu_mlp(x: Tensor, gamma: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    gate, up = F.linear(F.rms_norm(x, gamma.shape, gamma, EPS), w1).chunk(2, -1)
-    return x + F.linear(F.silu(gate) * up, w2)
+def swiglu(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, -1)
+    return F.silu(gate) * up
 
 
-def srelu_mlp(x: Tensor, gamma: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    h = F.linear(F.rms_norm(x, gamma.shape, gamma, EPS), w1)
-    return x + F.linear(F.relu(h).square(), w2)
+def srelu(h: Tensor) -> Tensor:
+    return F.relu(h).square()
+
+
+def plain_mlp(act: Any, x: Tensor, gamma: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    return x + F.linear(act(F.linear(F.rms_norm(x, gamma.shape, gamma, EPS), w1)), w2)
+
+
+def act_and_grad(h: Tensor, da: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+    """The activation of h, and the gradient of h."""
+    with torch.enable_grad():
+        a = (swiglu if gated else srelu)(h.requires_grad_())
+    return a.detach(), torch.autograd.grad(a, h, da)[0]
 
 
 def liger(gated: bool) -> Any:
@@ -118,7 +151,7 @@ def liger_mlp() -> Any:
 
 def exact(p: Problem) -> list[Tensor]:
     """y and the gradients in float32."""
-    plain = swiglu_mlp if p.gated else srelu_mlp
+    plain = partial(plain_mlp, swiglu if p.gated else srelu)
     leaves = [t.detach().float().requires_grad_() for t in p.leaves]
     y = plain(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, p.dy.float())]
@@ -150,14 +183,16 @@ def cell(name: str, options: argparse.Namespace) -> dict[str, Any]:
     record |= layers.memory(p.mlp.plan(p.x), forwards, steps, p.leaves, (p.x,))
     record["explain"] = list(p.mlp.plan(p.x).notes)
     if not options.warm:
-        record |= layers.times(forwards, steps, tuple(forwards), p.flops, ratios, options)
+        alone = p.gemms()
+        timed = {**forwards, "gemms": alone["fwd"]}, {**steps, "gemms": alone["fwd+bwd"]}
+        record |= layers.times(*timed, tuple(forwards), p.flops, ratios, options)
         if options.profile:
             record["kernels"] = {n: layers.kernels(step) for n, step in steps.items()}
     return record
 
 
 def ratios(us: measure.Rounds) -> dict[str, Any]:
-    """Every peer's time over ours."""
+    """Every peer's time over ours, and that of the products alone."""
     return {n: measure.paired(us["fuseops"], t) for n, t in us.items() if n != "fuseops"}
 
 
@@ -194,7 +229,10 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
             mean = measure.geomean(large.values())
             below = {n: r for n, r in large.items() if r < (LEAST if "bwd" in what else 1.0)}
             found[what] = {"geomean": mean, "below": below, "met": not below}
-        found |= {f"{name}/{what} over {peer}": {"ratio": r} for name, (peer, r) in best.items()}
+        for name, (peer, r) in best.items():
+            us = cells[name]["us"][what]
+            alone = {"gemms_alone": round(us[peer] / us["gemms"], 4)} if "gemms" in us else {}
+            found[f"{name}/{what} over {peer}"] = {"ratio": r, **alone}
     bytes_ = {
         n: over_compiled(c) for n, c in cells.items() if "compile" in c.get("saved_bytes", {})
     }
@@ -210,7 +248,8 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
 
 def fastest(record: dict[str, Any], what: str) -> tuple[str, float]:
     """The peer that is nearest to us, or before us, and its ratio."""
-    by_peer = {peer: entry["ratio"] for peer, entry in record["ratios"][what].items()}
+    ratios = record["ratios"][what].items()
+    by_peer = {peer: entry["ratio"] for peer, entry in ratios if peer != "gemms"}
     peer = min(by_peer, key=lambda name: by_peer[name])
     return peer, by_peer[peer]
 

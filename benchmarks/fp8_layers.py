@@ -94,7 +94,7 @@ class Cell:
         if kind == "dense":
             self.p: Any = dense_mlp.Problem(*DENSE[name])
             self.module, self.given, self.args = self.p.mlp, (self.p.x,), (self.p.x,)
-            plain = partial(dense_mlp.swiglu_mlp, *self.p.leaves)
+            plain = partial(dense_mlp.plain_mlp, dense_mlp.swiglu, *self.p.leaves)
         elif kind == "layer":
             self.p = moe_layer.Problem(*LAYERS[shape])
             self.module, self.given = self.p.moe, (self.p.x,)

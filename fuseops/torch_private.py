@@ -144,6 +144,28 @@ num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
+PERFORMS = "_perform_action"  # in a step of a pipeline schedule
+
+
+def overlapped_pairs(schedule: Any) -> Any:
+    """The kind of the actions of a pipeline schedule that pair a forward with a backward; None where it has none, or
+    its runtime takes no function of ours for them.
+    """
+    step = getattr(type(schedule), "_step_microbatches", overlapped_pairs).__code__
+    known = PERFORMS in step.co_varnames + step.co_cellvars
+    if not known or not hasattr(schedule, "register_custom_function"):
+        return None
+    actions = [a for mine in schedule.pipeline_order.values() for a in mine if a is not None]
+    return next((a.computation_type for a in actions if getattr(a, "sub_actions", None)), None)
+
+
+def performing() -> Callable[[Any], None]:
+    """What the step of a pipeline schedule performs one action by, in a function that it calls in the place of one."""
+    frame = sys._getframe(2)
+    perform: Callable[[Any], None] = frame.f_locals[PERFORMS]
+    return perform
+
+
 def is_dtensor(cls: type) -> bool:
     """Is it torch.distributed's DTensor?  By name, since its import takes a second."""
     return cls.__name__ == "DTensor"

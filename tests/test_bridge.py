@@ -31,6 +31,7 @@ from fuseops.ops import (
     SwiGLU,
     Tap,
 )
+from fuseops.run import steps
 
 
 def data(*shape: int) -> Tensor:
@@ -254,6 +255,7 @@ class Keeps(fo.Op[KeepsSaved]):
         self.name = name
 
     def fwd(self, x: Tensor) -> fo.Out:
+        Keeps.seen[self.name] = {n for n, ref in Keeps.alive.items() if not ref.expired()}
         h = x + 1
         Keeps.alive[self.name] = StorageWeakRef(h.untyped_storage())
         return fo.Out(2 * x, KeepsSaved(h))
@@ -278,6 +280,48 @@ def test_what_an_op_saved_goes_when_its_backward_has_run(retain: bool) -> None:
     if retain:
         loss.backward()
         assert Keeps.seen["a"] == {"a"}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_nobody_will_read_goes_when_its_forward_has_run(grad: bool) -> None:
+    Keeps.alive, Keeps.seen = {}, {}
+    x = data().requires_grad_(False)
+    with torch.set_grad_enabled(grad):
+        y = fo.Sequential(*map(Keeps, "abc"), fo.ops.Linear(4, 4))(x)
+    assert y.requires_grad is grad and Keeps.seen == {name: set() for name in "abc"}
+
+
+class NamedSaved(NamedTuple):
+    k: Tensor | None
+
+
+class Named(fo.Op[NamedSaved]):
+    """Two side inputs, under names that are no Python names."""
+
+    reads = ("lambda", "a.b")
+    saves_for = {"x": ("k",)}
+
+    def fwd(self, x: Tensor, **side: Tensor) -> fo.Out:
+        return fo.Out(x * side["lambda"] + side["a.b"], NamedSaved(side["lambda"]))
+
+    def bwd(self, saved: NamedSaved, dy: Tensor) -> fo.Grads:
+        return fo.Grads(dy * saved.k)
+
+
+def test_side_inputs_may_have_any_name() -> None:
+    x, a, b = data(), torch.randn(1), torch.randn(1)
+    y = fo.Sequential(Named(), fo.ops.SiLU())(x, **{"lambda": a, "a.b": b})
+    expected = torch.nn.functional.silu(x * a + b)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(t.sum(), x) for t in (y, expected)))
+
+
+def test_segments_alike_are_compiled_once() -> None:
+    blocks = [fo.Residual(fo.ops.RMSNorm(4), fo.ops.Linear(4, 4)) for _ in range(9)]
+    steps._compiled.cache_clear()
+    fo.Sequential(*blocks)(data()).sum().backward()
+    made = steps._compiled.cache_info()
+    assert made.misses <= 6 < made.hits  # the first, the last and those between, both ways
 
 
 @pytest.mark.parametrize("trained_names", [(), ("1.weight",), ("1.bias", "4.weight"), ("3.bias",)])

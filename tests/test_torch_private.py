@@ -34,6 +34,34 @@ def test_every_name_has_a_test_here() -> None:
     assert tested == FUNCTIONS, f"no test of {sorted(FUNCTIONS - tested)}"
 
 
+def test_pairs_of_a_pipeline_schedule_are_performed_by_its_step() -> None:
+    from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
+
+    schedule: Any = ScheduleDualPipeV.__new__(ScheduleDualPipeV)
+    schedule.pp_group_size, schedule._n_microbatches = 1, 4
+    schedule.pipeline_order = {0: schedule._calculate_single_rank_operations(0)}
+    schedule._comp_type_to_function_map = {}
+    schedule.register_custom_function(torch_private.overlapped_pairs(schedule), print)
+    assert list(schedule._comp_type_to_function_map.values()) == [print]
+    for kind in (ScheduleZBVZeroBubble, object):
+        other: Any = kind.__new__(kind)
+        if kind is not object:
+            other.pipeline_order = {0: [None]}
+        assert torch_private.overlapped_pairs(other) is None
+    performed: list[int] = []
+
+    def step() -> None:
+        _perform_action = performed.append
+        function()
+        del _perform_action
+
+    def function() -> None:
+        torch_private.performing()(3)
+
+    step()
+    assert performed == [3]
+
+
 def test_who_made_a_tensor_is_known_behind_fsdp() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
 

@@ -6,6 +6,7 @@ gather        weights that FSDP2 gathers as FP8 codes: quantized_gather
 tensor        tensor and sequence parallelism: ColwiseParallel, RowwiseParallel, SequenceParallel, tp_plan
 overlap       rules that run collectives and the products beside them together: overlap_rules
 pipeline      stages whose weight gradients wait for a zero-bubble schedule: dw_builder
+pairs         a forward and the backward of another micro-batch in turns: overlap_pairs
 """
 
 from .dispatch import check_overflow as check_overflow
@@ -15,6 +16,7 @@ from .fsdp import expert_placement as expert_placement
 from .fsdp import param_groups as param_groups
 from .gather import quantized_gather as quantized_gather
 from .overlap import overlap_rules as overlap_rules
+from .pairs import overlap_pairs as overlap_pairs
 from .pipeline import delay_weight_gradients as delay_weight_gradients
 from .pipeline import dw_builder as dw_builder
 from .tensor import ColwiseParallel as ColwiseParallel
@@ -36,6 +38,7 @@ __all__ = [
     "delay_weight_gradients",
     "dw_builder",
     "expert_placement",
+    "overlap_pairs",
     "overlap_rules",
     "param_groups",
     "quantized_gather",

@@ -12,7 +12,7 @@ from torch import Tensor
 from fuseops.kernels import registry
 from fuseops.kernels.grouped_paths import ENDS, act_path
 from fuseops.kernels.grouped_why import mm_words, wgrad_words
-from fuseops.run import bridge
+from fuseops.run import steps
 from fuseops.run.debug import running
 
 
@@ -40,7 +40,7 @@ class Launches(list[registry.Call]):
 def choices() -> str:
     """What the fused op that runs says of its backward: read off the stack, as `running` does."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not bridge._run_fused.__code__:
+    while frame is not None and frame.f_code is not steps.run_fused.__code__:
         frame = frame.f_back
     if frame is None:
         return ""

@@ -23,8 +23,19 @@ from .op import Call, Grads, Op, Out, Shape, numel
 from .splits import check_splits
 
 ON_DX = "on_dx"
-"""In `call.scratch`, of a dispatcher: told (scratch, dx, dprobs, sums) as soon as they are there, before the gradients
-of weights are made, so that what it does with them runs beside those. sums: dx in the `sums` of Combine."""
+"""In `call.scratch`, of a dispatcher: an `OnDx`."""
+
+
+class OnDx(NamedTuple):
+    """What a dispatcher does with dx and dprobs as soon as they are there.
+
+    tell: called (scratch, dx, dprobs, sums) before gradients of weights are made. sums: dx in the `sums` of Combine.
+    beside: whether what it begins runs beside them: then the more of them come behind, the better.
+    """
+
+    tell: Callable[..., None]
+    beside: bool
+
 
 SENT = "sent"
 """In `call.scratch`, of a dispatcher: a `Sent`, which who saves what arrived takes out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -48,11 +49,6 @@ class Step:
     rule: str = ""  # that made the target, if one did
     first: int = field(init=False)  # of `members`
 
-    @property
-    def single(self) -> bool:
-        """Whether it is a call of one op, which publishes nothing and wants nothing that lives for one call."""
-        return self.kind == "op" and not (self.pure or self.live or self.writes)
-
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ForwardStep(Step):
@@ -66,7 +62,8 @@ class ForwardStep(Step):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "first", self.members[0])
-        object.__setattr__(self, "plain", self.single and self.cast is None)
+        odd = self.pure or self.live or self.writes or self.cast is not None
+        object.__setattr__(self, "plain", self.kind == "op" and not odd)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -85,9 +82,10 @@ class BackwardStep(Step):
     plain: bool = field(init=False)  # nothing but a call of one op's `bwd`
 
     def __post_init__(self) -> None:
-        odd = self.takes_dside or self.main or self.later is not None
+        odd = self.pure or self.live or self.writes or self.takes_dside
+        elsewhere = self.main or self.later is not None
         object.__setattr__(self, "first", self.members[0])
-        object.__setattr__(self, "plain", self.single and not odd)
+        object.__setattr__(self, "plain", self.kind == "op" and not (odd or elsewhere))
 
 
 MOST_ROWS = 64  # of a segment: a saved shape may be another at each call
@@ -100,18 +98,19 @@ class Const(NamedTuple):
 
 
 class Rows(list[Any]):
-    """By op, where the fields of its Saved are among the saved tensors.
+    """Where what is kept is among the saved tensors, in the order of `Segment.kept`: the number of its tensor, or what
+    it is where it is none.
 
-    constants: the fields that are none, and then None
-    take: how to read them back: op, Saved class, and a getter from (*tensors, *constants)
+    constants: those that are none, and then None.  values_of: all of it, out of (*tensors, *constants)
 
     Another call saves alike if its kept values have these `kinds`, those that `tensors_of` gives are different tensors,
     each of `again` is one of them again (k is j), and `fixed_of` gives `fixed`.
     """
 
-    def __init__(self, seg: Segment, numbers: Sequence[int | None], values: Sequence[Any]) -> None:
+    def __init__(self, numbers: Sequence[int | None], values: Sequence[Any]) -> None:
         """values: what is kept.  numbers: of each the number of its tensor, None for what is none"""
-        super().__init__([None] * len(seg.ops))
+        each = [*zip(numbers, values, strict=True)]
+        super().__init__([Const(v) if n is None and v is not None else n for n, v in each])
         first: dict[int, int] = {}
         tensors = [(k, n) for k, n in enumerate(numbers) if n is not None]
         self.again = [(k, first[n]) for k, n in tensors if first.setdefault(n, k) != k]
@@ -119,22 +118,11 @@ class Rows(list[Any]):
         self.tensors_of = _getter([*first.values()])
         self.fixed_of = _getter([k for k, n in enumerate(numbers) if n is None])
         self.fixed = self.fixed_of(values)
-        each = zip(seg.kept, numbers, values, strict=True)
-        constants = {at: v for at, n, v in each if n is None and v is not None}
-        places = dict(zip(seg.kept, numbers, strict=True))
-        self.constants = (*constants.values(), None)
-        back = {place: k - len(self.constants) for k, place in enumerate(constants)}
-        self.take: list[tuple[int, type[Any], Callable[[Any], Any]]] = []
-        for slot in seg.slots:
-            own = [(slot.owner, k) for k in range(len(slot.names))]
-            self[slot.owner] = tuple(
-                [Const(constants[at]) if at in constants else places.get(at) for at in own]
-            )
-            found = [places.get(at) for at in own]
-            getter = _getter(
-                [back.get(at, -1) if p is None else p for at, p in zip(own, found, strict=True)]
-            )
-            self.take.append((slot.owner, slot.cls, getter))
+        self.constants = (*[v for n, v in each if n is None and v is not None], None)
+        places = itertools.count(len(first))
+        self.values_of = _getter(
+            [n if n is not None else -1 if v is None else next(places) for n, v in each]
+        )
 
 
 def _getter(places: Sequence[int]) -> Callable[[Any], Any]:
@@ -187,7 +175,12 @@ class Segment:
     inputs: int = field(init=False)  # how many tensors the node takes besides x
     # where the tensors of `params` are registered, none where some are not
     registered: tuple[tuple[Op[Any], str], ...] = field(init=False)
-    ranged: dict[str, Segment] = field(default_factory=dict)  # by path, as it runs in a profile
+    path: str | None = None  # it runs in ranges of a profile, which are named below this path
+    # as it runs in a profile, by path, and with other gradients that go through autograd
+    variants: dict[Any, Segment] = field(init=False, default_factory=dict)
+    # its steps forward and backward as functions, once they are written (`run.steps`)
+    fwd: Callable[..., Any] | None = field(init=False, default=None)
+    bwd: Callable[..., Any] | None = field(init=False, default=None)
     aliases: bool = field(init=False)  # nothing but alias ops, which call no kernel
     # of `reads`, by position: those that an op computes with another tensor in the place of
     local_reads: tuple[tuple[int, Local], ...] = field(init=False)
@@ -233,6 +226,6 @@ class Segment:
         if found is None:
             if len(self.distinct) >= MOST_ROWS:
                 self.distinct.clear()
-            found = self.distinct[numbers, key] = Rows(self, numbers, values)
+            found = self.distinct[numbers, key] = Rows(numbers, values)
         self.last_rows = found
         return found

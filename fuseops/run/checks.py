@@ -1,7 +1,6 @@
 """What a wrong op is told: which op, which tensor, what it gave and what was expected."""
 
 from collections.abc import Mapping, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from fuseops.plan.segment import BackwardStep, Segment, Step
 from fuseops.recipes import Quantized
 from fuseops.words import dtype_name
 
+WRITTEN = "<fuseops segment>"  # where the functions stand that `steps` writes
+UNREADABLE = TypeError, KeyError, AttributeError, IndexError  # how a result of another form shows
 Wanted = tuple[tuple[int, str, int], ...]  # (member, name, position)
 
 
@@ -29,30 +30,25 @@ def describe(t: Any) -> str:
     return type(t).__name__
 
 
-def failing_step(error: BaseException, *bodies: CodeType) -> Step | None:
-    """The step that one of these functions was at when the error passed through it."""
-    step: Step | None = _locals(error, *bodies).get("step")
+def failing_step(error: BaseException) -> Step | None:
+    """The step that a segment was at when the error passed through it."""
+    step: Step | None = _locals(error).get("step")
     return step
 
 
-def _locals(error: BaseException, *bodies: CodeType) -> Mapping[str, Any]:
-    """The variables of one of these functions when the error passed through it."""
+def _locals(error: BaseException) -> Mapping[str, Any]:
+    """The variables of the written function (`steps`) that an error passed through."""
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code in bodies:
+        if trace.tb_frame.f_code.co_filename == WRITTEN:
             return trace.tb_frame.f_locals
         trace = trace.tb_next
     return {}
 
 
-def dtype_mismatch(
-    seg: Segment, path: str, error: BaseException, body: CodeType
-) -> DtypeError | None:
-    """The error of a GEMM over two dtypes, in words, where that is what this one says.
-
-    body: of the function that runs the steps, in which x is that of the step.
-    """
-    found = _locals(error, body)
+def dtype_mismatch(seg: Segment, path: str, error: BaseException) -> DtypeError | None:
+    """The error of a GEMM over two dtypes in a forward, in words, where that is what this one says."""
+    found = _locals(error)
     step, x = found.get("step"), found.get("x")
     if (
         step is None

@@ -40,6 +40,7 @@ from .composed import Composed
 from .run import Run, call_op, run_segment
 from .runner import Runner, prepare
 from .sides import check_input, side_inputs
+from .steps import Once, write_backward, write_forward
 from .traced import TABLE, alive
 
 
@@ -180,7 +181,7 @@ def in_graph(number: int, x: Any, *inputs: Any) -> Any:
         if seg.needs_grad:
             return bridge.Node.apply(seg, None, x, *inputs)  # type: ignore[no-untyped-call]
         t = list(inputs)
-        y, _, _ = bridge.run_forward(seg, x, t, bridge.Once())
+        y, _, _ = (seg.fwd or write_forward(seg))(x, t, Once())
     return (y, *[t[place] for place in seg.export_positions]) if seg.exports else y
 
 
@@ -449,7 +450,9 @@ class Told:
             reasons = self._reasons(piece, entry, dtype, axes)
         plan = run.plan_of(TABLE[entry], reasons)  # type: ignore[arg-type]
         for segment in plan.segments:
-            segment.number = segment.number or run.numbered(segment)
+            if not segment.number:
+                segment.number = run.numbered(segment)
+                write_forward(segment), write_backward(segment)  # which dynamo cannot trace
         return run.numbered(plan)
 
     def segments(self, plan: int) -> int:

@@ -15,7 +15,7 @@ from fuseops.ops import scopes
 from fuseops.ops.splits import bad_ends, before, complaint
 from fuseops.recipes.numbers import GemmError, Numbers, OperandNumbers, watch
 
-from . import bridge, run
+from . import bridge, checks, run
 
 
 class SplitReport(NamedTuple):
@@ -135,7 +135,7 @@ def running() -> str:
     frame: Any = sys._getframe(1)
     step = None
     while frame is not None:
-        if frame.f_code is bridge.run_forward.__code__ and step is None:
+        if frame.f_code.co_filename == checks.WRITTEN and step is None:
             step = frame.f_locals["step"]
         elif frame.f_code is run.run_segments.__code__:
             seg, path = frame.f_locals["seg"], frame.f_locals["path"]

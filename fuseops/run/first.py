@@ -88,12 +88,12 @@ class FirstCall:
     # --- backward
 
     def before_bwd(
-        self, step: Step, saved: Sequence[Any], dy: Any, dside: Mapping[str, Any] | None
+        self, step: Step, mine: Sequence[Any], dy: Any, dside: Mapping[str, Any] | None
     ) -> None:
+        """mine: the Saved of its members"""
         read: list[tuple[str, Any]] = [("dy", dy)]
         read += [(f"dside[{name!r}]", d) for name, d in (dside or {}).items()]
-        own = [saved[i] for i in step.members if saved[i] is not None]
-        read += [(f"saved.{f}", t) for s in own for f, t in zip(s._fields, s, strict=True)]
+        read += [(f"saved.{f}", t) for s in mine for f, t in zip(s._fields, s, strict=True)]
         self.given = [
             Version(name, torch_private.alias_of_no_bytes(t), t._version)  # that no memory is held
             for name, t in read

@@ -43,13 +43,14 @@ from fuseops.rules.rule import Conditions, Place
 from fuseops.torch_private import is_dtensor, is_nested
 
 from . import bridge, buffers, checks, ranges
-from .bridge import Live, Once
+from .bridge import Live
 from .buffers import Buffers
 from .checks import check_dtype, check_meta, describe, dtype_mismatch
 from .entries import MOST_SHAPES, Entries, KnownPlans, Last
 from .first import FirstCall
 from .gate import gains, layers_of
 from .modes import mode_of
+from .steps import Once, write_forward
 from .traced import TABLE
 
 log = logging.getLogger("fuseops.fusion")
@@ -356,7 +357,7 @@ def run_segments(
     except Exception as error:
         where = bridge.where(seg, path, error)
         note = f"in the forward of fuseops {where}; x {describe(x)}{_others(seg, env)}"
-        clearer = dtype_mismatch(seg, path, error, bridge.run_forward.__code__)
+        clearer = dtype_mismatch(seg, path, error)
         if clearer is None:
             error.add_note(note)
             raise
@@ -396,15 +397,16 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) ->
             y, *exported = y
             env.update(zip(seg.exports, exported, strict=True))
         return y
+    forward = seg.fwd or write_forward(seg)
     once = Once() if live is None else live.once
     if live is not None and not seg.checked_forward:
         once = once._replace(look=FirstCall(seg, inputs))
     if seg.kind == "node" or seg.aliases:
         # alias ops call no kernel; traced code writes nothing, since checkpoint refuses to trace a write
-        y, _, _ = bridge.run_forward(seg, x, inputs, once)
+        y, _, _ = forward(x, inputs, once)
     else:
         with kernels.reference_only():
-            y, _, _ = bridge.run_forward(seg, x, inputs, once)
+            y, _, _ = forward(x, inputs, once)
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y

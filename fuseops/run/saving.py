@@ -1,7 +1,7 @@
-"""How a node saves: every Saved becomes a row of slots into one flat tuple of plain tensors, and back.
+"""How a node saves: what is kept of every Saved becomes one flat tuple of plain tensors, and is read back from it.
 
 One slot a tensor, however many fields hold it, so that hooks and offload see each storage once with all its names. A
-quantized tensor takes one slot a component. What is not a tensor (a shape) stays in the row.
+quantized tensor takes one slot a component. What is not a tensor (a shape) stays with the node.
 """
 
 import itertools
@@ -21,7 +21,7 @@ NONE = id(None)
 PLAIN_OR_NONE = PLAIN | {type(None)}
 # of fuseops' own ops, to whom constants are the same that compare equal, as 1 and True
 OWN = PLAIN_OR_NONE | {torch.Size, tuple, float, int, bool, str, Form}
-Row = tuple[Any, ...]  # int slots, None, Const or Parts
+Entry = Any  # the number of a tensor, None, Const or Parts
 
 
 class Parts(NamedTuple):
@@ -32,13 +32,12 @@ class Parts(NamedTuple):
 
 
 def pack(
-    seg: Segment, saved: Sequence[Any], traced: bool = False
-) -> tuple[Sequence[Tensor], list[Row | None]]:
-    """Flatten what is kept; a Saved field outside `keep` is dropped here.   -> tensors, row by op"""
+    seg: Segment, values: Sequence[Any], traced: bool = False
+) -> tuple[Sequence[Tensor], list[Entry]]:
+    """Flatten what is kept, in the order of `seg.kept`.   -> tensors, and where each value is"""
     # by identity; a trace must not ask for it (it would guard on the object), and removes duplicates itself
     slots: dict[int, int] | None = None if traced else {}
     if slots is not None:  # the common case: plain tensors and constants, in calls that save alike
-        values = [(own := saved[owner]) and own[k] for owner, k in seg.kept]
         last = seg.last_rows
         if last is not None and [*map(type, values)] == last.kinds:
             distinct = last.tensors_of(values)
@@ -58,19 +57,7 @@ def pack(
             except TypeError:  # a constant has no hash
                 pass
     tensors: list[Tensor] = []
-    rows: list[Row | None] = [None] * len(seg.ops)
-    for slot in seg.slots:
-        values = saved[slot.owner]
-        if values is None:
-            continue
-        row: list[Any] = [None] * len(slot.names)
-        for k in slot.kept:
-            value = values[k]
-            if value is None:
-                continue
-            row[k] = _place(value, tensors, slots)
-        rows[slot.owner] = tuple(row)
-    return tensors, rows
+    return tensors, [None if v is None else _place(v, tensors, slots) for v in values]
 
 
 def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:
@@ -85,20 +72,11 @@ def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:
     return Const(value)
 
 
-def unpack(seg: Segment, rows: Sequence[Row | None], tensors: Sequence[Tensor]) -> list[Any]:
-    """The Saved of every op, over the tensors that autograd gives back.  None where nothing was saved."""
-    saved: list[Any] = [None] * len(seg.ops)
+def unpack(rows: Sequence[Entry], tensors: Sequence[Tensor]) -> list[Any]:
+    """What was kept, over the tensors that autograd gives back."""
     if type(rows) is Rows:
-        found = (*tensors, *rows.constants)
-        for owner, cls, getter in rows.take:
-            saved[owner] = tuple.__new__(cls, getter(found))
-        return saved
-    for slot in seg.slots:
-        row = rows[slot.owner]
-        if row is not None:
-            values = [tensors[e] if type(e) is int else e and _restore(e, tensors) for e in row]
-            saved[slot.owner] = tuple.__new__(slot.cls, values)  # `_make`, which counts them again
-    return saved
+        return [*rows.values_of((*tensors, *rows.constants))]
+    return [tensors[e] if type(e) is int else e and _restore(e, tensors) for e in rows]
 
 
 def _restore(entry: Const | Parts, tensors: Sequence[Tensor]) -> Any:
@@ -109,7 +87,7 @@ def _restore(entry: Const | Parts, tensors: Sequence[Tensor]) -> Any:
 
 def saved_names(
     seg: Segment,
-    rows: Sequence[Row | None],
+    rows: Sequence[Entry],
     flat: Sequence[Tensor],
     prefix: str,
     params: Sequence[Any],
@@ -120,30 +98,26 @@ def saved_names(
     """
     own = {id(p) for p in params}
     is_param = tuple([id(t) in own for t in flat])
-    where = id(rows) if type(rows) is Rows else tuple([row and _where(row) for row in rows])
-    found = seg.saved_names.get((prefix, is_param, where))
+    # what else is there may change from call to call, and be unhashable
+    where = tuple([None if type(entry) is Const else entry for entry in rows])
+    key = prefix, is_param, id(rows) if type(rows) is Rows else where
+    found = seg.saved_names.get(key)
     if found is None:
-        found = _saved_names(seg, rows, is_param, prefix)
-        seg.saved_names[prefix, is_param, where] = found
+        found = seg.saved_names[key] = _saved_names(seg, rows, is_param, prefix)
     return found
 
 
 def _saved_names(
-    seg: Segment, rows: Sequence[Row | None], is_param: Sequence[bool], prefix: str
+    seg: Segment, rows: Sequence[Entry], is_param: Sequence[bool], prefix: str
 ) -> list[SavedName]:
     found: list[list[str]] = [[] for _ in is_param]
     ops = [""] * len(is_param)
-    for slot in seg.slots:
-        for name, entry in zip(slot.names, rows[slot.owner] or (), strict=False):
-            for component, place in _places(entry):
-                found[place].append(f"{prefix}{name}.{component}" if component else prefix + name)
-                ops[place] = slot.op
+    fields = [(slot.names[k], slot.op) for slot in seg.slots for k in slot.kept]
+    for (name, op), entry in zip(fields, rows, strict=True):
+        for component, place in _places(entry):
+            found[place].append(f"{prefix}{name}.{component}" if component else prefix + name)
+            ops[place] = op
     return [SavedName(tuple(n), own, op) for n, own, op in zip(found, is_param, ops, strict=True)]
-
-
-def _where(row: Row) -> Row:
-    """Where a row has tensors; what else is in it may change from call to call, and be unhashable."""
-    return tuple([None if type(entry) is Const else entry for entry in row])
 
 
 def _places(entry: Any) -> tuple[tuple[str, int], ...]:

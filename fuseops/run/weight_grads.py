@@ -68,7 +68,12 @@ def as_asked(seg: Segment, given: Sequence[bool], edges: Sequence[tuple[Any, int
         return _own(seg.ops[i], name, node) and torch_private.will_accumulate(node)
 
     steps = tuple(_as_asked(step, adds, position) for step in seg.backward)
-    return seg if steps == seg.backward else replace(seg, backward=steps)
+    if steps == seg.backward:
+        return seg
+    key = tuple([(step.main, step.later is None) for step in steps])
+    if key not in seg.variants:
+        seg.variants[key] = replace(seg, backward=steps)
+    return seg.variants[key]
 
 
 def _own(op: Op[Any], name: str, node: Any) -> bool:
@@ -118,11 +123,11 @@ def elsewhere(
 ) -> list[Grads]:
     """The Grads of a step whose parameter gradients do not all go through autograd; those that do not are None.
 
-    saved, dy: what `run` reads; Saved by the index of its op in the segment.
+    saved, dy: what `run` reads; the Saved of each op.
     """
     if step.later is not None:  # rules leave such an op alone: it is the only member
         data_parallel.check(ops[0])
-        delay(ops[0], run, step.later, saved[step.members[0]], dy)
+        delay(ops[0], run, step.later, saved[0], dy)
         if not step.calls[0].needs:
             return [Grads()]
     out = [{n: destination(op, n) for m, n in step.main if m == k} for k, op in enumerate(ops)]

@@ -25,6 +25,8 @@ from fuseops.distributed.dispatch import overflow, symmetric
 from fuseops.integrations import hf
 from fuseops.observe.memory import outside_bytes
 from fuseops.rules.fused import grouped_mlp
+from fuseops.rules.fused.routed_mlp import RoutedMLP
+from fuseops.words import size
 
 D, F, E, TOP = 6, 5, 8, 3
 
@@ -227,19 +229,29 @@ def law_checkpointed_delayed_and_reference_are_equal() -> None:
 
 
 def law_tokens_travel_beside_other_kernels() -> None:
-    """While shared experts are computed, and on their way home while fc1's weight gradient is: to the bit what the
-    layer gives where each transfer is waited for at once, by both ways whose backend moves rows beside kernels.
+    """While shared experts are computed, and on their way home while both weight gradients are, or fc1's alone where
+    memory is preferred: to the bit what the layer gives where each transfer is waited for at once, by every way; one
+    that runs in line makes fc2's weight gradient first, whatever is preferred.
     """
     x = batch(tokens(5, 4))[dist.get_rank()]
     weights = grouped_mlp._weight
-    for way in ("host_counts", "fixed_capacity"):
+    both, one = ["leave", "leave", "weight", "weight"], ["weight", "leave", "leave", "weight"]
+    for way, prefer, home in (
+        ("host_counts", "speed", both),
+        ("host_counts", "memory", one),
+        ("fixed_capacity", "speed", both),
+        ("fixed_capacity", "memory", one),
+        ("peer_memory", "speed", ["weight", "weight"]),
+    ):
         results: list[list[Tensor]] = []
         for waits in (False, True):
             moe: Any = layer(shared_experts=1)
             parallelize_module(moe, mesh(), ExpertParallel(way=way, capacity=8.0))
+            fo.configure(moe, prefer=prefer)
             said: list[str] = []
             exchange = moe["dispatch"].exchange
-            exchange._begun = partial(travels, exchange._begun, waits, said)
+            if exchange.beside:
+                exchange._begun = partial(travels, exchange._begun, waits, said)
             moe["shared"].register_forward_hook(lambda *_, said=said: said.append("shared"))
             grouped_mlp._weight = lambda *a, said=said: said.append("weight") or weights(*a)  # type: ignore[func-returns-value]
             given = x.clone().requires_grad_()
@@ -248,14 +260,56 @@ def law_tokens_travel_beside_other_kernels() -> None:
                 y.square().sum().backward()
             finally:
                 grouped_mlp._weight = weights
-            if not waits:
+            if not waits and exchange.beside:
                 there = ["leave", "shared", "arrive"]
-                home = ["weight", "leave", "leave", "weight", "arrive", "arrive"]
-                assert said == there + home, (way, said)
+                assert apart(said) == [*there, *home, "arrive", "arrive"], (way, said)
+            elif not waits:
+                assert said == ["shared", *home], (way, said)
             grads = [whole(p.grad) for p in moe.parameters()]
             results.append([y.detach(), given.grad, *grads])  # type: ignore[list-item]
         assert all(map(torch.equal, *results)), way
-        assert "beside other kernels" in moe.explain(x)
+        said_of_it = "beside other kernels" if exchange.beside else "in line"
+        assert said_of_it in moe.explain(x)
+
+
+def law_what_waits_for_dx_is_said_in_bytes() -> None:
+    """Which gradients are made under dx's way home, and what fc2's operands take until then, but of a way in line."""
+    x = batch(tokens(5, 4))[dist.get_rank()]
+    before = RoutedMLP.fwd
+    found: list[tuple[int, str]] = []
+
+    def fwd(self: Any, x: Any, t: Any, calls: Any, keep: Any) -> Any:
+        rows = len(t[0]["index"])
+        copies = self._copies_dy(x, self.mlp.inputs(x, t[1:4]), t[0]["index"], calls)
+        found.append((rows * (F + D * copies) * 8, self.choices(x, t, calls)))
+        return before(self, x, t, calls, keep)
+
+    for way, prefer, words in (
+        ("host_counts", "speed", "while both weight gradients are made"),
+        ("fixed_capacity", "memory", "while fc1's weight gradient is made"),
+        ("peer_memory", "speed", ""),
+    ):
+        moe = layer()
+        parallelize_module(moe, mesh(), ExpertParallel(way=way, capacity=8.0))
+        fo.configure(moe, prefer=prefer)
+        RoutedMLP.fwd = fwd  # type: ignore[method-assign]
+        try:
+            moe(x.clone().requires_grad_())
+        finally:
+            RoutedMLP.fwd = before  # type: ignore[method-assign]
+        held, said = found.pop()
+        assert (words in said and size(held) in said) if words else "goes home" not in said, said
+
+
+def apart(said: list[str]) -> list[str]:
+    """Without transfers that are waited for at once."""
+    found: list[str] = []
+    for word in said:
+        if word == "arrive" and found[-1] == "leave":
+            found.pop()
+        else:
+            found.append(word)
+    return found
 
 
 def travels(begun: Any, waits: bool, said: list[str], *args: Any) -> Any:
@@ -550,6 +604,7 @@ def law_buffers_outside_of_the_allocator_count_in_peaks() -> None:
         both = nn.Sequential(copy.deepcopy(moe), copy.deepcopy(other))
         style = ExpertParallel(way=way, capacity=2.0, tokens=48)
         parallelize_module(both, mesh(), style)
+        fo.configure(both, prefer="memory")  # the same order of gradients by both
         for _ in range(2):
             first: Any = both[0]
             peaks.append(first.plan(x).peak_bytes)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-COLUMNS = ("TP=2", "TP=2, sequence parallel", "1F1B", "interleaved 1F1B", "zero bubble", "ZBV")
+COLUMNS = (
+    "TP=2",
+    "TP=2, sequence parallel",
+    "1F1B",
+    "interleaved 1F1B",
+    "zero bubble",
+    "ZBV",
+    "DualPipeV",
+)
 
 EXPERTS = ("tensor_ranks", "law_experts")
 FEATURES = "law_features_of_one_process_hold_over_local_tensors"
@@ -11,10 +19,12 @@ PIPES = {
     "interleaved 1F1B": ("schedule_laws", "law_interleaved"),
     "zero bubble": ("schedule_laws", "law_zero_bubble"),
     "ZBV": ("schedule_laws", "law_zbv"),
+    "DualPipeV": ("schedule_laws", "law_dualpipev"),
 }
 DELAYED = {
     "zero bubble": ("schedule_laws", "law_zero_bubble_with_a_dw_builder"),
     "ZBV": ("schedule_laws", "law_zbv_with_a_dw_builder"),
+    "DualPipeV": ("schedule_laws", "law_dualpipev_with_a_dw_builder"),
 }
 
 
@@ -28,7 +38,10 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
     "dense MLPs, norms, biases": {**both("law_mlps"), **PIPES},
     "experts (`fo.MoE`), router losses": {"TP=2": EXPERTS, **PIPES},
     "offload, with marks and inner scopes": {**both("law_recomputation_and_offload"), **PIPES},
-    "checkpoint": both("law_recomputation_and_offload"),
+    "checkpoint": {
+        **both("law_recomputation_and_offload"),
+        **dict.fromkeys(COLUMNS[2:], ("schedule_laws", "law_checkpoints_in_stages")),
+    },
     "delayed weight gradients": {
         COLUMNS[1]: ("tensor_ranks", "law_delayed_weight_gradients"),
         **DELAYED,
@@ -41,10 +54,12 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "FSDP2": {
         "TP=2": ("tensor_ranks", "law_fully_sharded_beside_it"),
-        "zero bubble": (
-            "schedule_laws",
-            "law_delayed_gradients_under_fsdp2_are_reduced_by_the_schedule",
+        **dict.fromkeys(
+            COLUMNS[3:], ("schedule_laws", "law_stages_under_fsdp2_are_reduced_by_the_schedule")
         ),
+    },
+    "experts over two ranks, pairs in turns": {
+        "DualPipeV": ("pair_laws", "law_pairs_over_ranks_equal_those_one_after_the_other")
     },
     "AdamW with clipping, distributed checkpoints": {
         "TP=2": ("tensor_ranks", "law_steps_and_checkpoints")

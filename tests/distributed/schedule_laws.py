@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,10 +14,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload
@@ -31,8 +32,10 @@ KINDS: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
 }
-SPLIT = ("zero bubble", "zbv")
+SPLIT = ("zero bubble", "zbv", "dualpipev")
+V = ("zbv", "dualpipev")
 
 
 LAYERS = (
@@ -80,7 +83,7 @@ def placed(kind: str, rank: int) -> tuple[int, list[int]]:
     """How many stages there are, and the ones of a rank."""
     if kind == "1f1b":
         return WORLD, [rank]
-    if kind == "zbv":
+    if kind in V:
         return 2 * WORLD, [rank, 2 * WORLD - 1 - rank]
     return 2 * WORLD, [rank, rank + WORLD]
 
@@ -189,12 +192,47 @@ def check_report(report: Any, model: nn.ModuleDict, reads_twice: bool) -> None:
                 assert not second & {f"{path}.second.0.x", f"{path}.second.0.router.x"}
 
 
+class Again(nn.Module):
+    """A layer in a checkpoint."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        contexts = fo.checkpoint_contexts
+        y: Tensor = checkpoint(self.layer, x, use_reentrant=False, context_fn=contexts)
+        return y
+
+
+def law_checkpoints_in_stages() -> None:
+    """Every second layer is computed again, under every schedule, weight gradients delayed where they can be."""
+    expected = alone(2)
+    names = [n for n, _ in nn.Sequential(*layers()).named_parameters()]
+    for kind in KINDS:
+        for delayed in (False, True) if kind in SPLIT else (False,):
+            model, count = stages(kind, dist.get_rank())
+            each = len(layers()) // count
+            for stage in model.values():
+                for k in range(0, each, 2):
+                    stage[k] = Again(stage[k])  # type: ignore[index]
+            run = schedule(kind, model, count, delayed)
+            found = train(run, model, 2, dist.get_rank() == 0, str(count - 1) in model)
+            for step, grads in enumerate(found):
+                for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
+                    stage_, k, rest = name.replace(".layer.", ".").split(".", 2)
+                    want = expected[step][names.index(f"{int(stage_) * each + int(k)}.{rest}")]
+                    assert torch.equal(grad, want), (kind, delayed, step, name)
+
+
 law_1f1b = partial(_law, "1f1b", False)
 law_interleaved = partial(_law, "interleaved", False)
 law_zero_bubble = partial(_law, "zero bubble", False)
 law_zero_bubble_with_a_dw_builder = partial(_law, "zero bubble", True)
 law_zbv = partial(_law, "zbv", False)
 law_zbv_with_a_dw_builder = partial(_law, "zbv", True)
+law_dualpipev = partial(_law, "dualpipev", False)
+law_dualpipev_with_a_dw_builder = partial(_law, "dualpipev", True)
 
 
 def law_a_plan_follows_the_order_of_torchs_schedule() -> None:
@@ -213,28 +251,31 @@ def law_a_plan_follows_the_order_of_torchs_schedule() -> None:
         assert "Pipeline(ranks, micro_batches)" in str(error)
 
 
-def law_delayed_gradients_under_fsdp2_are_reduced_by_the_schedule() -> None:
-    """Two replicas of a whole pipeline on one rank each: their mean."""
+def law_stages_under_fsdp2_are_reduced_by_the_schedule() -> None:
+    """Two replicas of a whole pipeline on one rank each: their mean. Weight gradients are delayed where they can be."""
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
-    expected = copy.deepcopy(nn.Sequential(*layers()))
-    every = layers()
-    model = nn.ModuleDict({str(s): nn.Sequential(*every[4 * s : 4 * s + 4]) for s in range(2)})
-    for stage in model.values():
-        for layer in stage:
-            fully_shard(layer, mesh=both["dp"])
-        fully_shard(stage, mesh=both["dp"])
-    run = schedule("zero bubble", model, 2, True, both["pp"].get_group())
+    expected = nn.Sequential(*layers())
     data = [batch(step) for step in range(2)]
-    x, target = data[dist.get_rank()]
-    for _ in range(2):
-        model.zero_grad()
-        run.step(x, target=target)
     for x, target in data:
         for rows, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
             loss(expected(rows), wanted).backward()
-    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
-        whole = p.grad.full_tensor()  # type: ignore[union-attr]
-        torch.testing.assert_close(whole, q.grad / (2 * MICROBATCHES), msg=name)  # type: ignore[operator]
+    for kind in KINDS:
+        if kind == "1f1b":
+            continue  # one stage a rank: no pipeline
+        every = layers()
+        model = nn.ModuleDict({str(s): nn.Sequential(*every[4 * s : 4 * s + 4]) for s in range(2)})
+        for stage in model.values():
+            for layer in stage:
+                fully_shard(layer, mesh=both["dp"])
+            fully_shard(stage, mesh=both["dp"])
+        run = schedule(kind, model, 2, kind in SPLIT, both["pp"].get_group())
+        x, target = data[dist.get_rank()]
+        for _ in range(2):
+            model.zero_grad()
+            run.step(x, target=target)
+        for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+            whole = p.grad.full_tensor()  # type: ignore[union-attr]
+            torch.testing.assert_close(whole, q.grad / (2 * MICROBATCHES), msg=f"{kind} {name}")  # type: ignore[operator]
 
 
 def law_the_ranks_of_a_machine_share_one_host_budget() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+import pair_laws
 import pytest
 import rows
 import schedule_laws
@@ -19,6 +20,11 @@ LAWS = [name for name in vars(schedule_laws) if name.startswith("law_")]
 @pytest.mark.parametrize("law", LAWS)
 def test_law(ranks: Ranks, law: str) -> None:
     ranks.run("schedule_laws", law)
+
+
+@pytest.mark.parametrize("law", [name for name in vars(pair_laws) if name.startswith("law_")])
+def test_pairs(ranks: Ranks, law: str) -> None:
+    ranks.run("pair_laws", law)
 
 
 def test_a_stage_that_could_delay_nothing_is_told_so() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops import torch_private
+from fuseops.distributed.pairs import FORWARD, give_way
 from fuseops.errors import FuseOpsError
 from fuseops.observe.travel import travel
 
@@ -40,6 +41,7 @@ class Arrived(NamedTuple):
     def there(self) -> Arrived:
         """With x there."""
         if self.ready is not None:
+            give_way(FORWARD)
             self.ready()
         return self._replace(ready=None)
 

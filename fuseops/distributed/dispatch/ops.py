@@ -16,10 +16,11 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops import torch_private
+from fuseops.distributed.pairs import BACKWARD, give_way
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.linear import high
 from fuseops.ops.op import Call, Grads, Op, Out
-from fuseops.ops.permute import AGAIN, ON_DX, SENT, Sent
+from fuseops.ops.permute import AGAIN, ON_DX, SENT, OnDx, Sent
 from fuseops.ops.structure import Alias, NothingSaved
 from fuseops.recipes import Operand, Quantized, Roles, quantize
 
@@ -134,15 +135,16 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
             return Out(y, None, dict(zip(self.writes, side, strict=True)))
         got, side = self._dispatched(x, experts, weights)
         if self.ahead and call.scratch is not None and got.ready is not None:
-            call.scratch[READY] = got.ready
+            call.scratch[READY] = got.there
         else:
             got = got.there()
         saved = ExpertDispatchSaved(
             *(experts, side["slots"], side["arrivals"], side["pos"], side["offs"]),
             dtype=None if self.exchange.sums is None else x.dtype,
         )
-        if call.scratch is not None and "x" in call.needs:
-            call.scratch[ON_DX] = partial(self._begin, saved)
+        beside, sums = self.exchange.beside, self.exchange.sums
+        if call.scratch is not None and "x" in call.needs and (beside or sums is not None):
+            call.scratch[ON_DX] = OnDx(partial(self._begin, saved), beside)
         return Out(got.x, saved, side)
 
     def _begin(
@@ -154,8 +156,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         sums: Any,
     ) -> None:
         """Send dx home while gradients of weights are made."""
-        if self.exchange.beside or self.exchange.sums is not None:
-            scratch[BEGUN] = dx, dprobs, self._returning(sums, dprobs, *saved[:-1])
+        scratch[BEGUN] = dx, dprobs, self._returning(sums, dprobs, *saved[:-1])
 
     def _begin_again(
         self, home: Tensor, slots: Tensor, arrivals: Tensor, tokens: int, roles: Roles | None
@@ -211,14 +212,14 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         dside: dict[str, Tensor | None],
         call: Call,
     ) -> Grads:
-        experts, slots, arrivals, pos, offs, dtype = saved
+        dtype = saved.dtype
         dprobs = dside["probs"] if "weights" in call.needs else None
         begun = (call.scratch or {}).pop(BEGUN, None)
-        if begun is not None:
-            dx, dweights = begun[2]()
-        if begun is None or begun[0] is not dy or begun[1] is not dprobs:
-            # not begun, or of other gradients: every rank runs the same backward
-            dx, dweights = self._returning(dy, dprobs, experts, slots, arrivals, pos, offs)()
+        if begun is not None and (begun[0] is not dy or begun[1] is not dprobs):
+            begun = begun[2]() and None  # of other gradients: every rank runs the same backward
+        there = self._returning(dy, dprobs, *saved[:-1]) if begun is None else begun[2]
+        give_way(BACKWARD)
+        dx, dweights = there()
         if "x" not in call.needs:
             return Grads(side={"weights": dweights})
         return Grads(dx if dtype is None else dx.to(dtype), side={"weights": dweights})

@@ -239,21 +239,22 @@ class GroupedMLP(FusedOp):
         source: Source,
         dy_index: Tensor | None = None,
         finish: Finish = lambda dx, dprobs: dx,
+        dx_first: bool = False,
     ) -> tuple[Grads, Grads, Grads]:
         """Of fc1, the activation and fc2: what their calls need, and no work for anything else.
 
         held: h and dy, which are taken out. source: the rows of x, for a product of that many features. finish: what
         becomes of dx (R, D). dh is written over an h that nobody else holds. Another one goes before the gradients of
         weights are made, dy when fc2's is there, and the rows of dx before the last of them: there the peak would be.
+        dx_first: fc2's waits, with a and dy, until `finish` has had dx, which may travel then.
         """
         first, act, last = calls
         if first.precision.roles is not None:
-            return quantized_mlp.gradients(self, s, held, calls, source, dy_index, finish)
+            return quantized_mlp.gradients(self, s, held, calls, source, dy_index, finish, dx_first)
         scale1, scale2 = (s.probs if scaled else None for scaled in (self.scale1, self.scale2))
         fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, scale1, s.down1, s.up1)
         fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, scale2, s.down2, s.up2)
         dw1: Params = {}
-        dw2: Params = {}
         below = Grads()
         dy: Tensor = held.pop()
         spare = not torch.compiler.is_compiling() and (held[0] is None or held_once(held))
@@ -278,18 +279,17 @@ class GroupedMLP(FusedOp):
             del da
         if not last.needs.isdisjoint(WEIGHTS) and a is None:
             a = self.activation(h, s)
-        del h
-        if not last.needs.isdisjoint(WEIGHTS):
-            dw2 = _weight(replaced(fc2, x=a), dy, last, None, dy_index)
-            del a
-        del dy
+        left = [] if last.needs.isdisjoint(WEIGHTS) else [dy, a]
+        del h, a, dy
+        dw2 = {} if dx_first else _fc2_weight(fc2, left, last, dy_index)
         if dh is not None:
             below = grouped_linear_bwd(fc1, dh, _without(first, *WEIGHTS))
             if below.x is not None:
                 below = replaced(below, x=finish(below.x, dprobs))
-            if not first.needs.isdisjoint(WEIGHTS):
-                x, x_index = source(dh.shape[1])
-                dw1 = _weight(replaced(fc1, x=x), dh, first, x_index, None)
+        dw2 = dw2 or _fc2_weight(fc2, left, last, dy_index)  # if it has waited
+        if dh is not None and not first.needs.isdisjoint(WEIGHTS):
+            x, x_index = source(dh.shape[1])
+            dw1 = _weight(replaced(fc1, x=x), dh, first, x_index, None)
         side = {"probs": dprobs} if "probs" in act.needs else None
         return _with(below, dw1), Grads(side=side), _with(above, dw2)
 
@@ -340,6 +340,13 @@ def _weight(
     """The gradients of what multiplies."""
     only = replaced(call, needs=call.needs & WEIGHTS)
     return grouped_linear_bwd(saved, dy, only, x_index, dy_index).params or {}
+
+
+def _fc2_weight(
+    saved: GroupedLinearSaved, left: list[Any], call: Call, dy_index: Tensor | None
+) -> Params:
+    """The same of fc2.  left: dy and a, which are taken out"""
+    return _weight(replaced(saved, x=left.pop()), left.pop(), call, None, dy_index) if left else {}
 
 
 def _with(grads: Grads, params: Params) -> Grads:

@@ -81,6 +81,7 @@ def gradients(
     source: Source,
     dy_index: Tensor | None,
     finish: Finish,
+    dx_first: bool,
 ) -> tuple[Grads, Grads, Grads]:
     """The Grads of fc1, the activation and fc2, as `GroupedMLP.gradients` gives them, over quantized operands."""
     first, act, last = calls
@@ -100,25 +101,25 @@ def gradients(
     del h, q
     dh, a, dprobs = _through_activation(mlp, s, between, calls)
     dw1: Params = {}
-    dw2: Params = {}
-    if "weight" in last.needs:
-        left = _columns(left, offs, last)
-        dw2 = {"weight": weight_gradient(left[0], cast("Operand", a), offs, last, None, left[1])}
+    waits: list[Any] = [left, a] if "weight" in last.needs else []
     del a, left
+    of_dh: Indexed | None = None
+    dw2 = {} if dx_first else _fc2_weight(waits, offs, last)
     below = Grads()
     if dh is not None:
         below = grouped_linear_bwd(fc1, dh, only(first, "bias", "probs"))
-        q, left = grad_in_turn(dh, first, _roles(first), offs)
+        q, of_dh = grad_in_turn(dh, first, _roles(first), offs)
         del dh
         if "x" in first.needs:
             dx = input_gradient(q, w1, offs, first)
             below = replaced(below, x=finish(dx, dprobs))
             del dx
         del q
-        if "weight" in first.needs:
-            left = _columns(left, offs, first)
-            x, x_index = source()
-            dw1 = {"weight": weight_gradient(left[0], cast("Operand", x), offs, first, x_index)}
+    dw2 = dw2 or _fc2_weight(waits, offs, last)  # if it has waited
+    if of_dh is not None and "weight" in first.needs:
+        of_dh = _columns(of_dh, offs, first)
+        x, x_index = source()
+        dw1 = {"weight": weight_gradient(of_dh[0], cast("Operand", x), offs, first, x_index)}
     side = {"probs": dprobs} if "probs" in act.needs else None
     return (
         replaced(below, params={**(below.params or {}), **dw1}),
@@ -155,6 +156,15 @@ def _through_activation(
     a = mlp.activation(h, s)
     del h
     return dh, wgrad_input(a, last, _roles(last), s.offs), dprobs
+
+
+def _fc2_weight(waits: list[Any], offs: Tensor, call: Call) -> Params:
+    """The gradient of fc2's weight.   waits: dy and a, which are taken out; none where it is not needed"""
+    if not waits:
+        return {}
+    a = waits.pop()
+    dy, index = _columns(waits.pop(), offs, call)
+    return {"weight": weight_gradient(dy, a, offs, call, None, index)}
 
 
 def _columns(left: Indexed, offs: Tensor, call: Call) -> Indexed:

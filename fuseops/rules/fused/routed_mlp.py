@@ -22,7 +22,7 @@ from fuseops.ops.activations import Form
 from fuseops.ops.checks import check_pos, check_rows
 from fuseops.ops.linear import saved_input
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
-from fuseops.ops.permute import AGAIN, ON_DX, SENT, Combine, SendsAgain, Sent
+from fuseops.ops.permute import AGAIN, ON_DX, SENT, Combine, OnDx, SendsAgain, Sent
 from fuseops.recipes import Operand
 from fuseops.words import size
 
@@ -66,6 +66,13 @@ SAID = {
     "memory": "rows of dy are read by index (prefer='memory'): a copy, {}, takes 1 to 2 % less time",
 }
 """Where the two ways differ, in words."""
+
+ON_ITS_WAY = {
+    "speed": "dx goes home while both weight gradients are made, for which operands of fc2's wait, {} "
+    "(prefer='memory': fc1's alone)",
+    "memory": "dx goes home while fc1's weight gradient is made (prefer='speed': fc2's too, whose operands wait, {})",
+}
+"""The same, where dx travels beside other kernels."""
 
 
 def _moved(name: str) -> str:
@@ -159,22 +166,41 @@ class RoutedMLP(FusedOp):
                 return x, index  # its codes are permuted
             return _rows(x, index, pos, offs, _copies(FC1, x, index, *width))
 
+        on_dx = _on_dx(calls)
+
         def finish(dx: Tensor, dprobs: Tensor | None) -> Tensor:
-            told = (calls[0].scratch or {}).get(ON_DX)
-            dtype = None if told is None else self.sums
+            dtype = None if on_dx is None else self.sums
             sums = K.combine_fwd(dx, pos, offs, None, dtype)  # type: ignore[arg-type]
             dx = sums.to(dx.dtype)
-            if told is not None:
-                told(calls[0].scratch, dx, dprobs, sums)
+            if on_dx is not None:
+                on_dx.tell(calls[0].scratch, dx, dprobs, sums)
             return dx
 
         taken.append(dy)
         del dy  # a copy of its rows goes when fc2's gradients are there
-        grads = self.mlp.gradients(s, taken, calls[1:4], source, dy_index, finish)
+        dx_first = on_dx is not None and on_dx.beside and calls[3].prefer == "speed"
+        grads = self.mlp.gradients(s, taken, calls[1:4], source, dy_index, finish, dx_first)
         after = (Grads(),) if self.combines else ()
         return Grads(grads[0].x), *grads, *after
 
     def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+        said = self._choices_of_dy(x, t, calls), self._choices_of_dx(x, t, calls)
+        return "; ".join(filter(None, said))
+
+    def _choices_of_dx(self, x: Any, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+        """Which gradients are made while dx travels, and what fc2's holds for that: a, and rows of dy of its own."""
+        on_dx, fc2 = _on_dx(calls), t[3]["weight"]
+        if on_dx is None or not on_dx.beside or "weight" not in calls[3].needs:
+            return ""
+        roles, index = calls[3].precision.roles, t[0]["index"]
+        codes = roles is not None and not roles.high_wgrad
+        width = fc2.shape[2]
+        if codes or self._copies_dy(x, self.mlp.inputs(x, t[1:4]), index, calls):
+            width += fc2.shape[1]
+        item = 1 if codes else (calls[3].precision.compute or fc2.dtype).itemsize
+        return ON_ITS_WAY[calls[3].prefer].format(size(index.shape[0] * width * item))
+
+    def _choices_of_dy(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         if calls[1].precision.roles is not None:
             return ""
         index, s = t[0]["index"], self.mlp.inputs(x, t[1:4])
@@ -205,6 +231,10 @@ class RoutedMLP(FusedOp):
             return False
         why = dswiglu.expected_why_apart(given, None, calls[1:4], rows)
         return _copies(FC2_DSWIGLU if why is None else FC2_BWD, dy, index, s.fc2.shape[2])
+
+
+def _on_dx(calls: tuple[Call, ...]) -> OnDx | None:
+    return (calls[0].scratch or {}).get(ON_DX)
 
 
 def _arrived(saved: RoutedMLPSaved, calls: tuple[Call, ...]) -> Callable[[], Any]:
