@@ -21,12 +21,12 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.modeling_outputs import CausalLMOutput
 
 import fuseops as fo
+from fuseops.explain.fusion_plan import FusionPlan
 from fuseops.integrations import hf
 from fuseops.integrations.hf import experts as hf_experts
 from fuseops.integrations.hf import recognise, rope
 from fuseops.kernels.registry import as_if_on
 from fuseops.ops.paths import LENT
-from fuseops.explain.fusion_plan import FusionPlan
 from fuseops.recipes.store import POLICIES
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
