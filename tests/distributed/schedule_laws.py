@@ -237,13 +237,14 @@ law_dualpipev_with_a_dw_builder = partial(_law, "dualpipev", True)
 
 def law_a_plan_follows_the_order_of_torchs_schedule() -> None:
     """Every turn of torch's order is one of the plan's, and the weight half of a backward is apart."""
-    model, count = stages("zbv", dist.get_rank())
-    pipeline = offload.Pipeline.of(schedule("zbv", model, count, True))
-    assert pipeline[:3] == (WORLD, MICROBATCHES, 2)
-    ways = [turn.way for mine in pipeline.order for turn in mine]
-    assert ways.count("forward") == count * MICROBATCHES
-    assert ways.count("input") == ways.count("weight") > 0
-    assert ways.count("input") + ways.count("backward") == count * MICROBATCHES
+    for kind in V:
+        model, count = stages(kind, dist.get_rank())
+        pipeline = offload.Pipeline.of(schedule(kind, model, count, True))
+        assert pipeline[:3] == (WORLD, MICROBATCHES, 2)
+        ways = [turn.way for mine in pipeline.order for turn in mine]
+        assert ways.count("forward") == count * MICROBATCHES
+        assert ways.count("input") == ways.count("weight") > 0
+        assert ways.count("input") + ways.count("backward") == count * MICROBATCHES
     single, count = stages("1f1b", dist.get_rank())
     try:
         offload.Pipeline.of(schedule("1f1b", single, count, False))
