@@ -1,8 +1,11 @@
 """Saved bytes and the planned peak of a step, of a MoE layer and of a dense block under every recipe.
 
-    python benchmarks/recipe_memory.py --out FILE
+    python benchmarks/recipe_memory.py --step --out benchmarks/results/recipe_memory.json
 
-Nothing runs: plans are made with fake tensors, as on a Hopper GPU, so any machine gives the same figures.
+Nothing runs: plans are made with fake tensors, as on a Hopper GPU, so any machine gives the same figures. With `--step`
+the step of `hf_step.py` too, four layers of Qwen3-30B-A3B by transformers after `hf.apply`, 16384 tokens: forward, loss
+and backward. Attention is what transformers makes of fake tensors on a CPU, with masks that a GPU needs not, under every
+recipe alike.
 """
 
 from __future__ import annotations
@@ -72,8 +75,36 @@ def planned(name: str, recipe: Any) -> dict[str, float]:
     return {name: round(size / MIB, 1) for name, size in zip(names, sizes, strict=True)}
 
 
+def step_peaks() -> dict[str, dict[str, float]]:
+    """Planned GiB of the step of a transformers model, by recipe."""
+    from hf_step import SIZES
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from fuseops.integrations import hf
+    from fuseops.observe.rehearse import peak_of_step
+
+    config = CONFIG_MAPPING["qwen3_moe"](**SIZES["qwen3_moe"], use_cache=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
+    model.to_empty(device="cpu").train()  # of memory that nobody touches
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("gate.weight"):  # what `hf.apply` runs
+            torch.nn.init.normal_(parameter)
+    model.model.rotary_emb.inv_freq.fill_(1.0)
+    hf.apply(model)
+    tokens, found = torch.zeros(4, 4096, dtype=torch.int64), {}
+    for label, recipe in RECIPES.items():
+        fo.configure(model, recipe=recipe)
+        with as_if_on(90):
+            peak = peak_of_step(model, (tokens,), {"labels": tokens})
+        assert peak is not None, label
+        found[label] = {"peak of a step, GiB": round(peak / 2**30, 3)}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--step", action="store_true", help="the step of transformers' Qwen3-MoE")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     found: dict[str, Any] = {
@@ -83,6 +114,8 @@ def main() -> None:
     found["memory"] = {
         name: {label: planned(name, recipe) for label, recipe in RECIPES.items()} for name in MODELS
     }
+    if given.step:
+        found["memory"]["Qwen3-MoE of transformers"] = step_peaks()
     given.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found["memory"], indent=1))
 

@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fuseops as fo
+from fuseops.kernels.registry import as_if_on
 from fuseops.ops import scopes
 from fuseops.recipes import operands
+from fuseops.rules.fused import quantized_mlp
 from fuseops.testing import assert_fused_matches_unfused
 
 D, F, E, K, T = 128, 128, 3, 2, 200
@@ -173,6 +176,49 @@ def test_a_hidden_in_float8_is_what_the_forward_reads_too() -> None:
         unfused = [y, *torch.autograd.grad(y, [leaf, *model.parameters()], varied(310, D, seed=3))]
     for mine, theirs in zip(fused, unfused, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_which_weight_gradient_comes_first_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, recipe: Any
+) -> None:
+    found = []
+    for lean in (False, True):
+        monkeypatch.setattr(quantized_mlp, "_lean", lambda *_, lean=lean: lean)
+        with fo.recipe(recipe, strict=True):
+            found.append(gradients(layer(), varied(96, D)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "sizes, most",
+    [
+        ((8192, 4096, 14336, 8, 2), 1.0),
+        ((8192, 7168, 2048, 32, 8), 1.0),
+        ((32768, 2048, 768, 128, 8), 1.0),
+        (
+            (16384, 2048, 768, 128, 8),
+            1.01,
+        ),  # where codes of 12 % more columns than rows are the last
+        ((8192, 2048, 768, 128, 8), 1.02),
+        ((32768, 4096, 1024, 64, 4), 1.07),
+    ],
+)
+def test_the_planned_peak_of_a_layer_is_that_of_high_precision(
+    sizes: tuple[int, ...], most: float
+) -> None:
+    """What the last weight gradient reads is columns (F + D) of codes, beside 4 F of a dh in bfloat16."""
+    tokens, *widths, experts, top_k = sizes
+    with FakeTensorMode():
+        moe = fo.MoE(*widths, experts, top_k, dtype=torch.bfloat16)
+        x = torch.empty(tokens, widths[0], dtype=torch.bfloat16, requires_grad=True)
+    peaks = []
+    for recipe in (None, BLOCK(), BLOCK(weights="step"), BLOCK(hidden="float8")):
+        with as_if_on(90), fo.recipe(recipe, strict=recipe is not None):
+            plan = moe.plan(x)
+        assert plan.rehearsed
+        peaks.append(plan.peak_bytes)
+    assert max(peaks[1:]) <= most * peaks[0]
 
 
 def test_the_weight_gradient_of_squares_rounds_what_the_forward_read() -> None:

@@ -145,9 +145,11 @@ def grad_in_turn(
     offs: Tensor | None = None,
     index: Tensor | None = None,
     stays: bool = False,
+    by_token: bool = False,
 ) -> tuple[Operand, Indexed]:
     """dy as dx reads it, and what `grad_operand` makes the operand of the weight gradient of when dx is there.
 
+    by_token: of a dy by index whose columns are made of codes, those of its tokens wait: few, and read once more.
     stays: dy lives on anyway. Columns that are made of high precision wait then, and are made of dy again; of a dy that
     can go both layouts are made at once. Those that are made of codes wait where dy can go, and are made of its rows:
     as many bytes wait instead of both.
@@ -155,14 +157,21 @@ def grad_in_turn(
     if roles.high_wgrad or call.needs.isdisjoint(("x", "weight")):
         q = grad_operand(dy, call, roles, offs, index) if "x" in call.needs else dy
         return q, (dy, index)
-    scaling = roles.grad_output
-    follow = scaling is not None and scaling.block is not None and columns_follow(scaling)
+    follow = of_codes(roles.grad_output)
+    if by_token and index is not None and follow and roles.columns and "x" in call.needs:
+        tokens = operand(dy, cast("Scaling", roles.grad_output))
+        return grad_operand(tokens, only(call, "x"), roles, offs, index), (tokens, index)
     if roles.columns and "x" in call.needs and follow is not stays:
         q = grad_operand(dy, only(call, "x"), roles, offs, index)
         return q, (q, None) if follow else (dy, index)
     q = grad_operand(dy, call, roles, offs, index)
     columns = isinstance(q, Quantized) and q.col is not None
     return q, (replace(q, row=None) if columns else q, None)  # type: ignore[type-var]
+
+
+def of_codes(scaling: Scaling | None) -> bool:
+    """Whether columns are made of the codes of rows, of one exponent a square."""
+    return scaling is not None and scaling.block is not None and columns_follow(scaling)
 
 
 def columns_of(

@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
+from fuseops.kernels.reference.operands import columns_of
 from fuseops.ops.grouped_linear import (
     GroupedLinearSaved,
     grouped_linear_bwd,
@@ -28,6 +30,7 @@ from fuseops.ops.linear import (
     grad_operand,
     high,
     input_operand,
+    of_codes,
     only,
     weight_rows,
     wgrad_input,
@@ -83,7 +86,10 @@ def gradients(
     finish: Finish,
     dx_first: bool,
 ) -> tuple[Grads, Grads, Grads]:
-    """The Grads of fc1, the activation and fc2, as `GroupedMLP.gradients` gives them, over quantized operands."""
+    """The Grads of fc1, the activation and fc2, as `GroupedMLP.gradients` gives them, over quantized operands.
+
+    Where the peak would be above that of high precision, fc2's weight gradient is made last, and what it reads waits.
+    """
     first, act, last = calls
     fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, s.probs if mlp.scale1 else None)
     fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, s.probs if mlp.scale2 else None)
@@ -91,7 +97,8 @@ def gradients(
     dy: Any = held.pop()
     h: Any = held.pop()
     above = grouped_linear_bwd(fc2, dy, only(last, "bias", "probs"), dy_index=dy_index)
-    q, left = grad_in_turn(dy, last, _roles(last), offs, dy_index, stays=True)
+    lean = _lean(dy, w1, w2, last, dy_index)
+    q, left = grad_in_turn(dy, last, _roles(last), offs, dy_index, stays=True, by_token=lean)
     del dy
     if h is None and not last.needs.isdisjoint(("x", "weight")):
         x, x_index = source()
@@ -104,7 +111,7 @@ def gradients(
     waits: list[Any] = [left, a] if "weight" in last.needs else []
     del a, left
     of_dh: Indexed | None = None
-    dw2 = {} if dx_first else _fc2_weight(waits, offs, last)
+    dw2 = {} if dx_first or lean else _fc2_weight(waits, offs, last)
     below = Grads()
     if dh is not None:
         below = grouped_linear_bwd(fc1, dh, only(first, "bias", "probs"))
@@ -115,17 +122,49 @@ def gradients(
             below = replaced(below, x=finish(dx, dprobs))
             del dx
         del q
-    dw2 = dw2 or _fc2_weight(waits, offs, last)  # if it has waited
+    if dx_first and not lean:
+        dw2 = _fc2_weight(waits, offs, last)
     if of_dh is not None and "weight" in first.needs:
         of_dh = _columns(of_dh, offs, first)
         x, x_index = source()
         dw1 = {"weight": weight_gradient(of_dh[0], cast("Operand", x), offs, first, x_index)}
+        del x
+    del of_dh
+    dw2 = dw2 or _fc2_weight(waits, offs, last)
     side = {"probs": dprobs} if "probs" in act.needs else None
     return (
         replaced(below, params={**(below.params or {}), **dw1}),
         Grads(side=side),
         replaced(above, params={**(above.params or {}), **dw2}),
     )
+
+
+def _lean(
+    dy: Tensor, w1: Tensor | None, w2: Tensor | None, call: Call, index: Tensor | None
+) -> bool:
+    """Whether the peak would be above that of high precision with fc2's weight gradient first, and less is held where
+    it is last: in bytes, of codes one an element.
+    """
+    roles = _roles(call)
+    gathers = index is not None and roles.columns and not of_codes(roles.grad_output)
+    if w1 is None or w2 is None or "weight" not in call.needs or "weight" in (call.out or {}):
+        return False
+    if gathers or torch.compiler.is_compiling():
+        return False
+    tokens, rows = dy.shape[0], (dy if index is None else index).shape[0]
+    _, wide, width = w1.shape
+    hidden, item = w2.shape[2], w2.element_size()
+    columns = columns_of(rows, len(w2))
+    dw1, dw2 = item * w1.numel(), item * w2.numel()
+    quantized = max(
+        rows * (item * (hidden + wide) + wide)
+        + columns * (hidden + width),  # through the activation
+        rows * (wide + item * width) + w1.numel() + dw2,  # dx
+        columns * (wide + width) + dw1 + dw2,
+    )
+    high = max(item * rows * wide + dw1 + dw2, item * rows * (width + hidden + wide) + dw2)
+    waits = columns * hidden + width * (columns if index is None else tokens)
+    return quantized > high and waits < dw2
 
 
 def _through_activation(
