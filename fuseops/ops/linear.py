@@ -313,7 +313,7 @@ class Linear(Op[LinearSaved], nn.Linear):
 
     def fwd(self, x: Operand, *, weight: Tensor, bias: Tensor | None, call: Call) -> Out:
         y, kept = linear(x, weight, bias, call)
-        return Out(y, LinearSaved(kept, weight))
+        return Out(y, (kept, weight))
 
     def bwd(self, saved: LinearSaved, dy: Tensor, *, call: Call) -> Grads:
         return linear_bwd(saved, dy, call)
