@@ -139,8 +139,7 @@ def _backward_call(seg: Segment, step: BackwardStep, k: int, known: dict[str, An
     dside = _dict([(name, f"g{at}") for name, at in step.writes])
     calls = _calls(step, k, known)
     if step.pure:
-        given = "mine[0], dy, dside, look is not None, once.scratch"
-        call = f"(pure.bwd_by_autograd(step, {given}),)"
+        call = "(pure.bwd_by_autograd(step, mine[0], dy, dside, look is not None, once.scratch),)"
     elif step.kind == "op":
         given = [("dside", "dside")] * step.takes_dside + [("call", f"{calls}[0]")] * bool(
             step.keywords
