@@ -21,16 +21,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed import pipelining
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -110,7 +106,7 @@ class Stage(nn.Module):
 
     def __init__(self, c: argparse.Namespace, layers: range, bf16: bool) -> None:
         super().__init__()
-        self.bf16 = bf16  # under autocast
+        self.bf16, self.number = bf16, layers.start // len(layers)  # bf16: under autocast
         first = partial(seeded, c.seed)
         self.blocks = nn.ModuleDict({str(k): first(k, Block, c, k) for k in layers})
         if layers.start == 0:
@@ -140,12 +136,12 @@ class Part(nn.Module):
 
 
 def stages_of(c: argparse.Namespace, rank: int, bf16: bool) -> list[Stage]:
-    """Those of a rank of the pipeline: the blocks in `c.pp * c.chunks` equal parts, dealt out in turn."""
+    """Those of a rank, of `c.pp * c.chunks` equal parts of the blocks: dealt out in turn, or in a V."""
     each, rest = divmod(c.layers, c.pp * c.chunks)
     if rest:
         raise SystemExit(f"--layers {c.layers} is no multiple of {c.pp * c.chunks} stages")
-    first = [(rank + c.pp * chunk) * each for chunk in range(c.chunks)]
-    return [Stage(c, range(k, k + each), bf16) for k in first]
+    mine = [rank, 2 * c.pp - 1 - rank] if c.pairs else [rank + c.pp * k for k in range(c.chunks)]
+    return [Stage(c, range(k * each, k * each + each), bf16) for k in mine]
 
 
 def mesh_of(c: argparse.Namespace, device: str) -> DeviceMesh:
@@ -210,14 +206,18 @@ class Run:
         self.text = read_corpus().train
 
     def pipeline(self) -> Any:
-        c, pp = self.c, self.mesh["pp"]
+        c, group = self.c, self.mesh["pp"].get_group()
         stages = [
-            PipelineStage(s, pp.get_local_rank() + k * c.pp, c.pp * c.chunks, self.device, group=pp.get_group())
-            for k, s in enumerate(self.stages)
-        ]  # fmt: skip
+            pipelining.PipelineStage(s, s.number, c.pp * c.chunks, self.device, group=group)
+            for s in self.stages
+        ]
         if c.chunks == 1:
-            return Schedule1F1B(stages[0], c.micro_batches, loss_fn=loss_of)
-        return ScheduleInterleaved1F1B(stages, c.micro_batches, loss_fn=loss_of)  # type: ignore[arg-type]
+            return pipelining.Schedule1F1B(stages[0], c.micro_batches, loss_fn=loss_of)
+        kind = pipelining.ScheduleDualPipeV if c.pairs else pipelining.ScheduleInterleaved1F1B
+        schedule = kind(stages, c.micro_batches, loss_fn=loss_of)  # type: ignore[arg-type]
+        if c.pairs:
+            fd.overlap_pairs(schedule)
+        return schedule
 
     def train(self) -> float:
         """One step.   -> the mean loss of all ranks"""
@@ -275,7 +275,8 @@ class Run:
             text = torch.zeros(c.batch // c.micro_batches, c.context, dtype=torch.long)
         spread_experts(whole, c, self.mesh)
         profile = offload.plan(whole, text, **options).profile
-        pipeline = offload.Pipeline(c.pp, c.micro_batches, c.chunks)
+        dealt = offload.Pipeline(c.pp, c.micro_batches, c.chunks)
+        pipeline = offload.Pipeline.of(self.schedule) if c.pairs else dealt
         return offload.plan_pipeline(profile, hardware, pipeline, offload.Limits(peak))
 
     def hardware(self) -> offload.Hardware:
@@ -331,10 +332,12 @@ def parsed(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--capacity", type=float, default=1.5, help="of that, over even routing")
     parser.add_argument("--out", type=Path, help="folder of checkpoints")
     parser.add_argument("--memory", metavar="GiB", help="what a step may take, with offload")
+    parser.add_argument("--pairs", action="store_true", help="stages in a V, run in turns")
     parser.add_argument("--stock", action="store_true", help="experts of plain torch everywhere")
     c = parser.parse_args(args)
     if c.micro_batches > 1 and c.pp == 1:
         parser.error("--micro-batches go through a pipeline: --pp")
+    c.chunks = 2 if c.pairs else c.chunks
     return c
 
 

@@ -474,6 +474,16 @@ def test_checkpoint_contexts_carry_the_scopes(scope: Callable[[], AbstractContex
     assert scopes.current().token == 0
 
 
+def test_checkpoint_contexts_hold_each_time_that_the_graph_is_read() -> None:
+    seq, x = block(), data()
+    with fo.recipe(FP8):
+        expected = torch.autograd.grad(seq(x).sum(), [x, *seq.parameters()])
+        y = recomputing(seq, x, False, context_fn=fo.checkpoint_contexts)
+    for _ in range(3):
+        y.sum().backward(retain_graph=True)
+    torch.testing.assert_close(trained(seq, x), [3 * g for g in expected])
+
+
 def test_checkpoint_contexts_carry_each_forwards_own_scopes() -> None:
     seq, x = block(), data()
     with fo.recipe(FP8):

@@ -38,10 +38,11 @@ Products = (ops.Linear, ops.GroupedLinear)
 class _Style(ParallelStyle):
     """What the styles share: parameters laid out over a mesh, and ops around an op."""
 
+    takes: tuple[type, ...]
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        kinds = self._takes()
-        if not isinstance(module, kinds):
-            names = ", ".join(kind.__name__ for kind in kinds)
+        if not isinstance(module, self.takes):
+            names = ", ".join(kind.__name__ for kind in self.takes)
             raise FuseOpsError(
                 f"{type(self).__name__} lays out ops ({names}), got {type(module).__name__}: modules of torch have "
                 "torch.distributed.tensor.parallel's own styles."
@@ -57,9 +58,6 @@ class _Style(ParallelStyle):
             )
         self._lay_out(module, device_mesh)
         return module
-
-    def _takes(self) -> tuple[type, ...]:
-        raise NotImplementedError
 
     def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
         raise NotImplementedError
@@ -98,6 +96,8 @@ class ColwiseParallel(_Style):
     Raises FuseOpsError for another op, other layouts, or outputs that do not divide by the ranks.
     """
 
+    takes = (*Products, ops.Bias, ScaledActivation, ops.Permute)
+
     def __init__(
         self, *, input_layouts: Any = None, output_layouts: Any = None, gate_up: bool = False
     ) -> None:
@@ -111,9 +111,6 @@ class ColwiseParallel(_Style):
             )
         if self.gate_up and self.output_layouts != Shard(-1):
             raise FuseOpsError("ColwiseParallel(gate_up=True): the activation takes Shard(-1).")
-
-    def _takes(self) -> tuple[type, ...]:
-        return (*Products, ops.Bias, ScaledActivation, ops.Permute)
 
     def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
         if isinstance(op, ops.Permute):
@@ -145,6 +142,8 @@ class RowwiseParallel(_Style):
     Raises FuseOpsError for another op, other layouts, or inputs that do not divide by the ranks.
     """
 
+    takes = (*Products, ops.Combine)
+
     def __init__(self, *, input_layouts: Any = None, output_layouts: Any = None) -> None:
         super().__init__()
         self.output_layouts = output_layouts or Replicate()
@@ -152,9 +151,6 @@ class RowwiseParallel(_Style):
             raise FuseOpsError(
                 f"RowwiseParallel: input_layouts is {input_layouts}, expected Shard(-1)."
             )
-
-    def _takes(self) -> tuple[type, ...]:
-        return (*Products, ops.Combine)
 
     def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
         if isinstance(op, ops.Combine):
@@ -176,12 +172,11 @@ class SequenceParallel(_Style):
     Raises FuseOpsError for another op.
     """
 
+    takes = (ops.RMSNorm, ops.LayerNorm, ops.Bias, *Products)
+
     def __init__(self, *, sequence_dim: int = -2) -> None:
         super().__init__()
         self.sequence_dim = sequence_dim
-
-    def _takes(self) -> tuple[type, ...]:
-        return (ops.RMSNorm, ops.LayerNorm, ops.Bias, *Products)
 
     def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
         for name in ("weight", "bias"):
@@ -194,8 +189,7 @@ class Replicated(_Style):
     are, since clipping and optimizers take no mixture.
     """
 
-    def _takes(self) -> tuple[type, ...]:
-        return (Op,)
+    takes = (Op,)
 
     def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
         for name in [*op._parameters]:

@@ -255,13 +255,19 @@ def watching(watch: Callable[[Any], None]) -> Iterator[None]:
         watchers.remove(watch)
 
 
-@contextmanager
-def inside(said: Said | None) -> Iterator[None]:
-    """Enter exactly these scopes (a recomputation re-enters those of its forward)."""
-    here = current()
-    before = here.said, here.token, here.reentered
-    here.said, here.token, here.reentered = said, 0 if said is None else said.token, True
-    try:
-        yield
-    finally:
-        here.said, here.token, here.reentered = before
+class Reentered(AbstractContextManager[None]):
+    """Enters exactly these scopes: those of a forward, each time that it is computed again (twice, where the graph is
+    read twice).
+    """
+
+    def __init__(self, said: Said | None) -> None:
+        self._said, self._before = said, list[Any]()
+
+    def __enter__(self) -> None:
+        here, said = current(), self._said
+        self._before.append((here.said, here.token, here.reentered))
+        here.said, here.token, here.reentered = said, 0 if said is None else said.token, True
+
+    def __exit__(self, *raised: object) -> None:
+        here = current()
+        here.said, here.token, here.reentered = self._before.pop()

@@ -238,7 +238,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     """For `checkpoint(..., use_reentrant=False, context_fn=fuseops.checkpoint_contexts)`: a recomputation re-enters
     the scopes that this was called in.
     """
-    return ExitStack(), scopes.inside(scopes.current().said)
+    return ExitStack(), scopes.Reentered(scopes.current().said)
 
 
 def from_environment(environ: Any = os.environ) -> None:

@@ -12,6 +12,7 @@ MESHES = "fully_shard of torch 2.11 knows one mesh, and experts have their own"
 NOT_IN_2_11 = {
     "law_steps_and_checkpoints_equal_one_process": MESHES,
     "law_pretraining_resumes_bit_for_bit": MESHES,
+    "law_pretraining_runs_pairs_in_turns": MESHES,
     "law_steps_equal_one_process": MESHES,
     "test_a_checkpoint_of_two_ranks_is_read_by_others": MESHES,
     "test_a_rank_that_was_killed_is_named_and_training_goes_on": MESHES,
@@ -19,11 +20,14 @@ NOT_IN_2_11 = {
     "law_zbv": "torch 2.11 sends to the rank itself, which gloo refuses",
     "law_zbv_with_a_dw_builder": "torch 2.11 sends to the rank itself, which gloo refuses",
     **dict.fromkeys(
-        ("law_dualpipev", "law_dualpipev_with_a_dw_builder", "law_pairs_equal_one_process"),
+        (
+            "law_dualpipev",
+            "law_dualpipev_with_a_dw_builder",
+            "law_pairs_equal_one_process",
+            "law_checkpoints_in_stages",
+            "law_stages_under_fsdp2_are_reduced_by_the_schedule",
+        ),
         "torch 2.11 sends to the rank itself, which gloo refuses",
-    ),
-    "law_delayed_gradients_under_fsdp2_are_reduced_by_the_schedule": (
-        "torch 2.11 sends to the rank itself, which gloo refuses"
     ),
 }
 """Laws and tests that torch 2.11 itself breaks, and how."""

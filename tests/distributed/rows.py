@@ -38,7 +38,10 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
     "dense MLPs, norms, biases": {**both("law_mlps"), **PIPES},
     "experts (`fo.MoE`), router losses": {"TP=2": EXPERTS, **PIPES},
     "offload, with marks and inner scopes": {**both("law_recomputation_and_offload"), **PIPES},
-    "checkpoint": both("law_recomputation_and_offload"),
+    "checkpoint": {
+        **both("law_recomputation_and_offload"),
+        **dict.fromkeys(COLUMNS[2:], ("schedule_laws", "law_checkpoints_in_stages")),
+    },
     "delayed weight gradients": {
         COLUMNS[1]: ("tensor_ranks", "law_delayed_weight_gradients"),
         **DELAYED,
@@ -51,10 +54,8 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "FSDP2": {
         "TP=2": ("tensor_ranks", "law_fully_sharded_beside_it"),
-        "DualPipeV": ("pair_laws", "law_pairs_of_sharded_stages_are_reduced_by_the_schedule"),
-        "zero bubble": (
-            "schedule_laws",
-            "law_delayed_gradients_under_fsdp2_are_reduced_by_the_schedule",
+        **dict.fromkeys(
+            COLUMNS[3:], ("schedule_laws", "law_stages_under_fsdp2_are_reduced_by_the_schedule")
         ),
     },
     "experts over two ranks, pairs in turns": {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload
@@ -192,6 +192,39 @@ def check_report(report: Any, model: nn.ModuleDict, reads_twice: bool) -> None:
                 assert not second & {f"{path}.second.0.x", f"{path}.second.0.router.x"}
 
 
+class Again(nn.Module):
+    """A layer in a checkpoint."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        contexts = fo.checkpoint_contexts
+        y: Tensor = checkpoint(self.layer, x, use_reentrant=False, context_fn=contexts)
+        return y
+
+
+def law_checkpoints_in_stages() -> None:
+    """Every second layer is computed again, under every schedule, weight gradients delayed where they can be."""
+    expected = alone(2)
+    names = [n for n, _ in nn.Sequential(*layers()).named_parameters()]
+    for kind in KINDS:
+        for delayed in (False, True) if kind in SPLIT else (False,):
+            model, count = stages(kind, dist.get_rank())
+            each = len(layers()) // count
+            for stage in model.values():
+                for k in range(0, each, 2):
+                    stage[k] = Again(stage[k])  # type: ignore[index]
+            run = schedule(kind, model, count, delayed)
+            found = train(run, model, 2, dist.get_rank() == 0, str(count - 1) in model)
+            for step, grads in enumerate(found):
+                for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
+                    stage_, k, rest = name.replace(".layer.", ".").split(".", 2)
+                    want = expected[step][names.index(f"{int(stage_) * each + int(k)}.{rest}")]
+                    assert torch.equal(grad, want), (kind, delayed, step, name)
+
+
 law_1f1b = partial(_law, "1f1b", False)
 law_interleaved = partial(_law, "interleaved", False)
 law_zero_bubble = partial(_law, "zero bubble", False)
@@ -204,13 +237,14 @@ law_dualpipev_with_a_dw_builder = partial(_law, "dualpipev", True)
 
 def law_a_plan_follows_the_order_of_torchs_schedule() -> None:
     """Every turn of torch's order is one of the plan's, and the weight half of a backward is apart."""
-    model, count = stages("zbv", dist.get_rank())
-    pipeline = offload.Pipeline.of(schedule("zbv", model, count, True))
-    assert pipeline[:3] == (WORLD, MICROBATCHES, 2)
-    ways = [turn.way for mine in pipeline.order for turn in mine]
-    assert ways.count("forward") == count * MICROBATCHES
-    assert ways.count("input") == ways.count("weight") > 0
-    assert ways.count("input") + ways.count("backward") == count * MICROBATCHES
+    for kind in V:
+        model, count = stages(kind, dist.get_rank())
+        pipeline = offload.Pipeline.of(schedule(kind, model, count, True))
+        assert pipeline[:3] == (WORLD, MICROBATCHES, 2)
+        ways = [turn.way for mine in pipeline.order for turn in mine]
+        assert ways.count("forward") == count * MICROBATCHES
+        assert ways.count("input") == ways.count("weight") > 0
+        assert ways.count("input") + ways.count("backward") == count * MICROBATCHES
     single, count = stages("1f1b", dist.get_rank())
     try:
         offload.Pipeline.of(schedule("1f1b", single, count, False))
@@ -218,28 +252,31 @@ def law_a_plan_follows_the_order_of_torchs_schedule() -> None:
         assert "Pipeline(ranks, micro_batches)" in str(error)
 
 
-def law_delayed_gradients_under_fsdp2_are_reduced_by_the_schedule() -> None:
-    """Two replicas of a whole pipeline on one rank each: their mean."""
+def law_stages_under_fsdp2_are_reduced_by_the_schedule() -> None:
+    """Two replicas of a whole pipeline on one rank each: their mean. Weight gradients are delayed where they can be."""
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
-    expected = copy.deepcopy(nn.Sequential(*layers()))
-    every = layers()
-    model = nn.ModuleDict({str(s): nn.Sequential(*every[4 * s : 4 * s + 4]) for s in range(2)})
-    for stage in model.values():
-        for layer in stage:
-            fully_shard(layer, mesh=both["dp"])
-        fully_shard(stage, mesh=both["dp"])
-    run = schedule("zero bubble", model, 2, True, both["pp"].get_group())
+    expected = nn.Sequential(*layers())
     data = [batch(step) for step in range(2)]
-    x, target = data[dist.get_rank()]
-    for _ in range(2):
-        model.zero_grad()
-        run.step(x, target=target)
     for x, target in data:
         for rows, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
             loss(expected(rows), wanted).backward()
-    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
-        whole = p.grad.full_tensor()  # type: ignore[union-attr]
-        torch.testing.assert_close(whole, q.grad / (2 * MICROBATCHES), msg=name)  # type: ignore[operator]
+    for kind in KINDS:
+        if kind == "1f1b":
+            continue  # one stage a rank: no pipeline
+        every = layers()
+        model = nn.ModuleDict({str(s): nn.Sequential(*every[4 * s : 4 * s + 4]) for s in range(2)})
+        for stage in model.values():
+            for layer in stage:
+                fully_shard(layer, mesh=both["dp"])
+            fully_shard(stage, mesh=both["dp"])
+        run = schedule(kind, model, 2, kind in SPLIT, both["pp"].get_group())
+        x, target = data[dist.get_rank()]
+        for _ in range(2):
+            model.zero_grad()
+            run.step(x, target=target)
+        for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+            whole = p.grad.full_tensor()  # type: ignore[union-attr]
+            torch.testing.assert_close(whole, q.grad / (2 * MICROBATCHES), msg=f"{kind} {name}")  # type: ignore[operator]
 
 
 def law_the_ranks_of_a_machine_share_one_host_budget() -> None:

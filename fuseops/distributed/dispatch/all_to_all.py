@@ -5,15 +5,26 @@ from __future__ import annotations
 import abc
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.distributed.pairs import BACKWARD, FORWARD, give_way
 
-from .exchange import Exchange, all_of
+from .exchange import Arrived, Exchange, all_of
+
+
+class Leaving(NamedTuple):
+    """What goes to other ranks, rank after rank."""
+
+    slots: Tensor  # as of `Arrived`
+    arrivals: Tensor
+    tokens: Tensor  # (S,) which token every row is; -1 for one that is none
+    owner: Tensor  # (S,) where it goes
+    rows: int  # as of `Arrived`
 
 
 class AllToAll(Exchange):
@@ -28,8 +39,18 @@ class AllToAll(Exchange):
         most = os.environ.get("NCCL_MAX_CTAS", "not set")
         return f"the SMs of NCCL's channels (NCCL_MAX_CTAS: {most})"
 
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
+        slots, arrivals, tokens, owner, rows = self._leaving(x, experts)
+        ids = self.there(self._of_tokens(experts, tokens, -1), owner)
+        beside = self._of_tokens(weights, tokens, 0).view(torch.int32)
+        head = arrived(*self._begun(torch.cat([beside, ids], 1), *self._sizes(arrivals)))
+        ids = head[:, -self.top_k :].contiguous()
+        weights = head[:, : -self.top_k].flatten().view(weights.dtype).view_as(ids)
+        x, ready = self._sent(x, slots, arrivals)
+        return Arrived(x, ids, weights, rows, slots, arrivals, ready)
+
     def collect(self, y: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
-        return self._summed(_arrived(FORWARD, *self._begun(y, *self._home(arrivals))), slots)
+        return self._summed(arrived(*self._returned(y, arrivals), side=FORWARD), slots)
 
     def dispatch_bwd(
         self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
@@ -39,65 +60,67 @@ class AllToAll(Exchange):
     def begin_dispatch_bwd(
         self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        sizes = self._home(arrivals)
-        sent = [self._begun(t, *sizes) for t in (dx, dweights) if t is not None]
+        sent = [self._returned(t, arrivals) for t in (dx, dweights) if t is not None]
 
         def end() -> tuple[Tensor, Tensor | None]:
-            for _, ready in sent:
-                ready()
-            (rows, _), *copies = sent
-            weights = [self.own_weights(t, experts, slots) for t, _ in copies]
+            rows, *copies = [arrived(*each) for each in sent]
+            weights = [self.own_weights(t, experts, slots) for t in copies]
             return self._summed(rows, slots), weights[0] if weights else None
 
         return end
 
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
-        return _arrived(BACKWARD, *self._begun(*self._leaving(dy, slots, arrivals)))
+        return arrived(*self._sent(dy, slots, arrivals), side=BACKWARD)
 
     def begin_again(
         self, x: Tensor, slots: Tensor, arrivals: Tensor, tokens: int
     ) -> Callable[[], Tensor]:
-        rows, ready = self._begun(*self._leaving(x, slots, arrivals))
-
-        def end() -> Tensor:
-            ready()
-            return rows
-
-        return end
+        sent = self._sent(x, slots, arrivals)
+        return lambda: arrived(*sent)
 
     @abc.abstractmethod
-    def _leaving(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> tuple[Any, ...]:
-        """Rows of x (T, D) as they leave, and how many go to each rank and come from it; of equal parts, rows alone."""
+    def _leaving(self, x: Tensor, experts: Tensor) -> Leaving:
+        """Which tokens of x (T, D) go where, by experts (T, K)."""
 
-    def _home(self, arrivals: Tensor) -> tuple[list[int], ...]:
-        """Rows that go to each rank and that come from it, on their way back; none for equal parts."""
+    @abc.abstractmethod
+    def _rows(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
+        """Rows of x (T, D) as they leave.   -> (S, D)"""
+
+    def _of_tokens(self, t: Tensor, tokens: Tensor, nothing: int) -> Tensor:
+        """t (T, K) of `Leaving.tokens`, `nothing` where there is none.   -> (S, K)"""
+        return t[tokens]
+
+    def _sizes(self, arrivals: Tensor) -> tuple[list[int], ...]:
+        """Rows that go to each rank and that come from it; none for equal parts."""
         return ()
+
+    def _sent(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> tuple[Tensor, Callable[[], Any]]:
+        """x on its way to the experts."""
+        return self._begun(self._rows(x, slots, arrivals), *self._sizes(arrivals))
+
+    def _returned(self, y: Tensor, arrivals: Tensor) -> tuple[Tensor, Callable[[], Any]]:
+        """y on its way home."""
+        return self._begun(y, *reversed(self._sizes(arrivals)))
 
     def _begun(
         self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None
     ) -> tuple[Tensor, Callable[[], Any]]:
         """What comes for the rows, and what is called before it is read."""
-        out = rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
+        count = len(rows) if received is None else sum(received)
+        out = rows.new_empty(count, *rows.shape[1:])
         work = dist.all_to_all_single(
             out, rows.contiguous(), received, sent, group=self.group, async_op=True
         )
         return out, work.wait
-
-    def _swapped(
-        self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None
-    ) -> Tensor:
-        """What comes for the rows, there: for few bytes, until which nobody else goes on."""
-        out, ready = self._begun(rows, sent, received)
-        ready()
-        return out
 
     def _summed(self, rows: Tensor, slots: Tensor) -> Tensor:
         """The sum of what came back of each token, in the order of ranks."""
         return K.combine_fwd(rows, slots, all_of(len(rows), rows))
 
 
-def _arrived(side: str, rows: Tensor, ready: Callable[[], Any]) -> Tensor:
-    """Rows that are on their way, there; the other of a pair goes on until then."""
-    give_way(side)
+def arrived(rows: Tensor, ready: Callable[[], Any], side: str = "") -> Tensor:
+    """Rows that were on their way.   side: of a pair, whose they are: the other goes on until then"""
+    if side:
+        give_way(side)
     ready()
     return rows

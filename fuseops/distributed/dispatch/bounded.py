@@ -41,24 +41,23 @@ class Bounded(Exchange):
     @property
     def room(self) -> int:
         """Tokens that a rank may send to another."""
-        return self._room(self.tokens)
-
-    def _room(self, tokens: int) -> int:
-        share = 1 - (1 - 1 / self.world) ** self.top_k
-        return min(tokens, 16 * math.ceil(self.capacity * share * tokens / 16))
+        return self._limits(self.tokens)[0]
 
     @property
     def rows(self) -> int:
         """Copies that a rank has room for."""
-        return self._rows(self.tokens)
+        return self._limits(self.tokens)[1]
 
-    def _rows(self, tokens: int) -> int:
-        most = self.world * self._room(tokens) * min(self.top_k, self.local)
-        return min(most, 16 * math.ceil(self.capacity * tokens * self.top_k / 16))
+    def _limits(self, tokens: int) -> tuple[int, int]:
+        """`room` and `rows` for as many tokens of a rank at most."""
+        share = 1 - (1 - 1 / self.world) ** self.top_k
+        room = min(tokens, _sixteens(self.capacity * share * tokens))
+        most = self.world * room * min(self.top_k, self.local)
+        return room, min(most, _sixteens(self.capacity * tokens * self.top_k))
 
     def expected(self, x: Tensor) -> tuple[int, int]:
-        tokens = 16 * math.ceil(max(len(x), self.tokens) / 16)
-        return self.world * self._room(tokens), self._rows(tokens)
+        room, rows = self._limits(_sixteens(max(len(x), self.tokens)))
+        return self.world * room, rows
 
     def agree(self, x: Tensor) -> None:
         """On the most tokens of a rank, as the first forward has them.  Raises FuseOpsError for more, later."""
@@ -70,9 +69,13 @@ class Bounded(Exchange):
             self.watch()
             tokens = torch.tensor([max(len(x), 1, self.tokens)], device=x.device)
             dist.all_reduce(tokens, dist.ReduceOp.MAX, group=self.group)
-            self.tokens, self.agreed = 16 * math.ceil(int(tokens) / 16), True
+            self.tokens, self.agreed = _sixteens(int(tokens)), True
         if len(x) > self.tokens:
             raise FuseOpsError(
                 f"ExpertDispatch: {len(x)} tokens, and the ranks agreed on {self.tokens} at most in their first "
                 "forward: run the longest batch first, or set `tokens=` of ExpertParallel."
             )
+
+
+def _sixteens(count: float) -> int:
+    return 16 * math.ceil(count / 16)

@@ -46,9 +46,7 @@ def collect(y: Tensor, slots: Tensor, arrivals: Tensor, exchange: int) -> Tensor
     return numbered(exchange).collect(y, slots, arrivals)
 
 
-@collect.register_fake
-def _(y: Tensor, slots: Tensor, arrivals: Tensor, exchange: int) -> Tensor:
-    return y.new_empty(slots.shape[0], y.shape[1])
+collect.register_fake(lambda y, slots, *_: y.new_empty(slots.shape[0], y.shape[1]))
 
 
 @torch.library.custom_op("fuseops::expert_dispatch_bwd", mutates_args=())
@@ -66,14 +64,7 @@ def dispatch_bwd(
 
 
 @dispatch_bwd.register_fake
-def _(
-    dx: Tensor,
-    dweights: Tensor | None,
-    experts: Tensor,
-    slots: Tensor,
-    arrivals: Tensor,
-    exchange: int,
-) -> tuple[Tensor, Tensor]:
+def _(dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, *_: Any) -> Any:
     back = dx.new_empty(0) if dweights is None else dweights.new_empty(experts.shape)
     return dx.new_empty(slots.shape[0], dx.shape[1]), back
 
@@ -97,9 +88,7 @@ def collect_bwd(dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int, exchan
     return numbered(exchange).collect_bwd(dy, slots, arrivals, tokens)
 
 
-@collect_bwd.register_fake
-def _(dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int, exchange: int) -> Tensor:
-    return dy.new_empty(tokens, dy.shape[1])
+collect_bwd.register_fake(lambda dy, slots, arrivals, tokens, _: dy.new_empty(tokens, dy.shape[1]))
 
 
 def _keep_collect(ctx: Any, inputs: Any, output: Any) -> None:

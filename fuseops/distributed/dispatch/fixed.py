@@ -5,16 +5,14 @@ No host sync, so over NCCL a step can be captured, across hosts too. More travel
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fuseops import kernels as K
 
-from .all_to_all import AllToAll
+from .all_to_all import AllToAll, Leaving
 from .bounded import Bounded
-from .exchange import Arrived, all_of
+from .exchange import all_of
 from .overflow import flag_of
 
 
@@ -25,7 +23,13 @@ class FixedCapacity(AllToAll, Bounded):
 
     name = "all_to_all_single in equal splits of a fixed capacity (no host sync)"
 
-    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
+    def no_arrivals(self, x: Tensor) -> Tensor:
+        return x.new_empty(self.expected(x)[0], dtype=torch.int32)
+
+    def bound(self, offs: Tensor, rows: int) -> None:
+        K.bound_rows(offs, flag_of(self.group, offs.device), rows)
+
+    def _leaving(self, x: Tensor, experts: Tensor) -> Leaving:
         self.agree(x)
         slots, counts = K.token_slots(experts, self.num_experts, self.world)
         flag = flag_of(self.group, x.device)
@@ -37,32 +41,17 @@ class FixedCapacity(AllToAll, Bounded):
         at = torch.where(slots < 0, total, slots).long()  # what goes nowhere, to the end
         filled[at] = token[:, None].expand_as(at).to(torch.int32)
         filled = filled[:-1].clone()
-        here, of = filled >= 0, filled.clamp(min=0).long()
-        padded = torch.cat([experts, experts.new_full((1, self.top_k), -1)])
-        chosen = padded[torch.where(here, of, len(experts))]
-        ids = self.there(chosen, ranks.repeat_interleave(self.room, output_size=total))
-        beside = torch.cat([weights, weights.new_zeros(1, self.top_k)])
-        beside = beside[torch.where(here, of, len(weights))]
-        head = self._swapped(torch.cat([beside.view(torch.int32), ids], 1))
-        ids = head[:, -self.top_k :].contiguous()
-        weights = head[:, : -self.top_k].flatten().view(weights.dtype).view_as(ids)
-        x, ready = self._begun(self._in_slots(x, filled))
-        return Arrived(x, ids, weights, self.rows, slots, filled, ready)
+        owner = ranks.repeat_interleave(self.room, output_size=total)
+        return Leaving(slots, filled, filled, owner, self.rows)
 
-    def no_arrivals(self, x: Tensor) -> Tensor:
-        return x.new_empty(self.expected(x)[0], dtype=torch.int32)
+    def _of_tokens(self, t: Tensor, tokens: Tensor, nothing: int) -> Tensor:
+        return torch.cat([t, t.new_full((1, self.top_k), nothing)])[tokens.long()]  # -1 is the last
 
-    def bound(self, offs: Tensor, rows: int) -> None:
-        K.bound_rows(offs, flag_of(self.group, offs.device), rows)
-
-    def _leaving(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> tuple[Any, ...]:
-        return (self._in_slots(x, arrivals),)
-
-    def _in_slots(self, x: Tensor, filled: Tensor) -> Tensor:
+    def _rows(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
         """Every slot's token; in empty slots one that nobody reads."""
         if not len(x):
-            return x.new_zeros(len(filled), x.shape[1])
-        return K.gather_rows(x, filled.clamp(min=0).long(), all_of(len(filled), x))
+            return x.new_zeros(len(arrivals), x.shape[1])
+        return K.gather_rows(x, arrivals.clamp(min=0).long(), all_of(len(arrivals), x))
 
     def _summed(self, rows: Tensor, slots: Tensor) -> Tensor:
         """NaN where something had no room."""

@@ -216,7 +216,8 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         dprobs = dside["probs"] if "weights" in call.needs else None
         begun = (call.scratch or {}).pop(BEGUN, None)
         if begun is not None and (begun[0] is not dy or begun[1] is not dprobs):
-            begun = begun[2]() and None  # of other gradients: every rank runs the same backward
+            begun[2]()  # of other gradients: every rank runs the same backward
+            begun = None
         there = self._returning(dy, dprobs, *saved[:-1]) if begun is None else begun[2]
         give_way(BACKWARD)
         dx, dweights = there()
