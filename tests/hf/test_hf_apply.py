@@ -21,10 +21,13 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.modeling_outputs import CausalLMOutput
 
 import fuseops as fo
+from fuseops.explain.fusion_plan import FusionPlan
 from fuseops.integrations import hf
 from fuseops.integrations.hf import experts as hf_experts
 from fuseops.integrations.hf import recognise, rope
+from fuseops.kernels.registry import as_if_on
 from fuseops.ops.paths import LENT
+from fuseops.recipes.store import POLICIES
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -97,6 +100,46 @@ def test_of_lent_experts_the_same_is_kept_as_of_an_op_s_own() -> None:
     assert torch.equal(found("step")[0], warm[0])
     assert fo.weights_changed(experts)
     assert torch.equal(found("step")[0], found("none")[0])
+
+
+RECIPES = {
+    **{f"block, {kept}": fo.recipes.Float8BlockScaling(weights=kept) for kept in POLICIES},
+    "hidden": fo.recipes.Float8BlockScaling(hidden="float8", weights="step"),
+    "current": fo.recipes.Float8CurrentScaling(),
+    "delayed": fo.recipes.DelayedScaling(),
+    "mxfp8": fo.recipes.MXFP8BlockScaling(),
+    "nvfp4": fo.recipes.NVFP4BlockScaling(),
+}
+
+
+def planned(experts: Any, recipe: fo.recipes.Recipe | None) -> FusionPlan:
+    """Of a step of lent experts, as on a Hopper GPU."""
+    width = experts.config.hidden_size
+    x = torch.empty(2048, width, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.empty(2048, 2, dtype=torch.bfloat16, requires_grad=True)
+    layer = hf_experts.built(experts, 2)
+    assert layer is not None
+    with as_if_on(90), fo.recipe(recipe, strict=recipe is not None):
+        return layer.plan(x, experts=torch.zeros(2048, 2, dtype=torch.int64), weights=weights)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_moe"])
+def test_a_recipe_takes_no_fusion_from_lent_experts(name: str) -> None:
+    """An adapter that could lie beside a weight, and does not, is no reason. What is kept is on a line of its own."""
+    sizes = SIZES | dict(hidden_size=256, intermediate_size=512, moe_intermediate_size=512)
+    sizes |= dict(num_local_experts=4, num_experts=4, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**sizes), dtype=torch.bfloat16)
+    experts: Any = next(m for m in model.modules() if hasattr(m, "is_transposed"))
+    high = planned(experts, None)
+    assert [span.rule for span in high.forward].count("routed_mlp") == 1 and high.rehearsed
+    for label, recipe in RECIPES.items():
+        plan = planned(experts, recipe)
+        assert [span.rule for span in plan.forward] == [span.rule for span in high.forward], label
+        assert plan.saved_bytes <= high.saved_bytes, label
+        kept, asked = plan.kept_bytes / 2**20, getattr(recipe, "weights", "none") != "none"
+        assert (kept > 0) == (asked and not experts.is_transposed), label  # of a transpose nothing
+        said = f"quantized weights: {kept:.1f} MiB kept beside the saved tensors"
+        assert (said in str(plan)) == (kept > 0), label
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "GPT-OSS", "Nemotron-H"])
@@ -407,6 +450,18 @@ def test_trainer_and_resume(tmp_path: Any) -> None:
                 shutil.rmtree(folder / "checkpoint-4")
             found.append(trained(model, folder, 4, resume=steps == "the last two"))
         torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_trainer_s_steps_end_what_is_kept(tmp_path: Path) -> None:
+    """Micro-batches share quantized weights, steps do not: as if they were quantized where they are read."""
+    found = []
+    for weights in ("none", "step"):
+        model = stock("Mixtral").float()
+        hf.apply(model)
+        with fo.recipe(fo.recipes.Float8BlockScaling(weights=weights), strict=True):
+            found.append(trained(model, tmp_path / weights, 3))
+        assert bool(fo.weights_changed(model)) == (weights == "step")
+    assert all(torch.equal(t, found[1][name]) for name, t in found[0].items())
 
 
 @pytest.mark.slow
