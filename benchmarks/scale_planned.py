@@ -1,6 +1,7 @@
 """What the offload planner predicts of the models in docs/scale.md, by dry runs on fake tensors for the shipped H200.
 
     python benchmarks/scale_planned.py        # write benchmarks/scale_planned.json, in about a minute
+    python benchmarks/scale_planned.py memory # print what models that prefer memory would take, and write nothing
 
 Some blocks of each model on meta, with their experts over a mesh of ranks that need not exist: seconds of a block, what
 it saves, what of that are tokens that could be dispatched again in the backward instead, and what leaves without a
@@ -11,6 +12,7 @@ alike, so a model has as many times as much.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +51,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(len(x), -1))
 
 
-def planned(m: Sizes, ranks: int) -> dict[str, Any]:
+def planned(m: Sizes, ranks: int, prefer: str) -> dict[str, Any]:
     """Of one block, with experts over so many ranks."""
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
     with torch.device("meta"):
@@ -69,6 +71,7 @@ def planned(m: Sizes, ranks: int) -> dict[str, Any]:
         x = torch.zeros(TOKENS, m.dim, dtype=torch.bfloat16, requires_grad=True)
     parallelize_module(model, mesh, ExpertParallel(way="host_counts", tokens=TOKENS))
     whole = nn.Sequential(*model.values())
+    fo.configure(whole, prefer=prefer)
     hardware = replace(offload.Hardware.h200(), network=1.0)
     profile = offload.plan(whole, x, layers="*", hardware=hardware).profile
     saved = sum(s.nbytes for s in profile.saved)
@@ -96,15 +99,17 @@ def over(profile: Profile, rate: float) -> Profile:
 
 
 def main() -> None:
+    prefer = sys.argv[1] if sys.argv[1:] else "speed"
     found: dict[str, Any] = {"environment": measure.environment(), "blocks": BLOCKS, "planned": {}}
     for name, m in MODELS.items():
         for ranks in RANKS:
             store = FakeStore()
             dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
-            found["planned"][f"{name}, experts over {ranks}"] = row = planned(m, ranks)
+            found["planned"][f"{name}, experts over {ranks}"] = row = planned(m, ranks, prefer)
             dist.destroy_process_group()
             print(name, ranks, row, flush=True)
-    PLANNED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if prefer == "speed":
+        PLANNED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

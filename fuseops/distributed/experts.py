@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fuseops import ops
@@ -25,6 +25,7 @@ from fuseops.run.composed import Composed
 
 from .dispatch import ExpertArrive, ExpertCollect, ExpertDispatch
 from .dispatch.choose import Way, choose
+from .tensor import placed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -122,7 +123,7 @@ class ExpertParallel(ParallelStyle):
             )
         for name, p in op._parameters.items():
             if p is not None:
-                op._parameters[name] = sharded(p, mesh)
+                op._parameters[name] = placed(p, p.detach(), mesh, Shard(0))
         op.num_groups //= mesh.size()
         local = Local(mean_of=mesh.size() if self.average else 1)
         op._local = {"weight": local, "bias": local}
@@ -134,7 +135,7 @@ class ExpertParallel(ParallelStyle):
             )
         for name, p in experts._parameters.items():
             if p is not None:
-                experts._parameters[name] = sharded(p, mesh)
+                experts._parameters[name] = placed(p, p.detach(), mesh, Shard(0))
         experts.__dict__[SPREAD] = partial(self._spread, mesh=mesh)
 
 
@@ -148,19 +149,6 @@ def _ahead_of_shared(children: dict[str, Any], arrive: ExpertArrive) -> dict[str
             found["away"] = ops.Swap("tokens", "arrived")
             found |= {"shared": shared, "swap": ops.Swap("arrived", "shared"), "arrive": arrive}
     return found
-
-
-def sharded(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """A parameter over the ranks, by its first axis."""
-    if parameter.is_meta:
-        local = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()]
-        whole = DTensor.from_local(local.contiguous(), mesh, [Shard(0)], run_check=False)
-    else:
-        with torch.no_grad():
-            whole = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
-    made = nn.Parameter(whole, parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    return made
 
 
 def _dispatch(layer: Composed) -> Any:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -78,11 +78,20 @@ class _Style(ParallelStyle):
         if local.axis and name not in op._local:
             whole = halved(whole, local.axis)
         placement = Replicate() if axis is None else Shard(whole.dim() + axis)
-        placed = distribute_tensor(
-            whole, mesh, [placement], src_data_rank=getattr(self, "src_data_rank", 0)
-        )
-        op._parameters[name] = nn.Parameter(placed, parameter.requires_grad)
+        source = getattr(self, "src_data_rank", 0)
+        op._parameters[name] = placed(parameter, whole, mesh, placement, source)
         op._local = {**op._local, name: local}
+
+
+def placed(
+    parameter: nn.Parameter, whole: Tensor, mesh: DeviceMesh, how: Any, source: int | None = 0
+) -> nn.Parameter:
+    """`whole`, of a parameter, as one over the ranks. On the meta device nothing is sent."""
+    made = nn.Parameter(
+        distribute_tensor(whole, mesh, [how], src_data_rank=source), parameter.requires_grad
+    )
+    made.__dict__.update(parameter.__dict__)
+    return made
 
 
 class ColwiseParallel(_Style):

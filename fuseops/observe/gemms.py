@@ -12,7 +12,7 @@ from torch import Tensor
 from fuseops.kernels import registry
 from fuseops.kernels.grouped_paths import ENDS, act_path
 from fuseops.kernels.grouped_why import mm_words, wgrad_words
-from fuseops.run import steps
+from fuseops.run.checks import WRITTEN
 from fuseops.run.debug import running
 
 
@@ -40,12 +40,13 @@ class Launches(list[registry.Call]):
 def choices() -> str:
     """What the fused op that runs says of its backward: read off the stack, as `running` does."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not steps.run_fused.__code__:
+    while frame is not None and frame.f_code.co_filename != WRITTEN:
         frame = frame.f_back
-    if frame is None:
+    if frame is None or "t" not in frame.f_locals or frame.f_locals["step"].kind == "op":
         return ""
-    step, x, members, calls = (frame.f_locals[name] for name in ("step", "x", "members", "calls"))
-    said: str = step.target.choices(x, members, calls)
+    step, x, t = (frame.f_locals[name] for name in ("step", "x", "t"))
+    members = tuple([{name: t[at] for name, at in args} for args in step.args])
+    said: str = step.target.choices(x, members, step.calls)
     return said
 
 

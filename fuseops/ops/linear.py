@@ -60,7 +60,7 @@ def linear_bwd(
         if rows is not dy:
             dx = dx.view(*dy.shape[:-1], dx.shape[-1])
     if "weight" in needs:
-        params["weight"] = torch.mm(rows.t(), x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))  # type: ignore[arg-type, union-attr]
+        params["weight"] = torch.mm(rows.mT, x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))  # type: ignore[arg-type, union-attr]
     if "bias" in needs:
         # in one dtype with dy, as torch wants them, but for autocast
         params["bias"] = K.bias_bwd(rows, None if compute is not None else dy.dtype)  # type: ignore[arg-type]

@@ -47,7 +47,11 @@ class Step:
     scopes: tuple[str, ...] = ()  # of every member, the Sequential that it was written in
     writes: tuple[tuple[str, int], ...] = ()  # (name, position) of published side tensors
     rule: str = ""  # that made the target, if one did
-    first: int = field(init=False)  # of `members`
+
+    @property
+    def first(self) -> int:
+        """The first of `members`."""
+        return self.members[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -58,12 +62,6 @@ class ForwardStep(Step):
     keep: frozenset[str] = frozenset()  # joint: fields to save
     cast: Any = None  # autocast dtype of the input, or None
     codes: bool = False  # x may be a Quantized; what that stands for, otherwise
-    plain: bool = field(init=False)  # nothing but a call of one op's `fwd`
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "first", self.members[0])
-        odd = self.pure or self.live or self.writes or self.cast is not None
-        object.__setattr__(self, "plain", self.kind == "op" and not odd)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -79,13 +77,6 @@ class BackwardStep(Step):
     main: tuple[tuple[int, str], ...] = ()  # (member, parameter) whose gradients go to main_grad
     dx: bool = False  # somebody needs the gradient of x
     later: BackwardStep | None = None  # the part that waits for backward_dw
-    plain: bool = field(init=False)  # nothing but a call of one op's `bwd`
-
-    def __post_init__(self) -> None:
-        odd = self.pure or self.live or self.writes or self.takes_dside
-        elsewhere = self.main or self.later is not None
-        object.__setattr__(self, "first", self.members[0])
-        object.__setattr__(self, "plain", self.kind == "op" and not (odd or elsewhere))
 
 
 MOST_ROWS = 64  # of a segment: a saved shape may be another at each call

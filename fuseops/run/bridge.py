@@ -49,7 +49,7 @@ class Node(torch.autograd.Function):
         seg: Segment = TABLE[which] if isinstance(which, int) else which
         t, forward = list(inputs), seg.fwd or write_forward(seg)
         if live is None:
-            y, kept, ctx.entered = forward(x, t, Once())
+            y, kept, entered = forward(x, t, Once())
             y = y.dequantize() if type(y) is Quantized else y
             # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
             y = y.view_as(y)
@@ -60,26 +60,24 @@ class Node(torch.autograd.Function):
             before, here.unseen = here.unseen, seg.quiet and registry.unseen()
             arrived, live.crossing = live.crossing, None
             try:
-                y, kept, ctx.entered = forward(arrived or x, t, live.once)
+                y, kept, entered = forward(arrived or x, t, live.once)
             finally:
                 here.unseen = before
             if type(y) is Quantized:
                 live.crossing, y = y, y.carrier
-        flat, ctx.rows = pack(seg, kept, traced=live is None)
+        flat, rows = pack(seg, kept, traced=live is None)
         ctx.save_for_backward(*flat)
         if live is not None:
             live.ties = second_order.ties_of(x, inputs, flat)
         ctx.set_materialize_grads(False)
-        ctx.seg, ctx.live = seg, live
         # drawn here: a backward that runs twice, or after a recomputation, rounds alike
-        ctx.seed = torch.randint(2**62, (1,), device=x.device) if seg.random else None
+        seed = torch.randint(2**62, (1,), device=x.device) if seg.random else None
+        ctx.own = seg, live, rows, entered, seed
         if seg.elsewhere:
             weight_grads.note(seg)
             ctx.given = [i is not None for i in inputs]
         if live is not None and live.frame is not None:
-            live.frame.fill(
-                saved_names(seg, ctx.rows, flat, live.path, inputs[len(seg.reads) :]), flat
-            )
+            live.frame.fill(saved_names(seg, rows, flat, live.path, inputs[len(seg.reads) :]), flat)
         if not seg.exports:
             return y
         exported = [t[position] for position in seg.export_positions]
@@ -90,31 +88,31 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Any, *dsides: Any) -> Any:
-        seg, live = ctx.seg, ctx.live
+        seg, live, rows, entered, seed = ctx.own
         if seg.elsewhere:
             seg = weight_grads.as_asked(seg, ctx.given, ctx.next_functions)
         tensors = ctx.saved_tensors
-        kept = unpack(ctx.rows, tensors)
+        kept = unpack(rows, tensors)
         if not torch.is_grad_enabled():
             del tensors
             if live is not None:
                 torch_private.release_saved(ctx)
-            return _backward_in(seg, kept, dy, dsides, ctx, live)
+            return _backward_in(seg, live, kept, dy, dsides, entered, seed)
         with torch.no_grad():
-            grads = _backward_in(seg, kept, dy, dsides, ctx, live)
+            grads = _backward_in(seg, live, kept, dy, dsides, entered, seed)
         ties = [*live.ties, *second_order.leaves(ctx), *(d for d in (dy, *dsides) if d is not None)]
         ties += [t for t in tensors if t.requires_grad]
         return tuple(second_order.guard(grads, ties, _no_second_derivative(seg, live)))
 
 
 def _backward_in(
-    seg: Segment, kept: list[Any], dy: Any, dsides: Any, ctx: Any, live: Live | None
+    seg: Segment, live: Live | None, kept: list[Any], dy: Any, dsides: Any, entered: Any, seed: Any
 ) -> tuple[Any, ...]:
     """The backward of a segment with autocast off, and with a note on any error that says where it happened."""
-    entered, backward = ctx.entered, seg.bwd or write_backward(seg)
+    backward = seg.bwd or write_backward(seg)
     once = Once() if live is None else live.once
-    if ctx.seed is not None:
-        once = once._replace(seed=ctx.seed)
+    if seed is not None:
+        once = once._replace(seed=seed)
     if live is None:
         if torch.compiler.is_dynamo_compiling():  # torch 2.11 cannot trace what sets the flag
             return backward(kept, dy, dsides, entered, once)

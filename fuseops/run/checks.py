@@ -173,10 +173,13 @@ def bare_tensor(step: Step) -> FuseOpsError:
     )
 
 
-def wrong_saved(step: Step, out: Any) -> FuseOpsError:
+def saved_of_all(step: Step, out: Any) -> Out:
+    """What the fused op of a forward rule gave.  Raises FuseOpsError unless it has a Saved of each member."""
+    if type(out) is Out and out.saved is not None and len(out.saved) == len(step.members):
+        return out
     fwd = f"{type(step.target).__name__}.fwd"
     given = type(out).__name__ if not isinstance(out, Out) else f"saved={type(out.saved).__name__}"
-    return FuseOpsError(
+    raise FuseOpsError(
         f"{fwd} of a forward rule gave {given}; it must return Out(y, saved=(...)) with the Saved of each of its "
         f"{len(step.members)} members."
     )

@@ -415,7 +415,7 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) ->
 def _inputs(seg: Segment, env: dict[str, Any]) -> list[Any]:
     """`inputs_of`, where all of them are what is registered."""
     try:
-        parameters = [op.__dict__["_parameters"][name] for op, name in seg.registered]
+        parameters = [op._parameters[name] for op, name in seg.registered]
     except KeyError:  # it is parametrized by now
         return inputs_of(seg, env)
     if len(parameters) < len(seg.params):
@@ -436,7 +436,7 @@ def inputs_of(seg: Segment, env: dict[str, Any]) -> list[Any]:
         inputs[position] = local.of(inputs[position])
     for i, name in seg.params:
         op = seg.ops[i]
-        registered = op.__dict__["_parameters"]
+        registered = op._parameters
         t = registered[name] if name in registered else getattr(op, name)
         own = op._local
         inputs.append(own[name].of(t) if name in own else t)

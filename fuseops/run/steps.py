@@ -1,18 +1,16 @@
 """The steps of a segment, as two functions that are written out once: a repeated call loops over nothing.
 
-A step that is nothing but a call of its op stands there in full, any other as a call of `forward_of` or `results_of`.
 Segments alike have one source and one compiled code, which closes over their steps and ops.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from keyword import iskeyword
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fuseops.ops.op import Call, Grads, Out
+from fuseops.ops.op import Call, Out
 from fuseops.plan.segment import BackwardStep, ForwardStep, Segment, Slot, Step
 from fuseops.recipes import Quantized
 
@@ -24,7 +22,7 @@ from .ranges import label, ranged
 
 OUT = Call._fields.index("out")  # `scratch` is the last field
 new = tuple.__new__
-NAMED = Quantized, buffers, ranged  # by what is written
+NAMED = Quantized, buffers, ranged, weight_grads  # by what is written
 Written = Callable[..., Any]
 
 
@@ -49,16 +47,11 @@ def write_forward(seg: Segment) -> Written:
     casts, kept = _casts(seg), _named("k", range(len(seg.kept) if seg.needs_grad else 0))
     lines = ["look = once.look", *_apart(_named("t", range(seg.inputs)), "t")]
     for k, step in enumerate(seg.forward):
-        known |= {f"s{k}": step, f"o{k}": step.target, f"c{k}": step.calls[0]}
+        known |= {f"s{k}": step, f"o{k}": step.target}
         body = [f"step = s{k}", *[f"e{step.first} = x.dtype"] * (step.first in casts)]
         body += ["if type(x) is Quantized: x = x.dequantize()"] * (not step.codes)
         body += ["if look is not None: look.before_fwd(step, x, t)"]
-        if step.plain:
-            given = [(name, f"t{at}") for name, at in step.args[0]]
-            body += [f"out = o{k}.fwd(x{_keywords(given, step, k)})"]
-            body += ["if type(out) is not Out: out = checks.bare(step, out)"]
-        else:
-            body += [f"out = forward_of(step, x, t, once, {seg.needs_grad})"]
+        body += _forward_call(step, k, seg.needs_grad, known)
         body += ["if look is not None: look.after_fwd(step, out)"]
         body += ["x, own, side = out"]
         body += [f"t{at} = published(step, {name!r}, side, t)" for name, at in step.writes]
@@ -75,6 +68,34 @@ def write_forward(seg: Segment) -> Written:
     return seg.fwd
 
 
+def _forward_call(step: ForwardStep, k: int, grad: bool, known: dict[str, Any]) -> list[str]:
+    """Lines that call what runs a step.   grad: a backward may follow"""
+    lines = []
+    if step.cast is not None:
+        known[f"d{k}"] = step.cast
+        lines.append(f"x = x.to(d{k})")
+    tensors = [[(name, f"t{at}") for name, at in args] for args in step.args]
+    if step.pure:
+        out = f"pure_forward(step, x, {_dict(tensors[0])}, once, {grad})"
+        return [*lines, f"out = {out}"]
+    calls = _calls(step, k, known)
+    if step.kind == "op":
+        out = (
+            f"o{k}.fwd(x{_keywords(tensors[0] + [('call', f'{calls}[0]')] * bool(step.keywords))})"
+        )
+        return [*lines, f"out = {out}", "if type(out) is not Out: out = checks.bare(step, out)"]
+    members = _tuple(map(_dict, tensors))
+    if step.kind == "joint":
+        known[f"f{k}"] = step.keep
+        return [*lines, f"out = o{k}.fwd(x, {members}, {calls}, f{k})"]
+    keep = f"pure.keep_states(o{k}.members, step.at, once.scratch)"
+    return [
+        *lines,
+        *[keep] * grad,
+        f"out = checks.saved_of_all(step, o{k}.fwd(x, {members}, {calls}))",
+    ]
+
+
 def write_backward(seg: Segment) -> Written:
     """Give a segment its `bwd`.   (kept, dy, dsides, entered, once) -> gradients of the inputs of the node
 
@@ -88,10 +109,12 @@ def write_backward(seg: Segment) -> Written:
     lines += _apart(_named("g", seg.export_positions), "dsides")
     lines += ["if once.out is not None: buffers.check_dy(once.out, dy)"]
     for k, step in enumerate(seg.backward):
-        known |= {f"s{k}": step, f"o{k}": step.target, f"c{k}": step.calls[0]}
+        known |= {f"s{k}": step, f"o{k}": step.target}
         dys = ["dy", *_named("g", [at for _, at in step.writes])]
-        body = [f"step = s{k}", *_backward_call(seg, step, k, known)]
-        body += _read(step, "r" if step.plain else "r[{}]", "(r,)" if step.plain else "r")
+        body = [f"step = s{k}"]
+        if step.writes:
+            body += [f"partly = {' or '.join(f'{d} is None' for d in dys)}"]
+        body += [*_backward_call(seg, step, k, known), *_read(step)]
         if step.first in casts:
             at = f"e{step.first}"
             body += [f"if dy is not None and dy.dtype is not {at}: dy = dy.to({at})"]
@@ -109,47 +132,52 @@ def _backward_call(seg: Segment, step: BackwardStep, k: int, known: dict[str, An
     owns: list[str] = []
     read: list[str] = []
     for m, (slot, names) in enumerate(_saved(seg, step)):
-        if slot is None:
-            known[f"n{k}_{m}"] = step.empty[m]
-            owns.append(f"n{k}_{m}")
-            continue
-        known[f"S{k}_{m}"] = slot.cls
-        fields = [names.get(at, "None") for at in range(len(slot.names))]
-        owns.append(f"new(S{k}_{m}, {_tuple(fields)})")
+        known[f"n{k}_{m}"] = step.empty[m] if slot is None else slot.cls
+        fields = [] if slot is None else [names.get(at, "None") for at in range(len(slot.names))]
+        owns.append(f"n{k}_{m}" if slot is None else f"new(n{k}_{m}, {_tuple(fields)})")
         read += names.values()
-    free = [" = ".join([*read, "None"])] if read else []
-    if step.plain:
-        look = "if look is not None: look.before_bwd(step, (own,), dy, None)"
-        call = f"r = o{k}.bwd(own, dy{_keywords([], step, k)})"
-        return [f"own = {owns[0]}", *free, look, call, "own = None"]
-    sides = [(name, f"g{at}") for name, at in step.writes]
-    dside = f"{{{', '.join(f'{name!r}: {g}' for name, g in sides)}}}" if sides else "None"
-    partly = " or ".join(f"{d} is None" for d in ("dy", *[g for _, g in sides]))
+    dside = _dict([(name, f"g{at}") for name, at in step.writes])
+    calls = _calls(step, k, known)
+    if step.pure:
+        call = "(pure.bwd_by_autograd(step, mine[0], dy, dside, look is not None, once.scratch),)"
+    elif step.kind == "op":
+        given = [("dside", "dside")] * step.takes_dside + [("call", f"{calls}[0]")] * bool(
+            step.keywords
+        )
+        call = f"(o{k}.bwd(mine[0], dy{_keywords(given)}),)"
+    else:
+        whole = "mine" if step.target.takes_saved else "mine.pop()"
+        call = f"o{k}.bwd({whole if step.kind == 'joint' else 'tuple(mine)'}, dy, {calls}, dside)"
+    if _elsewhere(step):
+        known[f"m{k}"] = [step.target] if step.kind == "op" else step.target.members
+        run = f"lambda step, out=None, mine=mine, dy=dy, dside=dside: {call}"
+        call = f"weight_grads.elsewhere(step, m{k}, {run}, mine, dy)"
     return [
-        *[f"mine, dside = [{', '.join(owns)}], {dside}", *free],
-        *[f"partly = {partly}"] * bool(sides),
+        f"mine, dside = [{', '.join(owns)}], {dside}",
+        *([" = ".join([*read, "None"])] if read else []),
         "if look is not None: look.before_bwd(step, mine, dy, dside)",
-        "r = results_of(step, mine, dy, dside, once)",
+        f"r = {call}",
+        "mine = None",
     ]
 
 
-def _read(step: BackwardStep, of: str, results: str) -> list[str]:
-    """Lines that take the gradients from what a backward step gave.   of: a member's Grads"""
-    taken = [f"g{at} = {of.format(m)}.params[{name!r}]" for m, name, at in step.params]
+def _read(step: BackwardStep) -> list[str]:
+    """Lines that take the gradients from what a backward step gave."""
+    taken = [f"g{at} = r[{m}].params[{name!r}]" for m, name, at in step.params]
     wanted = _named("g", [at for *_, at in step.params])
     for n, (m, name, at) in enumerate(step.sides):
-        taken += [f"d{n} = {of.format(m)}.side[{name!r}]", f"g{at} = add(g{at}, d{n})"]
+        taken += [f"d{n} = r[{m}].side[{name!r}]", f"g{at} = add(g{at}, d{n})"]
         wanted.append(f"d{n}")
-    taken.append(f"dy = {of.format(0)}.x")
+    taken.append("dy = r[0].x")
     wanted += ["dy"] * step.dx
     if wanted:
         missing = " or ".join(f"{name} is None" for name in wanted)
-        complete = f"checks.check_complete(step, {results}, {'partly' if step.writes else False})"
+        complete = f"checks.check_complete(step, r, {'partly' if step.writes else False})"
         taken.append(f"if {missing}: {complete}")
     return [
         *["try:", *_indented(taken), "except checks.UNREADABLE:"],
-        f" raise checks.wrong_grads(step, {results}) from None",
-        f"if look is not None: look.after_bwd(step, {results})",
+        " raise checks.wrong_grads(step, r) from None",
+        "if look is not None: look.after_bwd(step, r)",
     ]
 
 
@@ -170,12 +198,30 @@ def _saved(seg: Segment, step: Step) -> Iterator[tuple[Slot | None, dict[int, st
         yield slot, {} if slot is None else {k: numbers[i, k] for k in slot.kept}
 
 
-def _keywords(given: list[tuple[str, str]], step: Step, k: int) -> str:
-    """Further arguments of a call, with the call of step k where it takes one."""
-    given = [*given, *[("call", f"c{k}")] * bool(step.keywords)]
+def _calls(step: Step, k: int, known: dict[str, Any]) -> str:
+    """The calls of a step; where it runs in two parts, those of the part that runs."""
+    if step.live:
+        return f"calls_of(step, once{', out' * _elsewhere(step)})"
+    if _elsewhere(step):
+        return "step.calls"
+    known[f"c{k}"] = step.calls
+    return f"c{k}"
+
+
+def _elsewhere(step: Step) -> bool:
+    """Whether some gradients do not go through autograd."""
+    return isinstance(step, BackwardStep) and bool(step.main or step.later is not None)
+
+
+def _keywords(given: Iterable[tuple[str, str]]) -> str:
+    """Further arguments of a call."""
     usual = [f", {name}={value}" for name, value in given if _usual(name)]
-    others = [f"{name!r}: {value}" for name, value in given if not _usual(name)]
-    return "".join(usual) + (f", **{{{', '.join(others)}}}" if others else "")
+    others = [pair for pair in given if not _usual(pair[0])]
+    return "".join(usual) + (f", **{_dict(others)}" if others else "")
+
+
+def _dict(given: Iterable[tuple[str, str]]) -> str:
+    return f"{{{', '.join(f'{name!r}: {value}' for name, value in given)}}}"
 
 
 def _usual(name: str) -> bool:
@@ -225,36 +271,15 @@ def _compiled(source: str) -> Callable[..., Written]:
 # --- what the written functions call -------------------------------------------------------------------------------
 
 
-def forward_of(step: ForwardStep, x: Any, t: Sequence[Any], once: Once, needs_grad: bool) -> Out:
-    """What the forward of a step gives.   needs_grad: a backward may follow"""
-    if step.cast is not None:
-        x = x.to(step.cast)
-    if step.kind != "op":
-        if step.kind == "forward" and needs_grad:
-            pure.keep_states(step.target.members, step.at, once.scratch)
-        return run_fused(step, x, t, once)
-    keywords = {name: t[position] for name, position in step.args[0]}
+def pure_forward(
+    step: ForwardStep, x: Any, keywords: dict[str, Any], once: Once, needs_grad: bool
+) -> Out:
+    """What a level-1 op gives.   needs_grad: a backward may follow"""
     if step.keywords:
-        keywords["call"] = _calls(step, once)[0] if step.live else step.calls[0]
-    if not step.pure:
-        out = step.target.fwd(x, **keywords)
-        return out if type(out) is Out else checks.bare(step, out)
+        keywords["call"] = calls_of(step, once)[0] if step.live else step.calls[0]
     out = pure.run_fwd(step, x, keywords, needs_grad, once.scratch)
     out = out if type(out) is Out else checks.bare(step, out)
     return Out(out.y, pure.inputs_saved(step, x, keywords), out.side)
-
-
-def run_fused(step: ForwardStep, x: Any, t: Sequence[Any], once: Once) -> Out:
-    """What the forward of a fused op gives."""
-    members = tuple([{name: t[position] for name, position in args} for args in step.args])
-    calls = _calls(step, once) if step.live else step.calls
-    if step.kind == "joint":
-        out: Out = step.target.fwd(x, members, calls, step.keep)
-    else:
-        out = step.target.fwd(x, members, calls)
-        if type(out) is not Out or out.saved is None or len(out.saved) != len(members):
-            raise checks.wrong_saved(step, out)
-    return out
 
 
 def published(step: ForwardStep, name: str, side: Any, t: list[Any]) -> Any:
@@ -266,7 +291,7 @@ def published(step: ForwardStep, name: str, side: Any, t: list[Any]) -> Any:
     return t[-1]
 
 
-def _calls(
+def calls_of(
     step: Step, once: Once, main: Sequence[weight_grads.Destinations] | None = None
 ) -> Sequence[Any]:
     """The calls of a step with what lives for one call only."""
@@ -286,62 +311,6 @@ def _calls(
         first = 2 * step.at
         calls = [c._replace(seed=once.seed + first + 2 * k) for k, c in enumerate(calls)]
     return tuple(calls) if main is None else weight_grads.with_buffers(calls, main)
-
-
-def results_of(
-    step: BackwardStep, mine: list[Any], dy: Any, dside: dict[str, Any] | None, once: Once
-) -> Sequence[Grads]:
-    """The Grads of every member of a step, and parameter gradients that do not go through autograd put where they
-    belong.   mine: the Saved of its members, which leave the list as the op takes them
-    """
-    if step.later is None and not step.main:
-        return _results(step, None, mine, dy, dside, once)
-    # what waits for backward_dw holds what this step saved
-    saved: Sequence[Any] = mine if step.later is None else tuple(mine)
-    run = partial(_results, mine=saved, dy=dy, dside=dside, once=once)
-    ops = [step.target] if step.kind == "op" else step.target.members
-    return weight_grads.elsewhere(step, ops, run, saved, dy)
-
-
-def _results(
-    step: BackwardStep,
-    out: Sequence[weight_grads.Destinations] | None,
-    mine: Sequence[Any],
-    dy: Any,
-    dside: dict[str, Any] | None,
-    once: Once,
-) -> Sequence[Grads]:
-    if step.kind == "op":
-        return (_op_bwd(step, _first(mine), dy, dside or {}, once, out),)
-    calls = _calls(step, once, out) if step.live else step.calls
-    bwd: Callable[..., Sequence[Grads]] = step.target.bwd
-    if step.kind == "backward":
-        saved = tuple(mine)
-        if type(mine) is list:
-            mine.clear()
-        return bwd(saved, dy, calls, dside or {})
-    taken = [_first(mine)]
-    return bwd(taken if step.target.takes_saved else taken.pop(), dy, calls, dside or {})
-
-
-def _first(mine: Sequence[Any]) -> Any:
-    """The one Saved of a step; a list lets go of it."""
-    return mine.pop() if type(mine) is list else mine[0]
-
-
-def _op_bwd(
-    step: BackwardStep, saved: Any, dy: Any, dside: dict[str, Any], once: Once, out: Any
-) -> Grads:
-    if step.pure:
-        first = once.look is not None
-        return pure.bwd_by_autograd(step, saved, dy, dside, first, once.scratch)
-    keywords = step.keywords
-    if step.takes_dside:
-        keywords = {**keywords, "dside": dside}
-    if step.live:
-        keywords = {**keywords, "call": _calls(step, once, out)[0]}
-    grads: Grads = step.target.bwd(saved, dy, **keywords)
-    return grads
 
 
 def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

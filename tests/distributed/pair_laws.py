@@ -24,6 +24,8 @@ from fuseops.distributed.pairs import BACKWARD, FORWARD
 from fuseops.rules.fused import grouped_mlp
 
 WAYS = ("host_counts", "fixed_capacity")
+CASES = (("host_counts", False, True), ("fixed_capacity", True, False), ("host_counts", True, True))
+"""A way, whether weight gradients are delayed, whether there is a Scheduler."""
 
 
 def meshes(*sizes: int) -> DeviceMesh:
@@ -82,26 +84,20 @@ def law_pairs_equal_one_process() -> None:
     mesh = meshes(2, 1, 1)
     expected = pipes.alone(3)
     names = [n for n, _ in nn.Sequential(*pipes.layers()).named_parameters()]
-    for way in WAYS:
-        for delayed in (False, True):
-            for scheduled in (False, True):
-                found = trained(mesh, way, delayed, True, scheduled)
-                for name, steps in found.items():
-                    for step, grad in enumerate(steps):
-                        want = expected[step][names.index(name)]
-                        assert torch.equal(grad, want), (way, delayed, scheduled, step, name)
+    for way, delayed, scheduled in CASES:
+        for name, steps in trained(mesh, way, delayed, True, scheduled).items():
+            for step, grad in enumerate(steps):
+                want = expected[step][names.index(name)]
+                assert torch.equal(grad, want), (way, delayed, scheduled, step, name)
 
 
 def law_pairs_over_ranks_equal_those_one_after_the_other() -> None:
     """Experts over two ranks, each with tokens of its own, by both ways."""
     mesh = meshes(1, 1, 2)
-    for way in WAYS:
-        want = trained(mesh, way, paired=False)
-        for delayed, scheduled in ((False, False), (True, False), (False, True)):
-            found = trained(mesh, way, delayed, True, scheduled)
-            for name, steps in found.items():
-                same = all(map(torch.equal, steps, want[name]))
-                assert same, (way, delayed, scheduled, name)
+    apart = {way: trained(mesh, way, paired=False) for way in WAYS}
+    for way, delayed, scheduled in CASES[:2]:
+        for name, steps in trained(mesh, way, delayed, True, scheduled).items():
+            assert all(map(torch.equal, steps, apart[way][name])), (way, delayed, scheduled, name)
 
 
 def law_the_all_to_all_of_one_lies_under_the_products_of_the_other() -> None:

@@ -207,7 +207,7 @@ class Again(nn.Module):
 
 def law_checkpoints_in_stages() -> None:
     """Every second layer is computed again, under every schedule, weight gradients delayed where they can be."""
-    expected = alone(2)
+    expected = alone(1)
     names = [n for n, _ in nn.Sequential(*layers()).named_parameters()]
     for kind in KINDS:
         for delayed in (False, True) if kind in SPLIT else (False,):
@@ -217,12 +217,11 @@ def law_checkpoints_in_stages() -> None:
                 for k in range(0, each, 2):
                     stage[k] = Again(stage[k])  # type: ignore[index]
             run = schedule(kind, model, count, delayed)
-            found = train(run, model, 2, dist.get_rank() == 0, str(count - 1) in model)
-            for step, grads in enumerate(found):
-                for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
-                    stage_, k, rest = name.replace(".layer.", ".").split(".", 2)
-                    want = expected[step][names.index(f"{int(stage_) * each + int(k)}.{rest}")]
-                    assert torch.equal(grad, want), (kind, delayed, step, name)
+            (grads,) = train(run, model, 1, dist.get_rank() == 0, str(count - 1) in model)
+            for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
+                number, k, rest = name.replace(".layer.", ".").split(".", 2)
+                want = expected[0][names.index(f"{int(number) * each + int(k)}.{rest}")]
+                assert torch.equal(grad, want), (kind, delayed, name)
 
 
 law_1f1b = partial(_law, "1f1b", False)

@@ -20,8 +20,9 @@ def bias_bwd(dy: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     (..., N) -> (N,)
     """
     rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
-    if rows.dtype is torch.float32 and dtype in (None, torch.float32):
-        return rows.sum(0)
+    given = rows.dtype
+    if given is torch.float32 and (dtype is given or dtype is None):
+        return torch.sum(rows, 0)
     total = rows.sum(0, dtype=accumulator(dy.dtype))
     return total if dtype is None else total.to(dtype)
 
