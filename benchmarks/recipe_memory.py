@@ -4,8 +4,8 @@
 
 Nothing runs: plans are made with fake tensors, as on a Hopper GPU, so any machine gives the same figures. With `--step`
 the step of `hf_step.py` too, four layers of Qwen3-30B-A3B by transformers after `hf.apply`, 16384 tokens: forward, loss
-and backward. Attention is what transformers makes of fake tensors on a CPU, with masks that a GPU needs not, under every
-recipe alike.
+and backward. Under every recipe alike, attention is what transformers makes of fake tensors on a CPU, with masks that a
+GPU needs not.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def planned(name: str, recipe: Any) -> dict[str, float]:
 
 
 def step_peaks() -> dict[str, dict[str, float]]:
-    """Planned GiB of the step of a transformers model, by recipe."""
+    """Planned MiB of the step of a transformers model, by recipe."""
     from hf_step import SIZES
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -98,7 +98,7 @@ def step_peaks() -> dict[str, dict[str, float]]:
         with as_if_on(90):
             peak = peak_of_step(model, (tokens,), {"labels": tokens})
         assert peak is not None, label
-        found[label] = {"peak of a step, GiB": round(peak / 2**30, 3)}
+        found[label] = {"peak of a step": round(peak / MIB, 1)}
     return found
 
 
