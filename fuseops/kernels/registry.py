@@ -169,7 +169,7 @@ class KernelOp(Generic[P, R]):
             elif self.fuses:
                 return self.twin(*args, **kwargs)
         elif self.traces_twin:
-            return self.twin(*args, **kwargs)
+            return self.twin(*args, **kwargs) if kwargs else self.twin(*args)
         if replayable and not thread.unseen:
             out = replaying.now.run(self, args)
             if out is not NOT_REPLAYED:

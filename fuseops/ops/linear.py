@@ -25,7 +25,7 @@ from fuseops.recipes.operands import check_codes, columns_fit
 from fuseops.recipes.scales import See
 
 from .checks import check_width
-from .op import Call, Grads, Op, Out, Shape, replaced
+from .op import Call, Grads, Op, Out, Shape, new, replaced
 
 
 class LinearSaved(NamedTuple):
@@ -64,7 +64,7 @@ def linear_bwd(
     if "bias" in needs:
         # in one dtype with dy, as torch wants them, but for autocast
         params["bias"] = K.bias_bwd(rows, None if compute is not None else dy.dtype)  # type: ignore[arg-type]
-    return Grads(dx, params)
+    return new(Grads, (dx, params, None))
 
 
 # --- over quantized operands
@@ -322,7 +322,7 @@ class Linear(Op[LinearSaved], nn.Linear):
 
     def fwd(self, x: Operand, *, weight: Tensor, bias: Tensor | None, call: Call) -> Out:
         y, kept = linear(x, weight, bias, call)
-        return Out(y, LinearSaved(kept, weight))
+        return new(Out, (y, new(LinearSaved, (kept, weight)), None))
 
     def bwd(self, saved: LinearSaved, dy: Tensor, *, call: Call) -> Grads:
         return linear_bwd(saved, dy, call)

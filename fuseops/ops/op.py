@@ -107,11 +107,12 @@ class Call(NamedTuple):
 
 
 T = TypeVar("T", bound=tuple[Any, ...])
+new = tuple.__new__  # of a NamedTuple, given all its fields: at half the price of its constructor
 
 
 def replaced(t: T, **changes: Any) -> T:
     """`t._replace(**changes)` of a NamedTuple, at a third of its price: no name is looked for that is not there."""
-    return tuple.__new__(type(t), map(changes.get, t._fields, t))  # type: ignore[attr-defined]
+    return new(type(t), map(changes.get, t._fields, t))  # type: ignore[attr-defined]
 
 
 class Signature(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fuseops.ops.op import Call, Out
+from fuseops.ops.op import Call, Out, new
 from fuseops.plan.segment import BackwardStep, ForwardStep, Segment, Slot, Step
 from fuseops.recipes import Quantized
 
@@ -21,7 +21,6 @@ from .first import FirstCall
 from .ranges import label, ranged
 
 OUT = Call._fields.index("out")  # `scratch` is the last field
-new = tuple.__new__
 NAMED = Quantized, buffers, ranged, weight_grads  # by what is written
 Written = Callable[..., Any]
 

@@ -25,6 +25,7 @@ NOT_IN_2_11 = {
             "law_dualpipev_with_a_dw_builder",
             "law_pairs_equal_one_process",
             "law_checkpoints_in_stages",
+            "law_autocast_and_recipes_in_stages",
             "law_stages_under_fsdp2_are_reduced_by_the_schedule",
         ),
         "torch 2.11 sends to the rank itself, which gloo refuses",

@@ -43,12 +43,15 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
         **dict.fromkeys(COLUMNS[2:], ("schedule_laws", "law_checkpoints_in_stages")),
     },
     "delayed weight gradients": {
-        COLUMNS[1]: ("tensor_ranks", "law_delayed_weight_gradients"),
+        **both("law_delayed_weight_gradients"),
         **DELAYED,
     },
     "accumulation, frozen weights, copies": both(FEATURES),
-    "`torch.compile`": {COLUMNS[1]: ("tensor_ranks", FEATURES)},
-    "autocast, `Float8BlockScaling`": {"TP=2": ("tensor_ranks", FEATURES)},
+    "`torch.compile`": both(FEATURES),
+    "autocast, `Float8BlockScaling`": {
+        **both(FEATURES),
+        **dict.fromkeys(COLUMNS[2:], ("schedule_laws", "law_autocast_and_recipes_in_stages")),
+    },
     "collectives overlapped with products": {
         COLUMNS[1]: ("tensor_ranks", "law_collectives_beside_products_run_as_one")
     },
@@ -79,8 +82,9 @@ def text() -> str:
 
 HEAD = """## Tensor parallelism and pipelines
 
-On two ranks over gloo, beside one process in float64: pipelines to the bit, tensor parallelism within rounding, outputs
-and every gradient; autocast and FP8, which round, within 2 % (gradients 5 %); overlapped collectives on stand-ins of
-torch's CUDA ops. `tests/distributed` has the law of each cell; an empty one has none. Experts under sequence
-parallelism are refused, since the router takes every token, and only zero-bubble schedules delay weight gradients.
+On two ranks over gloo, beside one process in float64, outputs and every gradient: pipelines to the bit, under
+autocast and FP8 too, tensor parallelism within rounding (autocast and FP8, which round, within 2 %, gradients 5 %);
+overlapped collectives on stand-ins of torch's CUDA ops. `tests/distributed` has the law of each cell; an empty one
+has none. Experts under sequence parallelism are refused, since the router takes every token, and only zero-bubble
+schedules delay weight gradients.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -222,6 +223,31 @@ def law_checkpoints_in_stages() -> None:
                 number, k, rest = name.replace(".layer.", ".").split(".", 2)
                 want = expected[0][names.index(f"{int(number) * each + int(k)}.{rest}")]
                 assert torch.equal(grad, want), (kind, delayed, name)
+
+
+def law_autocast_and_recipes_in_stages() -> None:
+    """As in one process, to the bit: what is rounded is rounded alike."""
+    half = torch.autocast("cpu", torch.bfloat16)
+    for recipe, scope in ((fo.recipes.Float8BlockScaling(), nullcontext()), (None, half)):
+        whole = nn.Sequential(*layers()).float()
+        fo.configure(whole, recipe=recipe)
+        for x, target in zip(
+            *(t.chunk(MICROBATCHES) for t in batch(0, torch.float32)), strict=True
+        ):
+            with scope:
+                total = loss(whole(x), target)
+            total.backward()
+        for kind in KINDS:
+            model, count = stages(kind, dist.get_rank())
+            each = len(layers()) // count
+            fo.configure(model.float(), recipe=recipe)
+            run = schedule(kind, model, count, kind in SPLIT)
+            with scope:
+                (grads,) = train(run, model, 1, dist.get_rank() == 0, str(count - 1) in model)
+            for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
+                number, k, rest = name.split(".", 2)
+                want = whole.get_parameter(f"{int(number) * each + int(k)}.{rest}").grad
+                assert torch.equal(grad, want / MICROBATCHES), (kind, recipe, name)  # type: ignore[operator]
 
 
 law_1f1b = partial(_law, "1f1b", False)

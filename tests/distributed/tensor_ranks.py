@@ -267,20 +267,20 @@ def law_collectives_of_ops() -> None:
 
 
 def law_delayed_weight_gradients() -> None:
-    model = randomised(mlp())
-    parallel = parallelized(model, sequence_parallel=True)
-    for op in parallel:
-        if isinstance(op, fo.ops.Linear | fo.ops.RMSNorm):
-            op.delays = ("weight",)
-    parts = x = torch.randn(2 * TOKENS, D).double()
-    model(x).square().sum().backward()
-    parts = x.chunk(2)[dist.get_rank()]
-    parallel(parts).square().sum().backward()
-    early = parallel[1].weight.grad  # zeros, where torch's DTensor makes them of nothing (2.11)
-    assert early is None or not early.full_tensor().any()
-    assert parallel[1].bias.grad is not None
-    assert parallel.backward_dw() == 3
-    same_gradients(parallel, model)
+    x = torch.randn(2 * TOKENS, D).double()
+    for sequence in (False, True):
+        model = randomised(mlp())
+        parallel: Any = parallelized(model, sequence_parallel=sequence)
+        for op in parallel:
+            if isinstance(op, fo.ops.Linear | fo.ops.RMSNorm):
+                op.delays = ("weight",)
+        model(x).square().sum().backward()
+        parallel(x.chunk(2)[dist.get_rank()] if sequence else x).square().sum().backward()
+        early = parallel[1].weight.grad  # zeros, where torch's DTensor makes them of nothing (2.11)
+        assert early is None or not early.full_tensor().any()
+        assert parallel[1].bias.grad is not None
+        assert parallel.backward_dw() == 3
+        same_gradients(parallel, model)
 
 
 def law_recomputation_and_offload() -> None:
@@ -323,26 +323,28 @@ def law_features_of_one_process_hold_over_local_tensors() -> None:
         checked(sequence, twice)
         checked(sequence, change=frozen)
         checked(sequence, change=copy.deepcopy)
-    compiled = parallelized(randomised(mlp()), sequence_parallel=True)
-    compiled.compile(backend="aot_eager", fullgraph=True)
-    compare(randomised(mlp()), compiled, x, sequence=-2)
+        compiled = parallelized(randomised(mlp()), sequence_parallel=sequence)
+        compiled.compile(backend="aot_eager", fullgraph=True)
+        compare(randomised(mlp()), compiled, x, sequence=-2 if sequence else None)
     wide = fo.Sequential(fo.ops.Linear(128, 512), fo.ops.SwiGLU(), fo.ops.Linear(256, 128))
     rows = torch.randn(32, 128)
-    parallel = parallelized(randomised(wide))
-    for scope in (
-        torch.autocast("cpu", torch.bfloat16),
-        fo.recipe(fo.recipes.Float8BlockScaling(), strict=True),
-    ):
-        with scope:
-            mine, theirs = parallel(rows), wide(rows)
-            theirs.sum().backward()
-            mine.sum().backward()
-        assert float((mine - theirs).norm() / theirs.norm()) < 0.02
-        for name, p in wide.named_parameters():
-            got = whole(parallel.get_parameter(name).grad).reshape(p.shape)
-            assert float((got - p.grad).norm() / p.grad.norm()) < 0.05, name  # type: ignore[union-attr]
-        wide.zero_grad()
-        parallel.zero_grad()
+    for sequence in (False, True):
+        parallel = parallelized(randomised(wide), sequence_parallel=sequence)
+        part = (lambda t: t.chunk(2)[dist.get_rank()]) if sequence else (lambda t: t)
+        for scope in (
+            torch.autocast("cpu", torch.bfloat16),
+            fo.recipe(fo.recipes.Float8BlockScaling(), strict=True),
+        ):
+            with scope:
+                mine, theirs = parallel(part(rows)), wide(rows)
+                theirs.sum().backward()
+                mine.sum().backward()
+            assert float((mine - part(theirs)).norm() / theirs.norm()) < 0.02
+            for name, p in wide.named_parameters():
+                got = whole(parallel.get_parameter(name).grad).reshape(p.shape)
+                assert float((got - p.grad).norm() / p.grad.norm()) < 0.05, name  # type: ignore[union-attr]
+            wide.zero_grad()
+            parallel.zero_grad()
 
 
 def law_plans_say_what_runs_and_fuse_local_tensors() -> None:
