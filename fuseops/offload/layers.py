@@ -23,12 +23,11 @@ from fuseops.observe.labels import Labels, Named
 from fuseops.ops import names
 from fuseops.words import dtype_name
 
-from . import marks, records
+from . import records
 from .codes import Coding, coding_of, exact_by_name
 from .nesting import belongs_to_checkpoint, enclosing, take_out
 from .policy import Candidate, Policy, Quota
-from .reasons import TensorFacts, mark_on, why_keep
-from .records import Handle, Kept, Label, Mover, Record, Staying
+from .records import Handle, Kept, Mover, Record, Staying
 from .report import KEPT, Entry
 from .schedule import Decision, LayerRun
 from .scopes import Judged, Scope, dispatch_again, recompute
@@ -211,20 +210,16 @@ class LayerScope(Scope):
     def _now(self) -> Running:
         return self._thread_calls.running[-1]
 
-    def _kept(self, t: Tensor, label: Label) -> Kept:
-        running = self._now
-        if running.call is None:
-            return super()._kept(t, label)
-        if running.staying is None:
-            running.staying = Staying(self.mover, running.call)
-        return Kept(t, label, self._ledger, running.staying)
+    def _kept(self, t: Tensor, entry: Entry) -> Kept:
+        handle, running = super()._kept(t, entry), self._now
+        if running.call is not None:
+            if running.staying is None:
+                running.staying = Staying(self.mover, running.call)
+            handle.of = running.staying
+        return handle
 
-    def _reason(self, t: Tensor, named: Named) -> tuple[str | None, str]:
-        mark = mark_on(t, named)
-        reason = why_keep(t, named, TensorFacts(self._owned, mark, self.mover.on_gpu))
-        if reason is not None or mark == marks.OFFLOAD:
-            return reason, "marked offload"
-        return self._by_policy(t, named), "policy"
+    def _moves_from_cuda(self, t: Tensor) -> bool:
+        return self.mover.on_gpu
 
     def _call_of(self, record: Record) -> LayerRun:
         call: Any = self._now.call  # the hook pair is there only then
@@ -233,15 +228,15 @@ class LayerScope(Scope):
     def _move(self, t: Tensor, found: Judged) -> Handle | str:
         handle = self._moved(t, found, self.mover, self._now.call)
         if not isinstance(handle, str):
-            self.names[found.label.name] = "offload" if found.coding is None else "quantize"
-            self._left.add(found.label.name)
+            self.names[found.entry.name] = "offload" if found.coding is None else "quantize"
+            self._left.add(found.entry.name)
         return handle
 
-    def _stays(self, storage: torch.UntypedStorage, label: Label) -> None:
-        if label.name not in self._left:
-            self.names[label.name] = "keep"
+    def _stays(self, storage: torch.UntypedStorage, name: str) -> None:
+        if name not in self._left:
+            self.names[name] = "keep"
         if self._policy is not None:
-            self._resident.set(storage, label.name)
+            self._resident.set(storage, name)
 
     def _coding(self, t: Tensor, named: Named) -> Coding | str:
         candidate = Candidate.of(t, named.name, named.op, named.also)
@@ -254,12 +249,12 @@ class LayerScope(Scope):
             return ("**",) if planned == "quantize" else ()
         return () if self._policy is None else tuple(self._policy.quantize)
 
-    def _share(self, t: Tensor, label: Label, also: tuple[str, ...], record: Record) -> Handle:
-        why = self._why_not_rounded(t, (label.name, *also), record)
+    def _share(self, t: Tensor, named: Named | Entry, record: Record) -> Handle:
+        why = self._why_not_rounded(t, (named.name, *named.also), record)
         if why is None:
-            return super()._share(t, label, also, record)
+            return super()._share(t, named, record)
         nbytes = record.nbytes if self._counts(t.untyped_storage(), why) else 0
-        return self._keep(t, Named(label.name, also, label.op, False, ()), why, nbytes)
+        return self._keep(t, named, why, nbytes)
 
     def _why_not_rounded(self, t: Tensor, names: tuple[str, ...], record: Record) -> str | None:
         """Why t stays exact though its storage leaves as codes, or None."""
@@ -270,7 +265,10 @@ class LayerScope(Scope):
             why = exact_by_name(names, self._globs_of_codes(record.name))
         return None if why is None else f"its storage leaves as codes; {why}"
 
-    def _by_policy(self, t: Tensor, named: Named) -> str | None:
+    def _by_policy(self, t: Tensor, named: Named) -> tuple[str | None, str]:
+        return self._why_not_chosen(t, named), "policy"
+
+    def _why_not_chosen(self, t: Tensor, named: Named) -> str | None:
         planned = self.mover.schedule.decisions.get(named.name)
         if planned is not None:
             return None if planned in ("offload", "quantize") else "planned"

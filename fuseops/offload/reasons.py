@@ -3,7 +3,6 @@ reads a tensor.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,30 +80,25 @@ def is_cast_of_parameter(t: Tensor, owned: Owned) -> bool:
     return False
 
 
-class TensorFacts(NamedTuple):
-    """What a scope knows when it decides."""
+def why_keep(t: Tensor, named: Named, owned: Owned, mark: str | None, on_gpu: bool) -> str | None:
+    """Why a plain tensor is not moved, or None. A mark lifts all but the hard reasons.
 
-    owned: Owned
-    mark: str | None
-    on_gpu: bool  # the scope has seen CUDA tensors
-
-
-def why_keep(t: Tensor, named: Named, facts: TensorFacts) -> str | None:
-    """Why a plain tensor is not moved, or None. A mark lifts all but the hard reasons."""
-    owned, nbytes = facts.owned.why(t, named.is_param), t.untyped_storage().nbytes()
-    if owned == PARAMETER:
-        return owned
-    if facts.mark == marks.KEEP:
+    on_gpu: the scope has seen CUDA tensors
+    """
+    held, nbytes = owned.why(t, named.is_param), t.untyped_storage().nbytes()
+    if held == PARAMETER:
+        return held
+    if mark == marks.KEEP:
         return "marked keep"
     if nbytes == 0:
         return "empty"
-    if facts.on_gpu and not t.is_cuda:
+    if on_gpu and not t.is_cuda:
         return "on the CPU, in a scope that moves from CUDA"
-    if facts.mark == marks.OFFLOAD:
+    if mark == marks.OFFLOAD:
         return None
-    if owned is not None:
-        return owned
-    return CAST if is_cast_of_parameter(t, facts.owned) else None
+    if held is not None:
+        return held
+    return CAST if is_cast_of_parameter(t, owned) else None
 
 
 def mark_on(t: Tensor, named: Named) -> str | None:

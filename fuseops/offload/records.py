@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from operator import methodcaller
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor, UntypedStorage
 
@@ -41,13 +41,6 @@ from .lanes.protocol import Buf, Event
 from .report import Entry, Ledger
 from .schedule import LAST_GROUP, Item, LayerRun, Schedule
 from .storages import StridedLayout, as_bytes, layout_of, tensor_in
-
-
-class Label(NamedTuple):
-    """What messages call a saved tensor."""
-
-    name: str
-    op: str
 
 
 class Watch:
@@ -275,30 +268,30 @@ class Staying:
 class Kept:
     """A saved tensor that stays where it is."""
 
-    __slots__ = ("__weakref__", "label", "ledger", "of", "tensor", "version")
+    __slots__ = ("__weakref__", "entry", "ledger", "of", "tensor", "version")
 
-    def __init__(self, t: Tensor, label: Label, ledger: Ledger, of: Staying | None = None) -> None:
+    def __init__(self, t: Tensor, entry: Entry, ledger: Ledger, of: Staying | None = None) -> None:
         # Never t itself: a saved output would hold its node, and the node holds it through this.
         self.tensor = t.detach()
         self.version = t._version
-        self.label, self.ledger, self.of = label, ledger, of
+        self.entry, self.ledger, self.of = entry, ledger, of
 
     def restore(self) -> Tensor:
         self.ledger.backward_began()
         if self.tensor._version != self.version:
-            raise _written(self.tensor, self.version, self.label, "")
+            raise _written(self.tensor, self.version, self.entry, "")
         return self.tensor
 
 
 class Moved:
     """A saved tensor whose storage leaves."""
 
-    __slots__ = ("__weakref__", "call", "label", "layout", "ledger", "read", "record")
+    __slots__ = ("__weakref__", "call", "entry", "layout", "ledger", "read", "record")
 
     def __init__(
-        self, t: Tensor, label: Label, record: Record, call: LayerRun, ledger: Ledger
+        self, t: Tensor, entry: Entry, record: Record, call: LayerRun, ledger: Ledger
     ) -> None:
-        self.record, self.call, self.label, self.ledger = record, call, label, ledger
+        self.record, self.call, self.entry, self.ledger = record, call, entry, ledger
         self.layout: StridedLayout = layout_of(t)
         self.read = False
 
@@ -307,7 +300,7 @@ class Moved:
         record, again = self.record, self.read
         watch = record.watch
         if watch.guard._version != watch.version:
-            raise _written(watch.guard, watch.version, self.label, watch.written)
+            raise _written(watch.guard, watch.version, self.entry, watch.written)
         self.read = True
         return record.mover.read(self.call, record, self.layout, again)
 
@@ -318,9 +311,9 @@ class Moved:
 Handle = Kept | Moved
 
 
-def _written(guard: Tensor, saved_at: int, label: Label, when: str) -> InPlaceError:
+def _written(guard: Tensor, saved_at: int, entry: Entry, when: str) -> InPlaceError:
     return InPlaceError(
-        f"saved tensor {label.name!r} of {label.op} was modified in place{when} before its "
+        f"saved tensor {entry.name!r} of {entry.op} was modified in place{when} before its "
         f"backward ran: it is at version {guard._version}, and was saved at version "
         f"{saved_at}. The gradient would be wrong. Write out of place, or into a clone of it."
     )

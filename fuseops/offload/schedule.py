@@ -10,7 +10,6 @@ chain of forward calls.
 All points are points of the host program. The lanes are never asked for the time.
 """
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, cast
@@ -61,7 +60,6 @@ class Schedule:
         self.closed = False  # no boundary will come any more
         self.order = Order()
         self.stats = Stats()
-        self.lock = threading.RLock()
         self._live: dict[OrderKey, LayerRun] = {}
         self._leaving: deque[Bundle] = deque()  # sources not let go yet, by due boundary
         self._now = 0  # boundaries passed

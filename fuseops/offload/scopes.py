@@ -30,8 +30,8 @@ from .codes import Coding
 from .lanes.devices import lanes_of
 from .nesting import Disabled, Guarded, PackHook, belongs_to_checkpoint, enclosing, take_out
 from .policy import DEFAULT_MIN_BYTES, too_small
-from .reasons import HELD_ANYWAY, PARAMETER, Owned, TensorFacts, mark_on, why_keep, why_not_plain
-from .records import Handle, Kept, Label, Moved, Mover, Record
+from .reasons import HELD_ANYWAY, PARAMETER, Owned, mark_on, why_keep, why_not_plain
+from .records import Handle, Kept, Moved, Mover, Record
 from .report import KEPT, MISSED, MOVED, SHARED, Entry, Ledger, Report
 from .schedule import LayerRun, Schedule
 from .storages import StorageMap
@@ -50,7 +50,6 @@ class Judged(NamedTuple):
     room.
     """
 
-    label: Label
     entry: Entry  # for the report: moved, or kept for what reason
     saved: SavedName | None  # its id stands for it and for the modules that save it
     coding: Coding | None = None  # how it leaves, if not as it is
@@ -141,8 +140,7 @@ class Scope(Guarded):
             return self._keep(t, as_named(known), aside, _bytes_of(t))
         record = records.find(t) if self._goes_along else None
         if record is not None:
-            named = as_named(known)
-            return self._share(t, Label(named.name, named.op), named.also, record)
+            return self._share(t, as_named(known), record)
         storage = t.untyped_storage()
         which: tuple[Any, ...] = (id(known), marks.mark_of(t), marks.module_changes)
         judged = self._judged_promised
@@ -179,9 +177,8 @@ class Scope(Guarded):
         if coding:
             why += "; as float8 codes" if isinstance(coding, Coding) else f"; exact: {coding}"
         entry = self._entry(t, named, decision, reason or why, nbytes)
-        label = Label(named.name, named.op)
         saved = known if isinstance(known, SavedName) else None
-        return Judged(label, entry, saved, coding if isinstance(coding, Coding) else None)
+        return Judged(entry, saved, coding if isinstance(coding, Coding) else None)
 
     def _coding(self, t: Tensor, named: Named) -> Coding | str:
         """How t is quantized before it leaves, or why it is not: "" where nobody asks for it."""
@@ -189,26 +186,37 @@ class Scope(Guarded):
 
     def _reason(self, t: Tensor, named: Named) -> tuple[str | None, str]:
         """Why t stays, or None; and why it is moved then."""
+        mark = mark_on(t, named)
+        reason = why_keep(t, named, self._owned, mark, self._moves_from_cuda(t))
+        if reason is not None or mark == marks.OFFLOAD:
+            return reason, "marked offload"
+        return self._by_policy(t, named)
+
+    def _moves_from_cuda(self, t: Tensor) -> bool:
+        """Whether what leaves, t included, lies on CUDA devices: what lies on the CPU stays then."""
+        raise NotImplementedError
+
+    def _by_policy(self, t: Tensor, named: Named) -> tuple[str | None, str]:
+        """The same, of what neither a mark nor the model decides."""
         raise NotImplementedError
 
     def _do(self, t: Tensor, storage: torch.UntypedStorage, found: Judged) -> Handle:
-        label, entry = found.label, found.entry
+        entry = found.entry
         if entry.decision == MOVED:
             handle = self._move(t, found)
             if not isinstance(handle, str):
                 return handle
             entry = entry._replace(decision=KEPT, reason=handle)
-        self._stays(storage, label)
+        self._stays(storage, entry.name)
         if entry.nbytes and not self._counts(storage, entry.reason):
             entry = entry._replace(nbytes=0)
-        self._ledger.saw(entry)
-        return self._kept(t, label)
+        return self._kept(t, entry)
 
     def _move(self, t: Tensor, found: Judged) -> Handle | str:
         """Have its storage leave; or why it stays."""
         raise NotImplementedError
 
-    def _stays(self, storage: torch.UntypedStorage, label: Label) -> None:
+    def _stays(self, storage: torch.UntypedStorage, name: str) -> None:
         """Is told of every storage that was judged and stays."""
 
     def _moved(self, t: Tensor, found: Judged, mover: Mover, call: LayerRun | None) -> Handle | str:
@@ -217,18 +225,19 @@ class Scope(Guarded):
         if isinstance(record, str):
             return record
         self._ledger.moved(found.entry, record)
-        return Moved(t, found.label, record, record.call, self._ledger)
+        return Moved(t, found.entry, record, record.call, self._ledger)
 
     def _call_of(self, record: Record) -> LayerRun:
         """The call that saves one more tensor in the storage of a record."""
         return record.call
 
-    def _share(self, t: Tensor, label: Label, also: tuple[str, ...], record: Record) -> Handle:
+    def _share(self, t: Tensor, named: Named | Entry, record: Record) -> Handle:
         """One more saved tensor lies in a storage that leaves."""
         call, why = self._call_of(record), f"in the storage of {record.name}"
-        self._ledger.saw(Entry(*label, tuple(t.shape), t.dtype, 0, SHARED, why, also))
+        entry = self._entry(t, named, SHARED, why, 0)
+        self._ledger.saw(entry)
         record.mover.share(call, record.item)
-        return Moved(t, label, record, call, self._ledger)
+        return Moved(t, entry, record, call, self._ledger)
 
     def _why_aside(self, t: Tensor) -> str | None:
         if t.is_cuda and torch_private.is_capturing():
@@ -247,14 +256,16 @@ class Scope(Guarded):
         self._counted.set(storage, True)
         return True
 
-    def _keep(self, t: Tensor, named: Named, reason: str, nbytes: int) -> Handle:
-        self._ledger.saw(self._entry(t, named, KEPT, reason, nbytes))
-        return self._kept(t, Label(named.name, named.op))
+    def _keep(self, t: Tensor, named: Named | Entry, reason: str, nbytes: int) -> Handle:
+        return self._kept(t, self._entry(t, named, KEPT, reason, nbytes))
 
-    def _kept(self, t: Tensor, label: Label) -> Kept:
-        return Kept(t, label, self._ledger)
+    def _kept(self, t: Tensor, entry: Entry) -> Kept:
+        self._ledger.saw(entry)
+        return Kept(t, entry, self._ledger)
 
-    def _entry(self, t: Tensor, named: Named, decision: str, reason: str, nbytes: int) -> Entry:
+    def _entry(
+        self, t: Tensor, named: Named | Entry, decision: str, reason: str, nbytes: int
+    ) -> Entry:
         if self.in_checkpoint and decision == MOVED:
             reason += "; instead of recompute by checkpoint"
         shape = tuple(t.shape)
@@ -287,23 +298,22 @@ class _ToHost(Scope):
     def _known_of(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
         return self._owned.storages.get(storage), self._on_gpu
 
-    def _reason(self, t: Tensor, named: Named) -> tuple[str | None, str]:
+    def _moves_from_cuda(self, t: Tensor) -> bool:
         self._on_gpu = self._on_gpu or t.is_cuda
-        mark = mark_on(t, named)
-        reason = why_keep(t, named, TensorFacts(self._owned, mark, self._on_gpu))
-        if reason is not None or mark == marks.OFFLOAD:
-            return reason, "marked offload"
+        return self._on_gpu
+
+    def _by_policy(self, t: Tensor, named: Named) -> tuple[str | None, str]:
         small = too_small(t.untyped_storage().nbytes(), self._min_bytes)
         return small, f"min_bytes={self._min_bytes} reached"
 
     def _move(self, t: Tensor, found: Judged) -> Handle | str:
         record = records.find(t)
         if record is not None:
-            return self._share(t, found.label, found.entry.also, record)
+            return self._share(t, found.entry, record)
         mover = self._movers.get(t.device) or self._new_mover(t.device)
         handle = self._moved(t, found, mover, None)
         if isinstance(handle, str):
-            log.warning("%s stays: %s", found.label.name, handle)
+            log.warning("%s stays: %s", found.entry.name, handle)
         return handle
 
 

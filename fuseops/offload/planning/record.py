@@ -21,19 +21,16 @@ from fuseops import torch_private
 from fuseops.observe.labels import Labels, Named
 from fuseops.observe.memory import Meter, outside_bytes, tensors_in
 from fuseops.observe.travel import TRAVEL
-from fuseops.offload import marks
 from fuseops.offload.codes import Coding, coded_bytes, coding_of, exact_by_name
 from fuseops.offload.policy import Candidate, Policy, Quota
 from fuseops.offload.reasons import (
     BUFFER,
     HELD_ANYWAY,
     PARAMETER,
-    TensorFacts,
-    mark_on,
-    why_keep,
     why_not_plain,
 )
-from fuseops.offload.records import Handle, Kept, Label
+from fuseops.offload.records import Handle, Kept
+from fuseops.offload.report import KEPT
 from fuseops.offload.scopes import Scope
 from fuseops.offload.storages import StorageMap
 from fuseops.torch_private import WeakStorage, storage_key
@@ -131,23 +128,22 @@ class _Recording(Scope):
         odd = None if torch_private.is_fake(t) else why_not_plain(t)
         if odd is None and torch_private.in_backward():
             odd = "recomputed by checkpoint"
-        handle = _Noted(t, Label(named.name, named.op), self._ledger)
+        handle = _Noted(t, self._entry(t, named, KEPT, odd or "recorded", 0), self._ledger)
         handle.recorder, handle.call = self._recorder, self._recorder.running_call
         handle.storage = None
         if odd is None:
             handle.storage = self._recorder.saved(t, named, self)
         return handle
 
-    def why(self, t: Tensor, named: Named, policy: Policy, quota: Quota) -> str | None:
+    def why(self, t: Tensor, named: Named) -> str | None:
         """Why t would stay under any plan."""
-        owner = self._recorder.owner_of(t)
-        if owner is not None:
-            return owner
-        facts = TensorFacts(self._owned, mark_on(t, named), self._recorder.on_gpu)
-        reason = why_keep(t, named, facts)
-        if reason is not None or facts.mark == marks.OFFLOAD:
-            return reason
-        return policy.why_keep(Candidate.of(t, named.name, named.op, named.also), quota)
+        return self._recorder.owner_of(t) or self._reason(t, named)[0]
+
+    def _moves_from_cuda(self, t: Tensor) -> bool:
+        return self._recorder.on_gpu
+
+    def _by_policy(self, t: Tensor, named: Named) -> tuple[str | None, str]:
+        return self._recorder.by_policy(Candidate.of(t, named.name, named.op, named.also)), ""
 
 
 class Recorder:
@@ -199,6 +195,10 @@ class Recorder:
         """Whether t lies in a parameter or buffer, fake ones included."""
         return self._owned.get(t.untyped_storage())
 
+    def by_policy(self, candidate: Candidate) -> str | None:
+        """Why the policy keeps what the running call saves, or None."""
+        return self.policy.why_keep(candidate, self._quotas[self.running_call])
+
     # --- the step
 
     @contextmanager
@@ -237,7 +237,7 @@ class Recorder:
         known = self._by_storage.get(storage)
         if known is None:
             call = self.running_call
-            why = scope.why(t, named, self.policy, self._quotas[call])
+            why = scope.why(t, named)
             if why is None and call < 0:
                 why = "outside of the layers"
             codes = self._codes(t, named) if why is None else 0
