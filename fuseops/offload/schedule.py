@@ -12,7 +12,7 @@ All points are points of the host program. The lanes are never asked for the tim
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from .lanes.arena import aligned
 from .lanes.protocol import Buf, Event, Lanes, NoRoomError
@@ -28,6 +28,8 @@ ALONE = OrderKey("", 0)  # of what leaves by itself: it is in no order
 LAST_GROUP = "last group before backward begins"
 
 Decision = Literal["keep", "offload", "quantize", "recompute", "dispatch"]
+KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, DISPATCH = get_args(Decision)
+MADE_AGAIN = (RECOMPUTE, DISPATCH)
 
 
 class Schedule:

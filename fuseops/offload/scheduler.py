@@ -22,9 +22,9 @@ from fuseops.words import plural
 from .arguments import one_of, parse_bytes, whole_number
 from .lanes.devices import make_lanes
 from .layers import EnterHook, Interrupted, LayerScope, LeaveHook
-from .planning.decided import DISPATCH, MADE_AGAIN
+from .planning.decided import OffloadPlan
 from .planning.hardware import Hardware
-from .planning.plan import OffloadPlan, plan
+from .planning.plan import plan
 from .planning.simulate import DEFAULT
 from .planning.together import (
     check_alike,
@@ -37,7 +37,7 @@ from .policy import Policy
 from .recompute import Recomputed, recompute_whole
 from .records import Mover
 from .report import MISSED, Entry, Report
-from .schedule import Decision, LayerRun, Schedule
+from .schedule import DISPATCH, MADE_AGAIN, Decision, LayerRun, Schedule
 
 NOT_CALLED = "not called, or only inside a compiled region, which runs no hooks: compile the layers"
 

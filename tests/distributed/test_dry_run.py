@@ -19,9 +19,9 @@ import fuseops as fo
 from fuseops import offload
 from fuseops.distributed import ExpertParallel
 from fuseops.observe.travel import travel
-from fuseops.offload.planning.decided import DISPATCH
 from fuseops.offload.planning.plan import dropping
 from fuseops.offload.planning.profile import Profile
+from fuseops.offload.schedule import DISPATCH
 
 RANKS, D, TOKENS, TOP_K, LAYERS = 4, 32, 64, 2, 3
 

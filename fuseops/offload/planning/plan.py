@@ -1,19 +1,16 @@
-"""A plan: for every saved tensor whether it stays, leaves or is made again, with the reason, and what
-the step will cost.
+"""Makes plans: of a model, or of a step that was profiled.
 
-    plan = offload.plan(model, batch, peak="11GiB")
-    print(plan.explain())
-    with offload.Scheduler(model, layers=plan.layers, plan=plan): ...
+plan = offload.plan(model, batch, peak="11GiB")
+print(plan.explain())
+with offload.Scheduler(model, layers=plan.layers, plan=plan): ...
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,16 +20,16 @@ from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs
 from fuseops.offload.arguments import one_of, parse_bytes, whole_number
 from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
+from fuseops.offload.schedule import DISPATCH, KEEP, OFFLOAD, QUANTIZE, RECOMPUTE
 from fuseops.ops import scopes
 from fuseops.ops.permute import Permute
 from fuseops.words import size
 
-from . import html, text, trace
 from .cost_model import Choice, CostModel
-from .decided import DISPATCH, KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, Decided, PlannedTensor
+from .decided import OffloadPlan, PlannedTensor
 from .hardware import Hardware
 from .planner import NOTHING, UNLIMITED, Limits, solve
-from .profile import Profile
+from .profile import Profile, Recompute
 from .simulate import DEFAULT, LinkSettings, Simulation, simulate
 from .step import STAGES, ProfiledStep, dry_run, layers_of, silent
 from .step import record as recorded
@@ -45,47 +42,6 @@ NEAR = 16 << 20  # bytes too many that are much the same where nothing fits
 SLOWER = (1.0, 1.01, 1.02, 1.05, 1.1, 1.3, 2.0)  # of copies, until the simulation has no stall
 STALL = 1e-6  # seconds that are none
 CODED = (0.125, 0.25, 0.5, 0.75, 1.0)  # shares of what may be rounded that are tried
-
-
-class OffloadPlan(Decided):
-    """What to do with every saved tensor of a step, and what that will cost."""
-
-    def explain(self, every: bool = False, wide: bool = False, width: int = 100) -> str:
-        """Budget, prediction, and the tensors of each decision and reason, with their bytes.
-
-        every: one line a tensor; otherwise equal decisions for equal tensors of layers share one.
-        wide: when what leaves is on the link, out and back, and how long before it is read.
-        width: columns of the text, beside which names of tensors and times may reach.
-        """
-        return text.report(self, every, wide, width)
-
-    __str__ = explain
-
-    def __repr__(self) -> str:
-        return (
-            f"OffloadPlan({self.profile.model}, offload {size(self.bytes_of(OFFLOAD) + self.bytes_of(QUANTIZE))}, "
-            f"recompute {size(self.bytes_of(RECOMPUTE))}, dispatch {size(self.bytes_of(DISPATCH))}, "
-            f"peak {size(self.before.peak)} -> {size(self.after.peak)})"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data with a schema_version."""
-        return text.as_json(self)
-
-    def save_trace(self, path: str | Path) -> None:
-        """A timeline for chrome://tracing or ui.perfetto.dev: the lanes, and bytes on the device."""
-        Path(path).write_text(json.dumps(trace.trace(self)), encoding="utf-8")
-
-    def to_html(self) -> str:
-        """A page of its own: timeline, bytes, table."""
-        return html.page(self)
-
-    def save_html(self, path: str | Path) -> None:
-        """Write `to_html()` to a file."""
-        Path(path).write_text(self.to_html(), encoding="utf-8")
-
-    def _repr_html_(self) -> str:
-        return html.fragment(self)
 
 
 def plan(
@@ -174,8 +130,28 @@ def plan_profile(
     """Plan for a profile that is there already.  settings: default: whichever lag serves best."""
     lags = LAGS if len(profile.saved) <= FEW else LAGS[1:2]
     tried = [DEFAULT._replace(lag=lag) for lag in lags] if settings is None else [settings]
-    solutions = (_solve(profile, hardware, limits, each) for each in tried)
-    return _plan_of(min(solutions, key=lambda s: s.cost(limits)), hardware, limits, layers)
+    planners = [_Planner(profile, hardware, limits, each) for each in tried]
+    best, planner = min(
+        ((planner.solve(), planner) for planner in planners), key=lambda found: found[0].cost
+    )
+    return planner.plan(best, layers)
+
+
+def dropping(plan: OffloadPlan, again: Collection[tuple[str, str]]) -> OffloadPlan:
+    """The plan where this is made again too, or instead.   again: (kind, name) of groups of the profile"""
+    profile = plan.profile
+    planner = _Planner(profile, plan.hardware, plan.limits, plan.settings)
+    coded = frozenset(t.name for t in plan.tensors if t.decision == QUANTIZE)
+    model = planner.model(coded)
+    groups = {g: profile.recompute[k] for g, k in enumerate(model.groups)}
+    drop = {g for g, group in groups.items() if (group.kind, group.name) in again}
+    rivals = frozenset[int]().union(*(model.rivals[g] for g in drop))
+    drop |= {g for g, group in groups.items() if group in plan.dropped and g not in rivals}
+    gone = frozenset[int]().union(*(model.members[g] for g in drop))
+    leaves = {k for k, t in enumerate(plan.tensors) if t.decision in (OFFLOAD, QUANTIZE)}
+    leave = {n for n, saved in enumerate(model.items) if n not in gone and leaves & {*saved}}
+    solved = planner.run(model, Choice(frozenset(leave), frozenset(drop)))
+    return planner.plan(solved._replace(free=plan.free), plan.layers)
 
 
 HOW = {"module": "with its whole layer", "op": "by its op", "dispatch": "sent again to its experts"}
@@ -185,163 +161,149 @@ HOW = {"module": "with its whole layer", "op": "by its op", "dispatch": "sent ag
 class _Solved(NamedTuple):
     """A choice, and the step under it as the schedule itself runs it.
 
+    cost  what makes one better than another: fitting, then little time, then few bytes moved, or where there is no
+          budget a low peak, then the greater lag: copies have more time than they need
     free  bytes that could leave without a stall
     """
 
     model: CostModel
     choice: Choice
     after: Simulation
+    cost: tuple[float, ...]
     free: int = 0
 
-    @classmethod
-    def of(cls, model: CostModel, choice: Choice, hardware: Hardware) -> _Solved:
+
+class _Planner(NamedTuple):
+    """Plans one profile: a cost model, what the search finds with it, the schedule's own run as the judge, a plan."""
+
+    profile: Profile
+    hardware: Hardware
+    limits: Limits
+    settings: LinkSettings
+
+    def model(self, coded: frozenset[str] = frozenset(), slower: float = 1.0) -> CostModel:
+        """What the search asks, where copies take `slower` times as long as they do."""
+        return CostModel(self.profile, self.hardware.slower(slower), self.settings, coded)
+
+    def run(self, model: CostModel, choice: Choice) -> _Solved:
+        """The step under a choice."""
         leave = [k for item in choice.leave for k in model.items[item]]
         drop = [model.groups[g] for g in choice.drop]
         after = simulate(
-            model.profile, leave, hardware, model.settings, recompute=drop, coded=model.coded
+            *(self.profile, leave, self.hardware, self.settings),
+            recompute=drop,
+            coded=model.coded,
         )
-        return cls(model, choice, after)
+        excess = self.limits.excess(after.peak, after.host)
+        nbytes = after.peak if self.limits.peak is None else after.moved
+        cost = (-(-excess // NEAR), round(after.seconds, 5), nbytes, -self.settings.lag)
+        return _Solved(model, choice, after, cost)
 
-    def cost(self, limits: Limits) -> tuple[float, ...]:
-        """What makes one better than another: fitting, then little time, then few bytes moved, or
-        where there is no budget a low peak, then the greater lag: copies have more time than they
-        need.
+    # --- choosing
+
+    def solve(self) -> _Solved:
+        """The best that was found."""
+        found = free = self._free()
+        if self.limits.peak is not None:
+            found = self._within(frozenset())
+            if free.after.peak <= self.limits.peak:
+                found = min(found, free, key=lambda s: s.cost)
+            found = self._as_codes(found)
+        return found._replace(free=free.after.moved)
+
+    def _as_codes(self, exact: _Solved) -> _Solved:
+        """Some of what may be rounded leaves as codes, evenly over the step, where that is better than none: no more
+        of it than serves.
         """
-        after, (peak, host) = self.after, limits
-        excess = 0 if peak is None else max(after.peak - peak, 0)
-        excess += 0 if host is None else max(after.host - host, 0)
-        nbytes = after.peak if peak is None else after.moved
-        return -(-excess // NEAR), round(after.seconds, 5), nbytes, -self.model.settings.lag
+        names = list(dict.fromkeys(saved.name for saved in self.profile.saved if saved.codes))
+        found = exact
+        for share in CODED if names and exact.after.seconds > self.profile.seconds + STALL else ():
+            count = max(1, round(share * len(names)))
+            some = frozenset(names[len(names) * n // count] for n in range(count))
+            found = min(found, self._within(some), key=lambda s: s.cost)
+        return found
 
+    def _free(self) -> _Solved:
+        """All that leaves without a stall. The simulation says what that is: it knows, as the model does
+        not, that copies out and back at once are slower.
+        """
+        for slower in SLOWER:
+            model = self.model(slower=slower)
+            found = self.run(model, solve(model, Limits(None, self.limits.host)).choice)
+            if found.after.stall <= STALL:
+                return found
+        return self.run(model, NOTHING)
 
-def _plan_of(
-    solved: _Solved, hardware: Hardware, limits: Limits, layers: tuple[str, ...]
-) -> OffloadPlan:
-    model = solved.model
-    profile, settings = model.profile, model.settings
-    dropped = [profile.recompute[model.groups[g]] for g in sorted(solved.choice.drop)]
-    result = OffloadPlan(
-        profile,
-        hardware,
-        settings,
-        limits,
-        tuple(_planned(solved, limits)),
-        simulate(profile, (), hardware, settings),
-        solved.after,
-        free=solved.free,
-        layers=layers,
-        dropped=tuple(dropped),
-    )
-    warnings = tuple(_warnings(result, model))
-    for warning in warnings:
-        log.info("%s: %s", profile.model, warning)
-    return replace(result, warnings=warnings)
+    def _within(self, coded: frozenset[str]) -> _Solved:
+        """The least stall within the limits, where these names leave as codes. What bundles cost beyond the model's
+        prediction is taken off the budget.
+        """
+        model = self.model(coded)
+        peak = asked = self.limits.peak or 0
+        for _ in range(3):
+            solution = solve(model, Limits(asked, self.limits.host))
+            found = self.run(model, solution.choice)
+            if found.after.peak <= peak or not solution.fits:
+                break
+            asked -= found.after.peak - peak
+        return found
 
+    # --- the plan
 
-def dropping(plan: OffloadPlan, again: Collection[tuple[str, str]]) -> OffloadPlan:
-    """The plan where this is made again too, or instead.   again: (kind, name) of groups of the profile"""
-    profile, hardware, settings = plan.profile, plan.hardware, plan.settings
-    coded = frozenset(t.name for t in plan.tensors if t.decision == QUANTIZE)
-    model = CostModel(profile, hardware, settings, coded)
-    groups = {g: profile.recompute[k] for g, k in enumerate(model.groups)}
-    drop = {g for g, group in groups.items() if (group.kind, group.name) in again}
-    rivals = frozenset[int]().union(*(model.rivals[g] for g in drop))
-    drop |= {g for g, group in groups.items() if group in plan.dropped and g not in rivals}
-    gone = frozenset[int]().union(*(model.members[g] for g in drop))
-    leaves = {k for k, t in enumerate(plan.tensors) if t.decision in (OFFLOAD, QUANTIZE)}
-    leave = {n for n, saved in enumerate(model.items) if n not in gone and leaves & {*saved}}
-    solved = _Solved.of(model, Choice(frozenset(leave), frozenset(drop)), hardware)
-    return _plan_of(solved._replace(free=plan.free), hardware, plan.limits, plan.layers)
-
-
-def _solve(profile: Profile, hardware: Hardware, limits: Limits, settings: LinkSettings) -> _Solved:
-    found = free = _free(profile, hardware, settings, limits.host)
-    if limits.peak is not None:
-        found = _within(CostModel(profile, hardware, settings), limits, hardware)
-        if free.after.peak <= limits.peak:
-            found = min(found, free, key=lambda s: s.cost(limits))
-        found = _as_codes(found, limits, hardware)
-    return found._replace(free=free.after.moved)
-
-
-def _as_codes(exact: _Solved, limits: Limits, hardware: Hardware) -> _Solved:
-    """Some of what may be rounded leaves as codes, evenly over the step, where that is better than none: no more of it
-    than serves.
-    """
-    profile, settings = exact.model.profile, exact.model.settings
-    names = list(dict.fromkeys(saved.name for saved in profile.saved if saved.codes))
-    found = exact
-    for share in CODED if names and exact.after.seconds > profile.seconds + STALL else ():
-        count = max(1, round(share * len(names)))
-        some = frozenset(names[len(names) * n // count] for n in range(count))
-        model = CostModel(profile, hardware, settings, some)
-        found = min(found, _within(model, limits, hardware), key=lambda s: s.cost(limits))
-    return found
-
-
-def _free(
-    profile: Profile, hardware: Hardware, settings: LinkSettings, host: int | None
-) -> _Solved:
-    """All that leaves without a stall. The simulation says what that is: it knows, as the model does
-    not, that copies out and back at once are slower.
-    """
-    for slower in SLOWER:
-        model = CostModel(profile, hardware.slower(slower), settings)
-        found = _Solved.of(model, solve(model, Limits(None, host)).choice, hardware)
-        if found.after.stall <= STALL:
-            return found
-    return _Solved.of(model, NOTHING, hardware)
-
-
-def _within(model: CostModel, limits: Limits, hardware: Hardware) -> _Solved:
-    """The least stall within the limits. What bundles cost beyond the model's prediction is taken
-    off the budget.
-    """
-    peak = asked = limits.peak or 0
-    for _ in range(3):
-        solution = solve(model, Limits(asked, limits.host))
-        found = _Solved.of(model, solution.choice, hardware)
-        if found.after.peak <= peak or not solution.fits:
-            break
-        asked -= found.after.peak - peak
-    return found
-
-
-def _planned(solved: _Solved, limits: Limits) -> Iterator[PlannedTensor]:
-    model, choice, after, _ = solved
-    profile = model.profile
-    leave = {k for item in choice.leave for k in model.items[item]}
-    dropped = {
-        k: profile.recompute[model.groups[g]]
-        for g in choice.drop
-        for k in profile.recompute[model.groups[g]].saved
-    }
-    for k, saved in enumerate(profile.saved):
-        window, decision = after.windows.get(k), KEEP
-        if k in dropped:
-            group = dropped[k]
-            decision = DISPATCH if group.kind == "dispatch" else RECOMPUTE
-            reason = f"{HOW[group.kind]}, {group.seconds * 1e3:.2f} ms"
-        elif k in leave and k not in after.stayed:
-            decision = OFFLOAD
-            reason = "the link has room" if window and window.slack >= 0 else "the peak needs it"
-            if saved.codes and saved.name in model.coded:
-                decision = QUANTIZE
-                reason = f"leaves as float8 codes, {saved.codes / saved.nbytes:.3f} of its bytes"
-        elif k in leave:
-            reason = after.stayed[k]
-        elif saved.why is not None:
-            reason = saved.why
-        elif k not in model.of_saved:
-            reason = model.stays.get(k, "its layer has no backward")
-        else:
-            spare = "the link has no more room", "not needed for the peak"
-            reason = spare[limits.peak is not None]
-        layer = profile.calls[saved.call].layer if saved.call >= 0 else ""
-        yield PlannedTensor(
-            *(saved.name, saved.op, layer, saved.nbytes, saved.shape, saved.dtype),
-            *(decision, reason, window),
+    def plan(self, solved: _Solved, layers: tuple[str, ...]) -> OffloadPlan:
+        """What was solved, with the reason for every saved tensor."""
+        profile, model = self.profile, solved.model
+        dropped = [profile.recompute[model.groups[g]] for g in sorted(solved.choice.drop)]
+        result = OffloadPlan(
+            *(profile, self.hardware, self.settings, self.limits),
+            tuple(self._planned(solved)),
+            simulate(profile, (), self.hardware, self.settings),
+            solved.after,
+            free=solved.free,
+            layers=layers,
+            dropped=tuple(dropped),
         )
+        warnings = tuple(_warnings(result, model))
+        for warning in warnings:
+            log.info("%s: %s", profile.model, warning)
+        return replace(result, warnings=warnings)
+
+    def _planned(self, solved: _Solved) -> Iterator[PlannedTensor]:
+        profile = self.profile
+        dropped = {
+            k: profile.recompute[solved.model.groups[g]]
+            for g in solved.choice.drop
+            for k in profile.recompute[solved.model.groups[g]].saved
+        }
+        for k, saved in enumerate(profile.saved):
+            decision, reason = self._decision(solved, k, dropped.get(k))
+            layer = profile.calls[saved.call].layer if saved.call >= 0 else ""
+            yield PlannedTensor(
+                *(saved.name, saved.op, layer, saved.nbytes, saved.shape, saved.dtype),
+                *(decision, reason, solved.after.windows.get(k)),
+            )
+
+    def _decision(self, solved: _Solved, k: int, group: Recompute | None) -> tuple[str, str]:
+        """What becomes of a saved storage, and why.  group: with which it is made again"""
+        model, after, saved = solved.model, solved.after, self.profile.saved[k]
+        if group is not None:
+            decision = DISPATCH if group.kind == "dispatch" else RECOMPUTE
+            return decision, f"{HOW[group.kind]}, {group.seconds * 1e3:.2f} ms"
+        if model.of_saved.get(k) in solved.choice.leave:
+            if k in after.stayed:
+                return KEEP, after.stayed[k]
+            if saved.codes and saved.name in model.coded:
+                share = saved.codes / saved.nbytes
+                return QUANTIZE, f"leaves as float8 codes, {share:.3f} of its bytes"
+            window = after.windows.get(k)
+            free = window is not None and window.slack >= 0
+            return OFFLOAD, "the link has room" if free else "the peak needs it"
+        if saved.why is not None:
+            return KEEP, saved.why
+        if k not in model.of_saved:
+            return KEEP, model.stays.get(k, "its layer has no backward")
+        spare = "the link has no more room", "not needed for the peak"
+        return KEEP, spare[self.limits.peak is not None]
 
 
 def _warnings(plan: OffloadPlan, model: CostModel) -> Iterator[str]:

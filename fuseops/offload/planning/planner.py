@@ -28,6 +28,11 @@ class Limits(NamedTuple):
     peak: int | None = None
     host: int | None = None
 
+    def excess(self, peak: int, host: int) -> int:
+        """By how many bytes a step is beyond them."""
+        used = ((peak, self.peak), (host, self.host))
+        return sum(max(nbytes - limit, 0) for nbytes, limit in used if limit is not None)
+
 
 UNLIMITED = Limits()
 
@@ -95,11 +100,7 @@ def solve(model: CostModel, limits: Limits) -> Solution:
 def judge(model: CostModel, limits: Limits, choice: Choice) -> Solution:
     """What a choice costs, and how far it is from the limits."""
     prediction = model.predict(choice)
-    excess = sum(
-        max(used - limit, 0)
-        for used, limit in ((prediction.peak, limits.peak), (prediction.host, limits.host))
-        if limit is not None
-    )
+    excess = limits.excess(prediction.peak, prediction.host)
     moved = -prediction.host if limits.peak is None else prediction.host
     return Solution(choice, prediction, SolutionKey(excess, prediction.seconds, moved))
 
