@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from .schedule import Decision, LayerRun
 from .scopes import Judged, Scope, dispatch_again, recompute
 from .storages import StorageMap
 
+T = TypeVar("T")
 SCOPES = {"recompute": recompute, "dispatch": dispatch_again}
 """Of a decision for what an op in a layer saves: what the layer runs in."""
 
@@ -293,33 +294,33 @@ class _Begin:
         self.mover.backward(self.call)
 
 
-class Hook:
+class Hook(Generic[T]):
     """A module hook of a scheduler. A copy or a pickle of the model comes without the scheduler."""
 
-    def __init__(self, scope: LayerScope | None = None) -> None:
-        self.scope = scope
+    def __init__(self, owner: T | None = None) -> None:
+        self.owner = owner
 
-    def __deepcopy__(self, memo: Any) -> "Hook":
+    def __deepcopy__(self, memo: Any) -> Self:
         return type(self)()
 
     def __reduce__(self) -> Any:
         return type(self), ()
 
 
-class EnterHook(Hook):
+class EnterHook(Hook[LayerScope]):
     """Before a forward."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.scope is not None and not torch.compiler.is_compiling():
-            self.scope.enter(module)
+        if self.owner is not None and not torch.compiler.is_compiling():
+            self.owner.enter(module)
 
 
-class LeaveHook(Hook):
+class LeaveHook(Hook[LayerScope]):
     """After a forward."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.scope is not None and not torch.compiler.is_compiling():
-            self.scope.leave(module, output)
+        if self.owner is not None and not torch.compiler.is_compiling():
+            self.owner.leave(module, output)
 
 
 class Interrupted:

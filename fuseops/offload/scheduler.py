@@ -21,7 +21,7 @@ from fuseops.words import plural
 
 from .arguments import one_of, parse_bytes, whole_number
 from .lanes.devices import make_lanes
-from .layers import EnterHook, Interrupted, LayerScope, LeaveHook
+from .layers import EnterHook, Hook, Interrupted, LayerScope, LeaveHook
 from .planning.decided import OffloadPlan
 from .planning.hardware import Hardware
 from .planning.plan import plan
@@ -325,26 +325,17 @@ def decisions_of(plan: Any) -> Mapping[str, Decision]:
     return cast("Mapping[str, Decision]", found)
 
 
-class PlanHook:
+class PlanHook(Hook[Scheduler]):
     """Before the first forward of the model."""
 
-    def __init__(self, scheduler: Scheduler | None = None) -> None:
-        self.scheduler = scheduler
-
-    def __deepcopy__(self, memo: Any) -> "PlanHook":
-        return PlanHook()
-
-    def __reduce__(self) -> Any:
-        return PlanHook, ()
-
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        scheduler, self.scheduler = self.scheduler, None
+        scheduler, self.owner = self.owner, None
         if scheduler is None:
             return
         if torch.is_grad_enabled():
             scheduler.make_plan(args, kwargs)
         else:
-            self.scheduler = scheduler  # an evaluation
+            self.owner = scheduler  # an evaluation
 
 
 torch_private.never_compile(PlanHook.__call__)

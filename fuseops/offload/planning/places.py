@@ -83,11 +83,10 @@ class Places:
         back = fetched  # where its bytes are there again
         if k in self.codes:
             # Its own bytes go at once, those of the codes at the release; they come back beside the codes.
-            reads = [saved.read, *(again.read for again in saved.again)]
-            back = min(reads)
+            back = min(saved.reads)
             holes.append(Hole(saved.held, back, saved.nbytes))
             holes.append(Hole(saved.at, max(sent, released), -self.codes[k]))
-            holes.append(Hole(fetched, max(reads), -self.codes[k]))
+            holes.append(Hole(fetched, max(saved.reads), -self.codes[k]))
         elif self.is_small(k):
             # Gathered: its own bytes go at once, those of the transfer at the release.
             gone, staged = max(sent, saved.held), max(sent, released)
@@ -141,8 +140,7 @@ class Places:
                 small = [s for s in own if s in movable and self.is_small(s)]
                 self.events += [(SEND, saved, position) for saved in small]
             elif what in ("read", "reread") and k in movable:
-                reads = [self.profile.saved[k].read, *(a.read for a in self.profile.saved[k].again)]
-                last = position == max(reads)
+                last = position == max(self.profile.saved[k].reads)
                 self.events.append((LAST if last else READ, k, position))
 
 

@@ -89,7 +89,7 @@ def solve(model: CostModel, limits: Limits) -> Solution:
     if search.has_more and found.key.seconds > nothing.key.seconds:
         found = min(found, search.beyond_free(nothing), key=lambda s: s.key)
     for drop in search.few_drops() if search.is_small else search.spread_drops():
-        start = search.judge(_with(NOTHING, drop, model))
+        start = search.judge(Choice(frozenset(), frozenset(drop)))
         if found.fits and start.key.seconds >= found.key.seconds:
             continue
         started = search.improve(search.grow(start, groups=search.is_small))
@@ -199,14 +199,14 @@ class _Search:
                 room = None if room is None else room - model.sent[k]
         return Choice(frozenset(leave), frozenset(groups))
 
-    def few_drops(self) -> Iterator[list[Move]]:
+    def few_drops(self) -> Iterator[tuple[int, ...]]:
         """Every one and every two groups that can be dropped together."""
         groups = range(len(self.model.groups))
         pairs = (p for p in combinations(groups, 2) if p[1] not in self.model.rivals[p[0]])
-        for few in (*((g,) for g in groups), *pairs):
-            yield [Move(None, g, 0, 0.0, 0.0) for g in few]
+        yield from ((g,) for g in groups)
+        yield from pairs
 
-    def spread_drops(self) -> Iterator[list[Move]]:
+    def spread_drops(self) -> Iterator[tuple[int, ...]]:
         """Some groups, evenly over those that lower the peak: the link is free in between."""
         if not self.has_more:
             return
@@ -223,7 +223,7 @@ class _Search:
                     n * len(groups) // count + len(groups) // (2 * count * first)
                     for n in range(count)
                 )
-                yield [Move(None, groups[place], 0, 0.0, 0.0) for place in places]
+                yield tuple(groups[place] for place in places)
 
     # --- filling
 

@@ -73,6 +73,11 @@ class Saved(NamedTuple):
     again: tuple[Again, ...] = ()
     codes: int = 0
 
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Positions at which the backward of each call that saves it reads it."""
+        return self.read, *(again.read for again in self.again)
+
 
 class LayerCall(NamedTuple):
     """One call of a layer: where its forward begins and ends, and where its backward begins (-1: it

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from fuseops.offload.scopes import dispatch_again, recompute
@@ -24,18 +23,18 @@ class SeenStep(NamedTuple):
     calls: tuple[LayerCall, ...]
 
 
-def recomputations(
-    seen: SeenStep, inside: Callable[[AbstractContextManager[None]], SeenStep]
-) -> tuple[Recompute, ...]:
-    """All of them. inside: the same step in a scope; asked for only where something saved could be made again."""
+def recomputations(seen: SeenStep, observe: Callable[[], SeenStep]) -> tuple[Recompute, ...]:
+    """All of them. observe: follows the same step once more; asked only where something saved could be made again."""
     ops = {s.op for s in seen.saved}
     able = {cls.__name__ for base in (FuseOp, FusedOp) for cls in _below(base) if cls.recomputes}
     sent = {cls.__name__ for cls in _below(FusedOp) if cls.again}
     found = list(_layers(seen))
     if ops & able:
-        found += _fields(seen, inside(recompute()), "op")
+        with recompute():
+            found += _fields(seen, observe(), "op")
     if ops & sent and any(op.lane == "network" for op in seen.ops):
-        found += _fields(seen, inside(dispatch_again()), "dispatch")
+        with dispatch_again():
+            found += _fields(seen, observe(), "dispatch")
     return tuple(found)
 
 

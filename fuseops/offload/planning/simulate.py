@@ -244,46 +244,30 @@ class _Step:
         self.lanes.free(self.made.pop(k))
 
     def _share(self, k: int, call: int) -> None:
-        if self._left(k):
+        if self.items[k].kept is None:  # else it is not the schedule's
             self.schedule.share(self.calls[call], self.items[k])
-
-    def _left(self, k: int) -> bool:
-        """Whether it is the schedule's: not if it stays after all."""
-        return self.items[k].kept is None
 
     def _read(self, k: int, _: int) -> None:
         self._reread(k, self.profile.saved[k].call)
 
     def _reread(self, k: int, call: int) -> None:
         item, before = self.items[k], self.lanes.now["compute"]
-        if k in self.as_codes:
-            self._decode(k, call)
-            return
-        if not self._left(k):
+        coded = k in self.as_codes
+        if item.kept is not None and not coded:
             if item.source is not None:
                 self.read[k] = simulated(item.source)
             return
-        buf, bundle = simulated(self.schedule.fetch(item)[0]), item.bundle
+        came = simulated(self.schedule.fetch(item)[0])
         if k not in self.read:
-            arrived = getattr(bundle and bundle.arrived, "seconds", before)
+            arrived = getattr(item.bundle and item.bundle.arrived, "seconds", before)
             self.ready[k] = (before, arrived)
-            self.lanes.hold(buf)  # by the op that reads it
-            self.read[k] = buf
-        self.schedule.used(item)
-        self.wanted.append(k)
-        self.done.append((call, k))
-
-    def _decode(self, k: int, call: int) -> None:
-        """Codes are read: what they stand for is there until the backward lets go of it."""
-        item, before = self.items[k], self.lanes.now["compute"]
-        codes = simulated(self.schedule.fetch(item)[0])
-        if k not in self.read:
-            self.ready[k] = (
-                before,
-                getattr(item.bundle and item.bundle.arrived, "seconds", before),
-            )
-            self.read[k] = self.lanes.alloc(self.profile.saved[k].nbytes, "device", item.name)
-        self._code(self.coding[k][1], codes, self.read[k])
+            if coded:  # what they stand for is there until the backward lets go of it
+                self.read[k] = self.lanes.alloc(self.profile.saved[k].nbytes, "device", item.name)
+            else:
+                self.lanes.hold(came)  # by the op that reads it
+                self.read[k] = came
+        if coded:
+            self._code(self.coding[k][1], came, self.read[k])
         self.schedule.used(item)
         self.wanted.append(k)
         self.done.append((call, k))

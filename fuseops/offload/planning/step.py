@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -104,10 +104,6 @@ def record(step: ProfiledStep, told: Progress = silent) -> Profile:
         _drop_gradients(new)
         return recorder.result()
 
-    def inside(scope: AbstractContextManager[None]) -> SeenStep:
-        with scope:
-            return observe()
-
     with _untouched(step, cuda), _bordered(step):
         new = [t for t in _leaves(step) if t.grad is None]
         told("warming up", 0, STAGES)  # caches, compilation
@@ -118,7 +114,7 @@ def record(step: ProfiledStep, told: Progress = silent) -> Profile:
         told("recording", 2, STAGES)
         seen = observe()
         told("what can be made again", 3, STAGES)
-        groups = recomputations(seen, inside)
+        groups = recomputations(seen, observe)
     # Together they are the plain step, where launches overlap what runs before, and a device that is
     # never idle is slower at what takes the most power: not alike in forward and backward.
     ops, scales = [], []
@@ -163,13 +159,9 @@ def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None 
                 step.run(args, side)
         return recorder.result()
 
-    def inside(scope: AbstractContextManager[None]) -> SeenStep:
-        with scope:
-            return observe()
-
     with _bordered(step):
         seen = observe()
-        groups = recomputations(seen, inside)
+        groups = recomputations(seen, observe)
     return Profile(
         *(type(step.model).__name__, DRY_RUN, seen.ops, seen.saved, seen.calls),
         recompute=groups,
