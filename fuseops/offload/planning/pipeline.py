@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -64,61 +64,69 @@ def parts(profile: Profile, stages: int) -> list[Part]:
     return found
 
 
+class Stages:
+    """The step of a whole model, as a pipeline runs it: which ops a turn has, what it waits for, how long it takes."""
+
+    def __init__(self, profile: Profile, pipeline: Pipeline) -> None:
+        self.profile, self.pipeline = profile, pipeline
+        self.parts = parts(profile, pipeline.stages)
+
+    def ops(self, turn: Turn) -> range:
+        """Positions in the whole step."""
+        part = self.parts[turn.stage]
+        return part.forward if turn.way == FORWARD else part.backward
+
+    def needs(self, turn: Turn) -> list[Turn]:
+        """What is over before a turn begins."""
+        way, micro_batch, stage = turn
+        if way == WEIGHT:
+            return [turn._replace(way=INPUT)]
+        if way == FORWARD:
+            return [Turn(way, micro_batch, stage - 1)] if stage else []
+        last = stage == self.pipeline.stages - 1
+        return [Turn(FORWARD if last else BACKWARD, micro_batch, stage if last else stage + 1)]
+
+    def share(self, turn: Turn) -> float:
+        """What a turn takes of the time of its ops."""
+        weight = self.pipeline.weight_share
+        return {INPUT: 1 - weight, WEIGHT: weight}.get(turn.way, 1.0)
+
+    def seconds(self, turn: Turn) -> float:
+        """How long a turn takes."""
+        ops, clock = self.ops(turn), self.profile.clock
+        took = clock[ops.stop] - clock[ops.start]
+        if turn.way not in (INPUT, WEIGHT):
+            return took
+        mine = self.profile.ops[ops.start : ops.stop]
+        weights = self.pipeline.weight_share * sum(
+            op.seconds for op in mine if op.lane == "compute"
+        )
+        return weights if turn.way == WEIGHT else took - weights
+
+
 def starts(profile: Profile, pipeline: Pipeline) -> dict[Turn, float]:
     """When each turn begins: as soon as its rank is free and what it needs has come."""
     order = {rank: turns(pipeline, rank) for rank in range(pipeline.ranks)}
-    split = parts(profile, pipeline.stages)
+    stages = Stages(profile, pipeline)
     done: dict[Turn, float] = {}
     began: dict[Turn, float] = {}
     free = dict.fromkeys(order, 0.0)
     while any(order.values()):
         ready = []
         for rank, waiting in order.items():
-            needed = _needs(waiting[0], pipeline) if waiting else []
+            needed = stages.needs(waiting[0]) if waiting else []
             if waiting and all(turn in done for turn in needed):
                 ready.append((max([free[rank], *(done[turn] for turn in needed)]), rank))
         if not ready:
-            raise FuseOpsError(f"the order of this pipeline waits for itself: {_heads(order)}.")
+            heads = ", ".join(f"rank {rank}: {left[0]}" for rank, left in order.items() if left)
+            raise FuseOpsError(f"the order of this pipeline waits for itself: {heads}.")
         start, rank = min(ready)
         turn = order[rank].pop(0)
         began[turn] = start
-        done[turn] = free[rank] = start + _seconds(profile, pipeline, split, turn)
+        done[turn] = free[rank] = start + stages.seconds(turn)
         if turn.way == INPUT:  # to who waits for the gradient, it is as good as the whole
             done[turn._replace(way=BACKWARD)] = done[turn]
     return began
-
-
-def _heads(order: Mapping[int, list[Turn]]) -> str:
-    return ", ".join(f"rank {rank}: {waiting[0]}" for rank, waiting in order.items() if waiting)
-
-
-def _needs(turn: Turn, pipeline: Pipeline) -> list[Turn]:
-    way, micro_batch, stage = turn
-    if way == WEIGHT:
-        return [turn._replace(way=INPUT)]
-    if way == FORWARD:
-        return [Turn(way, micro_batch, stage - 1)] if stage else []
-    last = stage == pipeline.stages - 1
-    return [Turn(FORWARD if last else BACKWARD, micro_batch, stage if last else stage + 1)]
-
-
-def _range_of(split: list[Part], turn: Turn) -> range:
-    return split[turn.stage].forward if turn.way == FORWARD else split[turn.stage].backward
-
-
-def _share(pipeline: Pipeline, way: str) -> float:
-    """What a turn takes of the time of its ops."""
-    return {INPUT: 1 - pipeline.weight_share, WEIGHT: pipeline.weight_share}.get(way, 1.0)
-
-
-def _seconds(profile: Profile, pipeline: Pipeline, split: list[Part], turn: Turn) -> float:
-    ops = _range_of(split, turn)
-    took = profile.clock[ops.stop] - profile.clock[ops.start]
-    if turn.way not in (INPUT, WEIGHT):
-        return took
-    computes = sum(op.seconds for op in profile.ops[ops.start : ops.stop] if op.lane == "compute")
-    weights = pipeline.weight_share * computes
-    return weights if turn.way == WEIGHT else took - weights
 
 
 # --- the step of a rank
@@ -128,113 +136,110 @@ def rank_profile(
     profile: Profile, pipeline: Pipeline, rank: int, began: dict[Turn, float]
 ) -> Profile:
     """The step of one rank: its turns, and the bubbles between.  began: the `starts` of all turns."""
-    split = parts(profile, pipeline.stages)
-    memory = _Memory(profile)
-    ops: list[ProfiledOp] = []  # with bytes beside saved ones
-    at: dict[Turn, int] = {}
-    now = 0.0
-    for turn in turns(pipeline, rank):
-        if began[turn] > now:
-            ops.append(ProfiledOp("bubble", began[turn] - now, 0))
-        at[turn] = len(ops)
-        ops += _ops_of(profile, pipeline, split, turn, memory.temporary, len(ops))
-        now = began[turn] + _seconds(profile, pipeline, split, turn)
-    saved, calls = _copies(profile, split, at)
-    held, change = _kept(profile, pipeline, split, at, memory.lasting)
-    for s in saved:
-        if s.why != RECEIVED:  # among the buffers
-            change[s.at] += s.nbytes
-            change[s.freed] -= s.nbytes
-    done = []
-    for position, op in enumerate(ops):
-        held += change[position]
-        done.append(op._replace(resident=held + op.resident))
-    notes = [
-        "parameters and gradients are shared out evenly over layers; a rank's stalls delay no other"
-    ]
-    if any(turn.way == WEIGHT for turn in at):
-        notes.append(
-            f"the weight half of a backward takes {pipeline.weight_share:.0%} of it; until then it holds x of every "
-            "product, and a gradient as large"
-        )
-    return replace(
-        profile,
-        model=f"{profile.model}, rank {rank} of {pipeline.ranks}",
-        ops=tuple(done),
-        saved=tuple(saved),
-        calls=tuple(calls),
-        recompute=(),
-        assumed=(*profile.assumed, *notes),
-    )
+    return _RankStep(Stages(profile, pipeline), rank, began).profile()
 
 
-def _ops_of(
-    profile: Profile,
-    pipeline: Pipeline,
-    split: list[Part],
-    turn: Turn,
-    temporary: list[int],
-    first: int,
-) -> Iterator[ProfiledOp]:
-    """The ops of a turn that begins at position `first`; what travels between ranks does in the input half."""
-    ops, share = _range_of(split, turn), _share(pipeline, turn.way)
-    for p in ops:
-        op = profile.ops[p]
-        part = share if op.lane == "compute" else float(turn.way != WEIGHT)
-        join = first + op.join - ops.start if op.join in ops else -1
-        nbytes = temporary[p] if turn.way != WEIGHT else 0
-        yield op._replace(seconds=op.seconds * part, resident=nbytes, join=join)
+class _RankStep:
+    """The turns of one rank, one after another.
 
-
-def _kept(
-    profile: Profile, pipeline: Pipeline, split: list[Part], at: dict[Turn, int], lasting: int
-) -> tuple[int, dict[int, int]]:
-    """Bytes that a rank has all the time, and changes by position of what torch's stages keep: a buffer for each
-    micro-batch and direction in which something comes, and what a stage has sent on until its backward.
+    ops  with bytes beside saved ones
+    at   turn -> position at which it begins
     """
-    stages = {turn.stage for turn in at}
-    layers = sum(len(split[stage].layers) for stage in stages)
-    came = [sum(s.nbytes for s in profile.saved if _received(part, s)) for part in split]
-    came.append(0)  # nobody comes after the last
-    buffers = pipeline.micro_batches * sum(came[stage] + came[stage + 1] for stage in stages)
-    change: dict[int, int] = defaultdict(int)
-    for turn in at:
-        if turn.way == FORWARD:
-            end, backward = _forward_and_backward(split, at, turn)
-            change[end] += came[turn.stage + 1]
-            change[backward] -= came[turn.stage + 1]
-    return lasting * layers // len(profile.calls) + buffers, change
+
+    def __init__(self, stages: Stages, rank: int, began: dict[Turn, float]) -> None:
+        self.stages, self.whole, self.pipeline = stages, stages.profile, stages.pipeline
+        self.rank, self.memory = rank, _Memory(self.whole)
+        self.ops: list[ProfiledOp] = []
+        self.at: dict[Turn, int] = {}
+        now = 0.0
+        for turn in turns(self.pipeline, rank):
+            if began[turn] > now:
+                self.ops.append(ProfiledOp("bubble", began[turn] - now, 0))
+            self.at[turn] = len(self.ops)
+            self.ops += self._ops_of(turn)
+            now = began[turn] + stages.seconds(turn)
+
+    def profile(self) -> Profile:
+        """The step as any other."""
+        saved, calls = self._copies()
+        held, change = self._kept()
+        for s in saved:
+            if s.why != RECEIVED:  # among the buffers
+                change[s.at] += s.nbytes
+                change[s.freed] -= s.nbytes
+        done = []
+        for position, op in enumerate(self.ops):
+            held += change[position]
+            done.append(op._replace(resident=held + op.resident))
+        return replace(
+            self.whole,
+            model=f"{self.whole.model}, rank {self.rank} of {self.pipeline.ranks}",
+            ops=tuple(done),
+            saved=tuple(saved),
+            calls=tuple(calls),
+            recompute=(),
+            assumed=(*self.whole.assumed, *self._assumed()),
+        )
+
+    def _assumed(self) -> Iterator[str]:
+        yield "parameters and gradients are shared out evenly over layers; a rank's stalls delay no other"
+        if any(turn.way == WEIGHT for turn in self.at):
+            yield (
+                f"the weight half of a backward takes {self.pipeline.weight_share:.0%} of it; until then it holds x of "
+                "every product, and a gradient as large"
+            )
+
+    def _ops_of(self, turn: Turn) -> Iterator[ProfiledOp]:
+        """What travels between ranks does in the input half."""
+        ops, share, first = self.stages.ops(turn), self.stages.share(turn), self.at[turn]
+        for p in ops:
+            op = self.whole.ops[p]
+            part = share if op.lane == "compute" else float(turn.way != WEIGHT)
+            join = first + op.join - ops.start if op.join in ops else -1
+            nbytes = self.memory.temporary[p] if turn.way != WEIGHT else 0
+            yield op._replace(seconds=op.seconds * part, resident=nbytes, join=join)
+
+    def _kept(self) -> tuple[int, dict[int, int]]:
+        """Bytes that a rank has all the time, and changes by position of what torch's stages keep: a buffer for each
+        micro-batch and direction in which something comes, and what a stage has sent on until its backward.
+        """
+        mine, parts = {turn.stage for turn in self.at}, self.stages.parts
+        layers = sum(len(parts[stage].layers) for stage in mine)
+        came = [sum(s.nbytes for s in self.whole.saved if _received(part, s)) for part in parts]
+        came.append(0)  # nobody comes after the last
+        buffers = self.pipeline.micro_batches * sum(came[s] + came[s + 1] for s in mine)
+        change: dict[int, int] = defaultdict(int)
+        for turn in self.at:
+            if turn.way == FORWARD:
+                end = self.at[turn] + len(parts[turn.stage].forward)
+                change[end] += came[turn.stage + 1]
+                change[self._backward(turn)] -= came[turn.stage + 1]
+        return self.memory.lasting * layers // len(self.whole.calls) + buffers, change
+
+    def _backward(self, turn: Turn) -> int:
+        """Where the backward of a forward, or the input half of it, begins."""
+        half = self.at.get(turn._replace(way=INPUT))
+        return self.at[turn._replace(way=BACKWARD)] if half is None else half
+
+    def _copies(self) -> tuple[list[Saved], list[LayerCall]]:
+        """Saved storages and calls of all micro-batches, with the positions of this step."""
+        saved: list[Saved] = []
+        calls: list[LayerCall] = []
+        forwards = [turn for turn in self.at if turn.way == FORWARD]
+        for turn in sorted(forwards, key=lambda t: self.at[t]):
+            part, weight = self.stages.parts[turn.stage], self.at.get(turn._replace(way=WEIGHT))
+            at = self.at[turn], self._backward(turn)
+            copy = _Copy(part, turn.micro_batch, *at, len(calls), weight)
+            calls += [copy.call(self.whole.calls[k]) for k in part.layers]
+            for s in self.whole.saved:
+                if s.call in part.layers:
+                    saved += copy.saved(s)
+        return saved, calls
 
 
 def _received(part: Part, s: Saved) -> bool:
     """Whether a stage gets a storage that its layers save from the stage before it."""
     return s.call in part.layers and 0 <= s.made < part.forward.start
-
-
-def _forward_and_backward(split: list[Part], at: dict[Turn, int], turn: Turn) -> tuple[int, int]:
-    """Where a forward ends, and where its backward, or the input half of it, begins."""
-    backward = at.get(turn._replace(way=INPUT))
-    if backward is None:
-        backward = at[turn._replace(way=BACKWARD)]
-    return at[turn] + len(split[turn.stage].forward), backward
-
-
-def _copies(
-    profile: Profile, split: list[Part], at: dict[Turn, int]
-) -> tuple[list[Saved], list[LayerCall]]:
-    """Saved storages and calls of all micro-batches of a rank, with the positions of its step."""
-    saved: list[Saved] = []
-    calls: list[LayerCall] = []
-    forwards = [turn for turn in at if turn.way == FORWARD]
-    for turn in sorted(forwards, key=lambda t: at[t]):
-        part, (_, backward) = split[turn.stage], _forward_and_backward(split, at, turn)
-        weight = at.get(turn._replace(way=WEIGHT))
-        copy = _Copy(part, turn.micro_batch, at[turn], backward, len(calls), weight)
-        calls += [copy.call(profile.calls[k]) for k in part.layers]
-        for s in profile.saved:
-            if s.call in part.layers:
-                saved += copy.saved(s)
-    return saved, calls
 
 
 class _Copy(NamedTuple):

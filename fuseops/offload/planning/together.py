@@ -31,11 +31,9 @@ def shares(budget: int, needs: Sequence[int]) -> list[int]:
 
 def of_this_machine(mine: Any, group: dist.ProcessGroup) -> tuple[list[Any], int]:
     """What the ranks of a group on this machine have to say, in their order, and which of them this one is."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (socket.gethostname(), dist.get_rank(group), mine), group)
-    here = [(rank, said) for name, rank, said in found if name == socket.gethostname()]
-    ranks = [rank for rank, _ in here]
-    return [said for _, said in here], ranks.index(dist.get_rank(group))
+    me = socket.gethostname(), dist.get_rank(group)
+    here = {who: what for who, what in _said((me, mine), group) if who[0] == me[0]}
+    return list(here.values()), list(here).index(me)
 
 
 def share_host(plan: OffloadPlan, group: dist.ProcessGroup) -> OffloadPlan:
