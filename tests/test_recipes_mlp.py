@@ -179,6 +179,21 @@ def test_a_hidden_in_float8_is_what_the_forward_reads_too() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_a_repeated_step_makes_and_prints_no_format(
+    monkeypatch: pytest.MonkeyPatch, recipe: Any
+) -> None:
+    """What follows from one is found when it is made: half of the Python calls of a small step were this."""
+    model, asked = layer(), []
+    with fo.recipe(recipe, strict=True):
+        for _ in range(2):
+            gradients(model, varied(96, D))
+        for name in ("__post_init__", "__str__", "__repr__"):
+            monkeypatch.setattr(fo.recipes.Scaling, name, lambda *_, name=name: asked.append(name))
+        gradients(model, varied(96, D))
+    assert asked == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_which_weight_gradient_comes_first_changes_no_bit(
     monkeypatch: pytest.MonkeyPatch, recipe: Any
 ) -> None:

@@ -386,23 +386,26 @@ def check_codes(
 
     by_index: of other rows than those of x, in another order.
     """
+    alike = x.scaling is scaling or x.scaling.like(scaling)
+    by_group = by_index and x.offs is not None and _one_a_group(x)
+    missing = row and x.row is None
+    if col and (by_index or not columns_fit(x, scaling, offs)):
+        missing = missing or x.row is None or not columns_follow(scaling)
+    if alike and not (by_group or missing):
+        return
     wanted = [name for name, asked in (("row", row), ("col", col)) if asked]
     groups = "" if offs is None else f" of {len(offs)} groups"
     given = (
         f"an operand arrived as {x}; this GEMM reads {scaling} by {' and '.join(wanted)}{groups}"
     )
-    if x.scaling.but_columns != scaling.but_columns:
+    if not alike:
         raise FuseOpsError(f"{given}: quantize it in that format.")
-    if _one_a_group(x) and by_index and x.offs is not None:
+    if by_group:
         raise FuseOpsError(f"{given}, and its rows by index: quantize the tokens without groups.")
-    missing = row and x.row is None
-    if col and (by_index or not columns_fit(x, scaling, offs)):
-        missing = missing or x.row is None or not columns_follow(scaling)
-    if missing:
-        raise FuseOpsError(
-            f"{given}, which does not follow from it: quantize both layouts where the values are, with the same offs "
-            "(fo.quantize)" + (", and after they are permuted." if by_index else ".")
-        )
+    raise FuseOpsError(
+        f"{given}, which does not follow from it: quantize both layouts where the values are, with the same offs "
+        "(fo.quantize)" + (", and after they are permuted." if by_index else ".")
+    )
 
 
 # --- of a weight
@@ -432,6 +435,8 @@ def weight_operand(
 
 def odd_layouts(weight: Tensor, scaling: Scaling) -> tuple[str, ...]:
     """`Quantized.odd` of a weight (..., N, K)."""
+    if scaling.family.codes and scaling.colwise is None:  # one code a byte
+        return ()
     n, k = weight.shape[-2:]
     widths = (("row", k), ("col", n))
     return tuple([name for name, width in widths if width % scaling.of(name).packs])
@@ -449,7 +454,8 @@ def _of_matrices(
     matrices: Tensor, scaling: Scaling, row: bool, col: bool, see: See | None
 ) -> Layouts:
     """Both layouts of a weight (E, N, K)."""
-    scaling = replace(scaling, colwise=None)
+    if scaling.colwise is not None:
+        scaling = replace(scaling, colwise=None)
     by_kernels = scaling.family.codes and scaling.plain and scaling.block != VECTOR
     if scaling.block is not None and not by_kernels:
         whole = None

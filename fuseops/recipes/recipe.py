@@ -29,6 +29,8 @@ class Roles:
     backward    what the gradients' GEMMs multiply: None, operands in these formats; "high_precision", all of them as
                 they are; "dequantized", dy as it is, and of x and the weight what their codes in the forward stand for
     delayed     the recipe whose state gives the scales, where they are not those of the tensor itself
+    columns, squares  follow from them: whether the weight gradient multiplies two quantized operands (of one alone it
+                reads the rows), and whether those are squares, as producers of operands write them
     """
 
     input: Scaling | None = None
@@ -39,12 +41,19 @@ class Roles:
     weights: str = "none"
     backward: str | None = None
     delayed: Any = None
+    columns: bool = field(init=False, repr=False, compare=False)
+    squares: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # dy stays as it is, and with "high_precision" all that it meets
         if self.backward is not None:
             object.__setattr__(self, "grad_output", None)
             object.__setattr__(self, "high_wgrad", self.backward == "high_precision")
+        x, dy = self.input, self.grad_output
+        columns = x is not None and dy is not None and not self.high_wgrad and self.backward is None
+        squares = columns and all(t.columns == SQUARE and t.plain for t in (x, dy))  # type: ignore[union-attr]
+        object.__setattr__(self, "columns", columns)
+        object.__setattr__(self, "squares", squares)
         for role in ("input", "weight", "hidden"):
             scaling = getattr(self, role)
             if scaling is not None and scaling.rounds_at_random:
@@ -70,12 +79,6 @@ class Roles:
         if not all(s is not None and s.kernel is not None and s.plain for s in scalings):
             return False
         return self.weight.block != VECTOR  # type: ignore[union-attr]
-
-    @property
-    def columns(self) -> bool:
-        """Whether the weight gradient multiplies two quantized operands; of one alone it reads the rows."""
-        both = self.input is not None and self.grad_output is not None
-        return both and not self.high_wgrad and self.backward is None
 
 
 @dataclass(frozen=True, eq=False)

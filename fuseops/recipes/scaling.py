@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -59,6 +59,9 @@ class Scaling:
     epsilon  the smallest amax that a float32 scale is taken from, in place of smaller ones
     colwise  the format of the columns, where it is another one: they are quantized in it directly, and `columns` says
              nothing
+    family, plain, kernel follow from them: what formats with these scales are like; whether its options are those that
+             kernels write (plain torch writes the rest); how `fuseops.kernels.fp8_mm` and its like call such scales, or
+             None where nothing multiplies codes
     Raises FuseOpsError for another dtype or another block.
     """
 
@@ -71,12 +74,20 @@ class Scaling:
     powers: bool | None = None
     epsilon: float = 0.0
     colwise: Scaling | None = None
+    family: Family = field(init=False, repr=False, compare=False)
+    plain: bool = field(init=False, repr=False, compare=False)
+    kernel: str | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check("scale", tuple(FAMILIES))
         usual, free = self._usual_powers, self.scale is torch.float32
         if self.powers is None:
             object.__setattr__(self, "powers", usual)
+        plain = self.powers == usual and not self.epsilon and self.colwise is None
+        kernel = "tensor" if self.block is None else "block"
+        object.__setattr__(self, "family", FAMILIES[self.scale])
+        object.__setattr__(self, "plain", plain)
+        object.__setattr__(self, "kernel", kernel if self.family.codes else None)
         self._check("powers", (False, True) if free else (usual,))
         if (not free and self.epsilon) or not 0 <= self.epsilon < math.inf:
             raise FuseOpsError(f"{self!r}: expected epsilon to be 0, or with float32 scales above.")
@@ -104,15 +115,10 @@ class Scaling:
         """Whether scales are powers of two where nobody says."""
         return self.scale is E8M0 or (self.scale is torch.float32 and self.block is not None)
 
-    @property
-    def plain(self) -> bool:
-        """Whether its options are those that kernels write; plain torch writes the rest."""
-        return self.powers == self._usual_powers and not self.epsilon and self.colwise is None
-
-    @property
-    def but_columns(self) -> tuple[Any, ...]:
-        """All that it says but for the blocks of columns."""
-        return tuple([getattr(self, f.name) for f in fields(self) if f.name != "columns"])
+    def like(self, other: Scaling) -> bool:
+        """Whether they differ in the blocks of columns at most."""
+        names = [f.name for f in fields(self) if f.compare and f.name != "columns"]
+        return self is other or all(getattr(self, n) == getattr(other, n) for n in names)
 
     def of(self, layout: str) -> Scaling:
         """The format of one layout, "row" or "col"."""
@@ -122,18 +128,6 @@ class Scaling:
     def rounds_at_random(self) -> bool:
         """Whether one of its layouts does."""
         return self.stochastic or (self.colwise is not None and self.colwise.stochastic)
-
-    @property
-    def family(self) -> Family:
-        """What formats with these scales are like."""
-        return FAMILIES[self.scale]
-
-    @property
-    def kernel(self) -> str | None:
-        """How `fuseops.kernels.fp8_mm` and its like call scales such as these; None where nothing multiplies codes."""
-        if not self.family.codes:
-            return None
-        return "tensor" if self.block is None else "block"
 
     @property
     def square(self) -> bool:

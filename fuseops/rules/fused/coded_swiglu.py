@@ -17,7 +17,8 @@ from fuseops.ops.op import Call
 from fuseops.recipes import Layout, Operand, Quantized, Roles, Scaling, operand
 from fuseops.recipes.numbers import watching
 from fuseops.recipes.quantized import BLOCK
-from fuseops.recipes.scaling import SQUARE
+
+WRITTEN = Scaling()  # the format of the codes that a GEMM writes
 
 
 def why_apart(form: Form | None, h: Operand, first: Call, last: Call, reads_dh: bool) -> str | None:
@@ -32,10 +33,8 @@ def why_apart(form: Form | None, h: Operand, first: Call, last: Call, reads_dh: 
         return "h is not (R, 2F)"
     if reads_dh:
         return "the gradient of a bias reads dh"
-    roles = [call.precision.roles for call in (first, last)]
-    scalings = [t for r in roles if r is not None for t in (r.input, r.grad_output)]
-    squares = all(t is not None and t.columns == SQUARE and t.plain for t in scalings)
-    if not squares or not all(r is not None and r.columns for r in roles):
+    below, above = first.precision.roles, last.precision.roles
+    if below is None or above is None or not (below.squares and above.squares):
         return "the recipe has other columns than squares"
     # not while somebody watches the numbers, who wants the tensors that the codes are of
     return "fo.debug() compares codes with tensors" if watching() is not None else None
@@ -75,7 +74,7 @@ def whole_squares(da: Tensor) -> bool:
 
 def hidden_from_gemm(roles: Roles, dtype: torch.dtype, width: int) -> bool:
     """Whether fc1's GEMM writes h as the codes that the recipe saves.   width: of h; dtype: of x"""
-    codes = roles.hidden == Scaling() and width % (2 * BLOCK) == 0
+    codes = roles.hidden == WRITTEN and width % (2 * BLOCK) == 0
     return codes and dtype is torch.bfloat16 and watching() is None
 
 
@@ -87,7 +86,7 @@ def hidden(
         return None
     operands = *cast("Layout", x.row), *cast("Layout", weight.row)
     parts = K.fp8_mm_operand(*operands, "block", offs, tiles, bias)
-    return Quantized(Layout(*parts), None, Scaling(), None, x.dtype)
+    return Quantized(Layout(*parts), None, WRITTEN, None, x.dtype)
 
 
 def saved(h: Tensor, roles: Roles) -> Operand:
