@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from torch import Tensor, nn
 
@@ -20,15 +20,10 @@ from fuseops.observe import modules
 
 from .records import Handle, Kept, Moved
 
+if TYPE_CHECKING:
+    from .scopes import Scope
+
 Pair = tuple[Any, Any]
-
-
-class Packs(Protocol):
-    """A scope that takes saved tensors."""
-
-    in_checkpoint: bool
-
-    def pack(self, t: Tensor) -> Handle: ...
 
 
 class PackHook:
@@ -39,14 +34,12 @@ class PackHook:
 
     __slots__ = ("_scope",)
 
-    def __init__(self, scope: Packs) -> None:
+    def __init__(self, scope: "Scope") -> None:
         self._scope = weakref.ref(scope)
 
     @property
-    def scope(self) -> Packs:
-        scope: Any = self._scope()  # while a hook is on a stack, its scope is open
-        packs: Packs = scope
-        return packs
+    def scope(self) -> "Scope":
+        return cast("Scope", self._scope())  # while a hook is on a stack, its scope is open
 
     def __call__(self, t: Tensor) -> Handle:
         scope: Any = self._scope()

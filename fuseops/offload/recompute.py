@@ -12,13 +12,14 @@ from fuseops.run.config import checkpoint_contexts
 
 
 class Recomputed:
-    """Stands in for `module.forward`: what it saves is dropped, and made again in the backward. The
-    scheduler's hooks are outside, so that its inputs can still leave.
+    """Stands in for `module.forward` from now on: what it saves is dropped, and made again in the backward.
+    The scheduler's hooks are outside, so that its inputs can still leave.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.before: Callable[..., Any] | None = module.__dict__.get("forward")
+        module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.before or type(self.module).forward.__get__(self.module)
@@ -28,16 +29,9 @@ class Recomputed:
             forward, *args, use_reentrant=False, context_fn=checkpoint_contexts, **kwargs
         )
 
-    def undo(self) -> None:
+    def remove(self) -> None:
         """Give the module its own forward back."""
         if self.before is None:
             del self.module.__dict__["forward"]
         else:
             self.module.__dict__["forward"] = self.before
-
-
-def recompute_whole(module: nn.Module) -> Recomputed:
-    """From now on `module` is recomputed."""
-    stand_in = Recomputed(module)
-    module.__dict__["forward"] = stand_in
-    return stand_in

@@ -34,7 +34,7 @@ from .planning.together import (
     share_host,
 )
 from .policy import Policy
-from .recompute import Recomputed, recompute_whole
+from .recompute import Recomputed
 from .records import Mover
 from .report import MISSED, Entry, Report
 from .schedule import DISPATCH, MADE_AGAIN, Decision, LayerRun, Schedule
@@ -169,7 +169,7 @@ class Scheduler:
             whole = [path for path in again if groups_of(self.layers[path])]
             check_alike([*whole, *sent], self.model)
         self._scope.follow(decisions, again, self.lag)
-        self._recomputed += [recompute_whole(self.layers[path]) for path in again]
+        self._recomputed += [Recomputed(self.layers[path]) for path in again]
 
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan a step for these arguments of the model: recorded, or, where the device has no room for
@@ -214,7 +214,7 @@ class Scheduler:
         while self._hooks:
             self._hooks.pop().remove()
         while self._recomputed:
-            self._recomputed.pop().undo()
+            self._recomputed.pop().remove()
         self._scope.close()
 
     def __enter__(self) -> Self:

@@ -19,7 +19,7 @@ from fuseops.offload.lanes.simulated import (
     Wait,
     simulated,
 )
-from fuseops.offload.schedule import Item, LayerRun, Schedule
+from fuseops.offload.schedule import BUNDLE, SMALL, Item, LayerRun, Schedule
 
 from .hardware import Hardware
 from .profile import Happening, Profile
@@ -30,8 +30,8 @@ class LinkSettings(NamedTuple):
 
     lag: int = 2
     ahead: int = 1
-    small: int = 4 << 20
-    bundle: int = 32 << 20
+    small: int = SMALL
+    bundle: int = BUNDLE
 
 
 DEFAULT = LinkSettings()
