@@ -18,7 +18,7 @@ from fuseops.offload.lanes.arena import aligned
 from .hardware import Hardware
 from .places import AGAIN, FETCH, LAST, RELEASE, SEND, Hole, Places
 from .profile import Profile
-from .simulate import LinkSettings, again_at
+from .simulate import LinkSettings
 
 
 class Choice(NamedTuple):
@@ -156,13 +156,7 @@ class CostModel:
         for order, (kind, saved, position) in enumerate(places.events):
             found.append(((position, order), kind, self.of_saved[saved], saved))
         for g, group in enumerate(self.groups):
-            by_call: dict[int, int] = {}  # call -> where it is made again
-            for k in self.profile.recompute[group].saved:
-                at = again_at(self.profile, k)
-                by_call[self.profile.saved[k].call] = min(
-                    at, by_call.get(self.profile.saved[k].call, at)
-                )
-            for call, at in by_call.items():
+            for call, at in self.profile.made_again(self.profile.recompute[group]).items():
                 found.append(((at, len(places.events)), AGAIN, g, call))
         return [(kind, k, saved, clock[p]) for (p, _), kind, k, saved in sorted(found)]
 
@@ -184,8 +178,7 @@ class CostModel:
         for kind, item, k, base in self.events:
             if kind == AGAIN:
                 if item in drop:
-                    group = self.profile.recompute[self.groups[item]]
-                    recompute += group.seconds / group.calls
+                    recompute += self.profile.recompute[self.groups[item]].each
                 continue
             if item not in leave:
                 continue
@@ -231,8 +224,8 @@ class CostModel:
                     took = self.seconds_out if kind == SEND else self.seconds_back
                     free[kind] = start + took[k]
             elif kind == AGAIN:
-                group = self.profile.recompute[self.groups[item]]
-                stall += group.seconds / group.calls if item in choice.drop else 0.0
+                each = self.profile.recompute[self.groups[item]].each
+                stall += each if item in choice.drop else 0.0
             else:
                 wanted[SEND if kind == RELEASE else FETCH].setdefault(k, now)
         added = [0.0] * len(self.items)
@@ -253,7 +246,7 @@ class CostModel:
     def _drops(self, group: int) -> list[Hole]:
         saved, found = self.profile.saved, []
         for k, nbytes in self.profile.recompute[group].gone(saved).items():
-            end = again_at(self.profile, k)
+            end = self.profile.again_at(k)
             if saved[k].held < end:
                 found.append(Hole(saved[k].held, end, nbytes))
         return found

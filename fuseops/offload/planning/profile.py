@@ -103,6 +103,11 @@ class Recompute(NamedTuple):
     calls: int = 1
     instead: tuple[int, ...] = ()  # bytes that are saved in the place of each
 
+    @property
+    def each(self) -> float:
+        """Seconds of one call."""
+        return self.seconds / self.calls
+
     def gone(self, saved: Sequence[Saved]) -> dict[int, int]:
         """Index -> bytes that are not there.   saved: of the profile"""
         instead = self.instead or (0,) * len(self.saved)
@@ -200,6 +205,20 @@ class Profile:
     def boundaries(self) -> tuple[Happening, ...]:
         """Where the forward or the backward of a layer begins, in the order of the step."""
         return tuple(h for h in self.happenings if h.what in ("enter", "backward"))
+
+    def again_at(self, k: int) -> int:
+        """Where a dropped storage is there again: at the backward of its layer, at the latest where it is read."""
+        saved = self.saved[k]
+        backward = self.calls[saved.call].backward if saved.call >= 0 else -1
+        return min(saved.read, backward) if backward >= 0 else saved.read
+
+    def made_again(self, group: Recompute) -> dict[int, int]:
+        """Call -> where what it has of a dropped group is made."""
+        found: dict[int, int] = {}
+        for k in group.saved:
+            call, at = self.saved[k].call, self.again_at(k)
+            found[call] = min(at, found.get(call, at))
+        return found
 
     def candidates(self) -> Iterator[int]:
         """Indices of what may leave."""

@@ -123,10 +123,8 @@ class _Step:
         self.offload = offload - self.dropped.keys()
         self.again: dict[int, float] = defaultdict(float)  # position -> seconds of recomputation
         for group in groups:
-            for call in {profile.saved[k].call for k in group.saved}:
-                mine = [k for k in group.saved if profile.saved[k].call == call]
-                at = min(again_at(profile, k) for k in mine)
-                self.again[at] += group.seconds / group.calls
+            for at in profile.made_again(group).values():
+                self.again[at] += group.each
         self.absent = _absent(profile, self.dropped, self.offload)
         self.by_position: dict[int, list[Happening]] = defaultdict(list)
         for happening in profile.happenings:
@@ -295,15 +293,6 @@ class _Step:
         return found
 
 
-def again_at(profile: Profile, k: int) -> int:
-    """Where a dropped storage is there again: at the backward of its layer, at the latest where it
-    is read.
-    """
-    saved = profile.saved[k]
-    backward = profile.calls[saved.call].backward if saved.call >= 0 else -1
-    return min(saved.read, backward) if backward >= 0 else saved.read
-
-
 def _absent(profile: Profile, dropped: Mapping[int, int], managed: set[int]) -> list[int]:
     """Bytes at every position that the profile counts and the simulation does not, or counts
     itself.
@@ -312,7 +301,7 @@ def _absent(profile: Profile, dropped: Mapping[int, int], managed: set[int]) -> 
     for k, saved in enumerate(profile.saved):
         if k in dropped:
             change[saved.held] += dropped[k]
-            change[max(saved.held, again_at(profile, k))] -= dropped[k]
+            change[max(saved.held, profile.again_at(k))] -= dropped[k]
         elif k in managed:
             change[saved.at] += saved.nbytes
             change[saved.freed] -= saved.nbytes
