@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fuseops as fo
 from fuseops import offload
-from fuseops.offload import layers, scopes
+from fuseops.offload import scopes
 
 D = 8
 
@@ -168,11 +168,11 @@ def test_shapes_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPat
 
 def test_nothing_is_judged_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[str] = []
-    judge = layers.why_keep
+    judge = scopes.why_keep
     monkeypatch.setattr(
-        layers,
+        scopes,
         "why_keep",
-        lambda t, named, facts: judged.append(named.name) or judge(t, named, facts),
+        lambda t, named, *facts: judged.append(named.name) or judge(t, named, *facts),
     )
     model = Model()
     with offload.Scheduler(model, "blocks.*", plan={}):
@@ -206,7 +206,7 @@ def test_a_scope_of_each_step_judges_what_ops_save_once(
     monkeypatch.setattr(
         scopes,
         "why_keep",
-        lambda t, named, facts: judged.append(named.name) or judge(t, named, facts),
+        lambda t, named, *facts: judged.append(named.name) or judge(t, named, *facts),
     )
     model, x = three_ops()
     first = scoped_step(model, x, min_bytes=min_bytes)
