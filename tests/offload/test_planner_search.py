@@ -38,7 +38,7 @@ def exhaustive(model: CostModel, limits: Limits) -> Solution:
         taken = frozenset(chain.from_iterable(model.members[g] for g in drop))
         left = (k for k in range(len(model.items)) if k not in taken)
         choices += [Choice(frozenset(leave), frozenset(drop)) for leave in subsets(left)]
-    return min((judge(model, limits, choice) for choice in choices), key=lambda s: s.key)
+    return min((judge(model, limits, choice) for choice in choices), key=lambda s: s.cost)
 
 
 def both(profile: Profile, lag: int, tight: float, host: float | None) -> tuple[Solution, Solution]:
@@ -78,7 +78,7 @@ def test_law_23_close_to_the_best() -> None:
         found, best = both(*drawn(seed))
         assert found.fits or not best.fits, f"seed {seed}: infeasible, and exhaustive search is not"
         if best.fits:
-            above.append(found.key.seconds / best.key.seconds - 1)
+            above.append(found.prediction.seconds / best.prediction.seconds - 1)
     assert len(above) > 30 and max(above) > -1e-9
     assert statistics.quantiles(above, n=10)[-1] <= 0.02
     assert max(above) <= 0.05
@@ -89,7 +89,7 @@ def test_law_23_close_to_the_best() -> None:
 def test_law_23_a_fit_where_there_is_one(profile: Profile, lag: int, tight: float) -> None:
     found, best = both(profile, lag, tight, None)
     assert found.fits == best.fits
-    assert found.key.seconds <= best.key.seconds * 1.05 or not best.fits
+    assert found.prediction.seconds <= best.prediction.seconds * 1.05 or not best.fits
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.3, None])
@@ -119,7 +119,7 @@ def test_without_a_budget_nothing_stalls_and_the_link_is_used() -> None:
 def test_a_budget_that_holds_anyway_moves_nothing() -> None:
     profile = transformer(8, 4)
     found = solve(CostModel(profile, LINK, LinkSettings()), Limits(profile.peak))
-    assert found.key.moved == 0 and found.key.seconds == profile.seconds
+    assert found.prediction.host == 0 and found.prediction.seconds == profile.seconds
 
 
 def test_recomputation_is_chosen_where_the_link_is_slower() -> None:

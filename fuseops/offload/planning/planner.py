@@ -37,26 +37,20 @@ class Limits(NamedTuple):
 UNLIMITED = Limits()
 
 
-class SolutionKey(NamedTuple):
-    """What makes a plan better: fitting, then little time, then little traffic; where no peak asks
-    for any, much of it that costs no time: `moved` counts down.
-    """
-
-    excess: int
-    seconds: float
-    moved: int
-
-
 class Solution(NamedTuple):
-    """A choice and what it costs."""
+    """A choice and what was predicted for it.
+
+    cost  what makes one better than another: bytes beyond the limits, seconds, bytes moved; where no peak asks for
+          any, much that leaves at no cost in time is better
+    """
 
     choice: Choice
     prediction: Prediction
-    key: SolutionKey
+    cost: tuple[int, float, int]
 
     @property
     def fits(self) -> bool:
-        return self.key.excess == 0
+        return self.cost[0] == 0
 
 
 class Move(NamedTuple):
@@ -85,15 +79,15 @@ def solve(model: CostModel, limits: Limits) -> Solution:
     found = search.improve(search.grow(nothing))
     if not found.fits or search.is_small:
         other = search.improve(search.judge(search.everything()))
-        found = min(found, other, key=lambda s: s.key)
-    if search.has_more and found.key.seconds > nothing.key.seconds:
-        found = min(found, search.beyond_free(nothing), key=lambda s: s.key)
+        found = min(found, other, key=lambda s: s.cost)
+    if search.has_more and found.prediction.seconds > nothing.prediction.seconds:
+        found = min(found, search.beyond_free(nothing), key=lambda s: s.cost)
     for drop in search.few_drops() if search.is_small else search.spread_drops():
         start = search.judge(Choice(frozenset(), frozenset(drop)))
-        if found.fits and start.key.seconds >= found.key.seconds:
+        if found.fits and start.prediction.seconds >= found.prediction.seconds:
             continue
         started = search.improve(search.grow(start, groups=search.is_small))
-        found = min(found, started, key=lambda s: s.key)
+        found = min(found, started, key=lambda s: s.cost)
     return found
 
 
@@ -102,7 +96,7 @@ def judge(model: CostModel, limits: Limits, choice: Choice) -> Solution:
     prediction = model.predict(choice)
     excess = limits.excess(prediction.peak, prediction.host)
     moved = -prediction.host if limits.peak is None else prediction.host
-    return Solution(choice, prediction, SolutionKey(excess, prediction.seconds, moved))
+    return Solution(choice, prediction, (excess, prediction.seconds, moved))
 
 
 class _Search:
@@ -141,7 +135,7 @@ class _Search:
                 break
             taken = self._enough(moves, found.prediction.peak - self.limits.peak)
             found = self.judge(_with(found.choice, taken, self.model))
-            best = min(best, found, key=lambda s: s.key)
+            best = min(best, found, key=lambda s: s.cost)
         return best
 
     def _enough(self, moves: list[Move], wanted: int) -> list[Move]:
@@ -241,7 +235,7 @@ class _Search:
             batch, rest = pending[:size], pending[size:]
             tried = self.judge(_with(found.choice, batch, model))
             free = tried.prediction.stall <= found.prediction.stall + 1e-9
-            if free and tried.key.excess <= found.key.excess:
+            if free and tried.cost[0] <= found.cost[0]:
                 found, pending = tried, rest
             elif len(batch) == 1:
                 pending = rest
@@ -272,7 +266,7 @@ class _Search:
             if self.spent and not self.is_small:
                 return None
             tried = self.judge(choice)
-            if tried.key < found.key:
+            if tried.cost < found.cost:
                 return tried
         return self._without_a_group(found)
 
@@ -283,7 +277,7 @@ class _Search:
                 return None
             leave, drop = found.choice
             tried = self.grow(self.judge(Choice(leave, drop - {g})), groups=False)
-            if tried.key < found.key:
+            if tried.cost < found.cost:
                 return tried
         return None
 
