@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from fuseops import offload
 from fuseops.errors import FuseOpsError
-from fuseops.offload.planning.decided import OffloadPlan
 from fuseops.offload.planning.hardware import Hardware
 from fuseops.offload.planning.html import page_of_ranks
+from fuseops.offload.planning.plan import OffloadPlan
 from fuseops.words import size
 
 from .arguments import amount, positive

@@ -21,9 +21,9 @@ from .marks import mark_module as mark_module
 from .marks import mark_not_offload as mark_not_offload
 from .marks import mark_offload as mark_offload
 from .marks import start_offload as start_offload
-from .planning.decided import OffloadPlan as OffloadPlan
 from .planning.hardware import Hardware as Hardware
 from .planning.pipeline import plan_pipeline as plan_pipeline
+from .planning.plan import OffloadPlan as OffloadPlan
 from .planning.plan import plan as plan
 from .planning.planner import Limits as Limits
 from .planning.together import share_decisions as share_decisions

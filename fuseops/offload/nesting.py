@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
@@ -20,10 +20,15 @@ from fuseops.observe import modules
 
 from .records import Handle, Kept, Moved
 
-if TYPE_CHECKING:
-    from .scopes import Scope
-
 Pair = tuple[Any, Any]
+
+
+class Packs(Protocol):
+    """A scope that takes saved tensors."""
+
+    in_checkpoint: bool
+
+    def pack(self, t: Tensor) -> Handle: ...
 
 
 class PackHook:
@@ -34,12 +39,14 @@ class PackHook:
 
     __slots__ = ("_scope",)
 
-    def __init__(self, scope: "Scope") -> None:
+    def __init__(self, scope: Packs) -> None:
         self._scope = weakref.ref(scope)
 
     @property
-    def scope(self) -> "Scope":
-        return cast("Scope", self._scope())  # while a hook is on a stack, its scope is open
+    def scope(self) -> Packs:
+        scope: Any = self._scope()  # while a hook is on a stack, its scope is open
+        packs: Packs = scope
+        return packs
 
     def __call__(self, t: Tensor) -> Handle:
         scope: Any = self._scope()

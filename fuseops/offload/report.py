@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fuseops.torch_private import WeakStorage
 from fuseops.words import dtype_name, size
 
-if TYPE_CHECKING:
-    from .records import Record
+from .transfers import Item
 
 SCHEMA_VERSION = 1
 MOVED, SHARED, KEPT, MISSED = "moved", "shared", "kept", "missed"
@@ -110,6 +110,15 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
     ]
 
 
+class Moves(Protocol):
+    """A storage that leaves; the bytes of its item are those on the link."""
+
+    name: str
+    nbytes: int
+    item: Item
+    origin: WeakStorage
+
+
 class Ledger:
     """Counts for one scope and all that it is nested in. Backward on CUDA reports from autograd's
     own threads.
@@ -120,7 +129,7 @@ class Ledger:
         self.chain: tuple[Ledger, ...] = (self,)  # and those around it, innermost first
         self.entries: dict[Entry, int] = {}
         self.out = self.back = (0, 0)
-        self.records: list[weakref.ref[Record]] = []
+        self.records: list[weakref.ref[Moves]] = []
         self._backward_seen = False
         self._lock = threading.Lock()
         self._limit = 64  # of `records`, before the dead go
@@ -134,7 +143,7 @@ class Ledger:
             with ledger._lock:
                 ledger.entries[entry] = ledger.entries.get(entry, 0) + 1
 
-    def moved(self, entry: Entry, record: Record) -> None:
+    def moved(self, entry: Entry, record: Moves) -> None:
         of, nbytes = weakref.ref(record), record.item.nbytes
         for ledger in self.chain:
             with ledger._lock:

@@ -22,9 +22,8 @@ from fuseops.words import plural
 from .arguments import one_of, parse_bytes, whole_number
 from .lanes.devices import make_lanes
 from .layers import EnterHook, Hook, Interrupted, LayerScope, LeaveHook
-from .planning.decided import OffloadPlan
 from .planning.hardware import Hardware
-from .planning.plan import plan
+from .planning.plan import OffloadPlan, plan
 from .planning.simulate import DEFAULT
 from .planning.together import (
     check_alike,

@@ -4,5 +4,5 @@ a step       step (recorded or run dry), record, recompute; profile is what they
 a machine    hardware, measure, roofline (times of ops for dry runs)
 a choice     planner, cost_model (what it asks), places (when what would move)
 its cost     simulate (the schedule on a simulated clock), turns and pipeline (a step of each rank)
-the plan     plan (makes it), decided (what it is); its pages: text, html, trace; together (of ranks that share a host)
+the plan     plan, decided (its data), text, html, trace; together (of ranks that share a host)
 """

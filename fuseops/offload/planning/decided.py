@@ -1,19 +1,13 @@
-"""A plan: for every saved tensor whether it stays, leaves or is made again, with the reason, and what
-the step will cost.
-"""
+"""What a plan is made of: the decision for each saved tensor, and the step before and after."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from fuseops.offload.schedule import DISPATCH, OFFLOAD, QUANTIZE, RECOMPUTE
-from fuseops.words import size
+from fuseops.offload.schedule import OFFLOAD, QUANTIZE
 
-from . import html, text, trace
 from .hardware import Hardware
 from .planner import Limits
 from .profile import Profile, Recompute
@@ -38,7 +32,7 @@ class PlannedTensor(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class OffloadPlan:
+class Decided:
     """What to do with every saved tensor of a step, and what that will cost.
 
     tensors     one entry a saved storage, in save order
@@ -96,42 +90,3 @@ class OffloadPlan:
     def owner(self, simulation: Simulation) -> str:
         """Where the peak of a simulation stands."""
         return self.profile.owner_at(simulation.peak_position)
-
-    # --- pages and files
-
-    def explain(self, every: bool = False, wide: bool = False, width: int = 100) -> str:
-        """Budget, prediction, and the tensors of each decision and reason, with their bytes.
-
-        every: one line a tensor; otherwise equal decisions for equal tensors of layers share one.
-        wide: when what leaves is on the link, out and back, and how long before it is read.
-        width: columns of the text, beside which names of tensors and times may reach.
-        """
-        return text.report(self, every, wide, width)
-
-    __str__ = explain
-
-    def __repr__(self) -> str:
-        return (
-            f"OffloadPlan({self.profile.model}, offload {size(self.bytes_of(OFFLOAD) + self.bytes_of(QUANTIZE))}, "
-            f"recompute {size(self.bytes_of(RECOMPUTE))}, dispatch {size(self.bytes_of(DISPATCH))}, "
-            f"peak {size(self.before.peak)} -> {size(self.after.peak)})"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data with a schema_version."""
-        return text.as_json(self)
-
-    def save_trace(self, path: str | Path) -> None:
-        """A timeline for chrome://tracing or ui.perfetto.dev: the lanes, and bytes on the device."""
-        Path(path).write_text(json.dumps(trace.trace(self)), encoding="utf-8")
-
-    def to_html(self) -> str:
-        """A page of its own: timeline, bytes, table."""
-        return html.page(self)
-
-    def save_html(self, path: str | Path) -> None:
-        """Write `to_html()` to a file."""
-        Path(path).write_text(self.to_html(), encoding="utf-8")
-
-    def _repr_html_(self) -> str:
-        return html.fragment(self)

@@ -7,17 +7,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from fuseops.explain.html import STYLE, breakable, document, tiles
 from fuseops.offload.lanes.simulated import Level
 from fuseops.words import size
 
+from .decided import Decided
 from .text import HEADER, facts, rows
 from .trace import spans
-
-if TYPE_CHECKING:
-    from .decided import OffloadPlan
 
 WIDTH, LEFT, CHART, LANE = 1020, 76, 180, 26
 LEAST = 640  # narrower, the drawing scrolls
@@ -70,7 +67,7 @@ border-radius:8px;padding:8px 12px;margin:0 0 12px}
 """
 
 
-def page(plan: OffloadPlan) -> str:
+def page(plan: Decided) -> str:
     """A whole document."""
     return document(f"Offload plan of {plan.profile.model}", "".join(_body(plan)), MORE_STYLE)
 
@@ -78,7 +75,7 @@ def page(plan: OffloadPlan) -> str:
 RANKS = ("rank", "peak as it is", "planned", "leaves", "step", "waits")
 
 
-def page_of_ranks(plans: Sequence[OffloadPlan]) -> str:
+def page_of_ranks(plans: Sequence[Decided]) -> str:
     """A whole document for the ranks of a pipeline: a line each that leads to its plan."""
     head = "".join(f"<th>{title}</th>" for title in RANKS)
     lines, parts = [], []
@@ -109,7 +106,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
 
 
-def _numbers(plan: OffloadPlan) -> str:
+def _numbers(plan: Decided) -> str:
     """Peak and time: what a plan is about."""
     before, after = plan.before, plan.after
     less = 100 * (1 - after.peak / before.peak) if before.peak else 0.0
@@ -128,12 +125,12 @@ def _numbers(plan: OffloadPlan) -> str:
     )
 
 
-def fragment(plan: OffloadPlan) -> str:
+def fragment(plan: Decided) -> str:
     """The same, to be put into any page."""
     return f'<div class="fuseops"><style>{STYLE}{MORE_STYLE}</style>{"".join(_body(plan))}</div>'
 
 
-def _body(plan: OffloadPlan) -> Iterator[str]:
+def _body(plan: Decided) -> Iterator[str]:
     yield f"<p>{escape(plan.profile.kind)} of one step on {escape(plan.hardware.name)}</p>"
     yield _numbers(plan)
     for warning in plan.warnings:
@@ -170,7 +167,7 @@ _KEY = (
 _BRACES = '<p class="key">{0-2,9} in a name stands for the layers 0, 1, 2 and 9, which are decided alike.</p>'
 
 
-def _table(plan: OffloadPlan) -> str:
+def _table(plan: Decided) -> str:
     numbers = ("bytes", "window", "slack")
     head = "".join(
         f'<th class="number">{title}</th>' if title in numbers else f"<th>{title}</th>"
@@ -204,7 +201,7 @@ class _Scale:
         return 10 + CHART * (1 - nbytes / self.nbytes)
 
 
-def _drawing(plan: OffloadPlan) -> str:
+def _drawing(plan: Decided) -> str:
     after, before = plan.after, plan.before
     tallest = max(before.peak, after.peak, plan.limits.peak or 0)
     scale = _Scale(max(before.seconds, after.seconds), int(tallest * 1.05))
@@ -265,12 +262,12 @@ def _area(scale: _Scale, levels: Sequence[Level], seconds: float, style: str) ->
     return f'<path class="{style}" d="{"".join(points)}"/>'
 
 
-def _titles(plan: OffloadPlan) -> tuple[str, ...]:
+def _titles(plan: Decided) -> tuple[str, ...]:
     """The titles of the lanes below the chart."""
     return ("layers", "stalls", "D2H", "H2D", *["network"] * bool(plan.profile.network))
 
 
-def _lanes(plan: OffloadPlan, scale: _Scale) -> Iterator[str]:
+def _lanes(plan: Decided, scale: _Scale) -> Iterator[str]:
     tops = {title: CHART + 38 + k * LANE for k, title in enumerate(_titles(plan))}
     for title, top in tops.items():
         y = top + LANE / 2 - 3

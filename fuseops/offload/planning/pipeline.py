@@ -18,9 +18,8 @@ from typing import NamedTuple
 from fuseops.errors import FuseOpsError
 from fuseops.offload.arguments import one_of
 
-from .decided import OffloadPlan
 from .hardware import Hardware
-from .plan import plan_profile
+from .plan import OffloadPlan, plan_profile
 from .planner import UNLIMITED, Limits
 from .profile import LayerCall, Profile, ProfiledOp, Saved
 from .simulate import DEFAULT, LinkSettings

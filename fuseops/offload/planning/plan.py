@@ -8,9 +8,11 @@ with offload.Scheduler(model, layers=plan.layers, plan=plan): ...
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +27,9 @@ from fuseops.ops import scopes
 from fuseops.ops.permute import Permute
 from fuseops.words import size
 
+from . import html, text, trace
 from .cost_model import Choice, CostModel
-from .decided import OffloadPlan, PlannedTensor
+from .decided import Decided, PlannedTensor
 from .hardware import Hardware
 from .planner import NOTHING, UNLIMITED, Limits, solve
 from .profile import Profile, Recompute
@@ -42,6 +45,47 @@ NEAR = 16 << 20  # bytes too many that are much the same where nothing fits
 SLOWER = (1.0, 1.01, 1.02, 1.05, 1.1, 1.3, 2.0)  # of copies, until the simulation has no stall
 STALL = 1e-6  # seconds that are none
 CODED = (0.125, 0.25, 0.5, 0.75, 1.0)  # shares of what may be rounded that are tried
+
+
+class OffloadPlan(Decided):
+    """What to do with every saved tensor of a step, and what that will cost."""
+
+    def explain(self, every: bool = False, wide: bool = False, width: int = 100) -> str:
+        """Budget, prediction, and the tensors of each decision and reason, with their bytes.
+
+        every: one line a tensor; otherwise equal decisions for equal tensors of layers share one.
+        wide: when what leaves is on the link, out and back, and how long before it is read.
+        width: columns of the text, beside which names of tensors and times may reach.
+        """
+        return text.report(self, every, wide, width)
+
+    __str__ = explain
+
+    def __repr__(self) -> str:
+        return (
+            f"OffloadPlan({self.profile.model}, offload {size(self.bytes_of(OFFLOAD) + self.bytes_of(QUANTIZE))}, "
+            f"recompute {size(self.bytes_of(RECOMPUTE))}, dispatch {size(self.bytes_of(DISPATCH))}, "
+            f"peak {size(self.before.peak)} -> {size(self.after.peak)})"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with a schema_version."""
+        return text.as_json(self)
+
+    def save_trace(self, path: str | Path) -> None:
+        """A timeline for chrome://tracing or ui.perfetto.dev: the lanes, and bytes on the device."""
+        Path(path).write_text(json.dumps(trace.trace(self)), encoding="utf-8")
+
+    def to_html(self) -> str:
+        """A page of its own: timeline, bytes, table."""
+        return html.page(self)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write `to_html()` to a file."""
+        Path(path).write_text(self.to_html(), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return html.fragment(self)
 
 
 def plan(

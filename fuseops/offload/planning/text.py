@@ -5,14 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fuseops.offload.codes import BOUND
 from fuseops.offload.schedule import DISPATCH, KEEP, MADE_AGAIN, OFFLOAD, QUANTIZE, RECOMPUTE
 from fuseops.words import size
 
-if TYPE_CHECKING:
-    from .decided import OffloadPlan, PlannedTensor
+from .decided import Decided, PlannedTensor
 
 SCHEMA_VERSION = 1
 HEADER = ("tensor", "bytes", "decision", "reason", "window", "slack")
@@ -59,7 +58,7 @@ def _ms(span: tuple[float, float]) -> str:
     return f"{span[0] * 1e3:.2f}-{span[1] * 1e3:.2f}"
 
 
-def rows(plan: OffloadPlan, every: bool = False) -> list[TableRow]:
+def rows(plan: Decided, every: bool = False) -> list[TableRow]:
     """The table, what takes most memory first; without what takes none."""
     found: dict[tuple[str, ...], list[PlannedTensor]] = defaultdict(list)
     for tensor in plan.tensors:
@@ -106,7 +105,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
-def facts(plan: OffloadPlan) -> Iterator[tuple[str, str]]:
+def facts(plan: Decided) -> Iterator[tuple[str, str]]:
     """The head of a report: what was asked for and what is predicted."""
     before, after, (peak, host) = plan.before, plan.after, plan.limits
     yield "model", f"{plan.profile.model}, one step, {plan.profile.kind}"
@@ -135,7 +134,7 @@ def facts(plan: OffloadPlan) -> Iterator[tuple[str, str]]:
     yield "", f"{size(plan.free)} can leave without a stall: {rates}"
 
 
-def report(plan: OffloadPlan, every: bool, wide: bool, width: int) -> str:
+def report(plan: Decided, every: bool, wide: bool, width: int) -> str:
     """Head, warnings and assumptions, folded to so many columns; then the tensors of each decision and reason."""
     lines = []
     notes = [("WARNING", text) for text in plan.warnings] + [("assumed", t) for t in plan.assumed]
@@ -161,7 +160,7 @@ def _line(left: str, width: int, numbers: Sequence[str], widths: Sequence[int]) 
     return "  ".join([left.ljust(width), *aligned]).rstrip()
 
 
-def _sections(plan: OffloadPlan, every: bool) -> dict[tuple[str, str], list[TableRow]]:
+def _sections(plan: Decided, every: bool) -> dict[tuple[str, str], list[TableRow]]:
     """The table by decision and reason; what is made again has one time each in its reason."""
     found: dict[tuple[str, str], list[TableRow]] = defaultdict(list)
     for row in rows(plan, every):
@@ -170,7 +169,7 @@ def _sections(plan: OffloadPlan, every: bool) -> dict[tuple[str, str], list[Tabl
     return {key: found[key] for key in sorted(found, key=lambda key: ORDER.index(key[0]))}
 
 
-def as_json(plan: OffloadPlan) -> dict[str, Any]:
+def as_json(plan: Decided) -> dict[str, Any]:
     """Plain data with a schema_version."""
     return {
         "schema_version": SCHEMA_VERSION,
@@ -195,7 +194,7 @@ def as_json(plan: OffloadPlan) -> dict[str, Any]:
     }
 
 
-def _outcome(plan: OffloadPlan, which: str) -> dict[str, Any]:
+def _outcome(plan: Decided, which: str) -> dict[str, Any]:
     simulation = plan.before if which == "before" else plan.after
     return {
         "seconds": simulation.seconds,

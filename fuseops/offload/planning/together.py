@@ -14,8 +14,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.offload.arguments import one_of
 from fuseops.ops.op import Op as FuseOp
 
-from .decided import OffloadPlan
-from .plan import dropping, plan_profile
+from .plan import OffloadPlan, dropping, plan_profile
 
 
 def shares(budget: int, needs: Sequence[int]) -> list[int]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from .decided import Decided
 from .profile import Profile
 from .simulate import Simulation
-
-if TYPE_CHECKING:
-    from .decided import OffloadPlan
 
 LANES = {"layers": 1, "compute": 2, "d2h": 3, "h2d": 4, "network": 5}
 TITLES = {lane: lane for lane in LANES} | {"d2h": "D2H", "h2d": "H2D"}
@@ -38,7 +36,7 @@ def spans(profile: Profile, simulation: Simulation) -> Iterator[TraceSpan]:
             yield TraceSpan(call.layer, way, at[boundary.position], at[end])
 
 
-def trace(plan: OffloadPlan) -> dict[str, Any]:
+def trace(plan: Decided) -> dict[str, Any]:
     """The JSON object format of Chrome traces; times in microseconds."""
     return {
         "displayTimeUnit": "ms",
@@ -58,7 +56,7 @@ def _names(profile: Profile) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "pid": 1, "tid": tid, "name": "thread_sort_index", "args": sort}
 
 
-def _events(plan: OffloadPlan) -> Iterator[dict[str, Any]]:
+def _events(plan: Decided) -> Iterator[dict[str, Any]]:
     after = plan.after
     for span in spans(plan.profile, after):
         yield _slice("layers", f"{span.way} {span.title}", span.start, span.end)
