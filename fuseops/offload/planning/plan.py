@@ -1,8 +1,9 @@
-"""Makes plans: of a model, or of a step that was profiled.
+"""A plan: for every saved tensor whether it stays, leaves or is made again, with the reason, and what
+the step will cost. Here it is made, of a model or of a step that was profiled.
 
-plan = offload.plan(model, batch, peak="11GiB")
-print(plan.explain())
-with offload.Scheduler(model, layers=plan.layers, plan=plan): ...
+    plan = offload.plan(model, batch, peak="11GiB")
+    print(plan.explain())
+    with offload.Scheduler(model, layers=plan.layers, plan=plan): ...
 """
 
 from __future__ import annotations
