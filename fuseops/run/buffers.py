@@ -71,14 +71,6 @@ def put(what: str, buffer: Tensor, result: Tensor) -> Tensor:
     return buffer
 
 
-def given(what: str, out: Buffers, result: Tensor) -> Tensor:
-    """A result, in the buffer that the caller gave for it, if there is one."""
-    if what not in out:
-        return result
-    found = put(what, out[what], result)
-    return found.detach() if what == "y" else found
-
-
 def check_dy(out: Buffers | None, dy: Any) -> None:
     """Raise ShapeError for a buffer for dx that lies over dy, which other gradients read after it is written."""
     if out is not None and "dx" in out and isinstance(dy, Tensor) and overlap(out["dx"], dy):

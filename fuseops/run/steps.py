@@ -61,7 +61,8 @@ def write_forward(seg: Segment) -> Written:
                 body += [f"{places} = own{f'[{m}]' * (step.kind == 'forward')} or n{slot.owner}"]
         lines += _in_range([*body, "out = own = side = _ = None"], seg, step, f"l{k}", "", known)
     lines += ["if look is not None: look.seg.checked_forward = True"]
-    lines += ["if once.out is not None: x = buffers.given('y', once.out, x)"]
+    lines += ["if once.out is not None and 'y' in once.out:"]
+    lines += [" x = buffers.put('y', once.out['y'], x).detach()"]
     lines += [f"return x, {_tuple(kept)}, {_tuple(_named('e', casts))}"]
     seg.fwd = _made("written(x, t, once)", lines, known)
     return seg.fwd
@@ -120,7 +121,8 @@ def write_backward(seg: Segment) -> Written:
         lines += [f"if {' or '.join(f'{d} is not None' for d in dys)}:"]
         lines += _indented(_in_range(body, seg, step, f"l{k}", " backward", known))
     lines += ["if look is not None: look.seg.checked_backward = True"]
-    lines += ["if dy is not None and once.out is not None: dy = buffers.given('dx', once.out, dy)"]
+    lines += ["if dy is not None and once.out is not None and 'dx' in once.out:"]
+    lines += [" dy = buffers.put('dx', once.out['dx'], dy)"]
     lines += [f"return {_tuple(['None', 'None', 'dy', *grads[: seg.inputs]])}"]
     seg.bwd = _made("written(kept, dy, dsides, entered, once)", lines, known)
     return seg.bwd
@@ -136,18 +138,18 @@ def _backward_call(seg: Segment, step: BackwardStep, k: int, known: dict[str, An
         owns.append(f"n{k}_{m}" if slot is None else f"new(n{k}_{m}, {_tuple(fields)})")
         read += names.values()
     dside = _dict([(name, f"g{at}") for name, at in step.writes])
-    calls = _calls(step, k, known)
+    elsewhere = bool(step.main) or step.later is not None
+    calls = _calls(step, k, known, elsewhere)
     if step.pure:
         call = "(pure.bwd_by_autograd(step, mine[0], dy, dside, look is not None, once.scratch),)"
     elif step.kind == "op":
-        given = [("dside", "dside")] * step.takes_dside + [("call", f"{calls}[0]")] * bool(
-            step.keywords
-        )
+        given = [("dside", "dside")] * step.takes_dside
+        given += [("call", f"{calls}[0]")] * bool(step.keywords)
         call = f"(o{k}.bwd(mine[0], dy{_keywords(given)}),)"
     else:
         whole = "mine" if step.target.takes_saved else "mine.pop()"
         call = f"o{k}.bwd({whole if step.kind == 'joint' else 'tuple(mine)'}, dy, {calls}, dside)"
-    if _elsewhere(step):
+    if elsewhere:
         known[f"m{k}"] = [step.target] if step.kind == "op" else step.target.members
         run = f"lambda step, out=None, mine=mine, dy=dy, dside=dside: {call}"
         call = f"weight_grads.elsewhere(step, m{k}, {run}, mine, dy)"
@@ -197,34 +199,27 @@ def _saved(seg: Segment, step: Step) -> Iterator[tuple[Slot | None, dict[int, st
         yield slot, {} if slot is None else {k: numbers[i, k] for k in slot.kept}
 
 
-def _calls(step: Step, k: int, known: dict[str, Any]) -> str:
-    """The calls of a step; where it runs in two parts, those of the part that runs."""
+def _calls(step: Step, k: int, known: dict[str, Any], apart: bool = False) -> str:
+    """The calls of a step.   apart: those of the part of it that runs"""
     if step.live:
-        return f"calls_of(step, once{', out' * _elsewhere(step)})"
-    if _elsewhere(step):
-        return "step.calls"
+        return f"calls_of(step, once{', out' * apart})"
     known[f"c{k}"] = step.calls
-    return f"c{k}"
-
-
-def _elsewhere(step: Step) -> bool:
-    """Whether some gradients do not go through autograd."""
-    return isinstance(step, BackwardStep) and bool(step.main or step.later is not None)
+    return "step.calls" if apart else f"c{k}"
 
 
 def _keywords(given: Iterable[tuple[str, str]]) -> str:
-    """Further arguments of a call."""
-    usual = [f", {name}={value}" for name, value in given if _usual(name)]
-    others = [pair for pair in given if not _usual(pair[0])]
-    return "".join(usual) + (f", **{_dict(others)}" if others else "")
+    """Further arguments of a call; side tensors may have names that Python does not take."""
+    usual, others = "", []
+    for name, value in given:
+        if name.isidentifier() and not iskeyword(name):
+            usual += f", {name}={value}"
+        else:
+            others.append((name, value))
+    return usual + (f", **{_dict(others)}" if others else "")
 
 
 def _dict(given: Iterable[tuple[str, str]]) -> str:
     return f"{{{', '.join(f'{name!r}: {value}' for name, value in given)}}}"
-
-
-def _usual(name: str) -> bool:
-    return name.isidentifier() and not iskeyword(name)
 
 
 def _named(kind: str, numbers: Iterable[int]) -> list[str]:
@@ -294,18 +289,12 @@ def calls_of(
     step: Step, once: Once, main: Sequence[weight_grads.Destinations] | None = None
 ) -> Sequence[Any]:
     """The calls of a step with what lives for one call only."""
-    shared, out = once.scratch, once.out
-    if shared is not None:
-        for scope in step.scopes:
-            if scope not in shared:
-                shared[scope] = {}
-    calls: list[Any] = [
-        # `_replace`, without a call for each
-        new(
-            Call, (*call[:OUT], out, *call[OUT + 1 : -1], None if shared is None else shared[scope])
-        )
-        for call, scope in zip(step.calls, step.scopes, strict=True)
-    ]
+    shared, out, calls = once.scratch, once.out, []
+    for call, scope in zip(
+        step.calls, step.scopes, strict=True
+    ):  # `_replace`, without a call for each
+        scratch = None if shared is None else shared.setdefault(scope, {})
+        calls.append(new(Call, (*call[:OUT], out, *call[OUT + 1 : -1], scratch)))
     if once.seed is not None:  # numbers of its own for each op, and each of its two layouts
         first = 2 * step.at
         calls = [c._replace(seed=once.seed + first + 2 * k) for k, c in enumerate(calls)]
