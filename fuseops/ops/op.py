@@ -232,8 +232,8 @@ class Op(nn.Module, Generic[S]):
                 )
             if cls.signature.any_side:
                 raise FuseOpsError(
-                    f"{cls.__name__}.fwd takes **side, and has no bwd: the backward runs fwd again on what was saved by "
-                    "name. Name the side inputs, fwd(self, x, *, <side inputs>), or define bwd(self, saved, dy)."
+                    f"{cls.__name__}.fwd takes **side, and has no bwd: the backward runs fwd again on what was saved "
+                    "by name. Name the side inputs, fwd(self, x, *, <side inputs>), or define bwd(self, saved, dy)."
                 )
             fields = [(name, Tensor | None) for name in ("x", *cls.signature.keywords)]
             cls.Saved = NamedTuple(f"{cls.__name__}Saved", fields)  # type: ignore[misc, assignment]
