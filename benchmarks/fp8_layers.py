@@ -107,7 +107,10 @@ class Cell:
             self.p.routing = fo.Routing(self.p.offs, self.p.probs)
             self.module, self.given = self.p.mlp, (self.p.x, self.p.probs, self.p.offs)
             self.args = (self.p.x, self.p.routing)
-            plain = partial(grouped_mlp.peer, *self.p.leaves, self.p.offs)
+            leaves = self.p.leaves.values()
+            plain = partial(grouped_mlp.peer, self.p.form.formula, self.p.offs, *leaves)
+        named = isinstance(self.p.leaves, dict)
+        self.leaves = [*(self.p.leaves.values() if named else self.p.leaves)]
         modules = {name: in_precision(self.module, recipe) for name, recipe in RECIPES.items()}
         modules = {"bf16": self.module, **modules}
         self.forwards = {
@@ -119,9 +122,9 @@ class Cell:
             self.forwards["torchao"] = lambda: built()()
 
     def results(self, forward: measure.Call) -> list[torch.Tensor]:
-        layers.training_step(forward, self.p.dy, self.p.leaves)()
-        grads = [leaf.grad for leaf in self.p.leaves]
-        for leaf in self.p.leaves:
+        layers.training_step(forward, self.p.dy, self.leaves)()
+        grads = [leaf.grad for leaf in self.leaves]
+        for leaf in self.leaves:
             leaf.grad = None
         return [forward().detach(), *grads]
 
@@ -144,9 +147,9 @@ def cell(name: str, options: argparse.Namespace) -> dict[str, Any]:
     record: dict[str, Any] = {"failed": {}}
     record["errors"] = c.errors(record)
     forwards = {n: f for n, f in c.forwards.items() if n in options.candidates}
-    steps = {n: layers.training_step(f, c.p.dy, c.p.leaves) for n, f in forwards.items()}
+    steps = {n: layers.training_step(f, c.p.dy, c.leaves) for n, f in forwards.items()}
     record["saved_bytes"] = {n: layers.held_bytes(f) for n, f in forwards.items()}
-    record["peak_bytes"] = {n: layers.peak_bytes(s, c.p.leaves) for n, s in steps.items()}
+    record["peak_bytes"] = {n: layers.peak_bytes(s, c.leaves) for n, s in steps.items()}
     record |= layers.times(forwards, steps, (), c.p.flops, ratios, options)
     if options.profile:
         record["kernels"] = {n: layers.kernels(s) for n, s in steps.items() if n != "torch"}

@@ -16,9 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import kernels as K
 from fuseops.kernels.reference import quantize
-from fuseops.recipes import Scaling, gemm
-from fuseops.recipes import mxfp8 as mx
-from fuseops.recipes import nvfp4 as nv
+from fuseops.recipes import Scaling, gemm, micro
 from fuseops.recipes.operands import operand, weight_operand
 from fuseops.recipes.quantized import factors, features, values
 from fuseops.recipes.recipe import BACKWARDS
@@ -26,8 +24,8 @@ from fuseops.recipes.scaling import COLUMN
 from fuseops.testing.strategies import Formats, Split, filled, scalings
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-ROWS = [mx.mxfp8(E4M3), mx.mxfp8(E5M2), nv.nvfp4(), nv.nvfp4(hadamard=True)]
-SQUARES = [mx.mxfp8(E4M3, True), mx.mxfp8(E5M2, True), nv.nvfp4(True)]
+ROWS = [micro.mxfp8(E4M3), micro.mxfp8(E5M2), micro.nvfp4(), micro.nvfp4(hadamard=True)]
+SQUARES = [micro.mxfp8(E4M3, True), micro.mxfp8(E5M2, True), micro.nvfp4(True)]
 ORACLES = {torch.float8_e8m0fnu: mxfp8, E4M3: nvfp4}
 
 
@@ -229,9 +227,9 @@ def test_float32_scales_of_weights_are_those_of_the_oracle(options: Any, block: 
 
 PAIRS = [
     (Scaling(E4M3, (1, 128), COLUMN), Scaling(E5M2, (1, 128), COLUMN)),
-    (mx.mxfp8(E4M3), mx.mxfp8(E5M2)),
-    (mx.mxfp8(E4M3), nv.nvfp4(hadamard=True)),
-    (nv.nvfp4(), Scaling(E5M2, (1, 128), COLUMN, powers=False)),
+    (micro.mxfp8(E4M3), micro.mxfp8(E5M2)),
+    (micro.mxfp8(E4M3), micro.nvfp4(hadamard=True)),
+    (micro.nvfp4(), Scaling(E5M2, (1, 128), COLUMN, powers=False)),
     (Scaling(E4M3, None, None), Scaling(E5M2, None, None)),
 ]
 
@@ -264,8 +262,8 @@ def test_the_hadamard_transform_is_its_own_inverse_and_that_of_the_matrix() -> N
     assert torch.equal(K.hadamard(K.hadamard(x)), x)
     expected = x.double().unflatten(1, (3, 16)) @ torch.from_numpy(matrix / 4)
     assert torch.equal(K.hadamard(x).double(), expected.flatten(1))
-    q = operand(x, nv.nvfp4(hadamard=True), row=False, col=True)
-    exact = operand(x, nv.nvfp4(), row=False, col=True)
+    q = operand(x, micro.nvfp4(hadamard=True), row=False, col=True)
+    exact = operand(x, micro.nvfp4(), row=False, col=True)
     for found in (q, exact):  # both stand for x
         assert (features(found)[:, :5] - x.t()).norm() < 0.2 * x.norm()
 
@@ -274,7 +272,7 @@ def test_the_hadamard_transform_is_its_own_inverse_and_that_of_the_matrix() -> N
 def test_rounding_at_random_is_right_in_the_mean_and_repeats_for_its_seed(layout: str) -> None:
     x = torch.linspace(-6, 6, 128).repeat(128, 1)  # 128 draws of each number
     x[::16] = x[:, ::16] = 6  # so that every block has the scale 1, which no E4M3 rounds
-    scaling, wanted = nv.nvfp4(stochastic=True), {"row": layout == "row", "col": layout == "col"}
+    scaling, wanted = micro.nvfp4(stochastic=True), {"row": layout == "row", "col": layout == "col"}
     seeds = [torch.tensor([seed]) for seed in range(40)]
     drawn = [values(operand(x, scaling, seed=s, **wanted), layout) for s in seeds]
     rows = [t if layout == "row" else t.t() for t in drawn]
@@ -286,7 +284,7 @@ def test_rounding_at_random_is_right_in_the_mean_and_repeats_for_its_seed(layout
     assert len({tuple(t[:, 70].tolist()) for t in rows}) == len(seeds)
     again = values(operand(x, scaling, seed=seeds[0], **wanted), layout)
     assert torch.equal(again, drawn[0])
-    nearest = values(operand(x, nv.nvfp4(), **wanted), layout)
+    nearest = values(operand(x, micro.nvfp4(), **wanted), layout)
     assert (drawn[0] - nearest).abs().max() < 2.01 and not torch.equal(drawn[0], nearest)
 
 
@@ -339,7 +337,10 @@ def test_large_tensors_are_quantized_in_pieces_to_the_same_bits(
 
 @pytest.mark.parametrize(
     ("scaling", "of_weight"),
-    [(mx.mxfp8(), mx.mxfp8()), (mx.mxfp8(), mx.mxfp8(square=True)), (nv.nvfp4(hadamard=True), nv.nvfp4(True))],
+    [
+        (micro.mxfp8(), micro.mxfp8()), (micro.mxfp8(), micro.mxfp8(square=True)),
+        (micro.nvfp4(hadamard=True), micro.nvfp4(True)),
+    ],
     ids=str,
 )  # fmt: skip
 def test_products_over_groups_are_the_same_in_pieces(
@@ -374,9 +375,9 @@ def test_products_over_groups_are_the_same_in_pieces(
 
 def test_the_forward_never_rounds_at_random() -> None:
     with pytest.raises(fo.FuseOpsError, match=r"input is .*stochastic.*grad_output"):
-        fo.recipes.Roles(input=nv.nvfp4(stochastic=True))
+        fo.recipes.Roles(input=micro.nvfp4(stochastic=True))
     with pytest.raises(fo.FuseOpsError, match="expected stochastic to be one of"):
-        replace(mx.mxfp8(), stochastic=True)
+        replace(micro.mxfp8(), stochastic=True)
 
 
 # --- GEMMs, in float64 of what the operands stand for

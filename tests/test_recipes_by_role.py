@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fuseops as fo
 from fuseops.ops import scopes
-from fuseops.recipes.by_role import ROLES
+from fuseops.recipes.scales import ROLES
 from fuseops.testing import assert_fused_matches_unfused
 from fuseops.testing.strategies import recipes
 

@@ -98,6 +98,10 @@ CLASSES: dict[str, tuple[Callable[[], type], str]] = {
         r"write fwd\(self, x, \*, call\)",
     ),
     "no x": (lambda: wrong(fo.Op, fwd=lambda self: 1), r"Wrong\.fwd\(self\).*fwd\(self, x, \*"),
+    "side inputs without names, to be run again by name": (
+        lambda: wrong(fo.Op, reads=("w",), fwd=lambda self, x, **side: x * side["w"]),
+        r"Wrong\.fwd takes \*\*side, and has no bwd.*Name the side inputs",
+    ),
     "no saved": (
         lambda: wrong(Sine, bwd=lambda self, dy: dy),
         r"Wrong\.bwd\(self, dy\).*write bwd\(self, saved, dy, \*",

@@ -230,6 +230,11 @@ class Op(nn.Module, Generic[S]):
                     f"{cls.__name__} declares saves_for, and no bwd that would read what it saves: define "
                     "bwd(self, saved, dy), or leave saves_for out."
                 )
+            if cls.signature.any_side:
+                raise FuseOpsError(
+                    f"{cls.__name__}.fwd takes **side, and has no bwd: the backward runs fwd again on what was saved "
+                    "by name. Name the side inputs, fwd(self, x, *, <side inputs>), or define bwd(self, saved, dy)."
+                )
             fields = [(name, Tensor | None) for name in ("x", *cls.signature.keywords)]
             cls.Saved = NamedTuple(f"{cls.__name__}Saved", fields)  # type: ignore[misc, assignment]
             cls.saves_for = None

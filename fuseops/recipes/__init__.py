@@ -1,15 +1,15 @@
 """Precision recipes and quantized tensors.
 
 scaling (a format), quantized (a tensor in one), carrier (of its gradient), operands (from tensors), scales (state of
-those that follow steps), store (weights that are kept), gemm (their products), recipe (who gets what; mxfp8, nvfp4,
-delayed, by_role), gain (where that pays), numbers (what it does to them).
+those that follow steps), store (weights that are kept), gemm (their products), recipe (who gets what; micro, delayed,
+by_role), gain (where that pays), numbers (what it does to them).
 """
 
 from .by_role import ByName as ByName
 from .by_role import ByRole as ByRole
 from .delayed import DelayedScaling as DelayedScaling
-from .mxfp8 import MXFP8BlockScaling as MXFP8BlockScaling
-from .nvfp4 import NVFP4BlockScaling as NVFP4BlockScaling
+from .micro import MXFP8BlockScaling as MXFP8BlockScaling
+from .micro import NVFP4BlockScaling as NVFP4BlockScaling
 from .operands import Operand as Operand
 from .operands import columns_follow as columns_follow
 from .operands import operand as operand

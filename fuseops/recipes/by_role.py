@@ -10,10 +10,10 @@ from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs, matches
 
 from .recipe import BACKWARDS, Recipe, Roles, check_choices
+from .scales import ROLES
 from .scaling import Scaling
 from .store import POLICIES
 
-ROLES = ("input", "weight", "grad_output")
 Choose = Callable[[Any, str, str], Scaling | None]
 
 

@@ -57,7 +57,7 @@ class ScaleState:
         self.recipe: KeepsScales | None = None  # that it was used under last
         self.number = next(_numbers)
         _states.add(self)
-        _watch_optimizers()
+        watch_optimizers()
 
     def see(self, recipe: KeepsScales, role: str, note: bool) -> See:
         """What gives the scale of an operand in its role for its amax, () or (G,), which it notes if it is to."""
@@ -140,13 +140,21 @@ def advance(states: Iterable[ScaleState]) -> None:
         state.advance()
 
 
+class Steps:
+    """How many steps optimizers have taken, since somebody wants to know."""
+
+    taken = 0
+
+
 @functools.cache
-def _watch_optimizers() -> None:
+def watch_optimizers() -> None:
+    """From now on a step of any optimizer advances all states, and is counted."""
     register_optimizer_step_post_hook(_stepped)
 
 
 def _stepped(*_: Any) -> None:
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():  # compiled steps move the versions of what they write
+        Steps.taken += 1
         advance(_states)
 
 

@@ -9,14 +9,12 @@ shards that have changed, or by `fuseops.weights_changed`.
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fuseops import torch_private
@@ -24,22 +22,11 @@ from fuseops.kernels.registry import PLAIN
 
 from .operands import odd_layouts, weight_operand
 from .quantized import Layout, Quantized
-from .scales import See
+from .scales import See, Steps, watch_optimizers
 from .scaling import Scaling
 
 POLICIES = ("none", "step", "unshard")
 """How long quantized weights are kept: not at all, until the weights change, or until FSDP2 frees them, too."""
-
-
-class _Steps:
-    """How many steps optimizers have taken."""
-
-    taken = 0
-
-
-def _stepped(*_: Any) -> None:
-    if not torch.compiler.is_compiling():  # compiled steps move the versions of what they write
-        _Steps.taken += 1
 
 
 class StoredLayout:
@@ -76,7 +63,7 @@ class WeightStore:
         self.stamp: tuple[Any, ...] | None = None  # where it was then, and which version of it
         self.place: Any = None  # a WeakStorage, so that no other storage is taken for it
         self.kept: dict[str, StoredLayout] = {}  # by layout, "row" or "col"
-        _watch_optimizers()
+        watch_optimizers()
 
     def read(
         self,
@@ -170,7 +157,7 @@ def kept_bytes(shape: tuple[int, ...], scaling: Scaling, layouts: int) -> int:
 
 def _stamp(source: nn.Parameter, scaling: Scaling) -> tuple[Any, ...]:
     """What changes when a parameter does."""
-    steps = _Steps.taken if source.requires_grad else None  # optimizers leave a frozen one alone
+    steps = Steps.taken if source.requires_grad else None  # optimizers leave a frozen one alone
     place = torch_private.storage_key(source.untyped_storage()), source.storage_offset()
     shard = _shards.get(source) if _shards else None
     return *place, source.shape, source.stride(), source._version, steps, shard, scaling
@@ -192,11 +179,6 @@ _open: weakref.WeakKeyDictionary[WeightStore, int] = weakref.WeakKeyDictionary()
 """Stores that let go of what they keep when FSDP2 frees the Parameter with this `id`."""
 _shards: Any = WeakIdKeyDictionary()
 """By Parameter, which versions of its shard FSDP2 gathered it from."""
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_post_hook(_stepped)
 
 
 def _gathered(parameter: Tensor, shard: Any) -> None:

@@ -24,8 +24,7 @@ from fuseops.recipes import (
     Recipe,
     Scaling,
 )
-from fuseops.recipes.mxfp8 import mxfp8
-from fuseops.recipes.nvfp4 import nvfp4
+from fuseops.recipes.micro import mxfp8, nvfp4
 from fuseops.recipes.recipe import BACKWARDS, HIDDEN, WGRADS
 from fuseops.recipes.scaling import COLUMN
 from fuseops.recipes.store import POLICIES
