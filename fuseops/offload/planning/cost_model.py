@@ -270,12 +270,9 @@ class CostModel:
 
     def _peak(self, leave: frozenset[int], drop: frozenset[int]) -> tuple[int, int]:
         change = [0] * (len(self._ends) + 1)
-        for k in leave:
-            for start, end, nbytes in self._hole_places[k]:
-                change[start] += nbytes
-                change[end] -= nbytes
-        for g in drop:
-            for start, end, nbytes in self._drop_places[g]:
+        away = [self._hole_places[k] for k in leave] + [self._drop_places[g] for g in drop]
+        for places in away:
+            for start, end, nbytes in places:
                 change[start] += nbytes
                 change[end] -= nbytes
         best, where, absent = 0, 0, 0
