@@ -79,3 +79,22 @@ def test_sequentials_nest_as_deep_as_those_of_torch() -> None:
     nest(fo.Sequential, partial(fo.ops.Linear, 4, 4), deep)(x)
     deep_plain = nest(fo.Sequential, partial(nn.Linear, 4, 4), deep)
     deep_plain(x)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda x, scaling: fo.quantize(x, "e4m3"),
+        lambda x, scaling: fo.quantize(x, fo.recipes.MXFP8BlockScaling()),
+        lambda x, scaling: fo.quantize(None, scaling),
+        lambda x, scaling: fo.quantize(x.tolist(), scaling),
+        lambda x, scaling: fo.quantized_init("fp8").__enter__(),
+        lambda x, scaling: fo.quantized_init(None).__enter__(),
+    ],
+)
+def test_what_is_no_recipe_no_scaling_and_no_tensor_is_refused_where_it_is_given(
+    given: Callable[[torch.Tensor, fo.recipes.Scaling], object],
+) -> None:
+    """Not by an attribute that it lacks, nor after the model was made."""
+    with pytest.raises(fo.FuseOpsError, match=r"fo\.quantize\w*: .* expected "):
+        given(torch.randn(4, 32), fo.recipes.MXFP8BlockScaling().roles().input)

@@ -149,9 +149,13 @@ def quantized_init(recipe: Recipe) -> Iterator[None]:
     They run under that recipe (`fo.recipe`, `fo.configure`); a call that would multiply them in high precision is an
     error. For training give an optimizer their float32 masters: `torch.optim.AdamW(fo.masters(model))`. Weights whose
     role is high precision stay as they are.
-    Raises FuseOpsError on the way out for a recipe whose weights are not in squares of 128 x 128, and for groups that
-    are Parameters of their own.
+    Raises FuseOpsError for what is no recipe, and on the way out for a recipe whose weights are not in squares of
+    128 x 128, and for groups that are Parameters of their own.
     """
+    if not isinstance(recipe, Recipe):
+        raise FuseOpsError(
+            f"fo.quantized_init: recipe is {recipe!r:.80}, expected a fuseops.recipes.Recipe."
+        )
     made: dict[nn.Module, None] = {}
 
     def seen(module: nn.Module, name: str, parameter: Any) -> None:

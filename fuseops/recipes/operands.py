@@ -41,8 +41,15 @@ def quantize(
     row, col: which layouts are made. Rows are what forward and input gradient read, columns what a weight gradient
     does; where its columns follow from rows (`columns_follow`), rows are enough.
     With a block of several rows x is a weight, (N, K) or (E, N, K), and its columns are those of its transpose.
-    Raises FuseOpsError for an x without rows of floating-point values, and where no layout is asked for.
+    Raises FuseOpsError for an x without rows of floating-point values, for what is no `Scaling` (a recipe is not: it
+    has one for each role), and where no layout is asked for.
     """
+    if not isinstance(scaling, Scaling):
+        raise FuseOpsError(
+            f"fo.quantize: scaling is {scaling!r:.80}, expected a Scaling, such as recipe.roles().input."
+        )
+    if not isinstance(x, Tensor | Quantized):
+        raise FuseOpsError(f"fo.quantize: x is of type {type(x).__name__}, expected a tensor.")
     if isinstance(x, Tensor) and (not x.is_floating_point() or x.itemsize < 2 or x.dim() == 0):
         raise FuseOpsError(
             f"fo.quantize: x is {x.dtype} of shape {tuple(x.shape)}, expected floating-point rows (..., K)."
