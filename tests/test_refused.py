@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
@@ -98,3 +99,27 @@ def test_what_is_no_recipe_no_scaling_and_no_tensor_is_refused_where_it_is_given
     """Not by an attribute that it lacks, nor after the model was made."""
     with pytest.raises(fo.FuseOpsError, match=r"fo\.quantize\w*: .* expected "):
         given(torch.randn(4, 32), fo.recipes.MXFP8BlockScaling().roles().input)
+
+
+@pytest.mark.parametrize("given", ["a", float("nan"), float("inf"), torch.ones(2), [1.0]], ids=repr)
+@pytest.mark.parametrize(
+    "made",
+    [
+        *[partial(fo.MoE, 8, 8, 4, 2), partial(fo.ops.Router, 8, 4, 2)],
+        *[partial(fo.ops.LinearCrossEntropy, 8, 16)],
+    ],
+    ids=lambda made: made.func.__name__,
+)
+def test_an_option_of_a_loss_that_is_no_number_is_refused_where_it_is_given(
+    made: Callable[..., nn.Module], given: object
+) -> None:
+    options = ("balance_loss", "z_loss", "label_smoothing", "soft_cap", "temperature")
+    for name in options:
+        if name in signature(made.func).parameters:
+            with pytest.raises(fo.FuseOpsError, match=name):
+                made(**{name: given})
+
+
+def test_a_mesh_that_is_none_is_refused_where_it_is_given() -> None:
+    with pytest.raises(fo.FuseOpsError, match="ep is 'nope', expected a DeviceMesh"):
+        fo.MoE(8, 8, 4, 2, ep="nope")

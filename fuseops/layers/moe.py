@@ -229,8 +229,14 @@ class MoE(Sequential):
 
 
 def _spread(moe: nn.Module, mesh: Any) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from fuseops.distributed import ExpertParallel  # which imports DTensor, for a second
 
+    if not isinstance(mesh, DeviceMesh):
+        raise FuseOpsError(
+            f"MoE: ep is {mesh!r}, expected a DeviceMesh of one axis, as mesh['ep']."
+        )
     ExpertParallel()._apply(moe, mesh)
 
 

@@ -3,6 +3,8 @@
 None of it waits for the device; what `offs` may hold is checked in `splits`.
 """
 
+import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -83,3 +85,8 @@ def refuse_inplace(op: str, inplace: bool) -> None:
         raise FuseOpsError(
             f"{op}(inplace=True): an op never writes its input, which may be saved. Leave it out."
         )
+
+
+def is_number(value: object) -> bool:
+    """Whether an option is a finite real number."""
+    return isinstance(value, Real) and math.isfinite(value)

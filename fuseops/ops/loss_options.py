@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from fuseops.errors import FuseOpsError
 
+from .checks import is_number
+
 ROWS = ("lse", "log_probs", "entropy")
 """What the loss publishes of every token, on request."""
 
@@ -23,17 +25,21 @@ class LossOptions(NamedTuple):
 
     def check(self) -> None:
         """Raise FuseOpsError for an option that means nothing."""
-        cap, published = self.soft_cap, self.publishes
+        cap, smoothing, published = self.soft_cap, self.label_smoothing, self.publishes
         known = not isinstance(published, str) and {*published} <= {*ROWS}
         ways = '"forward", "backward" or None'
         fits = {
             "reduction": (self.reduction in ("mean", "sum", "none"), '"mean", "sum" or "none"'),
-            "label_smoothing": (0 <= self.label_smoothing <= 1, "a fraction"),
-            "soft_cap": (cap is None or cap > 0, "above zero, or None"),
-            "temperature": (self.temperature > 0, "above zero"),
+            "label_smoothing": (is_number(smoothing) and 0 <= smoothing <= 1, "a fraction"),
+            "z_loss": (is_number(self.z_loss), "a finite number"),
+            "soft_cap": (cap is None or (is_number(cap) and cap > 0), "above zero, or None"),
+            "temperature": (is_number(self.temperature) and self.temperature > 0, "above zero"),
             "publishes": (known, f"names among {ROWS}"),
             "gradients": (self.gradients in (None, "forward", "backward"), ways),
-            "chunk_bytes": (self.chunk_bytes >= 1, "a number of bytes"),
+            "chunk_bytes": (
+                is_number(self.chunk_bytes) and self.chunk_bytes >= 1,
+                "a number of bytes",
+            ),
         }
         for name, (fine, wanted) in fits.items():
             if not fine:

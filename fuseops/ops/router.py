@@ -25,7 +25,7 @@ from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 
-from .checks import check_experts, check_rows, check_width
+from .checks import check_experts, check_rows, check_width, is_number
 from .op import Call, Grads, Op, Out, Shape
 
 SCORES = ("softmax", "sigmoid")
@@ -153,6 +153,12 @@ class Router(Op[RouterSaved]):
             raise FuseOpsError(
                 f"Router: top_k is {self.top_k}, expected 1 to {self.num_experts}, the number of experts."
             )
+        for name in ("balance_loss", "z_loss"):
+            given = getattr(self, name)
+            if given is not None and not is_number(given):
+                raise FuseOpsError(
+                    f"Router: {name} is {given!r}, expected a finite number or None."
+                )
         if self.score not in SCORES:
             raise FuseOpsError(f"Router: score is {self.score!r}, expected one of {SCORES}.")
         if not 1 <= self.top_groups <= self.groups or self.num_experts % self.groups:
