@@ -9,6 +9,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.fp8_launch import ScaledGradient, ScaledProduct
 from fuseops.kernels.grouped_launch import table_size
 from fuseops.kernels.tiles import cdiv, require
+from fuseops.words import dtype_name
 
 MAX_GROUPS = 1 << 11
 MM_SCALINGS = ("block", "row", "tensor")
@@ -110,9 +111,11 @@ def _groups(offs: Tensor | None) -> int:
 
 
 def _check_shape(name: str, t: Tensor, expected: tuple[int, ...]) -> None:
-    floats = t.dtype == torch.float32 or name == "bias"
-    if tuple(t.shape) != expected or not floats:
-        raise FuseOpsError(f"{name} is {t.dtype}{tuple(t.shape)}, expected float32{expected}.")
+    dtype = t.dtype if name == "bias" else torch.float32
+    if tuple(t.shape) != expected or t.dtype != dtype:
+        raise FuseOpsError(
+            f"{name} is {t.dtype}{tuple(t.shape)}, expected {dtype_name(dtype)}{expected}."
+        )
 
 
 def _check_tensor_scales(groups: int, **scales: Tensor) -> None:

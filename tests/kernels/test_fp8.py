@@ -126,7 +126,7 @@ def test_wrong_operands_are_named():
         ({"offs": offs.long()}, "offs is torch.int64(3,), expected int32 (E,)"),
         ({"scaling": "square"}, "scaling is 'square', expected one of"),
         ({"tiles": offs}, "tiles is not group_tiles(offs, 6)"),
-        ({"bias": weight_scale}, "bias is torch.float32(3, 1, 1), expected"),
+        ({"bias": weight_scale.half()}, "bias is torch.float16(3, 1, 1), expected float16(3, 16)"),
         ({"scaling": "tensor"}, "x_scale is torch.float32(1, 6), expected float32, () or (3,)"),
     ):  # fmt: skip
         with pytest.raises(FuseOpsError, match=re.escape(words)):

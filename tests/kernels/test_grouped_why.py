@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from laws import few
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fuseops as fo
 from fuseops.kernels import configs, grouped_paths, grouped_why
@@ -125,3 +126,18 @@ def test_gluon_is_chosen_for_the_triton_that_it_was_tested_with(monkeypatch, tri
     assert words == (
         path if path == "pingpong" else f"tma (pingpong is not tested with triton {version})"
     )
+
+
+def test_a_forced_path_ends_with_its_block():
+    with grouped_paths.on_path("tma"):
+        with grouped_paths.on_path("pointer"):
+            assert grouped_paths.forced_path == "pointer"
+        assert grouped_paths.forced_path == "tma"
+    assert grouped_paths.forced_path is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_path_of_a_weight_gradient_reads_no_address_of_what_has_none():
+    with FakeTensorMode():
+        dy, x = torch.empty(64, 128), torch.empty(64, 256)
+        assert grouped_paths.wgrad_path(dy, x)
