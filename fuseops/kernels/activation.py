@@ -2,8 +2,8 @@
 generator.
 
 Maths (float32, one rounding at each store):
-    y = f(x)        kinds gelu, gelu_tanh, qgelu, relu, srelu, silu, sigmoid
-    y = f(g) * u    kinds glu, geglu, geglu_tanh, qgeglu, reglu, sreglu, swiglu
+    y = f(x)        kinds are the names of VALUES in reference/activation.py
+    y = f(g) * u    those of GATES there
     y = h sigmoid(alpha h) * (clamp(u, -limit, limit) + offset), h = min(g, limit)    kind clamped_swiglu
     y = alpha tanh(g / alpha) sigmoid(g) * limit tanh(u / limit)                      kind situglu
     scaled: y * probs[..., None];  dprobs = sum over columns of dy * y before scaling

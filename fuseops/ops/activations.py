@@ -186,6 +186,10 @@ class ScaledSReLU(ScaledActivation):
     kind: ClassVar[str] = "srelu"  # type: ignore[misc]
 
 
+ACTS = SiLU | GELU | QGELU | ReLU | SReLU
+"""What rules take where an activation has no gate: one kernel is its backward and sums dbias."""
+
+
 def check_approximate(op: str, approximate: str) -> None:
     """Raise FuseOpsError for anything that torch's GELU does not know."""
     if approximate not in APPROXIMATE:

@@ -187,3 +187,12 @@ class ScaledClampedSwiGLU(_Clamped, ScaledActivation):
 
 class ScaledSiTUGLU(_SiTU, ScaledActivation):
     """SiTUGLU times probs, one probability a row.   x (R, 2F), probs (R,) -> (R, F)"""
+
+
+GATED = SwiGLU | ClampedSwiGLU | SiTUGLU | GEGLU | QGEGLU | GLU | ReGLU | SReGLU
+"""What rules take where an activation has a gate, and here where a probability scales it."""
+
+SCALED_GATED = (
+    ScaledSwiGLU | ScaledClampedSwiGLU | ScaledSiTUGLU | ScaledGEGLU | ScaledQGEGLU | ScaledGLU
+    | ScaledReGLU | ScaledSReGLU
+)  # fmt: skip

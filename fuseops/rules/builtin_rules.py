@@ -1,34 +1,8 @@
 """The built-in rules, top line first. Joint rules cover first; forward and backward ones are matched in the gaps."""
 
-from fuseops.ops.activations import (
-    GELU,
-    QGELU,
-    Activation,
-    ReLU,
-    ScaledActivation,
-    ScaledSReLU,
-    SiLU,
-    SReLU,
-)
+from fuseops.ops.activations import ACTS, Activation, ScaledActivation, ScaledSReLU
 from fuseops.ops.elementwise import ConstantScale
-from fuseops.ops.glu import (
-    GEGLU,
-    GLU,
-    QGEGLU,
-    ClampedSwiGLU,
-    ReGLU,
-    ScaledClampedSwiGLU,
-    ScaledGEGLU,
-    ScaledGLU,
-    ScaledQGEGLU,
-    ScaledReGLU,
-    ScaledSiTUGLU,
-    ScaledSReGLU,
-    ScaledSwiGLU,
-    SiTUGLU,
-    SReGLU,
-    SwiGLU,
-)
+from fuseops.ops.glu import GATED, SCALED_GATED
 from fuseops.ops.grouped_linear import GroupedLinear
 from fuseops.ops.linear import Bias, Linear
 from fuseops.ops.norms import LayerNorm, RMSNorm
@@ -57,12 +31,8 @@ from .conditions import (
 )
 from .rule import Rule, Some, maybe
 
-ACTS = SiLU | GELU | QGELU | ReLU | SReLU  # of one kernel that also sums dbias
-PLAIN = SwiGLU | ClampedSwiGLU | SiTUGLU | GEGLU | QGEGLU | GLU | ReGLU | SReGLU | ACTS
-SCALED = (
-    ScaledSwiGLU | ScaledClampedSwiGLU | ScaledSiTUGLU | ScaledGEGLU | ScaledQGEGLU | ScaledGLU
-    | ScaledReGLU | ScaledSReGLU | ScaledSReLU
-)  # fmt: skip
+PLAIN = GATED | ACTS
+SCALED = SCALED_GATED | ScaledSReLU
 EXPERTS = (GroupedLinear, SCALED | PLAIN, GroupedLinear)
 FIT = (same_groups, same_sides, act_widths, whole_weights)
 DENSE = (Linear, maybe(Bias), PLAIN, Linear)

@@ -21,14 +21,6 @@ Plain = Callable[[Tensor, Tensors, Tensors], Tensor]
 TOLERANCE = 1e-9  # of an element and of the mean of its tensor: float64, some tens of ops
 
 
-def srelu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-def qgelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
 def situ(gate: Tensor, up: Tensor) -> Tensor:
     return 2 * torch.tanh(gate / 2) * torch.sigmoid(gate) * 3 * torch.tanh(up / 3)
 

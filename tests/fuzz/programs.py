@@ -9,13 +9,22 @@ from collections.abc import Callable
 from string import Template
 
 import torch
+from plain_acts import UPS
 from plain_moe import options
 
+from fuseops.kernels.reference import GATES
 from fuseops.offload.lanes import arena
+from fuseops.ops.activations import ACTS
+from fuseops.ops.glu import GATED, SCALED_GATED
+from fuseops.rules.rule import types_of
 
 WIDTHS, ROWS, GROUPS = (4, 6, 8, 10, 16, 34), (5, 1, 0, 17, 64), 3
 CALLS = ("plain", "plain", "checkpoint", "functional_call", "unfused", "reference", "to_host")
 
+ACTIVATIONS = (
+    *((f"fo.ops.{op.__name__}()", f"TORCH['{op().kind}'](h)") for op in types_of(ACTS)),
+    ("fo.ops.GELU('tanh')", "TORCH['gelu_tanh'](h)"),
+)
 # (constructor, what it is in plain torch); $w is the width, $n the next one, $p the path, $i a block of columns.
 KEEPING = (
     ("fo.ops.Bias($w)", "h + p['$p.bias']"),
@@ -24,13 +33,8 @@ KEEPING = (
         "fo.ops.LayerNorm($w, eps=1e-3)",
         "F.layer_norm(h, ($w,), p['$p.weight'], p['$p.bias'], 1e-3)",
     ),
-    ("fo.ops.SiLU()", "F.silu(h)"),
-    ("fo.ops.GELU()", "F.gelu(h)"),
-    ("fo.ops.GELU('tanh')", "F.gelu(h, approximate='tanh')"),
-    ("fo.ops.QGELU()", "qgelu(h)"),
-    ("fo.ops.ReLU()", "F.relu(h)"),
-    ("fo.ops.SReLU()", "srelu(h)"),
-    ("fo.ops.ScaledSReLU()", "srelu(h) * side['probs'][:, None]"),
+    *ACTIVATIONS,
+    ("fo.ops.ScaledSReLU()", "TORCH['srelu'](h) * side['probs'][:, None]"),
     ("fo.ops.ConstantScale(-1.5)", "h * -1.5"),
     ("fo.ops.Dropout(0.0)", "h"),
     ("fo.ops.L2Norm(1e-3)", "h * (h.square().sum(-1, True) + 1e-3).rsqrt()"),
@@ -52,30 +56,23 @@ MAPPING = (
         "grouped(h, p['$p.weight'], None, side['offs'])",
     ),
 )
-ACTS = {
-    "SwiGLU": "F.silu",
-    "GEGLU": "F.gelu",
-    "QGEGLU": "qgelu",
-    "GLU": "torch.sigmoid",
-    "ReGLU": "F.relu",
-    "SReGLU": "srelu",
-}
 HALVING = (
     *(
         (
-            f"fo.ops.{scaled}{op}({'' if op == 'GEGLU' else 'interleave=$i'})",
-            f"gated({act}, h, {0 if op == 'GEGLU' else '$i'}){factor}",
+            f"fo.ops.{op.__name__}(interleave=$i)",
+            f"gated(TORCH['{GATES[op().kind]}'], h, $i){factor}",
         )
-        for op, act in ACTS.items()
-        for scaled, factor in (("", ""), ("Scaled", " * side['probs'][:, None]"))
+        for ops, factor in ((GATED, ""), (SCALED_GATED, " * side['probs'][:, None]"))
+        for op in types_of(ops)
+        if op().kind not in UPS
     ),
     ("fo.ops.SiTUGLU(2.0, 3.0)", "situ(*h.chunk(2, -1))"),
 )
-LINEAR, ACT = MAPPING[:2], KEEPING[3:9]
+LINEAR = MAPPING[:2]
 # What rules look for, which a draw op by op rarely gives.
 PATTERNS = (
-    (LINEAR, ACT),
-    (LINEAR[1:], KEEPING[:1], ACT),
+    (LINEAR, ACTIVATIONS),
+    (LINEAR[1:], KEEPING[:1], ACTIVATIONS),
     (KEEPING[1:2], LINEAR),
     (MAPPING[2:], HALVING, MAPPING[2:]),
 )
@@ -291,8 +288,9 @@ IMPORTS = """import torch
 import torch.nn.functional as F
 from torch import nn
 import fuseops as fo
-from judges import gated, grouped, qgelu, same_as_loop, same_as_plain, same_unfused_and_kept, situ, srelu
+from judges import gated, grouped, same_as_loop, same_as_plain, same_unfused_and_kept, situ
 from offload_pair import Pair
+from plain_acts import TORCH
 
 torch.manual_seed({seed})
 """

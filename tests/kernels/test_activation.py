@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from laws import DEVICE, DTYPES, ROWS, SEEDS, VALUES, WIDTHS, assert_matches, few, tensor
+from plain_acts import TORCH, UPS
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import activation as k
@@ -71,23 +72,6 @@ def test_what_is_written_over_is_contiguous():
     x, dy = torch.randn(6, 40).to(DEVICE)[:, :32], torch.randn(6, 16).to(DEVICE)
     with pytest.raises(FuseOpsError, match=r"x has strides .* expected contiguous"):
         k.scaled_act_bwd_into.launcher(x, dy, x[:, 0], "swiglu")
-
-
-TORCH = {
-    "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": torch.relu,
-    "srelu": lambda x: torch.relu(x) ** 2,
-    "silu": torch.nn.functional.silu,
-    "sigmoid": torch.sigmoid,
-    "clamped_silu": lambda g: g.clamp(max=7.0) * torch.sigmoid(1.702 * g.clamp(max=7.0)),
-    "situ": lambda g: 1.702 * torch.tanh(g / 1.702) * torch.sigmoid(g),
-}
-UPS = {
-    "clamped_swiglu": lambda u: u.clamp(-7, 7) + 1,
-    "situglu": lambda u: 7 * torch.tanh(u / 7),
-}
 
 
 @pytest.mark.parametrize("kind", k.KINDS)
