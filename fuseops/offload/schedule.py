@@ -228,30 +228,29 @@ class Schedule:
         for item in items:
             item.tell("copy")
         if source is None:
-            source, ready = self._gather(items, nbytes, offsets), None
-        self.lanes.wait("d2h", ready or self.lanes.record("compute"))
+            source, ready = self._gather(items, nbytes, offsets)
+        after = [ready or self.lanes.record("compute")]
         if host.after is not None:
-            self.lanes.wait("d2h", host.after)
+            after.append(host.after)
             host.after = None
-        self.lanes.copy("d2h", (source,), host, (0,))
-        due = self._now + self.lag
-        bundle = Bundle(items, nbytes, host, source, due, self.lanes.record("d2h"))
+        written = self.lanes.copy("d2h", (source,), host, after=after)
+        bundle = Bundle(items, nbytes, host, source, self._now + self.lag, written)
         for item, offset in zip(items, offsets, strict=True):
             item.bundle, item.offset = bundle, offset
         self._leaving.append(bundle)
         self.stats.out_bytes += sum([item.nbytes for item in items])
         self.stats.out_count += 1
 
-    def _gather(self, items: list[Item], nbytes: int, offsets: list[int]) -> Buf:
-        """Small storages in one buffer, so that one fast transfer moves them; they are let go."""
+    def _gather(self, items: list[Item], nbytes: int, offsets: list[int]) -> tuple[Buf, Event]:
+        """Small storages in one buffer, so that one fast transfer moves them, and when it is full; they are let go."""
         stage = self.lanes.alloc(nbytes, "device", items[0].name)
         sources = [item.source for item in items if item.source is not None]
-        self.lanes.copy("compute", sources, stage, offsets)
+        full = self.lanes.copy("compute", sources, stage, offsets)
         for item in items:
             if item.source is not None:
                 self.lanes.free(item.source)
                 item.source = None
-        return stage
+        return stage, full
 
     # --- letting go
 
@@ -306,10 +305,9 @@ class Schedule:
     def _reload(self, bundle: Bundle) -> Buf:
         target = self.lanes.alloc(bundle.nbytes, "device", bundle.name)
         # The target may be memory that compute has still to read: copy after all it has been given.
-        self.lanes.wait("h2d", self.lanes.record("compute"))
-        self.lanes.wait("h2d", bundle.written)
-        self.lanes.copy("h2d", (bundle.host,), target, (0,))
-        bundle.target, bundle.arrived = target, self.lanes.record("h2d")
+        after = (self.lanes.record("compute"), bundle.written)
+        bundle.arrived = self.lanes.copy("h2d", (bundle.host,), target, after=after)
+        bundle.target = target
         for item in bundle.items:
             item.tell("reload")
         self.stats.back_bytes += sum([item.nbytes for item in bundle.items])

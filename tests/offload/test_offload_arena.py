@@ -64,6 +64,31 @@ def test_the_same_requests_get_the_same_places(wanted: list[int]) -> None:
     assert step() == second and arena.reserved == reserved
 
 
+few_sizes = st.sampled_from([1, 2 * ALIGN, 3 * ALIGN, REGION // 2, REGION])
+
+
+@given(steps=st.lists(st.one_of(few_sizes, st.integers(-30, -1)), max_size=40))
+def test_a_step_that_takes_and_gives_in_turn_gets_the_same_places(steps: list[int]) -> None:
+    """Whether or not slabs are divided and made one with others on its way."""
+    arena = Arena(lambda nbytes: nbytes)
+
+    def step() -> list[tuple[int, int]]:
+        out, places = [], []
+        for wanted in steps:
+            if wanted > 0:
+                out.append(slab := arena.take(wanted))
+                places.append((slab.region, slab.offset))
+            elif out:
+                arena.give(out.pop(-wanted % len(out)), None)
+        for slab in out:
+            arena.give(slab, None)
+        return places
+
+    step(), step(), step()
+    fourth, reserved = step(), arena.reserved
+    assert step() == fourth and arena.reserved == reserved
+
+
 def test_large_buffers_have_regions_of_exactly_their_size() -> None:
     arena = Arena(lambda nbytes: nbytes)
     arena.take(REGION + 1)

@@ -332,14 +332,16 @@ class Logged:
         super().__init__(*args)
         self.log: list[tuple[Any, ...]] = []
 
-    def copy(self, lane: Lane, sources: Any, target: Any, offsets: Any) -> None:
+    def copy(self, lane: Lane, sources: Any, target: Any, *how: Any, **after: Any) -> Any:
         if lane in ("d2h", "h2d"):
             names = [b.name for b in (*sources, target)]
             self.log.append(("copy", lane, target.nbytes, *names))
-        super().copy(lane, sources, target, offsets)  # type: ignore[misc]
+        self.log += [("wait", lane, event.lane) for event in after.get("after", ())]
+        return super().copy(lane, sources, target, *how, **after)  # type: ignore[misc]
 
     def wait(self, lane: Lane, event: Event) -> None:
-        self.log.append(("wait", lane, event.lane))
+        if lane == "compute":  # the others wait with their copies
+            self.log.append(("wait", lane, event.lane))
         super().wait(lane, event)  # type: ignore[misc]
 
 

@@ -5,7 +5,7 @@ bytes that never came. `choose` draws which copies run earlier than they must.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -13,17 +13,12 @@ from torch import Tensor
 
 from fuseops.torch_private import storage_users
 
-from .host_memory import HostMemory
+from .host_memory import HostMemory, copy_all
 from .protocol import LANES, Buf, Event, Lane, Place
 
 POISON = 0xFF  # NaN in every float format, -1 in every integer
 
 Entry = Callable[[], None] | Event  # work, or an event of another lane to wait for
-
-
-def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    for to, source in pairs:
-        to.copy_(source)
 
 
 class CpuLanes:
@@ -68,15 +63,22 @@ class CpuLanes:
         elif self._poison and storage_users(data) == 1:
             data.fill_(POISON)
 
-    def copy(self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]) -> None:
-        pairs = [
-            (target.data[offset : offset + source.nbytes], source.data)
-            for source, offset in zip(sources, offsets, strict=True)
-        ]
+    def copy(
+        self,
+        lane: Lane,
+        sources: Sequence[Buf],
+        target: Buf,
+        offsets: Sequence[int] = (0,),
+        after: Sequence[Event] = (),
+    ) -> Event:
+        data = [source.data for source in sources]  # a lazy copy may run after they are freed
         if self._choose is None:
-            _copy_all(pairs)
+            copy_all(data, target.data, offsets)
         else:
-            self._put(lane, partial(_copy_all, pairs))
+            for event in after:
+                self.wait(lane, event)
+            self._put(lane, partial(copy_all, data, target.data, offsets))
+        return self.record(lane)
 
     def record(self, lane: Lane) -> Event:
         return self._over[lane] if self._choose is None else Event(lane)

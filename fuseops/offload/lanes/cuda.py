@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fuseops import torch_private
 
-from .host_memory import HostMemory
+from .host_memory import HostMemory, copy_all
 from .protocol import Buf, Event, Lane, Place
 
 log = logging.getLogger("fuseops.offload")
@@ -47,29 +47,36 @@ class CudaLanes:
             buf.owner.wait_stream(self.compute())  # type: ignore[attr-defined]
         buf.data = None
 
-    def copy(self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]) -> None:
-        if lane == "compute":
-            _copy_all(sources, target, offsets)
-            return
-        before = torch.cuda.current_stream()
+    def copy(
+        self,
+        lane: Lane,
+        sources: Sequence[Buf],
+        target: Buf,
+        offsets: Sequence[int] = (0,),
+        after: Sequence[Event] = (),
+    ) -> Event:
+        stream, capturing = self.stream(lane), torch_private.is_capturing()
+        for event in after:
+            _wait(stream, event, capturing)
+        data, before = [source.data for source in sources], torch.cuda.current_stream()
         if before.device_index != self._index:
-            with torch.cuda.stream(self.stream(lane)):
-                _copy_all(sources, target, offsets)
-            return
-        torch.cuda.set_stream(self.stream(lane))  # the context manager takes ten times as long
-        try:
-            _copy_all(sources, target, offsets)
-        finally:
-            torch.cuda.set_stream(before)
+            with torch.cuda.stream(stream):
+                copy_all(data, target.data, offsets)
+        elif lane == "compute":
+            copy_all(data, target.data, offsets)
+        else:
+            torch.cuda.set_stream(stream)  # the context manager takes ten times as long
+            try:
+                copy_all(data, target.data, offsets)
+            finally:
+                torch.cuda.set_stream(before)
+        return Event(lane, (stream.record_event(), capturing))
 
     def record(self, lane: Lane) -> Event:
         return Event(lane, (self.stream(lane).record_event(), torch_private.is_capturing()))
 
     def wait(self, lane: Lane, event: Event) -> None:
-        native, captured = event.native
-        # A captured graph starts after, and ends before, all that its stream is given around it.
-        if captured == torch_private.is_capturing():
-            self.stream(lane).wait_event(native)
+        _wait(self.stream(lane), event, torch_private.is_capturing())
 
     def compute(self) -> torch.cuda.Stream:
         which = torch_private.current_stream(self._index)
@@ -85,12 +92,11 @@ class CudaLanes:
         return self._h2d if lane == "h2d" else self.compute()
 
 
-def _copy_all(sources: Sequence[Buf], target: Buf, offsets: Sequence[int]) -> None:
-    for source, offset in zip(sources, offsets, strict=True):
-        to = target.data
-        if source.nbytes != target.nbytes:
-            to = to[offset : offset + source.nbytes]
-        to.copy_(source.data, non_blocking=True)
+def _wait(stream: torch.cuda.Stream, event: Event, capturing: bool) -> None:
+    native, captured = event.native
+    # A captured graph starts after, and ends before, all that its stream is given around it.
+    if captured == capturing:
+        stream.wait_event(native)
 
 
 @functools.cache

@@ -1,11 +1,19 @@
 """Host buffers out of an arena, for lanes of real bytes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from .arena import Arena, Slab
+from .arena import Arena
 from .protocol import Buf, NoRoomError
+
+
+def copy_all(sources: Sequence[Tensor], target: Tensor, offsets: Sequence[int]) -> None:
+    """Copy flat bytes to their places in other ones, on the current stream."""
+    for source, offset in zip(sources, offsets, strict=True):
+        nbytes = source.numel()
+        part = target if nbytes == target.numel() else target[offset : offset + nbytes]
+        part.copy_(source, non_blocking=True)
 
 
 class HostMemory:
@@ -13,7 +21,6 @@ class HostMemory:
 
     def __init__(self, make: Callable[[int], Tensor], budget: int | None) -> None:
         self.arena = Arena(make, budget)
-        self._slabs: dict[int, Slab] = {}  # by id of the buffer
 
     def alloc(self, nbytes: int, name: str) -> Buf:
         """Raises NoRoomError when the budget is used up, or the machine has no more."""
@@ -23,12 +30,12 @@ class HostMemory:
             if isinstance(error, NoRoomError):
                 raise
             raise NoRoomError(f"no host memory ({error})") from error
-        region: Tensor = self.arena.regions[slab.region]
-        buf = Buf(name, nbytes, "host", region[slab.offset : slab.offset + nbytes])
-        buf.after = slab.after
-        self._slabs[id(buf)] = slab
+        if slab.view is None or slab.view.numel() != nbytes:
+            slab.view = self.arena.regions[slab.region][slab.offset : slab.offset + nbytes]
+        buf = Buf(name, nbytes, "host", slab.view)
+        buf.after, buf.slab = slab.after, slab
         return buf
 
     def free(self, buf: Buf) -> None:
         """Its next user waits for `buf.after`."""
-        self.arena.give(self._slabs.pop(id(buf)), buf.after)
+        self.arena.give(buf.slab, buf.after)

@@ -44,10 +44,11 @@ class Buf:
 
     data   what the lanes keep here: a flat uint8 tensor, or nothing in a simulation
     after  of host bytes that were freed and are used again: the copy that may still read them
+    slab   of host bytes: their place in the arena
     owner  of device bytes: the compute lane that may use them again once they are freed
     """
 
-    __slots__ = ("after", "data", "name", "nbytes", "owner", "place")
+    __slots__ = ("after", "data", "name", "nbytes", "owner", "place", "slab")
 
     def __init__(
         self, name: str, nbytes: int, place: Place, data: Any = None, owner: Hashable = None
@@ -55,6 +56,7 @@ class Buf:
         self.name, self.nbytes, self.place = name, nbytes, place
         self.data, self.owner = data, owner
         self.after: Event | None = None
+        self.slab: Any = None
 
     def __repr__(self) -> str:
         return f"Buf({self.name!r}, {self.nbytes} bytes, {self.place})"
@@ -73,8 +75,17 @@ class Lanes(Protocol):
         `after` to their next user.
         """
 
-    def copy(self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]) -> None:
-        """Enqueue a copy of each source to its offset (bytes) in the target, which is free on the compute lane."""
+    def copy(
+        self,
+        lane: Lane,
+        sources: Sequence[Buf],
+        target: Buf,
+        offsets: Sequence[int] = (0,),
+        after: Sequence[Event] = (),
+    ) -> Event:
+        """Enqueue a copy of each source to its offset (bytes) in the target, which is free on the compute lane, once
+        the lane has waited for these events.   -> the point at which it is over
+        """
 
     def record(self, lane: Lane) -> Event:
         """The point that the lane has been filled up to."""

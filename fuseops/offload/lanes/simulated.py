@@ -37,7 +37,7 @@ class Stamp(NamedTuple):
 class SimulatedBuf(Buf):
     """Bytes of the simulation, and who touched them last."""
 
-    __slots__ = ("before", "freed", "holders", "read", "slab", "written")
+    __slots__ = ("before", "freed", "holders", "read", "written")
 
     def __init__(self, name: str, nbytes: int, place: Place, slab: Slab | None) -> None:
         super().__init__(name, nbytes, place)
@@ -187,8 +187,18 @@ class SimulatedLanes:
         what = "" if event.work is None else event.work.name
         self.waits.append(Wait(lane, event.lane, before, self.now[lane], implied, what))
 
-    def copy(self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]) -> None:
+    def copy(
+        self,
+        lane: Lane,
+        sources: Sequence[Buf],
+        target: Buf,
+        offsets: Sequence[int] = (0,),
+        after: Sequence[Event] = (),
+    ) -> SimulatedEvent:
+        for event in after:
+            self.wait(lane, event)
         self.op(lane, sources, [target], 0.0 if lane == "compute" else target.nbytes, None)
+        return self.record(lane)
 
     def compute(self) -> None:
         return None
