@@ -5,8 +5,8 @@ elsewhere; `registry.KernelOp` says when. What has no kernel yet is the referenc
 
     launchers       activation, add_mm, amax, bias, cross_entropy, dropout, layer_norm, norm, norm_operand,
                     micro, micro_gemm, operands, peers, permute, quantize, rope, router, router_losses, routing, wide_mm
-    grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
-                    grouped_why (in words), grouped_launch, grouped_autograd
+    grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel,
+                    and why), grouped_launch, grouped_autograd
     FP8 GEMMs       fp8, fp8_checks, fp8_launch; fp8_paths (which kernel, and why)
     all of them     registry (`@kernel_op`), launch, replay (of a launcher whose operands come
                     again), recorder (of launches), configs (block sizes), tiles, triton_private

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels.configs import Config, Space, triton_release
-from fuseops.kernels.grouped_paths import GEMM, GLUON_TESTED
+from fuseops.kernels.grouped_paths import GEMM, GLUON_TESTED, chosen
 from fuseops.kernels.launch import current_arch
 from fuseops.kernels.registry import INTERPRET
 from fuseops.torch_private import is_fake
@@ -74,8 +74,7 @@ WGRAD_VECTORS = Space("fp8_wgrad_vectors", _vector_candidates, dims=GEMM)
 
 def path_of(*reasons: str | None) -> str:
     """ "cooperative", or "dequantize" with the first reason, as in "dequantize (K is 72, not a multiple of 16)"."""
-    why = next((reason for reason in reasons if reason is not None), None)
-    return COOPERATIVE if why is None else f"dequantize ({why})"
+    return chosen(COOPERATIVE, dequantize=reasons).words
 
 
 def mm_path(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> str:

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels.configs import Config
-from fuseops.kernels.grouped_paths import MM_SPACES, WGRAD_SPACES
-from fuseops.kernels.grouped_paths import mm_path as mm_path
-from fuseops.kernels.grouped_paths import wgrad_path as wgrad_path
+from fuseops.kernels.grouped_paths import MM_SPACES, WGRAD_SPACES, mm_path, wgrad_path
 from fuseops.kernels.launch import device, launch, num_sms
 from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.recorder import depends
@@ -61,7 +59,7 @@ def launch_mm(p: Product, y: Tensor, bias: Tensor | None, probs: Tensor | None =
     """Write x[rows of e] @ weight[e].T + bias[e] (* probs) to y (R, N)."""
     if not y.numel():
         return
-    path = "pointer" if y.data_ptr() % 16 else mm_path(p.x, p.weight, bias, p.index)
+    path = "pointer" if y.data_ptr() % 16 else mm_path(p.x, p.weight, p.index)
     if p.index is not None and path != "gather":
         launch_mm(p.gathered(), y, bias, probs)
         return

@@ -1,4 +1,4 @@
-"""Which kernel takes the operands of a grouped GEMM, and with which tiles.
+"""Which kernel takes the operands of a grouped GEMM, what stands in the way of a better one, and with which tiles.
 
 Paths, best first:
 * pingpong: Gluon, sm_90, bf16 and fp16, a packed weight, K a multiple of 64, a tested Triton; it
@@ -10,9 +10,11 @@ Paths, best first:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fuseops.kernels.configs import Config, Space, triton_release
@@ -20,6 +22,7 @@ from fuseops.kernels.launch import current_arch
 from fuseops.kernels.registry import INTERPRET
 from fuseops.kernels.replay import apart
 from fuseops.torch_private import is_fake
+from fuseops.words import dtype_name
 
 TMA_ARCHS = (90, 100)
 FEW_ROWS = 4096  # of which a copy is shorter than what a GEMM that reads weights most of its time loses by gathering
@@ -181,19 +184,44 @@ def on_path(path: str) -> Iterator[None]:
         forced_path = before
 
 
-def mm_path(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, index: Tensor | None = None
-) -> str:
+class KernelPath(NamedTuple):
+    """The path that operands take, and what stands in the way of a better one."""
+
+    path: str
+    why: str | None = None
+
+    @property
+    def words(self) -> str:
+        """As "pingpong" or "tma (K is 72, not a multiple of 64)"."""
+        return self.path if self.why is None else f"{self.path} ({self.why})"
+
+
+Reasons = Iterable[str | None]  # None where a condition is met
+
+
+def chosen(best: str, **ways: Reasons) -> KernelPath:
+    """The first of these ways, worst first, that has a reason not to go beyond it; else the best."""
+    for path, reasons in ways.items():
+        why = next((reason for reason in reasons if reason is not None), None)
+        if why is not None:
+            return KernelPath(path, why)
+    return KernelPath(best)
+
+
+def mm_path(x: Tensor, weight: Tensor, index: Tensor | None = None) -> str:
     """Which kernel multiplies these: "gather" (pingpong that reads rows by index), "pingpong",
     "tma" or "pointer"; with an index, all but the first copy the rows before.
     """
+    return mm_choice(x, weight, index).path
+
+
+def mm_choice(x: Tensor, weight: Tensor, index: Tensor | None = None) -> KernelPath:
+    """`mm_path`, and why not a better one."""
     if forced_path is not None:
-        return forced_path
-    if not is_fake(x) and (x.data_ptr() % 16 or weight.data_ptr() % 16):
-        return "pointer"
-    where = current_arch(x.device), x.itemsize
-    gathers = index is not None and index.shape[0] > FEW_ROWS
-    return _mm_path(*where, x.shape[1], x.stride(), weight.shape, weight.stride(), gathers)
+        return KernelPath(forced_path)
+    few = None if index is None else index.shape[0] <= FEW_ROWS
+    sides = x.stride(), weight.stride(), _aligned(x, weight)
+    return _mm_choice(current_arch(x.device), x.dtype, *sides, weight.shape, few)
 
 
 def act_path(
@@ -206,7 +234,7 @@ def act_path(
     """The path that can end in an activation of `ENDS`, "gather" or "pingpong": gate and up are halves of N, a multiple
     of 256, or alternate; "" where the activation is a pass of its own.
     """
-    path, n = mm_path(x, weight, None, index), weight.shape[1]
+    path, n = mm_path(x, weight, index), weight.shape[1]
     fits = RAN.get(kind) == interleave and weight.stride(2) == 1
     fits = fits and (n % 256 == 0 or kind == "srelu" or interleave == 1)
     return path if path in SWIGLU_SPACES and fits else ""
@@ -216,7 +244,7 @@ def act_bwd_path(dy: Tensor, weight: Tensor, h: Tensor, index: Tensor | None = N
     """The path that can go on through an activation of `BACK`, "gather" or "pingpong": N a multiple of 64, h packed;
     "" where the activation is a pass of its own.
     """
-    path, n = mm_path(dy, weight, None, index), weight.shape[1]
+    path, n = mm_path(dy, weight, index), weight.shape[1]
     fits = h.is_contiguous() and n % 64 == 0 and (is_fake(h) or h.data_ptr() % 16 == 0)
     return path if path in SWIGLU_BWD_SPACES and fits else ""
 
@@ -225,67 +253,123 @@ def wgrad_path(
     dy: Tensor, x: Tensor, dy_index: Tensor | None = None, x_index: Tensor | None = None
 ) -> str:
     """Which kernel takes the weight gradient of these: "gather", "pingpong", "tma" or "pointer"."""
+    return wgrad_choice(dy, x, dy_index, x_index).path
+
+
+def wgrad_choice(
+    dy: Tensor, x: Tensor, dy_index: Tensor | None = None, x_index: Tensor | None = None
+) -> KernelPath:
+    """`wgrad_path`, and why not a better one."""
     if forced_path is not None:
-        return forced_path
-    if not is_fake(x) and (dy.data_ptr() % 16 or x.data_ptr() % 16):
-        return "pointer"
-    where = current_arch(x.device), x.itemsize
+        return KernelPath(forced_path)
     n, k = dy.shape[1], x.shape[1]
-    other = n if x_index is not None else k if dy_index is not None else 0
-    return _wgrad_path(*where, n, k, dy.stride(), x.stride(), other)
+    other = n if x_index is not None else k if dy_index is not None else None
+    sides = dy.stride(), x.stride(), _aligned(dy, x)
+    return _wgrad_choice(current_arch(x.device), x.dtype, *sides, n, k, other)
+
+
+def _aligned(a: Tensor, b: Tensor) -> tuple[bool, bool]:
+    """Whether each begins at a multiple of 16 bytes, as what has no address yet will."""
+    if is_fake(a):
+        return True, True
+    return a.data_ptr() % 16 == 0, b.data_ptr() % 16 == 0
+
+
+Strides = tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=4096)
-def _mm_path(
+def _mm_choice(
     arch: int,
-    itemsize: int,
-    k: int,
-    x_strides: tuple[int, ...],
-    w_shape: tuple[int, ...],
-    w_strides: tuple[int, ...],
-    gathers: bool,
-) -> str:
-    groups, n, _ = w_shape
-    described = _describable(arch, itemsize, x_strides) and _describable(arch, itemsize, w_strides)
-    if not described or n * itemsize % 16:
-        return "pointer"
-    packed = w_strides in ((n * k, k, 1), (n * k, 1, n))
-    fits = k % 64 == 0 and groups * max(n, k) < 1 << 31
-    if not (_gluon(arch) and packed and fits):
-        return "tma"
-    inside = gathers and x_strides[0] % 16 == 0 and n < GATHER_BELOW
-    return "gather" if inside else "pingpong"
+    dtype: torch.dtype,
+    x: Strides,
+    weight: Strides,
+    aligned: tuple[bool, bool],
+    shape: tuple[int, ...],
+    few: bool | None,
+) -> KernelPath:
+    """few: whether so few rows are given by index that a copy is shorter, None where none are."""
+    groups, n, k = shape
+    return chosen(
+        "pingpong" if few is None else "gather",
+        pointer=[
+            *_undescribed(arch, "x", dtype, x, aligned[0]),
+            *_undescribed(arch, "the weight", dtype, weight, aligned[1]),
+            _result_rows("y", n, dtype),
+        ],
+        tma=[
+            *_no_gluon(arch),
+            None if weight in ((n * k, k, 1), (n * k, 1, n)) else "the weight is not packed",
+            f"K is {k}, not a multiple of 64" if k % 64 else None,
+            "the weight has too many rows" if groups * max(n, k) >= 1 << 31 else None,
+        ],
+        pingpong=[
+            "its rows are copied first: there are few" if few else None,
+            *_copied(None if few is None else n, x[0]),
+        ],
+    )
 
 
 @functools.lru_cache(maxsize=4096)
-def _wgrad_path(
+def _wgrad_choice(
     arch: int,
-    itemsize: int,
+    dtype: torch.dtype,
+    dy: Strides,
+    x: Strides,
+    aligned: tuple[bool, bool],
     n: int,
     k: int,
-    dy_strides: tuple[int, ...],
-    x_strides: tuple[int, ...],
-    other: int,
-) -> str:
-    """other: columns of the operand that is not gathered, 0 where none is."""
-    strides = dy_strides, x_strides
-    if k * itemsize % 16 or not all(_describable(arch, itemsize, s) for s in strides):
-        return "pointer"
-    if not _gluon(arch):
-        return "tma"
-    aligned = n % 16 == k % 16 == 0 and all(s[0] % 16 == 0 for s in strides)
-    inside = aligned and 0 < other < GATHER_BELOW
-    return "gather" if inside else "pingpong"
+    other: int | None,
+) -> KernelPath:
+    """other: columns of the operand that is not gathered, None where none is."""
+    return chosen(
+        "pingpong" if other is None else "gather",
+        pointer=[
+            *_undescribed(arch, "dy", dtype, dy, aligned[0]),
+            *_undescribed(arch, "x", dtype, x, aligned[1]),
+            _result_rows("dw", k, dtype),
+        ],
+        tma=_no_gluon(arch),
+        pingpong=_copied(other, n, k, dy[0], x[0]),
+    )
 
 
-def _gluon(arch: int) -> bool:
+def _undescribed(
+    arch: int, name: str, dtype: torch.dtype, strides: Strides, aligned: bool
+) -> Reasons:
+    """Why TMA does not take it: 16-bit, one contiguous axis, the others a multiple of 16 bytes apart."""
+    others = [stride for stride in strides if stride != 1]
+    apart = next((stride for stride in others if stride % 8), 0) * dtype.itemsize
+    plain = len(others) == len(strides) - 1 and 0 not in others
+    return [
+        None if arch in TMA_ARCHS else f"sm_{arch} loads by pointers",
+        None if dtype.itemsize == 2 else f"{name} is {dtype_name(dtype)}",
+        None if aligned else f"{name} is not 16-byte aligned",
+        None if plain else f"{name} has strides {strides}",
+        f"rows of {name} are {apart} bytes apart, not a multiple of 16" if apart else None,
+    ]
+
+
+def _result_rows(name: str, width: int, dtype: torch.dtype) -> str | None:
+    size = width * dtype.itemsize
+    return f"rows of {name} are {size} bytes, not a multiple of 16" if size % 16 else None
+
+
+def _no_gluon(arch: int) -> Reasons:
     triton = triton_release()
-    return arch == 90 and not INTERPRET and triton in GLUON_TESTED
+    return [
+        "the interpreter runs no Gluon" if INTERPRET else None,
+        None if arch == 90 else f"sm_{arch}, pingpong is for sm_90",
+        None if triton in GLUON_TESTED else f"pingpong is not tested with triton {triton}",
+    ]
 
 
-@functools.lru_cache(maxsize=4096)
-def _describable(arch: int, itemsize: int, strides: tuple[int, ...]) -> bool:
-    """Whether TMA takes it: 16-bit, one contiguous axis, the others a multiple of 16 bytes apart."""
-    others = [s for s in strides if s != 1]
-    aligned = all(s > 0 and s % 8 == 0 for s in others)
-    return arch in TMA_ARCHS and itemsize == 2 and aligned and len(others) == len(strides) - 1
+def _copied(width: int | None, *sizes: int) -> Reasons:
+    """Why rows are not read by index inside; width: columns of the other operand, None where no rows are."""
+    if width is None:
+        return []
+    begin, odd = "its rows are copied first:", any(size % 16 for size in sizes)
+    return [
+        f"{begin} faster with {width} columns" if width >= GATHER_BELOW else None,
+        f"{begin} they are not a multiple of 32 bytes" if odd else None,
+    ]

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fuseops.kernels import registry
-from fuseops.kernels.grouped_paths import ENDS, act_path
-from fuseops.kernels.grouped_why import mm_words, wgrad_words
+from fuseops.kernels.grouped_paths import ENDS, act_path, mm_choice, wgrad_choice
 from fuseops.run.checks import WRITTEN
 from fuseops.run.debug import running
 
@@ -27,7 +26,7 @@ class Launches(list[registry.Call]):
         op, args, keywords = launched
         if op.name in ("grouped_mm", "grouped_swiglu"):
             given = inspect.signature(op.launcher).bind(*args, **keywords).arguments
-            operands = (given["x"], given["weight"], given.get("bias"), given.get("index"))
+            operands = (given["x"], given["weight"], given.get("index"))
             form = given.get("kind", "swiglu"), given.get("interleave", 0)
             self.note(
                 f"{running()}: {words(*operands, form if op.name == 'grouped_swiglu' else None)}"
@@ -50,22 +49,17 @@ def choices() -> str:
     return said
 
 
-def words(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    index: Tensor | None,
-    form: tuple[str, int] | None,
-) -> str:
+def words(x: Tensor, weight: Tensor, index: Tensor | None, form: tuple[str, int] | None) -> str:
     """Names the paths of a grouped GEMM and of the two in its backward, whose dy is taken to be contiguous.
 
     form: of the activation that it may end in, its kind and interleave.
     """
     _, n, k = weight.shape
     dy: Any = x.new_empty(1, n)  # its strides are asked for, not its rows
-    forward = mm_words(x, weight, bias, index)
+    forward = mm_choice(x, weight, index).words
     ends = f" with {ENDS[form[0]]} at its end" if form and act_path(x, weight, index, *form) else ""
-    dgrad, wgrad = mm_words(dy, weight.transpose(1, 2)), wgrad_words(dy, x, index)
+    dgrad = mm_choice(dy, weight.transpose(1, 2)).words
+    wgrad = wgrad_choice(dy, x, None, index).words
     backward = f"dgrad {dgrad}, wgrad {wgrad}" if dgrad != wgrad else dgrad
     rest = "" if backward == forward else f"; backward {backward}"
     return f"grouped GEMM N {n}, K {k}: {forward}{ends}{rest}"

@@ -259,22 +259,25 @@ def test_paths():
 
 def test_paths_of_hopper(monkeypatch):
     """Which operands the Gluon kernels take, and where rows by index are copied first."""
-    monkeypatch.setattr(grouped_paths, "_gluon", lambda arch: arch == 90)
-    mm, wgrad = grouped_paths._mm_path.__wrapped__, grouped_paths._wgrad_path.__wrapped__
-    packed = lambda n, k: ((8, n, k), (n * k, k, 1))  # noqa: E731
-    assert mm(90, 2, 128, (128, 1), *packed(512, 128), False) == "pingpong"
-    assert mm(90, 2, 128, (128, 1), (8, 512, 128), (512 * 128, 1, 512), True) == "gather"
-    assert mm(90, 2, 128, (136, 1), *packed(512, 128), True) == "pingpong"  # rows of 17 x 16 bytes
-    assert mm(90, 2, 128, (128, 1), *packed(4096, 128), True) == "pingpong"
-    assert mm(90, 2, 136, (136, 1), *packed(512, 136), False) == "tma"  # 64 does not divide K
-    assert mm(90, 2, 128, (128, 1), (8, 512, 128), (512 * 256, 256, 1), False) == "tma"
-    assert mm(100, 2, 128, (128, 1), *packed(512, 128), True) == "tma"
-    assert mm(90, 4, 128, (128, 1), *packed(512, 128), True) == "pointer"
-    assert wgrad(90, 2, 512, 128, (512, 1), (128, 1), 0) == "pingpong"
-    assert wgrad(90, 2, 512, 128, (512, 1), (128, 1), 512) == "gather"
-    assert wgrad(90, 2, 512, 136, (512, 1), (136, 1), 512) == "pingpong"
-    assert wgrad(90, 2, 4096, 128, (4096, 1), (128, 1), 4096) == "pingpong"
-    assert wgrad(80, 2, 512, 128, (512, 1), (128, 1), 512) == "pointer"
+    monkeypatch.setattr(grouped_paths, "_no_gluon", lambda arch: [None if arch == 90 else "sm"])
+    mm, wgrad = grouped_paths._mm_choice.__wrapped__, grouped_paths._wgrad_choice.__wrapped__
+    half, both, x, odd = torch.bfloat16, (True, True), (128, 1), (136, 1)  # rows of 17 x 16 bytes
+    packed = lambda n, k: ((n * k, k, 1), both, (8, n, k))  # noqa: E731
+    turned, wider = ((s, both, (8, 512, 128)) for s in ((1 << 16, 1, 512), (1 << 17, 256, 1)))
+    assert mm(90, half, x, *packed(512, 128), None).path == "pingpong"
+    assert mm(90, half, x, *turned, False).path == "gather"
+    assert mm(90, half, x, *turned, True).path == "pingpong"  # few rows
+    assert mm(90, half, odd, *packed(512, 128), False).path == "pingpong"
+    assert mm(90, half, x, *packed(4096, 128), False).path == "pingpong"
+    assert mm(90, half, odd, *packed(512, 136), None).path == "tma"  # 64 does not divide K
+    assert mm(90, half, x, *wider, None).path == "tma"
+    assert mm(100, half, x, *packed(512, 128), False).path == "tma"
+    assert mm(90, torch.float32, x, *packed(512, 128), False).path == "pointer"
+    assert wgrad(90, half, (512, 1), x, both, 512, 128, None).path == "pingpong"
+    assert wgrad(90, half, (512, 1), x, both, 512, 128, 512).path == "gather"
+    assert wgrad(90, half, (512, 1), odd, both, 512, 136, 512).path == "pingpong"
+    assert wgrad(90, half, (4096, 1), x, both, 4096, 128, 4096).path == "pingpong"
+    assert wgrad(80, half, (512, 1), x, both, 512, 128, 512).path == "pointer"
 
 
 def test_errors_name_what_was_given():

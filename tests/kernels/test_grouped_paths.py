@@ -8,13 +8,28 @@ from laws import few
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fuseops as fo
-from fuseops.kernels import configs, grouped_paths, grouped_why
-from fuseops.kernels.grouped_why import mm_words, wgrad_words
+from fuseops.kernels import configs, grouped_paths
+from fuseops.kernels.grouped_paths import mm_choice, wgrad_choice
 from fuseops.kernels.launch import recording
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 SIZES = st.sampled_from([1, 8, 33, 64, 72, 136, 192, 4096])
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """What is chosen for a Triton that is set in a test goes with the test."""
+    yield
+    forget()
+
+
+def forget():
+    grouped_paths._mm_choice.cache_clear(), grouped_paths._wgrad_choice.cache_clear()
+
+
+def mm_words(*operands):
+    return mm_choice(*operands).words
 
 
 def matrix(rows, width, dtype, wider, shift):
@@ -44,18 +59,18 @@ def test_every_path_but_the_best_has_a_reason(arch, n, k, dtype, wider, shift, l
     index = torch.zeros(9, dtype=torch.int32) if gathers else None
     with pytest.MonkeyPatch.context() as patch, recording(arch):
         # as on a device, with a Triton that Gluon was tested with
-        for module in (grouped_paths, grouped_why):
-            patch.setattr(module, "INTERPRET", False)
-            patch.setattr(module, "triton_release", lambda: "3.6")
-        grouped_paths._mm_path.cache_clear(), grouped_paths._wgrad_path.cache_clear()
-        found = [
-            (mm_words(x, weight, None, index), grouped_paths.mm_path(x, weight, None, index)),
-            (wgrad_words(dy, x, index), grouped_paths.wgrad_path(dy, x, None, index)),
-        ]
-    grouped_paths._mm_path.cache_clear(), grouped_paths._wgrad_path.cache_clear()
-    for words, path in found:
-        best = "gather" if gathers else "pingpong"
-        assert words == path if path == best else words.startswith(f"{path} (")
+        patch.setattr(grouped_paths, "INTERPRET", False)
+        patch.setattr(grouped_paths, "triton_release", lambda: "3.6")
+        forget()
+        found = mm_choice(x, weight, index), wgrad_choice(dy, x, None, index)
+        paths = (
+            grouped_paths.mm_path(x, weight, index),
+            grouped_paths.wgrad_path(dy, x, None, index),
+        )
+    best = "gather" if gathers else "pingpong"
+    for choice, path in zip(found, paths, strict=True):
+        assert choice.path == path
+        assert choice.words == path if path == best else choice.words.startswith(f"{path} (")
 
 
 def test_the_reason_is_the_one_that_stands_in_the_way():
@@ -110,18 +125,12 @@ def test_explain_names_the_op_and_the_path(fused):
 )
 def test_gluon_is_chosen_for_the_triton_that_it_was_tested_with(monkeypatch, triton, path):
     """A version that compiles none of it takes the plain kernels, and is told so."""
-    for module in (grouped_paths, grouped_why):
-        monkeypatch.setattr(module, "INTERPRET", False)
+    monkeypatch.setattr(grouped_paths, "INTERPRET", False)
     monkeypatch.setattr(configs, "versions", lambda: {"triton": triton})
     x, weight = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((8, 64), (3, 64, 64)))
     with recording(90):
-        found = grouped_paths._mm_path.__wrapped__(
-            90, 2, 64, x.stride(), weight.shape, weight.stride(), False
-        )
-        assert found == path
-        grouped_paths._mm_path.cache_clear()
+        forget()
         words = mm_words(x, weight)
-    grouped_paths._mm_path.cache_clear()
     version = ".".join(triton.split(".")[:2])
     assert words == (
         path if path == "pingpong" else f"tma (pingpong is not tested with triton {version})"
