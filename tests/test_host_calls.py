@@ -12,14 +12,17 @@ from torch import nn
 
 import fuseops as fo
 from fuseops import offload
+from fuseops.kernels.registry import KernelOp
 from fuseops.offload import marks
 from fuseops.offload.storages import StorageMap
 
 
 def step_of(
-    model: nn.Module, scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+    model: nn.Module,
+    scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    x: torch.Tensor | None = None,
 ) -> int:
-    x = torch.randn(3, 16, requires_grad=True)
+    x = torch.randn(3, 16, requires_grad=True) if x is None else x
 
     def step() -> None:
         with scope():
@@ -89,3 +92,50 @@ def test_the_first_call_of_a_model_imports_no_compiler() -> None:
         assert "torch._dynamo" not in sys.modules and "sympy" not in sys.modules
     """
     assert not (ran := fresh.run("-c", code)).returncode, ran.stderr
+
+
+# --- a step under a recipe, beside one in bf16
+
+
+@pytest.fixture
+def kernels_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel gives what it gave for operands of these shapes before: what is counted stands around it."""
+    given: dict[Any, Any] = {}
+
+    def again(op: KernelOp[..., Any], *args: Any, **options: Any) -> Any:
+        values = (*args, *options, *options.values())
+        kinds = [(v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in values]
+        key = (op.name, args[0].device, *kinds)
+        if key not in given:
+            given[key] = calls(op, *args, **options)
+        return given[key]
+
+    calls = KernelOp.__call__
+    monkeypatch.setattr(KernelOp, "__call__", again)
+
+
+def dense_mlp() -> nn.Module:
+    ops = (
+        fo.ops.RMSNorm(128),
+        fo.ops.Linear(128, 512, bias=False),
+        fo.ops.SwiGLU(),
+        fo.ops.Linear(256, 128, bias=False),
+    )
+    return fo.Residual(*ops).to(torch.bfloat16)
+
+
+def moe() -> nn.Module:
+    return fo.MoE(128, 128, 4, 2, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("weights", ["none", "step"])
+@pytest.mark.parametrize(("make", "most"), [(dense_mlp, 2.7), (moe, 1.55)])
+def test_calls_of_a_step_under_a_recipe(
+    make: Callable[[], nn.Module], most: float, weights: str, kernels_at_once: None
+) -> None:
+    def calls(scope: Callable[[], AbstractContextManager[Any]]) -> int:
+        x = torch.randn(32, 128, dtype=torch.bfloat16, requires_grad=True)
+        return step_of(make(), scope, x)
+
+    recipe = fo.recipes.Float8BlockScaling(weights=weights)
+    assert calls(lambda: fo.recipe(recipe, strict=True)) <= most * calls(nullcontext)

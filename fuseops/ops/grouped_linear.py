@@ -89,7 +89,7 @@ def _whole(
     tiles = tiles_of(call, offs, rows)
     roles, kept = call.precision.roles, x
     if roles is not None:
-        q = input_operand(x, call, roles, offs, index)
+        q = input_operand(x, call, offs, index)
         y = gemm.fprop(q, weight_rows(weight, call), offs, tiles, call.name)
         kept = saved_operand(x, q, roles, row=adapted)
     else:
@@ -117,10 +117,14 @@ def grouped_linear_bwd(
     call: Call,
     x_index: Tensor | None = None,
     dy_index: Tensor | None = None,
+    needs: frozenset[str] | None = None,
 ) -> Grads:
-    """The gradients of `grouped_linear` that `call.needs` names. index: as above, of x and of dy."""
+    """The gradients of `grouped_linear` that `needs` names, or `call.needs` where they are not given.
+
+    index: as above, of x and of dy.
+    """
     x, weight, offs, bias, probs = cast("tuple[Operand, Tensor, Tensor, Tensor, Tensor]", saved[:5])
-    needs, roles = call.needs, call.precision.roles
+    needs, roles = call.needs if needs is None else needs, call.precision.roles
     params: dict[str, Tensor | None] = {}
     side: dict[str, Tensor | None] = {}
     dx: Tensor | None = None
@@ -132,7 +136,7 @@ def grouped_linear_bwd(
         params["bias"], side["probs"] = K.grouped_bias_bwd(rows, offs, probs, scaled)
     q, index = dy, dy_index
     if roles is not None and not needs.isdisjoint(("x", "weight")):
-        q, index = grad_operand(dy, call, roles, offs, dy_index), None
+        q, index = grad_operand(dy, call, needs, offs, dy_index), None
     if "x" in needs:
         dx = input_gradient(q, weight, offs, call, index)
     if "weight" in needs:
@@ -226,7 +230,7 @@ def weight_gradient(
     add = "weight" not in call.overwrite
     roles = call.precision.roles
     if roles is not None and not roles.high_wgrad:
-        columns = columns_of(x, call, roles, offs, x_index)
+        columns = columns_of(x, call, offs, x_index)
         if not unrounded:
             return gemm.wgrad(dy, columns, dy.dtype, offs, call.name)
         gemm.wgrad_into(buffer, dy, columns, offs, add, call.name)  # type: ignore[arg-type]

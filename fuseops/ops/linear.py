@@ -20,12 +20,14 @@ from fuseops.recipes import (
     operand,
     weight_operand,
 )
-from fuseops.recipes.numbers import watching
+from fuseops.recipes.numbers import Watch, watching
 from fuseops.recipes.operands import check_codes, columns_fit
 from fuseops.recipes.scales import See
 
 from .checks import check_width
-from .op import Call, Grads, Op, Out, Shape, new, replaced
+from .op import Call, Grads, Op, Out, Shape, new
+
+X, WEIGHT, BIAS = frozenset({"x"}), frozenset({"weight"}), frozenset({"bias"})
 
 
 class LinearSaved(NamedTuple):
@@ -73,7 +75,7 @@ def linear_bwd(
 def _quantized(
     x: Operand, weight: Tensor, bias: Tensor | None, call: Call, roles: Roles
 ) -> tuple[Tensor, Operand]:
-    q = input_operand(x, call, roles)
+    q = input_operand(x, call)
     y = gemm.fprop(q, weight_rows(weight, call), name=call.name)
     y = y if bias is None else y + bias.to(y.dtype)
     if x.dim() != 2:  # no view: FSDP2 warns of those that leave its modules
@@ -84,9 +86,9 @@ def _quantized(
 def _quantized_bwd(
     saved: LinearSaved, dy: Operand, call: Call, needs: frozenset[str], roles: Roles
 ) -> Grads:
-    call, params = replaced(call, needs=needs), {}
     dx: Tensor | None = None
-    q = grad_operand(dy, call, roles)
+    params = {}
+    q = grad_operand(dy, call, needs)
     if "x" in needs:
         dx = gemm.dgrad(q, weight_columns(saved.weight, call), name=call.name)  # type: ignore[arg-type]
         if isinstance(dy, Tensor) and dy.dim() != 2:
@@ -94,25 +96,22 @@ def _quantized_bwd(
     if "weight" in needs and roles.high_wgrad:
         params["weight"] = torch.mm(_rows(high(dy)).t(), _rows(high(saved.x)))  # type: ignore[arg-type]
     elif "weight" in needs:
-        params["weight"] = gemm.wgrad(q, columns_of(saved.x, call, roles), q.dtype, name=call.name)  # type: ignore[arg-type]
+        params["weight"] = gemm.wgrad(q, columns_of(saved.x, call), q.dtype, name=call.name)  # type: ignore[arg-type]
     if "bias" in needs:
         params["bias"] = K.bias_bwd(_rows(high(dy)))
-    return Grads(dx, params)
+    return new(Grads, (dx, params, None))
 
 
 def input_operand(
-    x: Operand,
-    call: Call,
-    roles: Roles,
-    offs: Tensor | None = None,
-    index: Tensor | None = None,
+    x: Operand, call: Call, offs: Tensor | None = None, index: Tensor | None = None
 ) -> Operand:
     """x as the forward reads it, with the columns of its weight gradient where they are made now: not of rows by
     index, of which there are more than of x.   (..., K) -> over (R, K)
     """
+    roles: Roles = call.precision.roles  # type: ignore[assignment]
     col = "weight" in call.needs and index is None and roles.columns
-    q = _operand(x, roles.input, offs, True, col, index, see=_see(call, "input"))
-    if (seen := watching()) is not None:
+    q = _operand(x, call, "input", offs, True, col, index)
+    if Watch.numbers and (seen := watching()):
         seen.measure(call.name, "input", q)
     return q
 
@@ -120,16 +119,16 @@ def input_operand(
 def grad_operand(
     dy: Operand,
     call: Call,
-    roles: Roles,
+    needs: frozenset[str],
     offs: Tensor | None = None,
     index: Tensor | None = None,
 ) -> Operand:
     """dy in the layouts that the gradients which are needed read: once, for both GEMMs."""
-    wgrad = "weight" in call.needs and not roles.high_wgrad
-    row = "x" in call.needs or (wgrad and not roles.columns)
-    see = _see(call, "grad_output")
-    q = _operand(dy, roles.grad_output, offs, row, wgrad and roles.columns, index, call.seed, see)
-    if (seen := watching()) is not None:
+    roles: Roles = call.precision.roles  # type: ignore[assignment]
+    wgrad = "weight" in needs and not roles.high_wgrad
+    row = "x" in needs or (wgrad and not roles.columns)
+    q = _operand(dy, call, "grad_output", offs, row, wgrad and roles.columns, index)
+    if Watch.numbers and (seen := watching()):
         seen.measure(call.name, "grad_output", q)
     return q
 
@@ -141,7 +140,6 @@ Indexed = tuple[Operand, Tensor | None]
 def grad_in_turn(
     dy: Operand,
     call: Call,
-    roles: Roles,
     offs: Tensor | None = None,
     index: Tensor | None = None,
     stays: bool = False,
@@ -154,19 +152,19 @@ def grad_in_turn(
     can go both layouts are made at once. Those that are made of codes wait where dy can go, and are made of its rows:
     as many bytes wait instead of both.
     """
-    if roles.high_wgrad or call.needs.isdisjoint(("x", "weight")):
-        q = grad_operand(dy, call, roles, offs, index) if "x" in call.needs else dy
-        return q, (dy, index)
+    needs, roles = call.needs, cast("Roles", call.precision.roles)
+    if roles.high_wgrad or needs.isdisjoint(("x", "weight")):
+        return grad_operand(dy, call, needs, offs, index) if "x" in needs else dy, (dy, index)
     follow = of_codes(roles.grad_output)
-    if by_token and index is not None and follow and roles.columns and "x" in call.needs:
+    if by_token and index is not None and follow and roles.columns and "x" in needs:
         tokens = operand(dy, cast("Scaling", roles.grad_output))
-        return grad_operand(tokens, only(call, "x"), roles, offs, index), (tokens, index)
-    if roles.columns and "x" in call.needs and follow is not stays:
-        q = grad_operand(dy, only(call, "x"), roles, offs, index)
+        return grad_operand(tokens, call, X, offs, index), (tokens, index)
+    if roles.columns and "x" in needs and follow is not stays:
+        q = grad_operand(dy, call, X, offs, index)
         return q, (q, None) if follow else (dy, index)
-    q = grad_operand(dy, call, roles, offs, index)
+    q = grad_operand(dy, call, needs, offs, index)
     columns = isinstance(q, Quantized) and q.col is not None
-    return q, (replace(q, row=None) if columns else q, None)  # type: ignore[type-var]
+    return q, (q.only(False, True) if columns else q, None)  # type: ignore[union-attr]
 
 
 def of_codes(scaling: Scaling | None) -> bool:
@@ -175,47 +173,38 @@ def of_codes(scaling: Scaling | None) -> bool:
 
 
 def columns_of(
-    x: Operand,
-    call: Call,
-    roles: Roles,
-    offs: Tensor | None = None,
-    index: Tensor | None = None,
+    x: Operand, call: Call, offs: Tensor | None = None, index: Tensor | None = None
 ) -> Operand:
     """x as the weight gradient reads it."""
-    see = _see(call, "input")
-    return _operand(x, roles.input, offs, not roles.columns, roles.columns, index, see=see)
+    columns: bool = call.precision.roles.columns  # type: ignore[union-attr]
+    return _operand(x, call, "input", offs, not columns, columns, index)
 
 
-def wgrad_input(x: Tensor, call: Call, roles: Roles, offs: Tensor | None = None) -> Operand:
+def wgrad_input(x: Tensor, call: Call, offs: Tensor | None = None) -> Operand:
     """What of an x that can go now waits for the weight gradient."""
-    return x if roles.high_wgrad else columns_of(x, call, roles, offs)
+    return x if call.precision.roles.high_wgrad else columns_of(x, call, offs)  # type: ignore[union-attr]
 
 
 def _operand(
     x: Operand,
-    scaling: Scaling | None,
+    call: Call,
+    role: str,
     offs: Tensor | None,
     row: bool,
     col: bool,
     index: Tensor | None,
-    seed: Tensor | None = None,
-    see: See | None = None,
 ) -> Operand:
+    scaling: Scaling | None = getattr(call.precision.roles, role)
     if scaling is not None:
+        see = None if call.scales is None else _see(call, role)
+        seed = call.seed if role == "grad_output" else None
         return operand(x, scaling, offs, row=row, col=col, index=index, seed=seed, see=see)
     rows = _rows(high(x))
     return rows if index is None else K.gather_rows(rows, index, offs)  # type: ignore[arg-type]
 
 
-def only(call: Call, *needs: str) -> Call:
-    """The call, with no other needs than these."""
-    return replaced(call, needs=call.needs.intersection(needs))
-
-
-def _see(call: Call, role: str) -> See | None:
-    """Who gives the scale of an operand, where the recipe has a state, and notes its amax in training."""
-    if call.scales is None:
-        return None
+def _see(call: Call, role: str) -> See:
+    """Who gives the scale of an operand of a recipe that has a state, and notes its amax in training."""
     return call.scales.see(call.precision.roles.delayed, role, call.training)  # type: ignore[union-attr]
 
 
@@ -237,12 +226,12 @@ def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     if roles.weight is None:
         return call.precision.cast(weight)  # type: ignore[return-value]
-    seen = watching()
+    seen = Watch.numbers and watching()
+    see = None if call.scales is None else _see(call, "weight")
     if call.store is None or seen is not None:
         row, col = layout == "row", layout == "col"
-        q = weight_operand(weight, roles.weight, row=row, col=col, see=_see(call, "weight"))
+        q = weight_operand(weight, roles.weight, row=row, col=col, see=see)
     if call.store is not None:
-        see = _see(call, "weight")
         kept = call.store.read(weight, roles.weight, layout, roles.weights, both, see)
         if seen is None:
             return kept
@@ -261,7 +250,7 @@ def saved_operand(x: Operand, q: Operand, roles: Roles, row: bool = False) -> Op
         return replace(x, col=None) if isinstance(x, Quantized) else x
     if not roles.columns:
         return q
-    return x if q.col is None else q if row else replace(q, row=None)
+    return x if q.col is None else q if row else q.only(False, True)
 
 
 def saved_input(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 
-from .numbers import watching
+from .numbers import Watch, watching
 from .operands import Operand
 from .quantized import Factors, Quantized, factors, features, in_order, layout_of, scaled_tiles
 from .scaling import SQUARE, VECTOR, Scaling
@@ -37,7 +37,7 @@ def fprop(
 ) -> Tensor:
     """y = x w^T.   (R, K), (N, K) or (E, N, K) -> (R, N)      name: of the op, here and below, for who watches"""
     y = _multiplied(x, weight, "row", offs, tiles)
-    if (seen := watching()) is not None:
+    if Watch.numbers and (seen := watching()):
         seen.compare(name, "forward", y, partial(_exact, offs=offs), x, weight)
     return y
 
@@ -51,7 +51,7 @@ def dgrad(
 ) -> Tensor:
     """dx = dy w.   (R, N), (N, K) or (E, N, K) -> (R, K)"""
     dx = _multiplied(dy, weight, "col", offs, tiles)
-    if (seen := watching()) is not None:
+    if Watch.numbers and (seen := watching()):
         seen.compare(name, "input gradient", dx, partial(_exact, offs=offs, turn=True), dy, weight)
     return dx
 
@@ -74,8 +74,9 @@ def _multiplied(
     """A product of rows with a weight, whose layout has the summed axis last."""
     if isinstance(a, Quantized) and isinstance(weight, Quantized) and a.dtype in OUTPUTS:
         codes, turned = a.row, weight.row if layout == "row" else weight.col
-        kind = _kernel(a.scaling, weight.scaling.of(layout))
-        vectors = weight.scaling.of(layout).block == VECTOR  # which kernels read of rows alone
+        other = weight.scaling.of(layout)
+        kind = _kernel(a.scaling, other)
+        vectors = other.block == VECTOR  # which kernels read of rows alone
         if not vectors and kind is not None and codes is not None and turned is not None:
             return K.fp8_mm(*codes, *turned, kind, offs, tiles, None, a.dtype)
         if _small(a, "row", weight, layout):
@@ -198,7 +199,7 @@ def wgrad(
 ) -> Tensor:
     """dw = dy^T x.   (R, N), (R, K) -> (N, K) or (E, N, K)"""
     dw = _wgrad(dy, x, dtype, offs)
-    if (seen := watching()) is not None:
+    if Watch.numbers and (seen := watching()):
         seen.compare(name, "weight gradient", dw, partial(_exact_wgrad, offs=offs), dy, x)
     return dw
 
@@ -246,7 +247,7 @@ def wgrad_into(
     main_grad: Tensor, dy: Operand, x: Operand, offs: Tensor, accumulate: bool, name: str = ""
 ) -> None:
     """main_grad (+)= wgrad of groups, unrounded.   main_grad (E, N, K) float32"""
-    if watching() is not None:
+    if Watch.numbers and watching():
         wgrad(dy, x, torch.float32, offs, name)
     _wgrad_into(main_grad, dy, x, offs, accumulate)
 

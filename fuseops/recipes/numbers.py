@@ -136,15 +136,18 @@ def _largest(found: dict[Any, Tensor], key: Any, measured: Tensor) -> None:
     found[key] = torch.maximum(found[key], measured) if key in found else measured
 
 
-class _Watch:
-    """Who measures, in the whole process: backwards on CUDA run in a thread of their own."""
+class Watch:
+    """Who measures, in the whole process: backwards on CUDA run in a thread of their own.
+
+    Who asks at every step asks for `Watch.numbers` first, which calls nothing: mostly nobody does.
+    """
 
     numbers: Numbers | None = None
 
 
 def watching() -> Numbers | None:
     """Who measures now: nobody in compiled code, nor in a CUDA graph."""
-    numbers = _Watch.numbers
+    numbers = Watch.numbers
     if numbers is None or torch.compiler.is_compiling():
         return None
     if torch.cuda.is_available() and torch_private.is_capturing():
@@ -154,5 +157,5 @@ def watching() -> Numbers | None:
 
 def watch(numbers: Numbers | None) -> Numbers | None:
     """Have `numbers` measure from now on.   -> who did before"""
-    before, _Watch.numbers = _Watch.numbers, numbers
+    before, Watch.numbers = Watch.numbers, numbers
     return before

@@ -16,7 +16,7 @@ from fuseops.kernels.reference.operands import columns_of
 from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
-from .numbers import watching
+from .numbers import Watch, watching
 from .quantized import Layout, Quantized, in_order, layout_of, tokens_of
 from .scales import See, quantize_given
 from .scaling import E4M3, SQUARE, VECTOR, Scaling
@@ -91,15 +91,27 @@ def operand(
     seed: (1,) int64, of a format that rounds at random; drawn where it is not given.
     see: what gives the one scale of a tensor or of groups for its amax, where that is not its own.
     """
-    if scaling.rounds_at_random and seed is None and isinstance(x, Tensor):
+    if isinstance(x, Quantized):
+        if index is None and x.scaling is scaling and _is_there(x, offs, row, col):
+            return x.only(row, col)
+    elif scaling.rounds_at_random and seed is None:
         seed = torch.randint(2**62, (1,), device=x.device)
     q = _operand(x, scaling, offs, row, col, index, seed, see)
-    if (seen := watching()) is not None:
+    if Watch.numbers and (seen := watching()):
         source = seen.original(x)
         if source is not None and index is not None:
             source = K.gather_rows(source.reshape(-1, source.shape[-1]), index, offs)  # type: ignore[arg-type]
         seen.quantized(q, source)
     return q
+
+
+def _is_there(x: Quantized, offs: Tensor | None, row: bool, col: bool) -> bool:
+    """Whether these layouts of x are there as a GEMM over the groups of offs reads them: those of an op's own values
+    are, which it quantized for the same GEMM.
+    """
+    if x.offs is not offs or (offs is not None and x.scaling.block is None):
+        return False
+    return (x.row is not None or not row) and (x.col is not None or not col)
 
 
 def _operand(
@@ -291,7 +303,7 @@ def _from_codes(
         x = _of_this_split(x, offs)
     as_given = index is None and (not col or columns_fit(x, scaling, offs))
     if as_given and (scaling.block is not None or scaling.colwise is not None):
-        return replace(x, row=x.row if row else None, col=x.col if col else None, carrier=None)
+        return x.only(row, col)
     if scaling.block is None:
         return _by_scale(x, scaling, offs, row, col, index)
     if not scaling.family.codes:  # rows alone, by check_codes
@@ -435,7 +447,7 @@ def weight_operand(
         rows, columns = (t and layout_of(*[part[0] for part in t]) for t in (rows, columns))
     odd = odd_layouts(weight, scaling)
     q = Quantized(rows, columns, scaling, None, weight.dtype, odd=odd)
-    if (seen := watching()) is not None:
+    if Watch.numbers and (seen := watching()):
         seen.quantized(q, weight)
     return q
 

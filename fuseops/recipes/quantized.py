@@ -80,7 +80,7 @@ class Quantized:
         return torch.Size((*found[:-1], width) if self.row else (*found[:-2], width, found[-2]))
 
     def dim(self) -> int:
-        return len(self.shape)
+        return (self._any() if self.carrier is None else self.carrier).dim()
 
     def _any(self) -> Tensor:
         """Some component."""
@@ -160,6 +160,13 @@ class Quantized:
         if self.carrier is None or self.row is None:
             return found
         return through(self.carrier, found.view(self.carrier.shape))
+
+    def only(self, row: bool, col: bool) -> Quantized:
+        """Of its layouts these, as a value that lives inside an op, without a carrier."""
+        if self.carrier is None and row is (self.row is not None) and col is (self.col is not None):
+            return self
+        found = self.row if row else None, self.col if col else None
+        return Quantized(*found, self.scaling, self.offs, self.dtype, None, self.odd)
 
     def detach(self) -> Quantized:
         """The same, with no gradient."""

@@ -59,9 +59,9 @@ class Scaling:
     epsilon  the smallest amax that a float32 scale is taken from, in place of smaller ones
     colwise  the format of the columns, where it is another one: they are quantized in it directly, and `columns` says
              nothing
-    family, plain, kernel follow from them: what formats with these scales are like; whether its options are those that
-             kernels write (plain torch writes the rest); how `fuseops.kernels.fp8_mm` and its like call such scales, or
-             None where nothing multiplies codes
+    family, plain, kernel, rounds_at_random follow from them: what formats with these scales are like; whether its
+             options are those that kernels write (plain torch writes the rest); how `fuseops.kernels.fp8_mm` and its
+             like call such scales, or None where nothing multiplies codes; whether one of its layouts is rounded so
     Raises FuseOpsError for another dtype or another block.
     """
 
@@ -77,6 +77,7 @@ class Scaling:
     family: Family = field(init=False, repr=False, compare=False)
     plain: bool = field(init=False, repr=False, compare=False)
     kernel: str | None = field(init=False, repr=False, compare=False)
+    rounds_at_random: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check("scale", tuple(FAMILIES))
@@ -88,6 +89,8 @@ class Scaling:
         object.__setattr__(self, "family", FAMILIES[self.scale])
         object.__setattr__(self, "plain", plain)
         object.__setattr__(self, "kernel", kernel if self.family.codes else None)
+        other = self.colwise is not None and self.colwise.stochastic
+        object.__setattr__(self, "rounds_at_random", self.stochastic or other)
         self._check("powers", (False, True) if free else (usual,))
         if (not free and self.epsilon) or not 0 <= self.epsilon < math.inf:
             raise FuseOpsError(f"{self!r}: expected epsilon to be 0, or with float32 scales above.")
@@ -123,11 +126,6 @@ class Scaling:
     def of(self, layout: str) -> Scaling:
         """The format of one layout, "row" or "col"."""
         return self if self.colwise is None or layout == "row" else self.colwise
-
-    @property
-    def rounds_at_random(self) -> bool:
-        """Whether one of its layouts does."""
-        return self.stochastic or (self.colwise is not None and self.colwise.stochastic)
 
     @property
     def square(self) -> bool:

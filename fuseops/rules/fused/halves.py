@@ -5,12 +5,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.ops.linear import LinearSaved, grad_in_turn, linear_bwd
+from fuseops.ops.linear import BIAS, WEIGHT, LinearSaved, X, grad_in_turn, linear_bwd
 from fuseops.ops.op import Call, Grads, replaced
 from fuseops.recipes import Operand
 
 WeightGrad = Callable[[Operand], Tensor]
-X, WEIGHT, BIAS = frozenset({"x"}), frozenset({"weight"}), frozenset({"bias"})
 
 
 def forward_only(call: Call) -> Call:
@@ -35,7 +34,7 @@ def backward(
         lead = dy.shape[:-1] if isinstance(dy, Tensor) else None
         none = LinearSaved(None, None)
         own = linear_bwd(none, dy, call, BIAS).params if "bias" in needs else {}
-        q, (given, _) = grad_in_turn(dy, call, call.precision.roles, stays=stays)
+        q, (given, _) = grad_in_turn(dy, call, stays=stays)
         del dy
         dx = linear_bwd(LinearSaved(None, weight), q, call, X).x if "x" in needs else None
         found = Grads(dx if dx is None or lead is None else dx.view(*lead, dx.shape[-1]), own)

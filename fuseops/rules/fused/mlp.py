@@ -119,7 +119,7 @@ class DenseMLP(FusedOp):
         if roles is None:
             return linear(y, weight, s.bias, call)[0]
         if coded_swiglu.hidden_from_gemm(roles, y.dtype, len(weight)):
-            x = input_operand(y, call, roles)
+            x = input_operand(y, call)
             h = coded_swiglu.hidden(x, weight_rows(weight, call), None, None, s.bias)
             if h is not None:
                 return h
@@ -231,7 +231,7 @@ class DenseMLP(FusedOp):
             return dh, None
         a, roles = K.act_fwd(h, *form), last.precision.roles
         del h
-        return dh, a if roles is None else wgrad_input(a, last, roles)
+        return dh, a if roles is None else wgrad_input(a, last)
 
     def _bias_grads(self, dh: Any, calls: tuple[Call, ...]) -> tuple[Grads, ...]:
         """The Grads of the Bias op, if there is one."""

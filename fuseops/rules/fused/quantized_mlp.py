@@ -25,13 +25,13 @@ from fuseops.ops.grouped_linear import (
     weight_gradient,
 )
 from fuseops.ops.linear import (
+    WEIGHT,
     Indexed,
     grad_in_turn,
     grad_operand,
     high,
     input_operand,
     of_codes,
-    only,
     weight_rows,
     wgrad_input,
 )
@@ -43,6 +43,7 @@ from fuseops.recipes import Operand, Roles
 from . import coded_swiglu
 
 Params = Mapping[str, Tensor | None]
+SUMS = frozenset({"bias", "probs"})  # gradients that sum dy as it is
 Source = Callable[..., tuple[Operand | None, Tensor | None]]
 Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
 
@@ -70,7 +71,7 @@ def _hidden(mlp: Any, s: Any, call: Call, index: Tensor | None) -> Operand:
     rows = rows_of(s.x) if index is None else len(index)
     check_splits(s.offs, rows, s.offs.device)
     forward = replaced(call, needs=call.needs.difference(("weight",)))
-    x = input_operand(s.x, forward, roles, s.offs, index)
+    x = input_operand(s.x, forward, s.offs, index)
     weight = weight_rows(s.fc1, forward)
     h = coded_swiglu.hidden(x, weight, s.offs, tiles_of(call, s.offs, rows), s.bias1)
     return coded_swiglu.saved(mlp.hidden(s, call, index), roles) if h is None else h
@@ -96,9 +97,9 @@ def gradients(
     offs, w1, w2 = cast("tuple[Tensor, Tensor, Tensor]", (s.offs, s.fc1, s.fc2))
     dy: Any = held.pop()
     h: Any = held.pop()
-    above = grouped_linear_bwd(fc2, dy, only(last, "bias", "probs"), dy_index=dy_index)
+    above = grouped_linear_bwd(fc2, dy, last, dy_index=dy_index, needs=last.needs & SUMS)
     lean = _lean(dy, w1, w2, last, dy_index)
-    q, left = grad_in_turn(dy, last, _roles(last), offs, dy_index, stays=True, by_token=lean)
+    q, left = grad_in_turn(dy, last, offs, dy_index, stays=True, by_token=lean)
     del dy
     if h is None and not last.needs.isdisjoint(("x", "weight")):
         x, x_index = source()
@@ -114,8 +115,8 @@ def gradients(
     dw2 = {} if dx_first or lean else _fc2_weight(waits, offs, last)
     below = Grads()
     if dh is not None:
-        below = grouped_linear_bwd(fc1, dh, only(first, "bias", "probs"))
-        q, of_dh = grad_in_turn(dh, first, _roles(first), offs)
+        below = grouped_linear_bwd(fc1, dh, first, needs=first.needs & SUMS)
+        q, of_dh = grad_in_turn(dh, first, offs)
         del dh
         if "x" in first.needs:
             dx = input_gradient(q, w1, offs, first)
@@ -194,7 +195,7 @@ def _through_activation(
         return dh, None, dprobs
     a = mlp.activation(h, s)
     del h
-    return dh, wgrad_input(a, last, _roles(last), s.offs), dprobs
+    return dh, wgrad_input(a, last, s.offs), dprobs
 
 
 def _fc2_weight(waits: list[Any], offs: Tensor, call: Call) -> Params:
@@ -208,10 +209,9 @@ def _fc2_weight(waits: list[Any], offs: Tensor, call: Call) -> Params:
 
 def _columns(left: Indexed, offs: Tensor, call: Call) -> Indexed:
     """What the weight gradient multiplies."""
-    roles = _roles(call)
-    if roles.high_wgrad:
+    if _roles(call).high_wgrad:
         return left
-    return grad_operand(left[0], only(call, "weight"), roles, offs, left[1]), None
+    return grad_operand(left[0], call, WEIGHT, offs, left[1]), None
 
 
 def _roles(call: Call) -> Roles:
