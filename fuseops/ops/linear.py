@@ -20,7 +20,7 @@ from fuseops.recipes import (
     operand,
     weight_operand,
 )
-from fuseops.recipes.numbers import Watch, watching
+from fuseops.recipes.numbers import Measuring, watching
 from fuseops.recipes.operands import check_codes, columns_fit
 from fuseops.recipes.scales import See
 
@@ -111,7 +111,7 @@ def input_operand(
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     col = "weight" in call.needs and index is None and roles.columns
     q = _operand(x, call, "input", offs, True, col, index)
-    if Watch.numbers and (seen := watching()):
+    if Measuring.numbers and (seen := watching()):
         seen.measure(call.name, "input", q)
     return q
 
@@ -128,7 +128,7 @@ def grad_operand(
     wgrad = "weight" in needs and not roles.high_wgrad
     row = "x" in needs or (wgrad and not roles.columns)
     q = _operand(dy, call, "grad_output", offs, row, wgrad and roles.columns, index)
-    if Watch.numbers and (seen := watching()):
+    if Measuring.numbers and (seen := watching()):
         seen.measure(call.name, "grad_output", q)
     return q
 
@@ -226,7 +226,7 @@ def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     if roles.weight is None:
         return call.precision.cast(weight)  # type: ignore[return-value]
-    seen = Watch.numbers and watching()
+    seen = Measuring.numbers and watching()
     see = None if call.scales is None else _see(call, "weight")
     if call.store is None or seen is not None:
         row, col = layout == "row", layout == "col"

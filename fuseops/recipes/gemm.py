@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 
-from .numbers import Watch, watching
+from .numbers import Measuring, watching
 from .operands import Operand
 from .quantized import Factors, Quantized, factors, features, in_order, layout_of, scaled_tiles
 from .scaling import SQUARE, VECTOR, Scaling
@@ -37,7 +37,7 @@ def fprop(
 ) -> Tensor:
     """y = x w^T.   (R, K), (N, K) or (E, N, K) -> (R, N)      name: of the op, here and below, for who watches"""
     y = _multiplied(x, weight, "row", offs, tiles)
-    if Watch.numbers and (seen := watching()):
+    if Measuring.numbers and (seen := watching()):
         seen.compare(name, "forward", y, partial(_exact, offs=offs), x, weight)
     return y
 
@@ -51,7 +51,7 @@ def dgrad(
 ) -> Tensor:
     """dx = dy w.   (R, N), (N, K) or (E, N, K) -> (R, K)"""
     dx = _multiplied(dy, weight, "col", offs, tiles)
-    if Watch.numbers and (seen := watching()):
+    if Measuring.numbers and (seen := watching()):
         seen.compare(name, "input gradient", dx, partial(_exact, offs=offs, turn=True), dy, weight)
     return dx
 
@@ -199,7 +199,7 @@ def wgrad(
 ) -> Tensor:
     """dw = dy^T x.   (R, N), (R, K) -> (N, K) or (E, N, K)"""
     dw = _wgrad(dy, x, dtype, offs)
-    if Watch.numbers and (seen := watching()):
+    if Measuring.numbers and (seen := watching()):
         seen.compare(name, "weight gradient", dw, partial(_exact_wgrad, offs=offs), dy, x)
     return dw
 
@@ -247,7 +247,7 @@ def wgrad_into(
     main_grad: Tensor, dy: Operand, x: Operand, offs: Tensor, accumulate: bool, name: str = ""
 ) -> None:
     """main_grad (+)= wgrad of groups, unrounded.   main_grad (E, N, K) float32"""
-    if Watch.numbers and watching():
+    if Measuring.numbers and watching():
         wgrad(dy, x, torch.float32, offs, name)
     _wgrad_into(main_grad, dy, x, offs, accumulate)
 

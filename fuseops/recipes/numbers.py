@@ -136,10 +136,10 @@ def _largest(found: dict[Any, Tensor], key: Any, measured: Tensor) -> None:
     found[key] = torch.maximum(found[key], measured) if key in found else measured
 
 
-class Watch:
+class Measuring:
     """Who measures, in the whole process: backwards on CUDA run in a thread of their own.
 
-    Who asks at every step asks for `Watch.numbers` first, which calls nothing: mostly nobody does.
+    Who asks at every step asks for `Measuring.numbers` first, which calls nothing: mostly nobody does.
     """
 
     numbers: Numbers | None = None
@@ -147,7 +147,7 @@ class Watch:
 
 def watching() -> Numbers | None:
     """Who measures now: nobody in compiled code, nor in a CUDA graph."""
-    numbers = Watch.numbers
+    numbers = Measuring.numbers
     if numbers is None or torch.compiler.is_compiling():
         return None
     if torch.cuda.is_available() and torch_private.is_capturing():
@@ -157,5 +157,5 @@ def watching() -> Numbers | None:
 
 def watch(numbers: Numbers | None) -> Numbers | None:
     """Have `numbers` measure from now on.   -> who did before"""
-    before, Watch.numbers = Watch.numbers, numbers
+    before, Measuring.numbers = Measuring.numbers, numbers
     return before

@@ -16,7 +16,7 @@ from fuseops.kernels.reference.operands import columns_of
 from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
-from .numbers import Watch, watching
+from .numbers import Measuring, watching
 from .quantized import Layout, Quantized, in_order, layout_of, tokens_of
 from .scales import See, quantize_given
 from .scaling import E4M3, SQUARE, VECTOR, Scaling
@@ -97,7 +97,7 @@ def operand(
     elif scaling.rounds_at_random and seed is None:
         seed = torch.randint(2**62, (1,), device=x.device)
     q = _operand(x, scaling, offs, row, col, index, seed, see)
-    if Watch.numbers and (seen := watching()):
+    if Measuring.numbers and (seen := watching()):
         source = seen.original(x)
         if source is not None and index is not None:
             source = K.gather_rows(source.reshape(-1, source.shape[-1]), index, offs)  # type: ignore[arg-type]
@@ -447,7 +447,7 @@ def weight_operand(
         rows, columns = (t and layout_of(*[part[0] for part in t]) for t in (rows, columns))
     odd = odd_layouts(weight, scaling)
     q = Quantized(rows, columns, scaling, None, weight.dtype, odd=odd)
-    if Watch.numbers and (seen := watching()):
+    if Measuring.numbers and (seen := watching()):
         seen.quantized(q, weight)
     return q
 

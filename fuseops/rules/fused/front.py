@@ -16,7 +16,7 @@ from fuseops.ops.norms import LayerNorm, Normed, RMSNorm
 from fuseops.ops.op import Call, Grads, Op
 from fuseops.ops.structure import Add, AddSaved, Tap
 from fuseops.recipes import Layout, Quantized, Scaling
-from fuseops.recipes.numbers import Watch, watching
+from fuseops.recipes.numbers import Measuring, watching
 from fuseops.recipes.scaling import SQUARE, VECTOR
 
 Tensors = Mapping[str, Tensor]
@@ -111,7 +111,11 @@ class Front:
         the numbers then, who wants the tensor that the codes are of.
         """
         roles, compute = call.precision.roles, call.precision.compute
-        if roles is None or not isinstance(self.norm, RMSNorm) or (Watch.numbers and watching()):
+        if (
+            roles is None
+            or not isinstance(self.norm, RMSNorm)
+            or (Measuring.numbers and watching())
+        ):
             return None
         vectors = roles.input is not None and roles.input.block == VECTOR and roles.input.plain
         return roles.input if vectors and (compute is None or compute is x.dtype) else None
