@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, find, settings
 from norm_linear import NORM_LINEAR
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -24,6 +25,7 @@ from fuseops.ops import names, scopes
 from fuseops.ops.activations import ACTS
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import types_of
+from fuseops.testing.strategies import rule_cases
 
 EXPERTS, ROWS, D, F = 4, 12, 16, 24
 FLOAT, INT = 4, 4
@@ -38,10 +40,6 @@ def grouped_mlp(*, bias: bool = False, width: int = 2 * F) -> fo.Sequential:
             "fc2": fo.ops.GroupedLinear(EXPERTS, F, D, bias=False),
         }
     )
-
-
-def routed_mlp() -> fo.Sequential:
-    return fo.Sequential(fo.ops.Permute(1), *grouped_mlp(), fo.ops.Combine(1))
 
 
 def routing() -> fo.Routing:
@@ -301,39 +299,18 @@ def test_a_miss_has_its_reason(case: str) -> None:
     assert reason in model.explain(rows(), **side)
 
 
-def scaled() -> fo.Sequential:
-    return fo.Sequential(fo.ops.Linear(D, D, bias=False), fo.ops.ConstantScale(0.5))
-
-
-def dense_mlp() -> fo.Sequential:
-    return fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU(), fo.ops.Linear(D, D))
-
-
-@pytest.mark.parametrize("rule", [rule.name for rule in BUILTIN_RULES])
-def test_every_rule_is_reported_when_it_may_not_fire(rule: str) -> None:
-    model = {
-        "routed_mlp": routed_mlp,
-        "grouped_mlp": grouped_mlp,
-        "norm_mlp": lambda: fo.Sequential(fo.ops.RMSNorm(D), *dense_mlp()),
-        "mlp": dense_mlp,
-        "norm_linear": lambda: fo.Sequential(fo.ops.RMSNorm(D), fo.ops.Linear(D, D)),
-        "linear_act": lambda: fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU()),
-        "linear_add": lambda: fo.Residual(fo.ops.Linear(D, D, bias=False)),
-        "linear_scale": scaled,
-        "scale_linear": scaled,
-        "act_linear": lambda: fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU()),
-        "tap_linear": lambda: fo.Residual(fo.ops.Linear(D, D), fo.ops.Dropout(0.0)),
-        "add_norm": lambda: fo.Sequential(*(fo.Residual(fo.ops.RMSNorm(D)) for _ in range(2))),
-        "norm_add": lambda: fo.Sequential(*(fo.Residual(fo.ops.RMSNorm(D)) for _ in range(2))),
-        "bias_act": lambda: fo.Sequential(fo.ops.Bias(D), fo.ops.SiLU()),
-    }[rule]()
-    side = {n: getattr(routing(), n) for n in model.reads}
-    assert rule in [s.rule for s in model.plan(rows(), **side).fused]
-    with fo.fusion(disable=[rule]):
-        assert (rule, "disabled") in [(m.rule, m.reason) for m in model.plan(rows(), **side).misses]
+@pytest.mark.parametrize("rule", BUILTIN_RULES, ids=lambda rule: rule.name)
+def test_every_rule_is_reported_when_it_may_not_fire(rule: fo.Rule) -> None:
+    model, x, side = find(
+        rule_cases(rule, torch.float32, ["normal"]),
+        lambda case: rule.name in {s.rule for s in case.model.plan(case.x, **case.side).fused},
+        settings=settings(max_examples=200, phases=[Phase.generate]),
+    )
+    with fo.fusion(disable=[rule.name]):
+        assert (rule.name, "disabled") in [(m.rule, m.reason) for m in model.plan(x, **side).misses]
     with fo.fusion(False):
-        text = model.explain(rows(), **side)
-    assert re.search(rf"{rule} .*fusion is off", text)
+        text = model.explain(x, **side)
+    assert re.search(rf"{rule.name} .*fusion is off", text)
 
 
 def test_positions_count_the_whole_sequential() -> None:

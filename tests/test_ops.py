@@ -271,7 +271,7 @@ def test_a_half_overflows_where_its_numbers_do(op: type[Op[Any]], data: st.DataO
             if name.startswith(
                 "output"
             ):  # one rounding, or two where a bias is added behind a product
-                if getattr(case.model, "low_rank", None):
+                if getattr(case.model, "down", None) is not None:
                     continue  # what lies between its two small products is rounded too, and they cancel
                 one, least = mine[name][under].double(), eps * torch.finfo(torch.float16).tiny
                 assert not difference(name, one, t[under], 2 * eps, least=least)

@@ -30,6 +30,7 @@ from fuseops.testing.strategies import NONFINITE, Case, chains, rule_cases
 ROOT = Path(__file__).resolve().parent.parent
 every_rule = pytest.mark.parametrize("rule", BUILTIN_RULES, ids=lambda rule: rule.name)
 GROUPED = [rule for rule in JOINT if fo.ops.GroupedLinear in rule.pattern]
+ADDING = [rule for rule in BUILTIN_RULES if any(fo.ops.Add in ts for ts in expansions(rule))]
 # Half types have no room for a thousand times a thousand; a large value hides the others' error.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SOFT = ("normal", "normal", "constant", "zeros")
@@ -104,6 +105,15 @@ def test_inference_equals_unfused(rule: fo.Rule, data: st.DataObject) -> None:
     case = data.draw(rule_cases(rule, kinds=SOFT))
     with data.draw(st.sampled_from([torch.no_grad, torch.inference_mode]))():
         assert_fused_matches_unfused(case.model, case.x, **case.side)
+
+
+@pytest.mark.parametrize("rule", ADDING, ids=lambda rule: rule.name)
+@given(data=st.data())
+def test_what_is_added_may_be_of_another_dtype(rule: fo.Rule, data: st.DataObject) -> None:
+    case = data.draw(rule_cases(rule, torch.float32, SOFT))
+    added = {name for op in case.model if isinstance(op, fo.ops.Add) for name in op.reads}
+    case.side.update({n: t.bfloat16() for n, t in case.side.items() if n in added})
+    fires(rule, case)
 
 
 @pytest.mark.parametrize("rule", GROUPED, ids=lambda rule: rule.name)

@@ -18,6 +18,7 @@ class Wanted(NamedTuple):
     out: int  # width of its output, for an op that maps one width to another
     groups: int  # of a grouped op
     top_k: int = 2  # of an op that routes tokens
+    middle: tuple[int, ...] = ()  # its input's axes before the last, over which a norm may go too
 
 
 class OpEntry(NamedTuple):
@@ -88,7 +89,10 @@ def _norm(w: Wanted) -> Op[Any]:
     # One column normed is its sign: what gradient there is comes of eps, the rest cancels.
     eps, affine = w.choose(1e-5, None) if w.width > 1 else 1e3, w.choose(True, True, False)
     return ops.RMSNorm(
-        w.width, eps=eps, elementwise_affine=affine, zero_centered_gamma=w.choose(False, True)
+        w.choose(w.width, (*w.middle, w.width)),
+        eps=eps,
+        elementwise_affine=affine,
+        zero_centered_gamma=w.choose(False, True),
     )
 
 
@@ -96,7 +100,7 @@ def _layer_norm(w: Wanted) -> Op[Any]:
     # Two columns normed are a sign, too.
     eps, affine = 1e-5 if w.width > 2 else 1e3, w.choose(True, True, False)
     return ops.LayerNorm(
-        w.width,
+        w.choose(w.width, (*w.middle, w.width)),
         eps=eps,
         elementwise_affine=affine,
         bias=w.choose(True, False),

@@ -183,9 +183,11 @@ def _instance(
     groups: int,
     top_k: int = 2,
     out: int | None = None,
+    middle: tuple[int, ...] = (),
 ) -> Op[Any]:
     """An instance of `op` for this width, whose output width is a multiple of `after`, or `out` if it can be."""
-    wanted = Wanted(_chooser(draw), width, out or draw(widths()) * after, groups, top_k)
+    out = out or draw(widths()) * after
+    wanted = Wanted(_chooser(draw), width, out, groups, top_k, middle)
     made = entry(op).make(wanted)
     with torch.no_grad():
         for p in made.parameters():  # ones and zeros, as many start out, hide mistakes
@@ -290,26 +292,28 @@ def _before(types: Sequence[type]) -> list[int]:
     return needs[::-1]
 
 
-def _fitted(draw: Draw, types: Sequence[type], width: int, groups: int) -> list[Op[Any]]:
+def _fitted(
+    draw: Draw, types: Sequence[type], width: int, groups: int, middle: tuple[int, ...] = ()
+) -> list[Op[Any]]:
     """Ops of these types, each fitting the one before it."""
     needs, made, start = _before(types), [], width
     top_k = draw(top_ks(groups)) if any(entry(t).routing for t in types) else 2
     for k, t in enumerate(types):
         out = start if Add in types[k + 1 :] else None  # what it adds is as wide as x
-        op = _instance(draw, t, width, needs[k + 1], groups, top_k, out)
-        width = op.out_shape((1, width))[-1]
+        op = _instance(draw, t, width, needs[k + 1], groups, top_k, out, middle)
+        width = op.out_shape((1, *middle, width))[-1]
         made.append(op)
     return made
 
 
-def readable(made: Sequence[Op[Any]], width: int) -> list[Op[Any]]:
+def readable(made: Sequence[Op[Any]], width: int, middle: tuple[int, ...] = ()) -> list[Op[Any]]:
     """Ops that take so many columns with a reader for every Tap, under a name that no other op has."""
     tapped: dict[str, int] = {}
     for k, op in enumerate(made):
         if isinstance(op, Tap):
             op.writes = (f"tap{k}",)
             tapped[f"tap{k}"] = width
-        width = op.out_shape((1, width))[-1]
+        width = op.out_shape((1, *middle, width))[-1]
     ends: list[Op[Any]] = []
     for name, wanted in tapped.items():
         if width != wanted:
@@ -337,9 +341,12 @@ def rule_cases(
     groups = draw(group_counts())
     split = draw(group_splits(groups))
     width = draw(widths()) * _before(types)[0]
-    model = Sequential(*readable(_fitted(draw, types, width, groups), width)).to(dtype)
+    flat = any(entry(t).flat or entry(t).routing for t in types)
+    middle = draw(st.sampled_from([(), (2,)])) if not flat else ()
+    made = _fitted(draw, types, width, groups, middle)
+    model = Sequential(*readable(made, width, middle)).to(dtype)
     split, rows = _rows(list(model), split)
-    x = draw(tensors((rows, width), dtype, kinds))
+    x = draw(tensors((rows, *middle, width), dtype, kinds))
     probs = draw(st.sampled_from([dtype, torch.promote_types(dtype, torch.float32)]))
     side = side_tensors(list(model), model.reads, x, split, draw(st.integers(0, 99)), probs)
     return Case(model, x, side)
