@@ -152,7 +152,8 @@ def grad_in_turn(
     can go both layouts are made at once. Those that are made of codes wait where dy can go, and are made of its rows:
     as many bytes wait instead of both.
     """
-    needs, roles = call.needs, cast("Roles", call.precision.roles)
+    needs = call.needs
+    roles: Roles = call.precision.roles  # type: ignore[assignment]
     if roles.high_wgrad or needs.isdisjoint(("x", "weight")):
         return grad_operand(dy, call, needs, offs, index) if "x" in needs else dy, (dy, index)
     follow = of_codes(roles.grad_output)

@@ -23,7 +23,7 @@ from fuseops import kernels as K
 from .numbers import Measuring, watching
 from .operands import Operand
 from .quantized import Factors, Quantized, factors, features, in_order, layout_of, scaled_tiles
-from .scaling import SQUARE, VECTOR, Scaling
+from .scaling import SQUARE, VECTOR
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -75,7 +75,7 @@ def _multiplied(
     if isinstance(a, Quantized) and isinstance(weight, Quantized) and a.dtype in OUTPUTS:
         codes, turned = a.row, weight.row if layout == "row" else weight.col
         other = weight.scaling.of(layout)
-        kind = _kernel(a.scaling, other)
+        kind = other.kernel if other.kernel == a.scaling.kernel else None
         vectors = other.block == VECTOR  # which kernels read of rows alone
         if not vectors and kind is not None and codes is not None and turned is not None:
             return K.fp8_mm(*codes, *turned, kind, offs, tiles, None, a.dtype)
@@ -182,16 +182,13 @@ def _columns(
     """Both columns with their scales, and how those lie, as the FP8 kernel takes them."""
     if not (isinstance(dy, Quantized) and isinstance(x, Quantized)) or dtype not in OUTPUTS:
         return None
-    kind = _kernel(dy.scaling.of("col"), x.scaling.of("col"))
+    kind = dy.scaling.of("col").kernel
     if dy.col is None or x.col is None or kind is None or dy.scaling.columns != x.scaling.columns:
+        return None
+    if kind != x.scaling.of("col").kernel:
         return None
     squares = kind == "block" and x.scaling.columns == SQUARE
     return *dy.col, *x.col, "square" if squares else kind
-
-
-def _kernel(a: Scaling, b: Scaling) -> str | None:
-    """How the kernels call the scales of two formats; None where none multiplies their codes."""
-    return a.kernel if a.kernel == b.kernel else None
 
 
 def wgrad(

@@ -92,8 +92,10 @@ def operand(
     see: what gives the one scale of a tensor or of groups for its amax, where that is not its own.
     """
     if isinstance(x, Quantized):
-        if index is None and x.scaling is scaling and _is_there(x, offs, row, col):
-            return x.only(row, col)
+        there = (x.row is not None or not row) and (x.col is not None or not col)
+        mine = x.scaling is scaling and x.offs is offs and index is None
+        if there and mine and (offs is None or scaling.block is not None):
+            return x.only(row, col)  # an op's own, which it quantized for this very GEMM
     elif scaling.rounds_at_random and seed is None:
         seed = torch.randint(2**62, (1,), device=x.device)
     q = _operand(x, scaling, offs, row, col, index, seed, see)
@@ -103,15 +105,6 @@ def operand(
             source = K.gather_rows(source.reshape(-1, source.shape[-1]), index, offs)  # type: ignore[arg-type]
         seen.quantized(q, source)
     return q
-
-
-def _is_there(x: Quantized, offs: Tensor | None, row: bool, col: bool) -> bool:
-    """Whether these layouts of x are there as a GEMM over the groups of offs reads them: those of an op's own values
-    are, which it quantized for the same GEMM.
-    """
-    if x.offs is not offs or (offs is not None and x.scaling.block is None):
-        return False
-    return (x.row is not None or not row) and (x.col is not None or not col)
 
 
 def _operand(

@@ -80,7 +80,9 @@ class Quantized:
         return torch.Size((*found[:-1], width) if self.row else (*found[:-2], width, found[-2]))
 
     def dim(self) -> int:
-        return (self._any() if self.carrier is None else self.carrier).dim()
+        if self.carrier is not None:
+            return self.carrier.dim()
+        return (self.row or self.col).data.dim()  # type: ignore[union-attr]
 
     def _any(self) -> Tensor:
         """Some component."""

@@ -20,8 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fuseops import torch_private
 from fuseops.kernels.registry import PLAIN
 
-from .operands import odd_layouts, weight_operand
-from .quantized import Layout, Quantized
+from .operands import weight_operand
+from .quantized import Quantized
 from .scales import See, Steps, watch_optimizers
 from .scaling import Scaling
 
@@ -30,26 +30,27 @@ POLICIES = ("none", "step", "unshard")
 
 
 class StoredLayout:
-    """One layout of a weight, made on one stream and safe to read on others."""
+    """A weight with one layout, made on one stream and safe to read on others."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.index: int | None = layout.data.device.index if layout.data.is_cuda else None
+    def __init__(self, weight: Quantized) -> None:
+        self.weight = weight
+        where = weight.device
+        self.index: int | None = where.index if where.type == "cuda" else None
         if self.index is not None:
             self.made = torch.cuda.current_stream(self.index).record_event()
             self.streams = {torch_private.current_stream(self.index)}
 
-    def here(self) -> Layout:
-        """The layout, for the current stream."""
+    def here(self) -> Quantized:
+        """The weight, for the current stream."""
         if self.index is not None:
             key = torch_private.current_stream(self.index)
             if key not in self.streams:
                 stream = torch.cuda.current_stream(self.index)
                 stream.wait_event(self.made)
-                for part in self.layout:
+                for part in self.weight.components().values():
                     part.record_stream(stream)
                 self.streams.add(key)
-        return self.layout
+        return self.weight
 
 
 class WeightStore:
@@ -94,10 +95,7 @@ class WeightStore:
             kept = self._made(weight, scaling, layout, both, see)
             if policy == "unshard":
                 _open[self] = id(source)
-        found = kept.here()
-        row, col = (found, None) if layout == "row" else (None, found)
-        odd = odd_layouts(weight, scaling)
-        return Quantized(row, col, scaling, None, weight.dtype, odd=odd)
+        return kept.here()
 
     def drop(self) -> None:
         """Let go of everything that is kept."""
@@ -114,7 +112,7 @@ class WeightStore:
     @property
     def nbytes(self) -> int:
         """The bytes of what is kept."""
-        return sum(part.nbytes for kept in self.kept.values() for part in kept.layout)
+        return sum(kept.weight.nbytes for kept in self.kept.values())
 
     def _is(self, weight: Tensor) -> bool:
         source = self.parameters.get("weight")
@@ -122,8 +120,8 @@ class WeightStore:
 
     def _live(self, weight: Tensor) -> nn.Parameter | None:
         """The op's Parameter, if that is what the weight is, and something may be kept of it."""
-        source = self.parameter
-        if source is None or type(weight) not in PLAIN or source.is_inference():
+        source = self.parameters.get("weight")
+        if type(source) is not nn.Parameter or type(weight) not in PLAIN or source.is_inference():
             return None
         if weight is not source and not _aliases(weight, source):
             return None
@@ -138,9 +136,9 @@ class WeightStore:
         row, col = both or layout == "row", both or layout == "col"
         with torch.inference_mode(False), torch.no_grad():
             q = weight_operand(weight.detach(), scaling, row=row, col=col, see=see)
-        for name, found in (("row", q.row), ("col", q.col)):
-            if found is not None:
-                self.kept[name] = StoredLayout(found)
+        for name, wanted in (("row", row), ("col", col)):
+            if wanted:
+                self.kept[name] = StoredLayout(q.only(name == "row", name == "col"))
         torch_private.watch_fsdp(_gathered, _freed)
         return self.kept[layout]
 
@@ -159,7 +157,7 @@ def _stamp(source: nn.Parameter, scaling: Scaling) -> tuple[Any, ...]:
     """What changes when a parameter does."""
     steps = Steps.taken if source.requires_grad else None  # optimizers leave a frozen one alone
     place = torch_private.storage_key(source.untyped_storage()), source.storage_offset()
-    shard = _shards.get(source) if _shards else None
+    shard = _shards.get(source) if _shards.data else None
     return *place, source.shape, source.stride(), source._version, steps, shard, scaling
 
 

@@ -42,7 +42,7 @@ def why_apart(form: Form | None, h: Operand, first: Call, last: Call, reads_dh: 
 
 def forward(h: Operand, probs: Tensor | None, offs: Tensor | None, last: Call) -> Quantized:
     """swiglu(h) (* probs) as fc2 reads it.   (R, 2F) -> over (R, F)"""
-    scaling = cast("Scaling", cast("Roles", last.precision.roles).input)
+    scaling: Scaling = last.precision.roles.input  # type: ignore[union-attr, assignment]
     data, scale = _codes(h)
     parts = K.swiglu_operand(data, probs, None, scaling.data, True, False, scale)
     return Quantized(Layout(*parts[:2]), None, scaling, offs, h.dtype)
@@ -54,8 +54,8 @@ def backward(
     """(dh as fc1's gradients read it, the activation as fc2's weight gradient does, dprobs), in one pass over h."""
     row, act = "x" in first.needs, "weight" in last.needs
     col = "weight" in first.needs and not row  # else of rows, when they are read
-    of_dh = cast("Scaling", cast("Roles", first.precision.roles).grad_output)
-    of_a = cast("Scaling", cast("Roles", last.precision.roles).input)
+    of_dh: Scaling = first.precision.roles.grad_output  # type: ignore[union-attr, assignment]
+    of_a: Scaling = last.precision.roles.input  # type: ignore[union-attr, assignment]
     data, scale = _codes(h)
     parts = K.dswiglu_operand(da, data, probs, offs, of_dh.data, of_a.data, row, col, act, scale)
     rows, columns = Layout(*parts[:2]), Layout(*parts[2:4])
