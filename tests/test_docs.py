@@ -18,6 +18,7 @@ import fuseops as fo
 from fuseops.kernels import configs, registry
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.testing.catalogue import exported
+from fuseops.testing.strategies import DRAWN
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -61,6 +62,9 @@ def test_every_recipe_has_its_line() -> None:
     made = {p.__name__ for p in public if isinstance(p, type) and issubclass(p, fo.recipes.Recipe)}
     missing = {name for name in made - {"Recipe"} if name not in page}
     assert not missing, f"give {missing} a line in docs/howto/recipe.md"
+    # of a ByName are recipes that are drawn
+    missing = made - {"Recipe", "ByName"} - {recipe.__name__ for recipe in DRAWN}
+    assert not missing, f"draw {missing} in `recipes()` of fuseops/testing/strategies.py"
 
 
 @pytest.fixture

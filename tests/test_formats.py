@@ -20,7 +20,7 @@ from fuseops.recipes import Scaling, gemm, micro
 from fuseops.recipes.operands import operand, weight_operand
 from fuseops.recipes.quantized import factors, features, values
 from fuseops.recipes.recipe import BACKWARDS
-from fuseops.recipes.scaling import COLUMN
+from fuseops.recipes.scaling import COLUMN, E2M1, FAMILIES
 from fuseops.testing.strategies import Formats, Split, filled, scalings
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -54,6 +54,37 @@ def same(found: Any, wanted: Coded) -> None:
 def turned(x: Array, count: int) -> Array:
     """The transpose over so many tokens, zeros behind."""
     return np.ascontiguousarray(np.pad(x, ((0, count - len(x)), (0, 0))).T)
+
+
+EVERY = [
+    Scaling(data, block, columns, scale)
+    for scale, family in FAMILIES.items()
+    for data in family.data
+    for block, known in family.columns.items()
+    for columns in known
+]
+NEAR = {E4M3: 0.05, E5M2: 0.1, E2M1: 0.2}  # of values with a few bits
+
+
+@pytest.mark.parametrize("scaling", EVERY, ids=lambda s: f"{s}, columns {s.columns}")
+def test_codes_stand_for_what_is_near(scaling: Scaling) -> None:
+    """Of every format there is: what is read in other blocks than it was written in is far away."""
+    sizes = [(torch.arange(n) // 16 % 3).exp2() for n in (130, 200)]
+    x = filled((130, 200), torch.float32, "normal", 0) * sizes[0][:, None] * sizes[1]
+    made = weight_operand if scaling.square else operand
+    q = made(x, scaling, row=True, col=True)
+    for layout, wanted in (("row", x), ("col", x.t())):
+        error = values(q, layout)[: len(wanted), : wanted.shape[1]] - wanted
+        assert error.norm() < NEAR[scaling.data] * x.norm(), layout
+
+
+@pytest.mark.parametrize("scaling", [s for s in EVERY if s.square], ids=str)
+@pytest.mark.parametrize("role", ["input", "grad_output", "hidden"])
+def test_squares_of_tokens_are_refused(scaling: Scaling, role: str) -> None:
+    for form in (scaling, Scaling(columns=COLUMN, colwise=scaling)):
+        with pytest.raises(fo.FuseOpsError, match=rf"{role} is .*: squares are of weights"):
+            fo.recipes.Roles(**{role: form})
+    fo.recipes.Roles(weight=scaling)
 
 
 # --- bit for bit

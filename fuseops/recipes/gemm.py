@@ -144,7 +144,7 @@ def _small(a: Operand, layout: str, b: Operand, other: str) -> bool:
     if mine is None or yours is None or not K.multiplies(mine.data):
         return False
     forms = a.scaling.of(layout), b.scaling.of(other)
-    return not forms[0].family.codes and forms[0].scale is forms[1].scale
+    return all(form.small for form in forms) and forms[0].scale is forms[1].scale
 
 
 def _whole(

@@ -184,7 +184,7 @@ def _by_format(
     rows, columns = None, None
     shifted, turn = col and columns_follow(scaling), scaling.hadamard
     seed = seed if scaling.stochastic else None
-    small = not (scaling.family.codes or scaling.stochastic)  # what a kernel writes, unless turned
+    small = scaling.small and not scaling.stochastic  # what a kernel writes, unless turned
     amax = _amax_of_groups(x, scaling, offs, 1) if row or shifted or (small and not turn) else None
     if small and row:
         rows = _small(x, scaling, "row", offs, amax)

@@ -61,6 +61,13 @@ class Roles:
                     f"{role} is {scaling}: the forward rounds to the nearest, so that a recomputation gives the same "
                     "numbers. Round gradients alone at random (grad_output)."
                 )
+        for role in ("input", "grad_output", "hidden"):
+            scaling = getattr(self, role)
+            if scaling is not None and any(scaling.of(side).square for side in ("row", "col")):
+                raise FuseOpsError(
+                    f"{role} is {scaling}: squares are of weights, and tokens of {role} share no scale. Give it blocks "
+                    "of one row."
+                )
 
     @property
     def high(self) -> bool:

@@ -24,19 +24,21 @@ class Family(NamedTuple):
     data     dtypes of codes
     columns  by block of the rows, those of the columns
     codes    whether there are kernels that multiply the codes
+    small    how many elements are in the blocks of `fuseops.kernels.quantize_micro`; plain torch writes others
     """
 
     data: tuple[torch.dtype, ...]
     columns: Mapping[Block | None, tuple[Block | None, ...]]
     codes: bool = False
+    small: int = 0
 
 
 FAMILIES: Mapping[torch.dtype, Family] = {
     torch.float32: Family(
         (E4M3, E5M2), {VECTOR: (SQUARE, COLUMN), SQUARE: (SQUARE,), None: (None,)}, codes=True
     ),
-    E8M0: Family((E4M3, E5M2), {(1, 32): ((32, 1),), (32, 32): ((32, 32),)}),
-    E4M3: Family((E2M1,), {(1, 16): ((16, 1),), (16, 16): ((16, 16),)}),
+    E8M0: Family((E4M3, E5M2), {(1, 32): ((32, 1),), (32, 32): ((32, 32),)}, small=32),
+    E4M3: Family((E2M1,), {(1, 16): ((16, 1),), (16, 16): ((16, 16),)}, small=16),
 }
 
 
@@ -131,6 +133,11 @@ class Scaling:
     def square(self) -> bool:
         """Whether a block goes over rows too, so that it is that of a weight and its transpose has the same codes."""
         return self.block is not None and self.block[0] > 1
+
+    @property
+    def small(self) -> bool:
+        """Whether it has blocks as kernels of small blocks write and multiply them."""
+        return self.block is not None and self.grain[1] == self.family.small
 
     @property
     def grain(self) -> Block:

@@ -417,6 +417,7 @@ def _chain(
 
 
 BY_EIGHT_BITS = (Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling)
+DRAWN = (*BY_EIGHT_BITS, NVFP4BlockScaling, DelayedScaling, ByRole)
 
 
 @st.composite
@@ -431,7 +432,7 @@ def recipes(draw: Draw, hidden: Sequence[str] = HIDDEN[:1]) -> Recipe:
     options: dict[str, Any] = {
         "weights": draw(st.sampled_from(POLICIES)),
     }
-    kind = draw(st.sampled_from([*BY_EIGHT_BITS, NVFP4BlockScaling, DelayedScaling, ByRole]))
+    kind = draw(st.sampled_from(DRAWN))
     if kind is not DelayedScaling:
         options["backward"] = draw(st.sampled_from(BACKWARDS))
     if kind is ByRole:
