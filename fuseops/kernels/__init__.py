@@ -47,6 +47,7 @@ from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_into as grouped_mm_into
 from .grouped import grouped_wgrad as grouped_wgrad
 from .grouped import grouped_wgrad_into as grouped_wgrad_into
+from .grouped import one_group as one_group
 from .grouped_glu import grouped_swiglu as grouped_swiglu
 from .grouped_glu_bwd import grouped_dswiglu as grouped_dswiglu
 from .grouped_glu_bwd import grouped_dswiglu_into as grouped_dswiglu_into

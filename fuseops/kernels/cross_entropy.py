@@ -30,7 +30,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.bias import bias_bwd
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.grouped import grouped_wgrad_into
+from fuseops.kernels.grouped import grouped_wgrad_into, one_group
 from fuseops.kernels.grouped_paths import wgrad_path
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.reference.cross_entropy import Loss, row_chunks
@@ -313,8 +313,7 @@ def add_weight_grad(total: Tensor, dy: Tensor, x: Tensor, first: bool = False) -
     if not own:
         add_product(total, dy.t(), x, first)
         return
-    offs = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
-    grouped_wgrad_into.launcher(total[None], dy, x, offs, None, not first)
+    grouped_wgrad_into.launcher(total[None], dy, x, *one_group(len(x), x), not first)
 
 
 def _check(

@@ -33,7 +33,7 @@ from fuseops.kernels import reference
 from fuseops.kernels.fp8_checks import checked_mm, checked_wgrad
 from fuseops.kernels.fp8_launch import ScaledGradient, ScaledProduct, launch_mm, launch_wgrad
 from fuseops.kernels.fp8_paths import COOPERATIVE, E4M3, OUTPUTS, mm_path, wgrad_path
-from fuseops.kernels.grouped import group_tiles, grouped_mm, grouped_wgrad_into
+from fuseops.kernels.grouped import group_tiles, grouped_mm, grouped_wgrad_into, one_group
 from fuseops.kernels.grouped_launch import table_size
 from fuseops.kernels.quantize import quantize_vectors
 from fuseops.kernels.reference.fp8 import dequantize, dequantized_rows, weight_scaling
@@ -293,7 +293,7 @@ def _gradient(g: ScaledGradient) -> None:
         for codes, scale in ((dy, dy_scale), (x, x_scale))
     )
     if offs is None:
-        ends = torch.full((1,), dy.shape[1], dtype=torch.int32, device=dy.device)
+        ends, _ = one_group(dy.shape[1], dy)
     else:  # where the columns of a group end: zeros stand between them and those of the next
         number = torch.arange(1, len(offs) + 1, dtype=torch.int32, device=offs.device)
         ends = (offs // 128 + number) * 128

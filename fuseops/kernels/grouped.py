@@ -17,17 +17,19 @@ so traced code and fake tensors see the registered ops.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.grouped_launch import Gradient, Product, launch_mm, launch_wgrad, table_size
 from fuseops.kernels.launch import device, launch
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import kernel_op, thread
 from fuseops.kernels.tiles import as_rows, pow2
 
 MAX_GROUPS = 1 << 11
@@ -158,6 +160,31 @@ def group_tiles(offs: Tensor, rows: int) -> Tensor:
         BLOCK_E=pow2(groups), num_warps=4,
     )  # fmt: skip
     return tiles
+
+
+def one_group(rows: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(offs, tile table) of all rows as one group, on the device of `like`: for GEMMs that are not grouped.
+
+    Both are kept where they are asked for again and again, on the stream that made them. Code that is traced, watched
+    or captured gets offs of its own, and makes the table where it needs one.
+    """
+    if not thread.unseen or (like.is_cuda and torch_private.is_capturing()):
+        return _offs_of_one(rows, like.device), None
+    where = like.device
+    stream = torch_private.current_stream(where.index)[0] if like.is_cuda else 0
+    return _kept_group(rows, where, stream)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_group(rows: int, where: torch.device, stream: int) -> tuple[Tensor, Tensor | None]:
+    with torch.inference_mode(False):
+        offs = _offs_of_one(rows, where)
+        launches = group_tiles.launches((offs, rows), {})  # the twin would read offs
+        return offs, group_tiles(offs, rows) if launches else None
+
+
+def _offs_of_one(rows: int, where: torch.device) -> Tensor:
+    return torch.full((1,), rows, dtype=torch.int32, device=where)
 
 
 @kernel_op(

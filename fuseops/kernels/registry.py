@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import os
 import sys
 import threading
@@ -135,6 +136,7 @@ class KernelOp(Generic[P, R]):
         space = namespace or _namespace_of(launcher)
         self.label = f"{space}::{self.name}"
         self.launcher, self.twin = launcher, twin
+        self._parameters = tuple(inspect.signature(launcher).parameters.values())
         self.min_arch, self.traces_twin, self.fuses = min_arch, traces_twin, fuses
         self.cases, self._nbytes, self.dtypes = cases, nbytes, dtypes
         key = self.name if space == OWN else self.label
@@ -157,7 +159,9 @@ class KernelOp(Generic[P, R]):
             register_flops()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if thread.unseen and not kwargs:
+        if thread.unseen:
+            if kwargs:
+                return self(*self._in_order(args, kwargs))  # type: ignore[call-arg]
             out = replaying.now.run(self, args)
             if out is not NOT_REPLAYED:
                 return out
@@ -202,6 +206,19 @@ class KernelOp(Generic[P, R]):
         if replayable:
             replaying.now.note(self, args)
         return out
+
+    def _in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments by position, as replays know them, up to the last one given, with defaults between them."""
+        found, left = list(args), len(kwargs)
+        for p in self._parameters[len(args) :]:
+            value = kwargs.get(p.name, p.default)
+            if not left or value is inspect.Parameter.empty:
+                break
+            left -= p.name in kwargs
+            found.append(value)
+        if left:
+            inspect.signature(self.launcher).bind(*args, **kwargs)  # raises what Python does
+        return tuple(found)
 
     def nbytes(self, *args: Any) -> int:
         """The least number of bytes this call has to move."""

@@ -161,7 +161,7 @@ def _by_vector(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col:
     if col:  # from high precision, never from rows
         ends = offs
         if ends is None:
-            ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+            ends, _ = K.one_group(x.shape[0], x)
         columns = Layout(*K.quantize_group_blocks(x, ends, scaling.data))
     return rows, columns
 
@@ -216,7 +216,7 @@ def _turned(x: Tensor, scaling: Scaling, offs: Tensor | None, seed: Tensor | Non
     """Columns by way of a transpose, of some features at a time, which the Hadamard transform may turn."""
     ends = None if offs is None else K.column_offs(offs)
     if offs is None and scaling.family.codes:  # one group, as kernels lay it
-        offs = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+        offs, _ = K.one_group(len(x), x)
 
     def laid(features: Tensor) -> Tensor:
         columns = K.turned_in_groups(features.t(), offs)

@@ -87,6 +87,25 @@ def test_the_third_call_is_replayed_and_does_what_the_launcher_does(name, replay
         assert len(mine) == (name not in RUN_THEMSELVES)
 
 
+def test_a_call_by_keyword_is_replayed_as_one_by_position(replayed, monkeypatch):
+    monkeypatch.setattr(registry.thread, "unseen", True)
+    x = drawn(4, 16)
+    act_fwd(x, "gelu"), act_fwd(x, kind="gelu")
+    assert not replayed
+    found = act_fwd(kind="gelu", x=x)
+    assert len(replayed) == 1
+    equal(found, act_fwd.launcher(x, "gelu"))
+    shifted = {"kind": "clamped_swiglu", "offset": 0.5}
+    equal(act_fwd(x, **shifted), act_fwd.launcher(x, **shifted))
+
+
+@pytest.mark.parametrize("given", [{}, {"kind": "gelu", "nothing": 1}, {"kind": "gelu", "x": None}])
+def test_a_keyword_too_many_or_too_few_is_refused_as_python_does(given, monkeypatch):
+    monkeypatch.setattr(registry.thread, "unseen", True)
+    with pytest.raises(TypeError, match="argument"):
+        act_fwd(drawn(4, 16), **given)
+
+
 def with_tiles(name, dtype):
     """The arguments of a grouped op in this dtype, with the table of tiles that a Sequential makes once for all."""
     args = [a.to(dtype) if isinstance(a, torch.Tensor) and a.dim() > 1 else a for a in here(name)]

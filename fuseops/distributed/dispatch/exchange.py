@@ -198,8 +198,3 @@ def within_capacity(exchange: Exchange, experts: Tensor, factor: float) -> Tenso
     at = experts.clamp(min=0).long()
     kept = (pos >= 0) & (pos - first[at] + before[at] < room)
     return torch.where(kept, experts, -1)
-
-
-def all_of(rows: int, like: Tensor) -> Tensor:
-    """Boundaries of one group that holds all rows."""
-    return torch.full((1,), rows, dtype=torch.int32, device=like.device)

@@ -12,7 +12,6 @@ from fuseops import kernels as K
 
 from .all_to_all import AllToAll, Leaving
 from .bounded import Bounded
-from .exchange import all_of
 from .overflow import flag_of
 
 
@@ -51,7 +50,7 @@ class FixedCapacity(AllToAll, Bounded):
         """Every slot's token; in empty slots one that nobody reads."""
         if not len(x):
             return x.new_zeros(len(arrivals), x.shape[1])
-        return K.gather_rows(x, arrivals.clamp(min=0).long(), all_of(len(arrivals), x))
+        return K.gather_rows(x, arrivals.clamp(min=0).long(), K.one_group(len(arrivals), x)[0])
 
     def _summed(self, rows: Tensor, slots: Tensor) -> Tensor:
         """NaN where something had no room."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from fuseops import kernels as K
 
 from .all_to_all import AllToAll, Leaving, arrived
-from .exchange import all_of
 
 
 class HostCounts(AllToAll):
@@ -38,7 +37,7 @@ class HostCounts(AllToAll):
 
     def _rows(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
         sent = int(arrivals[0].sum())
-        return K.scatter_rows(x, slots, all_of(sent, x), sent)
+        return K.scatter_rows(x, slots, K.one_group(sent, x)[0], sent)
 
     def _sizes(self, arrivals: Tensor) -> tuple[list[int], ...]:
         return tuple(arrivals.tolist())

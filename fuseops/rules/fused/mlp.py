@@ -134,7 +134,7 @@ class DenseMLP(FusedOp):
             rows: Tensor = y.reshape(-1, y.shape[-1])  # type: ignore[union-attr]
             weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
             kind: str = s.form[0]  # type: ignore[index]
-            h, a = K.grouped_swiglu(rows, weight[None], _one_group(rows), kind=kind)
+            h, a = K.grouped_swiglu(rows, weight[None], *K.one_group(len(rows), rows), kind=kind)
             return _shaped(h, y), _shaped(a, y)
         hidden = self.hidden(s, y, call)
         if call.precision.roles and self.why_not_codes(s.form, hidden, calls) is None:
@@ -187,7 +187,8 @@ class DenseMLP(FusedOp):
             weight: Tensor = call.precision.cast(s.fc2)  # type: ignore[assignment]
             rows = dy.reshape(-1, dy.shape[-1])
             given = rows, weight[None].transpose(1, 2), h.reshape(-1, h.shape[-1])
-            dh, a, _ = K.grouped_dswiglu(*given, _one_group(rows), kind=s.form[0])  # type: ignore[index]
+            groups, kind = K.one_group(len(rows), rows), s.form[0]  # type: ignore[index]
+            dh, a, _ = K.grouped_dswiglu(*given, *groups, kind=kind)
             dh, a = _shaped(dh, dy), _shaped(a, dy)
             del rows, given
         else:
@@ -338,8 +339,3 @@ def _without_x(call: Call) -> Call:
 def _shaped(rows: Tensor, like: Any) -> Tensor:
     """Rows of a product with the leading axes of its operand."""
     return rows.view(*like.shape[:-1], rows.shape[-1])
-
-
-def _one_group(rows: Tensor) -> Tensor:
-    """The `offs` of grouped GEMMs over all rows."""
-    return torch.full((1,), len(rows), dtype=torch.int32, device=rows.device)
