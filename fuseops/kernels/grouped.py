@@ -209,9 +209,9 @@ def grouped_mm(
     index: (R,) int32 or int64: row r of the operand is x[index[r]], for an x of any number of rows.
     probs: (R,) float32, one for each row, which the bias is multiplied by.
     """
-    p = product(x, weight, offs, tiles, index)
+    p = checked_product(Product(x, weight, offs, tiles, bias, index, probs))
     y = x.new_empty(p.rows, weight.shape[1])
-    launch_mm(p, y, *checked_bias(bias, probs, p))
+    launch_mm(p, y)
     return y
 
 
@@ -234,52 +234,36 @@ def grouped_mm_into(
     probs: Tensor | None = None,
 ) -> None:
     """Write `grouped_mm` to y (R, N), contiguous and of the dtype of x; it is one of the same kernels."""
-    p = product(x, weight, offs, tiles, index)
+    p = checked_product(Product(x, weight, offs, tiles, bias, index, probs))
     shape = p.rows, weight.shape[1]
     if y.shape != shape or y.dtype != x.dtype or not y.is_contiguous():
         raise FuseOpsError(
             f"y is {y.dtype}{tuple(y.shape)} with strides {y.stride()}, expected contiguous {x.dtype} {shape}."
         )
-    launch_mm(p, y, *checked_bias(bias, probs, p))
+    launch_mm(p, y)
 
 
-def product(
-    x: Tensor, weight: Tensor, offs: Tensor, tiles: Tensor | None, index: Tensor | None
-) -> Product:
-    """The operands of a grouped GEMM as kernels take them. Raises FuseOpsError for those that nothing can take."""
+def checked_product(p: Product) -> Product:
+    """The operands as `launch_mm` takes them. Raises FuseOpsError for those that nothing can take."""
+    x, weight = p.x, p.weight
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise FuseOpsError(
             f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, expected (R, K) and (E, N, K)."
         )
-    rows = _checked_rows(x, index, "index")
-    offs, tiles = _checked_groups(x, weight, offs, tiles, weight.shape[0], rows)
+    _check_index(p.index, "index")
+    _check_dtypes(x, weight)
+    if p.bias is not None and p.bias.shape != weight.shape[:2]:
+        raise FuseOpsError(f"bias is {tuple(p.bias.shape)}, expected {tuple(weight.shape[:2])}.")
+    probs = p.probs
+    if probs is not None and (probs.shape != (p.rows,) or probs.dtype != torch.float32):
+        raise FuseOpsError(
+            f"probs is {probs.dtype}{tuple(probs.shape)}, expected float32 ({p.rows},)."
+        )
     if 1 not in weight.stride()[1:]:
         weight = weight.contiguous()
-    return Product(as_rows(x), weight, offs, tiles, None if index is None else index.contiguous())
-
-
-def checked_bias(
-    bias: Tensor | None, probs: Tensor | None, p: Product
-) -> tuple[Tensor | None, Tensor | None]:
-    """A bias, and what multiplies it, as kernels take them."""
-    if bias is None:
-        if probs is not None:
-            raise FuseOpsError("probs multiply the bias, and none was given.")
-        return None, None
-    if bias.shape != p.weight.shape[:2]:
-        raise FuseOpsError(f"bias is {tuple(bias.shape)}, expected {tuple(p.weight.shape[:2])}.")
-    if probs is None:
-        return bias.contiguous(), None
-    return bias.contiguous(), checked_probs(probs, p.rows)
-
-
-def checked_probs(probs: Tensor, rows: int) -> Tensor:
-    """Probabilities of rows as kernels take them. Raises FuseOpsError for those that nothing can take."""
-    if probs.shape != (rows,) or probs.dtype != torch.float32:
-        raise FuseOpsError(
-            f"probs is {probs.dtype}{tuple(probs.shape)}, expected float32 ({rows},)."
-        )
-    return probs.contiguous()
+    offs, tiles = _checked_groups(p.offs, p.tiles, weight.shape[0], p.rows)
+    rest = _contiguous(p.bias), _contiguous(p.index), _contiguous(probs)
+    return Product(as_rows(x), weight, offs, tiles, *rest)
 
 
 @kernel_op(
@@ -302,7 +286,7 @@ def grouped_wgrad(
     dy_index, x_index: (R,) int32 or int64: row r of that operand is its row index[r].
     """
     dw = x.new_empty(offs.numel(), dy.shape[-1], x.shape[-1])
-    launch_wgrad(_gradient(dw, dy, x, offs, tiles, False, dy_index, x_index))
+    launch_wgrad(_checked_gradient(Gradient(dw, dy, x, offs, tiles, False, dy_index, x_index)))
     return dw
 
 
@@ -330,55 +314,53 @@ def grouped_wgrad_into(
             f"main_grad is {main_grad.dtype} with strides {main_grad.stride()}, "
             "expected a contiguous float32 buffer."
         )
-    launch_wgrad(_gradient(main_grad, dy, x, offs, tiles, accumulate, dy_index, x_index))
+    g = Gradient(main_grad, dy, x, offs, tiles, accumulate, dy_index, x_index)
+    launch_wgrad(_checked_gradient(g))
 
 
-def _gradient(
-    dw: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None,
-    accumulate: bool,
-    dy_index: Tensor | None,
-    x_index: Tensor | None,
-) -> Gradient:
-    """The operands of a weight gradient as kernels take them. Raises FuseOpsError for those that nothing can take."""
-    rows = _checked_rows(dy, dy_index, "dy_index")
-    if x.dim() != 2 or dy.dim() != 2 or rows != _checked_rows(x, x_index, "x_index"):
+def _checked_gradient(g: Gradient) -> Gradient:
+    """The operands as `launch_wgrad` takes them. Raises FuseOpsError for those that nothing can take."""
+    dy, x, groups = g.dy, g.x, g.offs.numel()
+    _check_index(g.dy_index, "dy_index")
+    _check_index(g.x_index, "x_index")
+    if x.dim() != 2 or dy.dim() != 2 or g.rows != (x if g.x_index is None else g.x_index).shape[0]:
         raise FuseOpsError(
             f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}, expected (R, N) and (R, K), "
             "or an index of R rows."
         )
-    shape = (offs.numel(), dy.shape[1], x.shape[1])
-    if dw.shape != shape:
-        raise FuseOpsError(f"main_grad is {tuple(dw.shape)}, expected {shape}.")
-    offs, tiles = _checked_groups(x, dy, offs, tiles, offs.numel(), rows)
-    dy_index, x_index = (None if i is None else i.contiguous() for i in (dy_index, x_index))
-    return Gradient(dw, as_rows(dy), as_rows(x), offs, tiles, accumulate, dy_index, x_index)
+    shape = (groups, dy.shape[1], x.shape[1])
+    if g.dw.shape != shape:
+        raise FuseOpsError(f"main_grad is {tuple(g.dw.shape)}, expected {shape}.")
+    _check_dtypes(x, dy)
+    offs, tiles = _checked_groups(g.offs, g.tiles, groups, g.rows)
+    rest = g.accumulate, _contiguous(g.dy_index), _contiguous(g.x_index)
+    return Gradient(g.dw, as_rows(dy), as_rows(x), offs, tiles, *rest)
 
 
-def _checked_rows(x: Tensor, index: Tensor | None, name: str) -> int:
-    """Number of rows that an operand has in the product."""
-    if index is None:
-        return x.shape[0]
-    if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
+def _contiguous(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+def _check_index(index: Tensor | None, name: str) -> None:
+    if index is not None and (index.dim() != 1 or index.dtype not in (torch.int32, torch.int64)):
         raise FuseOpsError(
             f"{name} is {index.dtype}{tuple(index.shape)}, expected (R,) of int32 or int64."
         )
-    return index.shape[0]
 
 
-def _checked_groups(
-    x: Tensor, other: Tensor, offs: Tensor, tiles: Tensor | None, groups: int, rows: int
-) -> tuple[Tensor, Tensor]:
-    """offs and their table, which is made where the caller brings none."""
-    if offs.shape != (groups,) or offs.dtype != torch.int32:
-        raise FuseOpsError(f"offs is {offs.dtype}{tuple(offs.shape)}, expected int32 ({groups},).")
+def _check_dtypes(x: Tensor, other: Tensor) -> None:
     if x.dtype not in DTYPES or other.dtype != x.dtype:
         raise FuseOpsError(
             f"operands are {x.dtype} and {other.dtype}, expected one dtype of bfloat16, float16, float32."
         )
+
+
+def _checked_groups(
+    offs: Tensor, tiles: Tensor | None, groups: int, rows: int
+) -> tuple[Tensor, Tensor]:
+    """offs and their table, which is made where the caller brings none."""
+    if offs.shape != (groups,) or offs.dtype != torch.int32:
+        raise FuseOpsError(f"offs is {offs.dtype}{tuple(offs.shape)}, expected int32 ({groups},).")
     tiles = group_tiles(offs, rows) if tiles is None else tiles
     if tiles.shape != (table_size(rows, groups),) or tiles.dtype != torch.int32:
         raise FuseOpsError(

@@ -13,6 +13,7 @@ Hardware: sm_80 and later.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,12 +22,11 @@ from torch import Tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.activation import act_fwd, scaled_act_fwd
-from fuseops.kernels.grouped import checked_bias, checked_probs, grouped_mm, mm_flops, product
-from fuseops.kernels.grouped_launch import Form, launch_rings, table_size
+from fuseops.kernels.grouped import checked_product, mm_flops
+from fuseops.kernels.grouped_launch import Form, Product, launch_mm, launch_rings, table_size
 from fuseops.kernels.grouped_paths import ENDS, SWIGLU_SPACES, act_path
 from fuseops.kernels.reference import GATES
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_rows
 
 
 def _fake(
@@ -84,7 +84,7 @@ def grouped_swiglu(
     interleave, alpha, limit, offset: as of `act_fwd`; gate and up are halves, or alternate (1).
     """
     form: Form = (kind, interleave, alpha, limit, offset)
-    rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
+    groups, n, k = weight.shape
     if kind not in ENDS:
         raise FuseOpsError(f"a product ends in one of {', '.join(ENDS)}, not in {kind!r}.")
     if n % (1 + (kind in GATES)) or x.dim() != 2 or x.shape[1] != k or offs.shape != (groups,):
@@ -92,23 +92,22 @@ def grouped_swiglu(
             f"x is {tuple(x.shape)}, weight {tuple(weight.shape)} and offs {tuple(offs.shape)}, "
             "expected (R, D), (E, 2F, D) and (E,)."
         )
-    probs = None if probs is None else checked_probs(probs, rows)
-    x, path = as_rows(x), act_path(as_rows(x), weight, index, kind, interleave)
-    if not path or not rows or x.dtype != weight.dtype:
-        h = grouped_mm.launcher(x, weight, offs, tiles, bias, index)
-        return h if need_h else h[:0], _activation(h, offs, probs, form)
-    p = product(x, weight, offs, tiles, index)
+    p = checked_product(Product(x, weight, offs, tiles, bias, index, probs))
+    path = act_path(p.x, p.weight, p.index, kind, interleave)
+    if not path or not p.rows:
+        h = x.new_empty(p.rows, n)
+        launch_mm(replace(p, probs=None), h)
+        return h if need_h else h[:0], _activation(h, p, form)
     p = p if path == "gather" else p.gathered()
-    h, a = x.new_empty(rows if need_h else 0, n), x.new_empty(rows, _width(n, kind))
-    bias, _ = checked_bias(bias, None, p)
-    config = SWIGLU_SPACES[path].pick(rows, tuple(weight.shape), x)
+    h, a = x.new_empty(p.rows if need_h else 0, n), x.new_empty(p.rows, _width(n, kind))
+    config = SWIGLU_SPACES[path].pick(p.rows, tuple(weight.shape), x)
     form = form if kind == "clamped_swiglu" else form[:2]  # that reads the others
-    launch_rings(p, path, config, h if need_h else a, bias, form=form, act=a, probs=probs)
+    launch_rings(p, path, config, h if need_h else a, form=form, act=a)
     return h, a
 
 
-def _activation(h: Tensor, offs: Tensor, probs: Tensor | None, form: Form) -> Tensor:
-    if probs is None:
+def _activation(h: Tensor, p: Product, form: Form) -> Tensor:
+    if p.probs is None:
         return act_fwd.launcher(h, *form)
     rows = torch.arange(h.shape[0], device=h.device)
-    return scaled_act_fwd.launcher(h, probs.masked_fill(rows >= offs[-1], 0.0), *form)
+    return scaled_act_fwd.launcher(h, p.probs.masked_fill(rows >= p.offs[-1], 0.0), *form)

@@ -17,6 +17,7 @@ Hardware: sm_80 and later.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -27,12 +28,12 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.activation import scaled_act_bwd_into
 from fuseops.kernels.bias import sum_partials
-from fuseops.kernels.grouped import checked_probs, grouped_mm, product
-from fuseops.kernels.grouped_launch import launch_rings, table_size
+from fuseops.kernels.grouped import checked_product
+from fuseops.kernels.grouped_launch import Product, launch_mm, launch_rings, table_size
 from fuseops.kernels.grouped_paths import BACK, SWIGLU_BWD_SPACES, act_bwd_path
 from fuseops.kernels.reference import GATES
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_rows, cdiv
+from fuseops.kernels.tiles import cdiv
 
 
 def _fake(
@@ -79,7 +80,8 @@ def grouped_dswiglu(
     kind: "swiglu" or "srelu".
     """
     dh = h.new_empty(h.shape)
-    return dh, *_backward(dh, dy, weight, h, offs, tiles, probs, index, kind)
+    p = Product(dy, weight, offs, tiles, None, index, probs)
+    return dh, *_backward(dh, p, h, kind)
 
 
 @kernel_op(
@@ -104,22 +106,12 @@ def grouped_dswiglu_into(
     """(a, dprobs) of `grouped_dswiglu`, whose dh is written over h, contiguous; it is the same kernel."""
     if not h.is_contiguous():
         raise FuseOpsError(f"h has strides {h.stride()}, expected contiguous: dh takes its place.")
-    return _backward(h, dy, weight, h, offs, tiles, probs, index, kind)
+    return _backward(h, Product(dy, weight, offs, tiles, None, index, probs), h, kind)
 
 
-def _backward(
-    dh: Tensor,
-    dy: Tensor,
-    weight: Tensor,
-    h: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None,
-    probs: Tensor | None,
-    index: Tensor | None,
-    kind: str,
-) -> tuple[Tensor, Tensor]:
+def _backward(dh: Tensor, p: Product, h: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Write dh, which may be h.   -> a, dprobs"""
-    rows, (groups, n, k) = (dy if index is None else index).shape[0], weight.shape
+    dy, weight, offs, rows, (groups, n, k) = p.x, p.weight, p.offs, p.rows, p.weight.shape
     if kind not in BACK:
         raise FuseOpsError(f"a product goes back through one of {', '.join(BACK)}, not {kind!r}.")
     width = n * (1 + (kind in GATES))
@@ -128,30 +120,29 @@ def _backward(
             f"dy is {tuple(dy.shape)}, weight {tuple(weight.shape)}, h {tuple(h.shape)} and offs "
             f"{tuple(offs.shape)}, expected (R, D), (E, F, D), ({rows}, {width}) and (E,)."
         )
-    probs = None if probs is None else checked_probs(probs, rows)
-    dy = as_rows(dy)
-    path = act_bwd_path(dy, weight, h, index)
-    if not path or not rows or not dy.dtype == weight.dtype == h.dtype:
-        da = grouped_mm.launcher(dy, weight, offs, tiles, None, index)
-        return _activation_bwd(dh, da, h, offs, probs, kind)
-    p = product(dy, weight, offs, tiles, index)
+    p = checked_product(p)
+    path = act_bwd_path(p.x, p.weight, h, p.index)
+    if not path or not rows or h.dtype != dy.dtype:
+        da = dy.new_empty(rows, n)
+        launch_mm(replace(p, probs=None), da)
+        return _activation_bwd(dh, da, h, p, kind)
     p = p if path == "gather" else p.gathered()
     config = SWIGLU_BWD_SPACES[path].pick(rows, tuple(weight.shape), dy)
     a = h.new_empty(rows, n)
-    blocks = 0 if probs is None else cdiv(n, config["BLOCK_N"])
+    blocks = 0 if p.probs is None else cdiv(n, config["BLOCK_N"])
     sums = torch.empty(blocks, rows, dtype=torch.float32, device=h.device)
-    launch_rings(p, path, config, dh, form=(kind, 0), act=a, probs=probs, h=h, sums=sums)
-    return a, sums.view(-1) if probs is None else sum_partials(sums)
+    launch_rings(p, path, config, dh, form=(kind, 0), act=a, h=h, sums=sums)
+    return a, sums.view(-1) if p.probs is None else sum_partials(sums)
 
 
 def _activation_bwd(
-    dh: Tensor, da: Tensor, h: Tensor, offs: Tensor, probs: Tensor | None, kind: str
+    dh: Tensor, da: Tensor, h: Tensor, p: Product, kind: str
 ) -> tuple[Tensor, Tensor]:
     """Of what padding rows hold nothing comes through."""
-    padding = torch.arange(len(h), device=h.device) >= offs[-1]
-    scale = torch.ones(len(h), device=h.device) if probs is None else probs
+    padding = torch.arange(len(h), device=h.device) >= p.offs[-1]
+    scale = torch.ones(len(h), device=h.device) if p.probs is None else p.probs
     dh.copy_(h.masked_fill(padding[:, None], 0.0))
     dprobs, a = scaled_act_bwd_into.launcher(
-        dh, da, scale.masked_fill(padding, 0.0), kind, probs is not None, True
+        dh, da, scale.masked_fill(padding, 0.0), kind, p.probs is not None, True
     )
     return a, dprobs

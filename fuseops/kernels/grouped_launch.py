@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fuseops.errors import FuseOpsError
 from fuseops.kernels.configs import Config
 from fuseops.kernels.grouped_paths import MM_SPACES, WGRAD_SPACES, mm_path, wgrad_path
 from fuseops.kernels.launch import device, launch, num_sms
@@ -28,20 +29,23 @@ OPTIONS = "ALPHA", "LIMIT", "OFFSET"
 TILE_ROWS = (64, 128, 256)  # the row blocks a tile table knows
 
 
-@dataclass(frozen=True)
+@dataclass
 class Product:
-    """The operands of a grouped GEMM: x[rows of e] @ weight[e].T over the groups that end at offs.
+    """The operands of a grouped GEMM: x[rows of e] @ weight[e].T + bias[e] over the groups that end at offs.
 
     x       (T, K) with contiguous columns; with an index row r of the operand is x[index[r]]
     weight  (E, N, K) with a contiguous axis 1 or 2
     tiles   `group_tiles(offs, R)`
+    probs   (R,) multiply the activation that the product ends in, or else the bias
     """
 
     x: Tensor
     weight: Tensor
     offs: Tensor
-    tiles: Tensor
+    tiles: Tensor | None = None
+    bias: Tensor | None = None
     index: Tensor | None = None
+    probs: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -55,19 +59,21 @@ class Product:
         return replace(self, x=gather_rows.launcher(self.x, self.index, self.offs), index=None)
 
 
-def launch_mm(p: Product, y: Tensor, bias: Tensor | None, probs: Tensor | None = None) -> None:
+def launch_mm(p: Product, y: Tensor) -> None:
     """Write x[rows of e] @ weight[e].T + bias[e] (* probs) to y (R, N)."""
+    if p.bias is None and p.probs is not None:
+        raise FuseOpsError("probs multiply the bias, and none was given.")
     if not y.numel():
         return
     path = "pointer" if y.data_ptr() % 16 else mm_path(p.x, p.weight, p.index)
     if p.index is not None and path != "gather":
-        launch_mm(p.gathered(), y, bias, probs)
+        launch_mm(p.gathered(), y)
         return
     config = MM_SPACES[path].pick(p.rows, tuple(p.weight.shape), p.x)
     if path in ("gather", "pingpong"):
-        launch_rings(p, path, config, y, bias, probs=probs)
+        launch_rings(p, path, config, y)
     else:
-        _launch_triton(p, path, config, y, bias, probs)
+        _launch_triton(p, path, config, y)
 
 
 def launch_rings(
@@ -75,17 +81,14 @@ def launch_rings(
     path: str,
     config: Config,
     y: Tensor,
-    bias: Tensor | None = None,
     *,
     form: Form = NO_FORM,
     act: Tensor | None = None,
-    probs: Tensor | None = None,
     h: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> None:
     """Run the Gluon kernel, with what its epilogue reads and writes besides y (R, N).
 
-    probs: of rows, which multiply the activation, or the bias.
     act: the activation `form` of the product, which is itself written unless y is act; with h, the pre-activation whose
     activation the product is the gradient of, y becomes that of h, act its activation, and sums (blocks of columns, R)
     the parts of the gradient of probs.
@@ -107,19 +110,17 @@ def launch_rings(
     out = module.Descriptor(y, y.shape, y.stride(), y_block)
     hidden = out if h is None else module.Descriptor(h, h.shape, h.stride(), y_block)
     grid, sizes = _sizes(p, config, 1)
-    given = [y if t is None else t for t in (bias, act, probs)]
+    given = [y if t is None else t for t in (p.bias, act, p.probs)]
     launch(
         module.grouped_mm_pingpong_kernel, grid, y, left, index, w, out, *given, hidden,
         given[-1] if sums is None else sums, p.offs, p.tiles, *sizes,
-        GATHER=path == "gather", TRANSPOSED=transposed, HAS_BIAS=bias is not None,
+        GATHER=path == "gather", TRANSPOSED=transposed, HAS_BIAS=p.bias is not None,
         ACT=kind, PAIRS=interleave == 1, **dict(zip(OPTIONS, (*options, 0.0, 0.0, 0.0), strict=False)),
-        HAS_PROBS=probs is not None, KEEPS=y is not act, **config, num_warps=4, maxnreg=168,
+        HAS_PROBS=p.probs is not None, KEEPS=y is not act, **config, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
-def _launch_triton(
-    p: Product, path: str, config: Config, y: Tensor, bias: Tensor | None, probs: Tensor | None
-) -> None:
+def _launch_triton(p: Product, path: str, config: Config, y: Tensor) -> None:
     """Run the Triton kernel, with descriptors ("tma") or pointers."""
     module, transposed = device("grouped_mm"), p.weight.stride(2) != 1
     config = dict(config)
@@ -136,9 +137,9 @@ def _launch_triton(
             module.describe_ragged(y, [block_m, block_n // config["SUBTILES"]]),
         )
     launch(
-        module.grouped_mm_kernel, grid, y, *operands, y if bias is None else bias,
-        y if probs is None else probs, p.offs, p.tiles, *sizes, *p.weight.stride(),
-        HAS_BIAS=bias is not None, HAS_PROBS=probs is not None, TRANSPOSED=transposed,
+        module.grouped_mm_kernel, grid, y, *operands, y if p.bias is None else p.bias,
+        y if p.probs is None else p.probs, p.offs, p.tiles, *sizes, *p.weight.stride(),
+        HAS_BIAS=p.bias is not None, HAS_PROBS=p.probs is not None, TRANSPOSED=transposed,
         TMA=path == "tma", PRECISION=precision(p.x), **config,
     )  # fmt: skip
 
@@ -151,7 +152,7 @@ def _sizes(p: Product, config: Config, per_sm: int) -> tuple[tuple[int], tuple[i
     return (programs,), (first_entry(rows, groups, block_m), rows, groups, n, k, p.x.stride(0))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gradient:
     """The operands of a weight gradient: dy[rows of e].T @ x[rows of e], rows by index where one is given.
 
@@ -163,7 +164,7 @@ class Gradient:
     dy: Tensor
     x: Tensor
     offs: Tensor
-    tiles: Tensor
+    tiles: Tensor | None = None
     accumulate: bool = False
     dy_index: Tensor | None = None
     x_index: Tensor | None = None
