@@ -44,6 +44,7 @@ def test_a_repeated_step_looks_up_and_runs() -> None:
     assert few <= 53  # a third of them torch's
 
 
+@pytest.mark.uninitialized
 def test_three_ops_with_and_without_to_host(monkeypatch: pytest.MonkeyPatch) -> None:
     for said in ("_marks", "_ready"):
         monkeypatch.setattr(marks, said, StorageMap())
@@ -52,10 +53,12 @@ def test_three_ops_with_and_without_to_host(monkeypatch: pytest.MonkeyPatch) -> 
         ops = fo.ops.Linear(16, 32, bias=False), fo.ops.SwiGLU(), fo.ops.Linear(16, 16, bias=False)
         return step_of(fo.Sequential(*ops), *scope)
 
-    assert three() <= 140  # a tenth of them of the NaN that tests allocate
-    assert three(offload.to_host) <= 300  # nothing is large enough to move
+    assert three() <= 120
+    assert three(offload.to_host) <= 255  # nothing is large enough to move
+    assert three(lambda: offload.to_host(min_bytes=0)) <= 385  # three of five do
 
 
+@pytest.mark.uninitialized
 def test_what_offload_adds_to_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each saves x and its weight, which stays in any case. Nothing is marked or ready, as by earlier tests."""
     for said in ("_marks", "_ready"):
@@ -68,7 +71,7 @@ def test_what_offload_adds_to_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
         return (linears(8, scope) - linears(2, scope)) / 6 - 4
 
     assert (kept := added(1 << 20)) <= 37
-    assert added(0) - kept <= 120  # there and back, a third of them of the NaN that tests allocate
+    assert added(0) - kept <= 59  # there and back
 
 
 def test_what_is_added_to_a_chain_adds_its_own_calls_alone() -> None:

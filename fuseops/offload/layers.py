@@ -193,7 +193,7 @@ class LayerScope(Scope):
 
     # --- saving
 
-    def _known_of(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    def _known_of(self, storage: torch.UntypedStorage) -> Any:
         return self._owned.storages.get(storage), self._policy and self._resident.get(storage)
 
     def _named_by_torch(self, t: Tensor) -> Named:
@@ -227,7 +227,7 @@ class LayerScope(Scope):
         return cast(LayerRun, call)
 
     def _move(self, t: Tensor, found: Judged) -> Handle | str:
-        handle = self._moved(t, found, self.mover, self._now.call)
+        handle = self.mover.save(self._now.call, t, found.entry, self._ledger, found.coding)
         if not isinstance(handle, str):
             self.names[found.entry.name] = "offload" if found.coding is None else "quantize"
             self._left.add(found.entry.name)
@@ -236,7 +236,7 @@ class LayerScope(Scope):
     def _stays(self, storage: torch.UntypedStorage, name: str) -> None:
         if name not in self._left:
             self.names[name] = "keep"
-        if self._policy is not None:
+        if self._policy is not None and self._resident.get(storage) != name:
             self._resident.set(storage, name)
 
     def _coding(self, t: Tensor, named: Named) -> Coding | str:
@@ -254,7 +254,7 @@ class LayerScope(Scope):
         why = self._why_not_rounded(t, (named.name, *named.also), record)
         if why is None:
             return super()._share(t, named, record)
-        nbytes = record.nbytes if self._counts(t.untyped_storage(), why) else 0
+        nbytes = record.whole if self._counts(t.untyped_storage(), why) else 0
         return self._keep(t, named, why, nbytes)
 
     def _why_not_rounded(self, t: Tensor, names: tuple[str, ...], record: Record) -> str | None:

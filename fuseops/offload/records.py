@@ -1,10 +1,10 @@
 """What stands in autograd's graph for a saved tensor: a handle, that is the tensor, or its place in
 a storage that has left.
 
-A record is one storage at one version, moved once for all tensors that lie in it. It lives as long
-as one of its handles; autograd drops those with the graph, and a handle that dies says so to the
-schedule (through a queue: it may die anywhere), so nothing else is needed for exceptions,
-retain_graph or dropped graphs.
+A record is one storage at one version, moved once for all tensors that lie in it: the schedule's
+item, told what becomes of it. Autograd drops handles with the graph, and a handle that dies says so
+to the schedule (through a queue: it may die anywhere), which lets go of the record after the last;
+so nothing else is needed for exceptions, retain_graph or dropped graphs.
 
 In-place guard: saved-tensor hooks switch off autograd's own check, so each handle compares the
 version counter that autograd would have compared. A counter only grows, so one look when the tensor
@@ -34,35 +34,14 @@ from fuseops.torch_private import (
     storage_key,
 )
 
+from . import marks
 from .codes import Coding, decode, encode
 from .lanes.cuda import CudaLanes
 from .lanes.devices import RealLanes
-from .lanes.protocol import Buf, Event
+from .lanes.protocol import Buf
 from .report import Entry, Ledger
 from .schedule import LAST_GROUP, Item, LayerRun, Schedule
 from .storages import StridedLayout, as_bytes, layout_of, tensor_in
-
-
-class Watch:
-    """Follows one storage that leaves: writes to it, and what the report says of it. The schedule has it, and a record
-    the schedule's item: so the record dies with its handles.
-    """
-
-    __slots__ = ("entry", "guard", "ledger", "nbytes", "version", "written")
-
-    def __init__(self, t: Tensor, entry: Entry, ledger: Ledger, nbytes: int) -> None:
-        self.guard, self.version = alias_of_no_bytes(t), t._version
-        self.entry, self.ledger, self.nbytes = entry, ledger, nbytes  # those on the link
-        self.written = ""  # when a write was first seen
-
-    def __call__(self, point: str) -> None:
-        """The schedule's news of this storage."""
-        if point == "reload":
-            self.ledger.came_back(self.nbytes)
-        elif point not in ("copy", "release"):
-            self.ledger.stayed(self.entry, self.nbytes, point)
-        elif not self.written and self.guard._version != self.version:
-            self.written = f", before its {point}"
 
 
 class Mover:
@@ -71,8 +50,10 @@ class Mover:
     def __init__(self, schedule: Schedule, lanes: RealLanes) -> None:
         self.schedule, self.arena = schedule, lanes.arena
         self.on_gpu = isinstance(lanes, CudaLanes)
+        self.ref = weakref.ref(self)  # for records, which the schedule holds
         self._lock = threading.RLock()
-        self._dead: deque[tuple[LayerRun, Item | None, bool]] = deque()
+        # handles that are gone, and whether they were read: noted by finalizers, so without the lock
+        self.dead: deque[tuple[LayerRun, Item | None, bool]] = deque()
 
     def enter(self, layer: str) -> LayerRun:
         """The forward of a layer begins."""
@@ -105,11 +86,10 @@ class Mover:
         self,
         call: LayerRun | None,
         t: Tensor,
-        ready: Event | None,
         entry: Entry,
         ledger: Ledger,
         coding: Coding | None = None,
-    ) -> "Record | str":
+    ) -> "Moved | str":
         """Have the storage of t leave, as codes or as it is; or why it stays.
 
         call: of a layer; None: it leaves by itself.
@@ -118,22 +98,24 @@ class Mover:
             return LAST_GROUP  # before codes are made
         with self._lock:
             schedule, storage = self.schedule, t.untyped_storage()
-            data = as_bytes(storage)
+            data, ready = as_bytes(storage), marks.ready(t)
             if coding is not None:
                 data, ready = encode(storage, coding), None
-            watch, lane = Watch(t, entry, ledger, data.nbytes), schedule.lanes.compute()
-            source = Buf(entry.name, data.nbytes, "device", data, lane)
-            if self._dead:
+            if self.dead:
                 self.tidy()
+            source = Buf(entry.name, data.numel(), "device", data, schedule.lanes.compute())
+            record = Record(t, storage, source, entry, ledger, self.ref, coding)
             if call is None:
-                call, item = schedule.depart(entry.name, source, ready, watch)
+                call = schedule.depart(record, ready)
+                leaves = record.kept is None
             else:
-                item = schedule.save(call, entry.name, source, ready, watch)
-            if item.kept is not None and item.bundle is None and item not in call.small:
-                return item.kept
-            record = Record(t, storage, watch, item, call, self, coding)
+                leaves = schedule.save(call, record, ready)
+            if not leaves:
+                return str(record.kept)
+            record.call = call
             _thread.note(storage_key(storage), record)
-            return record
+        ledger.moved(entry, record)
+        return Moved(t, entry, record, call, self, ledger)
 
     def share(self, call: LayerRun, item: Item) -> None:
         """One more saved tensor lies in a storage that leaves."""
@@ -155,74 +137,84 @@ class Mover:
         """The tensor, for the current compute stream. With the first of a call its backward begins."""
         with self._lock:
             schedule = self.schedule
-            if self._dead:
+            if self.dead:
                 self.tidy()
             schedule.backward(call)
             tensor = record.view(schedule, layout)
-            schedule.used(record.item, again=again)
+            schedule.used(record, again=again)
             return tensor
-
-    def died(self, call: LayerRun, item: Item | None, read: bool) -> None:
-        """A handle is gone. Called by finalizers, so it takes no lock."""
-        self._dead.append((call, item, read))
 
     def tidy(self) -> None:
         """Give back what belonged to handles that are gone."""
         with self._lock:
-            dead, drop = self._dead, self.schedule.drop
+            dead, drop = self.dead, self.schedule.drop
             while dead:
                 call, item, read = dead.popleft()
                 drop(call, item, read=read)
 
 
-class Record:
-    """One storage at one version, that leaves."""
+class Record(Item):
+    """One storage at one version, that leaves: follows writes to it, and tells the report what becomes of it."""
 
     __slots__ = (
-        *("__weakref__", "_base", "_live", "_start", "_stream"),
-        *("call", "coding", "item", "mover", "name", "nbytes", "origin", "watch"),
+        *("__weakref__", "_base", "_live", "_start", "_stream", "call", "coding", "entry"),
+        *("guard", "ledger", "mover", "origin", "version", "whole", "written"),
     )
 
     def __init__(
         self,
         t: Tensor,
         storage: UntypedStorage,
-        watch: Watch,
-        item: Item,
-        call: LayerRun,
-        mover: Mover,
+        source: Buf,
+        entry: Entry,
+        ledger: Ledger,
+        mover: "weakref.ref[Mover]",
         coding: Coding | None,
     ) -> None:
-        self.name, self.nbytes, self.coding = item.name, storage.nbytes(), coding
-        self.watch, self.item, self.call, self.mover = watch, item, call, mover
-        self._base = weakref.ref(base_of(t))
+        super().__init__(entry.name, source)
+        self.whole = storage.nbytes()  # its item's are those on the link
+        self.entry, self.ledger, self.mover, self.coding = entry, ledger, mover, coding
+        self.guard, self.version = alias_of_no_bytes(t), t._version
+        self.written = ""  # when a write was first seen
+        self.call: LayerRun | None = None  # that saved it
         self.origin = WeakStorage(storage)
+        self._base = weakref.ref(base_of(t))
         self._live: WeakStorage | None = None
         self._start = 0
         self._stream: object = None
+
+    def leaves(self, point: Literal["copy", "release"]) -> None:
+        if self.guard._version != self.version and not self.written:
+            self.written = f", before its {point}"
+
+    def comes_back(self) -> None:
+        self.ledger.came_back(self.nbytes)
+
+    def stays(self, reason: str) -> None:
+        self.ledger.stayed(self.entry, self.nbytes, reason)
 
     def is_of(self, t: Tensor) -> bool:
         """Whether this holds the bytes of t, which is in the same storage: no write since.
 
         A counter that t does not share says nothing about t.
         """
-        if not self.watch.version == t._version == self.watch.guard._version:
+        if not self.version == t._version == self.guard._version:
             return False
-        return self._base() is base_of(t) or share_version_counter(t, self.watch.guard)
+        return self._base() is base_of(t) or share_version_counter(t, self.guard)
 
     def view(self, schedule: Schedule, layout: StridedLayout) -> Tensor:
         """A tensor of that layout. While somebody on this stream has the bytes, over the same."""
         storage = None if self._live is None else self._live.storage()
-        stream = schedule.lanes.compute()
-        if storage is None or stream != self._stream:
-            buf, offset = schedule.fetch(self.item)
+        if storage is None or schedule.lanes.compute() != self._stream:
+            buf, offset = schedule.fetch(self)
             data: Tensor = buf.data
             if self.coding is None:
                 storage = data.untyped_storage()
                 self._start = int(data.storage_offset()) + offset
             else:
-                storage = decode(data[offset : offset + self.item.nbytes], self.coding)
-            self._live, self._stream = WeakStorage(storage), stream
+                storage = decode(data[offset : offset + self.nbytes], self.coding)
+            if self.handles > 1:
+                self._live, self._stream = WeakStorage(storage), schedule.lanes.compute()
         return tensor_in(storage, layout, self._start)
 
 
@@ -247,7 +239,12 @@ def find(t: Tensor) -> Record | None:
     """The record that already holds the bytes of t, or None."""
     known = _thread.records.get(storage_key(t.untyped_storage()))
     record = None if known is None else known()
-    return record if record is not None and record.is_of(t) else None
+    if record is None or not record.is_of(t):
+        return None
+    mover = record.mover()
+    if mover is not None:
+        mover.tidy()
+    return record if mover is not None and record.handles else None
 
 
 class Staying:
@@ -262,7 +259,7 @@ class Staying:
         mover.keep(call)
 
     def __del__(self) -> None:
-        self.mover.died(self.call, None, True)
+        self.mover.dead.append((self.call, None, True))
 
 
 class Kept:
@@ -286,26 +283,26 @@ class Kept:
 class Moved:
     """A saved tensor whose storage leaves."""
 
-    __slots__ = ("__weakref__", "call", "entry", "layout", "ledger", "read", "record")
+    __slots__ = ("__weakref__", "call", "entry", "layout", "ledger", "mover", "read", "record")
 
     def __init__(
-        self, t: Tensor, entry: Entry, record: Record, call: LayerRun, ledger: Ledger
+        self, t: Tensor, entry: Entry, record: Record, call: LayerRun, mover: Mover, ledger: Ledger
     ) -> None:
-        self.record, self.call, self.entry, self.ledger = record, call, entry, ledger
+        self.record, self.call, self.mover = record, call, mover
+        self.entry, self.ledger = entry, ledger
         self.layout: StridedLayout = layout_of(t)
         self.read = False
 
     def restore(self) -> Tensor:
         self.ledger.backward_began()
         record, again = self.record, self.read
-        watch = record.watch
-        if watch.guard._version != watch.version:
-            raise _written(watch.guard, watch.version, self.entry, watch.written)
+        if record.guard._version != record.version:
+            raise _written(record.guard, record.version, self.entry, record.written)
         self.read = True
-        return record.mover.read(self.call, record, self.layout, again)
+        return self.mover.read(self.call, record, self.layout, again)
 
     def __del__(self) -> None:
-        self.record.mover.died(self.call, self.record.item, self.read)
+        self.mover.dead.append((self.call, self.record, self.read))
 
 
 Handle = Kept | Moved

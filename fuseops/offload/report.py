@@ -12,7 +12,7 @@ import torch
 from fuseops.torch_private import WeakStorage
 from fuseops.words import dtype_name, size
 
-from .transfers import Item
+from .transfers import Bundle
 
 SCHEMA_VERSION = 1
 MOVED, SHARED, KEPT, MISSED = "moved", "shared", "kept", "missed"
@@ -111,12 +111,18 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 class Moves(Protocol):
-    """A storage that leaves; the bytes of its item are those on the link."""
+    """A storage that leaves: `nbytes` on the link, `whole` on the device."""
 
     name: str
     nbytes: int
-    item: Item
+    whole: int
+    handles: int
+    bundle: Bundle | None
     origin: WeakStorage
+
+    @property
+    def released(self) -> bool: ...
+    def mover(self) -> Any: ...
 
 
 class Ledger:
@@ -144,7 +150,7 @@ class Ledger:
                 ledger.entries[entry] = ledger.entries.get(entry, 0) + 1
 
     def moved(self, entry: Entry, record: Moves) -> None:
-        of, nbytes = weakref.ref(record), record.item.nbytes
+        of, nbytes = weakref.ref(record), record.nbytes
         for ledger in self.chain:
             with ledger._lock:
                 ledger.entries[entry] = ledger.entries.get(entry, 0) + 1
@@ -181,8 +187,13 @@ class Ledger:
     def report(self) -> Report:
         with self._lock:
             records = [record for of in self.records if (record := of()) is not None]
+        for mover in {record.mover() for record in records}:
+            if mover is not None:
+                mover.tidy()
+        records = [record for record in records if record.handles]
+        with self._lock:
             entries = tuple(e._replace(times=n) for e, n in self.entries.items() if n > 0)
-        away = [r for r in records if r.item.released]
-        held = tuple((r.name, r.nbytes) for r in away if not r.origin.expired())
-        host = sum(r.item.nbytes for r in records if r.item.bundle is not None)
+        away = [r for r in records if r.released]
+        held = tuple((r.name, r.whole) for r in away if not r.origin.expired())
+        host = sum(r.nbytes for r in records if r.bundle is not None)
         return Report(self.scope, entries, *self.out, *self.back, host, held)

@@ -11,8 +11,9 @@ All points are points of the host program. The lanes are never asked for the tim
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, cast, get_args
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import Literal, get_args
 
 from .lanes.arena import aligned
 from .lanes.protocol import Buf, Event, Lanes, NoRoomError
@@ -113,30 +114,22 @@ class Schedule:
         else:
             self._pass("backward", call)
 
-    def depart(
-        self,
-        name: str,
-        source: Buf,
-        ready: Event | None,
-        tell: Callable[[str], None],
-    ) -> tuple[LayerRun, Item]:
+    def depart(self, item: Item, ready: Event | None = None) -> LayerRun:
         """A storage that leaves by itself was saved: a boundary, and a call in no order but that of the chain.
-        If `kept` is set it stays.
+        If `kept` is set it stays, and is the caller's again.
         """
         self.closed = False
         last = self._last
-        call = LayerRun(ALONE, last if last is not None and last.handles else None, source.owner)
-        call.running = False
-        item = Item(name, source.nbytes, source, tell)
+        previous = last if last is not None and last.handles else None
+        call = LayerRun(ALONE, previous, item.source.owner, running=False)
         self._now += 1
         self._release_due()
-        self._send([item], source, ready)
-        if item.kept is None:
+        if self._send([item], ready):
             call.handles, self._last = 1, call
             call.items.append(item)
             if self.lag == 0:
                 self._release_due()
-        return call, item
+        return call
 
     def _pass(self, way: Literal["forward", "backward"], call: LayerRun) -> None:
         self.order.passed(Boundary(way, call.key))
@@ -161,36 +154,33 @@ class Schedule:
 
     # --- saving
 
-    def save(
-        self,
-        call: LayerRun,
-        name: str,
-        source: Buf,
-        ready: Event | None = None,
-        tell: Callable[[str], None] = lambda point: None,
-    ) -> Item:
-        """A storage that is to leave was saved. If `kept` is set it stays, and is the caller's again;
-        small ones may learn that at the end of the call.
+    def save(self, call: LayerRun, item: Item, ready: Event | None = None) -> bool:
+        """A storage that is to leave was saved.   -> False if it stays, for the reason `kept`, and is the caller's.
 
+        A small one may learn at the end of the call that it stays; its handles are the schedule's all the same.
         ready: a point on the compute lane at which its bytes are complete; default: now.
         """
-        item = Item(name, source.nbytes, source, tell)
         if call.soon:
             item.kept = LAST_GROUP
-            return item
-        if self.manual or (item.nbytes < self.small and source.owner == call.owner):
+            return False
+        small = self.manual or (item.nbytes < self.small and item.source.owner == call.owner)
+        if not small and not self._send([item], ready):
+            return False
+        call.handles += 1
+        call.items.append(item)
+        if small:
             call.small.append(item)
-            if not self.manual and sum(i.nbytes for i in call.small) >= self.bundle_bytes:
+            call.waiting += item.nbytes
+            if call.waiting >= self.bundle_bytes:
                 self._send_small(call)
-        else:
-            self._send([item], item.source, ready)
-        if item.kept is None or item.nbytes < self.small:
-            call.handles += 1
-            call.items.append(item)
-        return item
+        return True
 
     def share(self, call: LayerRun, item: Item) -> None:
         """A saved tensor of `call` lies in the storage of an item, which may be another call's."""
+        bundle = item.bundle
+        if bundle is not None:
+            bundle.handles += not item.handles
+            bundle.unread += not item.unread
         call.handles += 1
         item.handles += 1
         item.unread += 1
@@ -202,32 +192,34 @@ class Schedule:
         call.handles += 1
 
     def _send_small(self, call: LayerRun) -> None:
-        if self.manual:
-            return
-        items = [item for item in call.small if item.handles]
-        call.small.clear()
-        if len(items) == 1:
-            self._send(items, items[0].source, None)
-        elif items:
-            self._send(items, None, None)
+        if call.small and not self.manual:
+            items = [item for item in call.small if item.handles]
+            call.small, call.waiting = [], 0
+            if items:
+                self._send_waiting(items)
 
-    def _send(self, items: list[Item], source: Buf | None, ready: Event | None) -> None:
-        """Start the copy of one storage, or of several gathered in one buffer (source None)."""
-        offsets, end = [], 0
+    def _send_waiting(self, items: list[Item]) -> None:
+        """Start the copy of what was saved a while ago."""
         for item in items:
-            offsets.append(end)
-            end += aligned(item.nbytes)
-        nbytes = end if source is None else source.nbytes
+            item.leaves("copy")
+        if not self._send(items):
+            for item in items:
+                item.stays(str(item.kept))
+
+    def _send(self, items: list[Item], ready: Event | None = None) -> bool:
+        """Start the copy of one storage, or of several gathered in one buffer; not if there is no room on the host."""
+        first, offsets, nbytes = items[0], [0], items[0].nbytes
+        if len(items) > 1:
+            offsets = list(accumulate((aligned(item.nbytes) for item in items), initial=0))
+            nbytes = offsets.pop()
         try:
-            host = self.lanes.alloc(nbytes, "host", items[0].name)
+            host = self.lanes.alloc(nbytes, "host", first.name)
         except NoRoomError as error:
             for item in items:
                 item.kept = str(error)
-                item.tell(item.kept)
-            return
-        for item in items:
-            item.tell("copy")
-        if source is None:
+            return False
+        source = first.source
+        if len(items) > 1:
             source, ready = self._gather(items, nbytes, offsets)
         after = [ready or self.lanes.record("compute")]
         if host.after is not None:
@@ -237,9 +229,12 @@ class Schedule:
         bundle = Bundle(items, nbytes, host, source, self._now + self.lag, written)
         for item, offset in zip(items, offsets, strict=True):
             item.bundle, item.offset = bundle, offset
+            bundle.handles += 1
+            bundle.unread += item.unread > 0
+            self.stats.out_bytes += item.nbytes
         self._leaving.append(bundle)
-        self.stats.out_bytes += sum([item.nbytes for item in items])
         self.stats.out_count += 1
+        return True
 
     def _gather(self, items: list[Item], nbytes: int, offsets: list[int]) -> tuple[Buf, Event]:
         """Small storages in one buffer, so that one fast transfer moves them, and when it is full; they are let go."""
@@ -265,12 +260,12 @@ class Schedule:
             return
         for item in bundle.items:
             if item.handles:
-                item.tell("release")
+                item.leaves("release")
             item.source = None
         self.lanes.wait("compute", bundle.written)
         self.lanes.free(bundle.source)
         bundle.released = True
-        if not any(item.handles for item in bundle.items):
+        if not bundle.handles:
             self._free_host(bundle)
 
     def close(self) -> None:
@@ -281,13 +276,13 @@ class Schedule:
 
     # --- coming back
 
-    def _bundles(self, call: LayerRun) -> Iterator[Bundle]:
-        seen: set[int] = set()
-        for item in reversed(call.items):  # a backward reads what was saved last first
-            bundle = item.bundle
-            if bundle is not None and item.unread and id(bundle) not in seen:
-                seen.add(id(bundle))
-                yield bundle
+    def _bundles(self, call: LayerRun) -> Iterable[Bundle]:
+        """The transfers that a call has to read: its backward reads what was saved last first."""
+        found: dict[Bundle, None] = {}
+        for item in reversed(call.items):
+            if item.unread and item.bundle is not None:
+                found[item.bundle] = None
+        return found
 
     def _fetch_ahead(self, call: LayerRun) -> int:
         """Bring back what a call will read; -> how many transfers that took."""
@@ -303,14 +298,14 @@ class Schedule:
         return count
 
     def _reload(self, bundle: Bundle) -> Buf:
-        target = self.lanes.alloc(bundle.nbytes, "device", bundle.name)
+        target = self.lanes.alloc(bundle.nbytes, "device", bundle.items[0].name)
         # The target may be memory that compute has still to read: copy after all it has been given.
         after = (self.lanes.record("compute"), bundle.written)
         bundle.arrived = self.lanes.copy("h2d", (bundle.host,), target, after=after)
-        bundle.target = target
+        bundle.target, bundle.awaited = target, False
         for item in bundle.items:
-            item.tell("reload")
-        self.stats.back_bytes += sum([item.nbytes for item in bundle.items])
+            item.comes_back()
+            self.stats.back_bytes += item.nbytes
         self.stats.back_count += 1
         return target
 
@@ -318,37 +313,43 @@ class Schedule:
         """The bytes of an item for the compute lane: a buffer, and where in it they begin."""
         bundle = item.bundle
         if bundle is None:
-            return cast(Buf, item.source), 0  # it has never left
+            return item.source, 0  # it has never left
         if not bundle.released:
             bundle.wanted = True
             return bundle.source, item.offset
         target = bundle.target
         if target is None or target.owner != self.lanes.compute():
             if target is not None:
-                self._let_target_go(bundle)
+                self._let_target_go(bundle, target)
             self.stats.misses += 1
             target = self._reload(bundle)
-        if bundle.arrived is not None:
-            self.lanes.wait("compute", bundle.arrived)
+        if not bundle.awaited:
+            self._await(bundle)
         return target, item.offset
 
     def used(self, item: Item, *, again: bool = False) -> None:
         """One saved tensor in this storage has been read (again, when its graph was retained). After
         the last the target is let go: whoever reads it still holds it.
         """
-        item.unread -= 0 if again else 1
         bundle = item.bundle
-        if item.unread or bundle is None:
-            return
-        if not any(i.unread for i in bundle.items):
-            self._let_target_go(bundle)
+        if not again:
+            item.unread -= 1
+            if bundle is not None and not item.unread:
+                bundle.unread -= 1
+        if bundle is not None and not bundle.unread and bundle.target is not None:
+            self._let_target_go(bundle, bundle.target)
 
-    def _let_target_go(self, bundle: Bundle) -> None:
-        if bundle.target is not None:
-            if bundle.arrived is not None:
-                self.lanes.wait("compute", bundle.arrived)
-            self.lanes.free(bundle.target)
-            bundle.target = None
+    def _await(self, bundle: Bundle) -> None:
+        """Have compute, which owns the target, wait for what was brought back."""
+        if bundle.arrived is not None:
+            self.lanes.wait("compute", bundle.arrived)
+            bundle.awaited = True
+
+    def _let_target_go(self, bundle: Bundle, target: Buf) -> None:
+        if not bundle.awaited:
+            self._await(bundle)
+        self.lanes.free(target)
+        bundle.target = None
 
     def drop(self, call: LayerRun, item: Item | None = None, *, read: bool = True) -> None:
         """A saved tensor of `call` is gone. read: a backward had read it."""
@@ -367,19 +368,24 @@ class Schedule:
             if item.source is not None:
                 self.lanes.free(item.source)
                 item.source = None
-        elif not any(i.handles for i in bundle.items):
-            self._let_target_go(bundle)
-            if bundle.released:
-                self._free_host(bundle)
-            elif self.manual or self.closed:
-                self._release(bundle)
-            elif bundle.wanted:  # its copy may still be reading: let go a little later
-                bundle.wanted, bundle.due = False, self._now + self.lag
-                self._leaving.append(bundle)
+            return
+        bundle.handles -= 1
+        if bundle.handles:
+            return
+        if bundle.target is not None:
+            self._let_target_go(bundle, bundle.target)
+        if bundle.released:
+            self._free_host(bundle)
+        elif self.manual or self.closed:
+            self._release(bundle)
+        elif bundle.wanted:  # its copy may still be reading: let go a little later
+            bundle.wanted, bundle.due = False, self._now + self.lag
+            self._leaving.append(bundle)
 
     def _free_host(self, bundle: Bundle) -> None:
         bundle.host.after = bundle.arrived
         self.lanes.free(bundle.host)
+        bundle.items = []  # each of them holds it
 
     def _forget(self, call: LayerRun) -> None:
         if call.running or call.handles > 0:
@@ -388,6 +394,7 @@ class Schedule:
         if self._live.get(call.key) is call:
             del self._live[call.key]
             self._complete = self._complete and (call.backward or not call.items)
+        call.items = []  # each of them may hold it
 
     def _keep(self, call: LayerRun | None) -> None:
         """The last group of a micro-batch: its backward may be the next of all."""
@@ -400,12 +407,12 @@ class Schedule:
     def offload(self, call: LayerRun) -> None:
         """Start the copies of what a call saved (manual schedules)."""
         items, call.small = [i for i in call.small if i.handles], []
-        large = [i for i in items if i.nbytes >= self.small]
-        for item in large:
-            self._send([item], item.source, None)
+        for item in items:
+            if item.nbytes >= self.small:
+                self._send_waiting([item])
         rest = [i for i in items if i.nbytes < self.small]
         if rest:
-            self._send(rest, rest[0].source if len(rest) == 1 else None, None)
+            self._send_waiting(rest)
 
     def release(self, call: LayerRun) -> None:
         """Let go of the device bytes of what `offload` sent."""

@@ -10,7 +10,7 @@ refuses to run under saved-tensor hooks; under `disabled()` it runs.
 
 import logging
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -142,13 +142,13 @@ class Scope(Guarded):
         if record is not None:
             return self._share(t, as_named(known), record)
         storage = t.untyped_storage()
-        which: tuple[Any, ...] = (id(known), marks.mark_of(t), marks.module_changes)
-        judged = self._judged_promised
+        which: int | str = id(known)
+        mark, changes, judged = marks.mark_of(t), marks.module_changes, self._judged_promised
         if isinstance(known, Named):
-            which, judged = (known.name, mark_on(t, known)), self._judged
+            which, mark, changes, judged = known.name, mark_on(t, known), 0, self._judged
         facts = (
-            *(which, type(t), type(t._base), t.shape, t.dtype, t.device, storage.nbytes()),
-            *self._known_of(storage),
+            *(which, mark, changes, self._known_of(storage), type(t), type(t._base)),
+            *(t.shape, t.dtype, t.device, storage.nbytes()),
         )
         found = judged.get(facts)
         if found is None:
@@ -164,9 +164,9 @@ class Scope(Guarded):
             self._labels.start_again()
         return self._labels.of_torch(t)
 
-    def _known_of(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    def _known_of(self, storage: torch.UntypedStorage) -> Any:
         """What the decision depends on, of a storage."""
-        return (self._owned.storages.get(storage),)
+        return self._owned.storages.get(storage)
 
     def _judge(self, t: Tensor, known: SavedName | Named) -> Judged:
         named = as_named(known)
@@ -219,25 +219,18 @@ class Scope(Guarded):
     def _stays(self, storage: torch.UntypedStorage, name: str) -> None:
         """Is told of every storage that was judged and stays."""
 
-    def _moved(self, t: Tensor, found: Judged, mover: Mover, call: LayerRun | None) -> Handle | str:
-        """Have the storage of t leave with a call, or by itself; or why it stays."""
-        record = mover.save(call, t, marks.ready(t), found.entry, self._ledger, found.coding)
-        if isinstance(record, str):
-            return record
-        self._ledger.moved(found.entry, record)
-        return Moved(t, found.entry, record, record.call, self._ledger)
-
     def _call_of(self, record: Record) -> LayerRun:
         """The call that saves one more tensor in the storage of a record."""
-        return record.call
+        return cast(LayerRun, record.call)
 
     def _share(self, t: Tensor, named: Named | Entry, record: Record) -> Handle:
         """One more saved tensor lies in a storage that leaves."""
         call, why = self._call_of(record), f"in the storage of {record.name}"
         entry = self._entry(t, named, SHARED, why, 0)
         self._ledger.saw(entry)
-        record.mover.share(call, record.item)
-        return Moved(t, entry, record, call, self._ledger)
+        mover = cast(Mover, record.mover())
+        mover.share(call, record)
+        return Moved(t, entry, record, call, mover, self._ledger)
 
     def _why_aside(self, t: Tensor) -> str | None:
         if t.is_cuda and torch_private.is_capturing():
@@ -295,7 +288,7 @@ class _ToHost(Scope):
         self._movers[device] = mover
         return mover
 
-    def _known_of(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    def _known_of(self, storage: torch.UntypedStorage) -> Any:
         return self._owned.storages.get(storage), self._on_gpu
 
     def _moves_from_cuda(self, t: Tensor) -> bool:
@@ -311,7 +304,7 @@ class _ToHost(Scope):
         if record is not None:
             return self._share(t, found.entry, record)
         mover = self._movers.get(t.device) or self._new_mover(t.device)
-        handle = self._moved(t, found, mover, None)
+        handle = mover.save(None, t, found.entry, self._ledger)
         if isinstance(handle, str):
             log.warning("%s stays: %s", found.entry.name, handle)
         return handle

@@ -5,12 +5,12 @@ A storage is never told by its address: memory is reused, and a copy would then 
 tensor.
 """
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from fuseops.torch_private import WeakStorage, negated_view, storage_key
+from fuseops.torch_private import WeakStorage, negated_view, nothing, storage_key
 
 V = TypeVar("V")
 
@@ -39,40 +39,32 @@ class StorageMap(Generic[V]):
         self._limit = 2 * len(self.entries) + 64
 
 
-class StridedLayout(NamedTuple):
-    """How a tensor lies in its storage."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    conj: bool
-    neg: bool
+# how a tensor lies in its storage: size, strides, offset, dtype, and whether it is conjugated and negated lazily
+StridedLayout = tuple[torch.Size, tuple[int, ...], Any, torch.dtype, bool, bool]
 
 
 def layout_of(t: Tensor) -> StridedLayout:
-    return StridedLayout(
-        tuple(t.size()), t.stride(), int(t.storage_offset()), t.dtype, t.is_conj(), t.is_neg()
-    )
+    return t.size(), t.stride(), t.storage_offset(), t.dtype, t.is_conj(), t.is_neg()
 
 
 def tensor_in(storage: torch.UntypedStorage, layout: StridedLayout, start: int = 0) -> Tensor:
     """The tensor of that layout in the part of `storage` that begins at byte `start`."""
-    t = torch.empty(0, dtype=layout.dtype, device=storage.device)
-    t.set_(storage, layout.offset + start // t.itemsize, layout.size, layout.stride)
-    t = t.conj() if layout.conj else t
-    return negated_view(t) if layout.neg else t
+    size, stride, offset, dtype, conj, neg = layout
+    t = nothing(dtype, storage.device).new_empty(0)
+    t.set_(storage, offset + start // dtype.itemsize if start else offset, size, stride)
+    if conj:
+        t = t.conj()
+    return negated_view(t) if neg else t
 
 
 def as_bytes(storage: torch.UntypedStorage) -> Tensor:
     """The whole storage as a flat tensor of bytes: copying those is exact for every dtype and every
     NaN.
     """
-    t = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return t.set_(storage, 0, (storage.nbytes(),), (1,))
+    return nothing(torch.uint8, storage.device).new_empty(0).set_(storage)
 
 
 def rows_of(storage: torch.UntypedStorage, dtype: torch.dtype, width: int) -> Tensor:
     """The whole storage as rows of `width` elements.   -> (rows, width)"""
-    t = torch.empty(0, dtype=dtype, device=storage.device)
+    t = nothing(dtype, storage.device).new_empty(0)
     return t.set_(storage, 0, (storage.nbytes() // dtype.itemsize // width, width), (width, 1))

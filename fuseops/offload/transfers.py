@@ -2,56 +2,65 @@
 calls of layers that saved them. Pure.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from .lanes.protocol import Buf, Event
 from .order import OrderKey
 
 
-@dataclass(eq=False, slots=True)
 class Item:
     """One storage, at one version, that was chosen to leave.
 
     source  its bytes on the device, until they are let go
     kept    why it stays after all, once that is known
-    tell    called with "copy", "release" and "reload" when that happens to it, and with the reason
-            if it stays after all
     """
 
-    name: str
-    nbytes: int
-    source: Buf | None
-    tell: Callable[[str], None] = lambda point: None
-    kept: str | None = None
-    bundle: "Bundle | None" = None
-    offset: int = 0  # in the bundle
-    unread: int = 1  # saved tensors in this storage that no backward has read
-    handles: int = 1  # ... that still exist
+    __slots__ = ("bundle", "handles", "kept", "name", "nbytes", "offset", "source", "unread")
+
+    def __init__(self, name: str, source: Buf) -> None:
+        self.name, self.nbytes = name, source.nbytes
+        self.source: Any = source  # or None
+        self.kept: str | None = None
+        self.bundle: Bundle | None = None
+        self.offset = 0  # in the bundle
+        self.unread = 1  # saved tensors in this storage that no backward has read
+        self.handles = 1  # ... that still exist
 
     @property
     def released(self) -> bool:
         return self.bundle is not None and self.bundle.released
+
+    # --- told by the schedule, to whoever follows this storage
+
+    def leaves(self, point: Literal["copy", "release"]) -> None:
+        """Its copy starts, or its bytes on the device are let go."""
+
+    def comes_back(self) -> None:
+        """Its copy back starts."""
+
+    def stays(self, reason: str) -> None:
+        """It does not leave after all."""
 
 
 @dataclass(eq=False, slots=True)
 class Bundle:
     """What one transfer moves: one large storage, or several small ones."""
 
-    items: list[Item]
+    items: list[Item]  # none once the last of them has ended
     nbytes: int
     host: Buf
     source: Buf
     due: int  # the boundary at which the source is let go
     written: Event  # the host has the bytes
+    handles: int = 0  # items that have some
+    unread: int = 0  # items that are
     target: Buf | None = None  # brought back, and not yet read
     arrived: Event | None = None
+    awaited: bool = False  # the owner of the target has waited for that
     released: bool = False
     wanted: bool = False  # a backward comes before the release: the source stays
-
-    @property
-    def name(self) -> str:
-        return self.items[0].name
 
 
 @dataclass(eq=False, slots=True)
@@ -63,6 +72,7 @@ class LayerRun:
     owner: Hashable  # the compute lane that it runs on
     items: list[Item] = field(default_factory=list)
     small: list[Item] = field(default_factory=list)  # wait for the end of the call
+    waiting: int = 0  # bytes of these
     handles: int = 0  # saved tensors that still exist
     running: bool = True
     backward: bool = False  # has begun

@@ -867,3 +867,27 @@ def test_start_offload_is_an_earlier_point_and_exact(monkeypatch: pytest.MonkeyP
             assert all(map(torch.equal, grads(model), grads(plain)))
             first = said[: 4 if step == 0 else 3]  # the last layer stays, once that is known
             assert None not in first and {e.serial for e in first} <= {e.serial for e in waited}
+
+
+@pytest.mark.parametrize("small", [0, 1 << 22])
+@pytest.mark.parametrize("bundle", [1, 1 << 25])
+def test_what_the_host_has_no_room_for_is_counted_once_and_forgotten(
+    small: int, bundle: int
+) -> None:
+    """Whether it learns that when it is saved or later, with others."""
+    model, plain = Model(), Model()
+    with offload.Scheduler(model, "blocks.*", policy=ALL, host=1) as scheduler:
+        schedule = scheduler._scope.mover.schedule
+        schedule.small, schedule.bundle_bytes = small, bundle
+        model(inputs()).sum().backward()
+        plain(inputs()).sum().backward()
+        assert all(map(torch.equal, grads(model), grads(plain)))
+        report = scheduler.report()
+        assert (report.moved_bytes, report.moved_count, report.host_bytes) == (0, 0, 0)
+        assert {e.decision for e in report.entries} <= {"kept", "shared"}
+    scheduler._scope.mover.tidy()
+    assert not schedule._live
+    seen = sum(entry.times for entry in report.entries)
+    with offload.Scheduler(plain, "blocks.*", policy=ALL) as roomy:
+        plain(inputs()).sum().backward()
+        assert sum(entry.times for entry in roomy.report().entries) == seen

@@ -22,7 +22,7 @@ from fuseops.offload.lanes.simulated import (
 from fuseops.offload.planning.cost_model import Choice, CostModel
 from fuseops.offload.planning.profile import Profile
 from fuseops.offload.planning.simulate import LinkSettings, simulate
-from fuseops.offload.schedule import LAST_GROUP, Schedule
+from fuseops.offload.schedule import LAST_GROUP, Item, Schedule
 
 settings_drawn = st.builds(
     LinkSettings,
@@ -182,7 +182,8 @@ def test_law_06_host_bytes_wait_for_their_reader_however_early_the_next_is_ready
 
     early, ready = made("b.x"), lanes.record("compute")
     call = schedule.enter("a")
-    item = schedule.save(call, "a.x", made("a.x"))
+    item = Item("a.x", made("a.x"))
+    schedule.save(call, item)
     schedule.leave(call)
     schedule.backward(call)
     schedule.fetch(item)
@@ -190,7 +191,7 @@ def test_law_06_host_bytes_wait_for_their_reader_however_early_the_next_is_ready
     schedule.drop(call, item)
     reserved = lanes.arena.reserved
     following = schedule.enter("b")
-    schedule.save(following, "b.x", early, ready)  # the same host bytes
+    schedule.save(following, Item("b.x", early), ready)  # the same host bytes
     schedule.leave(following)
     assert lanes.arena.reserved == reserved and schedule.stats.out_count == 2
 

@@ -69,7 +69,8 @@ class Arena:
         """A slab of at least so many bytes.  Raises NoRoomError beyond the budget."""
         wanted = aligned(nbytes)
         with self._lock:
-            self._collect()
+            if self._returned:
+                self._collect()
             parked = self._parked.get(wanted)
             slab = heappop(parked)[2] if parked else self._divide(wanted)
             self._used += wanted

@@ -11,11 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fuseops.torch_private import storage_users
+from fuseops.torch_private import nothing, storage_users
 
-from .host_memory import HostMemory, copy_all
+from .host_memory import DATA, HostMemory, copy_all
 from .protocol import LANES, Buf, Event, Lane, Place
 
+CPU = torch.device("cpu")
 POISON = 0xFF  # NaN in every float format, -1 in every integer
 
 Entry = Callable[[], None] | Event  # work, or an event of another lane to wait for
@@ -48,7 +49,7 @@ class CpuLanes:
 
     def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
         if device == "device":
-            return Buf(name, nbytes, device, torch.empty(nbytes, dtype=torch.uint8))
+            return Buf(name, nbytes, device, nothing(torch.uint8, CPU).new_empty(nbytes))
         return self._host.alloc(nbytes, name)
 
     def free(self, buf: Buf) -> None:
@@ -71,14 +72,14 @@ class CpuLanes:
         offsets: Sequence[int] = (0,),
         after: Sequence[Event] = (),
     ) -> Event:
-        data = [source.data for source in sources]  # a lazy copy may run after they are freed
+        data = list(map(DATA, sources))  # a lazy copy may run after they are freed
         if self._choose is None:
             copy_all(data, target.data, offsets)
-        else:
-            for event in after:
-                self.wait(lane, event)
-            self._put(lane, partial(copy_all, data, target.data, offsets))
-        return self.record(lane)
+            return self._over[lane]
+        for event in after:
+            self.wait(lane, event)
+        self._put(lane, partial(copy_all, data, target.data, offsets))
+        return Event(lane)
 
     def record(self, lane: Lane) -> Event:
         return self._over[lane] if self._choose is None else Event(lane)

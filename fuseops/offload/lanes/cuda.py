@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fuseops import torch_private
 
-from .host_memory import HostMemory, copy_all
+from .host_memory import DATA, HostMemory, copy_all
 from .protocol import Buf, Event, Lane, Place
 
 log = logging.getLogger("fuseops.offload")
@@ -36,7 +36,7 @@ class CudaLanes:
 
     def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
         if device == "device":
-            data = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            data = torch_private.nothing(torch.uint8, self.device).new_empty(nbytes)
             return Buf(name, nbytes, device, data, self.compute())
         return self._host.alloc(nbytes, name)
 
@@ -58,7 +58,7 @@ class CudaLanes:
         stream, capturing = self.stream(lane), torch_private.is_capturing()
         for event in after:
             _wait(stream, event, capturing)
-        data, before = [source.data for source in sources], torch.cuda.current_stream()
+        data, before = list(map(DATA, sources)), torch.cuda.current_stream()
         if before.device_index != self._index:
             with torch.cuda.stream(stream):
                 copy_all(data, target.data, offsets)

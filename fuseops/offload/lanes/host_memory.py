@@ -1,11 +1,14 @@
 """Host buffers out of an arena, for lanes of real bytes."""
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from torch import Tensor
 
 from .arena import Arena
 from .protocol import Buf, NoRoomError
+
+DATA = attrgetter("data")
 
 
 def copy_all(sources: Sequence[Tensor], target: Tensor, offsets: Sequence[int]) -> None:

@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fuseops.offload.lanes.protocol import Buf, Event
 from fuseops.offload.lanes.simulated import (
@@ -102,6 +101,20 @@ def simulate(
     return _Step(profile, schedule, lanes, set(offload), set(recompute), coding).run()
 
 
+class _Timed(Item):
+    """An item that knows when compute would have let go of it."""
+
+    __slots__ = ("at_release", "lanes")
+
+    def __init__(self, name: str, source: Buf, lanes: SimulatedLanes) -> None:
+        super().__init__(name, source)
+        self.lanes, self.at_release = lanes, 0.0
+
+    def leaves(self, point: Literal["copy", "release"]) -> None:
+        if point == "release":
+            self.at_release = self.lanes.now["compute"]
+
+
 class _Step:
     """One step in the program's part: what hooks and ops would tell the schedule."""
 
@@ -131,12 +144,11 @@ class _Step:
             if happening.what in ("enter", "leave", "backward") or happening.which in self.offload:
                 self.by_position[happening.position].append(happening)
         self.calls: dict[int, LayerRun] = {}
-        self.items: dict[int, Item] = {}
+        self.items: dict[int, _Timed] = {}
         self.made: dict[int, SimulatedBuf] = {}
         self.read: dict[int, SimulatedBuf] = {}
         self.as_codes: set[int] = set()
         self.ready: dict[int, tuple[float, float]] = {}  # when it was wanted, and when it came
-        self.released: dict[int, float] = {}  # when compute would have let go of it
         self.wanted: list[int] = []  # saved storages that the next op reads
         self.done: list[tuple[int, int]] = []  # saved tensors that go after it
 
@@ -215,13 +227,15 @@ class _Step:
         source = self.lanes.alloc(saved.nbytes, "device", saved.name)
         self.lanes.hold(source)  # by whoever made it
         self.made[k] = source
-        call, tell = self.calls[saved.call], partial(self._told, k)
+        call = self.calls[saved.call]
         if k not in self.coding or call.soon:
-            self.items[k] = self.schedule.save(call, saved.name, source, tell=tell)
+            self.items[k] = _Timed(saved.name, source, self.lanes)
+            self.schedule.save(call, self.items[k])
             return
         codes = self.lanes.alloc(saved.codes, "device", saved.name)
         self._code(self.coding[k][0], source, codes)
-        self.items[k] = self.schedule.save(call, saved.name, codes, tell=tell)
+        self.items[k] = _Timed(saved.name, codes, self.lanes)
+        self.schedule.save(call, self.items[k])
         if self.items[k].kept is None:
             self.lanes.free(source)
             self.as_codes.add(k)
@@ -233,10 +247,6 @@ class _Step:
         """Codes are made, or read."""
         self.coding_seconds += seconds
         self.lanes.op("compute", (source,), (target,), seconds, None, "codes")
-
-    def _told(self, k: int, point: str) -> None:
-        if point == "release":
-            self.released[k] = self.lanes.now["compute"]
 
     def _held(self, k: int, _: int) -> None:
         self.lanes.free(self.made.pop(k))
@@ -288,7 +298,7 @@ class _Step:
             found[k] = Window(
                 (out.start - started, out.end - started),
                 (back.start - started, back.end - started),
-                min(before - arrived, self.released[k] - out.end),
+                min(before - arrived, item.at_release - out.end),
             )
         return found
 
