@@ -91,7 +91,7 @@ def _whole(
     if roles is not None:
         q = input_operand(x, call, offs, index)
         y = gemm.fprop(q, weight_rows(weight, call), offs, tiles, call.name)
-        kept = saved_operand(x, q, roles, row=adapted)
+        kept = saved_operand(x, q, call, row=adapted)
     else:
         x = cast("Tensor", x)
         w: Tensor = call.precision.cast(weight)  # type: ignore[assignment]

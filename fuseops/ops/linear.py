@@ -27,7 +27,7 @@ from fuseops.recipes.scales import See
 from .checks import check_width
 from .op import Call, Grads, Op, Out, Shape, new
 
-X, WEIGHT, BIAS = frozenset({"x"}), frozenset({"weight"}), frozenset({"bias"})
+X, WEIGHT = frozenset({"x"}), frozenset({"weight"})
 
 
 class LinearSaved(NamedTuple):
@@ -35,11 +35,16 @@ class LinearSaved(NamedTuple):
     weight: Tensor | None  # the parameter itself
 
 
-def linear(x: Operand, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, Operand]:
-    """x W^T + b in the precision of the call, and of x what the weight gradient reads, to save as `LinearSaved.x`."""
+def linear(
+    x: Operand, weight: Tensor, bias: Tensor | None, call: Call, columns: bool = True
+) -> tuple[Tensor, Operand]:
+    """x W^T + b in the precision of the call, and of x what the weight gradient reads, to save as `LinearSaved.x`.
+
+    columns: False where the backward makes x again, and of it what a recipe asks for.
+    """
     compute, roles = call.precision
     if roles is not None:
-        return _quantized(x, weight, bias, call, roles)
+        return _quantized(x, weight, bias, call, columns)
     if compute is None:
         return F.linear(x, weight, bias), x  # type: ignore[arg-type]
     return F.linear(x, call.precision.cast(weight), call.precision.cast(bias)), x  # type: ignore[arg-type]
@@ -73,14 +78,14 @@ def linear_bwd(
 
 
 def _quantized(
-    x: Operand, weight: Tensor, bias: Tensor | None, call: Call, roles: Roles
+    x: Operand, weight: Tensor, bias: Tensor | None, call: Call, columns: bool
 ) -> tuple[Tensor, Operand]:
-    q = input_operand(x, call)
+    q = input_operand(x, call, columns=columns)
     y = gemm.fprop(q, weight_rows(weight, call), name=call.name)
     y = y if bias is None else y + bias.to(y.dtype)
     if x.dim() != 2:  # no view: FSDP2 warns of those that leave its modules
         y = torch_private.unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
-    return y, saved_operand(x, q, roles)
+    return y, saved_operand(x, q, call) if columns else x
 
 
 def _quantized_bwd(
@@ -90,26 +95,47 @@ def _quantized_bwd(
     params = {}
     q = grad_operand(dy, call, needs)
     if "x" in needs:
-        dx = gemm.dgrad(q, weight_columns(saved.weight, call), name=call.name)  # type: ignore[arg-type]
+        dx = input_gradient(q, saved.weight, call)  # type: ignore[arg-type]
         if isinstance(dy, Tensor) and dy.dim() != 2:
             dx = dx.view(*dy.shape[:-1], dx.shape[-1])
-    if "weight" in needs and roles.high_wgrad:
-        params["weight"] = torch.mm(_rows(high(dy)).t(), _rows(high(saved.x)))  # type: ignore[arg-type]
-    elif "weight" in needs:
-        params["weight"] = gemm.wgrad(q, columns_of(saved.x, call), q.dtype, name=call.name)  # type: ignore[arg-type]
+    if "weight" in needs:
+        params["weight"] = weight_gradient(dy if roles.high_wgrad else q, saved.x, call)  # type: ignore[arg-type]
     if "bias" in needs:
-        params["bias"] = K.bias_bwd(_rows(high(dy)))
+        params["bias"] = bias_gradient(dy)
     return new(Grads, (dx, params, None))
 
 
+def input_gradient(dy: Operand, weight: Tensor, call: Call) -> Tensor:
+    """dx (R, in) of dy as `grad_operand` gives it."""
+    return gemm.dgrad(dy, weight_columns(weight, call), name=call.name)
+
+
+def weight_gradient(dy: Operand, x: Operand, call: Call) -> Tensor:
+    """dw of x and dy, which `grad_operand` gives, or which is as it was where the recipe says so."""
+    if call.precision.roles.high_wgrad:  # type: ignore[union-attr]
+        return torch.mm(_rows(high(dy)).t(), _rows(high(x)))
+    return gemm.wgrad(dy, columns_of(x, call), dy.dtype, name=call.name)
+
+
+def bias_gradient(dy: Operand) -> Tensor:
+    """The sum of dy as it is."""
+    return K.bias_bwd(_rows(high(dy)))
+
+
 def input_operand(
-    x: Operand, call: Call, offs: Tensor | None = None, index: Tensor | None = None
+    x: Operand,
+    call: Call,
+    offs: Tensor | None = None,
+    index: Tensor | None = None,
+    columns: bool = True,
 ) -> Operand:
     """x as the forward reads it, with the columns of its weight gradient where they are made now: not of rows by
     index, of which there are more than of x.   (..., K) -> over (R, K)
+
+    columns: as of `linear`.
     """
     roles: Roles = call.precision.roles  # type: ignore[assignment]
-    col = "weight" in call.needs and index is None and roles.columns
+    col = columns and "weight" in call.needs and index is None and roles.columns
     q = _operand(x, call, "input", offs, True, col, index)
     if Measuring.numbers and (seen := watching()):
         seen.measure(call.name, "input", q)
@@ -242,11 +268,12 @@ def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
     return q
 
 
-def saved_operand(x: Operand, q: Operand, roles: Roles, row: bool = False) -> Operand:
+def saved_operand(x: Operand, q: Operand, call: Call, row: bool = False) -> Operand:
     """What of x the weight gradient reads: one layout, or x itself where it reads that, or makes columns of it.
 
     row: rows are read too, as adapters do.
     """
+    roles: Roles = call.precision.roles  # type: ignore[assignment]
     if roles.high_wgrad or not isinstance(q, Quantized):
         return replace(x, col=None) if isinstance(x, Quantized) else x
     if not roles.columns:

@@ -5,17 +5,20 @@ from collections.abc import Callable
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.ops.linear import BIAS, WEIGHT, LinearSaved, X, grad_in_turn, linear_bwd
-from fuseops.ops.op import Call, Grads, replaced
+from fuseops.ops.linear import (
+    WEIGHT,
+    LinearSaved,
+    bias_gradient,
+    grad_in_turn,
+    grad_operand,
+    input_gradient,
+    linear_bwd,
+    weight_gradient,
+)
+from fuseops.ops.op import Call, Grads
 from fuseops.recipes import Operand
 
 WeightGrad = Callable[[Operand], Tensor]
-
-
-def forward_only(call: Call) -> Call:
-    """The call of a forward whose backward makes x again, and the columns of it that a recipe asks for."""
-    roles = call.precision.roles
-    return call if roles is None else replaced(call, needs=call.needs - WEIGHT)
 
 
 def backward(
@@ -27,23 +30,25 @@ def backward(
     """
     if dy is None:
         return Grads(None, dict.fromkeys(call.needs - {"x"})), None
-    needs, given = call.needs, dy
-    if call.precision.roles is None:
+    needs, given, roles = call.needs, dy, call.precision.roles
+    if roles is None:
         found = linear_bwd(LinearSaved(None, weight), dy, call, needs - WEIGHT)
     else:
         lead = dy.shape[:-1] if isinstance(dy, Tensor) else None
-        none = LinearSaved(None, None)
-        own = linear_bwd(none, dy, call, BIAS).params if "bias" in needs else {}
+        own = {"bias": bias_gradient(dy)} if "bias" in needs else {}
         q, (given, _) = grad_in_turn(dy, call, stays=stays)
         del dy
-        dx = linear_bwd(LinearSaved(None, weight), q, call, X).x if "x" in needs else None
+        dx = input_gradient(q, weight, call) if "x" in needs else None  # type: ignore[arg-type]
         found = Grads(dx if dx is None or lead is None else dx.view(*lead, dx.shape[-1]), own)
     if "weight" not in needs:
         return found, None
 
     def weight_grad(x: Operand) -> Tensor:
-        params = linear_bwd(LinearSaved(x, None), given, call, WEIGHT).params or {}
-        return params["weight"]  # type: ignore[return-value]
+        if roles is None:
+            params = linear_bwd(LinearSaved(x, None), given, call, WEIGHT).params or {}
+            return params["weight"]  # type: ignore[return-value]
+        dy = given if roles.high_wgrad else grad_operand(given, call, WEIGHT)
+        return weight_gradient(dy, x, call)
 
     return found, weight_grad
 

@@ -37,7 +37,7 @@ from fuseops.torch_private import is_fake
 
 from . import coded_swiglu
 from .front import Front, FrontSaved, Tensors
-from .halves import backward, forward_only, shaped
+from .halves import backward, shaped
 
 # Whether the activation is the end of the GEMM. On an H200 both together gain 1 to 2 % of a training step of the MLPs
 # of Llama-3.1-8B and Qwen3-8B at 8192 rows and more. At 512 rows that of fc2 gains 2 %, and that of fc1 loses 7 %: its
@@ -109,21 +109,21 @@ class DenseMLP(FusedOp):
         del h
         if self.takes_quantized:
             s = replaced(s, x=saved_input(s.x, calls[self.at], again=s.h is None))  # type: ignore[arg-type]
-        y = linear(a, last["weight"], last["bias"], forward_only(calls[-1]))[0]
+        y = linear(a, last["weight"], last["bias"], calls[-1], columns=False)[0]
         return Out(shaped(y, x), s, side)
 
     def hidden(self, s: DenseMLPSaved, y: Operand, call: Call) -> Operand:
         """fc1 of its input y, as h is saved: what the backward reads, the forward reads too."""
-        roles, call = call.precision.roles, forward_only(call)
+        roles = call.precision.roles
         weight: Tensor = s.fc1  # type: ignore[assignment]
         if roles is None:
             return linear(y, weight, s.bias, call)[0]
         if coded_swiglu.hidden_from_gemm(roles, y.dtype, len(weight)):
-            x = input_operand(y, call)
+            x = input_operand(y, call, columns=False)
             h = coded_swiglu.hidden(x, weight_rows(weight, call), None, None, s.bias)
             if h is not None:
                 return h
-        return coded_swiglu.saved(linear(y, weight, s.bias, call)[0], roles)
+        return coded_swiglu.saved(linear(y, weight, s.bias, call, columns=False)[0], roles)
 
     def activated(
         self, s: DenseMLPSaved, y: Operand, calls: tuple[Call, ...]

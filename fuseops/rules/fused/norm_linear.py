@@ -13,7 +13,7 @@ from fuseops.ops.linear import linear
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 
 from .front import Front, Tensors
-from .halves import backward, forward_only, shaped
+from .halves import backward, shaped
 
 
 class NormLinearSaved(NamedTuple):
@@ -48,7 +48,7 @@ class NormLinear(FusedOp):
     ) -> Out:
         y, saved, side = self.front.fwd(x, t, calls[-1])
         weight, bias = t[-1]["weight"], t[-1]["bias"]
-        y, _ = linear(y, weight, bias, forward_only(calls[-1]))
+        y, _ = linear(y, weight, bias, calls[-1], columns=False)
         return Out(shaped(y, x), NormLinearSaved(*saved, weight), side)
 
     def bwd(

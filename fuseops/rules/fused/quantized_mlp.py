@@ -70,9 +70,8 @@ def _hidden(mlp: Any, s: Any, call: Call, index: Tensor | None) -> Operand:
         return coded_swiglu.saved(mlp.hidden(s, call, index), roles)
     rows = rows_of(s.x) if index is None else len(index)
     check_splits(s.offs, rows, s.offs.device)
-    forward = replaced(call, needs=call.needs.difference(("weight",)))
-    x = input_operand(s.x, forward, s.offs, index)
-    weight = weight_rows(s.fc1, forward)
+    x = input_operand(s.x, call, s.offs, index, columns=False)
+    weight = weight_rows(s.fc1, call)
     h = coded_swiglu.hidden(x, weight, s.offs, tiles_of(call, s.offs, rows), s.bias1)
     return coded_swiglu.saved(mlp.hidden(s, call, index), roles) if h is None else h
 
