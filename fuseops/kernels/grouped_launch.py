@@ -235,12 +235,15 @@ def _launch_wgrad_rings(g: Gradient, path: str, config: Config) -> None:
     # but parts of float32 are not transposed
     swap = n > k and not sums if path == "pingpong" else g.x_index is not None
     (a, b), (m, width) = ((g.x, g.dy), (k, n)) if swap else ((g.dy, g.x), (n, k))
-    left, index = (module.describe_rows(a), g.offs) if g.index is None else (a, g.index)
+    config = {"BLOCK_K": 64, "STORES": 1 + config["COOPERATIVE"], **config}
+    left, index, right = a, g.index, module.describe_rows(b, config["BLOCK_K"])
+    if index is None:
+        left, index = module.describe_rows(a, config["BLOCK_K"]), g.offs
     out = module.describe_sums(g.dw, 32 if swap else 64) if sums else module.describe_weight(g.dw)
     programs = groups * cdiv(m, config["BLOCK_M"]) * cdiv(width, 256)
     launch(
         module.grouped_wgrad_pingpong_kernel, (min(num_sms(g.x.device), programs),),
-        g.offs, g.tiles, out, left, index, module.describe_rows(b), g.rows, groups, m, width, a.stride(0),
+        g.offs, g.tiles, out, left, index, right, g.rows, groups, m, width, a.stride(0),
         GATHER=path == "gather", TRANSPOSED=swap, ACCUMULATE=g.accumulate, **config,
         num_warps=4, maxnreg=168,
     )  # fmt: skip

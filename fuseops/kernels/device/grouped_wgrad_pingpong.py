@@ -29,11 +29,11 @@ RAGGED_ROWS = gl.constexpr(1 << 30)
 RAGGED_SHAPE = [0x7FFF0000, 0x7FFF0000, 1 << 30]
 
 
-def describe_rows(t):
-    """As grouped_mm.describe_ragged: panels of 64 rows and columns."""
+def describe_rows(t, rows):
+    """As grouped_mm.describe_ragged: panels of so many rows and 64 columns."""
     stride = t.stride(0)
     strides = [2**34 - stride, stride, stride, 1]
-    return Descriptor(t, [*RAGGED_SHAPE, t.shape[1]], strides, [1, 1, 64, 64])
+    return Descriptor(t, [*RAGGED_SHAPE, t.shape[1]], strides, [1, 1, rows, 64])
 
 
 def describe_weight(t):
@@ -261,17 +261,18 @@ def multiply_tiles(
 def grouped_wgrad_pingpong_kernel(
     offs_ptr, tiles_ptr, dw, a, index_ptr, b, R, E, M, N, stride_a,
     GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, ACCUMULATE: gl.constexpr,
-    BLOCK_M: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, STORES: gl.constexpr,
 ):  # fmt: skip
     """dw[e] (+)= a[rows of e].T @ b[rows of e], or its transpose."""
     BLOCK_N: gl.constexpr = 256
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     total = E * num_m * num_n
-    a_ring = gl.allocate_shared_memory(b.dtype, [STAGES, 64, BLOCK_M], b.layout)
-    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, 64, BLOCK_N], b.layout)
+    a_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_M], b.layout)
+    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
     # of one consumer
     PARTS: gl.constexpr = [PART, 64] if TRANSPOSED else [64, PART]
-    BUFFERS: gl.constexpr = [1 + COOPERATIVE] + (PARTS if dw.dtype == gl.float32 else [64, 64])
+    BUFFERS: gl.constexpr = [STORES] + (PARTS if dw.dtype == gl.float32 else [64, 64])
     buffers0 = gl.allocate_shared_memory(dw.dtype, BUFFERS, dw.layout)
     buffers1 = gl.allocate_shared_memory(dw.dtype, BUFFERS, dw.layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
