@@ -139,7 +139,7 @@ def _wgrad_ring_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Conf
     which are as fast while it is cool. Small ones hide their stores, where products are short.
     """
     wide, small, few = _wgrad_ring_candidates(dims, itemsize)
-    return few if rows <= 32 * dims[0] else small if rows < 512 * dims[0] else wide
+    return few if rows <= 64 * dims[0] else small if rows < 512 * dims[0] else wide
 
 
 def _wgrad_gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
