@@ -33,7 +33,7 @@ from fuseops.kernels import reference
 from fuseops.kernels.fp8_checks import checked_mm, checked_wgrad
 from fuseops.kernels.fp8_launch import ScaledGradient, ScaledProduct, launch_mm, launch_wgrad
 from fuseops.kernels.fp8_paths import COOPERATIVE, E4M3, OUTPUTS, mm_path, wgrad_path
-from fuseops.kernels.grouped import group_tiles, grouped_mm, grouped_wgrad_into, one_group
+from fuseops.kernels.grouped import grouped_mm, grouped_wgrad_into, one_group
 from fuseops.kernels.grouped_launch import table_size
 from fuseops.kernels.quantize import quantize_vectors
 from fuseops.kernels.reference.fp8 import dequantize, dequantized_rows, weight_scaling
@@ -141,7 +141,6 @@ def fp8_mm(
     tiles: `group_tiles(offs, R)`, made here if not given.
     fast: "row" and "tensor" are summed in the tensor cores alone, instead of 128 products at a time.
     """
-    tiles = _tiles(offs, tiles, x.shape[0])
     p = checked_mm(ScaledProduct(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias))
     if mm_path(p.x, p.weight, dtype) != COOPERATIVE:
         return _multiplied(p, dtype)
@@ -186,7 +185,6 @@ def fp8_mm_operand(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`fp8_mm` in bf16, as e4m3 codes (R, N) with a power of two for 128 columns of a row (ceil(N/128), R)."""
-    tiles = _tiles(offs, tiles, x.shape[0])
     p = checked_mm(ScaledProduct(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias))
     if mm_path(p.x, p.weight, E4M3) != COOPERATIVE:
         data, scale = quantize_vectors(_multiplied(p, torch.bfloat16), E4M3)
@@ -253,17 +251,12 @@ def fp8_wgrad_into(
 
 def _into(g: ScaledGradient) -> None:
     """Write or add the gradient to dw."""
-    g = checked_wgrad(g._replace(tiles=_tiles(g.offs, g.tiles, g.dy.shape[-1])))
+    g = checked_wgrad(g)
     path = wgrad_path(g.dy, g.x, g.dw.dtype)
     if path == COOPERATIVE and g.dw.data_ptr() % 16 == 0:
         launch_wgrad(g)
     else:
         _gradient(g)
-
-
-def _tiles(offs: Tensor | None, tiles: Tensor | None, rows: int) -> Tensor | None:
-    """The table, which is made where there are groups and the caller brings none."""
-    return group_tiles(offs, rows) if tiles is None and offs is not None else tiles
 
 
 # --- other hardware, and sizes that no descriptor takes

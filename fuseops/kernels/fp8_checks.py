@@ -7,11 +7,11 @@ from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.fp8_launch import ScaledGradient, ScaledProduct
+from fuseops.kernels.grouped import group_tiles, groups_of
 from fuseops.kernels.grouped_launch import table_size
 from fuseops.kernels.tiles import cdiv, require
 from fuseops.words import dtype_name
 
-MAX_GROUPS = 1 << 11
 MM_SCALINGS = ("block", "row", "tensor")
 WGRAD_SCALINGS = ("square", "block", "tensor")
 
@@ -20,7 +20,7 @@ def checked_mm(p: ScaledProduct) -> ScaledProduct:
     """The operands as `launch_mm` takes them."""
     x, x_scale, weight, weight_scale, scaling, offs, tiles, bias = p
     require(scaling in MM_SCALINGS, f"scaling is '{scaling}', expected one of {MM_SCALINGS}.")
-    groups = _groups(offs)
+    groups = 1 if offs is None else groups_of(offs)
     rank = 2 if offs is None else 3
     if x.dim() != 2 or weight.dim() != rank or x.shape[1] != weight.shape[-1]:
         raise FuseOpsError(
@@ -46,8 +46,8 @@ def checked_mm(p: ScaledProduct) -> ScaledProduct:
         _check_shape("bias", bias, (*lead, n))
         bias = bias.contiguous()
     if offs is not None:
-        size = table_size(rows, groups)
-        if tiles is None or tiles.shape != (size,) or tiles.dtype != torch.int32:
+        tiles = group_tiles(offs, rows) if tiles is None else tiles
+        if tiles.shape != (table_size(rows, groups),) or tiles.dtype != torch.int32:
             raise FuseOpsError(f"tiles is not group_tiles(offs, {rows}).")
         offs, tiles = offs.contiguous(), tiles.contiguous()
     x, x_scale = x.contiguous(), x_scale.contiguous()
@@ -59,7 +59,7 @@ def checked_wgrad(g: ScaledGradient) -> ScaledGradient:
     """The operands as `launch_wgrad` takes them."""
     dw, dy, dy_scale, x, x_scale, scaling, offs, tiles, _ = g
     require(scaling in WGRAD_SCALINGS, f"scaling is '{scaling}', expected one of {WGRAD_SCALINGS}.")
-    groups = _groups(offs)
+    groups = 1 if offs is None else groups_of(offs)
     if dy.dim() != 2 or x.dim() != 2 or dy.shape[1] != x.shape[1]:
         raise FuseOpsError(
             f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}, expected columns (N, C) and (K, C)."
@@ -87,27 +87,13 @@ def checked_wgrad(g: ScaledGradient) -> ScaledGradient:
             }  # fmt: skip
             _check_shape(f"{name}_scale", scale, expected[scaling])
     if offs is not None:
-        if (
-            tiles is None
-            or tiles.dim() != 1
-            or len(tiles) < groups + 2
-            or tiles.dtype != torch.int32
-        ):
+        tiles = group_tiles(offs, columns) if tiles is None else tiles
+        if tiles.dim() != 1 or len(tiles) < groups + 2 or tiles.dtype != torch.int32:
             raise FuseOpsError("tiles is not group_tiles(offs, R).")
         offs, tiles = offs.contiguous(), tiles.contiguous()
     fit = _vectors if scaling == "block" else Tensor.contiguous
     operands = dy.contiguous(), fit(dy_scale), x.contiguous(), fit(x_scale)
     return ScaledGradient(dw, *operands, scaling, offs, tiles, g.accumulate)
-
-
-def _groups(offs: Tensor | None) -> int:
-    if offs is None:
-        return 1
-    if offs.dim() != 1 or not 0 < len(offs) <= MAX_GROUPS or offs.dtype != torch.int32:
-        raise FuseOpsError(
-            f"offs is {offs.dtype}{tuple(offs.shape)}, expected int32 (E,) with 1 to {MAX_GROUPS} groups."
-        )
-    return len(offs)
 
 
 def _check_shape(name: str, t: Tensor, expected: tuple[int, ...]) -> None:

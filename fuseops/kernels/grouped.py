@@ -149,17 +149,22 @@ def group_tiles(offs: Tensor, rows: int) -> Tensor:
     (group | row block in the group << 11) for each row block of 64, up to its bound R // 64 + E,
     the same for 128 and for 256, unused entries zero; the number of row blocks of 256.
     """
-    if offs.dim() != 1 or not 0 < offs.shape[0] <= MAX_GROUPS or offs.dtype != torch.int32:
-        raise FuseOpsError(
-            f"offs is {offs.dtype}{tuple(offs.shape)}, expected int32 (E,) with 1 to {MAX_GROUPS} groups."
-        )
-    offs, groups = offs.contiguous(), offs.shape[0]
+    offs, groups = offs.contiguous(), groups_of(offs)
     tiles = offs.new_empty(table_size(rows, groups))
     launch(
         device("grouped_mm").group_tiles_kernel, (groups,), offs, tiles, rows, groups,
         BLOCK_E=pow2(groups), num_warps=4,
     )  # fmt: skip
     return tiles
+
+
+def groups_of(offs: Tensor) -> int:
+    """The number of groups that end at offs. Raises FuseOpsError where no table can be made of them."""
+    if offs.dim() != 1 or not 0 < len(offs) <= MAX_GROUPS or offs.dtype != torch.int32:
+        raise FuseOpsError(
+            f"offs is {offs.dtype}{tuple(offs.shape)}, expected int32 (E,) with 1 to {MAX_GROUPS} groups."
+        )
+    return len(offs)
 
 
 def one_group(rows: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
