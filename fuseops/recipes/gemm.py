@@ -74,7 +74,7 @@ def _multiplied(
     """A product of rows with a weight, whose layout has the summed axis last."""
     if isinstance(a, Quantized) and isinstance(weight, Quantized) and a.dtype in OUTPUTS:
         codes, turned = a.row, weight.row if layout == "row" else weight.col
-        other = weight.scaling.of(layout)
+        other = weight.scaling if layout == "row" else weight.scaling.of("col")
         kind = other.kernel if other.kernel == a.scaling.kernel else None
         vectors = other.block == VECTOR  # which kernels read of rows alone
         if not vectors and kind is not None and codes is not None and turned is not None:
@@ -182,10 +182,10 @@ def _columns(
     """Both columns with their scales, and how those lie, as the FP8 kernel takes them."""
     if not (isinstance(dy, Quantized) and isinstance(x, Quantized)) or dtype not in OUTPUTS:
         return None
-    kind = dy.scaling.of("col").kernel
+    kind = (dy.scaling.colwise or dy.scaling).kernel
     if dy.col is None or x.col is None or kind is None or dy.scaling.columns != x.scaling.columns:
         return None
-    if kind != x.scaling.of("col").kernel:
+    if kind != (x.scaling.colwise or x.scaling).kernel:
         return None
     squares = kind == "block" and x.scaling.columns == SQUARE
     return *dy.col, *x.col, "square" if squares else kind

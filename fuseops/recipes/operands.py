@@ -289,7 +289,8 @@ def _from_codes(
     index: Tensor | None,
 ) -> Quantized:
     """What is quantized already: its layouts as they are, columns from its rows."""
-    if index is not None or (offs is None) != (x.offs is None):
+    small = x.scaling.kernel is None or x.scaling.colwise is not None
+    if small and (index is not None or (offs is None) != (x.offs is None)):
         x = in_order(x)
     check_codes(x, scaling, offs, row, col, index is not None)
     if index is None and (col or _one_a_group(x)):

@@ -139,12 +139,13 @@ class Quantized:
             else None
             for n in ("row", "col")
         )
-        return replace(self, row=row, col=col, offs=components.get("offs"))
+        offs = components.get("offs")
+        return Quantized(row, col, self.scaling, offs, self.dtype, self.carrier, self.odd)
 
     @property
     def form(self) -> Quantized:
         """It without tensors, for `of`."""
-        return replace(self, row=None, col=None, offs=None, carrier=None)
+        return Quantized(None, None, self.scaling, None, self.dtype, None, self.odd)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Quantized:
         return self.of({name: change(t) for name, t in self.components().items()})
