@@ -1,9 +1,10 @@
 """What is refused, by which op, and in which words; and how deep Sequentials nest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from inspect import signature
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fuseops as fo
-from fuseops.testing.catalogue import exported
+from fuseops.testing.catalogue import Wanted, entry, exported
 from fuseops.testing.strategies import op_cases
 
 
@@ -118,6 +119,72 @@ def test_an_option_of_a_loss_that_is_no_number_is_refused_where_it_is_given(
         if name in signature(made.func).parameters:
             with pytest.raises(fo.FuseOpsError, match=name):
                 made(**{name: given})
+
+
+TORCH_CHECKS = ("in_features", "vocab_size", "normalized_shape", "shape")
+
+
+def numeric_options() -> Iterator[tuple[type, str]]:
+    """Options of ops that are numbers: (op, its parameter). Sizes of weights are refused by torch, in its words."""
+    for op in exported():
+        hints = get_type_hints(op.__init__)
+        for name in signature(op).parameters:
+            numeric = {int, float} & {hints.get(name), *get_args(hints.get(name))}
+            of_torch = op in (fo.ops.Linear, fo.ops.Bias) or name in TORCH_CHECKS
+            if numeric and not of_torch:
+                yield op, name
+
+
+OPTIONS = list(numeric_options())
+every_option = pytest.mark.parametrize(
+    ("op", "name"), OPTIONS, ids=[f"{op.__name__}-{name}" for op, name in OPTIONS]
+)
+
+
+def with_option(model: nn.Module, name: str, value: object) -> nn.Module:
+    """Another op like this one, whose option has a value."""
+    given = signature(type(model)).parameters.values()
+    needed = [p.name for p in given if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    options = {needs: getattr(model, needs) for needs in needed}
+    return type(model)(**{**options, name: value})
+
+
+@every_option
+@pytest.mark.parametrize("value", ["a", float("nan"), [1.0], 1j], ids=repr)
+def test_an_option_that_is_no_number_is_refused_where_it_is_given(
+    op: type, name: str, value: object
+) -> None:
+    made = entry(op).make(Wanted(lambda *of: of[0], 8, 8, 4, 2))
+    with pytest.raises(fo.FuseOpsError, match=rf"{op.__name__}.*\b{name}\b"):
+        with_option(made, name, value)
+
+
+@every_option
+@given(data=st.data())
+def test_a_number_is_refused_where_it_is_given_or_gives_numbers(
+    op: type, name: str, data: st.DataObject
+) -> None:
+    case = data.draw(op_cases(op, kinds=["normal"]))
+    value = data.draw(st.sampled_from([-1.0, -0.5, float("inf"), -1, -2]))
+    try:
+        model = with_option(case.model, name, value).double()
+        y = fo.Sequential(model)(case.x, **case.side)
+    except (fo.FuseOpsError, ValueError):  # of torch's constructors: Dropout's
+        return
+    for t in y if isinstance(y, tuple) else (y,):
+        assert t.isfinite().all()
+
+
+@given(data=st.data())
+@settings(max_examples=10)
+def test_targets_outside_of_the_vocabulary_are_refused_on_the_cpu(data: st.DataObject) -> None:
+    case = data.draw(op_cases(fo.ops.LinearCrossEntropy, kinds=["normal"]))
+    assume(case.x.numel())
+    wrong = case.model.vocab_size + data.draw(st.integers(0, 3))
+    targets = case.side["targets"].clone()
+    targets.view(-1)[0] = data.draw(st.sampled_from([wrong, -1]))
+    with pytest.raises(fo.FuseOpsError, match=r"targets from 0 to .* got"):
+        case.model(case.x, targets=targets)
 
 
 def test_a_mesh_that_is_none_is_refused_where_it_is_given() -> None:

@@ -5,11 +5,12 @@ None of it waits for the device; what `offs` may hold is checked in `splits`.
 
 import math
 from numbers import Real
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.registry import PLAIN
 from fuseops.recipes import Quantized
@@ -60,13 +61,30 @@ def check_experts(chosen: Tensor, count: int) -> None:
         raise ShapeError(
             f"Router expects chosen of an int dtype, numbers of experts, got {chosen.dtype}."
         )
-    if torch.compiler.is_compiling() or type(chosen) not in PLAIN or chosen.device.type != "cpu":
-        return
-    if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < count:
+    if _seen(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < count:
         raise ShapeError(
             f"Router expects chosen from 0 to {count - 1}, of its {count} experts, got {int(chosen.min())} to "
             f"{int(chosen.max())}."
         )
+
+
+def check_targets(op: str, targets: Tensor, classes: int, ignored: int) -> None:
+    """Raise ShapeError for a target that is neither a class nor ignored, where that is seen, as of experts."""
+    if not _seen(targets):
+        return
+    wrong = targets[((targets < 0) | (targets >= classes)) & (targets != ignored)]
+    if wrong.numel():
+        raise ShapeError(
+            f"{op} expects targets from 0 to {classes - 1}, of its {classes} classes, or ignore_index = {ignored}, got "
+            f"{int(wrong[0])}."
+        )
+
+
+def _seen(values: Tensor) -> bool:
+    """Whether there are values, which cost no synchronisation to look at."""
+    if torch.compiler.is_compiling() or type(values) not in PLAIN or values.device.type != "cpu":
+        return False
+    return values.numel() > 0 and not torch_private.is_batched(values)
 
 
 def check_pos(op: str, pos: Tensor, tokens: int | None) -> None:
@@ -90,3 +108,20 @@ def refuse_inplace(op: str, inplace: bool) -> None:
 def is_number(value: object) -> bool:
     """Whether an option is a finite real number."""
     return isinstance(value, Real) and math.isfinite(value)
+
+
+def check_numbers(op: str, least: float = -math.inf, **options: Any) -> None:
+    """Raise FuseOpsError for an option of `op` that is no finite number from `least` on. A number may be a tensor."""
+    for name, value in options.items():
+        number = float(value) if isinstance(value, SupportsFloat) else math.nan
+        if not (math.isfinite(number) and number >= least):
+            wanted = "a finite number" + (f" from {least:g} on" if least > -math.inf else "")
+            raise FuseOpsError(f"{op}: {name} is {value!r}, expected {wanted}.")
+
+
+def check_integers(op: str, least: int | None = None, **options: Any) -> None:
+    """Raise FuseOpsError for an option of `op` that is no integer from `least` on."""
+    for name, value in options.items():
+        if not isinstance(value, SupportsIndex) or (least is not None and value < least):  # type: ignore[operator]
+            wanted = "an integer" + ("" if least is None else f" from {least} on")
+            raise FuseOpsError(f"{op}: {name} is {value!r}, expected {wanted}.")

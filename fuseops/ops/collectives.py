@@ -19,6 +19,7 @@ from torch import Tensor
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 
+from .checks import check_integers
 from .local import Ranks
 from .op import Grads, Op, Out, Shape
 
@@ -109,6 +110,7 @@ class _Along(Collective):
 
     def __init__(self, group: Any = None, dim: int = -2) -> None:
         super().__init__(group)
+        check_integers(type(self).__name__, dim=dim)
         self.dim = dim
 
     def extra_repr(self) -> str:

@@ -13,7 +13,7 @@ from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 
-from .checks import check_width
+from .checks import check_targets, check_width
 from .loss_options import ROWS, LossOptions
 from .op import Call, Grads, Op, Out, Shape
 from .vocab_parallel import sharded_cross_entropy
@@ -47,8 +47,9 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         loss = -(1 - label_smoothing) w_t log p_t - label_smoothing / V sum_c w_c log p_c + z_loss lse^2
 
     with p the softmax of l = soft_cap tanh(logits / soft_cap) / temperature and lse = log sum exp l (PaLM,
-    arXiv 2204.02311, for z_loss; Gemma 2, arXiv 2408.00118, for soft_cap). It is 0 for a target of `ignore_index`, and
-    NaN for another one outside of the vocabulary, since nothing is read on the host.
+    arXiv 2204.02311, for z_loss; Gemma 2, arXiv 2408.00118, for soft_cap). It is 0 for a target of `ignore_index`.
+    Another one outside of the vocabulary is refused on the CPU; on a device, where nothing waits to look, and in
+    compiled code its loss is NaN.
 
     weight         (V,) weights w of the classes, kept as the buffer `class_weights`; None is 1 for each
     reduction      "mean" (over the weights of the targets that count), "sum" or "none"
@@ -175,7 +176,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         targets: Tensor,
         call: Call,
     ) -> Out:
-        self._check_targets(x, targets)
+        self._check_targets(x, targets, len(weight))
         if torch_private.is_dtensor(type(weight)):
             loss, published = sharded_cross_entropy(
                 linear_cross_entropy, x, weight, bias, targets, class_weights, self._options
@@ -227,12 +228,13 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         options = [self.label_smoothing, self.z_loss, self.soft_cap or 0.0, self.temperature]
         return options, self.ignore_index, self.chunk_bytes
 
-    def _check_targets(self, x: Tensor, targets: Tensor) -> None:
+    def _check_targets(self, x: Tensor, targets: Tensor, classes: int) -> None:
         if targets.shape != x.shape[:-1] or targets.dtype != torch.int64:
             raise ShapeError(
                 f"LinearCrossEntropy expects targets int64 of shape {tuple(x.shape[:-1])}, the class of each token, "
                 f"got {targets.dtype} of shape {tuple(targets.shape)}."
             )
+        check_targets("LinearCrossEntropy", targets, classes, self.ignore_index)
 
     def _share(self, targets: Tensor, class_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """How much of each row's loss is in the result.   (N,)"""

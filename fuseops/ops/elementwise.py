@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fuseops import kernels as K
 
-from .checks import refuse_inplace
+from .checks import check_numbers, refuse_inplace
 from .op import Call, Grads, Op, Out
 
 
@@ -22,6 +22,7 @@ class ConstantScale(Op[ConstantScaleSaved]):
 
     def __init__(self, scale: float) -> None:
         super().__init__()
+        check_numbers("ConstantScale", scale=scale)
         self.scale = float(scale)
 
     def extra_repr(self) -> str:
@@ -50,6 +51,7 @@ class Dropout(Op[DropoutSaved], nn.Dropout):
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         refuse_inplace("Dropout", inplace)
+        check_numbers("Dropout", p=p)
         nn.Dropout.__init__(self, p)
 
     @property

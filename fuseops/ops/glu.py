@@ -10,6 +10,7 @@ from typing import Any
 from fuseops.errors import FuseOpsError
 
 from .activations import Activation, Approximated, ScaledActivation, check_approximate
+from .checks import check_integers, check_numbers, is_number
 
 
 class _Gated:
@@ -28,10 +29,7 @@ class _Gated:
         self._set_options(interleave)
 
     def _set_options(self, interleave: int, *rest: float) -> None:
-        if interleave < 0:
-            raise FuseOpsError(
-                f"{type(self).__name__}: interleave is {interleave}, expected 0 or the columns of a block."
-            )
+        check_integers(type(self).__name__, 0, interleave=interleave)
         self.options = (interleave, *rest)
 
     def _said(self) -> list[str]:
@@ -68,6 +66,10 @@ class _Clamped(_Gated):
         **sides: str,
     ) -> None:
         """limit, alpha, offset: of the formula.  interleave, sides: as of SwiGLU."""
+        numbers = {"alpha": alpha, "offset": offset}
+        if limit != math.inf:  # no limit
+            numbers["limit"] = limit
+        check_numbers(type(self).__name__, **numbers)
         if not limit > 0:
             raise FuseOpsError(f"{type(self).__name__}: limit is {limit}, expected more than 0.")
         super().__init__(interleave=interleave, **sides)
@@ -86,7 +88,7 @@ class _SiTU(_Gated):
     ) -> None:
         """beta1, beta2: of the formula, finite and above 0.  interleave, sides: as of SwiGLU."""
         for name, beta in (("beta1", beta1), ("beta2", beta2)):
-            if not 0 < beta < math.inf:
+            if not (is_number(beta) and beta > 0):
                 raise FuseOpsError(
                     f"{type(self).__name__}: {name} is {beta}, expected a finite number above 0."
                 )

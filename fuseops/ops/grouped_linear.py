@@ -16,7 +16,7 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.recipes import Operand, Quantized, gemm
 
-from .checks import check_offs, check_probs, check_width
+from .checks import check_integers, check_offs, check_probs, check_width
 from .grouped_state_dict import load_either
 from .linear import (
     columns_of,
@@ -315,6 +315,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
             ("out_features", out_features),
             ("low_rank", 1 if low_rank is None else low_rank),
         ):
+            check_integers("GroupedLinear", **{name: size})
             if size <= 0:
                 raise FuseOpsError(f"GroupedLinear: {name} must be positive, got {size}.")
         super().__init__()

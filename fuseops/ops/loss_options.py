@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from fuseops.errors import FuseOpsError
 
-from .checks import is_number
+from .checks import check_integers, is_number
 
 ROWS = ("lse", "log_probs", "entropy")
 """What the loss publishes of every token, on request."""
@@ -41,6 +41,7 @@ class LossOptions(NamedTuple):
                 "a number of bytes",
             ),
         }
+        check_integers("LinearCrossEntropy", ignore_index=self.ignore_index)
         for name, (fine, wanted) in fits.items():
             if not fine:
                 raise FuseOpsError(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
 
+from .checks import check_numbers
 from .op import Call, Grads, Op, Out, Shape
 
 Params = Mapping[str, Tensor | None]
@@ -94,6 +95,7 @@ class RMSNorm(_ZeroCentered, Op[RMSNormSaved], nn.RMSNorm):
         *,
         zero_centered_gamma: bool = False,
     ) -> None:
+        check_numbers("RMSNorm", 0, eps=0 if eps is None else eps)
         self._zero_centered = zero_centered_gamma
         nn.RMSNorm.__init__(self, normalized_shape, eps, elementwise_affine, device, dtype)
 
@@ -160,6 +162,7 @@ class L2Norm(Op[L2NormSaved]):
 
     def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()
+        check_numbers("L2Norm", 0, eps=eps)
         self.eps = eps
 
     def extra_repr(self) -> str:
@@ -215,6 +218,7 @@ class LayerNorm(_ZeroCentered, Op[LayerNormSaved], nn.LayerNorm):
         *,
         zero_centered_gamma: bool = False,
     ) -> None:
+        check_numbers("LayerNorm", 0, eps=eps)
         self._zero_centered = zero_centered_gamma
         nn.LayerNorm.__init__(self, normalized_shape, eps, elementwise_affine, bias, device, dtype)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 
-from .checks import check_pos, check_rows
+from .checks import check_integers, check_numbers, check_pos, check_rows
 from .op import Call, Grads, Op, Out, Shape, numel
 from .splits import check_splits
 
@@ -89,6 +89,8 @@ class Dispatch(Op[RowsSaved]):
 
     def __init__(self, num_experts: int, capacity_factor: float | None = None) -> None:
         super().__init__()
+        check_integers("Dispatch", num_experts=num_experts)
+        check_numbers("Dispatch", capacity_factor=1 if capacity_factor is None else capacity_factor)
         if num_experts <= 0 or not (capacity_factor is None or capacity_factor > 0):
             raise FuseOpsError(
                 f"Dispatch: num_experts and capacity_factor must be positive, got {num_experts} and {capacity_factor}."
@@ -149,6 +151,7 @@ class Permute(Op[RowsSaved]):
 
     def __init__(self, top_k: int) -> None:
         super().__init__()
+        check_integers("Permute", 1, top_k=top_k)
         self.top_k = top_k
 
     def extra_repr(self) -> str:
@@ -181,6 +184,7 @@ class Combine(Op[CombineSaved]):
 
     def __init__(self, top_k: int) -> None:
         super().__init__()
+        check_integers("Combine", 1, top_k=top_k)
         self.top_k = top_k
 
     def extra_repr(self) -> str:

@@ -25,7 +25,7 @@ from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 
-from .checks import check_experts, check_rows, check_width, is_number
+from .checks import check_experts, check_integers, check_numbers, check_rows, check_width, is_number
 from .op import Call, Grads, Op, Out, Shape
 
 SCORES = ("softmax", "sigmoid")
@@ -124,6 +124,7 @@ class Router(Op[RouterSaved]):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_numbers("Router", scale=scale)
         self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
         self.score, self.normalize, self.scale = score, normalize, float(scale)
         self.groups, self.top_groups = groups, top_groups
@@ -147,6 +148,8 @@ class Router(Op[RouterSaved]):
         return WITH_LOSS if loses else WITHOUT_LOSS
 
     def _check(self) -> None:
+        whole = ("dim", "num_experts", "top_k", "groups", "top_groups")
+        check_integers("Router", **{name: getattr(self, name) for name in whole})
         if self.dim <= 0:
             raise FuseOpsError(f"Router: dim must be positive, got {self.dim}.")
         if not 1 <= self.top_k <= self.num_experts:
