@@ -167,19 +167,56 @@ def test_fused_equals_unfused_from_the_same_state(make: Any) -> None:
     assert_fused_matches_unfused(model, 2 * x, recipe=DELAYED())
 
 
+def advanced(model: nn.Module) -> bool:
+    """Whether the state went one step on, of all ops."""
+    histories = [t for k, t in state(model).items() if k.endswith("fp8_amax_history")]
+    assert all(not t[1:].any() for t in histories)
+    return all(bool((t[0] > 0).all()) for t in histories)
+
+
 def test_a_step_is_one_however_often_it_is_announced() -> None:
     recipe, x = DELAYED(), filled((20, D), torch.float32, "normal", 1)
-    mine, other = dense(), dense()
-    opt = torch.optim.SGD(mine.parameters(), lr=0.0)
-    for model in (mine, other):
-        call(model, x, x, recipe)
-    opt.step()  # all states that saw something go on, those of `other` too
-    after = state(other)
-    fo.weights_changed(mine)
-    fo.weights_changed(mine)
+    model = dense()
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    call(model, x, x, recipe)
     opt.step()
-    assert same(state(mine).values(), after.values())
-    assert (after["0.fp8_amax_history"][0] > 0).all() and not after["0.fp8_amax_history"][1:].any()
+    after = state(model)
+    fo.weights_changed(model)
+    fo.weights_changed(model)
+    opt.step()
+    assert same(state(model).values(), after.values()) and advanced(model)
+
+
+@pytest.mark.parametrize("make", [dense, mlp, experts])
+def test_a_state_follows_the_optimizer_that_holds_its_parameters(make: Any) -> None:
+    recipe, x = DELAYED(), filled((20, D), torch.float32, "normal", 1)
+    side = {"offs": torch.tensor([7, 20], dtype=torch.int32)} if make is experts else {}
+    mine, other = make(), make()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in (mine, other)]
+    for model in (mine, other):
+        call(model, x, x, recipe, **side)
+    optimizers[0].step()
+    assert advanced(mine) and not advanced(other)
+    optimizers[1].step()
+    assert advanced(mine) and advanced(other)
+
+
+def test_an_optimizer_of_copies_of_the_parameters_advances_every_state() -> None:
+    recipe, x = DELAYED(), filled((20, D), torch.float32, "normal", 1)
+    model = mlp()
+    call(model, x, x, recipe)
+    torch.optim.SGD([p.detach().double() for p in model.parameters()], lr=0.0).step()
+    assert advanced(model)
+
+
+def test_the_state_of_a_frozen_op_follows_whoever_steps() -> None:
+    recipe, x = DELAYED(), filled((20, D), torch.float32, "normal", 1)
+    model = mlp()
+    model[0].requires_grad_(False)
+    with fo.recipe(recipe):
+        model(x.requires_grad_()).sum().backward()
+    torch.optim.SGD(model[-1].parameters(), lr=0.0).step()
+    assert advanced(model)
 
 
 def test_nothing_is_noted_in_evaluation_nor_by_plans() -> None:

@@ -19,7 +19,7 @@ from .stored import stored_in
 def store_of(op: Op[Any]) -> WeightStore:
     """The store of an op."""
     store: WeightStore | None = op.__dict__.get(STORE)
-    parameters = op.__dict__.get(LENDER, op._parameters)
+    parameters = _parameters_of(op)
     if store is None or store.parameters is not parameters:
         store = op.__dict__[STORE] = WeightStore(parameters)
     store.stored = stored_in(op)
@@ -29,9 +29,16 @@ def store_of(op: Op[Any]) -> WeightStore:
 def scales_of(op: Op[Any]) -> ScaleState:
     """The state of an op's scales under a recipe that has one."""
     state: ScaleState | None = op.__dict__.get(SCALES)
-    if state is None or state.buffers is not op._buffers:
-        state = op.__dict__[SCALES] = ScaleState(op._buffers)
+    parameters = _parameters_of(op)
+    if state is None or state.buffers is not op._buffers or state.parameters is not parameters:
+        state = op.__dict__[SCALES] = ScaleState(op._buffers, parameters)
     return state
+
+
+def _parameters_of(op: Op[Any]) -> dict[str, Any]:
+    """Its own by name, or those that a module lends it."""
+    found: dict[str, Any] = op.__dict__.get(LENDER, op._parameters)
+    return found
 
 
 def weights_changed(model: nn.Module) -> int:

@@ -23,8 +23,9 @@ class DelayedScaling(Recipe):
 
     scale = max(format) / amax / 2^margin, data = cast(x * scale) clamped to the format's range. An op's first step
     takes the tensor's own amax. An amax that is zero or not finite leaves the scale as it is. The amaxes of a step are
-    noted in training, and become part of the history when any optimizer of the process steps, or
-    `fuseops.weights_changed` is called; state and history are buffers of the ops.
+    noted in training, and become part of the history when the optimizer that holds the op's parameters steps (any
+    optimizer, where it has none to train, or where copies of them are stepped), or when `fuseops.weights_changed` is
+    called; state and history are buffers of the ops.
 
     amax_history_len: steps that count.  amax_compute_algo: "max" of them, "most_recent", or a function of the history
         (L, 3, G), latest first, that gives amaxes (3, G).

@@ -4,7 +4,8 @@
 fp8_amax          (3, G)     the largest magnitudes since the last step
 fp8_amax_history  (L, 3, G)  those of the last steps, the latest first
 fp8_scale         (3, G)     what x is multiplied by before it is rounded; 0 before the first step
-The state advances once a step: when an optimizer has stepped, or at `fuseops.weights_changed`. A step that saw nothing,
+The state advances once a step: when the optimizer of the op's parameters has stepped (see `_follow`), or at
+`fuseops.weights_changed`. A step that saw nothing,
 or zeros alone, leaves it as it is, so that whoever comes second advances nothing. A recomputation sees what its forward
 saw. Everything stays on the device.
 """
@@ -50,10 +51,12 @@ class KeepsScales(Protocol):
 
 
 class ScaleState:
-    """The state of one op: its buffers, found by name whenever they are read."""
+    """The state of one op: its buffers and parameters, found by name whenever they are read."""
 
-    def __init__(self, buffers: dict[str, Tensor | None]) -> None:
-        self.buffers = buffers
+    def __init__(
+        self, buffers: dict[str, Tensor | None], parameters: dict[str, Tensor | None]
+    ) -> None:
+        self.buffers, self.parameters = buffers, parameters
         self.recipe: KeepsScales | None = None  # that it was used under last
         self.number = next(_numbers)
         _states.add(self)
@@ -148,14 +151,28 @@ class Steps:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """From now on a step of any optimizer advances all states, and is counted."""
+    """From now on a step of any optimizer is counted, and advances the states that follow it."""
     register_optimizer_step_post_hook(_stepped)
 
 
-def _stepped(*_: Any) -> None:
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if not torch.compiler.is_compiling():  # compiled steps move the versions of what they write
         Steps.taken += 1
-        advance(_states)
+        if _states:
+            advance(_follow(optimizer))
+
+
+def _follow(optimizer: torch.optim.Optimizer) -> list[ScaleState]:
+    """The states whose step ends with this optimizer's: all but those of ops with trained parameters of which it holds
+    none; all, where it holds none of any op (it may hold copies of them in another dtype).
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = {
+        state: {id(p) for p in state.parameters.values() if p is not None and p.requires_grad}
+        for state in _states
+    }
+    known = held.intersection(itertools.chain.from_iterable(trained.values()))
+    return [state for state, own in trained.items() if not known or not own or own & known]
 
 
 def fit_state(buffers: dict[str, Tensor | None], state: dict[str, Any], prefix: str) -> None:
