@@ -72,7 +72,7 @@ class LayerScope(Scope):
         self._policy, self._layers = policy, layers
         self._lasting = policy is None or policy.lasting
         self._make_mover: Callable[[], Mover] | None = mover
-        self._mover: Mover | None = None
+        self._mover: Any = None  # or a Mover
         self.paused = False  # a plan is being made
         self._thread_calls = _LayersThread()
         self._resident: StorageMap[str] = StorageMap()  # name under which a storage is kept
@@ -96,7 +96,8 @@ class LayerScope(Scope):
         if self._make_mover is not None:
             # called once, and let go of: it holds the scheduler, which holds this
             self._mover, self._make_mover = self._make_mover(), None
-        return cast(Mover, self._mover)
+        mover: Mover = self._mover
+        return mover
 
     def close(self) -> None:
         """No layer will run any more."""

@@ -11,7 +11,7 @@ All points are points of the host program. The lanes are never asked for the tim
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Literal, get_args
 
@@ -110,7 +110,8 @@ class Schedule:
         if call.key is ALONE:
             self._now += 1
             self._fetch_before(call)
-            self._release_due()
+            if self._leaving:
+                self._release_due()
         else:
             self._pass("backward", call)
 
@@ -123,7 +124,8 @@ class Schedule:
         previous = last if last is not None and last.handles else None
         call = LayerRun(ALONE, previous, item.source.owner, running=False)
         self._now += 1
-        self._release_due()
+        if self._leaving:
+            self._release_due()
         if self._send([item], ready):
             call.handles, self._last = 1, call
             call.items.append(item)
@@ -276,26 +278,20 @@ class Schedule:
 
     # --- coming back
 
-    def _bundles(self, call: LayerRun) -> Iterable[Bundle]:
-        """The transfers that a call has to read: its backward reads what was saved last first."""
-        found: dict[Bundle, None] = {}
-        for item in reversed(call.items):
-            if item.unread and item.bundle is not None:
-                found[item.bundle] = None
-        return found
-
     def _fetch_ahead(self, call: LayerRun) -> int:
-        """Bring back what a call will read; -> how many transfers that took."""
+        """Bring back what a call will read, that first which was saved last; -> how many transfers that took."""
         count = 0
-        if self.manual or not call.items:
-            return 0
-        for bundle in self._bundles(call):
+        for bundle in () if self.manual else self._bundles(call):
             if not bundle.released:
                 bundle.wanted = True
             elif bundle.target is None:
                 self._reload(bundle)
                 count += 1
         return count
+
+    def _bundles(self, call: LayerRun) -> list[Bundle]:
+        """What moves what a call has still to read, once for each of its items."""
+        return [i.bundle for i in reversed(call.items) if i.unread and i.bundle is not None]
 
     def _reload(self, bundle: Bundle) -> Buf:
         target = self.lanes.alloc(bundle.nbytes, "device", bundle.items[0].name)
@@ -360,7 +356,8 @@ class Schedule:
                 self.used(item)
             if not item.handles:
                 self._end(item)
-        self._forget(call)
+        if not call.handles:
+            self._forget(call)
 
     def _end(self, item: Item) -> None:
         bundle = item.bundle

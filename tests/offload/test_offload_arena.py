@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fuseops import torch_private
@@ -67,6 +67,7 @@ def test_the_same_requests_get_the_same_places(wanted: list[int]) -> None:
 few_sizes = st.sampled_from([1, 2 * ALIGN, 3 * ALIGN, REGION // 2, REGION])
 
 
+@example(steps=[1, 1, -1, -1, 2 * ALIGN, -1, 3 * ALIGN, 1])  # all is given back in the middle
 @given(steps=st.lists(st.one_of(few_sizes, st.integers(-30, -1)), max_size=40))
 def test_a_step_that_takes_and_gives_in_turn_gets_the_same_places(steps: list[int]) -> None:
     """Whether or not slabs are divided and made one with others on its way."""

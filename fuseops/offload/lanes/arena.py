@@ -5,9 +5,10 @@ given back before the arena closes: what one step used, the next divides anew, b
 that is given back is parked for the next request of its size, of which the first in memory is
 taken; what is parked becomes one with its neighbours only when a request fits none of it. The same
 requests in the same order get the same places, so that after the first steps nothing is allocated
-and addresses stay, as captured CUDA graphs need it: a step that made slabs one and ends with all
-given back leaves the arena as before any step, and one that did not finds its slabs parked.
-Pure: `make` brings the memory.
+and addresses stay, as captured CUDA graphs need it: as long as every request finds a slab of its size
+parked, or nothing is, slabs stay as they are; once one did not, whatever is parked becomes one each
+time that all is given back, and what follows begins as if nothing had been before. Pure: `make`
+brings the memory.
 """
 
 import threading
@@ -15,6 +16,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
+from operator import attrgetter
 from typing import Any
 
 from .protocol import Event, NoRoomError
@@ -42,6 +44,9 @@ class Slab:
         self.view: Any = None
 
 
+PLACE = attrgetter("region", "offset")
+
+
 class Arena:
     """Best fit over a few regions.
 
@@ -56,13 +61,12 @@ class Arena:
         self.budget = budget
         self._make = make
         self._used = 0  # bytes handed out, each rounded up to ALIGN
-        self._free: list[tuple[int, int, int]] = []  # (bytes, region, offset), the smallest first
-        self._starts: dict[tuple[int, int], Slab] = {}  # free slabs by region and offset
-        self._ends: dict[tuple[int, int], Slab] = {}
+        # (bytes, region, offset, slab), the smallest first; none is next to another
+        self._free: list[tuple[int, int, int, Slab]] = []
         self._returned: deque[tuple[Slab, Event | None]] = deque()
         # by size: those given back as they were, (region, offset, slab), the first in memory on top
         self._parked: dict[int, list[tuple[int, int, Slab]]] = {}
-        self._merged = False  # parked ones were made one with others since all was given back
+        self._merged = False  # parked ones were made one with others, at some time
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Slab:
@@ -99,50 +103,35 @@ class Arena:
             heappush(parked, (slab.region, slab.offset, slab))
         if self._merged and not self._used:
             self._merge()
-            self._merged = False
 
     def _merge(self) -> None:
         """Have all that is parked among the free ones, one with their neighbours."""
-        while self._parked:
-            for _, _, slab in self._parked.popitem()[1]:
-                self._give(slab)
-                self._merged = True
+        parked = [slab for alike in self._parked.values() for _, _, slab in alike]
+        self._parked.clear()
+        if not parked:
+            return
+        free: list[Slab] = []
+        for slab in sorted((*parked, *(f[-1] for f in self._free)), key=PLACE):
+            last = free[-1] if free else None
+            if last and (last.region, last.offset + last.nbytes) == PLACE(slab):
+                after = _later(last.after, slab.after)
+                free[-1] = Slab(last.region, last.offset, last.nbytes + slab.nbytes, after)
+            else:
+                free.append(slab)
+        self._free = sorted((slab.nbytes, *PLACE(slab), slab) for slab in free)
+        self._merged = True
 
     def _divide(self, wanted: int) -> Slab:
-        """A new slab out of the smallest free one that has room, or out of a new region."""
+        """A slab out of the smallest free one that has room, or out of a new region."""
         self._merge()
         at = bisect_left(self._free, (wanted,))
-        if at < len(self._free):
-            best = self._starts[self._free[at][1:]]
-            self._remove(best)
-        else:
-            best = self._grow(wanted)
-        if best.nbytes > wanted:
-            self._add(Slab(best.region, best.offset + wanted, best.nbytes - wanted, best.after))
+        best = self._free.pop(at)[-1] if at < len(self._free) else self._grow(wanted)
+        rest = best.nbytes - wanted
+        if not rest:
+            return best
+        left = Slab(best.region, best.offset + wanted, rest, best.after)
+        insort(self._free, (rest, *PLACE(left), left))
         return Slab(best.region, best.offset, wanted, best.after)
-
-    def _give(self, slab: Slab) -> None:
-        region, offset, nbytes, after = slab.region, slab.offset, slab.nbytes, slab.after
-        before = self._ends.get((region, offset))
-        behind = self._starts.get((region, offset + nbytes))
-        for other in (before, behind):
-            if other is not None:
-                self._remove(other)
-                offset, nbytes = min(offset, other.offset), nbytes + other.nbytes
-                after = _later(after, other.after)
-        self._add(Slab(region, offset, nbytes, after))
-
-    def _add(self, slab: Slab) -> None:
-        """Have it among the free ones."""
-        insort(self._free, (slab.nbytes, slab.region, slab.offset))
-        self._starts[slab.region, slab.offset] = slab
-        self._ends[slab.region, slab.offset + slab.nbytes] = slab
-
-    def _remove(self, slab: Slab) -> None:
-        """Takes a slab out of the free ones."""
-        del self._free[bisect_left(self._free, (slab.nbytes, slab.region, slab.offset))]
-        del self._starts[slab.region, slab.offset]
-        del self._ends[slab.region, slab.offset + slab.nbytes]
 
     def _grow(self, wanted: int) -> Slab:
         room = None if self.budget is None else self.budget - self.reserved

@@ -60,7 +60,7 @@ class CpuLanes:
                 if after is not None:
                     self.wait("d2h", after)
                 self._put("d2h", lambda: data.fill_(POISON))
-            self._host.free(buf)
+            self.arena.give(buf.slab, after)
         elif self._poison and storage_users(data) == 1:
             data.fill_(POISON)
 

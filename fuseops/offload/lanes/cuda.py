@@ -42,7 +42,7 @@ class CudaLanes:
 
     def free(self, buf: Buf) -> None:
         if buf.place == "host":
-            self._host.free(buf)
+            self.arena.give(buf.slab, buf.after)
         elif buf.owner != self.compute():  # another stream will reuse it: after all that we know of
             buf.owner.wait_stream(self.compute())  # type: ignore[attr-defined]
         buf.data = None

@@ -38,7 +38,3 @@ class HostMemory:
         buf = Buf(name, nbytes, "host", slab.view)
         buf.after, buf.slab = slab.after, slab
         return buf
-
-    def free(self, buf: Buf) -> None:
-        """Its next user waits for `buf.after`."""
-        self.arena.give(buf.slab, buf.after)
