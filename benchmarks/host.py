@@ -5,6 +5,7 @@
 Every step runs as fuseops and as plain torch over the same weights, eager and compiled, in turn; medians of rounds, and
 ratios of each round: eager over eager torch, compiled over torch.compile of the plain module. `graph` is fuseops under
 torch.compile(mode="reduce-overhead"). The forward keeps its graph; the backward makes all gradients anew.
+`--one-thread` runs backwards in the thread that calls them, as `torch.autograd.set_multithreading_enabled(False)` does.
 `--recipes` times the steps under recipes instead, every GEMM quantized, with ratios over fuseops in bf16.
 """
 
@@ -231,10 +232,16 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--eager", dest="compiled", action="store_false", help="no torch.compile")
     parser.add_argument("--calls", action="store_true", help="count Python calls")
+    parser.add_argument("--one-thread", action="store_true", help="backwards in the calling thread")
     parser.add_argument("--profile", action="store_true", help="print where the host is")
     parser.add_argument("--recipes", action="store_true", help="steps under recipes instead")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    with torch.autograd.set_multithreading_enabled(not options.one_thread):
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
     if options.recipes:
         found = {name: under_recipes(name, options) for name in options.steps}
         report = {**measure.environment(), "recipes": found}
