@@ -222,6 +222,10 @@ def _operand(
     index: Tensor | None,
 ) -> Operand:
     scaling: Scaling | None = getattr(call.precision.roles, role)
+    if isinstance(x, Quantized) and x.scaling is scaling and x.offs is offs and index is None:
+        there = (x.row is not None or not row) and (x.col is not None or not col)
+        if there and (offs is None or scaling.block is not None):
+            return x.only(row, col)  # quantized in this op, for this very GEMM
     if scaling is not None:
         see = None if call.scales is None else _see(call, role)
         seed = call.seed if role == "grad_output" else None

@@ -74,7 +74,7 @@ def _multiplied(
     """A product of rows with a weight, whose layout has the summed axis last."""
     if isinstance(a, Quantized) and isinstance(weight, Quantized) and a.dtype in OUTPUTS:
         codes, turned = a.row, weight.row if layout == "row" else weight.col
-        other = weight.scaling if layout == "row" else weight.scaling.of("col")
+        other = weight.scaling if layout == "row" else weight.scaling.colwise or weight.scaling
         kind = other.kernel if other.kernel == a.scaling.kernel else None
         vectors = other.block == VECTOR  # which kernels read of rows alone
         if not vectors and kind is not None and codes is not None and turned is not None:

@@ -91,12 +91,7 @@ def operand(
     seed: (1,) int64, of a format that rounds at random; drawn where it is not given.
     see: what gives the one scale of a tensor or of groups for its amax, where that is not its own.
     """
-    if isinstance(x, Quantized):
-        there = (x.row is not None or not row) and (x.col is not None or not col)
-        mine = x.scaling is scaling and x.offs is offs and index is None
-        if there and mine and (offs is None or scaling.block is not None):
-            return x.only(row, col)  # an op's own, which it quantized for this very GEMM
-    elif scaling.rounds_at_random and seed is None:
+    if scaling.rounds_at_random and seed is None and isinstance(x, Tensor):
         seed = torch.randint(2**62, (1,), device=x.device)
     q = _operand(x, scaling, offs, row, col, index, seed, see)
     if Measuring.numbers and (seen := watching()):
