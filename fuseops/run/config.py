@@ -38,7 +38,7 @@ def configure(
     *,
     fusion: bool = _UNSET,
     recipe: Recipe | Mapping[str, Recipe | None] | None = _UNSET,
-    rules: Iterable[Rule] = _UNSET,
+    rules: Iterable[Rule | str] = _UNSET,
     disable: Iterable[str] = _UNSET,
     prefer: str = _UNSET,
 ) -> None:

@@ -7,7 +7,10 @@ import torch
 
 from fuseops import ops
 from fuseops.errors import FuseOpsError
+from fuseops.ops.activations import ACTS
+from fuseops.ops.glu import GATED, SCALED_GATED
 from fuseops.ops.op import Op
+from fuseops.rules.rule import types_of
 
 
 class Wanted(NamedTuple):
@@ -139,6 +142,10 @@ def _reshape(w: Wanted) -> Op[Any]:
     return ops.Reshape(*w.choose((-1, w.width), (-1, 1, w.width)))
 
 
+def _plain(op: type) -> Callable[[Wanted], Op[Any]]:
+    return lambda w: op()
+
+
 def _glu(op: type) -> Callable[[Wanted], Op[Any]]:
     return lambda w: op(interleave=w.choose(0, 1))
 
@@ -185,16 +192,12 @@ register(ops.GroupedLinear, _grouped, width="maps", flat=True)
 register(ops.RMSNorm,       _norm)
 register(ops.LayerNorm,     _layer_norm)
 register(ops.L2Norm,        lambda w: ops.L2Norm(1e-6 if w.width > 1 else 1e3))
-register(ops.SiLU,          lambda w: ops.SiLU())
+for act in types_of(ACTS):
+    register(act,           _plain(act))
 register(ops.GELU,          lambda w: ops.GELU(w.choose("none", "tanh")))
-register(ops.QGELU,         lambda w: ops.QGELU())
-register(ops.ReLU,          lambda w: ops.ReLU())
-register(ops.SReLU,         lambda w: ops.SReLU())
 register(ops.ScaledSReLU,   lambda w: ops.ScaledSReLU())
-for plain in (ops.SwiGLU, ops.GLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU):
-    register(plain,         _glu(plain), width="halves")
-for scaled in (ops.ScaledSwiGLU, ops.ScaledGLU, ops.ScaledQGEGLU, ops.ScaledReGLU, ops.ScaledSReGLU):
-    register(scaled,        _glu(scaled), width="halves")
+for glu in types_of(GATED | SCALED_GATED):  # those with more options below
+    register(glu,           _glu(glu), width="halves")
 for situ in (ops.SiTUGLU, ops.ScaledSiTUGLU):
     register(situ,          _situ(situ), width="halves")
 for gelu in (ops.GEGLU, ops.ScaledGEGLU):
