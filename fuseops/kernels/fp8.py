@@ -240,9 +240,13 @@ def fp8_wgrad_into(
     tiles: Tensor | None = None,
     accumulate: bool = True,
 ) -> None:
-    """Add `fp8_wgrad` to the float32 `main_grad` unrounded, or overwrite it."""
+    """Add `fp8_wgrad` to the float32 `main_grad` unrounded, or overwrite it.
+
+    What is overwritten may have another dtype, and be some rows or columns of larger matrices.
+    """
+    rounded = not accumulate and main_grad.dtype in OUTPUTS and main_grad.stride(-1) == 1
     require(
-        main_grad.dtype == torch.float32 and main_grad.is_contiguous(),
+        rounded or (main_grad.dtype == torch.float32 and main_grad.is_contiguous()),
         f"main_grad is {main_grad.dtype} with strides {main_grad.stride()}, "
         "expected a contiguous float32 buffer.",
     )
@@ -253,10 +257,19 @@ def _into(g: ScaledGradient) -> None:
     """Write or add the gradient to dw."""
     g = checked_wgrad(g)
     path = wgrad_path(g.dy, g.x, g.dw.dtype)
-    if path == COOPERATIVE and g.dw.data_ptr() % 16 == 0:
+    if path == COOPERATIVE and _describable(g.dw):
         launch_wgrad(g)
     else:
         _gradient(g)
+
+
+def _describable(dw: Tensor) -> bool:
+    """Whether a descriptor takes it: from multiples of 16 bytes, and float32, which is added to, as a whole."""
+    if dw.data_ptr() % 16:
+        return False
+    if dw.is_contiguous():
+        return True
+    return dw.dtype != torch.float32 and not any(s * dw.itemsize % 16 for s in dw.stride()[:-1])
 
 
 # --- other hardware, and sizes that no descriptor takes

@@ -14,6 +14,8 @@ from fuseops.kernels.grouped_paths import ENDS, act_path, mm_choice, wgrad_choic
 from fuseops.run.checks import WRITTEN
 from fuseops.run.debug import running
 
+MULTIPLY = ("grouped_mm", "grouped_swiglu", "fp8_mm", "fp8_mm_operand")
+
 
 class Launches(list[registry.Call]):
     """Sees each launch when it happens, which is when it is known whose it is."""
@@ -31,9 +33,8 @@ class Launches(list[registry.Call]):
             self.note(
                 f"{running()}: {words(*operands, form if op.name == 'grouped_swiglu' else None)}"
             )
-            chosen = choices()
-            if chosen:
-                self.note(f"{running()}: {chosen}")
+        if op.name in MULTIPLY and (chosen := choices()):
+            self.note(f"{running()}: {chosen}")
 
 
 def choices() -> str:

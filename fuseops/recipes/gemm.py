@@ -243,7 +243,10 @@ def _by_group(
 def wgrad_into(
     main_grad: Tensor, dy: Operand, x: Operand, offs: Tensor, accumulate: bool, name: str = ""
 ) -> None:
-    """main_grad (+)= wgrad of groups, unrounded.   main_grad (E, N, K) float32"""
+    """main_grad (+)= wgrad of groups, unrounded.   main_grad (E, N, K) float32
+
+    Of squares what is overwritten may have another dtype, and be some rows or columns of larger matrices.
+    """
     if Measuring.numbers and watching():
         wgrad(dy, x, torch.float32, offs, name)
     _wgrad_into(main_grad, dy, x, offs, accumulate)

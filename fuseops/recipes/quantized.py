@@ -353,6 +353,13 @@ def _plain(q: Quantized, layout: str) -> Layout:
     return layout_of(data, plain.view(scale.dtype), *whole)
 
 
+def some_features(q: Quantized, begin: int, size: int) -> Quantized:
+    """Some features of rows in vectors of 128, from a multiple of that on."""
+    data, scale = cast("Layout", q.row)
+    blocks = scale.narrow(0, begin // BLOCK, -(-size // BLOCK))
+    return replace(q, row=Layout(data.narrow(1, begin, size), blocks), col=None)
+
+
 def in_order(q: Quantized) -> Quantized:
     """The same, with scales as `Quantized` says that they lie, which may go anywhere."""
     if not (swizzled(q.row) or swizzled(q.col)):

@@ -78,6 +78,11 @@ def test_wgrad(data, rows, n, k, seed, dtype, grouped, accumulate):
     fp8.fp8_wgrad_into.launcher(got, *on_device, None, accumulate)
     fp8.fp8_wgrad_into.twin(want, *operands, offs, None, accumulate)
     f8.assert_products(got.cpu(), want)
+    if offs is not None:  # into some columns, or rows, of larger matrices, rounded once
+        larger = torch.zeros(len(offs), n + 8, k + 8, dtype=dtype, device=DEVICE)
+        for into in (larger[:, :n, 8:], larger[:, 8:, :k]):
+            fp8.fp8_wgrad_into.launcher(into, *on_device, None, False)
+            f8.assert_products(into.cpu(), dw)
 
 
 def wide(codes, scale, rows_at_once, columns_at_once):
@@ -142,6 +147,8 @@ def test_wrong_operands_are_named():
             fp8.fp8_wgrad.launcher(*wrong, offs)
     with pytest.raises(FuseOpsError, match="expected a contiguous float32 buffer"):
         fp8.fp8_wgrad_into.launcher(torch.zeros(3, 16, 32).bfloat16(), *columns, offs)
+    with pytest.raises(FuseOpsError, match="expected a contiguous float32 buffer"):
+        fp8.fp8_wgrad_into.launcher(torch.zeros(3, 16, 64)[..., :32], *columns, offs)
     with pytest.raises(
         FuseOpsError, match=re.escape("main_grad is (3, 32, 16), expected (3, 16, 32)")
     ):

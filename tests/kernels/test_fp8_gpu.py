@@ -125,6 +125,12 @@ def test_wgrad(name, number, scaling, dense):
         fp8.fp8_wgrad_into(odd, *operands, offs, None, True)  # no descriptor begins there
         f8.assert_products(odd, exact + 0.5)
         f8.assert_products(total, exact)
+        larger = dw.new_zeros(*exact.shape[:-2], exact.shape[-2] + 64, exact.shape[-1] + 128)
+        for into in (larger[..., 64:, :-128], larger[..., :-64, 128:]):
+            fp8.fp8_wgrad_into(into, *operands, offs, None, False)
+            assert torch.equal(into, dw)
+            assert larger.count_nonzero() == into.count_nonzero()
+            larger.zero_()
 
 
 def test_e5m2_gradients():

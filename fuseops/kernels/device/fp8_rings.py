@@ -61,9 +61,10 @@ def describe_rows(t):
 
 
 def describe_weight(t):
-    """A weight (E, N, K) or (N, K) in parts of 64 x 64."""
+    """A weight (E, N, K) or (N, K) in parts of 64 x 64. It may be some rows, or some columns, of larger ones."""
     n, k = t.shape[-2:]
-    return Descriptor(t, (t.numel() // (n * k), n, k), (n * k, k, 1), [1, 64, 64])
+    strides = t.stride() if t.dim() == 3 else (n * k, *t.stride())
+    return Descriptor(t, (t.numel() // (n * k), n, k), strides, [1, 64, 64])
 
 
 @gluon.jit

@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
-from fuseops.kernels.reference.operands import columns_of
+from fuseops.kernels.tiles import cdiv
 from fuseops.ops.grouped_linear import (
     GroupedLinearSaved,
     grouped_linear_bwd,
@@ -27,20 +26,21 @@ from fuseops.ops.grouped_linear import (
 from fuseops.ops.linear import (
     WEIGHT,
     Indexed,
+    columns_of,
     grad_in_turn,
     grad_operand,
     high,
     input_operand,
-    of_codes,
     weight_rows,
     wgrad_input,
 )
 from fuseops.ops.op import Call, Grads, replaced
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
-from fuseops.recipes import Operand, Roles
+from fuseops.recipes import Operand, Quantized, Roles, Scaling, gemm, operand
+from fuseops.recipes.quantized import BLOCK, some_features
 
-from . import coded_swiglu
+from . import coded_swiglu, quantized_order
 
 Params = Mapping[str, Tensor | None]
 SUMS = frozenset({"bias", "probs"})  # gradients that sum dy as it is
@@ -88,7 +88,8 @@ def gradients(
 ) -> tuple[Grads, Grads, Grads]:
     """The Grads of fc1, the activation and fc2, as `GroupedMLP.gradients` gives them, over quantized operands.
 
-    Where the peak would be above that of high precision, fc2's weight gradient is made last, and what it reads waits.
+    Where the peak would be above that of high precision, fc2's weight gradient is made last, and what it reads waits;
+    the columns of tokens are there in parts, if that is not enough (`quantized_order`).
     """
     first, act, last = calls
     fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, s.probs if mlp.scale1 else None)
@@ -97,8 +98,8 @@ def gradients(
     dy: Any = held.pop()
     h: Any = held.pop()
     above = grouped_linear_bwd(fc2, dy, last, dy_index=dy_index, needs=last.needs & SUMS)
-    lean = _lean(dy, w1, w2, last, dy_index)
-    q, left = grad_in_turn(dy, last, offs, dy_index, stays=True, by_token=lean)
+    parts = quantized_order.parts(dy, w1, w2, calls, dy_index)
+    q, left = grad_in_turn(dy, last, offs, dy_index, stays=True, by_token=parts > 0)
     del dy
     if h is None and not last.needs.isdisjoint(("x", "weight")):
         x, x_index = source()
@@ -111,7 +112,7 @@ def gradients(
     waits: list[Any] = [left, a] if "weight" in last.needs else []
     del a, left
     of_dh: Indexed | None = None
-    dw2 = {} if dx_first or lean else _fc2_weight(waits, offs, last)
+    dw2 = {} if dx_first or parts else _fc2_weight(waits, w2, offs, last)
     below = Grads()
     if dh is not None:
         below = grouped_linear_bwd(fc1, dh, first, needs=first.needs & SUMS)
@@ -122,49 +123,19 @@ def gradients(
             below = replaced(below, x=finish(dx, dprobs))
             del dx
         del q
-    if dx_first and not lean:
-        dw2 = _fc2_weight(waits, offs, last)
+    if dx_first and not parts:
+        dw2 = _fc2_weight(waits, w2, offs, last)
     if of_dh is not None and "weight" in first.needs:
         of_dh = _columns(of_dh, offs, first)
-        x, x_index = source()
-        dw1 = {"weight": weight_gradient(of_dh[0], cast("Operand", x), offs, first, x_index)}
-        del x
+        dw1 = {"weight": _fc1_weight(of_dh[0], source, w1, offs, first, parts)}
     del of_dh
-    dw2 = dw2 or _fc2_weight(waits, offs, last)
+    dw2 = dw2 or _fc2_weight(waits, w2, offs, last, parts)
     side = {"probs": dprobs} if "probs" in act.needs else None
     return (
         replaced(below, params={**(below.params or {}), **dw1}),
         Grads(side=side),
         replaced(above, params={**(above.params or {}), **dw2}),
     )
-
-
-def _lean(
-    dy: Tensor, w1: Tensor | None, w2: Tensor | None, call: Call, index: Tensor | None
-) -> bool:
-    """Whether the peak would be above that of high precision with fc2's weight gradient first, and less is held where
-    it is last: in bytes, of codes one an element.
-    """
-    roles = _roles(call)
-    gathers = index is not None and roles.columns and not of_codes(roles.grad_output)
-    if w1 is None or w2 is None or "weight" not in call.needs or "weight" in (call.out or {}):
-        return False
-    if gathers or torch.compiler.is_compiling():
-        return False
-    tokens, rows = dy.shape[0], (dy if index is None else index).shape[0]
-    _, wide, width = w1.shape
-    hidden, item = w2.shape[2], w2.element_size()
-    columns = columns_of(rows, len(w2))
-    dw1, dw2 = item * w1.numel(), item * w2.numel()
-    quantized = max(
-        rows * (item * (hidden + wide) + wide)
-        + columns * (hidden + width),  # through the activation
-        rows * (wide + item * width) + w1.numel() + dw2,  # dx
-        columns * (wide + width) + dw1 + dw2,
-    )
-    high = max(item * rows * wide + dw1 + dw2, item * rows * (width + hidden + wide) + dw2)
-    waits = columns * hidden + width * (columns if index is None else tokens)
-    return quantized > high and waits < dw2
 
 
 def _through_activation(
@@ -197,13 +168,60 @@ def _through_activation(
     return dh, wgrad_input(a, last, s.offs), dprobs
 
 
-def _fc2_weight(waits: list[Any], offs: Tensor, call: Call) -> Params:
-    """The gradient of fc2's weight.   waits: dy and a, which are taken out; none where it is not needed"""
+def _fc1_weight(
+    dh: Operand, source: Source, weight: Tensor, offs: Tensor, call: Call, parts: int
+) -> Tensor | None:
+    """The gradient of fc1's weight, of x with its columns in parts where there are several."""
+    x, index = cast("tuple[Operand, Tensor | None]", source())
+    if parts <= 1:
+        return weight_gradient(dh, x, offs, call, index)
+    roles = _roles(call)
+    tokens = operand(x, cast("Scaling", roles.input))
+
+    def multiplied(dw: Tensor, part: Operand) -> None:
+        columns = columns_of(part, call, offs, index)
+        gemm.wgrad_into(dw, dh, columns, offs, False, call.name)
+
+    return _in_parts(weight, 2, tokens, parts, multiplied)
+
+
+def _fc2_weight(
+    waits: list[Any], weight: Tensor, offs: Tensor, call: Call, parts: int = 0
+) -> Params:
+    """The gradient of fc2's weight.   waits: dy and a, which are taken out; none where it is not needed
+
+    parts: in how many the columns of dy are there, of a dy that waits by token
+    """
     if not waits:
         return {}
     a = waits.pop()
-    dy, index = _columns(waits.pop(), offs, call)
-    return {"weight": weight_gradient(dy, a, offs, call, None, index)}
+    if parts <= 1:
+        dy, index = _columns(waits.pop(), offs, call)
+        return {"weight": weight_gradient(dy, a, offs, call, None, index)}
+
+    def multiplied(dw: Tensor, part: Operand) -> None:
+        columns, _ = _columns((part, index), offs, call)
+        gemm.wgrad_into(dw, columns, a, offs, False, call.name)
+
+    tokens, index = waits.pop()
+    return {"weight": _in_parts(weight, 1, tokens, parts, multiplied)}
+
+
+def _in_parts(
+    weight: Tensor,
+    axis: int,
+    tokens: Quantized,
+    parts: int,
+    multiplied: Callable[[Tensor, Operand], None],
+) -> Tensor:
+    """The gradient of a weight, written some of the tokens' features at a time: those that lie along this axis."""
+    dw = weight.new_empty(weight.shape, dtype=tokens.dtype)
+    width = weight.shape[axis]
+    step = BLOCK * cdiv(width, BLOCK * parts)
+    for begin in range(0, width, step):
+        size = min(step, width - begin)
+        multiplied(dw.narrow(axis, begin, size), some_features(tokens, begin, size))
+    return dw
 
 
 def _columns(left: Indexed, offs: Tensor, call: Call) -> Indexed:

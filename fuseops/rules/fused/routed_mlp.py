@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.kernels.configs import Switch
 from fuseops.ops.activations import Form
 from fuseops.ops.checks import check_pos, check_rows
 from fuseops.ops.linear import saved_input
@@ -26,8 +25,9 @@ from fuseops.ops.permute import AGAIN, ON_DX, SENT, Combine, OnDx, SendsAgain, S
 from fuseops.recipes import Operand
 from fuseops.words import size
 
-from . import dswiglu
+from . import dswiglu, quantized_order
 from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Rows, Tensors, without_h
+from .routed_copies import FC1, FC2_BWD, FC2_DSWIGLU, copies_rows
 
 
 class RoutedMLPSaved(NamedTuple):
@@ -49,15 +49,6 @@ class RoutedMLPSaved(NamedTuple):
     home: Tensor | None = None  # in the place of x, as the tokens of this rank were sent
     slots: Tensor | None = None
     arrivals: Tensor | None = None
-
-
-# Whether routed rows are copied for the GEMMs that read them; tuned as tiles are. By default from a weight's width on:
-# a GEMM that gathers loses a share of its time, which grows with its width, and a copy costs the same for any. Measured
-# on an H200 over the shapes of benchmarks/moe_layer.py. The rows of fc1 are copied once more for its weight gradient;
-# those of fc2's gradients serve two GEMMs, the first of which ends in dSwiGLU where that is fused.
-FC1 = Switch("routed_fc1", "COPY", lambda rows, dims: dims[0] >= 4096)
-FC2_BWD = Switch("routed_fc2_bwd", "COPY", lambda rows, dims: dims[0] >= 4096)
-FC2_DSWIGLU = Switch("routed_fc2_dswiglu", "COPY", lambda rows, dims: dims[0] > 512)
 
 
 OTHER = {"speed": "memory", "memory": "speed"}
@@ -129,7 +120,7 @@ class RoutedMLP(FusedOp):
         offs: Tensor = s.offs  # type: ignore[assignment]
         x = saved_input(x, calls[1], offs, by_index=True)
         features = s.fc1.shape[1]  # type: ignore[union-attr]
-        copies = calls[1].precision.roles is None and _copies(FC1, x, index, features)
+        copies = calls[1].precision.roles is None and copies_rows(FC1, x, index, features)
         rows, by = _rows(x, index, pos, offs, copies)
         h, a = self.mlp.activated(replaced(s, x=rows), calls[1:4], "h" in keep, by)
         del rows
@@ -164,7 +155,7 @@ class RoutedMLP(FusedOp):
             x = arrived()
             if calls[1].precision.roles is not None:
                 return x, index  # its codes are permuted
-            return _rows(x, index, pos, offs, _copies(FC1, x, index, *width))
+            return _rows(x, index, pos, offs, copies_rows(FC1, x, index, *width))
 
         on_dx = _on_dx(calls)
 
@@ -185,7 +176,17 @@ class RoutedMLP(FusedOp):
 
     def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         said = self._choices_of_dy(x, t, calls), self._choices_of_dx(x, t, calls)
-        return "; ".join(filter(None, said))
+        order = self._order(x, t, calls)
+        return "; ".join(filter(None, (*said, order)))
+
+    def _order(self, x: Any, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+        """In which order a recipe makes gradients, where that is for its peak. dy is taken to be as x is."""
+        if calls[1].precision.roles is None or not self.combines:
+            return ""
+        weights = t[1]["weight"], t[3]["weight"]
+        return quantized_order.in_words(
+            quantized_order.parts(x, *weights, calls[1:4], t[0]["index"])
+        )
 
     def _choices_of_dx(self, x: Any, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         """Which gradients are made while dx travels, and what fc2's holds for that: a, and rows of dy of its own."""
@@ -230,7 +231,7 @@ class RoutedMLP(FusedOp):
         if calls[3].prefer == "memory" and dswiglu.gathers(given, index, calls[1:4], rows):
             return False
         why = dswiglu.expected_why_apart(given, None, calls[1:4], rows)
-        return _copies(FC2_DSWIGLU if why is None else FC2_BWD, dy, index, s.fc2.shape[2])
+        return copies_rows(FC2_DSWIGLU if why is None else FC2_BWD, dy, index, s.fc2.shape[2])
 
 
 def _on_dx(calls: tuple[Call, ...]) -> OnDx | None:
@@ -246,13 +247,6 @@ def _arrived(saved: RoutedMLPSaved, calls: tuple[Call, ...]) -> Callable[[], Any
     tokens, roles = pos.shape[0], calls[1].precision.roles  # type: ignore[union-attr]
     ready = sends(saved.home, saved.slots, saved.arrivals, tokens, roles)
     return cache(lambda: saved_input(ready(), calls[1], offs, by_index=True))
-
-
-def _copies(space: Switch, x: Operand, index: Tensor | None, width: int) -> bool:
-    """What the space says of this GEMM. Traced code asks for no rows: they are a symbol there."""
-    if index is None or torch.compiler.is_compiling():
-        return False
-    return space.says(index.shape[0], (width, x.shape[1]), x)  # type: ignore[arg-type]
 
 
 def _rows(x: Operand, index: Tensor | None, pos: Tensor | None, offs: Tensor, copies: bool) -> Rows:

@@ -1,0 +1,146 @@
+"""In which order the gradients of quantized experts are made: where a step would hold more than one in high precision,
+in another one that holds less, to the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels.reference.operands import columns_of
+from fuseops.ops.linear import of_codes
+from fuseops.ops.op import Call
+from fuseops.recipes.gemm import OUTPUTS
+from fuseops.recipes.numbers import Measuring
+from fuseops.recipes.quantized import BLOCK
+
+from .routed_copies import FC1, FC2_DSWIGLU, copies_rows
+
+PARTS = (1, 2, 4, 8)
+
+
+def parts(
+    dy: Tensor, w1: Tensor | None, w2: Tensor | None, calls: tuple[Call, ...], index: Tensor | None
+) -> int:
+    """0: fc2's weight gradient comes first. Else last, and the columns of tokens, which both weight gradients read, are
+    there for one of so many parts of their features at a time: as few as hold no more than high precision does.
+    """
+    if w1 is None or w2 is None or torch.compiler.is_compiling() or not _can_wait(calls, index):
+        return 0
+    rows, (_, wide, width) = (dy if index is None else index).shape[0], w1.shape
+    hidden = w2.shape[2]
+    held = Held(dy.shape[0], rows, wide, width, hidden, w2.element_size(), len(w2))
+    by_index = index is not None
+    most = width // BLOCK if by_index and _divisible(dy, calls) else 0
+    found = _whatever_is_copied(held, by_index, most)
+    if found is None:
+        copies_dy = not by_index or copies_rows(FC2_DSWIGLU, dy, index, hidden)
+        found = _fewest(held, by_index, copies_rows(FC1, dy, index, wide), copies_dy, most)
+    return found
+
+
+def in_words(parts: int) -> str:
+    """What `explain()` says of an order; nothing of the first."""
+    if not parts:
+        return ""
+    said = "fc2's weight gradient is made last, where a step peaks no higher than in high precision"
+    return (
+        said
+        if parts == 1
+        else f"{said}, with columns of x and dy in {parts} parts of their features"
+    )
+
+
+def _can_wait(calls: tuple[Call, ...], index: Tensor | None) -> bool:
+    """Whether what fc2's weight gradient reads can wait for it, in fewer bytes than that gradient has."""
+    last = calls[2]
+    roles = last.precision.roles
+    if roles is None or "weight" not in last.needs or "weight" in (last.out or {}):
+        return False
+    return index is None or not roles.columns or of_codes(roles.grad_output)
+
+
+def _divisible(dy: Tensor, calls: tuple[Call, ...]) -> bool:
+    """Whether both weight gradients are of squares, whose scales parts of the features keep, and nobody's sums."""
+    first, _, last = calls
+    if dy.dtype not in OUTPUTS or Measuring.numbers or "weight" in (first.out or {}):
+        return False
+    return first.precision.roles.squares and last.precision.roles.squares  # type: ignore[union-attr]
+
+
+class Held(NamedTuple):
+    """Bytes that live at the moments where the peak may be, of codes one an element, but for what lives in all."""
+
+    tokens: int
+    rows: int
+    wide: int  # of h
+    width: int  # of x and dy
+    hidden: int
+    item: int  # bytes of an element in high precision
+    experts: int
+
+    @property
+    def columns(self) -> int:
+        """Of rows whose groups begin at multiples of 128."""
+        return columns_of(self.rows, self.experts)
+
+    @property
+    def dw1(self) -> int:
+        return self.item * self.experts * self.wide * self.width
+
+    @property
+    def dw2(self) -> int:
+        return self.item * self.experts * self.hidden * self.width
+
+    @property
+    def _dx(self) -> int:
+        return self.item * self.tokens * self.width
+
+    def high(self, copies_x: bool, copies_dy: bool) -> int:
+        """In high precision: at fc2's weight gradient, and at fc1's."""
+        fc2 = self.rows * (self.width * copies_dy + self.hidden + self.wide)
+        fc1 = self.rows * (self.wide + self.width * copies_x)
+        return max(self.item * fc2 + self.dw2, self.item * fc1 + self.dw1 + self.dw2 + self._dx)
+
+    def first(self) -> int:
+        """With fc2's weight gradient first: through the activation, at dx and at fc1's weight gradient."""
+        act = self.item * (self.hidden + self.wide) + self.wide
+        return max(
+            self.rows * act + self.columns * (self.hidden + self.width),
+            self.rows * (self.wide + self.item * self.width) + self.dw1 // self.item + self.dw2,
+            self.columns * (self.wide + self.width) + self.dw1 + self.dw2 + self._dx,
+        )
+
+    def waits(self, by_token: bool) -> int:
+        """What fc2's weight gradient reads: columns of the activation, dy by token or as columns."""
+        return self.columns * self.hidden + self.width * (self.tokens if by_token else self.columns)
+
+    def last(self, parts: int) -> int:
+        """With it last: at both weight gradients."""
+        part = self.width // parts
+        fc1 = self.waits(True) + self.columns * (self.wide + part)
+        fc2 = self.columns * (self.hidden + part) + self.dw2
+        codes = self.tokens * (self.width + part) if parts > 1 else 0
+        return max(fc1, fc2) + codes + self.dw1 + self._dx
+
+
+@functools.lru_cache(maxsize=1024)
+def _whatever_is_copied(held: Held, by_index: bool, most: int) -> int | None:
+    """`_fewest`, where it is the same whichever rows are copied."""
+    either = (False, True)
+    found = {_fewest(held, by_index, x, dy, most) for x in either for dy in either}
+    return found.pop() if len(found) == 1 else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _fewest(held: Held, by_index: bool, copies_x: bool, copies_dy: bool, most: int) -> int:
+    """`parts`, of rows by index or as they lie, and of features that can be had in `most`; 0: in none."""
+    high = held.high(copies_x, copies_dy)
+    if held.first() <= high or held.waits(by_index) >= held.dw2:
+        return 0
+    if not most:
+        return 1
+    return next(n for n in PARTS if held.last(n) <= high or 2 * n > most or n == PARTS[-1])
