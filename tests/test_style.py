@@ -178,6 +178,14 @@ def test_every_function_and_class_is_named_elsewhere() -> None:
     assert not dead, "\n".join(dead)
 
 
+def test_hooks_on_all_modules_have_one_home() -> None:
+    """Who wants to know which module runs takes `observe.modules.hooks`, or the stack of modules kept there."""
+    home = PACKAGE / "observe" / "modules.py"
+    hook = re.compile(r"register_module_(?:full_)?(?:forward|backward)\w*hook")
+    homes = {file for file in FILES if hook.search(file.read_text(encoding="utf-8"))}
+    assert homes == {home}, [str(file.relative_to(ROOT)) for file in homes - {home}]
+
+
 def test_no_part_is_without_a_layer() -> None:
     parts = {part_of(module_name(file)) for file in FILES}
     assert parts <= LEVEL.keys(), f"give {parts - LEVEL.keys()} a place in LAYERS"

@@ -8,12 +8,21 @@ fused.
 """
 
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules import module as nn_module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+
+def hooks(
+    enter: Callable[[nn.Module, Any], None], leave: Callable[[nn.Module, Any, Any], None]
+) -> tuple[RemovableHandle, RemovableHandle]:
+    """Torch calls these around every module's forward, in all threads and however it ends, while the handles stay."""
+    before = register_module_forward_pre_hook(enter)
+    return before, register_module_forward_hook(leave, always_call=True)
 
 
 class Watcher(Protocol):
@@ -59,8 +68,9 @@ def install() -> None:
     with _lock:
         _open += 1
         if _open == 1:
-            _installed.append(nn_module.register_module_forward_pre_hook(_entered))
-            _installed.append(nn_module.register_module_forward_hook(_left, always_call=True))
+            # as `hooks` does, which would be a call more in every step under a scope
+            _installed.append(register_module_forward_pre_hook(_entered))
+            _installed.append(register_module_forward_hook(_left, always_call=True))
 
 
 def uninstall() -> None:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
@@ -23,6 +22,7 @@ from fuseops.run.composed import Composed
 from fuseops.run.run import Run
 from fuseops.run.runner import runner_of
 
+from . import modules
 from .saved import Where
 
 Ops = tuple[Op[Any], ...]
@@ -81,16 +81,9 @@ class Observer:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Follow what runs in this thread; nothing stays installed."""
-        handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
-        try:
-            with scopes.watching(self._watch):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        before, after = modules.hooks(self._enter, self._leave)
+        with before, after, scopes.watching(self._watch):
+            yield
 
     def where(self, by_node: bool) -> Where:
         """For the ledger: whose tensor is packed right now. by_node: by a node of fuseops."""

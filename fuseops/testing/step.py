@@ -6,11 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 
+from fuseops.observe import modules
 from fuseops.observe.untouched import held, main_grad_of, main_grads, nothing_waits, put_back
 from fuseops.ops import scopes
 from fuseops.ops.weights import drop_kept
@@ -64,16 +61,9 @@ def watched(model: nn.Module) -> Iterator[list[Fired]]:
                 if found not in fired:
                     fired.append(found)
 
-    hooks = [
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, always_call=True),
-    ]
-    try:
-        with scopes.watching(watch):
-            yield fired
-    finally:
-        for hook in hooks:
-            hook.remove()
+    before, after = modules.hooks(enter, leave)
+    with before, after, scopes.watching(watch):
+        yield fired
 
 
 @contextmanager

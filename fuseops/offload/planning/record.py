@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops import torch_private
+from fuseops.observe import modules
 from fuseops.observe.labels import Labels, Named
 from fuseops.observe.memory import Meter, outside_bytes, tensors_in
 from fuseops.observe.travel import TRAVEL
@@ -212,8 +212,8 @@ class Recorder:
                 self._owned.set(t.untyped_storage(), what)
         with ExitStack() as stack:
             self._scope = stack.enter_context(_Recording(self, self.model))
-            stack.callback(register_module_forward_pre_hook(self._entered).remove)
-            stack.callback(register_module_forward_hook(self._left, always_call=True).remove)
+            for handle in modules.hooks(self._entered, self._left):
+                stack.enter_context(handle)
             stack.enter_context(_Ops(self))
             yield
         self._look()
