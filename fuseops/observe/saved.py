@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,17 +26,6 @@ from fuseops.plan.records import SavedTensor
 Storages = tuple[tuple[int, int], ...]  # (id, bytes) of each
 
 
-class Handle:
-    """What autograd keeps in place of a saved tensor."""
-
-    __slots__ = ("__weakref__", "record", "tensor")
-
-    record: PackedTensor
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 class Where(NamedTuple):
     """What runs while a tensor is packed."""
 
@@ -46,15 +35,14 @@ class Where(NamedTuple):
     alone: str | None
 
 
-class PackedTensor:
-    """One tensor that was packed."""
+class Handle:
+    """What autograd keeps in place of a saved tensor, and what is known of it."""
 
-    __slots__ = ("grad_fn", "handle", "known", "where")
+    __slots__ = ("__weakref__", "grad_fn", "known", "tensor", "where")
 
-    def __init__(self, handle: Handle, where: Where, known: SavedName | None) -> None:
-        self.handle = weakref.ref(handle)
-        self.where, self.known = where, known
-        self.grad_fn = "unknown"
+    def __init__(self, tensor: Tensor, where: Where, known: SavedName | None) -> None:
+        self.tensor, self.where, self.known = tensor, where, known
+        self.grad_fn = "unknown"  # until the graph is walked
 
 
 class SavedLedger:
@@ -62,7 +50,7 @@ class SavedLedger:
 
     def __init__(self, where: Callable[[bool], Where]) -> None:
         self.where = where
-        self.records: list[PackedTensor] = []
+        self._handles: list[weakref.ref[Handle]] = []
         self._visiting: str | None = None
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -72,18 +60,21 @@ class SavedLedger:
     def _pack(self, tensor: Tensor) -> Handle:
         known = names.take(tensor)
         # detached: a saved output that is returned as it is makes a reference cycle
-        handle = Handle(tensor.detach())
-        handle.record = record = PackedTensor(handle, self.where(known is not None), known)
-        self.records.append(record)
+        handle = Handle(tensor.detach(), self.where(known is not None), known)
+        self._handles.append(weakref.ref(handle))
         return handle
 
     def _unpack(self, handle: Handle) -> Tensor:
         if self._visiting is not None:
-            handle.record.grad_fn = self._visiting
+            handle.grad_fn = self._visiting
         return handle.tensor
 
+    def living(self) -> Iterator[Handle]:
+        """What the graph holds, in save order."""
+        return filter(None, (handle() for handle in self._handles))
+
     def visit(self, outputs: Iterable[Tensor]) -> None:
-        """Walk the graph of the outputs, so that every record learns which node saved it."""
+        """Walk the graph of the outputs, so that every handle learns which node saved it."""
         pending: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
         seen = set(pending)
         while pending:
@@ -132,39 +123,34 @@ def tensors_by_owner(
     found: list[tuple[Any, SavedTensor]] = []
     counted: dict[int, str] = {}
     ordinals: Counter[tuple[str, str]] = Counter()
-    for record in ledger.records:
-        handle = record.handle()
-        if handle is None:
-            continue
-        own, *others = _names(record, ordinals)
-        saved = _entry(own, record.known, handle.tensor, parameters, buffers, counted)
-        found.append((record.where.owner, saved))
+    for handle in ledger.living():
+        own, *others = _names(handle, ordinals)
+        saved = _entry(own, handle, parameters, buffers, counted)
+        found.append((handle.where.owner, saved))
         again = saved._replace(nbytes=0, shared_with=own)
-        found += [(record.where.owner, again._replace(name=name)) for name in others]
+        found += [(handle.where.owner, again._replace(name=name)) for name in others]
     return found
 
 
-def _names(record: PackedTensor, ordinals: Counter[tuple[str, str]]) -> list[str]:
-    path = record.where.path
-    if record.known is None:
-        key = (path, record.grad_fn)
+def _names(handle: Handle, ordinals: Counter[tuple[str, str]]) -> list[str]:
+    (_, path, alone), known = handle.where, handle.known
+    if known is None:
+        key = (path, handle.grad_fn)
         ordinals[key] += 1
-        return [f"{path}.{record.grad_fn}.{ordinals[key] - 1}".lstrip(".")]
-    if record.where.alone is None:
-        return list(record.known.names)
-    return [
-        f"{path}.{name.removeprefix(record.where.alone)}".lstrip(".") for name in record.known.names
-    ]
+        return [f"{path}.{handle.grad_fn}.{ordinals[key] - 1}".lstrip(".")]
+    if alone is None:
+        return list(known.names)
+    return [f"{path}.{name.removeprefix(alone)}".lstrip(".") for name in known.names]
 
 
 def _entry(
     name: str,
-    known: SavedName | None,
-    tensor: Tensor,
+    handle: Handle,
     parameters: Mapping[int, str],
     buffers: Mapping[int, str],
     counted: dict[int, str],
 ) -> SavedTensor:
+    tensor, known = handle.tensor, handle.known
     nbytes, shared, is_param = 0, None, known is not None and known.is_param
     for storage, size in storages(tensor):
         if storage in parameters:
