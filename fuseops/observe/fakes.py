@@ -1,20 +1,41 @@
-"""What a step on fake tensors needs: fakes in the place of a model's tensors, and bytes that live."""
+"""What a step on fake tensors needs: fakes in the place of its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fuseops.torch_private import WeakStorage, storage_key
+from fuseops import torch_private
 
-from .untouched import nothing_waits
+from .untouched import main_grad_of, nothing_waits
+
+
+def fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake of a tensor, and of the gradients that a parameter has."""
+    if t.is_meta:  # a model that was never given memory: kernels of the CPU tell what it saves
+        mine: Any = t  # of a DTensor what this rank has, which its op computes with
+        mine = mine.to_local() if torch_private.is_dtensor(type(t)) else mine
+        with mode:
+            made = torch.empty_strided(mine.shape, mine.stride(), dtype=t.dtype, device="cpu")
+    else:
+        made = mode.from_tensor(t.detach())
+    if isinstance(t, nn.Parameter):
+        parameter: Any = nn.Parameter(made, requires_grad=t.requires_grad)
+        if t.grad is not None:
+            parameter.grad = fake(t.grad, mode)
+        if (main_grad := main_grad_of(t)) is not None:
+            parameter.main_grad = fake(main_grad, mode)
+        return parameter
+    return made.requires_grad_() if t.requires_grad else made
 
 
 @contextmanager
-def faked(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Parameters, buffers and tensors that are plain attributes are replaced by their fakes, tied ones by one; what
     waits for backward_dw stays.
     """
@@ -27,7 +48,7 @@ def faked(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> Iterator[None]:
                 if isinstance(t, Tensor):
                     before.append((table, name, t))
                     if id(t) not in made:
-                        made[id(t)] = fake(t)
+                        made[id(t)] = fake(t, mode)
                     table[name] = made[id(t)]
     try:
         with nothing_waits(model):
@@ -35,25 +56,3 @@ def faked(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> Iterator[None]:
     finally:
         for table, name, t in before:
             table[name] = t
-
-
-class LiveBytes:
-    """Bytes of the storages that were added and that live, each counted once."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._living: dict[int, tuple[WeakStorage, int]] = {}
-
-    def add(self, tensors: Iterable[Tensor], count: bool = True) -> None:
-        """count=False: these do not count, nor does what lies in their storages."""
-        for storage in (t.untyped_storage() for t in tensors):
-            key = storage_key(storage)
-            if key not in self._living:
-                nbytes = storage.nbytes() if count else 0
-                self._living[key] = WeakStorage(storage), nbytes
-                self.nbytes += nbytes
-
-    def forget(self) -> None:
-        """Leave out those that have died."""
-        for key in [key for key, (weak, _) in self._living.items() if weak.expired()]:
-            self.nbytes -= self._living.pop(key)[1]

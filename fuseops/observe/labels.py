@@ -65,15 +65,11 @@ class Labels:
         region = torch_private.compiled_region()
         if region is not None:  # one node for all of it
             running, made_by = region[::-1] or running, "compiled"
-        stem = f"{self._path(running)}{made_by}"
+        path = modules.path_in(self.paths or {}, running)
+        stem = f"{path}.{made_by}" if path else made_by
         number, self._numbers[stem] = self._numbers[stem], self._numbers[stem] + 1
         op = type(running[-1]).__name__ if running else made_by
         return Named(f"{stem}.{number}", (), op, False, tuple(running[-1:]))
-
-    def _path(self, running: list[nn.Module]) -> str:
-        paths = self.paths or {}
-        path = next((paths[id(m)] for m in reversed(running) if id(m) in paths), "")
-        return f"{path}." if path else ""
 
 
 def _node_name(name: str) -> str:

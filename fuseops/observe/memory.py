@@ -1,19 +1,19 @@
-"""How many bytes are on the device after each op: the allocator's own count on CUDA, storages that
+"""Each op of a step, and how many bytes are on the device after it: the allocator's own count on CUDA, storages that
 live elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops.ops.op import Op
-
-from .fakes import LiveBytes
+from fuseops.torch_private import WeakStorage, plain_parts, storage_key
 
 
 class Meter(Protocol):
@@ -22,7 +22,7 @@ class Meter(Protocol):
     def before(self) -> None:
         """An op is about to run."""
 
-    def after(self, made: Sequence[Tensor]) -> int:
+    def after(self, made: Iterable[Tensor]) -> int:
         """The op ran, and made tensors in new storages.   -> most bytes on the device meanwhile"""
 
 
@@ -41,17 +41,23 @@ class StorageMeter:
     What an op allocates and frees inside itself is not seen.
     """
 
-    def __init__(self, there: Iterable[Tensor]) -> None:
-        self._live = LiveBytes()
-        self._live.add(there)
+    def __init__(self, there: Iterable[Tensor] = ()) -> None:
+        self.nbytes = 0
+        self._living: dict[int, tuple[WeakStorage, int]] = {}
+        self.after(there)
 
     def before(self) -> None:
         pass
 
-    def after(self, made: Sequence[Tensor]) -> int:
-        self._live.forget()
-        self._live.add(made)
-        return self._live.nbytes
+    def after(self, made: Iterable[Tensor]) -> int:
+        for key in [key for key, (weak, _) in self._living.items() if weak.expired()]:
+            self.nbytes -= self._living.pop(key)[1]
+        for storage in (t.untyped_storage() for t in made):
+            key = storage_key(storage)
+            if key not in self._living:
+                self._living[key] = WeakStorage(storage), storage.nbytes()
+                self.nbytes += storage.nbytes()
+        return self.nbytes
 
 
 class CudaMeter:
@@ -60,7 +66,7 @@ class CudaMeter:
     def before(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 
-    def after(self, made: Sequence[Tensor]) -> int:
+    def after(self, made: Iterable[Tensor]) -> int:
         stats = torch.cuda.memory_stats_as_nested_dict()  # all of them flat take 0.5 ms an op
         return int(stats["active_bytes"]["all"]["peak"])
 
@@ -78,3 +84,36 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+
+
+class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every op below autograd that does work.
+
+    ran  is told of it: func, args, kwargs, what it returned, and the tensors of new storages in that
+    run  runs it
+    """
+
+    def __init__(
+        self,
+        ran: Callable[[Any, Any, Any, Any, list[Tensor]], None],
+        run: Callable[[Any, Any, Any], Any] = lambda func, args, kwargs: func(*args, **kwargs),
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ran, self._run = ran, run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        before = {storage_key(t.untyped_storage()) for t in stored((args, kwargs))}
+        out = self._run(func, args, kwargs)
+        made = [t for t in stored(out) if storage_key(t.untyped_storage()) not in before]
+        if made or func._schema.is_mutable:  # another op gives a view
+            self._ran(func, args, kwargs, out, made)
+        return out
+
+
+def stored(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside that has a storage; of a wrapper those that it is made of."""
+    parts = (part for t in tensors_in(value) for part in plain_parts(t))
+    return (part for part in parts if part.layout is torch.strided)

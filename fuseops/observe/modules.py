@@ -8,32 +8,21 @@ fused.
 """
 
 import threading
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-
-def hooks(
-    enter: Callable[[nn.Module, Any], None], leave: Callable[[nn.Module, Any, Any], None]
-) -> tuple[RemovableHandle, RemovableHandle]:
-    """Torch calls these around every module's forward, in all threads and however it ends, while the handles stay."""
-    before = register_module_forward_pre_hook(enter)
-    return before, register_module_forward_hook(leave, always_call=True)
-
-
-class Watcher(Protocol):
-    """Is told when a module's forward begins."""
-
-    def module_entered(self, module: nn.Module) -> None: ...
+Watcher = Callable[[nn.Module], None]  # is told when a module's forward begins
 
 
 class _ModulesThread(threading.local):
     def __init__(self) -> None:
-        self.watchers: list[Watcher] = []  # open scopes, innermost last
+        self.watchers: list[Watcher] = []  # of open scopes, innermost last
         self.running: list[nn.Module] = []  # outermost first
 
 
@@ -44,7 +33,7 @@ def _entered(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling() or not thread.watchers:
         return
     thread.running.append(module)
-    thread.watchers[-1].module_entered(module)
+    thread.watchers[-1](module)
 
 
 def _left(module: nn.Module, args: Any, result: Any) -> None:
@@ -68,7 +57,6 @@ def install() -> None:
     with _lock:
         _open += 1
         if _open == 1:
-            # as `hooks` does, which would be a call more in every step under a scope
             _installed.append(register_module_forward_pre_hook(_entered))
             _installed.append(register_module_forward_hook(_left, always_call=True))
 
@@ -84,7 +72,7 @@ def uninstall() -> None:
 
 
 def watch(watcher: Watcher) -> None:
-    """Tells a watcher of every module that this thread enters or leaves, until `unwatch`."""
+    """Tells a watcher of every module that this thread enters, until `unwatch` or the next watcher."""
     thread.watchers.append(watcher)
     install()
 
@@ -96,3 +84,43 @@ def unwatch(watcher: Watcher) -> None:
     if not thread.watchers:
         thread.running.clear()
     uninstall()
+
+
+def path_in(paths: Mapping[int, str], running: Sequence[nn.Module]) -> str:
+    """The path of the innermost of these modules that has one."""
+    return next((paths[id(m)] for m in reversed(running) if id(m) in paths), "")
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """The stack of this thread is kept inside, also outside of the scopes that open there."""
+
+    def nobody(module: nn.Module) -> None: ...
+
+    watch(nobody)
+    try:
+        yield
+    finally:
+        unwatch(nobody)
+
+
+@contextmanager
+def followed(
+    enter: Callable[[nn.Module, Any], None], leave: Callable[[nn.Module, Any, Any], None]
+) -> Iterator[None]:
+    """Calls these around every module's forward in this thread, however it ends. The stack, which is kept, has the
+    module on it in `enter`, and no more in `leave`.
+    """
+    here = threading.get_ident()
+
+    def entered(module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == here:
+            enter(module, args)
+
+    def left(module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == here:
+            leave(module, args, output)
+
+    before, after = register_module_forward_pre_hook, register_module_forward_hook
+    with kept(), before(entered), after(left, always_call=True):
+        yield

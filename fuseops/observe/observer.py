@@ -1,13 +1,7 @@
-"""Which module runs: follows one real forward through global module hooks and the watchers of
-run.py.
-
-Hooks of torch's own table, not hooks on the ops: an op with a hook of its own would be planned
-differently.
-"""
+"""Which Sequential runs: follows the calls in one real forward, and the plans of their runs of ops."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -54,12 +48,6 @@ class SequentialCall:
         return len(self.runs) < len(runs) and runs[len(self.runs)].ops == ops
 
 
-class _Frame(NamedTuple):
-    module: nn.Module
-    path: str
-    call: SequentialCall | None
-
-
 class Observer:
     """The calls of Sequentials during one forward, as a tree."""
 
@@ -67,9 +55,8 @@ class Observer:
         self.paths = paths
         self.calls: list[SequentialCall] = []  # those inside no other
         self.alone: dict[str, Op[Any]] = {}  # ops called outside of any Sequential
-        self._frames: list[_Frame] = []
-        self._running: SequentialCall | None = None  # whose run of ops began last
-        self._thread = threading.get_ident()
+        self._open: list[SequentialCall] = []  # those whose forward runs, outermost first
+        self._last: SequentialCall | None = None  # whose run of ops began last
         self._owners = {
             tuple(map(id, piece.ops)): module
             for _, module in walk(root)
@@ -81,17 +68,17 @@ class Observer:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Follow what runs in this thread; nothing stays installed."""
-        before, after = modules.hooks(self._enter, self._leave)
-        with before, after, scopes.watching(self._watch):
+        with modules.followed(self._enter, self._leave), scopes.watching(self._watch):
             yield
 
     def where(self, by_node: bool) -> Where:
         """For the ledger: whose tensor is packed right now. by_node: by a node of fuseops."""
-        if not self._frames:
+        running = modules.thread.running
+        if not running:
             return Where(None, "", None)
-        module, path, call = self._frames[-1]
+        module, call, path = running[-1], self._call(), modules.path_in(self.paths, running)
         if by_node and not isinstance(module, Op):
-            call = self._running
+            call = self._last
         if call is not None:
             call.packed += 1
         if not isinstance(module, Op):
@@ -101,33 +88,27 @@ class Observer:
 
     def ran(self, gemm: str) -> None:
         """For `Launches`: the run that began last launched a grouped GEMM."""
-        if self._running is not None:
-            self._running.gemms.append(gemm)
+        if self._last is not None:
+            self._last.gemms.append(gemm)
+
+    def _call(self) -> SequentialCall | None:
+        return self._open[-1] if self._open else None
 
     # --- hooks
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        outer = self._frames[-1] if self._frames else _Frame(module, "", None)
-        path = self.paths.get(id(module), outer.path)
-        call = outer.call
         if isinstance(module, Composed):
-            call = self._called(module, path, outer.call)
+            path = modules.path_in(self.paths, modules.thread.running)
+            call = self._called(module, path, self._call())
             call.x = _seen(args[0]) if args else None
-        self._frames.append(_Frame(module, path, call))
+            self._open.append(call)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() != self._thread or all(
-            f.module is not module for f in self._frames
-        ):
-            return
-        while self._frames.pop().module is not module:
-            pass
-        frame = self._frames[-1] if self._frames else _Frame(module, "", None)
-        called = frame.call is not None and frame.module is frame.call.module
-        if called and module in frame.module.children():  # not the parametrization of an op
-            frame.call.x = _seen(output)  # type: ignore[union-attr]
+        if self._open and self._open[-1].module is module:
+            self._open.pop()
+        call, around = self._call(), modules.thread.running[-1:]
+        if call is not None and around == [call.module] and module in call.module.children():
+            call.x = _seen(output)  # not of the parametrization of an op
 
     def _called(self, module: Composed, path: str, parent: SequentialCall | None) -> SequentialCall:
         call = SequentialCall(module, path, parent)
@@ -137,14 +118,14 @@ class Observer:
     def _watch(self, plan: RunPlan) -> None:
         """Files the plan of a run of ops that begins under the Sequential, or the op, that runs it."""
         ops = tuple(op for segment in plan.segments for op in segment.ops)
-        module, path, call = self._frames[-1] if self._frames else _Frame(ops[0], "", None)
+        call, module = self._call(), (modules.thread.running or ops)[-1]
         if isinstance(module, Op):
             if call is None:
-                self.alone[path] = module
+                self.alone[modules.path_in(self.paths, modules.thread.running)] = module
             return
         if call is None or not call.continues_with(ops):
             call = self._unannounced(ops, call)
-        self._running = call
+        self._last = call
         if call is not None:
             call.runs.append((plan, call.x))
 

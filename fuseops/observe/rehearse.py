@@ -5,20 +5,18 @@ A kernel is one op here: what its launcher allocates for itself (partial sums, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops.torch_private import storage_key
 
-from .fakes import LiveBytes, faked
-from .memory import outside_bytes
-from .untouched import main_grad_of
+from .fakes import fake, faked
+from .memory import Ops, StorageMeter, outside_bytes
 
 
 def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
@@ -29,34 +27,34 @@ def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     parameters. None where fake tensors cannot tell: a plain module reads values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with faked(model, lambda t: _fake(t, mode)):
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (args, dict(kwargs)))
+    with faked(model, mode):
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: fake(t, mode), (args, dict(kwargs)))
         inputs = _tensors((args, kwargs))
-        meter = PeakMeter()
-        meter.ignore((*inputs, *model.parameters(), *model.buffers()))
-        kept: set[int] = set()
+        for p in model.parameters():
+            p.grad = None  # as at the first micro-batch
+        meter, levels, kept = StorageMeter(), [0], set[int]()
+        ops = Ops(lambda *call: levels.append(meter.after(call[-1])))
 
         def pack(t: Tensor) -> Tensor:
             kept.add(storage_key(t.untyped_storage()))
             return t.detach()  # itself, it would be a cycle where it is the output
 
         try:
-            with mode, meter:
+            with mode, ops:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                     outputs = model(*args, **kwargs)
                 ends = [t for t in _tensors(outputs) if t.requires_grad]
             if not ends:
-                return meter.peak + outside_bytes(model)
+                return max(levels) + outside_bytes(model)
             with mode:
                 gradients = [torch.empty_like(t) for t in ends]
-            meter.ignore(gradients)
-            with mode, meter, torch.autograd.set_detect_anomaly(False):  # it reads values
+            with mode, ops, torch.autograd.set_detect_anomaly(False):  # it reads values
                 torch.autograd.backward(ends, gradients)
         except (RuntimeError, NotImplementedError):  # of fake tensors, whose errors are these
             return None
     storages = {storage_key(s): s.nbytes() for s in (t.untyped_storage() for t in inputs)}
     saved = sum(storages[key] for key in kept & storages.keys())
-    return meter.peak + saved + outside_bytes(model)
+    return max(levels) + saved + outside_bytes(model)
 
 
 def unseen() -> tuple[str, ...]:
@@ -66,34 +64,5 @@ def unseen() -> tuple[str, ...]:
     return ()
 
 
-class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of storages that ops made and that live, and the most there were."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live, self.peak = LiveBytes(), 0
-
-    def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Count no bytes of the storages of these tensors."""
-        self.live.add(tensors, count=False)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.live.forget()
-        self.live.add(_tensors(out))
-        self.peak = max(self.peak, self.live.nbytes)
-        return out
-
-
 def _tensors(value: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
-
-
-def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Its fake, without a gradient, as at the first micro-batch; with a main_grad, which a backward looks for."""
-    fake = mode.from_tensor(t.detach())
-    made: Any = nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
-    if (main_grad := main_grad_of(t)) is not None:
-        made.main_grad = mode.from_tensor(main_grad)
-    made.requires_grad_(t.requires_grad)
-    return made

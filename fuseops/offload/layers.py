@@ -130,7 +130,7 @@ class LayerScope(Scope):
             running.inside.enter_context(scope())
         torch_private.push_saved_tensor_hooks(self._hook, records.unpack)
         names.thread.observers += 1
-        modules.watch(self)
+        modules.watch(self.module_entered)
         modules.thread.running.append(module)
         self.module_entered(module)
 
@@ -158,7 +158,7 @@ class LayerScope(Scope):
         names.thread.observers -= 1
         if modules.thread.running and modules.thread.running[-1] is module:
             modules.thread.running.pop()
-        modules.unwatch(self)
+        modules.unwatch(self.module_entered)
         for node in {t.grad_fn for t in _tensors(output)}:
             if node is not None:
                 node.register_prehook(_Begin(self.mover, call))

@@ -149,12 +149,12 @@ class Disabled(Guarded):
             torch_private.pop_saved_tensor_hooks()
             self._taken.append(top)
             top = torch_private.top_saved_tensor_hooks()
-        modules.watch(self)
+        modules.watch(self.module_entered)
 
     def _close(self) -> None:
         while self._taken:
             torch_private.push_saved_tensor_hooks(*self._taken.pop())
-        modules.unwatch(self)
+        modules.unwatch(self.module_entered)
 
     def module_entered(self, module: nn.Module) -> None:
         """Nothing is reported in here."""

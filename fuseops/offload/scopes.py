@@ -95,7 +95,7 @@ class Scope(Guarded):
         self._know_root()
         torch_private.push_saved_tensor_hooks(self._hook, records.unpack)  # torch may refuse it
         names.thread.observers += 1
-        modules.watch(self)
+        modules.watch(self.module_entered)
 
     def _know_root(self) -> None:
         if self._root is not None:
@@ -110,7 +110,7 @@ class Scope(Guarded):
 
     def _close(self) -> None:
         take_out(self._hook)
-        modules.unwatch(self)
+        modules.unwatch(self.module_entered)
         names.thread.observers -= 1
         if log.isEnabledFor(logging.INFO):
             log.info("%s", self.report().summary())

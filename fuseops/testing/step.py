@@ -44,25 +44,17 @@ class StepResult(NamedTuple):
 def watched(model: nn.Module) -> Iterator[list[Fired]]:
     """The rules that fire in the calls made inside, in order, each place once."""
     paths = {id(module): path for path, module in model.named_modules()}
-    running: list[str] = []
     fired: list[Fired] = []
 
-    def enter(module: nn.Module, args: Any) -> None:
-        running.append(paths.get(id(module), running[-1] if running else ""))
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        running.pop()
-
     def watch(plan: Any) -> None:
-        path = running[-1] if running else ""
+        path = modules.path_in(paths, modules.thread.running)
         for span in (*plan.forward, *plan.backward):
             if span.rule is not None:
                 found = Fired(span.rule, span.kind, path, tuple(span.ops))
                 if found not in fired:
                     fired.append(found)
 
-    before, after = modules.hooks(enter, leave)
-    with before, after, scopes.watching(watch):
+    with modules.kept(), scopes.watching(watch):
         yield fired
 
 

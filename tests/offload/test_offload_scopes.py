@@ -437,3 +437,36 @@ def test_compiled_regions_run_inside_a_scope(backend: str) -> None:
     found = torch.autograd.grad(y.sum(), [x, *model.parameters()])
     assert all(map(torch.equal, expected, found))
     assert scope.report().moved_bytes > 0
+
+
+# --- who follows modules
+
+
+def test_who_follows_modules_hears_of_this_thread_alone_and_scopes_inside_take_nothing_away() -> (
+    None
+):
+    entered: list[nn.Module] = []
+    stacks: list[list[nn.Module]] = []
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with offload.keep():
+                stacks.append(list(modules.thread.running))
+            return x.sin()
+
+    inner, elsewhere = Inner(), nn.ReLU()
+    around = nn.Sequential(inner)
+
+    def enter(module: nn.Module, args: Any) -> None:
+        entered.append(module)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        entered.remove(module)
+        stacks.append(list(modules.thread.running))
+
+    with modules.followed(enter, leave):
+        other = threading.Thread(target=lambda: elsewhere(leaf()))
+        other.start()
+        other.join()
+        around(leaf())
+    assert stacks == [[around, inner], [around], []] and entered == []

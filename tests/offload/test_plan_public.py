@@ -20,8 +20,7 @@ import fuseops as fo
 from fuseops import offload
 from fuseops.cli import main
 from fuseops.errors import FuseOpsError
-from fuseops.observe.fakes import LiveBytes
-from fuseops.observe.memory import tensors_in
+from fuseops.observe.memory import StorageMeter, tensors_in
 from fuseops.offload import scheduler as scheduler_module
 from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.offload.lanes.protocol import Event, Lane
@@ -31,6 +30,7 @@ from fuseops.offload.planning.plan import OffloadPlan, plan_profile
 from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.simulate import LinkSettings, simulate
 from fuseops.offload.planning.trace import trace
+from fuseops.torch_private import storage_key
 
 D = 64
 # So slow a machine that copies fit into the step of a tiny model.
@@ -368,32 +368,26 @@ def test_what_was_simulated_is_what_is_executed(monkeypatch: pytest.MonkeyPatch)
     assert executed.log[: len(simulated.log)] == simulated.log
 
 
-class Watched(CpuLanes):
-    """Lanes whose host memory is not counted as the device's."""
-
-    def __init__(self, live: LiveBytes) -> None:
-        super().__init__()
-        self.live = live
+class Unseen(CpuLanes):
+    """Lanes whose host memory is not counted as the device's: no mode sees it made."""
 
     def make(self, nbytes: int) -> Tensor:
         with _disable_current_modes():
-            region = super().make(nbytes)
-        self.live.add([region], count=False)
-        return region
+            return super().make(nbytes)
 
 
 class Watch(TorchDispatchMode):
     """Bytes that live after every op, the schedule's own included."""
 
-    def __init__(self, live: LiveBytes) -> None:
+    def __init__(self, there: list[Tensor]) -> None:
         super().__init__()
-        self.live, self.levels = live, list[tuple[int, str]]()
+        self.meter, self.levels = StorageMeter(there), list[tuple[int, str]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {storage_key(t.untyped_storage()) for t in tensors_in((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        self.live.forget()
-        self.live.add(tensors_in(out))
-        self.levels.append((self.live.nbytes, str(func)))
+        made = [t for t in tensors_in(out) if storage_key(t.untyped_storage()) not in known]
+        self.levels.append((self.meter.after(made), str(func)))
         return out
 
 
@@ -408,9 +402,7 @@ def test_predicted_bytes_are_those_that_live(
     peak = None if share is None else int(free.before.peak * share)
     settings = LinkSettings(small=small)
     plan = plan_profile(free.profile, SLOW, Limits(peak), settings, layers=free.layers)
-    live = LiveBytes()
-    live.add([*model.parameters(), x])
-    monkeypatch.setattr(scheduler_module, "make_lanes", lambda device, host: Watched(live))
+    monkeypatch.setattr(scheduler_module, "make_lanes", lambda device, host: Unseen())
 
     def step() -> None:
         y = model(x)
@@ -421,7 +413,7 @@ def test_predicted_bytes_are_those_that_live(
         for _ in range(2):
             step()
             model.zero_grad()
-        with Watch(live) as watch:
+        with Watch([*model.parameters(), x]) as watch:
             step()
     level, op = max(watch.levels)
     assert (level, op) == (plan.after.peak, plan.profile.ops[plan.after.peak_position].name)

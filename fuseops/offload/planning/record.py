@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops import torch_private
 from fuseops.observe import modules
 from fuseops.observe.labels import Labels, Named
-from fuseops.observe.memory import Meter, outside_bytes, tensors_in
+from fuseops.observe.memory import Meter, Ops, outside_bytes, stored, tensors_in
 from fuseops.observe.travel import TRAVEL
 from fuseops.offload.codes import Coding, coded_bytes, coding_of, exact_by_name
 from fuseops.offload.policy import Candidate, Policy, Quota
@@ -33,7 +32,7 @@ from fuseops.offload.records import Handle, Kept
 from fuseops.offload.report import KEPT
 from fuseops.offload.scopes import Scope
 from fuseops.offload.storages import StorageMap
-from fuseops.torch_private import WeakStorage, storage_key
+from fuseops.torch_private import WeakStorage
 from fuseops.words import dtype_name
 
 from .measure import event
@@ -179,17 +178,12 @@ class Recorder:
         self._made: StorageMap[int] = StorageMap()
         self._travelling: StorageMap[int] = StorageMap()  # between ranks: by which op
         self._owned: StorageMap[str] = StorageMap()
-        self._running: list[int] = []  # indices of calls, innermost last
+        self.running_call = -1  # the call of a layer whose forward runs, -1 outside of all
         self._ordinals: dict[str, int] = {}
 
     @property
     def position(self) -> int:
         return len(self.ops)
-
-    @property
-    def running_call(self) -> int:
-        """The call of a layer whose forward runs, -1 outside of all."""
-        return self._running[-1] if self._running else -1
 
     def owner_of(self, t: Tensor) -> str | None:
         """Whether t lies in a parameter or buffer, fake ones included."""
@@ -211,10 +205,9 @@ class Recorder:
             for t in tensors:
                 self._owned.set(t.untyped_storage(), what)
         with ExitStack() as stack:
+            stack.enter_context(modules.followed(self._entered, self._left))
             self._scope = stack.enter_context(_Recording(self, self.model))
-            for handle in modules.hooks(self._entered, self._left):
-                stack.enter_context(handle)
-            stack.enter_context(_Ops(self))
+            stack.enter_context(Ops(self._ran, self._run))
             yield
         self._look()
 
@@ -267,27 +260,39 @@ class Recorder:
         names, globs = (named.name, *named.also), tuple(self.policy.quantize)
         return dtype_name(t.dtype) == known.dtype and exact_by_name(names, globs) is None
 
-    def ran(
-        self, name: str, seconds: float, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-    ) -> None:
-        """An op was issued.  outputs: what it has made"""
-        position, lane, join = self.position, "compute", -1
-        for t in inputs:
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.intercept is not None:
+            return self.intercept(func, args, kwargs)
+        self._timer = _Timer(self.on_gpu)
+        self.meter.before()
+        out = func(*args, **kwargs)
+        self._timer.stop()
+        return out
+
+    def _ran(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
+        """An op was issued."""
+        position, name, seconds, lane, join = self.position, str(func), 0.0, "compute", -1
+        if self.seconds is None:
+            self._timers.append(self._timer)
+        else:
+            inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
+            seconds = self.seconds(func, inputs, outputs, args, kwargs)
+        for t in stored((args, kwargs)):
             self._wait_for(t)
-        for t in outputs:
+        for t in made:
             self._made.set(t.untyped_storage(), position)
         if name == TRAVEL:
             lane = "network"
-            for t in outputs:
+            for t in made:
                 self._travelling.set(t.untyped_storage(), position)
         elif name.startswith(COLLECTIVES):  # timed while compute waited for it
             lane, join = "network", position + 1
-        self.ops.append(ProfiledOp(name, seconds, self.meter.after(outputs), lane, join))
+        self.ops.append(ProfiledOp(name, seconds, self.meter.after(made), lane, join))
         self._look()
 
     def _wait_for(self, t: Tensor) -> None:
         """The next op reads what travels, if t does."""
-        at = self._travelling.get(t.untyped_storage()) if _has_storage(t) else None
+        at = self._travelling.get(t.untyped_storage())
         if at is not None and self.ops[at].join < 0:
             self.ops[at] = self.ops[at]._replace(join=self.position)
 
@@ -301,20 +306,19 @@ class Recorder:
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         path = self.layers.get(id(module))
-        if path is None or self._running or torch_private.in_backward():
+        if path is None or self.running_call >= 0 or torch_private.in_backward():
             return
         ordinal = self._ordinals[path] = self._ordinals.get(path, -1) + 1
-        self._running.append(len(self.calls))
+        self.running_call = len(self.calls)
         self._scope.called()
         self.calls.append(LayerCall(path, ordinal, self.position, -1, -1))
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._running or self.layers.get(id(module)) is None:
+        k = self.running_call
+        ends = k >= 0 and self.calls[k].layer == self.layers.get(id(module))
+        if not ends or torch_private.in_backward():
             return
-        k = self._running[-1]
-        if self.calls[k].layer != self.layers[id(module)] or torch_private.in_backward():
-            return
-        self._running.pop()
+        self.running_call = -1
         self.calls[k] = self.calls[k]._replace(leave=self.position)
         for t in tensors_in(output):
             if t.grad_fn is not None:
@@ -323,51 +327,6 @@ class Recorder:
     def _backward(self, k: int) -> None:
         if self.calls[k].backward < 0:
             self.calls[k] = self.calls[k]._replace(backward=self.position)
-
-
-class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every op below autograd."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        recorder, kwargs = self._recorder, kwargs or {}
-        if func.namespace == "prim":
-            return func(*args, **kwargs)
-        inputs = list(tensors_in((args, kwargs)))
-        before = {storage_key(t.untyped_storage()) for t in inputs if _has_storage(t)}
-        if recorder.seconds is None:
-            timer = _Timer(recorder.on_gpu)
-            recorder.meter.before()
-            out = func(*args, **kwargs)
-            timer.stop()
-        else:
-            out = _run(recorder.intercept, func, args, kwargs)
-        outputs = list(tensors_in(out))
-        made = [
-            t for t in outputs if _has_storage(t) and storage_key(t.untyped_storage()) not in before
-        ]
-        if not made and not func._schema.is_mutable:
-            return out  # a view: no work
-        if recorder.seconds is None:
-            recorder._timers.append(timer)
-            recorder.ran(str(func), 0.0, inputs, made)
-        else:
-            took = recorder.seconds(func, inputs, outputs, args, kwargs)
-            recorder.ran(str(func), took, inputs, made)
-        return out
-
-
-def _run(intercept: Callable[..., Any] | None, func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs) if intercept is None else intercept(func, args, kwargs)
-
-
-def _has_storage(t: Tensor) -> bool:
-    return t.layout is torch.strided and not hasattr(t, "__tensor_flatten__")
 
 
 LEAD = 600_000  # cycles, about 0.3 ms: the host has launched an op by then

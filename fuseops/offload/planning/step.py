@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import as_if_on
-from fuseops.observe.fakes import faked
+from fuseops.observe.fakes import fake, faked
 from fuseops.observe.labels import matching, paths_under
 from fuseops.observe.memory import CudaMeter, Meter, StorageMeter, tensors_in
 from fuseops.observe.rehearse import unseen
-from fuseops.observe.untouched import held, main_grad_of, main_grads, nothing_waits, put_back
+from fuseops.observe.untouched import held, main_grads, nothing_waits, put_back
 from fuseops.offload.policy import Policy
 from fuseops.ops.op import Op as FuseOp
 
@@ -150,8 +151,9 @@ def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None 
 
     def observe() -> SeenStep:
         rows.used = 0
-        with faked(step.model, lambda t: _fake(t, mode)):
-            args, side = (_fake_copy(value, mode) for value in (step.args, dict(step.side)))
+        with faked(step.model, mode):
+            given = (step.args, dict(step.side))
+            args, side = pytree.tree_map_only(Tensor, lambda t: fake(t, mode), given)
             meter = StorageMeter(_there(step.model, (args, side)))
             recorder = _recorder(step, meter, Roofline(hardware), rows)
             as_on, blind = as_if_on(hardware.arch), torch.autograd.set_detect_anomaly(False)
@@ -274,37 +276,6 @@ def _untouched(step: ProfiledStep, cuda: bool) -> Iterator[None]:
 
 
 # --- a step of fake tensors
-
-
-def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
-    if t.is_meta:  # a model that was never given memory: kernels of the CPU tell what it saves
-        mine: Any = t  # of a DTensor what this rank has, which its op computes with
-        mine = mine.to_local() if torch_private.is_dtensor(type(t)) else mine
-        with mode:
-            fake = torch.empty_strided(mine.shape, mine.stride(), dtype=t.dtype, device="cpu")
-    else:
-        fake = mode.from_tensor(t.detach())
-    if isinstance(t, nn.Parameter):
-        parameter: Any = nn.Parameter(fake, requires_grad=t.requires_grad)
-        if t.grad is not None:
-            parameter.grad = _fake(t.grad, mode)
-        if (main_grad := main_grad_of(t)) is not None:
-            parameter.main_grad = _fake(main_grad, mode)
-        return parameter
-    return fake.requires_grad_() if t.requires_grad else fake
-
-
-def _fake_copy(value: Any, mode: FakeTensorMode) -> Any:
-    """`value` with every tensor replaced by a fake one."""
-    if isinstance(value, Tensor):
-        return _fake(value, mode)
-    if isinstance(value, dict):
-        return {key: _fake_copy(part, mode) for key, part in value.items()}
-    if hasattr(value, "_fields"):
-        return type(value)._make(_fake_copy(part, mode) for part in value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_fake_copy(part, mode) for part in value)
-    return value  # what holds tensors in other ways is converted by the mode as it is used
 
 
 class _Rows:
