@@ -1,5 +1,6 @@
 """explain says what ran: every span and miss, every saved tensor with its exact bytes, and leaves no trace."""
 
+import dataclasses
 import json
 import random
 import re
@@ -212,6 +213,31 @@ def test_the_peak_of_a_rehearsed_step_is_all_that_lives_in_it() -> None:
     assert plan.peak_bytes == (x + y + x + w) * FLOAT  # with dx and dw
     assert all(p.grad is None for p in model.parameters())
     assert "at the peak of a step" in str(plan) and "at the peak of a step" in plan.to_html()
+
+
+@dataclasses.dataclass
+class Wrapped:
+    """What a plain module may return, which torch's pytrees know nothing of."""
+
+    y: Tensor
+
+
+class Wraps(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        return self.kind(x.exp().sin())
+
+
+def test_a_model_that_returns_a_dataclass_is_seen_as_one_that_returns_a_tensor() -> None:
+    peaks, names = set(), set()
+    for kind in (Wrapped, lambda y: (y,), lambda y: {"y": y}, lambda y: y):
+        peaks.add(fo.Sequential(fo.ops.Linear(D, 2 * D), Wraps(kind)).plan(rows()).peak_bytes)
+        (plan,) = fo.plans(Wraps(kind), rows().requires_grad_())
+        names.add(tuple(t.name for t in plan.saved))
+    assert len(peaks) == 1 and names == {("ExpBackward0.0", "SinBackward0.0")}
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from fuseops.explain.charts import ChartBar, bar_chart
 from fuseops.layers.sequential import Sequential
+from fuseops.observe.memory import tensors_in
 from fuseops.ops import Linear
 from fuseops.run.config import fusion, reference
 from fuseops.words import plural
@@ -138,9 +138,7 @@ def training_step(
     def step() -> None:
         with scope():
             output = target.model(*target.args, **target.side)
-        outputs = [
-            t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad
-        ]
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
         if outputs:
             torch.autograd.backward([t.sum() for t in outputs])
 

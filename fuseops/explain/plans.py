@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fuseops.kernels import registry
 from fuseops.observe.gemms import Launches
+from fuseops.observe.memory import tensors_in
 from fuseops.observe.observer import Observer
 from fuseops.observe.rehearse import peak_of_step, unseen
 from fuseops.observe.saved import SavedLedger, storages, tensors_by_owner
@@ -119,7 +119,7 @@ def _observe(
         launches = Launches(observer.ran)
         with names.observe(), ledger.hooks(), observer.watching(), registry.watching(launches):
             outputs = model(*args, **kwargs)
-        ledger.visit(t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor))
+        ledger.visit(tensors_in(outputs))
         parameters = {
             storage: _joined(paths[id(module)], name)
             for module in model.modules()
@@ -162,8 +162,8 @@ def _outside(path: str, saved: list[SavedTensor], observer: Observer) -> FusionP
 
 
 def _forked_random(model: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
-    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, dict(kwargs)))]
-    devices = {t.device for t in tensors if isinstance(t, Tensor) and t.is_cuda}
+    tensors = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
+    devices = {t.device for t in tensors if t.is_cuda}
     return torch.random.fork_rng(devices=sorted(d.index for d in devices))
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops.ops.op import Op
@@ -72,18 +73,20 @@ class CudaMeter:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside containers, dataclasses and the outputs of Hugging Face models."""
+    """Every tensor inside containers, dataclasses and what torch's pytrees know to take apart."""
+    parts: Iterable[Any] = ()
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part)
+        parts = value.values()
     elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_in(part)
+        parts = value
     elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+        parts = [getattr(value, field.name, None) for field in fields(value)]
+    elif type(value) in pytree.SUPPORTED_NODES:
+        parts = pytree.tree_leaves(value)
+    for part in parts:
+        yield from tensors_in(part)
 
 
 class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]

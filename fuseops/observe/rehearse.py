@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from fuseops.torch_private import storage_key
 
 from .fakes import fake, faked
-from .memory import Ops, StorageMeter, outside_bytes
+from .memory import Ops, StorageMeter, outside_bytes, tensors_in
 
 
 def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
@@ -29,7 +29,7 @@ def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with faked(model, mode):
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: fake(t, mode), (args, dict(kwargs)))
-        inputs = _tensors((args, kwargs))
+        inputs = list(tensors_in((args, kwargs)))
         for p in model.parameters():
             p.grad = None  # as at the first micro-batch
         meter, levels, kept = StorageMeter(), [0], set[int]()
@@ -43,7 +43,7 @@ def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
             with mode, ops:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                     outputs = model(*args, **kwargs)
-                ends = [t for t in _tensors(outputs) if t.requires_grad]
+                ends = [t for t in tensors_in(outputs) if t.requires_grad]
             if not ends:
                 return max(levels) + outside_bytes(model)
             with mode:
@@ -62,7 +62,3 @@ def unseen() -> tuple[str, ...]:
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         return ("detect_anomaly is on: the bytes in which it looks for NaN are not in the peak",)
     return ()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]

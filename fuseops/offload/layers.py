@@ -8,18 +8,18 @@ graphs need no code of their own.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from fuseops import torch_private
 from fuseops.observe import modules
 from fuseops.observe.labels import Labels, Named
+from fuseops.observe.memory import tensors_in
 from fuseops.ops import names
 from fuseops.words import dtype_name
 
@@ -159,7 +159,7 @@ class LayerScope(Scope):
         if modules.thread.running and modules.thread.running[-1] is module:
             modules.thread.running.pop()
         modules.unwatch(self.module_entered)
-        for node in {t.grad_fn for t in _tensors(output)}:
+        for node in {t.grad_fn for t in tensors_in(output)}:
             if node is not None:
                 node.register_prehook(_Begin(self.mover, call))
         self.mover.leave(call)
@@ -356,12 +356,3 @@ class Interrupted:
 
 torch_private.never_compile(EnterHook.__call__)
 torch_private.never_compile(LeaveHook.__call__)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-        return
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            yield leaf

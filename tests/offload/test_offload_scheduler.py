@@ -5,7 +5,7 @@ import gc
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -262,6 +262,36 @@ def test_from_the_second_step_on_nothing_is_late(shape: Any) -> None:
     later = facts(compare(shape, steps=4, lag=1))
     assert later["misses"] == first["misses"] and later["mispredicted"] == 0
     assert later["back_bytes"] > first["back_bytes"]
+
+
+@dataclass
+class Wrapped:
+    y: Tensor
+
+
+class Wraps(nn.Module):
+    """Takes and gives a tensor in something."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(D, D), kind
+
+    def forward(self, x: Any) -> Any:
+        x = x if isinstance(x, Tensor) else x.y if isinstance(x, Wrapped) else x[0]
+        return self.kind(self.linear(x).exp().sin())
+
+
+def test_a_layer_that_returns_a_dataclass_begins_its_backward_as_one_that_returns_a_tensor() -> (
+    None
+):
+    found = []
+    for kind in (Wrapped, lambda y: (y,), lambda y: y):
+        model = nn.Sequential(*(Wraps(kind) for _ in range(4)), Wraps(lambda y: y))
+        with offload.Scheduler(model, "?", policy=ALL) as scheduler:
+            for _ in range(3):
+                model(inputs()).sum().backward()
+        found.append(facts(scheduler))
+    assert found[0] == found[1] == found[2] and found[0]["misses"] == 0 < found[0]["out_count"]
 
 
 def test_ten_steps_with_an_optimizer_reuse_their_buffers() -> None:
