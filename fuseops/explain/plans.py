@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from fuseops.observe.memory import tensors_in
 from fuseops.observe.observer import Observer
 from fuseops.observe.rehearse import peak_of_step, unseen
 from fuseops.observe.saved import SavedLedger, storages, tensors_by_owner
-from fuseops.observe.untouched import held, put_back
+from fuseops.observe.untouched import forked_random, held, put_back
 from fuseops.ops import names, scopes
 from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of, stripped, walk
@@ -111,7 +111,7 @@ def _observe(
     observer = Observer(model, paths)
     ledger = SavedLedger(observer.where)
     with ExitStack() as undo:
-        undo.enter_context(_forked_random(model, args, kwargs))
+        undo.enter_context(forked_random())
         buffers = undo.enter_context(_copied_buffers(model))
         undo.enter_context(put_back(held(model)))
         undo.enter_context(_unplanned_again(model))
@@ -159,12 +159,6 @@ def _outside(path: str, saved: list[SavedTensor], observer: Observer) -> FusionP
 
 
 # --- leaving no trace -----------------------------------------------------------------------------
-
-
-def _forked_random(model: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
-    tensors = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
-    devices = {t.device for t in tensors if t.is_cuda}
-    return torch.random.fork_rng(devices=sorted(d.index for d in devices))
 
 
 @contextmanager

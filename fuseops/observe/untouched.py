@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -55,3 +55,20 @@ def nothing_waits(model: nn.Module) -> Iterator[None]:
             own.pop(DELAYED, None)
             if queue is not None:
                 own[DELAYED] = queue
+
+
+def forked_random() -> AbstractContextManager[None]:
+    """Random states come back, those of all devices."""
+    ready = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.random.fork_rng(range(torch.cuda.device_count() if ready else 0))
+
+
+@contextmanager
+def untouched(model: nn.Module, also: Iterable[Tensor] = ()) -> Iterator[None]:
+    """What a step writes besides parameters and gradients comes back: buffers, each main_grad, what else modules hold,
+    what waits for backward_dw, random states, and the values of `also`.
+    """
+    written = (*also, *model.buffers(), *main_grads(model))
+    with put_back(written, unseen=True), put_back(held(model)), nothing_waits(model):
+        with forked_random():
+            yield

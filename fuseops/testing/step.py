@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops.observe import modules
-from fuseops.observe.untouched import held, main_grad_of, main_grads, nothing_waits, put_back
+from fuseops.observe.untouched import main_grad_of, untouched
 from fuseops.ops import scopes
 from fuseops.ops.weights import drop_kept
 from fuseops.run.weight_grads import run_delayed
@@ -67,15 +67,8 @@ def restored(model: nn.Module) -> Iterator[None]:
     drop_kept(model)
     grads = {p: p.grad for p in model.parameters()}
     tables = [(m._buffers, dict(m._buffers)) for m in model.modules()]  # a recipe makes some
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with (
-            torch.random.fork_rng(devices=devices),
-            put_back(held(model)),
-            put_back(main_grads(model), unseen=True),
-            nothing_waits(model),
-        ):
+        with untouched(model):
             for p in grads:
                 p.grad = None
             yield
@@ -85,9 +78,6 @@ def restored(model: nn.Module) -> Iterator[None]:
         for table, own in tables:
             table.clear()
             table.update(own)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 def floating(t: Tensor) -> bool:

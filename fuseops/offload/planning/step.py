@@ -21,7 +21,7 @@ from fuseops.observe.fakes import fake, faked
 from fuseops.observe.labels import matching, paths_under
 from fuseops.observe.memory import CudaMeter, Meter, StorageMeter, tensors_in
 from fuseops.observe.rehearse import unseen
-from fuseops.observe.untouched import held, main_grads, nothing_waits, put_back
+from fuseops.observe.untouched import main_grads, untouched
 from fuseops.offload.policy import Policy
 from fuseops.ops.op import Op as FuseOp
 
@@ -105,7 +105,8 @@ def record(step: ProfiledStep, told: Progress = silent) -> Profile:
         _drop_gradients(new)
         return recorder.result()
 
-    with _untouched(step, cuda), _bordered(step):
+    there = [t.grad for t in _leaves(step) if t.grad is not None]
+    with untouched(step.model, there), _bordered(step):
         new = [t for t in _leaves(step) if t.grad is None]
         told("warming up", 0, STAGES)  # caches, compilation
         step.run(step.args, step.side)
@@ -258,21 +259,6 @@ def _there(model: nn.Module, inputs: Any) -> list[Tensor]:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     gradients += main_grads(model)
     return [*model.parameters(), *model.buffers(), *gradients, *tensors_in(inputs)]
-
-
-@contextmanager
-def _untouched(step: ProfiledStep, cuda: bool) -> Iterator[None]:
-    """Gradients wherever they go, buffers, what else modules hold and random states come back."""
-    kept = [t.grad for t in _leaves(step) if t.grad is not None]
-    written = (*kept, *step.model.buffers(), *main_grads(step.model))
-    devices = [torch.cuda.current_device()] if cuda else []
-    with (
-        put_back(written, unseen=True),
-        put_back(held(step.model)),
-        nothing_waits(step.model),
-        torch.random.fork_rng(devices),
-    ):
-        yield
 
 
 # --- a step of fake tensors
