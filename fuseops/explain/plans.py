@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fuseops.kernels import registry
-from fuseops.observe.gemms import Launches
 from fuseops.observe.memory import tensors_in
 from fuseops.observe.observer import Observer
 from fuseops.observe.rehearse import peak_of_step, unseen
@@ -116,8 +114,7 @@ def _observe(
         undo.enter_context(put_back(held(model)))
         undo.enter_context(_unplanned_again(model))
         undo.enter_context(_eager())
-        launches = Launches(observer.ran)
-        with names.observe(), ledger.hooks(), observer.watching(), registry.watching(launches):
+        with names.observe(), ledger.hooks(), observer.watching():
             outputs = model(*args, **kwargs)
         ledger.visit(tensors_in(outputs))
         parameters = {

@@ -53,7 +53,7 @@ OWN = "fuseops"
 KERNEL_OPS: dict[str, KernelOp[Any, Any]] = {}  # of fuseops by name, of others by namespace::name
 Call = tuple["KernelOp[Any, Any]", tuple[Any, ...], dict[str, Any]]
 
-_watched: list[Call] | None = None
+_watched: Callable[[Call], object] | None = None
 
 
 @functools.cache
@@ -90,12 +90,13 @@ def reference_only() -> Iterator[None]:
 
 
 @contextmanager
-def watching(into: list[Call] | None = None) -> Iterator[list[Call]]:
-    """Inside, launches are noted as (op, args, kwargs), those of other threads (a backward) too."""
+def watching(tell: Callable[[Call], object] | None = None) -> Iterator[list[Call]]:
+    """Inside, launches are noted as (op, args, kwargs), or told, those of other threads (a backward) too."""
     global _watched
-    outer, _watched = _watched, [] if into is None else into
+    noted: list[Call] = []
+    outer, _watched = _watched, tell or noted.append
     try:
-        yield _watched
+        yield noted
     finally:
         _watched = outer
 
@@ -198,7 +199,7 @@ class KernelOp(Generic[P, R]):
         ):
             return self.op(*args, **kwargs)
         if _watched is not None:
-            _watched.append((self, args, kwargs))
+            _watched((self, args, kwargs))
         if profiler._is_profiler_enabled:
             with torch.profiler.record_function(self.label):
                 return self.launcher(*args, **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -17,24 +17,16 @@ from fuseops.run.debug import running
 MULTIPLY = ("grouped_mm", "grouped_swiglu", "fp8_mm", "fp8_mm_operand")
 
 
-class Launches(list[registry.Call]):
-    """Sees each launch when it happens, which is when it is known whose it is."""
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        super().__init__()
-        self.note = note
-
-    def append(self, launched: registry.Call) -> None:
-        op, args, keywords = launched
-        if op.name in ("grouped_mm", "grouped_swiglu"):
-            given = inspect.signature(op.launcher).bind(*args, **keywords).arguments
-            operands = (given["x"], given["weight"], given.get("index"))
-            form = given.get("kind", "swiglu"), given.get("interleave", 0)
-            self.note(
-                f"{running()}: {words(*operands, form if op.name == 'grouped_swiglu' else None)}"
-            )
-        if op.name in MULTIPLY and (chosen := choices()):
-            self.note(f"{running()}: {chosen}")
+def launched(call: registry.Call) -> Iterator[str]:
+    """Says what a launch is, when it happens, which is when it is known whose it is."""
+    op, args, keywords = call
+    if op.name in ("grouped_mm", "grouped_swiglu"):
+        given = inspect.signature(op.launcher).bind(*args, **keywords).arguments
+        operands = (given["x"], given["weight"], given.get("index"))
+        form = given.get("kind", "swiglu"), given.get("interleave", 0)
+        yield f"{running()}: {words(*operands, form if op.name == 'grouped_swiglu' else None)}"
+    if op.name in MULTIPLY and (chosen := choices()):
+        yield f"{running()}: {chosen}"
 
 
 def choices() -> str:

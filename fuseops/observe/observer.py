@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fuseops.kernels import registry
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 from fuseops.ops.paths import prefix_of, walk
@@ -16,7 +17,7 @@ from fuseops.run.composed import Composed
 from fuseops.run.run import Run
 from fuseops.run.runner import runner_of
 
-from . import modules
+from . import gemms, modules
 from .saved import Where
 
 Ops = tuple[Op[Any], ...]
@@ -68,7 +69,11 @@ class Observer:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Follow what runs in this thread; nothing stays installed."""
-        with modules.followed(self._enter, self._leave), scopes.watching(self._watch):
+        with (
+            modules.followed(self._enter, self._leave),
+            scopes.watching(self._watch),
+            registry.watching(self.launched),
+        ):
             yield
 
     def where(self, by_node: bool) -> Where:
@@ -86,10 +91,10 @@ class Observer:
         ((name, _),) = module._planned()
         return Where(call, path, f"{prefix_of(module) or ''}{name}.")
 
-    def ran(self, gemm: str) -> None:
-        """For `Launches`: the run that began last launched a grouped GEMM."""
+    def launched(self, call: registry.Call) -> None:
+        """The run that began last launched a kernel."""
         if self._last is not None:
-            self._last.gemms.append(gemm)
+            self._last.gemms.extend(gemms.launched(call))
 
     def _call(self) -> SequentialCall | None:
         return self._open[-1] if self._open else None

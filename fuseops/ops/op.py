@@ -511,10 +511,10 @@ class FusedOp:
 
 
 def run_delayed(module: nn.Module) -> int:
-    """Bound by `fuseops.run`, as `run_alone` is."""
+    """Bound by `fuseops.layers.sequential`, as `run_alone` is."""
     raise NotImplementedError("import fuseops before calling an op")
 
 
 def run_alone(op: Op[Any], x: Any, *args: Any, **side: Any) -> Any:
-    """Bound by `fuseops.run` (imports point down only, and the planner lives above)."""
+    """Bound by `fuseops.layers.sequential` (imports point down only, and the planner lives above)."""
     raise NotImplementedError("import fuseops before calling an op")
