@@ -117,9 +117,104 @@ def test_nothing_is_made_that_nobody_needs() -> None:
     head = fo.ops.LinearCrossEntropy(D, V)
     head.weight.requires_grad_(False)
     plan = fo.Sequential(head).plan(x.requires_grad_(), targets=targets)
-    assert [t.name for t in plan.saved] == ["0.dx"]
+    assert [t.name for t in plan.saved] == ["0.dx", "0.unit"]  # one number
     with torch.no_grad():
         assert not head(x, targets=targets).requires_grad
+
+
+@pytest.mark.parametrize("gradients", ["forward", "backward"])
+def test_a_grad_scaler_finds_float16_gradients_as_good_as_those_of_whole_logits(
+    gradients: str,
+) -> None:
+    """Of 1024 tokens a share of 1 / 1024 is gone from float16 before the scaler multiplies it."""
+    torch.manual_seed(0)
+    tokens, vocab, scale = 1024, 512, 2.0**16
+    x, weight = torch.randn(tokens, D).half(), torch.randn(vocab, D).half() / 8
+    targets = torch.randint(0, vocab, (tokens,))
+
+    def error(loss: Any, dtype: torch.dtype = torch.float16) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        return list(torch.autograd.grad(loss(*leaves) * scale, leaves))
+
+    exact = error(lambda x, w: F.cross_entropy(F.linear(x, w), targets), torch.float64)
+    whole = error(lambda x, w: F.cross_entropy(F.linear(x, w).float(), targets))
+    mine = error(lambda x, w: fo.linear_cross_entropy(x, w, targets, gradients=gradients))
+    for got, plain, want in zip(mine, whole, exact, strict=True):
+        assert (got - want).norm() <= 1.1 * (plain - want).norm()
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), ()])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("gradients", [None, "backward"])
+def test_no_tokens_and_one_are_as_in_torch(
+    shape: tuple[int, ...], reduction: str, gradients: Any
+) -> None:
+    _, weight, _, _ = operands()
+    x, targets = torch.randn(*shape, D, dtype=weight.dtype), torch.ones(shape, dtype=torch.int64)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    got = fo.linear_cross_entropy(x, weight, targets, reduction=reduction, gradients=gradients)
+    want = F.cross_entropy(F.linear(x, weight).view(-1, V), targets.view(-1), reduction=reduction)
+    torch.testing.assert_close(got, want.nan_to_num().view(got.shape))  # the mean of none is 0
+    dy = torch.ones_like(got)
+    mine = torch.autograd.grad(got, leaves, dy)
+    theirs = torch.autograd.grad(want, leaves, dy.view(want.shape))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("gradients", [None, "backward"])
+def test_where_all_is_ignored_the_loss_is_nan_and_its_gradients_are_zero(gradients: Any) -> None:
+    x, weight, _, targets = operands()
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    ignored = torch.full_like(targets, 3)
+    loss = fo.linear_cross_entropy(x, weight, ignored, ignore_index=3, gradients=gradients)
+    assert loss.isnan()
+    assert not any(g.any() for g in torch.autograd.grad(loss, leaves))
+
+
+def test_ignore_index_may_be_none_as_torchs_is() -> None:
+    x, weight, _, targets = operands()
+    assert fo.linear_cross_entropy(x, weight, targets, ignore_index=None) == (
+        fo.linear_cross_entropy(x, weight, targets)
+    )
+    assert fo.ops.LinearCrossEntropy(D, V, ignore_index=None).ignore_index == -100
+
+
+def test_the_function_is_traced_without_a_break() -> None:
+    """Twice in one graph, under options that nobody has used before."""
+    x, weight, _, targets = operands()
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+
+    def losses(x: Tensor, weight: Tensor) -> Tensor:
+        first = fo.linear_cross_entropy(x, weight, targets, z_loss=0.0123)
+        second = fo.linear_cross_entropy(x, weight, targets, z_loss=0.0321, publishes=("lse",))
+        return first + second[1].sum()
+
+    torch._dynamo.reset()
+    got = torch.compile(losses, fullgraph=True, backend="aot_eager")(x, weight)
+    torch.testing.assert_close(got, losses(x, weight))
+    mine, theirs = (torch.autograd.grad(t, leaves) for t in (got, losses(x, weight)))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"linear_weight": torch.ones(V, D)}, "one dtype, got torch.float64 and torch.float32"),
+        ({"linear_weight": torch.ones(V, 5).double()}, r"\(2, 9, 12\) and \(37, 5\)"),
+        ({"linear_weight": torch.ones(V, 1, D).double()}, r"\(37, 1, 12\)"),
+        ({"linear_bias": torch.ones(5)}, r"bias of a float dtype and shape \(37,\)"),
+        ({"weight": torch.ones(5)}, r"class weights of a float dtype and shape \(37,\)"),
+        ({"weight": torch.ones(V, dtype=torch.int64)}, "class weights of a float dtype"),
+        ({"weight": torch.ones(V, requires_grad=True)}, "wants a gradient"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    x, weight, _, targets = operands()
+    given = {"linear_weight": weight, **change}
+    with pytest.raises(fo.FuseOpsError, match=message):
+        fo.linear_cross_entropy(x, target=targets, **given)
 
 
 def test_a_step_holds_no_whole_logits() -> None:

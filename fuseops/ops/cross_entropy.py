@@ -3,7 +3,6 @@
 Shapes: x (..., D), weight (V, D), bias (V,), targets (...) int64 -> () or, with reduction="none", (...) float32.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from .op import Call, Grads, Op, Out, Shape
 from .vocab_parallel import sharded_cross_entropy
 
 CHUNK_BYTES = 512 << 20
+IGNORED = -100  # what torch's losses ignore where they are not told
 
 
 class LinearCrossEntropySaved(NamedTuple):
@@ -26,13 +26,14 @@ class LinearCrossEntropySaved(NamedTuple):
     dx: Tensor | None  # (..., D) in the dtype of x
     dweight: Tensor | None  # (V, D) float32
     dbias: Tensor | None  # (V,) float32
+    unit: Tensor | None  # () float32: how many times too large they are, a power of two
     # of those that the backward makes
     x: Tensor | None  # (..., D)
     weight: Tensor | None  # the parameter itself
     bias: Tensor | None  # the parameter itself
     targets: Tensor | None  # (...) int64
     class_weights: Tensor | None  # (V,), the buffer itself
-    share: Tensor | None  # (N,) float32: d loss / d loss of the row
+    total: Tensor | None  # () float32: what the sum of the rows' losses is divided by
     lse: Tensor | None  # (N,) float32
     expected: Tensor | None  # (N,) float32: the mean logit, of which entropy = lse - expected
     ends: tuple[list[float], int, int] | None  # what the kernels were told of the loss
@@ -47,12 +48,12 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         loss = -(1 - label_smoothing) w_t log p_t - label_smoothing / V sum_c w_c log p_c + z_loss lse^2
 
     with p the softmax of l = soft_cap tanh(logits / soft_cap) / temperature and lse = log sum exp l (PaLM,
-    arXiv 2204.02311, for z_loss; Gemma 2, arXiv 2408.00118, for soft_cap). It is 0 for a target of `ignore_index`.
-    Another one outside of the vocabulary is refused on the CPU; on a device, where nothing waits to look, and in
-    compiled code its loss is NaN.
+    arXiv 2204.02311, for z_loss; Gemma 2, arXiv 2408.00118, for soft_cap). It is 0 for a target of `ignore_index`, -100
+    unless given. Another one outside of the vocabulary is refused on the CPU; on a device, where nothing waits to look,
+    and in compiled code its loss is NaN.
 
     weight         (V,) weights w of the classes, kept as the buffer `class_weights`; None is 1 for each
-    reduction      "mean" (over the weights of the targets that count), "sum" or "none"
+    reduction      "mean" (over the weights of the targets that count; of no tokens 0), "sum" or "none"
     publishes      names among "lse", "log_probs" (of the targets) and "entropy": side outputs of shape (...), float32,
                    with gradients
     gradients      "forward": made with the loss, 6 N D V operations in all, where the loss is one number and nothing is
@@ -82,7 +83,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         bias: bool = False,
         *,
         weight: Tensor | None = None,
-        ignore_index: int = -100,
+        ignore_index: int | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         soft_cap: float | None = None,
@@ -98,7 +99,14 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         super().__init__()
         self._set_options(
             LossOptions(
-                *(ignore_index, label_smoothing, z_loss, soft_cap, temperature, reduction),
+                *(
+                    IGNORED if ignore_index is None else ignore_index,
+                    label_smoothing,
+                    z_loss,
+                    soft_cap,
+                    temperature,
+                    reduction,
+                ),
                 *(publishes, gradients, chunk_bytes),
             )
         )
@@ -131,8 +139,12 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
                 'gradients="forward" needs a loss that is one number, and nothing published: the gradient of each '
                 'token\'s is not known before the backward. Leave it out, or take reduction="mean" or "sum".'
             )
-        made = {"x": ("dx",), "weight": ("dweight", "weight"), "bias": ("dbias", "bias")}
-        rows = ["x", "weight", "bias", "targets", "class_weights", "share", "lse", "ends"]
+        made = {
+            "x": ("dx", "unit"),
+            "weight": ("dweight", "weight", "unit"),
+            "bias": ("dbias", "bias", "unit"),
+        }
+        rows = ["x", "weight", "bias", "targets", "class_weights", "total", "lse", "ends"]
         rows += ["expected"] if publishes else []
         self.saves_for = made if self.gradients == "forward" else dict.fromkeys(made, tuple(rows))
 
@@ -176,6 +188,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         targets: Tensor,
         call: Call,
     ) -> Out:
+        _check_operands(x, weight, bias, class_weights)
         self._check_targets(x, targets, len(weight))
         if torch_private.is_dtensor(type(weight)):
             loss, published = sharded_cross_entropy(
@@ -183,28 +196,33 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             )
             return Out(loss, _saved(), published or None)
         w, b = call.precision.cast(weight), call.precision.cast(bias)
+        if x.dtype != w.dtype:  # type: ignore[union-attr]
+            raise ShapeError(
+                f"LinearCrossEntropy expects x and weight of one dtype, got {x.dtype} and {w.dtype}."  # type: ignore[union-attr]
+            )
         rows, at = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
         args: Any = rows, w, b, at, class_weights
-        share = self._share(at, class_weights, K.accumulator(x.dtype))
+        total = self._total(at, class_weights, K.accumulator(x.dtype))
         if self.gradients == "forward" and call.needs:
             needs = [name in call.needs for name in ("x", "weight", "bias")]
-            args = *args, share, *self._ends, needs
+            unit = _unit(total)
+            args = *args, (unit / total).expand(len(rows)), *self._ends, needs
             loss, *made = K.linear_cross_entropy_grads(*args)
             dx, dw, db = (t if need else None for t, need in zip(made, needs, strict=True))
             dx = None if dx is None else dx.view(x.shape)
             return Out(
-                (loss * share).sum(),
-                _saved(dx=dx, dweight=dw, dbias=db, weight=weight, bias=bias),
+                (loss / total).sum(),
+                _saved(dx=dx, dweight=dw, dbias=db, unit=unit, weight=weight, bias=bias),
             )
         loss, lse, logp, expected = K.linear_cross_entropy_fwd(*args, *self._ends)
-        y = loss.view(targets.shape) if self.reduction == "none" else (loss * share).sum()
+        y = loss.view(targets.shape) if self.reduction == "none" else (loss / total).sum()
         side = {}
         if self.writes:
             published = {"lse": lse, "log_probs": logp, "entropy": lse - expected}
             side = {name: published[name].view(targets.shape) for name in self.writes}
         saved = _saved(
             x=x, weight=weight, bias=bias, targets=targets, class_weights=class_weights,
-            share=share, lse=lse, expected=expected, ends=self._ends,
+            total=total, lse=lse, expected=expected, ends=self._ends,
         )  # fmt: skip
         return Out(y, saved, side or None)
 
@@ -236,15 +254,15 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             )
         check_targets("LinearCrossEntropy", targets, classes, self.ignore_index)
 
-    def _share(self, targets: Tensor, class_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """How much of each row's loss is in the result.   (N,)"""
-        counts = (targets != self.ignore_index).to(dtype)
+    def _total(self, targets: Tensor, class_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """What the sum of the rows' losses is divided by.   ()"""
         if self.reduction != "mean":
-            return torch.ones_like(counts)
+            return torch.ones((), dtype=dtype, device=targets.device)
+        counts = targets != self.ignore_index
         if class_weights is None:
-            return counts / counts.sum()
+            return counts.sum().to(dtype)
         known = targets.clamp(0, len(class_weights) - 1)
-        return counts / (counts * class_weights[known].to(dtype)).sum()
+        return (counts * class_weights[known].to(dtype)).sum()
 
     # --- backward
 
@@ -262,6 +280,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
 
     def _scaled(self, saved: LinearCrossEntropySaved, dy: Any, call: Call) -> Grads:
         """The gradients that the forward made, times that of the loss."""
+        dy = dy / saved.unit
         params: dict[str, Tensor | None] = {}
         for name, made, owner in (
             ("weight", saved.dweight, saved.weight),
@@ -291,10 +310,10 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         call: Call,
     ) -> Grads:
         """The gradients from the logits, which are made again."""
-        x, lse, share = _needed(saved.x), _needed(saved.lse), _needed(saved.share)
+        x, lse, total = _needed(saved.x), _needed(saved.lse), _needed(saved.total)
         rows, targets = x.reshape(-1, x.shape[-1]), _needed(saved.targets).reshape(-1)
         zero = torch.zeros_like(lse)
-        dloss = zero if dy is None else share * dy.reshape(-1).to(zero.dtype)
+        dloss = zero if dy is None else (dy.reshape(-1) / total).to(zero.dtype).expand_as(lse)
         grads, expected = [dloss], lse
         if saved.expected is not None:
             given = [dside.get(name) for name in ROWS]
@@ -316,7 +335,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
 
 
 DEFAULTS = {
-    "ignore_index": -100,
+    "ignore_index": IGNORED,
     "label_smoothing": 0.0,
     "z_loss": 0.0,
     "soft_cap": None,
@@ -325,11 +344,36 @@ DEFAULTS = {
 }
 
 
+def _check_operands(
+    x: Tensor, weight: Tensor, bias: Tensor | None, class_weights: Tensor | None
+) -> None:
+    """Raise ShapeError unless classes have a row of the weight, as wide as x, and one number of the others."""
+    if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
+        raise ShapeError(
+            f"LinearCrossEntropy expects x (..., D) and a weight (V, D), got {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}."
+        )
+    for name, t in (("bias", bias), ("class weights", class_weights)):
+        if t is not None and (t.shape != weight.shape[:1] or not t.is_floating_point()):
+            raise ShapeError(
+                f"LinearCrossEntropy expects {name} of a float dtype and shape ({len(weight)},), got {t.dtype} of "
+                f"shape {tuple(t.shape)}."
+            )
+
+
 def _needed(t: Any) -> Any:
     """A saved field that `saves_for` has kept."""
     if t is None:
         raise FuseOpsError("LinearCrossEntropy.bwd reads what was not saved.")
     return t
+
+
+def _unit(total: Tensor) -> Tensor:
+    """What the forward multiplies the gradients by that it makes, and the backward divides by: a power of two.
+
+    float16 cannot hold them divided by a count of tokens, and what a GradScaler multiplies by comes later.
+    """
+    return torch.ldexp(torch.ones_like(total), torch.frexp(total).exponent - 1)
 
 
 def _saved(**fields: Any) -> LinearCrossEntropySaved:
@@ -345,7 +389,7 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
@@ -361,9 +405,20 @@ def linear_cross_entropy(
     Raises ShapeError for other shapes or dtypes, FuseOpsError for unknown options.
     """
     options = LossOptions(
-        *(ignore_index, label_smoothing, z_loss, soft_cap, temperature, reduction),
+        *(
+            IGNORED if ignore_index is None else ignore_index,
+            label_smoothing,
+            z_loss,
+            soft_cap,
+            temperature,
+            reduction,
+        ),
         *(publishes if isinstance(publishes, str) else tuple(publishes), gradients, chunk_bytes),
     )
+    if weight is not None and weight.requires_grad:
+        raise FuseOpsError(
+            "linear_cross_entropy: weight wants a gradient and would get none, as in torch: detach it."
+        )
     if torch_private.is_dtensor(type(linear_weight)):
         options.check()
         loss, published = sharded_cross_entropy(
@@ -372,7 +427,8 @@ def linear_cross_entropy(
         return (loss, *published.values()) if published else loss
     given = {"weight": linear_weight, "bias": linear_bias, "class_weights": weight}
     side = {name: t for name, t in given.items() if t is not None}
-    return _on_given(tuple(side), options)(input, targets=target, **side)
+    op = getattr(_GIVEN, _given_op(tuple(side), *options))
+    return op(input, targets=target, **side)
 
 
 class _OnGivenWeight(LinearCrossEntropy):
@@ -391,4 +447,22 @@ class _OnGivenWeight(LinearCrossEntropy):
         return shape[:-1] if self.reduction == "none" else ()
 
 
-_on_given = functools.cache(_OnGivenWeight)
+class _GivenOps:
+    """Holds the ops of `linear_cross_entropy`, each as an attribute, by which traced code finds it."""
+
+    def __init__(self) -> None:
+        self.names: dict[tuple[Any, ...], str] = {}
+
+
+_GIVEN = _GivenOps()
+
+
+@torch_private.assume_constant_result
+def _given_op(reads: tuple[str, ...], *options: Any) -> str:
+    """The name of the op of these options. Dynamo, which makes no modules, does not trace this."""
+    key = reads, *options
+    if key not in _GIVEN.names:
+        name = f"op{len(_GIVEN.names)}"
+        setattr(_GIVEN, name, _OnGivenWeight(reads, LossOptions(*options)))
+        _GIVEN.names[key] = name
+    return _GIVEN.names[key]

@@ -49,8 +49,9 @@ def linear_loss(
     `linear_cross_entropy(..., publishes=("log_probs",))`, which has a gradient.)
 
     loss         loss(logits, *rows) -> a number, of logits (b, ..., V) in the dtype of `input` and b of each of the
-                 rows; numbers of chunks are added up, so divide by what you count over all of B. Or a tuple of it and
-                 more tensors, which are added up too, without a gradient (metrics)
+                 rows; numbers of chunks are added up, so divide by what you count over all of B (of float16 the sum
+                 and not its parts, whose gradients are made before a GradScaler multiplies). Or a tuple of it and more
+                 tensors, which are added up too, without a gradient (metrics)
     input        (B, ..., D); whatever belongs together has one index of the first axis: pairs of answers (B, 2, T, D)
     rows         tensors (B, ...): targets, masks, advantages, the reference's log-probabilities. Without gradients
     chunk_bytes  the most that logits take at a time, as long as one index of B takes no more; `loss` may make as much

@@ -103,6 +103,11 @@ def _classes(weight: Any) -> tuple[Any, int, int]:
             f"over {mesh}: distribute_tensor(weight, mesh['tp'], [Shard(0)])."
         )
     each = -(-weight.shape[0] // mesh.size())
+    if each * (mesh.size() - 1) >= weight.shape[0]:
+        raise FuseOpsError(
+            f"LinearCrossEntropy: a weight of {weight.shape[0]} classes leaves some of {mesh.size()} ranks without "
+            "one. Shard it over fewer."
+        )
     return mesh, mesh.get_local_rank() * each, len(weight.to_local())
 
 

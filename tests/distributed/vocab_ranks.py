@@ -129,6 +129,7 @@ def law_what_it_cannot_do_is_refused() -> None:
     part = sharded(weight)
     for given, options, message in (
         (copies, {}, r"that is Shard\(0\)"),
+        (sharded(weight[:1]), {}, "leaves some of 2 ranks without one"),
         (part, {"gradients": "forward"}, "has no gradients"),
         (part, {"linear_bias": bias}, r"a bias that is Shard\(0\) too"),
     ):

@@ -154,7 +154,7 @@ def _zeros(like: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, options: Sequence[float]) -> Tensor:
     """(n, V): the logits as a GEMM stores them, then capped and divided in the accumulator's dtype."""
     loss = Loss(*options)
-    logits = wide(F.linear(x, weight, bias))
+    logits = wide(F.linear(x, weight, None if bias is None else bias.to(x.dtype)))
     if loss.soft_cap:
         logits = loss.soft_cap * torch.tanh(logits / loss.soft_cap)
     return logits / loss.temperature if loss.temperature != 1 else logits
