@@ -106,15 +106,10 @@ def in_place(experts: Any) -> Factors:
     return found
 
 
-class Factor:
+def read_factor(name: str, which: int, owner: Any) -> Tensor | None:
     """Reads one factor of a parameter, or None."""
-
-    def __init__(self, name: str, which: int) -> None:
-        self.name, self.which = name, which
-
-    def __call__(self, owner: Any) -> Tensor | None:
-        found = owner.__dict__.get(READ, {}).get(self.name)
-        return None if found is None else found[self.which]
+    found = owner.__dict__.get(READ, {}).get(name)
+    return None if found is None else found[which]
 
 
 # --- of a Linear

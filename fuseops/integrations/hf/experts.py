@@ -207,32 +207,26 @@ def _projection(experts: Any, name: str, scale_bias: bool = False) -> Projection
     bias = bool(experts.has_bias)
     op = Projection(groups, width, out, bias, scale_bias=scale_bias, device="meta")
     sources: dict[str, lent.Source] = {
-        "weight": Transposed(name) if experts.is_transposed else NamedExperts(name)
+        "weight": functools.partial(_read_transposed if experts.is_transposed else _read, name)
     }
-    sources |= {part: peft.Factor(name, i) for i, part in enumerate(("down", "up"))}
+    for i, part in enumerate(("down", "up")):
+        sources[part] = functools.partial(peft.read_factor, name, i)
     if bias:
-        sources["bias"] = NamedExperts(f"{name}_bias")
+        sources["bias"] = functools.partial(_read, f"{name}_bias")
     lent.lend(op, experts, sources)
     return op
 
 
-class NamedExperts:
+def _read(name: str, owner: Any) -> Any:
     """Reads a parameter by its name."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, owner: Any) -> Any:
-        if self.name in owner.__dict__.get(peft.READ, ()):  # beneath what PEFT has put in its place
-            return _registered(owner, self.name)
-        return getattr(owner, self.name)
+    if name in owner.__dict__.get(peft.READ, ()):  # beneath what PEFT has put in its place
+        return _registered(owner, name)
+    return getattr(owner, name)
 
 
-class Transposed(NamedExperts):
+def _read_transposed(name: str, owner: Any) -> Any:
     """Reads a parameter (E, in, out) as (E, out, in)."""
-
-    def __call__(self, owner: Any) -> Any:
-        return super().__call__(owner).transpose(1, 2)
+    return _read(name, owner).transpose(1, 2)
 
 
 def register() -> None:

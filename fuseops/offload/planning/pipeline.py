@@ -147,7 +147,7 @@ class _RankStep:
 
     def __init__(self, stages: Stages, rank: int, began: dict[Turn, float]) -> None:
         self.stages, self.whole, self.pipeline = stages, stages.profile, stages.pipeline
-        self.rank, self.memory = rank, _Memory(self.whole)
+        self.rank, (self.lasting, self.temporary) = rank, _lasting_and_temporary(self.whole)
         self.ops: list[ProfiledOp] = []
         self.at: dict[Turn, int] = {}
         now = 0.0
@@ -195,7 +195,7 @@ class _RankStep:
             op = self.whole.ops[p]
             part = share if op.lane == "compute" else float(turn.way != WEIGHT)
             join = first + op.join - ops.start if op.join in ops else -1
-            nbytes = self.memory.temporary[p] if turn.way != WEIGHT else 0
+            nbytes = self.temporary[p] if turn.way != WEIGHT else 0
             yield op._replace(seconds=op.seconds * part, resident=nbytes, join=join)
 
     def _kept(self) -> tuple[int, dict[int, int]]:
@@ -213,7 +213,7 @@ class _RankStep:
                 end = self.at[turn] + len(parts[turn.stage].forward)
                 change[end] += came[turn.stage + 1]
                 change[self._backward(turn)] -= came[turn.stage + 1]
-        return self.memory.lasting * layers // len(self.whole.calls) + buffers, change
+        return self.lasting * layers // len(self.whole.calls) + buffers, change
 
     def _backward(self, turn: Turn) -> int:
         """Where the backward of a forward, or the input half of it, begins."""
@@ -305,25 +305,22 @@ class _Copy(NamedTuple):
         )
 
 
-class _Memory:
-    """Bytes of the whole step, taken apart: what lasts, saved storages, and temporaries of each op."""
-
-    def __init__(self, profile: Profile) -> None:
-        alive = [0] * (len(profile.ops) + 1)
-        for s in profile.saved:
-            alive[s.at] += s.nbytes
-            alive[s.freed] -= s.nbytes
-        rest, now = [], 0
-        for op, difference in zip(profile.ops, alive, strict=False):
-            now += difference
-            rest.append(op.resident - now)
-        self.lasting = rest[-1] if rest else 0  # parameters, and gradients by then
-        boundaries = sorted({b.position for b in profile.boundaries} | {0, len(rest)})
-        self.temporary = [0] * len(rest)
-        for position, nbytes in enumerate(rest):
-            n = bisect_right(boundaries, position)
-            low = min(rest[boundaries[n - 1] : boundaries[n]])
-            self.temporary[position] = nbytes - low
+def _lasting_and_temporary(profile: Profile) -> tuple[int, list[int]]:
+    """Takes the bytes of a whole step apart, beside saved storages: what lasts, and temporaries of each op."""
+    alive = [0] * (len(profile.ops) + 1)
+    for s in profile.saved:
+        alive[s.at] += s.nbytes
+        alive[s.freed] -= s.nbytes
+    rest, now = [], 0
+    for op, difference in zip(profile.ops, alive, strict=False):
+        now += difference
+        rest.append(op.resident - now)
+    boundaries = sorted({b.position for b in profile.boundaries} | {0, len(rest)})
+    temporary = [0] * len(rest)
+    for position, nbytes in enumerate(rest):
+        n = bisect_right(boundaries, position)
+        temporary[position] = nbytes - min(rest[boundaries[n - 1] : boundaries[n]])
+    return rest[-1] if rest else 0, temporary  # parameters, and gradients by then
 
 
 def plan_pipeline(
