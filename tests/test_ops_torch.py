@@ -236,3 +236,21 @@ def test_a_published_tensor_gets_a_gradient_in_its_own_dtype() -> None:
     fo.Sequential(Publish(), fo.ops.Add("half"))(x).sum().backward()
     assert Publish.seen == [torch.bfloat16]
     assert x.grad is not None and torch.equal(x.grad, torch.full((3, 4), 3.0))
+
+
+@pytest.mark.parametrize("leading", [(), (1,), (1, 1)])
+def test_angles_of_a_whole_batch_may_have_leading_ones(leading: tuple[int, ...]) -> None:
+    """As torch broadcasts, and transformers makes them: (1, T, P)."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 5, 4, 8, dtype=torch.float64, requires_grad=True)
+    cos, sin = (torch.randn(*leading, 5, 4, dtype=torch.float64) for _ in range(2))
+    leaves = [x, cos.requires_grad_(), sin.requires_grad_()]
+    got = fo.ops.RoPE()(x, cos=cos, sin=sin)
+    a, b = x.chunk(2, -1)
+    c, s = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    want = torch.cat((a * c - b * s, b * c + a * s), -1)
+    torch.testing.assert_close(got, want)
+    dy = torch.randn_like(got)
+    mine, theirs = (torch.autograd.grad(y, leaves, dy) for y in (got, want))
+    for p, q in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p, q)

@@ -457,3 +457,12 @@ def test_under_compile_it_is_refused_by_name(how: str) -> None:
     said = r"Linear under torch\.compile: a gradient that is delayed or goes to main_grad is eager"
     with pytest.raises(Exception, match=said):
         torch.compile(fo.Sequential(op), backend="eager")(torch.randn(2, 4))
+
+
+def test_a_buffer_under_compile_is_written_outside_of_the_graph_or_refused_by_name() -> None:
+    op, x, y = fo.ops.Linear(4, 4), torch.randn(2, 4), torch.zeros(2, 4)
+    got = torch.compile(op, backend="eager")(x, out={"y": y})
+    assert got.data_ptr() == y.data_ptr() and torch.equal(y, op(x))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="out= is eager only"):
+        torch.compile(op, backend="eager", fullgraph=True)(x, out={"y": y})

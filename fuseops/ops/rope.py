@@ -24,8 +24,8 @@ class RoPE(Op[RoPESaved]):
 
     A pair (a, b) of columns becomes (a cos - b sin, b cos + a sin). Pairs are columns i and P + i, as transformers has
     them, or 2 i and 2 i + 1 with `interleaved`; columns from 2 P on stay. Scaling of positions or frequencies is in
-    the cos and sin that are given. Of tables that hold each angle twice, give one half: `cos[..., : D // 2]`. x may be
-    a transposed view, and the heads of queries and keys side by side are one call.
+    the cos and sin that are given, (1, T, P) too where a batch shares them. Of tables with each angle twice, give one
+    half: `cos[..., : D // 2]`. x may be a transposed view, and the heads of queries and keys side by side are one call.
     Computed in float32, rounded once. Raises ShapeError for other shapes.
     cos, sin: names that the Sequential knows them by.
     """
@@ -47,15 +47,19 @@ class RoPE(Op[RoPESaved]):
         return ", ".join(["interleaved=True"] * self.interleaved + self.renamed())
 
     def fwd(self, x: Tensor, *, cos: Tensor, sin: Tensor) -> Out:
-        _check(x, cos, sin)
-        y = K.apply_rope(x, cos, sin, self.interleaved)
+        turned_by = shared_angles(x, cos), shared_angles(x, sin)
+        _check(x, *turned_by)
+        y = K.apply_rope(x, *turned_by, self.interleaved)
         pairing = "neighbours" if self.interleaved else "halves"
         return Out(y, RoPESaved(x, cos, sin, pairing))
 
     def bwd(self, saved: RoPESaved, dy: Tensor, *, call: Call) -> Grads:
         x, cos, sin, pairing = saved
         interleaved = {"neighbours": True, "halves": False}[pairing]  # type: ignore[index]
-        dx = K.apply_rope(dy, cos, sin, interleaved, True) if "x" in call.needs else None  # type: ignore[arg-type]
+        dx = None
+        if "x" in call.needs:
+            turned_by = shared_angles(dy, cos), shared_angles(dy, sin)  # type: ignore[arg-type]
+            dx = K.apply_rope(dy, *turned_by, interleaved, True)
         wanted = call.needs & {"cos", "sin"}
         if not wanted:
             return Grads(dx)
@@ -73,6 +77,12 @@ def angle_gradients(x: Tensor, dy: Tensor, angles: Tensor, interleaved: bool) ->
         "cos": _as((da * a + db * b).sum(-2), angles),
         "sin": _as((db * a - da * b).sum(-2), angles),
     }
+
+
+def shared_angles(x: Tensor, angles: Tensor) -> Tensor:
+    """(T, P) of angles (1, ..., 1, T, P), which transformers makes for a whole batch; others as they are."""
+    one = 2 < angles.dim() < x.dim() and all(n == 1 for n in angles.shape[:-2])
+    return angles.reshape(angles.shape[-2:]) if one else angles
 
 
 def _as(gradient: Tensor, angles: Tensor) -> Tensor:

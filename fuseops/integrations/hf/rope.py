@@ -21,7 +21,7 @@ from fuseops.errors import ShapeError
 from fuseops.kernels import reference
 from fuseops.ops.op import Call, Grads, Op, Out, Shape
 from fuseops.ops.paths import LENT
-from fuseops.ops.rope import angle_gradients
+from fuseops.ops.rope import angle_gradients, shared_angles
 from fuseops.torch_private import is_dtensor
 
 from . import recognise
@@ -111,7 +111,7 @@ class RotaryPair(Op[RotaryPairSaved]):
             if args or keywords or not _fits(q, k, cos, self.width):
                 return own(q, k, cos, sin, *args, **keywords)
             pairs = q.shape[-1] // 2
-            cos, sin = (_shared(t[..., :pairs], q) for t in (cos, sin))
+            cos, sin = (shared_angles(q, t[..., :pairs]) for t in (cos, sin))
             q, k = (t.transpose(1, 2) for t in (q, k))
             q, k = self(q, keys=k, cos=cos, sin=sin)
             return q.transpose(1, 2), k.transpose(1, 2)
@@ -124,11 +124,6 @@ class RotaryPair(Op[RotaryPairSaved]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._swap()
-
-
-def _shared(angles: Tensor, q: Tensor) -> Tensor:
-    """(T, P) where all rows of the batch have the same."""
-    return angles[0] if angles.shape[0] == 1 and q.shape[0] != 1 else angles
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, width: int) -> bool:
