@@ -147,9 +147,9 @@ def permute_operand(
     parts = cdiv(blocks, groups * config.pop("SPAN"))
     launch(
         device("operands").permute_operand_kernel, (parts * groups * cdiv(n, BLOCK),),
-        data.contiguous(), scale.contiguous(), data if index is None else index.contiguous(), _ends(offs, data), *out,
-        rows, tokens, n, groups, parts, ROW=row, COL=col, INDEX=index is not None, GROUPS=offs is not None,
-        **overlap(data.device), **config,
+        data, scale.contiguous(), data if index is None else index.contiguous(), _ends(offs, data), *out,
+        rows, tokens, n, groups, parts, data.stride(0), ROW=row, COL=col, INDEX=index is not None,
+        GROUPS=offs is not None, **overlap(data.device), **config,
     )  # fmt: skip
     return out
 

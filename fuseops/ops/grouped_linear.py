@@ -7,6 +7,7 @@ Rows at or beyond offs[-1] are padding: y and dx are zero there, and no gradient
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -30,7 +31,7 @@ from .linear import (
 from .op import Call, Grads, Op, Out, Shape
 from .packing import packed, repack
 from .splits import check_splits
-from .tiles import tiles_of
+from .tiles import tiles_of, tiles_of_columns
 
 PACKED = ("weight", "bias")
 LowRank = tuple[Tensor | None, Tensor | None]  # down and up
@@ -230,10 +231,10 @@ def weight_gradient(
     add = "weight" not in call.overwrite
     roles = call.precision.roles
     if roles is not None and not roles.high_wgrad:
-        columns = columns_of(x, call, offs, x_index)
+        columns, tables = columns_of(x, call, offs, x_index), partial(tiles_of_columns, call)
         if not unrounded:
-            return gemm.wgrad(dy, columns, dy.dtype, offs, call.name)
-        gemm.wgrad_into(buffer, dy, columns, offs, add, call.name)  # type: ignore[arg-type]
+            return gemm.wgrad(dy, columns, dy.dtype, offs, call.name, tables)
+        gemm.wgrad_into(buffer, dy, columns, offs, add, call.name, tables)  # type: ignore[arg-type]
         return None
     dy, x = high(dy), high(x)
     tiles = tiles_of(call, offs, (dy if dy_index is None else dy_index).shape[0])

@@ -34,3 +34,14 @@ def tiles_of(call: Call, offs: Tensor, rows: int) -> Tensor | None:
     found: Tensor = tables[key][1]
     call.scratch["last_tiles"] = offs, rows, version(offs), found
     return found
+
+
+def tiles_of_columns(call: Call, offs: Tensor, columns: int) -> Tensor | None:
+    """A table for products over columns, which read the order of the groups alone: that of any rows does, if there is
+    one.
+    """
+    last = None if call.scratch is None else call.scratch.get("last_tiles")
+    if last is not None and last[0] is offs and last[2] == version(offs):
+        latest: Tensor = last[3]
+        return latest
+    return tiles_of(call, offs, columns)

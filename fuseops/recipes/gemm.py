@@ -10,6 +10,7 @@ tensors in FP8 are multiplied in float32. Two operands meet in the wider dtype o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +25,9 @@ from .numbers import Measuring, watching
 from .operands import Operand
 from .quantized import Factors, Quantized, factors, features, in_order, layout_of, scaled_tiles
 from .scaling import SQUARE, VECTOR
+
+TilesOf = Callable[[Tensor, int], Tensor | None]
+"""Of the ends of groups and the number of columns: the tile table of a product over these."""
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -192,19 +196,30 @@ def _columns(
 
 
 def wgrad(
-    dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None = None, name: str = ""
+    dy: Operand,
+    x: Operand,
+    dtype: torch.dtype,
+    offs: Tensor | None = None,
+    name: str = "",
+    tiles_of: TilesOf | None = None,
 ) -> Tensor:
-    """dw = dy^T x.   (R, N), (R, K) -> (N, K) or (E, N, K)"""
-    dw = _wgrad(dy, x, dtype, offs)
+    """dw = dy^T x.   (R, N), (R, K) -> (N, K) or (E, N, K)      tiles_of: asked where a kernel reads a table"""
+    dw = _wgrad(dy, x, dtype, offs, tiles_of)
     if Measuring.numbers and (seen := watching()):
         seen.compare(name, "weight gradient", dw, partial(_exact_wgrad, offs=offs), dy, x)
     return dw
 
 
-def _wgrad(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None) -> Tensor:
+def _wgrad(
+    dy: Operand,
+    x: Operand,
+    dtype: torch.dtype,
+    offs: Tensor | None,
+    tiles_of: TilesOf | None = None,
+) -> Tensor:
     columns = _columns(dy, x, dtype)
     if columns is not None:
-        return K.fp8_wgrad(*columns, offs, None, dtype)
+        return K.fp8_wgrad(*columns, offs, _table(columns[0], offs, tiles_of), dtype)
     if dtype in OUTPUTS and _small(dy, "col", x, "col") and _same_columns(dy, x):
         parts = *scaled_tiles(dy, "col"), *scaled_tiles(x, "col")  # type: ignore[arg-type]
         return K.micro_wgrad(*parts, offs, _whole(dy, "col", x, "col", offs), dtype)  # type: ignore[arg-type]
@@ -226,6 +241,10 @@ def _wgrad(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None) -> 
     return K.by_pieces(_cut(dy, "col", STEP), of_features)
 
 
+def _table(columns: Tensor, offs: Tensor | None, tiles_of: TilesOf | None) -> Tensor | None:
+    return None if offs is None or tiles_of is None else tiles_of(offs, columns.shape[1])
+
+
 def _by_group(
     left: Tensor, right: Tensor, whole: Tensor | None, ends: Any, dtype: torch.dtype
 ) -> Tensor:
@@ -241,7 +260,13 @@ def _by_group(
 
 
 def wgrad_into(
-    main_grad: Tensor, dy: Operand, x: Operand, offs: Tensor, accumulate: bool, name: str = ""
+    main_grad: Tensor,
+    dy: Operand,
+    x: Operand,
+    offs: Tensor,
+    accumulate: bool,
+    name: str = "",
+    tiles_of: TilesOf | None = None,
 ) -> None:
     """main_grad (+)= wgrad of groups, unrounded.   main_grad (E, N, K) float32
 
@@ -249,13 +274,21 @@ def wgrad_into(
     """
     if Measuring.numbers and watching():
         wgrad(dy, x, torch.float32, offs, name)
-    _wgrad_into(main_grad, dy, x, offs, accumulate)
+    _wgrad_into(main_grad, dy, x, offs, accumulate, tiles_of)
 
 
-def _wgrad_into(main_grad: Tensor, dy: Operand, x: Operand, offs: Tensor, accumulate: bool) -> None:
+def _wgrad_into(
+    main_grad: Tensor,
+    dy: Operand,
+    x: Operand,
+    offs: Tensor,
+    accumulate: bool,
+    tiles_of: TilesOf | None,
+) -> None:
     columns = _columns(dy, x, main_grad.dtype)
     if columns is not None:
-        K.fp8_wgrad_into(main_grad, *columns, offs, None, accumulate)
+        tiles = _table(columns[0], offs, tiles_of)
+        K.fp8_wgrad_into(main_grad, *columns, offs, tiles, accumulate)
         return
     if _small(dy, "col", x, "col") and _same_columns(dy, x):
         dw = _wgrad(dy, x, main_grad.dtype, offs)

@@ -174,6 +174,19 @@ def test_operands_that_were_one_tensor_are_told_apart_later(replayed):
     assert len(replayed) == 1
 
 
+def test_some_features_of_codes_are_permuted_where_they_lie(replayed):
+    """A copy of them is made by torch, which no replay does."""
+    q, scale, index, offs = here("permute_operand")[:4]
+    wide = torch.cat([q.view(torch.uint8)] * 2, 1).view(q.dtype)
+    half = wide[:, : q.shape[1]]
+    for row in (True, False):
+        args = half, scale, index, offs, row, True
+        for _ in range(3):
+            found = KERNEL_OPS["permute_operand"](*args)
+        assert [given for given in replayed if given[4] is row]
+        equal(found[2:], KERNEL_OPS["permute_operand"].launcher(q, *args[1:])[2:])
+
+
 class Sees(TorchDispatchMode):
     def __init__(self):
         super().__init__()

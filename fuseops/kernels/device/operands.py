@@ -161,7 +161,7 @@ def quantize_operand_kernel(
 
 @triton.jit
 def gather_codes(
-    data_ptr, scale_ptr, index_ptr, J: tl.constexpr, row0, end, col0, T, N,
+    data_ptr, scale_ptr, index_ptr, J: tl.constexpr, row0, end, col0, T, N, stride,
     INDEX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Slice J of codes and scales, of tokens by index."""
@@ -170,7 +170,7 @@ def gather_codes(
     if INDEX:
         token = tl.load(index_ptr + r, mask=r < end, other=0).to(tl.int64)
     codes = data_ptr.to(tl.pointer_type(tl.uint8))
-    q = tl.load(codes + token[:, None] * N + c[None, :], mask=mask, other=0)
+    q = tl.load(codes + token[:, None] * stride + c[None, :], mask=mask, other=0)
     block = (col0 // BLOCK_N).to(tl.int64)
     scale = tl.load(scale_ptr + block * T + token, mask=r < end, other=2.0**-63)
     return q.to(data_ptr.dtype.element_ty, bitcast=True), scale
@@ -210,7 +210,7 @@ def blocks_of_part(program, offs_ptr, R, E, parts, GROUPS: tl.constexpr, BLOCK_R
 @triton.jit(do_not_specialize=["R", "T", "parts"])
 def permute_operand_kernel(
     data_ptr, scale_ptr, index_ptr, offs_ptr, row_ptr, row_scale_ptr, col_ptr, square_ptr,
-    R, T, N, E, parts,
+    R, T, N, E, parts, stride,
     ROW: tl.constexpr, COL: tl.constexpr, INDEX: tl.constexpr, GROUPS: tl.constexpr,
     PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -223,17 +223,21 @@ def permute_operand_kernel(
     for block in range(first, last):
         row0 = begin + (block - origin) * BLOCK_R
         qa, sa = gather_codes(
-            data_ptr, scale_ptr, index_ptr, 0, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N
-        )
+            data_ptr, scale_ptr, index_ptr, 0, row0, end, col0, T, N, stride,
+            INDEX, BLOCK_R, BLOCK_N,
+        )  # fmt: skip
         qb, sb = gather_codes(
-            data_ptr, scale_ptr, index_ptr, 1, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N
-        )
+            data_ptr, scale_ptr, index_ptr, 1, row0, end, col0, T, N, stride,
+            INDEX, BLOCK_R, BLOCK_N,
+        )  # fmt: skip
         qc, sc = gather_codes(
-            data_ptr, scale_ptr, index_ptr, 2, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N
-        )
+            data_ptr, scale_ptr, index_ptr, 2, row0, end, col0, T, N, stride,
+            INDEX, BLOCK_R, BLOCK_N,
+        )  # fmt: skip
         qd, sd = gather_codes(
-            data_ptr, scale_ptr, index_ptr, 3, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N
-        )
+            data_ptr, scale_ptr, index_ptr, 3, row0, end, col0, T, N, stride,
+            INDEX, BLOCK_R, BLOCK_N,
+        )  # fmt: skip
         store_operand(
             qa, qb, qc, qd, sa, sb, sc, sd, row_ptr, row_scale_ptr, col_ptr, square_ptr,
             row0, end, col0, R, N, col0 * 0, N, block, blocks, ROW, COL, BLOCK_R, BLOCK_N,

@@ -11,6 +11,7 @@ Numerics: as of the ops one by one. What SwiGLU writes is rounded as its tensor 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
@@ -36,7 +37,7 @@ from fuseops.ops.linear import (
 )
 from fuseops.ops.op import Call, Grads, replaced
 from fuseops.ops.splits import check_splits
-from fuseops.ops.tiles import tiles_of
+from fuseops.ops.tiles import tiles_of, tiles_of_columns
 from fuseops.recipes import Operand, Quantized, Roles, Scaling, gemm, operand
 from fuseops.recipes.quantized import BLOCK, some_features
 
@@ -176,11 +177,11 @@ def _fc1_weight(
     if parts <= 1:
         return weight_gradient(dh, x, offs, call, index)
     roles = _roles(call)
-    tokens = operand(x, cast("Scaling", roles.input))
+    tokens, tables = operand(x, cast("Scaling", roles.input)), partial(tiles_of_columns, call)
 
     def multiplied(dw: Tensor, part: Operand) -> None:
         columns = columns_of(part, call, offs, index)
-        gemm.wgrad_into(dw, dh, columns, offs, False, call.name)
+        gemm.wgrad_into(dw, dh, columns, offs, False, call.name, tables)
 
     return _in_parts(weight, 2, tokens, parts, multiplied)
 
@@ -198,10 +199,11 @@ def _fc2_weight(
     if parts <= 1:
         dy, index = _columns(waits.pop(), offs, call)
         return {"weight": weight_gradient(dy, a, offs, call, None, index)}
+    tables = partial(tiles_of_columns, call)
 
     def multiplied(dw: Tensor, part: Operand) -> None:
         columns, _ = _columns((part, index), offs, call)
-        gemm.wgrad_into(dw, columns, a, offs, False, call.name)
+        gemm.wgrad_into(dw, columns, a, offs, False, call.name, tables)
 
     tokens, index = waits.pop()
     return {"weight": _in_parts(weight, 1, tokens, parts, multiplied)}
