@@ -139,7 +139,8 @@ def quantize_format(
     whole: amax of the tensor, of a shape that broadcasts with the scales', where scales stand over one of it.
     seed: (1,) int64, of random rounding.  lay: what gives, for rows of x, those that are quantized in their place.
     """
-    rows, made = form.block[0], list[Tensor]()
+    rows = form.block[0]
+    made: list[Tensor] = []  # dynamo knows no list[Tensor]()
     cut = pieces(x, rows)
     for number, piece in enumerate(cut):
         at = slice(piece.start // rows, -(-piece.stop // rows))
