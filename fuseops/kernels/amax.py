@@ -22,7 +22,7 @@ from fuseops.kernels import reference, tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, too_large
-from fuseops.kernels.registry import tensor_bytes
+from fuseops.kernels.registry import on_meta, tensor_bytes
 from fuseops.kernels.tiles import cdiv, require
 
 BLOCK = 128
@@ -39,19 +39,15 @@ AMAX = Space("group_amax", lambda dims, itemsize: _candidates(dims, itemsize)[::
 QUANTIZE = Space("quantize_groups", _candidates)
 
 
-def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
 def _group_cases() -> Iterator[tuple[Any, ...]]:
     for dtype, fmt in ((torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float32, 0)):
-        for offs in (None, _meta(64, dtype=torch.int32)):
-            yield _meta(8190, 4096, dtype=dtype), offs, FORMATS[fmt], True, True
+        for offs in (None, on_meta(64, dtype=torch.int32)):
+            yield on_meta(8190, 4096, dtype=dtype), offs, FORMATS[fmt], True, True
 
 
 def _weight_cases() -> Iterator[tuple[Any, ...]]:
     for dtype in (torch.bfloat16, torch.float32):
-        yield _meta(8, 1024, 4096, dtype=dtype), FORMATS[0], True, True
+        yield on_meta(8, 1024, 4096, dtype=dtype), FORMATS[0], True, True
 
 
 def _bytes(x: Tensor, row: bool, col: bool) -> int:

@@ -23,6 +23,7 @@ multiply them. No look at `offs` on the host.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -37,7 +38,7 @@ from fuseops.kernels.grouped import grouped_mm, grouped_wgrad_into, one_group
 from fuseops.kernels.grouped_launch import table_size
 from fuseops.kernels.quantize import quantize_vectors
 from fuseops.kernels.reference.fp8 import dequantize, dequantized_rows, weight_scaling
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv, require
 
 
@@ -65,12 +66,8 @@ def _wgrad_flops(dy: Any, dy_scale: Any, x: Any, *_: Any, **__: Any) -> int:
     return int(2 * dy[0] * dy[1] * x[0])
 
 
-def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _codes(*shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    return _meta(*shape, dtype=dtype)
+_meta = functools.partial(on_meta, dtype=torch.float32)
+_codes = functools.partial(on_meta, dtype=torch.float8_e4m3fn)
 
 
 def _mm_cases() -> Iterator[tuple[Any, ...]]:

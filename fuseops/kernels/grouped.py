@@ -29,7 +29,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.grouped_launch import Gradient, Product, launch_mm, launch_wgrad, table_size
 from fuseops.kernels.launch import device, launch
-from fuseops.kernels.registry import kernel_op, thread
+from fuseops.kernels.registry import kernel_op, on_meta, thread
 from fuseops.kernels.tiles import as_rows, pow2
 
 MAX_GROUPS = 1 << 11
@@ -77,12 +77,8 @@ def _add_flops(
     return _wgrad_flops(dy, x, offs, tiles, *index, **_)
 
 
-def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def _offs(groups: int) -> Tensor:
-    return _meta(groups, dtype=torch.int32)
+    return on_meta(groups, dtype=torch.int32)
 
 
 def _tiles_cases() -> Iterator[tuple[Any, ...]]:
@@ -91,25 +87,25 @@ def _tiles_cases() -> Iterator[tuple[Any, ...]]:
 
 def _mm_cases() -> Iterator[tuple[Any, ...]]:
     groups, rows, n, k = 8, 16384, 4096, 2048
-    offs, tiles = _offs(groups), _meta(table_size(rows, groups), dtype=torch.int32)
+    offs, tiles = _offs(groups), on_meta(table_size(rows, groups), dtype=torch.int32)
     for dtype in DTYPES:
-        x, w = _meta(rows, k, dtype=dtype), _meta(groups, n, k, dtype=dtype)
+        x, w = on_meta(rows, k, dtype=dtype), on_meta(groups, n, k, dtype=dtype)
         yield x, w, offs, tiles
-        yield x, _meta(groups, k, n, dtype=dtype).transpose(1, 2), offs, tiles
+        yield x, on_meta(groups, k, n, dtype=dtype).transpose(1, 2), offs, tiles
         if dtype.itemsize == 2:
-            tokens, index = _meta(rows // 2, k, dtype=dtype), _meta(rows, dtype=torch.int32)
-            narrow = _meta(groups, n // 2, k, dtype=dtype)
+            tokens, index = on_meta(rows // 2, k, dtype=dtype), on_meta(rows, dtype=torch.int32)
+            narrow = on_meta(groups, n // 2, k, dtype=dtype)
             yield tokens, narrow, offs, tiles, None, index
-            narrow = _meta(groups, k, n // 2, dtype=dtype).transpose(1, 2)
+            narrow = on_meta(groups, k, n // 2, dtype=dtype).transpose(1, 2)
             yield tokens, narrow, offs, tiles, None, index
-            bias = _meta(groups, n, dtype=dtype)
+            bias = on_meta(groups, n, dtype=dtype)
             yield x, w, offs, tiles, bias
-            yield x, w, offs, tiles, bias, None, _meta(rows, dtype=torch.float32)
-    x, w, bias = _meta(rows, k + 32), _meta(groups, n, k + 32), _meta(groups, n)
+            yield x, w, offs, tiles, bias, None, on_meta(rows, dtype=torch.float32)
+    x, w, bias = on_meta(rows, k + 32), on_meta(groups, n, k + 32), on_meta(groups, n)
     yield x, w, offs, tiles
     yield x, w, offs, tiles, bias
-    yield x, _meta(groups, k + 32, n).transpose(1, 2), offs, tiles
-    yield _meta(rows, 33), _meta(groups, 65, 33), offs, tiles
+    yield x, on_meta(groups, k + 32, n).transpose(1, 2), offs, tiles
+    yield on_meta(rows, 33), on_meta(groups, 65, 33), offs, tiles
 
 
 def _into_cases() -> Iterator[tuple[Any, ...]]:
@@ -120,22 +116,22 @@ def _into_cases() -> Iterator[tuple[Any, ...]]:
 
 def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
     groups, rows, n, k = 8, 16384, 4096, 2048
-    offs, tiles = _offs(groups), _meta(table_size(rows, groups), dtype=torch.int32)
-    index = _meta(rows, dtype=torch.int32)
+    offs, tiles = _offs(groups), on_meta(table_size(rows, groups), dtype=torch.int32)
+    index = on_meta(rows, dtype=torch.int32)
     for dtype in DTYPES:
-        wide, narrow = _meta(rows, n, dtype=dtype), _meta(rows, k, dtype=dtype)
+        wide, narrow = on_meta(rows, n, dtype=dtype), on_meta(rows, k, dtype=dtype)
         yield wide, narrow, offs, tiles
         if dtype.itemsize == 2:
-            tokens = _meta(rows // 2, k, dtype=dtype)
+            tokens = on_meta(rows // 2, k, dtype=dtype)
             yield narrow, wide, offs, tiles
             yield tokens, narrow, offs, tiles, index
             yield narrow, tokens, offs, tiles, None, index
-    yield _meta(rows, 65), _meta(rows, 33), offs, tiles
+    yield on_meta(rows, 65), on_meta(rows, 33), offs, tiles
 
 
 def _add_cases() -> Iterator[tuple[Any, ...]]:
     for number, (dy, x, offs, tiles, *index) in enumerate(_wgrad_cases()):
-        main_grad = _meta(len(offs), dy.shape[1], x.shape[1], dtype=torch.float32)
+        main_grad = on_meta(len(offs), dy.shape[1], x.shape[1], dtype=torch.float32)
         yield main_grad, dy, x, offs, tiles, True, *index
         if number < 4:
             yield main_grad, dy, x, offs, tiles, False, *index

@@ -12,6 +12,7 @@ Hardware: sm_80 and later.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,7 @@ from fuseops.kernels.grouped import checked_product, mm_flops
 from fuseops.kernels.grouped_launch import Form, Product, launch_mm, launch_rings, table_size
 from fuseops.kernels.grouped_paths import ENDS, SWIGLU_SPACES, act_path
 from fuseops.kernels.reference import GATES
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import kernel_op, on_meta
 
 
 def _fake(
@@ -44,7 +45,7 @@ def _width(n: int, kind: str) -> int:
 
 def _cases() -> Iterator[tuple[Any, ...]]:
     groups, rows, k = 8, 16384, 2048
-    make = lambda *shape, dtype=torch.int32: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
+    make = functools.partial(on_meta, dtype=torch.int32)
     offs, tiles = make(groups), make(table_size(rows, groups))
     probs, index = make(rows, dtype=torch.float32), make(rows)
     for dtype in (torch.bfloat16, torch.float16):

@@ -16,6 +16,7 @@ Hardware: sm_80 and later.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -32,7 +33,7 @@ from fuseops.kernels.grouped import checked_product
 from fuseops.kernels.grouped_launch import Product, launch_mm, launch_rings, table_size
 from fuseops.kernels.grouped_paths import BACK, SWIGLU_BWD_SPACES, act_bwd_path
 from fuseops.kernels.reference import GATES
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv
 
 
@@ -50,7 +51,7 @@ def _flops(dy: Any, weight: Any, h: Any, *_: Any, **__: Any) -> int:
 
 def _cases() -> Iterator[tuple[Any, ...]]:
     groups, rows, k, n = 8, 16384, 2048, 1024
-    make = lambda *shape, dtype=torch.int32: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
+    make = functools.partial(on_meta, dtype=torch.int32)
     offs, tiles = make(groups), make(table_size(rows, groups))
     probs, index = make(rows, dtype=torch.float32), make(rows)
     for dtype in (torch.bfloat16, torch.float16):

@@ -14,6 +14,7 @@ Hardware: sm_89 and later, which convert to FP8; others run the reference, as si
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.quantize import FORMATS, fp8_op, too_large
 from fuseops.kernels.reference.formats import E2M1, LARGEST, micro_format
+from fuseops.kernels.registry import on_meta
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
 LAYOUTS = ("row", "col")
@@ -43,9 +45,7 @@ NVFP4 = _space("quantize_nvfp4", (64, 8), (32, 4))
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:
-    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
+    meta = functools.partial(on_meta, dtype=torch.float32)
     offs, one, many = meta(64, dtype=torch.int32), meta(), meta(64)
     for data in (*FORMATS, E2M1):
         four = data is E2M1

@@ -23,7 +23,7 @@ from fuseops.kernels import fp8_paths, reference, tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.quantize import FORMATS, SM_89
-from fuseops.kernels.registry import kernel_op, tensor_bytes
+from fuseops.kernels.registry import kernel_op, on_meta, tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, require
 
 BLOCK = 128
@@ -55,49 +55,45 @@ WEIGHT = _space("quantize_weight", _tile(4), _tile(8))
 fp8_op = functools.partial(kernel_op, min_arch=SM_89)
 
 
-def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-_OFFS = functools.partial(_meta, 64, dtype=torch.int32)
+_OFFS = functools.partial(on_meta, 64, dtype=torch.int32)
 _SIZES = ((torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float32, 0))  # and the format
 
 
 def _quantize_cases() -> Iterator[tuple[Any, ...]]:
     for dtype, fmt in _SIZES:
         for offs in (None, _OFFS()):
-            yield _meta(8190, 4096, dtype=dtype), offs, FORMATS[fmt], True
+            yield on_meta(8190, 4096, dtype=dtype), offs, FORMATS[fmt], True
 
 
 def _permute_cases() -> Iterator[tuple[Any, ...]]:
-    data, scale = _meta(8190, 4096, dtype=FORMATS[0]), _meta(32, 8190, dtype=torch.float32)
-    index = _meta(65530, dtype=torch.int32)
+    data, scale = on_meta(8190, 4096, dtype=FORMATS[0]), on_meta(32, 8190, dtype=torch.float32)
+    index = on_meta(65530, dtype=torch.int32)
     for by, row, col in ((index, True, True), (index, True, False), (None, False, True)):
         yield data, scale, by, _OFFS(), row, col
 
 
 def _swiglu_cases() -> Iterator[tuple[Any, ...]]:
     for dtype, fmt in _SIZES:
-        h, probs = _meta(8190, 8192, dtype=dtype), _meta(8190, dtype=torch.float32)
+        h, probs = on_meta(8190, 8192, dtype=dtype), on_meta(8190, dtype=torch.float32)
         yield h, probs, None, FORMATS[fmt], True, False
         yield h, None, _OFFS(), FORMATS[fmt], True, True
-    codes = _meta(8190, 8192, dtype=FORMATS[0])
-    yield codes, probs, None, FORMATS[0], True, False, _meta(64, 8190, dtype=torch.float32)
+    codes = on_meta(8190, 8192, dtype=FORMATS[0])
+    yield codes, probs, None, FORMATS[0], True, False, on_meta(64, 8190, dtype=torch.float32)
 
 
 def _dswiglu_cases() -> Iterator[tuple[Any, ...]]:
-    da, h, probs = _meta(8190, 4096), _meta(8190, 8192), _meta(8190, dtype=torch.float32)
+    da, h, probs = on_meta(8190, 4096), on_meta(8190, 8192), on_meta(8190, dtype=torch.float32)
     for fmt in FORMATS:
         yield da, h, probs, _OFFS(), fmt, FORMATS[0]
     yield da, h, None, None, FORMATS[0], FORMATS[0]
-    scale, codes = _meta(64, 8190, dtype=torch.float32), _meta(8190, 8192, dtype=FORMATS[0])
+    scale, codes = on_meta(64, 8190, dtype=torch.float32), on_meta(8190, 8192, dtype=FORMATS[0])
     yield da, codes, probs, _OFFS(), FORMATS[0], FORMATS[0], True, True, True, scale
 
 
 def _weight_cases() -> Iterator[tuple[Any, ...]]:
     for dtype, fmt in _SIZES:
         for row in (True, False):
-            yield _meta(8, 1024, 4096, dtype=dtype), FORMATS[fmt], row, True
+            yield on_meta(8, 1024, 4096, dtype=dtype), FORMATS[fmt], row, True
 
 
 @fp8_op(twin=reference.quantize_operand, cases=_quantize_cases)

@@ -326,6 +326,11 @@ def tensor_bytes(value: Any) -> int:
     return sum(map(tensor_bytes, value)) if isinstance(value, (tuple, list)) else 0
 
 
+def on_meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Makes a tensor without values: an operand of `cases`."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def meta(value: Any) -> Any:
     """The same value with its tensors on the meta device."""
     if isinstance(value, Tensor):
