@@ -284,7 +284,7 @@ WEIGHT_GRADIENTS = {
 
 @pytest.mark.parametrize(
     "recipe, count",
-    [(BLOCK(), 16), (BLOCK(wgrad="block"), 2), (fo.recipes.Float8CurrentScaling(), 2)],
+    [(BLOCK(), 8), (BLOCK(wgrad="block"), 2), (fo.recipes.Float8CurrentScaling(), 2)],
     ids=str,
 )
 def test_one_table_of_tiles_does_for_all_products_of_a_step(recipe: Any, count: int) -> None:
@@ -292,12 +292,23 @@ def test_one_table_of_tiles_does_for_all_products_of_a_step(recipe: Any, count: 
     long on the host as in bfloat16.
     """
     with FakeTensorMode():
-        moe = fo.MoE(1024, 512, 32, 4, dtype=torch.bfloat16)
-        x = torch.empty(64, 1024, dtype=torch.bfloat16, requires_grad=True)
+        moe = fo.MoE(4096, 1024, 64, 4, dtype=torch.bfloat16)
+        x = torch.empty(32768, 4096, dtype=torch.bfloat16, requires_grad=True)
         with Tables() as tables, as_if_on(90), fo.recipe(recipe, strict=True):
             moe(x).sum().backward()
     assert tables.made == 1
     assert len(tables.given) == count and None not in tables.given
+
+
+@pytest.mark.parametrize("tokens", [64, 1024])
+def test_few_tokens_are_multiplied_in_one_part(tokens: int) -> None:
+    """Their step waits for the host, and the columns that it might have in parts are few bytes."""
+    with FakeTensorMode():
+        moe = fo.MoE(1024, 512, 32, 4, dtype=torch.bfloat16)
+        x = torch.empty(tokens, 1024, dtype=torch.bfloat16, requires_grad=True)
+        with Tables() as tables, as_if_on(90), fo.recipe(BLOCK(), strict=True):
+            moe(x).sum().backward()
+    assert len(tables.given) == 2
 
 
 @pytest.mark.parametrize("shape, parts", [((64, 4, 4096, 1024), 4), ((8, 2, 512, 256), 0)])

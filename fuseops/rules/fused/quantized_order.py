@@ -20,6 +20,8 @@ from fuseops.recipes.quantized import BLOCK
 from .routed_copies import FC1, FC2_DSWIGLU, copies_rows
 
 PARTS = (1, 2, 4, 8)
+# Bytes above high precision's that are worth no launches: of few tokens, whose step waits for the host.
+SPARE = 16 << 20
 
 
 def parts(
@@ -139,7 +141,7 @@ def _whatever_is_copied(held: Held, by_index: bool, most: int) -> int | None:
 def _fewest(held: Held, by_index: bool, copies_x: bool, copies_dy: bool, most: int) -> int:
     """`parts`, of rows by index or as they lie, and of features that can be had in `most`; 0: in none."""
     high = held.high(copies_x, copies_dy)
-    if held.first() <= high or held.waits(by_index) >= held.dw2:
+    if held.first() <= high + SPARE or held.waits(by_index) >= held.dw2:
         return 0
     if not most:
         return 1
