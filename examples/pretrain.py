@@ -36,6 +36,7 @@ from fuseops import offload
 from fuseops.demo.data import batch, read_corpus
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by name: other ranks have others
+BALANCE = 0.01  # of the loss that evens out how many tokens experts get
 PEAK_FLOPS = 989e12  # dense bf16 of an H100 or H200, for the share that is used
 
 
@@ -52,6 +53,18 @@ class Attention(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(b, t, d))
 
 
+class Injected(torch.autograd.Function):
+    """y, and a loss beside it whose gradient is 1: no forward has to return it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        return dy, torch.ones((), device=dy.device)
+
+
 class StockExperts(nn.Module):
     """What `fo.MoE` computes, in plain torch."""
 
@@ -63,14 +76,17 @@ class StockExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
-        weights, chosen = self.router(rows).float().topk(self.top_k, -1)
+        logits = self.router(rows).float()
+        weights, chosen = logits.topk(self.top_k, -1)
         weights, y = weights.softmax(-1), torch.zeros_like(rows)
         for e, (fc1, fc2) in enumerate(zip(self.fc1, self.fc2, strict=True)):
             token, place = (chosen == e).nonzero(as_tuple=True)
             gate, up = F.linear(rows[token], fc1).chunk(2, -1)
             a = F.silu(gate) * up * weights[token, place, None]
             y = y.index_add(0, token, F.linear(a.to(fc2.dtype), fc2).to(y.dtype))
-        return y.view_as(x)
+        share = chosen.flatten().bincount(minlength=len(self.fc1)) / chosen.numel()
+        balance = len(self.fc1) * (share * logits.softmax(-1).mean(0)).sum()
+        return Injected.apply(y, BALANCE * balance).view_as(x)  # type: ignore[no-untyped-call]
 
 
 class Block(nn.Module):
@@ -85,7 +101,7 @@ class Block(nn.Module):
             up, down = fo.ops.Linear(c.dim, 2 * hidden, False), fo.ops.Linear(hidden, c.dim, False)
             self.mlp = fo.Sequential(up, fo.ops.SwiGLU(), down)
         else:
-            self.mlp = fo.MoE(c.dim, hidden, experts, top_k, balance_loss=0.01, aux="inject")
+            self.mlp = fo.MoE(c.dim, hidden, experts, top_k, balance_loss=BALANCE, aux="inject")
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.attention(x)
