@@ -123,6 +123,17 @@ def test_what_it_cannot_do_right_is_refused() -> None:
         fo.linear_loss(lambda logits: (scale * logits).sum(), x, weight)
     with pytest.raises(fo.FuseOpsError, match="rows 0 want a gradient"):
         fo.linear_loss(total, x, weight, x)
+    for bias in (
+        weight.new_zeros(len(weight) - 1),
+        weight.new_zeros(len(weight), dtype=torch.int64),
+    ):
+        with pytest.raises(ShapeError, match="linear_loss expects bias of a float dtype"):
+            fo.linear_loss(total, x, weight, linear_bias=bias)
+    with pytest.raises(ShapeError, match="one dtype, got linear_weight of"):
+        fo.linear_loss(total, x, weight.half())
+    for chunk in (0, "1 GiB", None):
+        with pytest.raises(fo.FuseOpsError, match="chunk_bytes="):
+            fo.linear_loss(total, x, weight, chunk_bytes=chunk)
     with pytest.raises(ShapeError, match="one for each of 6"):
         fo.linear_loss(total, x, weight, targets[:5])
     with pytest.raises(fo.FuseOpsError, match=r"shape \(6, 23\), expected a number"):

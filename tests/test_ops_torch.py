@@ -254,3 +254,11 @@ def test_angles_of_a_whole_batch_may_have_leading_ones(leading: tuple[int, ...])
     mine, theirs = (torch.autograd.grad(y, leaves, dy) for y in (got, want))
     for p, q in zip(mine, theirs, strict=True):
         torch.testing.assert_close(p, q)
+
+
+def test_angles_of_integers_are_refused() -> None:
+    """A rotation by a cosine that was cut to 0 is no error that a loss would show."""
+    x, angles = torch.randn(5, 4, 8), torch.ones(5, 4)
+    for cos, sin in ((angles.long(), angles), (angles, angles.int())):
+        with pytest.raises(fo.FuseOpsError, match="RoPE expects cos and sin of float dtypes"):
+            fo.ops.RoPE()(x, cos=cos, sin=sin)

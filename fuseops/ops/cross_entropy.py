@@ -188,7 +188,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         targets: Tensor,
         call: Call,
     ) -> Out:
-        _check_operands(x, weight, bias, class_weights)
+        check_operands("LinearCrossEntropy", x, weight, bias, class_weights)
         self._check_targets(x, targets, len(weight))
         if torch_private.is_dtensor(type(weight)):
             loss, published = sharded_cross_entropy(
@@ -344,19 +344,19 @@ DEFAULTS = {
 }
 
 
-def _check_operands(
-    x: Tensor, weight: Tensor, bias: Tensor | None, class_weights: Tensor | None
+def check_operands(
+    who: str, x: Tensor, weight: Tensor, bias: Tensor | None, class_weights: Tensor | None = None
 ) -> None:
     """Raise ShapeError unless classes have a row of the weight, as wide as x, and one number of the others."""
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
         raise ShapeError(
-            f"LinearCrossEntropy expects x (..., D) and a weight (V, D), got {tuple(x.shape)} and "
+            f"{who} expects x (..., D) and a weight (V, D), got {tuple(x.shape)} and "
             f"{tuple(weight.shape)}."
         )
     for name, t in (("bias", bias), ("class weights", class_weights)):
         if t is not None and (t.shape != weight.shape[:1] or not t.is_floating_point()):
             raise ShapeError(
-                f"LinearCrossEntropy expects {name} of a float dtype and shape ({len(weight)},), got {t.dtype} of "
+                f"{who} expects {name} of a float dtype and shape ({len(weight)},), got {t.dtype} of "
                 f"shape {tuple(t.shape)}."
             )
 

@@ -19,7 +19,8 @@ from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.cross_entropy import add_weight_grad
 from fuseops.kernels.reference.cross_entropy import row_chunks
 
-from .cross_entropy import CHUNK_BYTES
+from .checks import is_number
+from .cross_entropy import CHUNK_BYTES, check_operands
 from .op import Call, Grads, Op, Out, Shape
 
 Loss = Callable[..., Any]
@@ -60,8 +61,8 @@ def linear_loss(
     -> the sum, float32, or a tuple of sums. The gradients of input, linear_weight and linear_bias are made with the
     loss (6 N D V operations in all), by autograd over `loss` for the chunk; that of the weight is summed in float32.
     Under torch.compile the graph is broken here.
-    Raises ShapeError for other shapes, FuseOpsError where rows, or a tensor that `loss` reads from elsewhere, want a
-    gradient, and where it returns no number.
+    Raises ShapeError for other shapes and for dtypes that differ, FuseOpsError where rows, or a tensor that `loss`
+    reads from elsewhere, want a gradient, where it returns no number, and for a chunk_bytes below 1.
     """
     for k, t in enumerate(rows):
         if t.dim() == 0 or t.shape[0] != input.shape[0]:
@@ -74,6 +75,8 @@ def linear_loss(
                 f"linear_loss: rows {k} want a gradient and would get none: detach them, or make what they are "
                 "of a part of `loss`."
             )
+    if not is_number(chunk_bytes) or chunk_bytes < 1:
+        raise FuseOpsError(f"linear_loss got chunk_bytes={chunk_bytes!r}: a number of bytes.")
     given = {"weight": linear_weight} | ({} if linear_bias is None else {"bias": linear_bias})
     side = {**given, **{f"rows{k}": t for k, t in enumerate(rows)}}
     op = _LinearLoss(loss, tuple(given), len(rows), chunk_bytes)
@@ -105,9 +108,15 @@ class _LinearLoss(Op[LinearLossSaved]):
                 f"linear_loss expects input (B, ..., D) and linear_weight (V, D), got {tuple(x.shape)} and "
                 f"{tuple(weight.shape)}."
             )
+        check_operands("linear_loss", x, weight, bias)
         rows = [side[name] for name in self.reads if name.startswith("rows")]
         cast = call.precision.cast
         w, b = cast(weight), cast(bias)
+        for name, t in (("linear_weight", w), ("linear_bias", b)):
+            if t is not None and t.dtype is not x.dtype:
+                raise ShapeError(
+                    f"linear_loss expects operands of one dtype, got {name} of {t.dtype} and input of {x.dtype}."
+                )
         chunks: Any = self._chunks(x, weight)
         if (
             torch.is_grad_enabled() or not call.needs

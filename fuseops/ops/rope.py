@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.errors import ShapeError
+from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.reference.precision import wide
 from fuseops.kernels.reference.rope import rotary_pairs
 
@@ -91,7 +91,11 @@ def _as(gradient: Tensor, angles: Tensor) -> Tensor:
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Raise ShapeError unless there is an angle for each pair of columns of each token."""
+    """Raise ShapeError unless there is an angle for each pair of columns of each token, FuseOpsError unless floats."""
+    if not cos.is_floating_point() or not sin.is_floating_point():
+        raise FuseOpsError(
+            f"RoPE expects cos and sin of float dtypes, got {cos.dtype} and {sin.dtype}."
+        )
     fits = x.dim() >= 3 and cos.shape == sin.shape and 2 * cos.shape[-1] <= x.shape[-1]
     if not fits or cos.shape[:-1] not in (x.shape[-3:-2], x.shape[:-2]):
         raise ShapeError(
