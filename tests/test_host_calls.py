@@ -1,7 +1,9 @@
 """What a repeated step of an unchanged plan costs the host: Python functions called, which no clock makes noisy."""
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import fresh
@@ -12,7 +14,7 @@ from torch import nn
 
 import fuseops as fo
 from fuseops import offload
-from fuseops.kernels.registry import KernelOp
+from fuseops.kernels.registry import HAS_TRITON, KernelOp
 from fuseops.offload import marks
 from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.offload.storages import StorageMap
@@ -149,3 +151,43 @@ def test_calls_of_a_step_under_a_recipe(
 
     recipe = fo.recipes.Float8BlockScaling(weights=weights)
     assert calls(lambda: fo.recipe(recipe, strict=True)) <= most * calls(nullcontext)
+
+
+# --- the path of a GPU, whose launches are left out
+
+
+@pytest.fixture(scope="module")
+def as_gpu() -> dict[str, dict[str, Any]]:
+    ran = fresh.run(str(Path(__file__).with_name("as_gpu.py")))
+    assert not ran.returncode, ran.stderr
+    found: dict[str, dict[str, Any]] = json.loads(ran.stdout)
+    return found
+
+
+on_cpus = pytest.mark.skipif(
+    torch.cuda.is_available() or not HAS_TRITON, reason="a CPU stands for a GPU, under Triton"
+)
+
+
+@on_cpus
+def test_launchers_of_a_repeated_step_are_replayed_on_a_gpu(
+    as_gpu: dict[str, dict[str, Any]],
+) -> None:
+    """One that no replay does for runs all of its Python at each step: of an MoE in FP8 they took 5 ms."""
+    products_of_torch = {"wide_mm"}
+    sums_of_torch = {"dswiglu_operand"}
+    for step, found in as_gpu.items():
+        assert {*found["anew"]} <= products_of_torch | sums_of_torch, step
+
+
+@on_cpus
+@pytest.mark.parametrize(
+    ("model", "most", "quantized"), [("mlp", 200, 2.7), ("linears", 260, 5.0), ("moe", 510, 1.6)]
+)
+def test_calls_of_a_step_on_a_gpu(
+    as_gpu: dict[str, dict[str, Any]], model: str, most: int, quantized: float
+) -> None:
+    """quantized: how many times as many under a recipe, which launches more kernels."""
+    calls = {step.split()[1]: f["calls"] for step, f in as_gpu.items() if step.split()[0] == model}
+    assert calls["bf16"] <= most
+    assert max(calls.values()) <= quantized * calls["bf16"]

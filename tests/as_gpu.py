@@ -1,0 +1,163 @@
+"""The Python of steps as an H200's host runs it, on a CPU: its decisions and its launchers, and launches of nothing.
+
+    python tests/as_gpu.py
+
+prints, of a repeated step under each recipe, the Python functions that are called, and the kernel ops whose launchers
+run anew, since nothing replays them. What is computed is nonsense. A process of its own: what it replaces stays so.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from counted import calls_in
+from torch import Tensor, nn
+
+import fuseops as fo
+from fuseops import torch_private
+from fuseops.kernels import fp8_paths, replay
+from fuseops.ops import splits
+from fuseops.plan import segment
+
+BF16 = torch.bfloat16
+launch: Any = importlib.import_module("fuseops.kernels.launch")  # not the function of this name
+RECIPES = {
+    "bf16": None,
+    "block": fo.recipes.Float8BlockScaling(),
+    "block_kept": fo.recipes.Float8BlockScaling(weights="step"),
+    "current": fo.recipes.Float8CurrentScaling(),
+}
+
+
+class Nothing:
+    """What launches a compiled kernel again: it launches nothing."""
+
+    head = ()
+    hooks = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=()))
+
+    def __init__(self, compiled: Any, constants: Any) -> None:
+        self.constants = constants
+
+    def stream_of(self, index: int) -> int:
+        return 0
+
+    def encoded(self, descriptor: Any, number: int) -> list[int]:
+        return [0]
+
+    def raw(self, *args: Any) -> None:
+        return None
+
+
+@functools.cache
+class Kernel:
+    """A kernel whose launch is nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.arg_names = kernel, kernel.arg_names
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *args, **options: self.kernel
+
+
+def everywhere(name: str, old: Any, new: Any) -> None:
+    """Replace a function in all modules of the package that have imported it."""
+    for module in [*sys.modules.values()]:
+        ours = isinstance(module, ModuleType) and module.__name__.startswith("fuseops")
+        if ours and getattr(module, name, None) is old:
+            setattr(module, name, new)
+
+
+def mm_unrounded(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+
+
+def pretend() -> torch.library.Library:
+    """Tensors of the CPU say that they lie on an H200, and its launches end at `Nothing`."""
+    torch.Tensor.is_cuda = property(lambda t: t.device.type == "cpu")  # type: ignore[assignment, method-assign]
+    facts: dict[str, Any] = {
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
+        "current_device": lambda: None,
+        "is_current_stream_capturing": lambda: False,
+    }
+    for name, answer in facts.items():
+        setattr(torch.cuda, name, answer)
+    torch_private.current_device = lambda: -1
+    torch_private.current_stream = lambda index: (0,)
+    torch_private.is_capturing = lambda: False
+    segment.INTERPRET, launch.NUM_SMS_INTERPRETED = True, 132
+    launch.enter_context = lambda: None
+    launch.launcher_of = Nothing
+    run = launch._run
+    launch._run = lambda kernel, *rest: run(Kernel(kernel), *rest)
+    everywhere("multiplies_codes", fp8_paths.multiplies_codes, lambda device: True)
+    everywhere("check_splits", splits.check_splits, lambda *args: None)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm.dtype", mm_unrounded, "CPU")  # a build for CPUs has none
+    return library
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    ops = (
+        fo.ops.RMSNorm(512),
+        fo.ops.Linear(512, 3072, False),
+        fo.ops.SwiGLU(),
+        fo.ops.Linear(1536, 512, False),
+    )
+    return fo.Residual(*ops).to(BF16), torch.randn(64, 512)
+
+
+def linears() -> tuple[nn.Module, Tensor]:
+    return fo.Sequential(*(fo.ops.Linear(512, 512) for _ in range(8))).to(BF16), torch.randn(
+        64, 512
+    )
+
+
+def moe() -> tuple[nn.Module, Tensor]:
+    return fo.MoE(1024, 512, 32, 4, dtype=BF16), torch.randn(64, 1024)
+
+
+def counted(make: Callable[[], tuple[nn.Module, Tensor]], recipe: Any) -> dict[str, Any]:
+    model, x = make()
+    leaf = x.to(BF16).requires_grad_()
+
+    def step() -> None:
+        with nullcontext() if recipe is None else fo.recipe(recipe, strict=True):
+            y = model(leaf)
+        torch.autograd.grad(y, [leaf, *model.parameters()], torch.ones_like(y))
+
+    anew: Counter[str] = Counter()
+    note = replay.Replays.note
+
+    def noted(self: replay.Replays, op: Any, args: tuple[Any, ...]) -> None:
+        anew[op.name] += 1
+        note(self, op, args)
+
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(5):
+            step()
+        with mock.patch.object(replay.Replays, "note", noted):
+            step()
+        # the least: a CPU gives other addresses than before, of which descriptors are encoded anew
+        return {"calls": min(calls_in(step) for _ in range(10)), "anew": dict(anew)}
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    library = pretend()
+    found = {
+        f"{m.__name__} {name}": counted(m, r)
+        for m in (mlp, linears, moe)
+        for name, r in RECIPES.items()
+    }
+    print(json.dumps(found, indent=1))
