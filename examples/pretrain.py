@@ -53,26 +53,15 @@ class Attention(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(b, t, d))
 
 
-class Injected(torch.autograd.Function):
-    """y, and a loss beside it whose gradient is 1: no forward has to return it."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, loss: Tensor) -> Tensor:
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        return dy, torch.ones((), device=dy.device)
-
-
 class StockExperts(nn.Module):
-    """What `fo.MoE` computes, in plain torch."""
+    """What `fo.MoE` computes, in plain torch but for the way of its balance loss."""
 
     def __init__(self, dim: int, ffn: int, experts: int, top_k: int) -> None:
         super().__init__()
         self.top_k, self.router = top_k, nn.Linear(dim, experts, bias=False)
         self.fc1 = nn.Parameter(torch.empty(experts, 2 * ffn, dim).uniform_(-1, 1) / dim**0.5)
         self.fc2 = nn.Parameter(torch.empty(experts, dim, ffn).uniform_(-1, 1) / ffn**0.5)
+        self.inject = fo.ops.InjectLoss("balance")  # adds to the loss that is trained
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
@@ -86,7 +75,7 @@ class StockExperts(nn.Module):
             y = y.index_add(0, token, F.linear(a.to(fc2.dtype), fc2).to(y.dtype))
         share = chosen.flatten().bincount(minlength=len(self.fc1)) / chosen.numel()
         balance = len(self.fc1) * (share * logits.softmax(-1).mean(0)).sum()
-        return Injected.apply(y, BALANCE * balance).view_as(x)  # type: ignore[no-untyped-call]
+        return self.inject(y.view_as(x), balance=BALANCE * balance)
 
 
 class Block(nn.Module):
@@ -170,9 +159,8 @@ def mesh_of(c: argparse.Namespace, device: str) -> DeviceMesh:
 def spread_experts(model: nn.Module, c: argparse.Namespace, mesh: DeviceMesh) -> None:
     if mesh["ep"].size() > 1 and any(isinstance(m, fo.MoE) for m in model.modules()):
         tokens = c.batch * c.context // c.micro_batches
-        parallelize_module(
-            model, mesh["ep"], fd.ExpertParallel(way=c.way, capacity=c.capacity, tokens=tokens)
-        )
+        style = fd.ExpertParallel(way=c.way, capacity=c.capacity, tokens=tokens)
+        parallelize_module(model, mesh["ep"], style)
 
 
 def spread(stage: Stage, c: argparse.Namespace, mesh: DeviceMesh, every: DeviceMesh) -> None:
@@ -191,10 +179,6 @@ def spread(stage: Stage, c: argparse.Namespace, mesh: DeviceMesh, every: DeviceM
             ignored_params=ignored,
             reshard_after_forward=c.pp == 1,  # once a step, not once a micro-batch
         )
-
-
-def local(p: Any) -> Tensor:
-    return p.to_local() if isinstance(p, DTensor) else p
 
 
 def loss_of(logits: Tensor, text: Tensor) -> Tensor:
@@ -238,9 +222,8 @@ class Run:
     def train(self) -> float:
         """One step.   -> the mean loss of all ranks"""
         world, rank = self.every.size(), self.every.get_local_rank()
-        draw = torch.Generator().manual_seed(
-            (self.c.seed * 1_000_003 + self.step) * world + rank
-        )  # alike on all ranks of a pipeline
+        seed = (self.c.seed * 1_000_003 + self.step) * world + rank  # alike on all of a pipeline
+        draw = torch.Generator().manual_seed(seed)
         text = batch(self.text, self.c.batch, self.c.context, draw).to(self.device)
         self.optimizer.zero_grad()
         mean = self.backward(text[:, :-1].contiguous(), text[:, 1:].contiguous())
@@ -270,7 +253,8 @@ class Run:
         if self.schedule is None:
             return offload.Scheduler(self.stages[0], layers="blocks.*", peak=f"{budget}GiB")
         # The plan has weights and gradients whole, as in a step. Shards and AdamW's moments come on top.
-        held = sum(4 * p.numel() * p.element_size() for p in map(local, self.model.parameters()))
+        mine = [p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters()]
+        held = sum(4 * p.numel() * p.element_size() for p in mine)
         plan = self.plans(peak=int(budget * 2**30) - held)[self.mesh.get_local_rank("pp")]
         return offload.Scheduler(self.model, layers="blocks.*", plan=plan)
 
@@ -325,10 +309,10 @@ class Run:
 
 
 def log(run: Run, loss: float, seconds: float) -> None:
-    c, cuda = run.c, run.device.type == "cuda"
+    c = run.c
     rate = c.batch * c.context / seconds
     said = f"step {run.step} loss {loss:.6f} {rate / c.pp:,.0f} tokens/s a rank"
-    if cuda:
+    if run.device.type == "cuda":
         peak = torch.cuda.memory_stats()["active_bytes.all.peak"] / 2**30
         said += f" MFU {6 * run.active * rate / PEAK_FLOPS:.1%} peak {peak:.2f} GiB"
     if dist.get_rank() == 0:
