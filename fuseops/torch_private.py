@@ -192,12 +192,26 @@ def active_ddp() -> Any:
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
-def all_gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """The ranks' contiguous tensors one after the other along `dim`, of a ProcessGroup or a DeviceMesh."""
+def begin_all_gather(x: torch.Tensor, dim: int, group: Any) -> Any:
+    """The ranks' contiguous tensors one after the other along `dim`, of a ProcessGroup or a DeviceMesh, on their way:
+    `waited` says when they are there.
+    """
     from torch.distributed import _functional_collectives as collectives
 
     name = "all_gather_single" if hasattr(collectives, "all_gather_single") else "all_gather_tensor"
-    return collectives.wait_tensor(getattr(collectives, name)(x, dim, group))  # type: ignore[no-untyped-call]
+    return getattr(collectives, name)(x, dim, group)
+
+
+def waited(t: Any) -> torch.Tensor:
+    """What a collective brings, for what is launched from here on."""
+    from torch.distributed import _functional_collectives as collectives
+
+    return collectives.wait_tensor(t)  # type: ignore[no-untyped-call]
+
+
+def all_gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """`begin_all_gather`, waited for."""
+    return waited(begin_all_gather(x, dim, group))
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
@@ -240,11 +254,16 @@ def _symmetric(group: Any) -> str:
     return name
 
 
-def all_reduce(x: torch.Tensor, group: Any, how: str = "sum") -> torch.Tensor:
-    """The sum of the ranks' tensors, or "max" of every element, in a new one."""
+def begin_all_reduce(x: torch.Tensor, group: Any, how: str = "sum") -> Any:
+    """The sum of the ranks' tensors, or "max" of every element, in a new one, on its way: see `waited`."""
     from torch.distributed import _functional_collectives as collectives
 
-    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), how, group))  # type: ignore[no-untyped-call]
+    return collectives.all_reduce(x.contiguous(), how, group)
+
+
+def all_reduce(x: torch.Tensor, group: Any, how: str = "sum") -> torch.Tensor:
+    """`begin_all_reduce`, waited for."""
+    return waited(begin_all_reduce(x, group, how))
 
 
 def shard_placement_on(mesh: Any) -> tuple[Any, Any]:

@@ -35,7 +35,7 @@ from fuseops.kernels.grouped_paths import wgrad_path
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.reference.cross_entropy import Loss, row_chunks
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import cdiv, pow2, require
+from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
 LINE = 64  # rows of logits begin at multiples of so many elements, as tensor descriptors want them
 
@@ -266,6 +266,71 @@ def linear_cross_entropy_grads(
     return rows[0], dx, dweight, dbias
 
 
+def _logits_cases() -> Iterator[tuple[Any, ...]]:
+    for _, weight, _, targets in _operands():
+        logits = torch.empty(len(targets), len(weight), dtype=weight.dtype, device="meta")
+        for weights, options in _variants(len(weight)):
+            yield logits, targets, weights, options, -100
+
+
+def _grads_into_cases() -> Iterator[tuple[Any, ...]]:
+    for logits, targets, weights, options, ignored in _logits_cases():
+        rows = _rows(), _rows()
+        yield (
+            logits,
+            targets,
+            weights,
+            *rows,
+            options,
+            ignored,
+            logits.shape[1],
+            2 * logits.shape[1],
+        )
+
+
+@kernel_op(twin=reference.logit_rows, fake=_fake_fwd, cases=_logits_cases)
+def logit_rows(
+    logits: Tensor,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    options: Sequence[float],
+    ignore_index: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, lse, logp, expected) of each row of the logits (n, V) that a GEMM gave."""
+    logits, rows = as_rows(logits), _row_results(logits)
+    total = _total(class_weights, logits)
+    _launch(logits, targets, class_weights, total, rows, [], options, ignore_index)
+    return rows[0], rows[1], rows[2], rows[3]
+
+
+@kernel_op(
+    twin=reference.logit_grads_into,
+    fake=lambda *args, **kwargs: None,
+    mutates=("logits",),
+    cases=_grads_into_cases,
+)
+def logit_grads_into(
+    logits: Tensor,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    lse: Tensor,
+    dloss: Tensor,
+    options: Sequence[float],
+    ignore_index: int,
+    first: int,
+    vocab: int,
+) -> None:
+    """Write the gradients of logits (n, V) in their place: those of the classes from `first` on, of a `vocab`.
+
+    targets and class_weights are of the whole vocabulary, and so is lse.  dloss: (n,), of the rows' loss
+    """
+    require(logits.stride(-1) == 1, f"logits have strides {logits.stride()}, expected rows.")
+    rows = [lse.contiguous()] * 4  # read, as lse alone is
+    grads, total = [dloss.to(lse.dtype).contiguous()], _total(class_weights, logits)
+    ends = options, ignore_index, first, vocab
+    _launch(logits, targets, class_weights, total, rows, grads, *ends)
+
+
 def _scaled_cases() -> Iterator[tuple[Any, ...]]:
     scale = torch.empty((), device="meta")
     for made, dtype in (
@@ -364,6 +429,12 @@ def _class_chunks(
     for s in chunks:
         part = None if bias is None else bias[s]
         yield s, _product(x, weight[s], part, buffer[:, : s.stop - s.start])
+
+
+def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The logits of all classes as the GEMM stores them, whose rows begin where tensor descriptors want them."""
+    buffer = x.new_empty(len(x), cdiv(len(weight), LINE) * LINE)
+    return _product(x, weight, bias, buffer[:, : len(weight)])
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 Shapes: x (..., D), weight (V, D), bias (V,), targets (...) int64 -> () or, with reduction="none", (...) float32.
 """
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ from fuseops.errors import FuseOpsError, ShapeError
 
 from .checks import check_targets, check_width
 from .loss_options import ROWS, LossOptions
-from .op import Call, Grads, Op, Out, Shape
-from .vocab_parallel import sharded_cross_entropy
+from .op import Call, Grads, Op, Out, Precision, Shape, autocast_of
+from .vocab_parallel import sharded_cross_entropy, unit_of
 
 CHUNK_BYTES = 512 << 20
 IGNORED = -100  # what torch's losses ignore where they are not told
@@ -63,7 +64,8 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
 
     With a weight (and bias) that is a DTensor, `Shard(0)` over a mesh of one dimension, each rank computes with its
     classes, and all get the loss: x, targets and class weights are plain then, the same on every rank, and the gradient
-    of x is added up. As under `torch.distributed.tensor.parallel.loss_parallel`, without its logits.
+    of x is added up. As under `torch.distributed.tensor.parallel.loss_parallel`, without its logits. With
+    gradients="forward" what a chunk exchanges travels while the next one is multiplied; compiled code takes the other.
 
     Products are in the dtype of x and weight (of autocast inside it), softmax and sums in float32. The gradient of the
     weight is summed over chunks in float32, into `main_grad` where there is one. Nothing of it is made without a need.
@@ -125,20 +127,13 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
 
     def _set_options(self, options: LossOptions) -> None:
         options.check()
-        reduction, publishes, gradients = options.reduction, options.publishes, options.gradients
+        publishes = options.publishes
         self.ignore_index, self.chunk_bytes = options.ignore_index, options.chunk_bytes
         self.label_smoothing, self.z_loss = options.label_smoothing, options.z_loss
         self.soft_cap, self.temperature = options.soft_cap, options.temperature
-        self._reduction = reduction
+        self._reduction = options.reduction
         self.writes = tuple(publishes)
-        one_number = reduction != "none" and not publishes
-        self._asked = gradients
-        self._gradients = gradients or ("forward" if one_number else "backward")
-        if self.gradients == "forward" and not one_number:
-            raise FuseOpsError(
-                'gradients="forward" needs a loss that is one number, and nothing published: the gradient of each '
-                'token\'s is not known before the backward. Leave it out, or take reduction="mean" or "sum".'
-            )
+        self._asked, self._gradients = options.gradients, options.way
         made = {
             "x": ("dx", "unit"),
             "weight": ("dweight", "weight", "unit"),
@@ -191,8 +186,9 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         check_operands("LinearCrossEntropy", x, weight, bias, class_weights)
         self._check_targets(x, targets, len(weight))
         if torch_private.is_dtensor(type(weight)):
+            operands = x, call.precision.cast(weight), call.precision.cast(bias)
             loss, published = sharded_cross_entropy(
-                linear_cross_entropy, x, weight, bias, targets, class_weights, self._options
+                linear_cross_entropy, *operands, targets, class_weights, self._options
             )
             return Out(loss, _saved(), published or None)
         w, b = call.precision.cast(weight), call.precision.cast(bias)
@@ -205,7 +201,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         total = self._total(at, class_weights, K.accumulator(x.dtype))
         if self.gradients == "forward" and call.needs:
             needs = [name in call.needs for name in ("x", "weight", "bias")]
-            unit = _unit(total)
+            unit = unit_of(total)
             args = *args, (unit / total).expand(len(rows)), *self._ends, needs
             loss, *made = K.linear_cross_entropy_grads(*args)
             dx, dw, db = (t if need else None for t, need in zip(made, needs, strict=True))
@@ -243,8 +239,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
     @property
     def _ends(self) -> Any:
         """What the kernels are told of the loss."""
-        options = [self.label_smoothing, self.z_loss, self.soft_cap or 0.0, self.temperature]
-        return options, self.ignore_index, self.chunk_bytes
+        return self._options.ends, self.ignore_index, self.chunk_bytes
 
     def _check_targets(self, x: Tensor, targets: Tensor, classes: int) -> None:
         if targets.shape != x.shape[:-1] or targets.dtype != torch.int64:
@@ -368,14 +363,6 @@ def _needed(t: Any) -> Any:
     return t
 
 
-def _unit(total: Tensor) -> Tensor:
-    """What the forward multiplies the gradients by that it makes, and the backward divides by: a power of two.
-
-    float16 cannot hold them divided by a count of tokens, and what a GradScaler multiplies by comes later.
-    """
-    return torch.ldexp(torch.ones_like(total), torch.frexp(total).exponent - 1)
-
-
 def _saved(**fields: Any) -> LinearCrossEntropySaved:
     nothing = dict.fromkeys(LinearCrossEntropySaved._fields)
     return LinearCrossEntropySaved(**{**nothing, **fields})
@@ -421,9 +408,13 @@ def linear_cross_entropy(
         )
     if torch_private.is_dtensor(type(linear_weight)):
         options.check()
-        loss, published = sharded_cross_entropy(
-            linear_cross_entropy, input, linear_weight, linear_bias, target, weight, options
-        )
+        precision, device = Precision(autocast_of(input)), input.device.type
+        operands: Any = input, linear_weight, linear_bias
+        x, w, b = map(precision.cast, operands)
+        with torch.autocast(device, enabled=False) if precision.compute else nullcontext():
+            loss, published = sharded_cross_entropy(
+                linear_cross_entropy, x, w, b, target, weight, options
+            )
         return (loss, *published.values()) if published else loss
     given = {"weight": linear_weight, "bias": linear_bias, "class_weights": weight}
     side = {name: t for name, t in given.items() if t is not None}

@@ -23,6 +23,21 @@ class LossOptions(NamedTuple):
     gradients: str | None
     chunk_bytes: int
 
+    @property
+    def one_number(self) -> bool:
+        """Whether nothing but the loss itself, and that one number, has a gradient."""
+        return self.reduction != "none" and not self.publishes
+
+    @property
+    def way(self) -> str:
+        """The pass that makes the gradients: "forward", where it can and nobody asks for the other, or "backward"."""
+        return self.gradients or ("forward" if self.one_number else "backward")
+
+    @property
+    def ends(self) -> list[float]:
+        """What the kernels are told of the loss of a token."""
+        return [self.label_smoothing, self.z_loss, self.soft_cap or 0.0, self.temperature]
+
     def check(self) -> None:
         """Raise FuseOpsError for an option that means nothing."""
         cap, smoothing, published = self.soft_cap, self.label_smoothing, self.publishes
@@ -47,3 +62,8 @@ class LossOptions(NamedTuple):
                 raise FuseOpsError(
                     f"LinearCrossEntropy got {name}={getattr(self, name)!r}: {wanted}."
                 )
+        if self.gradients == "forward" and not self.one_number:
+            raise FuseOpsError(
+                'gradients="forward" needs a loss that is one number, and nothing published: the gradient of each '
+                'token\'s is not known before the backward. Leave it out, or take reduction="mean" or "sum".'
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import Any
 
@@ -45,10 +46,15 @@ def whole(x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, **options: A
     return loss + 0.1 * z.sum() / counts
 
 
+WAYS = [("mean", "forward"), ("sum", "forward")]  # of reduction, and of making gradients
+WAYS += [(reduction, "backward") for reduction in ("mean", "sum", "none")]
+
+
 def law_the_loss_and_every_gradient_are_those_of_whole_logits() -> None:
-    for reduction in ("mean", "sum", "none"):
+    for (reduction, way), chunk_bytes in itertools.product(WAYS, (1, 150, 1 << 20)):
         x, weight, bias, targets = operands()
-        options: dict[str, Any] = dict(soft_cap=3.0, temperature=0.7, z_loss=0.1, chunk_bytes=150)
+        options: dict[str, Any] = dict(soft_cap=3.0, temperature=0.7, z_loss=0.1)
+        options |= {"chunk_bytes": chunk_bytes, "gradients": way}
         mine = [x.detach().clone().requires_grad_(), sharded(weight), sharded(bias)]
         got = fo.linear_cross_entropy(
             mine[0], mine[1], targets, linear_bias=mine[2], reduction=reduction, **options
@@ -69,10 +75,11 @@ def law_class_weights_are_whole_and_labels_smoothed_over_all_classes() -> None:
     classes = torch.rand(V, dtype=x.dtype) + 0.5
     for smoothing in (0.0, 0.3):
         for given in (classes, None):
-            for reduction in ("mean", "none"):
+            for reduction, way in WAYS:
                 mine = [x.detach().clone().requires_grad_(), sharded(weight)]
                 options: Any = {"reduction": reduction, "label_smoothing": smoothing}
-                got = fo.linear_cross_entropy(mine[0], mine[1], targets, weight=given, **options)
+                how: Any = {"weight": given, "gradients": way, "chunk_bytes": 100}
+                got = fo.linear_cross_entropy(mine[0], mine[1], targets, **how, **options)
                 logits = F.linear(x, weight).view(-1, V)
                 expected = F.cross_entropy(logits, targets.view(-1), given, **options)
                 torch.testing.assert_close(got, expected.view(got.shape))
@@ -130,8 +137,68 @@ def law_what_it_cannot_do_is_refused() -> None:
     for given, options, message in (
         (copies, {}, r"that is Shard\(0\)"),
         (sharded(weight[:1]), {}, "leaves some of 2 ranks without one"),
-        (part, {"gradients": "forward"}, "has no gradients"),
+        (part, {"gradients": "forward", "reduction": "none"}, "needs a loss that is one number"),
         (part, {"linear_bias": bias}, r"a bias that is Shard\(0\) too"),
     ):
         with pytest.raises(fo.FuseOpsError, match=message):
             fo.linear_cross_entropy(x, given, targets, **options)  # type: ignore[arg-type]
+
+
+def law_autocast_computes_in_its_dtype() -> None:
+    """As a whole head does: products in bfloat16, the parameter and its gradient in float32."""
+    torch.manual_seed(5)
+    x, weight, targets = torch.randn(4, 5, 16), torch.randn(V, 16), torch.randint(0, V, (4, 5))
+    for gradients in (None, "backward"):
+        found = []
+        for given in (sharded(weight), nn.Parameter(weight.clone())):
+            head = fo.ops.LinearCrossEntropy(16, V, gradients=gradients, chunk_bytes=100)
+            head.weight = given
+            model, leaf = fo.Sequential(fo.ops.RMSNorm(16), head), x.clone().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(leaf, targets=targets)
+            loss.backward()
+            grad: Any = head.weight.grad
+            found.append(
+                (loss, leaf.grad, grad.full_tensor() if hasattr(grad, "full_tensor") else grad)
+            )
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-8)
+
+
+def law_only_the_gradients_that_are_needed_are_made() -> None:
+    x, weight, bias, targets = operands()
+    expected = torch.autograd.grad(
+        fo.linear_cross_entropy(x, weight, targets, linear_bias=bias), [x, weight, bias]
+    )
+    for needed in itertools.product((False, True), repeat=3):
+        given = [x.detach().clone(), sharded(weight), sharded(bias)]
+        for t, need in zip(given, needed, strict=True):
+            t.requires_grad_(need)
+        loss = fo.linear_cross_entropy(given[0], given[1], targets, linear_bias=given[2])
+        assert loss.requires_grad == any(needed)
+        if any(needed):
+            loss.backward()
+        for t, want, need in zip(given, expected, needed, strict=True):
+            assert (t.grad is not None) == need
+            if need:
+                got: Any = t.grad
+                torch.testing.assert_close(
+                    got.full_tensor() if hasattr(got, "full_tensor") else got, want
+                )
+
+
+def law_no_tokens_and_none_that_count_are_as_of_whole_classes() -> None:
+    x, weight, _, targets = operands()
+    for rows, ignored in ((0, False), (2, True)):
+        for way in ("forward", "backward"):
+            some, at = x[0, :rows].detach().requires_grad_(), targets[0, :rows]
+            options: Any = {"gradients": way}
+            at = torch.full_like(at, -100) if ignored else at
+            got, expected = (
+                fo.linear_cross_entropy(some, w, at, **options) for w in (sharded(weight), weight)
+            )
+            torch.testing.assert_close(got, expected, equal_nan=True)
+            for a, b in itertools.pairwise(
+                torch.autograd.grad(t, some)[0] for t in (got, expected)
+            ):
+                torch.testing.assert_close(a, b, equal_nan=True)

@@ -58,6 +58,7 @@ def samples() -> dict[str, tuple]:
     counts = torch.randint(0, 6, (16,), dtype=torch.int32)
     classes = torch.tensor([3, 0, -100, 15, 7, 7])
     halves = torch.randn(6, 128).bfloat16(), torch.randn(6, 256).bfloat16()
+    logits = torch.randn(6, 20)
     head = dy, torch.randn(20, 16) / 8, torch.randn(20), classes, torch.rand(20)
     return fp8_samples(offs) | {
         "act_fwd": (x, "swiglu"),
@@ -110,6 +111,8 @@ def samples() -> dict[str, tuple]:
             *(*head, rstd, rstd, [rstd, rstd, rstd, rstd], [0.0, 0.0, 0.0, 1.0], -100, 300),
             *([True, True, True],),
         ),
+        "logit_rows": (logits, *head[3:], [0.1, 1e-2, 5.0, 0.5], -100),
+        "logit_grads_into": (logits, *head[3:], rstd, rstd, [0.1, 1e-2, 5.0, 0.5], -100, 0, 20),
         "scaled_to": (y, torch.tensor(0.5), torch.float16),
         "linear_cross_entropy_grads": (*head, rstd, [0.0, 0.1, 0.0, 1.0], -100, 300, [True] * 3),
         "apply_rope": (x.view(3, 2, 32), torch.rand(3, 8), torch.rand(3, 8), True),

@@ -100,6 +100,36 @@ def test_the_weights_gradient_is_added_to_main_grad(case, options):
     close(buffer - 1, expected, x.dtype, terms=max(expected.abs().max().item(), 1.0))
 
 
+@given(cases(), OPTIONS, st.integers(1, 100))
+@few
+def test_logits_of_some_classes_are_the_twins_and_all_together_the_whole(case, options, percent):
+    """A vocabulary in two parts, as two ranks have it: numbers of each, then gradients from the lse of all."""
+    x, weight, bias, targets, weights = case
+    vocab, dloss = len(weight), tensor((len(x),), torch.float32, "normal", 1)
+    cut = max(vocab * percent // 100, 1)
+    raw = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    lse = k.logit_rows.twin(raw, targets, weights, options, IGNORED)[1]
+    whole = raw.clone()
+    k.logit_grads_into.twin(whole, targets, weights, lse, dloss, options, IGNORED, 0, vocab)
+    for first, last in ((0, cut), (cut, vocab)):
+        if first == last:
+            continue
+        at = targets.where((targets >= first) & (targets < last), first) - first
+        own = None if weights is None else weights[first:last]
+        rows = raw[:, first:last], at, own, options, IGNORED
+        got, want = k.logit_rows.launcher(*on_device(rows)), k.logit_rows.twin(*rows)
+        for mine, theirs in zip(got, want, strict=True):
+            close(mine, theirs, torch.float32, terms=40.0 / options[3])
+        logits = raw.clone().to(DEVICE)[:, first:last]
+        rest = targets, weights, lse, dloss, options, IGNORED, first, vocab
+        k.logit_grads_into.launcher(logits, *on_device(rest))
+        size = max(1.0, 20.0 / options[3])
+        close(logits, whole[:, first:last], x.dtype, terms=size)
+        mine = raw[:, first:last].clone()
+        k.logit_grads_into.twin(mine, *rest)
+        assert torch.equal(mine, whole[:, first:last])
+
+
 @given(cases(), st.sampled_from([0.0, 0.25]))
 @few
 def test_the_twin_is_torch(case, smoothing):

@@ -127,6 +127,35 @@ def _gradients(
     return dx, dweight, dbias
 
 
+def logit_rows(
+    logits: Tensor,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    options: Sequence[float],
+    ignore_index: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, lse, logp, expected) of each row: see the kernel."""
+    divided = _divided(logits, options)
+    return _row_results(divided, targets, class_weights, options, ignore_index)
+
+
+def logit_grads_into(
+    logits: Tensor,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    lse: Tensor,
+    dloss: Tensor,
+    options: Sequence[float],
+    ignore_index: int,
+    first: int,
+    vocab: int,
+) -> None:
+    """The gradients of the logits, in their place: see the kernel."""
+    divided = _divided(logits, options)
+    ends = options, ignore_index, first, vocab
+    logits.copy_(_dlogits(divided, targets, class_weights, lse, lse, [dloss], *ends))
+
+
 def linear_cross_entropy_grads(
     x: Tensor,
     weight: Tensor,
@@ -153,8 +182,11 @@ def _zeros(like: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, options: Sequence[float]) -> Tensor:
     """(n, V): the logits as a GEMM stores them, then capped and divided in the accumulator's dtype."""
-    loss = Loss(*options)
-    logits = wide(F.linear(x, weight, None if bias is None else bias.to(x.dtype)))
+    return _divided(F.linear(x, weight, None if bias is None else bias.to(x.dtype)), options)
+
+
+def _divided(raw: Tensor, options: Sequence[float]) -> Tensor:
+    loss, logits = Loss(*options), wide(raw)
     if loss.soft_cap:
         logits = loss.soft_cap * torch.tanh(logits / loss.soft_cap)
     return logits / loss.temperature if loss.temperature != 1 else logits
@@ -202,9 +234,15 @@ def _dlogits(
     grads: Sequence[Tensor],
     options: Sequence[float],
     ignore_index: int,
+    first: int = 0,
+    vocab: int | None = None,
 ) -> Tensor:
-    """The gradient of the logits that the GEMM gave.   grads: of loss, and maybe of lse, logp and expected"""
-    loss, vocab = Loss(*options), logits.shape[1]
+    """The gradient of the logits that the GEMM gave, those of the classes from `first` on, of a `vocab`.
+
+    grads: of loss, and maybe of lse, logp and expected
+    """
+    loss, width = Loss(*options), logits.shape[1]
+    vocab = vocab or width
     counts, at, outside = _chosen(targets, ignore_index, vocab)
     dloss = torch.where(outside, float("nan"), grads[0].to(lse.dtype)).where(counts, 0)
     smooth = dloss * (loss.smoothing / vocab)
@@ -223,8 +261,10 @@ def _dlogits(
     else:
         d = p * every[:, None]
     if loss.smoothing:
-        d = d - smooth[:, None] * (1 if class_weights is None else weights)
-    d = d.scatter_add(1, at[:, None], -hard[:, None])
+        d = d - smooth[:, None] * (1 if class_weights is None else weights[first : first + width])
+    at = at - first
+    mine = (at >= 0) & (at < width)
+    d = d.scatter_add(1, at.clamp(0, width - 1)[:, None], -hard.where(mine, 0)[:, None])
     if loss.soft_cap:
         d = d * (1 - (logits * (loss.temperature / loss.soft_cap)).square())
     return d / loss.temperature
