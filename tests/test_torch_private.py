@@ -714,6 +714,8 @@ def test_collectives_over_one_rank_give_a_plain_tensor_of_the_same_values() -> N
             torch_private.reduce_scatter(x, 1, group),
             torch_private.all_reduce(x, group),
             torch_private.all_reduce(x, group.group_name, "max"),
+            torch_private.waited(torch_private.begin_all_gather(x, 0, group)),
+            torch_private.waited(torch_private.begin_all_reduce(x, group)),
         ):
             assert type(y) is Tensor and torch.equal(y, x) and y.data_ptr() != x.data_ptr()
     finally:
