@@ -404,6 +404,9 @@ class WeakStorage:
     def __del__(self, free: Callable[[Any], None] = _free_weak_ref) -> None:
         free(self._cdata)
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a weak reference to a storage is not copied: either copy would free it")
+
     def expired(self) -> bool:
         return bool(_expired(self._cdata))
 

@@ -80,6 +80,24 @@ def test_a_random_one_is_the_same_in_a_recomputation() -> None:
         torch.testing.assert_close((g * x).sum(1), y.sum(1))  # a linear map: g x is y
 
 
+@one_of_each
+@pytest.mark.parametrize("weights", [None, "step"])
+def test_a_copy_has_nothing_of_the_calls_of_the_original(
+    op: type[Op], name: str, weights: str | None
+) -> None:
+    made, x, side = case(op)
+    keeps = (
+        fo.recipes.Float8BlockScaling(weights="step") if weights else fo.recipes.DelayedScaling()
+    )
+    with fo.recipe(keeps):
+        run(made, x, side)  # its store is warm, its scales have a state
+        parametrize.register_parametrization(made, name, Noise())
+        run(made, x, side)
+    copied = copy.deepcopy(made)
+    assert not scopes.OF_THIS_PROCESS & copied.__dict__.keys()
+    assert type(copied) is type(made) and copied.state_dict().keys() == made.state_dict().keys()
+
+
 def test_spectral_norm_steps_as_often_as_in_torch() -> None:
     plain = nn.Linear(32, 32, bias=False).double()
     ours = fo.ops.Linear(32, 32, bias=False).double()

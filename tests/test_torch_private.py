@@ -357,6 +357,9 @@ def test_a_weak_storage_keeps_no_memory_and_gives_the_storage_back() -> None:
     found = weak.storage()
     assert not weak.expired() and found is not None and found.data_ptr() == t.data_ptr()
     assert torch_private.storage_key(found) == torch_private.storage_key(t[1:].untyped_storage())
+    for copied in (copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="is not copied"):
+            copied(weak)
     del t, found
     assert weak.expired() and weak.storage() is None
 

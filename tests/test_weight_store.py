@@ -225,6 +225,33 @@ def test_stores_do_not_travel_with_the_model() -> None:
     assert not kept(torch.load(file, weights_only=False))
 
 
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    """Modules that are cast, moved or loaded swap their parameters, and torch swaps none that is weakly held."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [nn.Module.bfloat16, lambda m: m.to("meta"), partial(loads, assign=False)],
+    ids=["cast", "move", "load"],
+)
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_model_that_is_another_keeps_nothing_of_what_it_was(
+    change: Any, swaps: bool, request: pytest.FixtureRequest
+) -> None:
+    if swaps:
+        request.getfixturevalue("swapping")
+    model, x = experts(), torch.randn(T, D)
+    gradients(model, x, plain, BLOCK(weights="step"))
+    assert kept(model)
+    model.zero_grad()
+    change(model)
+    assert not kept(model)
+
+
 def test_a_checkpoint_saves_the_same_tensors_from_a_warm_and_a_cold_store() -> None:
     model, x = dense(), torch.randn(T, D)
 

@@ -7,6 +7,7 @@ Level 3: a method that names a `call` parameter gets the frozen record of the pl
 Everything else (autograd, fusion, offload, compile, explain) is written once, elsewhere.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, Type
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes, stored
@@ -375,6 +377,7 @@ class Op(nn.Module, Generic[S]):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **keywords: Any
     ) -> None:
+        self._drop_kept()
         fit_all(self, state_dict, prefix)
         fit_state(self._buffers, state_dict, prefix)
         taken = stored.load(self, state_dict, prefix, args[-1])
@@ -387,10 +390,27 @@ class Op(nn.Module, Generic[S]):
         stored.save(self, destination, prefix, keep_vars)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._drop_kept()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if (weight := stored.stored_in(self)) is not None:
             weight.emptied()
         return self
+
+    def _drop_kept(self) -> None:
+        """Let go of quantized weights before the parameters are others: of their memory where those were, and of the
+        weak references with which torch swaps no tensor.
+        """
+        store: WeightStore | None = self.__dict__.get(scopes.STORE)
+        if store is not None:
+            store.drop()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy as others are made, of a parametrized op too, whose class torch copies attribute by attribute."""
+        made = self.__new__(type(self))
+        memo[id(self)] = made
+        own: Any = parametrize.type_before_parametrizations(self)
+        made.__setstate__(copy.deepcopy(own.__getstate__(self), memo))
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         return scopes.portable(self.__dict__)
