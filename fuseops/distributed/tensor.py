@@ -62,9 +62,11 @@ class _Style(ParallelStyle):
     def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
         raise NotImplementedError
 
-    def _spread(self, op: Any, name: str, mesh: DeviceMesh, axis: int | None, local: Local) -> None:
+    def _spread(
+        self, op: Any, name: str, mesh: DeviceMesh, axis: int | None, local: Local | None = None
+    ) -> None:
         """Make a parameter a DTensor over the mesh, sharded on an axis counted from the last, or whole (None); the op
-        computes with `local` of it.
+        computes with `local` of it, or with the DTensor.
         """
         parameter = op._parameters.get(name)
         if parameter is None:
@@ -75,12 +77,13 @@ class _Style(ParallelStyle):
                 f"{parameter.device_mesh}: lay it out once, and before fully_shard."
             )
         whole = parameter.detach()
-        if local.axis and name not in op._local:
+        if local and local.axis and name not in op._local:
             whole = halved(whole, local.axis)
         placement = Replicate() if axis is None else Shard(whole.dim() + axis)
         source = getattr(self, "src_data_rank", 0)
         op._parameters[name] = placed(parameter, whole, mesh, placement, source)
-        op._local = {**op._local, name: local}
+        if local is not None:
+            op._local = {**op._local, name: local}
 
 
 def placed(
@@ -101,11 +104,13 @@ class ColwiseParallel(_Style):
     output_layouts: Shard(-1) (default), or Replicate(), by an AllGather.
     gate_up: the outputs are `[gate | up]` for a gated activation: every rank gets its part of both.
     A scaled activation takes it too: the gradients of its probabilities are added up over the ranks. So does a Permute,
-    before which x is then as it would be before its GroupedLinear, which gets input_layouts=Partial().
+    before which x is then as it would be before its GroupedLinear, which gets input_layouts=Partial(). Of a
+    LinearCrossEntropy each rank has its classes, as many or one less in all; the loss is the same on every rank, its
+    targets are of all tokens.
     Raises FuseOpsError for another op, other layouts, or outputs that do not divide by the ranks.
     """
 
-    takes = (*Products, ops.Bias, ScaledActivation, ops.Permute)
+    takes = (*Products, ops.Bias, ScaledActivation, ops.Permute, ops.LinearCrossEntropy)
 
     def __init__(
         self, *, input_layouts: Any = None, output_layouts: Any = None, gate_up: bool = False
@@ -128,6 +133,9 @@ class ColwiseParallel(_Style):
         if isinstance(op, ScaledActivation):
             _sum_of_probs(op, mesh)
             return
+        if isinstance(op, ops.LinearCrossEntropy):
+            self._lay_out_classes(op, mesh)
+            return
         attribute = "size" if isinstance(op, ops.Bias) else "out_features"
         _divide(op, attribute, mesh, 2 if self.gate_up else 1)
         self._spread(op, "weight", mesh, -2, Local(-3 if self.gate_up else 0))
@@ -139,6 +147,15 @@ class ColwiseParallel(_Style):
         if self.output_layouts == Replicate():
             after = (ops.AllGather(mesh, dim=-1, grad="replicate"),)
         op._around = (_entry(self.input_layouts, mesh), after)
+
+    def _lay_out_classes(self, op: Any, mesh: DeviceMesh) -> None:
+        """The op takes the DTensors themselves, and adds the gradient of x up over the ranks."""
+        for name, axis in (("weight", -2), ("bias", -1)):
+            self._spread(op, name, mesh, axis)
+        op._layout = self.input_layouts
+        if self.input_layouts != Replicate():
+            gather = ops.AllGather(mesh, dim=_dim(self.input_layouts), grad="replicate")
+            op._around = ((gather,), ())
 
 
 class RowwiseParallel(_Style):
@@ -258,7 +275,8 @@ def tp_plan(
     model: nn.Module, *, sequence_parallel: bool = False, sequence_dim: int = -2
 ) -> dict[str, ParallelStyle]:
     """The plan of `parallelize_module` for every MLP of a model: an activation between two Linear or GroupedLinear of
-    one Sequential. The first is sharded by its outputs, `[gate | up]` by both halves, the second by its inputs.
+    one Sequential. The first is sharded by its outputs, `[gate | up]` by both halves, the second by its inputs. A
+    LinearCrossEntropy is sharded by its classes: with sequence_parallel where it stands in a Sequential with an MLP.
 
     sequence_parallel: x and y of the MLP are sharded by tokens, on axis `sequence_dim`; norms and biases of the same
         Sequential work on this rank's tokens.
@@ -279,7 +297,8 @@ def tp_plan(
         )
     for path, module in model.named_modules() if not sequence_parallel else ():
         if isinstance(module, Op) and path not in plan and module.__dict__["_parameters"]:
-            plan[path] = Replicated()
+            head = isinstance(module, ops.LinearCrossEntropy)
+            plan[path] = ColwiseParallel() if head else Replicated()
     return plan
 
 
@@ -310,6 +329,8 @@ def _plan_of(
     for name, child in children if mine and sequence_parallel else ():
         if isinstance(child, beside) and name not in mine:
             mine[name] = SequenceParallel(sequence_dim=dim)
+        if isinstance(child, ops.LinearCrossEntropy):
+            mine[name] = ColwiseParallel(input_layouts=tokens)
     yield from mine.items()
 
 

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import fuseops as fo
+from fuseops import distributed as fd
 
 D, V = 6, 11  # of an odd vocabulary the last rank has fewer classes
 
@@ -202,3 +204,41 @@ def law_no_tokens_and_none_that_count_are_as_of_whole_classes() -> None:
                 torch.autograd.grad(t, some)[0] for t in (got, expected)
             ):
                 torch.testing.assert_close(a, b, equal_nan=True)
+
+
+def transformer(**options: Any) -> fo.Sequential:
+    f64: Any = {"dtype": torch.float64}
+    up, down = fo.ops.Linear(D, 8, False, **f64), fo.ops.Linear(4, D, False, **f64)
+    head = fo.ops.LinearCrossEntropy(D, V, True, **options, **f64)
+    mlp = fo.ops.RMSNorm(D, **f64), up, fo.ops.SwiGLU(), down
+    return fo.Sequential(*mlp, fo.ops.RMSNorm(D, **f64), head)
+
+
+def law_a_plan_shards_a_head_by_its_classes() -> None:
+    """Whole, or behind tokens that are sharded; by a style of its own too, and in a module of torch."""
+    rank, (x, _, _, _) = mesh().get_local_rank(), operands()
+    x, targets = x[:, :4], operands()[3][:, :4]
+    for sequence, options in itertools.product(
+        (False, True), ({}, {"gradients": "backward"}, {"publishes": ("lse",)})
+    ):
+        torch.manual_seed(7)
+        whole, model = transformer(**options), transformer(**options)
+        model.load_state_dict(whole.state_dict())
+        plan = fd.tp_plan(model, sequence_parallel=sequence)
+        assert isinstance(plan["5"], fd.ColwiseParallel)
+        parallelize_module(model, mesh(), plan)
+        leaf = x.detach().clone().requires_grad_()
+        mine = (leaf[:, 2 * rank :][:, :2] if sequence else leaf).detach().requires_grad_()
+        losses = []
+        for net, given in ((whole, leaf), (model, mine)):
+            got = net(given, targets=targets)
+            losses.append(got[0] + got[1].sin().sum() if isinstance(got, tuple) else got)
+            losses[-1].backward()
+        torch.testing.assert_close(*losses)
+        dx: Any = leaf.grad[:, 2 * rank :][:, :2] if sequence else leaf.grad  # type: ignore[index]
+        torch.testing.assert_close(mine.grad, dx)
+        for (name, p), (_, q) in zip(
+            whole.named_parameters(), model.named_parameters(), strict=True
+        ):
+            grad: Any = q.grad
+            torch.testing.assert_close(grad.full_tensor().view_as(p), p.grad, msg=name)
