@@ -26,7 +26,7 @@ FAILED = 1
 
 
 class Files(NamedTuple):
-    """What was written of one plan."""
+    """`Files` are the pages that were written of one plan."""
 
     html: Path | None
     trace: Path | None

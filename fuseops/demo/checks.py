@@ -22,7 +22,7 @@ TOLERANCE = {"cpu": 2e-5, "cuda": 4e-2}
 
 
 class Results(NamedTuple):
-    """All that one forward and backward gives."""
+    """`Results` hold the loss and the gradients of one forward and backward."""
 
     tensors: dict[str, Tensor]  # logits, loss, gradient of every parameter
     chosen: tuple[Tensor, ...]  # experts of every token
@@ -36,7 +36,7 @@ class StepDifference(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What was found. An empty `failures` is a pass."""
+    """A `Checked` holds what the checks found. An empty `failures` is a pass."""
 
     fused_spans: int
     fusion: StepDifference

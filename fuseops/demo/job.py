@@ -31,7 +31,7 @@ SAMPLE_BYTES = 400
 
 
 class Outcome(NamedTuple):
-    """Everything that the job found."""
+    """An outcome holds everything that the job found."""
 
     args: argparse.Namespace
     device: torch.device

@@ -76,7 +76,7 @@ class Attention(nn.Module):
 
 
 class Routed(NamedTuple):
-    """What a router decided."""
+    """A `Routed` holds a router's probabilities and the experts that it chose."""
 
     chosen: Tensor  # (tokens, K) int32
     share: Tensor  # (E,) of all rows, sums to 1

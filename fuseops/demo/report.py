@@ -38,7 +38,7 @@ MORE_STYLE = """
 
 
 class Page(NamedTuple):
-    """What the page of the demo shows, section by section."""
+    """A `Page` holds what the page of the demo shows, section by section."""
 
     title: str
     facts: Sequence[tuple[str, str]]

@@ -24,7 +24,7 @@ from .fusion_plan import FusionPlan
 
 
 class _Part(NamedTuple):
-    """What one piece of a Sequential, a run of ops or a module, adds to its plan."""
+    """A `_Part` is the plan of one piece of a Sequential: of a run of ops, or of a plain module."""
 
     forward: Sequence[Span]
     backward: Sequence[Span]

@@ -14,7 +14,8 @@ from .text import report, text
 
 
 class Explanation(str):
-    """What ran fused, what did not and why, and what was saved: a `str`, whose text the terminal shows.
+    """An explanation says what ran fused, what did not and why, and what was saved: a `str`, whose text the terminal
+    shows.
 
     A notebook shows the same plans as HTML, with drawings; programs read them from `plans` or `to_json()`.
 

@@ -401,7 +401,9 @@ def refresh(everything: bool, jobs: int) -> Iterator[tuple[int, int, Row, str | 
 
 
 class Check(NamedTuple):
-    """What `check` found: rows in the table, stale ones with why, rows compiled, what is wrong with which."""
+    """A `Check` is the result of `check`: rows in the table, stale ones with why, rows compiled, what is wrong with
+    which.
+    """
 
     rows: int
     stale: dict[str, str]

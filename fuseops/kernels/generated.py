@@ -35,7 +35,9 @@ class RefusedError(Exception):
 
 
 class Like(NamedTuple):
-    """A tensor of any number of rows: whether it begins with the leading axes of x, and what follows."""
+    """A `Like` describes a tensor of any number of rows: whether it begins with the leading axes of x, and what
+    follows.
+    """
 
     rows: bool
     rest: tuple[int, ...]
@@ -73,7 +75,7 @@ class Kernel:
 
 
 class Both(NamedTuple):
-    """A function and its gradients."""
+    """A `Both` is an elementwise function, and the function of its gradients."""
 
     forward: Callable[..., Sequence[Tensor]]  # of its inputs -> (y,)
     backward: Callable[..., Sequence[Tensor]] | None  # of dy and what it reads of them

@@ -61,7 +61,7 @@ def install() -> None:
 
 
 class _Results(list[Any]):
-    """What inline assembly gives."""
+    """A `_Results` stands for the results of inline assembly."""
 
     get_result = list.__getitem__
 

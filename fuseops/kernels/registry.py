@@ -63,7 +63,9 @@ def library(namespace: str = OWN) -> torch.library.Library:
 
 
 class _RegistryThread(threading.local):
-    """What this thread asked for."""
+    """A `_RegistryThread` holds what scopes of this thread ask of the registry: reference twins alone, another
+    architecture, calls that nobody sees.
+    """
 
     def __init__(self) -> None:
         # in every thread's own dict from the start: dynamo guards on what a dict does not hold yet

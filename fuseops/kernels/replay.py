@@ -30,7 +30,9 @@ MOST_KEPT = 1024  # tensor maps of an operand: of all layers of a model
 
 
 class OperandPlace(NamedTuple):
-    """Where a tensor lies: in which operand or allocation, and how."""
+    """An `OperandPlace` says where the memory of a launch's operand comes from: in which operand or allocation, and
+    how.
+    """
 
     slot: int
     offset: int
@@ -39,7 +41,7 @@ class OperandPlace(NamedTuple):
 
 
 class Described(NamedTuple):
-    """An operand of a launch that is a tensor descriptor of a place."""
+    """A `Described` is an operand of a launch that is a tensor descriptor of a place."""
 
     place: OperandPlace
     descriptor: Any
@@ -51,7 +53,7 @@ class Described(NamedTuple):
 
 
 class OperandAddress:
-    """What a descriptor is encoded from."""
+    """An `OperandAddress` is what a tensor descriptor is encoded from."""
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
         self.address, self.dtype, self.is_meta = address, dtype, False
@@ -332,7 +334,8 @@ def _tensors_in(values: Sequence[Any]) -> bool:
 
 
 class Replays(dict[tuple[Any, ...], list[Replay]]):
-    """By op, number of operands, shape and dtype of the first one: replays, the latest first; none at first sight.
+    """Replays are kept by op, number of operands, shape and dtype of the first one, the latest first; none at first
+    sight.
 
     under: those made under an override, by override
     """

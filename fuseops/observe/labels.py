@@ -25,7 +25,7 @@ ATTENTION = "ScaledDotProductAttentionBackward0"
 
 
 class Named(NamedTuple):
-    """What is known of one saved tensor."""
+    """A `Named` is a saved tensor's names, the class of the op that saves it, and the modules around."""
 
     name: str
     also: tuple[str, ...]  # its other names

@@ -24,7 +24,7 @@ Ops = tuple[Op[Any], ...]
 
 
 class SeenTensor(NamedTuple):
-    """What is remembered of a tensor."""
+    """A `SeenTensor` is what is remembered of a tensor, which may be gone: its shape and the size of an element."""
 
     shape: tuple[int, ...]
     itemsize: int

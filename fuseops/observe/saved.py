@@ -27,7 +27,7 @@ Storages = tuple[tuple[int, int], ...]  # (id, bytes) of each
 
 
 class Where(NamedTuple):
-    """What runs while a tensor is packed."""
+    """A `Where` says which module runs while autograd saves a tensor."""
 
     owner: Any  # the call of a Sequential that it belongs to, None outside of all
     path: str  # of the innermost module
@@ -36,7 +36,7 @@ class Where(NamedTuple):
 
 
 class Handle:
-    """What autograd keeps in place of a saved tensor, and what is known of it."""
+    """A handle is what autograd keeps in the place of a saved tensor while a step is observed."""
 
     __slots__ = ("__weakref__", "grad_fn", "known", "tensor", "where")
 

@@ -309,7 +309,7 @@ class Hook(Generic[T]):
 
 
 class EnterHook(Hook[LayerScope]):
-    """Before a forward."""
+    """An `EnterHook` tells a scheduler that the forward of a layer begins."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self.owner is not None and not torch.compiler.is_compiling():
@@ -317,7 +317,7 @@ class EnterHook(Hook[LayerScope]):
 
 
 class LeaveHook(Hook[LayerScope]):
-    """After a forward."""
+    """A `LeaveHook` tells a scheduler that the forward of a layer has ended."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.owner is not None and not torch.compiler.is_compiling():

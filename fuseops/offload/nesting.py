@@ -24,7 +24,7 @@ Pair = tuple[Any, Any]
 
 
 class Packs(Protocol):
-    """A scope that takes saved tensors."""
+    """A `Packs` is a scope that autograd gives its saved tensors to."""
 
     in_checkpoint: bool
 

@@ -24,7 +24,9 @@ class Boundary(NamedTuple):
 
 
 class Order:
-    """Boundaries of the running step beside those of the last complete one."""
+    """An `Order` compares the forwards and backwards of layers in the running step with those of the last complete
+    one, which predict what comes next.
+    """
 
     def __init__(self) -> None:
         self.recorded: tuple[Boundary, ...] = ()  # of the last complete step

@@ -15,7 +15,9 @@ DEFAULT_MIN_BYTES = 1 << 20  # smaller copies run far below the speed of the lin
 
 
 class Candidate(NamedTuple):
-    """A saved tensor that could move. nbytes are those of its storage, also its other names."""
+    """A candidate is a saved tensor that a policy is asked about. nbytes are those of its storage, also its other
+    names.
+    """
 
     name: str
     op: str
@@ -39,7 +41,7 @@ def too_small(nbytes: int, min_bytes: int) -> str | None:
 
 
 class Quota:
-    """What one call of a layer has saved and sent so far."""
+    """A quota counts the bytes that one call of a layer has saved so far, and of them those that were sent."""
 
     __slots__ = ("saved", "sent")
 

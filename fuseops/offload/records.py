@@ -248,8 +248,8 @@ def find(t: Tensor) -> Record | None:
 
 
 class Staying:
-    """All that a call saved and that stays. It dies with the last of those tensors, and the schedule
-    counts it as one.
+    """A `Staying` stands for all that one call of a layer saved and that stays on the device. It dies with the last
+    of those tensors, and the schedule counts it as one.
     """
 
     __slots__ = ("call", "mover")
@@ -263,7 +263,7 @@ class Staying:
 
 
 class Kept:
-    """A saved tensor that stays where it is."""
+    """A `Kept` is what autograd holds of a saved tensor that stays on its device."""
 
     __slots__ = ("__weakref__", "entry", "ledger", "of", "tensor", "version")
 
@@ -281,7 +281,7 @@ class Kept:
 
 
 class Moved:
-    """A saved tensor whose storage leaves."""
+    """A `Moved` is what autograd holds of a saved tensor whose storage leaves for the host."""
 
     __slots__ = ("__weakref__", "call", "entry", "layout", "ledger", "mover", "read", "record")
 

@@ -111,7 +111,7 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 class Moves(Protocol):
-    """A storage that leaves: `nbytes` on the link, `whole` on the device."""
+    """A `Moves` is a storage that leaves, as the ledger sees it: `nbytes` on the link, `whole` on the device."""
 
     name: str
     nbytes: int

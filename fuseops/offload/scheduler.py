@@ -325,7 +325,7 @@ def decisions_of(plan: Any) -> Mapping[str, Decision]:
 
 
 class PlanHook(Hook[Scheduler]):
-    """Before the first forward of the model."""
+    """A `PlanHook` has a scheduler make its plan before the first training forward of the model."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         scheduler, self.owner = self.owner, None

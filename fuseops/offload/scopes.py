@@ -45,7 +45,7 @@ IN_FLIGHT = 6  # copies under way before compute waits for the oldest, to reuse 
 
 
 class Judged(NamedTuple):
-    """What was found for a saved tensor. It holds for every one of the same name, shape, bytes and
+    """A `Judged` is a scope's decision for a saved tensor. It holds for every one of the same name, shape, bytes and
     the like; what differs from step to step is which tensors share a storage, and whether there is
     room.
     """

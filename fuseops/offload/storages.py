@@ -16,8 +16,8 @@ V = TypeVar("V")
 
 
 class StorageMap(Generic[V]):
-    """Values by storage. It keeps no storage alive, and an entry is never found for another storage
-    than its own.
+    """A `StorageMap` finds a value by a tensor's storage. It keeps no storage alive, and an entry is never found for
+    another storage than its own.
     """
 
     def __init__(self) -> None:

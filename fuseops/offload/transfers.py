@@ -46,7 +46,7 @@ class Item:
 
 @dataclass(eq=False, slots=True)
 class Bundle:
-    """What one transfer moves: one large storage, or several small ones."""
+    """A bundle is what one transfer over the link moves: one large storage, or several small ones."""
 
     items: list[Item]  # none once the last of them has ended
     nbytes: int
@@ -65,7 +65,7 @@ class Bundle:
 
 @dataclass(eq=False, slots=True)
 class LayerRun:
-    """The token of one call of one layer."""
+    """A `LayerRun` is one call of one layer, with what it saved, from its forward to the end of its backward."""
 
     key: OrderKey
     previous: "LayerRun | None"  # entered before it in the same forward
@@ -85,7 +85,7 @@ class LayerRun:
 
 @dataclass
 class Stats:
-    """What the schedule did."""
+    """The stats count the copies, bytes and misses of a schedule."""
 
     out_bytes: int = 0
     out_count: int = 0

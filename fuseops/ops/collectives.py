@@ -25,7 +25,7 @@ from .op import Grads, Op, Out, Shape
 
 
 class Way(NamedTuple):
-    """How a collective went in a forward, which its backward undoes.
+    """A `Way` says along which axis and over which ranks a collective went in its forward, which the backward undoes.
 
     sums  whether the ranks' gradients are added up
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Grouped(Protocol):
-    """What is asked of an op with grouped parameters."""
+    """A `Grouped` is an op with one parameter a group, or all of them packed into one."""
 
     num_groups: int
 

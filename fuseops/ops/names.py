@@ -16,7 +16,7 @@ from fuseops.errors import FuseOpsError
 
 
 class SavedName(NamedTuple):
-    """What the bridge knows of one saved tensor."""
+    """A `SavedName` says under which names an op saves a tensor."""
 
     # every `<path>.<field>` under which this tensor is saved; the first is its own
     names: tuple[str, ...]
@@ -25,7 +25,7 @@ class SavedName(NamedTuple):
 
 
 class Frame:
-    """The promised names of one node, in save order."""
+    """A frame holds the names of what one autograd node is about to save, in save order."""
 
     __slots__ = ("names", "taken", "tensors")
 

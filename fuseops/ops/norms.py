@@ -31,7 +31,7 @@ def check_last_axes(norm: nn.RMSNorm | nn.LayerNorm, shape: Shape) -> None:
 
 
 class Normed(NamedTuple):
-    """What a norm computes of x, or of x and a residual in one pass."""
+    """A `Normed` is the result of a norm of x, or of x and a residual in one pass."""
 
     y: Tensor
     h: Tensor  # what is normed: the sum as it is stored, x where there is no residual

@@ -45,7 +45,9 @@ def numel(shape: Shape) -> int:
 
 
 class Out(NamedTuple):
-    """What `fwd` returns: y, the Saved tuple, and published side tensors by name. A bare tensor is `Out(y)`."""
+    """An `Out` is what `fwd` returns: y, the Saved tuple, and published side tensors by name. A bare tensor is
+    `Out(y)`.
+    """
 
     y: Any
     saved: Any = None
@@ -53,7 +55,7 @@ class Out(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """What `bwd` returns: the gradient of x, of parameters by name, of side inputs by name."""
+    """A `Grads` is what `bwd` returns: the gradient of x, of parameters by name, of side inputs by name."""
 
     x: Tensor | None = None
     params: Mapping[str, Tensor | None] | None = None

@@ -27,7 +27,7 @@ ON_DX = "on_dx"
 
 
 class OnDx(NamedTuple):
-    """What a dispatcher does with dx and dprobs as soon as they are there.
+    """An `OnDx` is the callback of a dispatcher that sends dx and dprobs home as soon as they are there.
 
     tell: called (scratch, dx, dprobs, sums) before gradients of weights are made. sums: dx in the `sums` of Combine.
     beside: whether what it begins runs beside them: then the more of them come behind, the better.
@@ -42,7 +42,7 @@ SENT = "sent"
 
 
 class Sent(NamedTuple):
-    """What a dispatcher has sent, for who would rather have it sent again in the backward than saved."""
+    """A `Sent` says how to dispatch tokens again in the backward, for who would rather not save those that arrived."""
 
     arrived: Any  # what it gave: a Tensor or a Quantized
     home: Tensor  # what it was given

@@ -35,7 +35,7 @@ TINY = 1e-20  # as of the kernel: scores that are all zero give weights of zero
 
 
 class Form(NamedTuple):
-    """What the gradients depend on besides tensors."""
+    """A `Form` holds the settings of a router that its gradients depend on."""
 
     score: str
     normalize: bool

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 
 class Settings(NamedTuple):
-    """What a call is planned under."""
+    """The settings of a call say how it is planned: fusion, rules, recipe, recomputation."""
 
     fusion: bool = True
     disable: frozenset[str] = frozenset()
@@ -46,8 +46,8 @@ Override = tuple[tuple[str, Any], ...]
 
 
 class Said:
-    """An override laid over what was said before it, and the token of both. It lives while somebody is inside of it,
-    or has a plan that was made under it.
+    """A `Said` is an override of settings laid over those before it, and the token of both. It lives while somebody
+    is inside of it, or has a plan that was made under it.
     """
 
     __slots__ = ("__weakref__", "before", "override", "token")
@@ -150,7 +150,7 @@ class _Process:
 
 
 class Inside:
-    """The scopes that a thread is inside of."""
+    """An `Inside` holds the scopes that a thread is inside of."""
 
     def __init__(self) -> None:
         self.said: Said | None = None

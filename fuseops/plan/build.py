@@ -35,7 +35,7 @@ class RunPlan(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """Ops that one thing runs, in one direction."""
+    """A `_Unit` is a span of ops that one op or fused op runs, in one direction."""
 
     start: int
     stop: int

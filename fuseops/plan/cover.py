@@ -37,7 +37,7 @@ class Near(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What can be said of a run before any shape is known."""
+    """A scan holds the matches of all rules in a run of ops, which no shape is needed for."""
 
     candidates: tuple[Site, ...]  # in the order that the cover tries them
     # the longest prefix of a rule that matches nowhere; ops that are nearly what it wants

@@ -15,7 +15,7 @@ NOTHING: frozenset[str] = frozenset()
 
 
 class Facts(NamedTuple):
-    """Everything about a call that its plan depends on, besides the ops and the cover."""
+    """`Facts` hold everything about a call that its plan depends on, besides the ops and the cover."""
 
     settings: Settings
     x_needs: bool  # does the input of the run want a gradient

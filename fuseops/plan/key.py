@@ -31,7 +31,7 @@ OF_OPS = frozenset(
 
 
 class CallFacts(NamedTuple):
-    """What a plan depends on beside its ops: constants, which traced code can hold."""
+    """`CallFacts` are what a plan depends on beside its ops: constants, which traced code can hold."""
 
     tokens: Tokens
     live: tuple[str, ...]  # side names read after the run, or returned
@@ -76,7 +76,7 @@ def side_facts(name: str, t: Tensor, grad: bool) -> tuple[str, torch.dtype, bool
 
 
 class OpFacts(NamedTuple):
-    """What a plan depends on, of one op beside its parameters."""
+    """`OpFacts` are what a plan depends on, of one op beside its parameters."""
 
     kind: type
     training: bool
@@ -109,7 +109,7 @@ def _written(op: Op[Any]) -> type:
 
 
 class ParameterFacts(NamedTuple):
-    """What a plan depends on, of a parameter."""
+    """`ParameterFacts` are what a plan depends on, of a parameter."""
 
     needs: bool
     dtype: torch.dtype
@@ -125,7 +125,7 @@ class ParameterFacts(NamedTuple):
 
 
 class PlanKey(NamedTuple):
-    """What a plan depends on, besides the outcome of conditions."""
+    """A `PlanKey` holds all that a plan depends on, besides the outcome of conditions."""
 
     ops: tuple[OpFacts, ...]
     parameters: tuple[tuple[ParameterFacts | None, ...], ...]  # of every op

@@ -54,7 +54,7 @@ HIGH = "high precision"
 
 
 class Operand(NamedTuple):
-    """What a GEMM reads in a format of its own, or in high precision beside such a one."""
+    """An `Operand` is an input of a GEMM in a format of its own, or in high precision beside such a one."""
 
     op: str
     role: str  # "input", "weight", "grad_output"
@@ -72,7 +72,7 @@ class KeptWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """What one call of a Sequential runs, what did not fuse and why, and what it saves.
+    """A `Planned` says what one call of a Sequential runs, what did not fuse and why, and what it saves.
 
     path         of the Sequential in its model
     forward      Spans in order, each one op or one fused op; backward: the same for the way back

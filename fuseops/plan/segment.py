@@ -22,7 +22,7 @@ def is_own(op: Any) -> bool:
 
 
 class Slot(NamedTuple):
-    """What one op or joint span saves."""
+    """A slot says which tensors one op or joint span saves, and their names."""
 
     owner: int  # index of the (first) op in the segment
     cls: type[Any]  # the Saved class
@@ -83,14 +83,14 @@ MOST_ROWS = 64  # of a segment: a saved shape may be another at each call
 
 
 class Const(NamedTuple):
-    """A Saved field that is not a tensor."""
+    """A `Const` is a field of a Saved that is no tensor."""
 
     value: Any
 
 
 class Rows(list[Any]):
-    """Where what is kept is among the saved tensors, in the order of `Segment.kept`: the number of its tensor, or what
-    it is where it is none.
+    """`Rows` say where each kept field is among the tensors that autograd saves, in the order of `Segment.kept`: the
+    number of its tensor, or what it is where it is none.
 
     constants: those that are none, and then None.  values_of: all of it, out of (*tensors, *constants)
 

@@ -24,7 +24,9 @@ MOST_ROWS = 1 << 24
 
 
 class Rate(NamedTuple):
-    """Of one kind of GEMM: FLOP a second at most, and where the summed axis and the rows of a group halve it."""
+    """A rate is the speed of one kind of GEMM: FLOP a second at most, and where the summed axis and the rows of a
+    group halve it.
+    """
 
     peak: float
     axis: int
@@ -58,7 +60,7 @@ class LinearRun(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """What is predicted for a layer.
+    """A gain is the predicted time of a layer under a recipe and in bf16.
 
     ops      names of its linear ops
     rows     of a call

@@ -22,7 +22,7 @@ from .quantized import Quantized, values
 
 
 class OperandNumbers(NamedTuple):
-    """Of one operand, the largest of all calls."""
+    """`OperandNumbers` are the amax and the lost codes of one operand of a GEMM, the largest of all calls."""
 
     op: str
     role: str  # "input", "weight", "grad_output"
@@ -36,7 +36,7 @@ class OperandNumbers(NamedTuple):
 
 
 class GemmError(NamedTuple):
-    """Of one GEMM of an op, the largest of all calls."""
+    """A `GemmError` is the error that quantized operands make in one GEMM of an op, the largest of all calls."""
 
     op: str
     gemm: str  # "forward", "input gradient", "weight gradient"
@@ -47,7 +47,7 @@ class GemmError(NamedTuple):
 
 
 class Numbers:
-    """What was measured, by the path of the op."""
+    """`Numbers` hold what was measured of operands and GEMMs, by the path of the op."""
 
     def __init__(self) -> None:
         self.of_operands: dict[tuple[str, str], Tensor] = {}
@@ -137,7 +137,7 @@ def _largest(found: dict[Any, Tensor], key: Any, measured: Tensor) -> None:
 
 
 class Measuring:
-    """Who measures, in the whole process: backwards on CUDA run in a thread of their own.
+    """`Measuring` knows who measures operands, in the whole process: backwards on CUDA run in a thread of their own.
 
     Who asks at every step asks for `Measuring.numbers` first, which calls nothing: mostly nobody does.
     """

@@ -35,7 +35,7 @@ See = Callable[[Tensor], Tensor]
 
 
 class KeepsScales(Protocol):
-    """What is asked of a recipe that keeps a state: see `DelayedScaling`."""
+    """A `KeepsScales` is a recipe whose scales follow from the amaxes of earlier steps: see `DelayedScaling`."""
 
     @property
     def margin(self) -> int: ...
@@ -51,7 +51,9 @@ class KeepsScales(Protocol):
 
 
 class ScaleState:
-    """The state of one op: its buffers and parameters, found by name whenever they are read."""
+    """A `ScaleState` finds the amax histories and scales of one op: its buffers and parameters, found by name
+    whenever they are read.
+    """
 
     def __init__(
         self, buffers: dict[str, Tensor | None], parameters: dict[str, Tensor | None]

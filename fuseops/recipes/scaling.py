@@ -19,7 +19,7 @@ Block = tuple[int, int]
 
 
 class Family(NamedTuple):
-    """Formats whose scales have one dtype.
+    """A family is the formats whose scales have one dtype.
 
     data     dtypes of codes
     columns  by block of the rows, those of the columns

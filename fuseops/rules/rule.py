@@ -28,7 +28,9 @@ def maybe(wanted: Any) -> Maybe:
 
 @dataclass(frozen=True)
 class Some:
-    """A pattern of its own: several ops in a row, each of the wanted types or of level 1, or one of level 1."""
+    """A `Some` is a pattern of its own: several ops in a row, each of the wanted types or of level 1, or one of level
+    1.
+    """
 
     wanted: Any
 
@@ -39,7 +41,7 @@ def require(holds: bool, reason: str) -> str | None:
 
 
 class Conditions(NamedTuple):
-    """What a condition sees besides the ops. It never sees tensor values.
+    """`Conditions` are what a rule's condition sees besides the ops. It never sees tensor values.
 
     shape       of the span's input; k is its last axis, rows the product of the others
     n           last axis of the span's output
@@ -150,7 +152,7 @@ def _overridden(cls: type, wanted: type) -> str | None:
 
 
 class Obstacle(NamedTuple):
-    """What stands in the way of a match."""
+    """An obstacle is the reason why a pattern does not match at an op."""
 
     why: str
     nearly: bool = (

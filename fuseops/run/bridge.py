@@ -23,8 +23,8 @@ from .traced import TABLE, distinct
 
 
 class Live:
-    """What a node needs at run time only: where it is, what lives for its call, names to publish, ties for second
-    derivatives; while it is applied, the quantized tensor whose carrier crosses its border.
+    """A `Live` holds what an autograd node needs at run time only: where it is, what lives for its call, names to
+    publish, ties for second derivatives; while it is applied, the quantized tensor whose carrier crosses its border.
     """
 
     __slots__ = ("crossing", "frame", "once", "path", "ties")

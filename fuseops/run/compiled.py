@@ -45,7 +45,7 @@ from .traced import TABLE, alive
 
 
 class Declared(NamedTuple):
-    """The side names that a runner reads and writes, which traced code checks a call by."""
+    """A `Declared` holds the side names that a runner reads and writes, which traced code checks a call by."""
 
     reads: tuple[str, ...]
     writes: frozenset[str]
@@ -290,7 +290,7 @@ class UnknownRows:
 
 
 class Unsized(NamedTuple):
-    """What conditions are told of x, in a trace."""
+    """An `Unsized` stands for x where conditions are asked in a trace, its rows unknown."""
 
     shape: tuple[Any, ...]
     dtype: torch.dtype
@@ -298,7 +298,7 @@ class Unsized(NamedTuple):
 
 
 class Told:
-    """What traced code asks the planner."""
+    """A `Told` answers the questions that traced code has for the planner."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner

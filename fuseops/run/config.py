@@ -167,7 +167,7 @@ def fusion(
 
 
 class _Strict(scopes.scope):
-    """A scope that is not left without that each of these rules has fired."""
+    """A `_Strict` is a scope that raises on leaving unless each of these rules has fired."""
 
     def __init__(self, override: Override, wanted: frozenset[str]) -> None:
         super().__init__(override)

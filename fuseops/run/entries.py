@@ -33,7 +33,7 @@ class KnownPlans(NamedTuple):
 
 
 class Last(NamedTuple):
-    """What a call like the last one is known by, and its plans by shape of x.
+    """A `Last` holds the plans of a call like the last one, by the shape of x.
 
     Conditions are asked once a shape, where all of them are those of built-in rules, which read sizes and attributes
     of their ops; of others there are no plans here, and they are asked at each call.
@@ -45,7 +45,7 @@ class Last(NamedTuple):
 
 
 class Entries(dict[PlanKey, KnownPlans]):
-    """The latest entries, at most `MOST`. What is forgotten is planned anew."""
+    """`Entries` cache the plans of the latest calls, at most `MOST`. What is forgotten is planned anew."""
 
     def __init__(self, name: str) -> None:
         """name: of the first op, for the log."""

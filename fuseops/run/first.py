@@ -24,7 +24,7 @@ from .unfused import unfused
 
 
 class Given(NamedTuple):
-    """What a gradient has to fit."""
+    """A `Given` holds the shape, dtype and device of a tensor, which its gradient has to fit."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Given(NamedTuple):
 
 
 class Version(NamedTuple):
-    """A tensor that an op was given, and how often it had been written by then."""
+    """A `Version` is a tensor that an op was given, and how often it had been written by then."""
 
     name: str
     counter: Tensor  # the tensor itself, or one of no bytes with its version
@@ -44,7 +44,9 @@ class Version(NamedTuple):
 
 
 class FirstCall:
-    """One call of a segment. Its methods raise FuseOpsError for an op that does not keep the contract."""
+    """A `FirstCall` checks what the ops of a segment return in its first call. Its methods raise FuseOpsError for an
+    op that does not keep the contract.
+    """
 
     def __init__(self, seg: Segment, inputs: Sequence[Any]) -> None:
         """inputs: side inputs and parameters, as the node takes them."""

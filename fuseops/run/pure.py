@@ -21,7 +21,7 @@ from .draws import generators_of, same, states
 
 
 class State(NamedTuple):
-    """What a module holds, to run its `fwd` again: its attributes, and its tensors with their versions."""
+    """A state is what a module holds, to run its `fwd` again: its attributes, and its tensors with their versions."""
 
     kind: type
     attributes: dict[str, Any]
@@ -67,7 +67,7 @@ class State(NamedTuple):
 
 
 class _Unwritten(dict[str, Any]):
-    """The buffers of a module in a state: each must be what it was when it is read."""
+    """An `_Unwritten` gives the buffers of a module in a state: each must be what it was when it is read."""
 
     def __init__(self, owner: str, state: State) -> None:
         super().__init__(state.attributes["_buffers"])

@@ -57,7 +57,9 @@ log = logging.getLogger("fuseops.fusion")
 
 
 class Run:
-    """The ops of one Sequential between two plain modules (or one op that is called alone)."""
+    """A run is the ops of one Sequential between two plain modules (or one op that is called alone), planned and
+    cached together.
+    """
 
     def __init__(self, chain: Chain, end: str, offset: int = 0, alone: bool = False) -> None:
         self.chain, self.end, self.alone = chain, end, alone

@@ -26,7 +26,9 @@ METHODS = attrgetter("forward", "__call__", "fwd", "bwd")
 
 
 class Runner:
-    """The pieces of one Sequential (or one op that is called alone), rebuilt when what it runs changes."""
+    """A runner runs the pieces of one Sequential (or one op that is called alone), and is rebuilt when what it runs
+    changes.
+    """
 
     def __init__(
         self, spliced: Spliced, alone: bool = False, apart: frozenset[str] = frozenset()

@@ -25,7 +25,9 @@ Entry = Any  # the number of a tensor, None, Const or Parts
 
 
 class Parts(NamedTuple):
-    """A quantized tensor: its format, without tensors, and the slot of every component."""
+    """`Parts` say where autograd saves the components of a quantized tensor: its format, without tensors, and the
+    slot of every component.
+    """
 
     form: Quantized
     slots: tuple[tuple[str, int], ...]

@@ -15,7 +15,7 @@ RESERVED = frozenset({"x", "returns", "call", "out"})  # keywords of forward, fw
 
 
 class Sides(Protocol):
-    """What a sequence reads from its caller, and what it writes."""
+    """`Sides` are the names of the side inputs that a sequence reads from its caller, and of those that it writes."""
 
     @property
     def reads(self) -> tuple[str, ...]: ...

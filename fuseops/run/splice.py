@@ -103,7 +103,7 @@ class Nested:
 
 
 class Spliced(NamedTuple):
-    """All that a Sequential (or an op that is called alone) runs, in order."""
+    """A `Spliced` lists the ops and modules that a Sequential (or an op that is called alone) runs, in order."""
 
     children: tuple[Child, ...]
     nested: tuple[Nested, ...]  # every Sequential inside it, down to the borders

@@ -26,7 +26,7 @@ Written = Callable[..., Any]
 
 
 class Once(NamedTuple):
-    """What lives for one call only."""
+    """A `Once` holds what lives for one call of a Sequential only."""
 
     scratch: dict[str, dict[str, Any]] | None = None  # by the Sequential that an op was written in
     out: Buffers | None = None  # the caller's, of an op that runs alone

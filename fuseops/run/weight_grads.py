@@ -26,7 +26,9 @@ from . import data_parallel
 
 
 class Destination(NamedTuple):
-    """Where the gradient of one parameter goes: what an op finds in `call.out` and `call.overwrite`."""
+    """A destination is the buffer that the gradient of one parameter goes to: what an op finds in `call.out` and
+    `call.overwrite`.
+    """
 
     buffer: Tensor
     overwrite: bool = False  # what is in it does not count
@@ -38,7 +40,7 @@ Destinations = Mapping[str, Destination]
 
 
 class Backward(Protocol):
-    """The Grads of every member of a step, given what each may write into."""
+    """A `Backward` gives the Grads of every member of a step, told which buffers each may write into."""
 
     def __call__(
         self, step: BackwardStep, out: Sequence[Destinations] | None = None
@@ -239,7 +241,9 @@ def accept(op: Op[Any], name: str, place: Destination, gradient: Tensor | None) 
 
 
 class Delayed(NamedTuple):
-    """What waits for `backward_dw`: how to compute it, and what it reads, at the versions that it had."""
+    """A `Delayed` is a weight gradient that waits for `backward_dw`: how to compute it, and what it reads, at the
+    versions that it had.
+    """
 
     run: Backward
     step: BackwardStep

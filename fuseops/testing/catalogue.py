@@ -14,7 +14,7 @@ from fuseops.rules.rule import types_of
 
 
 class Wanted(NamedTuple):
-    """What an instance has to fit: its place in a chain, and who chooses what is left open."""
+    """A `Wanted` says what an instance of an op has to fit: its place in a chain, and who chooses what is left open."""
 
     choose: Callable[..., Any]  # choose(a, b, c) -> one of them
     width: int  # of its input's last axis

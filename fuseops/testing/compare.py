@@ -15,7 +15,7 @@ UNITS = {torch.bfloat16: 4.0, torch.float16: 4.0, torch.float32: 64.0, torch.flo
 
 
 class Difference(NamedTuple):
-    """Two tensors that should be equal and are not."""
+    """A difference is two tensors that should be equal and are not."""
 
     name: str
     text: str  # what differs, with the worst element

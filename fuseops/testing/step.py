@@ -17,7 +17,7 @@ from .trees import copied, mapped, tensors
 
 
 class Fired(NamedTuple):
-    """A rule that made a span of a plan."""
+    """A `Fired` is a rule that made a span of a plan."""
 
     rule: str
     kind: str
@@ -32,7 +32,7 @@ class Fired(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a training step gave: named tensors, in an order of their own."""
+    """A `StepResult` holds what a training step gave: named tensors, in an order of their own."""
 
     outputs: dict[str, Tensor]
     grads: dict[str, Tensor | None]

@@ -18,7 +18,7 @@ from .exchange import Arrived, Exchange
 
 
 class Leaving(NamedTuple):
-    """What goes to other ranks, rank after rank."""
+    """A `Leaving` holds the tokens that an all-to-all sends to other ranks, in the order of the ranks."""
 
     slots: Tensor  # as of `Arrived`
     arrivals: Tensor

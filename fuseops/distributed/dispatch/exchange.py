@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 
 class Arrived(NamedTuple):
-    """The tokens of all ranks that some expert of this one has to see, and how their sums find back."""
+    """An `Arrived` holds the tokens of all ranks that are routed to an expert of this one, and how their sums find
+    back.
+    """
 
     x: Tensor  # (C, D)
     experts: Tensor  # (C, K) int32: ids among the experts here, -1 for one of another rank

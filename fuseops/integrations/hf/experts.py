@@ -40,7 +40,9 @@ class Projection(ops.GroupedLinear):
 
 
 class Written(nn.Module):
-    """What a module of experts has between its products, as it is written there, times the probability of a row."""
+    """A `Written` runs the activation that transformers' code of a module of experts has between its GEMMs, and
+    multiplies each row by its probability.
+    """
 
     reads = ("probs",)
 

@@ -21,7 +21,7 @@ Source = Callable[[Any], Tensor | None]
 
 
 class Lender(NamedTuple):
-    """Where an op finds its parameters."""
+    """A lender is the module of transformers that an op takes its parameters from."""
 
     owner: nn.Module
     sources: Mapping[str, Source]

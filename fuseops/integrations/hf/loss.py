@@ -27,7 +27,9 @@ IGNORED = -100
 
 
 class PassOn(nn.Module):
-    """In the place of a head: the hidden states, of which the loss makes what it needs."""
+    """A `PassOn` stands in the place of a head and gives what it gets: the hidden states, of which the loss makes
+    what it needs.
+    """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
@@ -157,7 +159,7 @@ def _second(model: nn.Module, config: Any, modules: dict[str, Any]) -> Any:
 
 
 class _Decoder(nn.Module):
-    """In the place of what is below a head: known hidden states."""
+    """A `_Decoder` stands in the place of all that is below a head, and gives known hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()

@@ -85,7 +85,9 @@ def join_gate(gate: Tensor, linear: Tensor, interleave: int = 0) -> Tensor:
 
 
 class ActivationForm(NamedTuple):
-    """What the kernels take behind `kind`; each kind reads those that its formula has."""
+    """An `ActivationForm` holds the constants of an activation, as kernels take them behind `kind`; each kind reads
+    those that its formula has.
+    """
 
     interleave: int = 0
     alpha: float = 1.702

@@ -27,7 +27,7 @@ class OrderError(FuseOpsError):
 
 
 class Stamp(NamedTuple):
-    """One access: the step of a lane that made it."""
+    """A stamp is one access to bytes of the simulation: the step of a lane that made it."""
 
     lane: Lane
     step: int
@@ -69,7 +69,7 @@ class Wait(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """A stretch of work on a lane."""
+    """A `Busy` is one op or copy on a lane of the simulation, in seconds."""
 
     lane: Lane
     name: str
@@ -89,7 +89,7 @@ class SimulatedEvent(Event):
 
 
 class Level(NamedTuple):
-    """Bytes on a device from this second on, and what changed them."""
+    """A `Level` is the bytes of memory in use from one second on, and the name of what changed them."""
 
     seconds: float
     nbytes: int

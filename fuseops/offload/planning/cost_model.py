@@ -22,14 +22,16 @@ from .simulate import LinkSettings
 
 
 class Choice(NamedTuple):
-    """What leaves and what is dropped, by index into the model's `items` and `groups`."""
+    """A choice says which saved tensors leave and which are recomputed, by index into the model's `items` and
+    `groups`.
+    """
 
     leave: frozenset[int]
     drop: frozenset[int]
 
 
 class Prediction(NamedTuple):
-    """What a choice costs.
+    """A prediction is the time and the peak of a step under a choice.
 
     late     item -> seconds that compute stood still for it
     top      position of the peak
@@ -45,7 +47,7 @@ class Prediction(NamedTuple):
 
 
 class CostModel:
-    """One profile on one machine under one schedule.
+    """A cost model predicts what each choice costs, of one profile on one machine under one schedule.
 
     items   indices into `profile.saved` of what one decision is for: the tensors of one name, as
             far as the schedule can move them; micro-batches have the same names

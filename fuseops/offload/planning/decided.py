@@ -15,7 +15,7 @@ from .simulate import LinkSettings, Simulation, Window
 
 
 class PlannedTensor(NamedTuple):
-    """The decision for one saved tensor.
+    """A `PlannedTensor` is the decision for one saved tensor.
 
     window  when its bytes leave and come back, None if they do not
     """
@@ -33,7 +33,7 @@ class PlannedTensor(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Decided:
-    """What to do with every saved tensor of a step, and what that will cost.
+    """A `Decided` says what to do with every saved tensor of a step, and what that will cost.
 
     tensors     one entry a saved storage, in save order
     before      the step with nothing moved; after: under this plan

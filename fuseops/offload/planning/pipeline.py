@@ -242,7 +242,7 @@ def _received(part: Part, s: Saved) -> bool:
 
 
 class _Copy(NamedTuple):
-    """A part of the profile, placed in the step of a rank for one micro-batch."""
+    """A `_Copy` is one part of the profile, placed in the step of a rank for one micro-batch."""
 
     part: Part
     micro_batch: int

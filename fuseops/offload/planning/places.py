@@ -13,7 +13,7 @@ SEND, RELEASE, FETCH, READ, LAST, AGAIN = range(6)  # LAST: the last read
 
 
 class Hole(NamedTuple):
-    """Positions from and to which an item's bytes are not on the device."""
+    """A hole is the part of a step, in positions of its ops, where an item's bytes are not on the device."""
 
     start: int
     end: int
@@ -21,7 +21,9 @@ class Hole(NamedTuple):
 
 
 class Places:
-    """Where the schedule would send, release and fetch every tensor: it follows schedule.py."""
+    """`Places` foretells at which op the schedule would send, release and fetch every saved tensor: it follows
+    schedule.py.
+    """
 
     def __init__(
         self, profile: Profile, settings: LinkSettings, coded: Collection[str] = ()

@@ -54,7 +54,7 @@ class Solution(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Something more to leave or to drop."""
+    """A move is one more saved tensor to offload, or one more group to recompute, and its price."""
 
     item: int | None
     group: int | None

@@ -21,7 +21,7 @@ DRY_RUN, RECORDED = "dry run", "recorded"
 
 
 class ProfiledOp(NamedTuple):
-    """One op of the step.
+    """A `ProfiledOp` is one op of the step, with its time and bytes.
 
     seconds   on the device, measured or estimated
     resident  bytes on the device while it runs, at most, with nothing offloaded
@@ -37,7 +37,7 @@ class ProfiledOp(NamedTuple):
 
 
 class Again(NamedTuple):
-    """A storage saved once more by another call of a layer: as its input, say."""
+    """An `Again` says that another call of a layer saves the same storage once more: as its input, say."""
 
     call: int
     at: int
@@ -45,7 +45,7 @@ class Again(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """One saved storage.
+    """A `Saved` is one storage that autograd saves, from where it is made to its last read.
 
     call    index of the layer call that saves it, -1 outside of all
     made    position at which its storage was made, -1 before the step
@@ -117,8 +117,8 @@ class Recompute(NamedTuple):
 
 
 class Happening(NamedTuple):
-    """Something between two ops: what happens ("enter", "save", "share", "leave", "held", "backward",
-    "read", "reread" or "freed"), and to which call or saved storage; by which other call.
+    """A happening is one event between two ops of a profile: what happens ("enter", "save", "share", "leave", "held",
+    "backward", "read", "reread" or "freed"), and to which call or saved storage; by which other call.
     """
 
     position: int

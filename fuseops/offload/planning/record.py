@@ -91,7 +91,7 @@ class _Storage:
 
 
 class _Noted(Kept):
-    """What autograd holds: the tensor itself."""
+    """A `_Noted` is what autograd holds of a saved tensor while a step is recorded: the tensor itself."""
 
     __slots__ = ("call", "recorder", "storage")
     call: int

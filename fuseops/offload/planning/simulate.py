@@ -37,7 +37,7 @@ DEFAULT = LinkSettings()
 
 
 class Window(NamedTuple):
-    """What became of one saved storage. Seconds since the step began.
+    """A window says when one saved storage was copied out and back. Seconds since the step began.
 
     slack  how much later its copies could have been done without stalling compute, the scarcer of
            out and back; negative: it stalled
@@ -102,7 +102,7 @@ def simulate(
 
 
 class _Timed(Item):
-    """An item that knows when compute would have let go of it."""
+    """A `_Timed` is an item that knows when compute would have let go of it."""
 
     __slots__ = ("at_release", "lanes")
 
@@ -116,7 +116,7 @@ class _Timed(Item):
 
 
 class _Step:
-    """One step in the program's part: what hooks and ops would tell the schedule."""
+    """A `_Step` plays the program's part in one simulated step: what hooks and ops would tell the schedule."""
 
     def __init__(
         self,

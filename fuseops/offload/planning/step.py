@@ -45,7 +45,7 @@ STAGES = 5  # of a recorded plan: four here, then the choice
 
 
 class ProfiledStep(NamedTuple):
-    """What is profiled: one forward and backward.
+    """A `ProfiledStep` is what is profiled: one forward and backward.
 
     layers  id of a module -> its path; the units of the schedule
     loss    makes a scalar of the model's output; None: `.loss` of it, or the sum of what needs a

@@ -34,7 +34,7 @@ EPILOGUE = Switch(
 
 
 class Operands(NamedTuple):
-    """What the backward through fc2 and the activation before it reads, but for dy and h."""
+    """`Operands` are the tensors that the backward through fc2 and the activation before it reads, but for dy and h."""
 
     form: Form | None  # of the activation, where some gradient reads it
     probs: Tensor | None  # (R,) that the activation multiplies by, if it does

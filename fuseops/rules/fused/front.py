@@ -23,7 +23,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class FrontSaved(NamedTuple):
-    """What every op with such a front saves of it; the fields of its own come behind."""
+    """A `FrontSaved` holds what an op with such a front saves of it; the fields of its own come behind."""
 
     x: Any  # what is normed, the sum where one is added; the input of the GEMM where there is no norm
     gamma: Tensor | None = None  # the norm's weight itself, and its bias

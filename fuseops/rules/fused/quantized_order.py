@@ -74,7 +74,9 @@ def _divisible(dy: Tensor, calls: tuple[Call, ...]) -> bool:
 
 
 class Held(NamedTuple):
-    """Bytes that live at the moments where the peak may be, of codes one an element, but for what lives in all."""
+    """A `Held` counts the bytes that live at the moments where the peak of an expert MLP's backward may be, of codes
+    one an element, but for what lives in all.
+    """
 
     tokens: int
     rows: int
