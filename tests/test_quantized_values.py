@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import offload
 from fuseops.recipes import Quantized
+from fuseops.recipes.fits import misfit
 from fuseops.recipes.operands import _lost_unless
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.testing.catalogue import catalogue
@@ -20,7 +21,7 @@ from fuseops.testing.strategies import Case, filled, op_cases, rule_cases
 
 BLOCK = fo.recipes.Float8BlockScaling
 CURRENT = fo.recipes.Float8CurrentScaling()
-MX = fo.recipes.MXFP8BlockScaling()
+MX, NV = fo.recipes.MXFP8BlockScaling(), fo.recipes.NVFP4BlockScaling()
 RECIPES = [
     BLOCK(),
     BLOCK(wgrad="block"),
@@ -240,6 +241,54 @@ def test_what_is_no_value_is_refused_in_words() -> None:
         q.groups(0, 1)
     with pytest.raises(fo.FuseOpsError, match="floating-point"):
         q.to(torch.int32)
+
+
+FORMATS = st.sampled_from(
+    [
+        scaling
+        for recipe in [*RECIPES, BLOCK(wgrad="block", powers_of_two=False), NV]
+        for scaling in (recipe.roles().input, recipe.roles().grad_output)
+    ]
+    + [fo.recipes.Scaling(columns=(128, 1), colwise=MX.roles().input)]
+)
+
+
+@given(
+    scaling=FORMATS,
+    rows=st.sampled_from([0, 1, 127, 128, 200]),
+    width=st.sampled_from([16, 100, 128, 300]),
+    groups=st.sampled_from([None, 1, 3]),
+    col=st.booleans(),
+    data=st.data(),
+)
+def test_components_are_those_of_the_format_or_named(
+    scaling: Any, rows: int, width: int, groups: int | None, col: bool, data: Any
+) -> None:
+    ends = [rows // 2] * ((groups or 1) - 1) + [rows]
+    offs = None if groups is None else torch.tensor(ends, dtype=torch.int32)
+    q = fo.quantize(filled((rows, width), BF16, "normal", 0), scaling, offs, col=col)
+    values = [q, q.clone(), q.to(torch.float32), *([q.groups(0, 1)] if groups else [])]
+    assert [misfit(value) for value in values] == [None] * len(values)
+    name = data.draw(st.sampled_from(sorted(q.components())))
+    t = q.components()[name]
+    wrong = data.draw(st.sampled_from([t[None], t.double()]))
+    op = fo.ops.GELU()
+    with pytest.raises(fo.FuseOpsError, match=f"got a Quantized of .*: its {name} is .*, expected"):
+        op(q.of({**q.components(), name: wrong}))
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, fo.recipes.DelayedScaling(), NV], ids=str)
+@pytest.mark.parametrize("trains", [True, False])
+def test_scales_of_other_groups_are_refused(recipe: Any, trains: bool) -> None:
+    x, offs = tokens(), torch.tensor([70, T], dtype=torch.int32)
+    q = fo.quantize(x, input_of(recipe), offs)
+    linear = fo.ops.Linear(D, F, dtype=BF16)
+    grouped = fo.ops.GroupedLinear(3, D, F, bias=False, dtype=BF16)
+    with fo.recipe(recipe), torch.set_grad_enabled(trains):
+        with pytest.raises(fo.FuseOpsError, match=r"of 2 groups; .*, without groups: quantize"):
+            linear(q)
+        with pytest.raises(fo.FuseOpsError, match=r"of 2 groups; .* of 3 groups.*same offs"):
+            grouped(q, offs=torch.tensor([70, 71, T], dtype=torch.int32))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

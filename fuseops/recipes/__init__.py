@@ -1,8 +1,8 @@
 """Precision recipes and quantized tensors.
 
-scaling (a format), quantized (a tensor in one), carrier (of its gradient), operands (from tensors), scales (state of
-those that follow steps), store (weights that are kept), gemm (their products), recipe (who gets what; micro, delayed,
-by_role), gain (where that pays), numbers (what it does to them).
+scaling (a format), quantized (a tensor in one), fits (whether it is one), carrier (of its gradient), operands (from
+tensors), scales (state of those that follow steps), store (weights that are kept), gemm (their products), recipe (who
+gets what; micro, delayed, by_role), gain (where that pays), numbers (what it does to them).
 """
 
 from .by_role import ByName as ByName

@@ -395,11 +395,14 @@ def check_codes(
     by_index: of other rows than those of x, in another order.
     """
     alike = x.scaling is scaling or x.scaling.like(scaling)
-    by_group = by_index and x.offs is not None and _one_a_group(x)
+    by_group = x.offs is not None and _one_a_group(x)
+    alone = by_group and (by_index or offs is None)
     missing = row and x.row is None
+    if by_group and offs is not None:
+        missing = missing or len(offs) != len(x.offs)  # type: ignore[arg-type]
     if col and (by_index or not columns_fit(x, scaling, offs)):
         missing = missing or x.row is None or not columns_follow(scaling)
-    if alike and not (by_group or missing):
+    if alike and not (alone or missing):
         return
     wanted = [name for name, asked in (("row", row), ("col", col)) if asked]
     groups = "" if offs is None else f" of {len(offs)} groups"
@@ -408,8 +411,9 @@ def check_codes(
     )
     if not alike:
         raise FuseOpsError(f"{given}: quantize it in that format.")
-    if by_group:
-        raise FuseOpsError(f"{given}, and its rows by index: quantize the tokens without groups.")
+    if alone:
+        how = "and its rows by index" if by_index else "without groups"
+        raise FuseOpsError(f"{given}, {how}: quantize the tokens without groups.")
     raise FuseOpsError(
         f"{given}, which does not follow from it: quantize both layouts where the values are, with the same offs "
         "(fo.quantize)" + (", and after they are permuted." if by_index else ".")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError, SideInputError
@@ -10,6 +11,7 @@ from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of
 from fuseops.ops.routing import Routing
 from fuseops.recipes import Quantized
+from fuseops.recipes.fits import misfit
 
 RESERVED = frozenset({"x", "returns", "call", "out"})  # keywords of forward, fwd and bwd themselves
 
@@ -49,6 +51,11 @@ def check_input(module: nn.Module, x: Any) -> None:
         if x.carrier is None or x.row is None:
             raise FuseOpsError(
                 f"{described(module)} got a Quantized, {x}, that is no value: fo.quantize makes one, with rows."
+            )
+        wrong = None if torch.compiler.is_compiling() else misfit(x)
+        if wrong is not None:
+            raise FuseOpsError(
+                f"{described(module)} got a Quantized of shape {tuple(x.shape)}, {x}: {wrong}."
             )
     elif not isinstance(x, Tensor):
         raise TypeError(
