@@ -139,7 +139,8 @@ class KernelOp(Generic[P, R]):
         space = namespace or _namespace_of(launcher)
         self.label = f"{space}::{self.name}"
         self.launcher, self.twin = launcher, twin
-        self._parameters = tuple(inspect.signature(launcher).parameters.values())
+        signature = inspect.signature(launcher).parameters.values()
+        self._defaults = tuple([(p.name, p.default) for p in signature])
         self.min_arch, self.traces_twin, self.fuses = min_arch, traces_twin, fuses
         self.cases, self._nbytes, self.dtypes = cases, nbytes, dtypes
         key = self.name if space == OWN else self.label
@@ -213,11 +214,11 @@ class KernelOp(Generic[P, R]):
     def _in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments by position, as replays know them, up to the last one given, with defaults between them."""
         found, left = list(args), len(kwargs)
-        for p in self._parameters[len(args) :]:
-            value = kwargs.get(p.name, p.default)
+        for name, default in self._defaults[len(args) :]:
+            value = kwargs.get(name, default)
             if not left or value is inspect.Parameter.empty:
                 break
-            left -= p.name in kwargs
+            left -= name in kwargs
             found.append(value)
         if left:
             inspect.signature(self.launcher).bind(*args, **kwargs)  # raises what Python does
@@ -354,9 +355,10 @@ def arch_of(device: torch.device) -> int:
 
 
 PLAIN = frozenset((Tensor, nn.Parameter))  # torch's own types: no subclass sees their operations
+PLAIN_OR_NONE = PLAIN | {type(None)}
 
 
-_ORDINARY = PLAIN | {type(None), bool, int, float, str, torch.dtype}
+_ORDINARY = PLAIN_OR_NONE | {bool, int, float, str, torch.dtype}
 
 
 def _none_fake(args: tuple[Any, ...]) -> bool:
@@ -400,6 +402,20 @@ def unseen() -> bool:
         or torch_private.num_function_modes()
         or forward_ad._current_level >= 0
     )
+
+
+def decided(ask: Callable[..., R], tensors: Sequence[Any], *facts: Any) -> R:
+    """What `ask(*tensors, *facts)` says: a repeated step asks nothing twice.
+
+    For answers that depend on kinds of tensors (shape, strides, dtype, device) or None, on facts that have a hash, and
+    on the settings of launches, which forget them when they change. Of anything else, as a Quantized, they are asked.
+    """
+    kinds = (*map(type, tensors),)
+    if not thread.unseen or not PLAIN_OR_NONE.issuperset(kinds):
+        return ask(*tensors, *facts)
+    key = ask, facts, kinds
+    answer: R = replaying.now.answer(lambda: ask(*tensors, *facts), tensors, key)
+    return answer
 
 
 def _transformed() -> bool:

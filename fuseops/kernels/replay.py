@@ -5,6 +5,9 @@ shapes, strides, dtypes and device it does the same every time. So after its sec
 device, where its launches are noted and its allocations are seen, and from then on the op allocates and launches by
 itself. A launcher that computes something by torch, copies an operand or reads values cannot be replayed and runs as it
 is, and so do operands that are not aligned to 16 bytes, for which Triton compiles other code.
+
+What is decided by kinds of operands and by settings of launches, as which of two kernels is faster, is kept beside the
+replays (`Replays.answer`): what changes a setting forgets both.
 """
 
 from __future__ import annotations
@@ -102,19 +105,18 @@ class Replay:
         self.device, self.index = tensors[0].device, tensors[0].get_device()
         self.empty = torch_private.empty_strided(self.device)
         self.programs: list[Launch] | None = None
+        self.launcher = launcher
         self.again: Callable[..., Any] = self._checked  # what a call comes to
         try:
-            self._rehearse(launcher, args, tensors)
+            self._rehearse(args, tensors)
         except Exception:  # it has just run: what fails is the rehearsal
-            self.programs = None
+            self.programs, self.again = None, self._anew
 
-    def _rehearse(
-        self, launcher: Callable[..., Any], args: tuple[Any, ...], tensors: Sequence[Tensor]
-    ) -> None:
+    def _rehearse(self, args: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
         stage, recorder = _Stage(tensors), LaunchRecorder(stands_for=self.device)
         metas = iter(stage.operands)
         with torch.no_grad(), noting(recorder), stage:
-            out = launcher(*(next(metas) if isinstance(v, Tensor) else v for v in args))
+            out = self.launcher(*(next(metas) if isinstance(v, Tensor) else v for v in args))
         self.several = isinstance(out, tuple)
         self.returns = out is not None  # an op may write to its operands alone
         outputs = [stage.place(t) for t in (out if self.several else (out,) * self.returns)]
@@ -149,6 +151,10 @@ class Replay:
         self._launch([*given, *new])
         made = new if self.outputs is None else [_view(new, place) for place in self.outputs]
         return tuple(made) if self.several else made[0] if self.returns else None
+
+    def _anew(self, *args: Any) -> Any:
+        """Run a launcher that cannot be replayed, which operands of this kind come to in any case."""
+        return self.launcher(*args) if self.fits(args) else NOT_REPLAYED
 
     def _checked(self, *args: Any) -> Any:
         """Launch operands of this kind as the launcher does; NOT_REPLAYED for others."""
@@ -338,11 +344,13 @@ class Replays(dict[tuple[Any, ...], list[Replay]]):
     sight.
 
     under: those made under an override, by override
+    answers: by question, each with the kinds of tensors of which it holds
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.under: dict[Any, Replays] = {}
+        self.answers: dict[tuple[Any, ...], list[tuple[Callable[..., bool], Any]]] = {}
 
     def run(self, op: Any, args: tuple[Any, ...]) -> Any:
         """What the op gives, or NOT_REPLAYED."""
@@ -366,6 +374,32 @@ class Replays(dict[tuple[Any, ...], list[Replay]]):
         elif not any(replay.fits(args) for replay in kinds):
             kinds.insert(0, Replay(op.launcher, args))
             del kinds[MOST_KINDS:]
+
+    def answer(
+        self, ask: Callable[..., Any], tensors: Sequence[Tensor | None], key: tuple[Any, ...]
+    ) -> Any:
+        """What `ask()` says where tensors are alike, which it is asked once. Where one is not aligned it is asked each
+        time.
+        """
+        given = [t for t in tensors if t is not None]
+        known = self.answers.get(key, ())
+        for check, answer in known:
+            if check(*given):
+                return answer if _aligned(given) else ask()
+        answer = ask()
+        if _aligned(given):
+            if len(self.answers) >= MOST_SHAPES:
+                self.answers.clear()
+            latest = torch_private.tensor_guard(given), answer
+            self.answers[key] = [latest, *known][:MOST_KINDS]
+        return answer
+
+
+def _aligned(tensors: Sequence[Tensor]) -> bool:
+    bits = 0
+    for t in tensors:
+        bits |= t.data_ptr()
+    return not bits % ALIGNED
 
 
 class _Replaying:

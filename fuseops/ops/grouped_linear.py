@@ -57,15 +57,18 @@ def grouped_linear(
     index: Tensor | None = None,
     out: Tensor | None = None,
     low_rank: LowRank = (None, None),
+    columns: bool = True,
 ) -> tuple[Tensor, Operand]:
     """The grouped product in the precision of the call, and of x what the weight gradient reads.
 
     index: row r of x is its row index[r].
     out: (R, out), where y is written to if no other kernel comes after the product.
     low_rank: down and up, whose product is added.
+    columns: False where the backward makes x again, and of it what a recipe asks for.
     """
     down, up = low_rank
-    y, kept = _whole(x, weight, bias, offs, probs, call, index, out, down is not None)
+    adapted = down is not None
+    y, kept = _whole(x, weight, bias, offs, probs, call, index, out, adapted, columns)
     if down is None or up is None:
         return y, kept
     tiles = tiles_of(call, offs, y.shape[0])
@@ -83,6 +86,7 @@ def _whole(
     index: Tensor | None,
     out: Tensor | None,
     adapted: bool,
+    columns: bool,
 ) -> tuple[Tensor, Operand]:
     """The product with the weight itself."""
     rows = index.shape[0] if index is not None else rows_of(x)
@@ -90,7 +94,7 @@ def _whole(
     tiles = tiles_of(call, offs, rows)
     roles, kept = call.precision.roles, x
     if roles is not None:
-        q = input_operand(x, call, offs, index)
+        q = input_operand(x, call, offs, index, columns)
         y = gemm.fprop(q, weight_rows(weight, call), offs, tiles, call.name)
         kept = saved_operand(x, q, call, row=adapted)
     else:
@@ -145,7 +149,7 @@ def grouped_linear_bwd(
             q, index = dy, dy_index
         params["weight"] = weight_gradient(q, x, offs, call, x_index, index)
     if saved.down is not None or saved.up is not None:
-        dx = _low_rank_bwd(saved, high(dy), call, params, dx, x_index, dy_index)
+        dx = _low_rank_bwd(saved, high(dy), call, needs, params, dx, x_index, dy_index)
     return Grads(dx, params, side)
 
 
@@ -153,6 +157,7 @@ def _low_rank_bwd(
     saved: GroupedLinearSaved,
     dy: Tensor,
     call: Call,
+    needs: frozenset[str],
     params: dict[str, Tensor | None],
     dx: Tensor | None,
     x_index: Tensor | None,
@@ -160,8 +165,7 @@ def _low_rank_bwd(
 ) -> Tensor | None:
     """The gradients of down and up, into `params`, and dx with the part that comes through them."""
     offs: Tensor = saved.offs  # type: ignore[assignment]
-    needs, rows = call.needs, (dy if dy_index is None else dy_index).shape[0]
-    tiles = tiles_of(call, offs, rows)
+    tiles = tiles_of(call, offs, (dy if dy_index is None else dy_index).shape[0])
     if "up" in needs:
         through = _down(saved.x, saved.down, offs, tiles, call, x_index)  # type: ignore[arg-type]
         params["up"] = K.grouped_wgrad(dy, through, offs, tiles, dy_index)
@@ -209,8 +213,8 @@ def input_gradient(
     transposed = call.precision.cast(weight).transpose(1, 2)  # type: ignore[union-attr]
     dx = (call.out or {}).get("dx")
     if dx is None or dx.dtype is not dy.dtype:
-        return K.grouped_mm(dy, transposed, offs, tiles, index=index)
-    K.grouped_mm_into(_flat(dx), dy, transposed, offs, tiles, index=index)
+        return K.grouped_mm(dy, transposed, offs, tiles, None, index)
+    K.grouped_mm_into(_flat(dx), dy, transposed, offs, tiles, None, index)
     return dx
 
 

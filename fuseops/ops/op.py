@@ -118,8 +118,8 @@ class Call(NamedTuple):
     scales: ScaleState | None = None
     seed: Tensor | None = None
     prefer: str = "speed"
-    out: Mapping[str, Tensor] | None = None
     overwrite: frozenset[str] = frozenset()
+    out: Mapping[str, Tensor] | None = None
     scratch: dict[str, Any] | None = None
 
 

@@ -164,8 +164,8 @@ class Segment:
     # and none of them changes what kernels depend on, which may run on the device
     quiet: bool = field(init=False)
     inputs: int = field(init=False)  # how many tensors the node takes besides x
-    # where the tensors of `params` are registered, none where some are not
-    registered: tuple[tuple[Op[Any], str], ...] = field(init=False)
+    # where the tensors of `params` are registered, by the name of a dict of each op; none where some are not
+    registered: tuple[tuple[Op[Any], str, str], ...] = field(init=False)
     path: str | None = None  # it runs in ranges of a profile, which are named below this path
     # as it runs in a profile, by path, and with other gradients that go through autograd
     variants: dict[Any, Segment] = field(init=False, default_factory=dict)
@@ -189,10 +189,13 @@ class Segment:
         self.own = all(map(is_own, run))
         self.quiet = self.own and not self.elsewhere and (INTERPRET or self.device != "cpu")
         self.inputs = len(self.reads) + len(self.params)
-        owners = [(self.ops[i], name) for i, name in self.params]
-        plain = not self.local_reads and all(
-            name in op._parameters and not op._local for op, name in owners
-        )
+        owners = [
+            (op, kind, name)
+            for op, name in ((self.ops[i], name) for i, name in self.params)
+            for kind in ("_parameters", "_buffers")
+            if name in op.__dict__[kind] and not op._local
+        ]
+        plain = not self.local_reads and len(owners) == len(self.params)
         self.registered = tuple(owners) if plain else ()
         self.aliases = all(op.alias for op in self.ops)
         alone = self.kind == "plain" and len(self.exports) == 1 and len(self.ops) == 1

@@ -417,7 +417,7 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) ->
 def _inputs(seg: Segment, env: dict[str, Any]) -> list[Any]:
     """`inputs_of`, where all of them are what is registered."""
     try:
-        parameters = [op._parameters[name] for op, name in seg.registered]
+        parameters = [op.__dict__[kind][name] for op, kind, name in seg.registered]
     except KeyError:  # it is parametrized by now
         return inputs_of(seg, env)
     if len(parameters) < len(seg.params):

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fuseops.kernels.registry import PLAIN
+from fuseops.kernels.registry import PLAIN, PLAIN_OR_NONE
 from fuseops.ops.names import SavedName
 from fuseops.ops.router import Form
 from fuseops.plan.segment import Const, Rows, Segment
 from fuseops.recipes import Quantized
 
 NONE = id(None)
-PLAIN_OR_NONE = PLAIN | {type(None)}
 # of fuseops' own ops, to whom constants are the same that compare equal, as 1 and True
 OWN = PLAIN_OR_NONE | {torch.Size, tuple, float, int, bool, str, Form}
 Entry = Any  # the number of a tensor, None, Const or Parts

@@ -20,7 +20,7 @@ from .checks import WRITTEN
 from .first import FirstCall
 from .ranges import label, ranged
 
-OUT = Call._fields.index("out")  # `scratch` is the last field
+OUT = Call._fields.index("out")  # and `scratch`, the last fields
 NAMED = Quantized, buffers, ranged, weight_grads  # by what is written
 Written = Callable[..., Any]
 
@@ -294,7 +294,7 @@ def calls_of(
         step.calls, step.scopes, strict=True
     ):  # `_replace`, without a call for each
         scratch = None if shared is None else shared.setdefault(scope, {})
-        calls.append(new(Call, (*call[:OUT], out, *call[OUT + 1 : -1], scratch)))
+        calls.append(new(Call, (*call[:OUT], out, scratch)))
     if once.seed is not None:  # numbers of its own for each op, and each of its two layouts
         first = 2 * step.at
         calls = [c._replace(seed=once.seed + first + 2 * k) for k, c in enumerate(calls)]

@@ -7,6 +7,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fuseops as fo
+from fuseops.kernels.configs import forced
+from fuseops.kernels.replay import Replays
+from fuseops.rules.fused.routed_copies import FC1, FC2_BWD
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -67,3 +70,29 @@ def test_any_routing_on_the_kernels(top_k, chosen):
         results.append([y, leaf.grad, *(p.grad for p in layer.parameters())])
     for mine, exact in zip(*results, strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("space", "copies"), [(FC1, 2), (FC2_BWD, 1)])
+def test_a_setting_that_changes_takes_effect_at_the_next_step(space, copies, monkeypatch):
+    """What a repeated step has decided is forgotten: of rows by index there is no copy, of the others there is one in
+    the forward, and one in the backward.
+    """
+    ran, run = [], Replays.run
+
+    def noted(self, op, args):
+        ran.append(op.name)
+        return run(self, op, args)
+
+    monkeypatch.setattr(Replays, "run", noted)
+    moe, x = fo.MoE(16, 8, 4, 2), torch.randn(3, 16, requires_grad=True)
+
+    def copied():
+        ran.clear()
+        moe(x).sum().backward()
+        return ran.count("scatter_rows")
+
+    copied()  # the first step is checked beside others
+    for _ in range(2):
+        assert [copied(), copied()] == [0, 0]
+        with forced(space, {"COPY": 1}):
+            assert [copied(), copied()] == [copies, copies]

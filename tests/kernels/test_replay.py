@@ -34,17 +34,23 @@ def new_replays():
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """The arguments of the calls that were replayed."""
-    seen = []
-    run = Replays.run
+    """The arguments of the calls that were replayed: whose launchers did not run."""
+    seen, themselves = [], []
+    run, anew = Replays.run, Replay._anew
 
     def count(self, op, args):
+        before = len(themselves)
         out = run(self, op, args)
-        if out is not NOT_REPLAYED:
+        if out is not NOT_REPLAYED and len(themselves) == before:
             seen.append(args)
         return out
 
+    def ran(self, *args):
+        themselves.append(args)
+        return anew(self, *args)
+
     monkeypatch.setattr(Replays, "run", count)
+    monkeypatch.setattr(Replay, "_anew", ran)
     return seen
 
 
@@ -323,3 +329,33 @@ def test_new_tables_forget_replays(monkeypatch):
     with configs.forced(grouped_paths.MM_TMA, {"BLOCK_M": 1}):
         assert "kind" not in replaying.now
     assert "kind" not in replaying.now
+
+
+def test_what_kinds_of_operands_decide_is_asked_once_until_a_setting_changes(monkeypatch):
+    asked = []
+
+    def ask(x, index, fact):
+        asked.append(fact)
+        return len(asked)
+
+    x, space = drawn(4, 16), next(iter(configs.SPACES.values()))
+    registry.decided(ask, (x, None), "a"), registry.decided(ask, (x, None), "a")
+    assert len(asked) == 2  # somebody may look on
+    monkeypatch.setattr(registry.thread, "unseen", True)
+    for _ in range(2):
+        given = [
+            (drawn(4, 16), None),
+            (drawn(5, 16), None),
+            (x, x + 1),
+            (x.t(), None),
+            (x.half(), None),
+        ]
+        assert [registry.decided(ask, tensors, "a") for tensors in given] == [3, 4, 5, 6, 7]
+        assert registry.decided(ask, (x, None), "b") == 8
+    shifted = drawn(65)[1:].view(4, 16)  # of which Triton compiles other code
+    assert [registry.decided(ask, (shifted, None), "a") for _ in range(2)] == [9, 10]
+    with configs.forced(space, {}):
+        assert registry.decided(ask, (x, None), "a") == 11
+    assert registry.decided(ask, (x, None), "a") == 3
+    configs.reload_tables()
+    assert registry.decided(ask, (x, None), "a") == 12

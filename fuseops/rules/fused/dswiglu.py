@@ -18,6 +18,7 @@ from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.kernels.configs import Switch
 from fuseops.kernels.grouped_paths import BACK, act_bwd_path
+from fuseops.kernels.registry import decided
 from fuseops.ops.activations import Form
 from fuseops.ops.op import Call
 from fuseops.ops.tiles import tiles_of
@@ -31,6 +32,22 @@ EPILOGUE = Switch(
     lambda rows, dims: rows >= 32 * dims[0] and (not dims[3] or dims[1] < 1024),
     dims=("groups", "n", "k", "by_index"),
 )
+
+
+class DswigluFacts(NamedTuple):
+    """What the choice depends on, of the calls of fc1, the activation and fc2."""
+
+    below: bool  # whether fc1 needs any gradient
+    needs: frozenset[str]  # of fc2
+    buffer: bool  # the gradient of the activation goes into one
+    compute: torch.dtype | None
+    prefer: str
+
+
+def facts_of(calls: tuple[Call, ...]) -> DswigluFacts:
+    first, _, last = calls
+    buffer = last.out is not None and last.out.get("dx") is not None
+    return DswigluFacts(bool(first.needs), last.needs, buffer, last.precision.compute, last.prefer)
 
 
 class Operands(NamedTuple):
@@ -47,63 +64,76 @@ def why_apart(
     dy: Any,
     h: Tensor | None,
     dy_index: Tensor | None,
-    calls: tuple[Call, ...],
+    facts: DswigluFacts,
     rows: int,
 ) -> str | None:
     """Why the activation's backward is a kernel of its own; None where the GEMM goes on through it.
 
     rows: of the product; dy and h may stand for tensors of so many rows.
     """
-    first, _, last = calls
-    if given.form is None:  # not kept: only biases of fc2 want a gradient
+    tensors = dy, h, given.fc2, given.probs, dy_index
+    return decided(_why_apart, tensors, given.form, facts, rows)
+
+
+def _why_apart(
+    dy: Any,
+    h: Tensor | None,
+    fc2: Tensor | None,
+    probs: Tensor | None,
+    dy_index: Tensor | None,
+    form: Form | None,
+    facts: DswigluFacts,
+    rows: int,
+) -> str | None:
+    if form is None:  # not kept: only biases of fc2 want a gradient
         return "not every gradient is needed"
-    kind, *options = given.form
+    kind, *options = form
     if kind not in BACK or any(options):
         said = ", its gate and up alternate" if kind in BACK else ""
         return f"the activation is {kind}{said}"
-    if not (first.needs and {"x", "weight"} <= last.needs) or h is None:
+    if not (facts.below and {"x", "weight"} <= facts.needs) or h is None:
         return "not every gradient is needed"
-    if (last.out or {}).get("dx") is not None:
+    if facts.buffer:
         return "the gradient of the activation has a buffer"
     if torch.compiler.is_compiling() or not isinstance(dy, Tensor):
         return "dy is traced, or quantized"
-    if given.probs is not None and given.probs.dtype is not torch.float32:
+    if probs is not None and probs.dtype is not torch.float32:
         return "probs are not float32"
-    weight = given.fc2.transpose(1, 2)  # type: ignore[union-attr]
-    if dy.dim() != 2 or not dy.dtype == h.dtype == (last.precision.compute or weight.dtype):
+    weight = fc2.transpose(1, 2)  # type: ignore[union-attr]
+    if dy.dim() != 2 or not dy.dtype == h.dtype == (facts.compute or weight.dtype):
         return "dy, h and the weight differ in dtype, or have more than two axes"
     if not K.grouped_dswiglu.launches((dy, h, weight), {}):
         return "the reference runs"
     if not act_bwd_path(dy, weight, h, dy_index):
         return "no path of the GEMM can, see its own"
     dims = (*weight.shape, dy_index is not None)
-    if last.prefer == "speed" and not EPILOGUE.says(rows, dims, dy):
+    if facts.prefer == "speed" and not EPILOGUE.says(rows, dims, dy):
         return "two kernels are faster for this shape"
     return None
 
 
 def expected_why_apart(
-    given: Operands, dy_index: Tensor | None, calls: tuple[Call, ...], rows: int
+    given: Operands, dy_index: Tensor | None, facts: DswigluFacts, rows: int
 ) -> str | None:
     """`why_apart` of a backward whose dy and h are not there yet, or may be copied."""
     if torch.compiler.is_compiling():  # which can look neither into a cache nor at modes
         return "dy is traced, or quantized"
-    return why_apart(given, *_rows(given, calls), dy_index, calls, rows)
+    return why_apart(given, *_rows(given, facts), dy_index, facts, rows)
 
 
-def gathers(given: Operands, dy_index: Tensor, calls: tuple[Call, ...], rows: int) -> bool:
+def gathers(given: Operands, dy_index: Tensor, facts: DswigluFacts, rows: int) -> bool:
     """Whether the GEMM that goes on through SwiGLU can read rows of dy by index. Others copy them."""
-    if expected_why_apart(given, dy_index, calls, rows) is not None:
+    if expected_why_apart(given, dy_index, facts, rows) is not None:
         return False
     weight: Tensor = given.fc2.transpose(1, 2)  # type: ignore[union-attr]
-    dy, h = _rows(given, calls)
+    dy, h = _rows(given, facts)
     return act_bwd_path(dy, weight, h, dy_index) == "gather"
 
 
-def _rows(given: Operands, calls: tuple[Call, ...]) -> tuple[Tensor, Tensor]:
+def _rows(given: Operands, facts: DswigluFacts) -> tuple[Tensor, Tensor]:
     """A row of dy, and one of h, that stand for many."""
     fc2: Tensor = given.fc2  # type: ignore[assignment]
-    dtype = calls[2].precision.compute or fc2.dtype
+    dtype = facts.compute or fc2.dtype
     gated = given.form is not None and given.form[0] in K.GATES
     widths = fc2.shape[1], fc2.shape[2] * (1 + gated)
     if torch_private.is_fake(fc2) or _somebody_sees():

@@ -8,7 +8,7 @@ of the forward, so it may differ in the last place, and fc2's weight gradient by
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.kernels.configs import Switch
 from fuseops.kernels.grouped_paths import ENDS, act_path
+from fuseops.kernels.registry import decided
 from fuseops.ops.activations import Form, form_of
 from fuseops.ops.checks import check_offs, check_probs
 from fuseops.ops.grouped_linear import GroupedLinearSaved, grouped_linear, grouped_linear_bwd
@@ -33,6 +34,7 @@ Params = Mapping[str, Tensor | None]
 # a tensor, and the index of its rows: None for all, in order
 Rows = tuple[Operand | None, Tensor | None]
 WEIGHTS = frozenset({"weight", "down", "up"})
+GEMMS = WEIGHTS | {"x"}
 Source = Callable[..., Rows]
 Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
 
@@ -134,7 +136,8 @@ class GroupedMLP(FusedOp):
     def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         if calls[0].precision.roles is not None:
             return ""
-        why = dswiglu.expected_why_apart(self.operands(self.inputs(x, t)), None, calls, x.shape[0])
+        given, facts = self.operands(self.inputs(x, t)), dswiglu.facts_of(calls)
+        why = dswiglu.expected_why_apart(given, None, facts, x.shape[0])
         return dswiglu.in_words(why)
 
     # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
@@ -158,10 +161,9 @@ class GroupedMLP(FusedOp):
     def hidden(self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None) -> Tensor:
         """h = fc1(x), once more or for the first time, in the precision of its call."""
         scale = s.probs if self.scale1 else None
-        forward = _without(call, "weight")  # whose columns the backward makes
         low_rank = s.down1, s.up1
         return grouped_linear(
-            s.x, s.fc1, s.bias1, s.offs, scale, forward, index, low_rank=low_rank  # type: ignore[arg-type]
+            s.x, s.fc1, s.bias1, s.offs, scale, call, index, low_rank=low_rank, columns=False  # type: ignore[arg-type]
         )[0]  # fmt: skip
 
     def activated(
@@ -176,52 +178,25 @@ class GroupedMLP(FusedOp):
         if call.precision.roles is not None:
             kept, codes = quantized_mlp.activated(self, s, calls, index)
             return kept if need_h else None, codes
-        x, offs = cast("tuple[Tensor, Tensor]", (s.x, s.offs))
+        x: Tensor = s.x  # type: ignore[assignment]
+        offs: Tensor = s.offs  # type: ignore[assignment]
         weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
         probs, rows = s.probs if self.scaled else None, (x if index is None else index).shape[0]
-        if self._in_epilogue(s, x, weight, index, rows, need_h):
+        form: Form = s.form  # type: ignore[assignment]
+        tensors = x, weight, index, probs, s.bias1
+        if decided(_in_epilogue, tensors, form, self.scale1, s.down1 is not None, need_h):
             check_splits(offs, rows, x.device)
-            tiles = tiles_of(call, offs, rows)
-            bias, form = call.precision.cast(s.bias1), cast("Form", s.form)
+            tiles, bias = tiles_of(call, offs, rows), call.precision.cast(s.bias1)
             return K.grouped_swiglu(x, weight, offs, tiles, probs, index, need_h, bias, *form)
         h = self.hidden(s, call, index)
         return h if need_h else None, self.activation(h, s)
 
-    def _in_epilogue(
-        self,
-        s: GroupedMLPSaved,
-        x: Tensor,
-        weight: Tensor,
-        index: Tensor | None,
-        rows: int,
-        need_h: bool,
-    ) -> bool:
-        """Whether fc1's GEMM ends in the activation: one that it can end in, no bias of its own scale, no adapters, a
-        kernel for it, data that says so.
-        """
-        kind, *options = s.form  # type: ignore[misc]
-        # a bias has run on a GPU before clamped SwiGLU alone
-        apart = s.bias1 is not None and (self.scale1 or kind != "clamped_swiglu")
-        if kind not in ENDS or apart or s.down1 is not None:
-            return False
-        if self.scaled and (s.probs.shape != (rows,) or s.probs.dtype is not torch.float32):  # type: ignore[union-attr]
-            return False
-        if torch.compiler.is_compiling() or is_fake(x) or x.stride(1) != 1:
-            return False
-        if not K.grouped_swiglu.launches((x, weight), {}) or not act_path(
-            x, weight, index, kind, *options[:1]
-        ):
-            return False
-        dims = (*weight.shape, index is not None, need_h)
-        return EPILOGUE.says(rows, dims, x)
-
     def output(self, s: GroupedMLPSaved, a: Operand, call: Call) -> Tensor:
         """y = fc2(a), in the precision of its call."""
         scale = s.probs if self.scale2 else None
-        forward = _without(call, "weight")
         low_rank = s.down2, s.up2
         return grouped_linear(
-            a, s.fc2, s.bias2, s.offs, scale, forward, low_rank=low_rank  # type: ignore[arg-type]
+            a, s.fc2, s.bias2, s.offs, scale, call, low_rank=low_rank, columns=False  # type: ignore[arg-type]
         )[0]  # fmt: skip
 
     def activation(self, h: Tensor, s: GroupedMLPSaved) -> Tensor:
@@ -265,12 +240,11 @@ class GroupedMLP(FusedOp):
             del x
         rows = (dy if dy_index is None else dy_index).shape[0]
         operands = self.operands(s)
-        why = dswiglu.why_apart(operands, dy, h, dy_index, calls, rows)
+        why = dswiglu.why_apart(operands, dy, h, dy_index, dswiglu.facts_of(calls), rows)
         fused = why is None and s.down2 is None
-        above = grouped_linear_bwd(
-            fc2, dy, _without(last, *WEIGHTS, *["x"] * fused), dy_index=dy_index
-        )
-        da, above = above.x, replaced(above, x=None)
+        needs = last.needs - (GEMMS if fused else WEIGHTS)
+        above = grouped_linear_bwd(fc2, dy, last, dy_index=dy_index, needs=needs)
+        da, above = above.x, Grads(None, *above[1:])
         if fused:
             dh, a, dprobs = dswiglu.run(operands, dy, h, dy_index, last, spare)
         elif da is not None:
@@ -283,7 +257,7 @@ class GroupedMLP(FusedOp):
         del h, a, dy
         dw2 = {} if dx_first else _fc2_weight(fc2, left, last, dy_index)
         if dh is not None:
-            below = grouped_linear_bwd(fc1, dh, _without(first, *WEIGHTS))
+            below = grouped_linear_bwd(fc1, dh, first, needs=first.needs - WEIGHTS)
             if below.x is not None:
                 below = replaced(below, x=finish(below.x, dprobs))
         dw2 = dw2 or _fc2_weight(fc2, left, last, dy_index)  # if it has waited
@@ -326,8 +300,35 @@ def without_h(saved: GroupedMLPSaved) -> tuple[GroupedMLPSaved, list[Any]]:
     return replaced(saved, h=None), [saved.h]
 
 
-def _without(call: Call, *needs: str) -> Call:
-    return replaced(call, needs=call.needs.difference(needs))
+def _in_epilogue(
+    x: Tensor,
+    weight: Tensor,
+    index: Tensor | None,
+    probs: Tensor | None,
+    bias: Tensor | None,
+    form: Form,
+    scaled: bool,
+    adapted: bool,
+    need_h: bool,
+) -> bool:
+    """Whether fc1's GEMM ends in the activation: one that it can end in, no bias of its own scale (`scaled`), no
+    adapters, a kernel for it, data that says so.
+    """
+    (kind, *options), rows = form, (x if index is None else index).shape[0]
+    # a bias has run on a GPU before clamped SwiGLU alone
+    apart = bias is not None and (scaled or kind != "clamped_swiglu")
+    if kind not in ENDS or apart or adapted:
+        return False
+    if probs is not None and (probs.shape != (rows,) or probs.dtype is not torch.float32):
+        return False
+    if torch.compiler.is_compiling() or is_fake(x) or x.stride(1) != 1:
+        return False
+    if not K.grouped_swiglu.launches((x, weight), {}):
+        return False
+    if not act_path(x, weight, index, kind, *options[:1]):
+        return False
+    dims = (*weight.shape, index is not None, need_h)
+    return EPILOGUE.says(rows, dims, x)
 
 
 def _weight(
@@ -338,8 +339,8 @@ def _weight(
     dy_index: Tensor | None,
 ) -> Params:
     """The gradients of what multiplies."""
-    only = replaced(call, needs=call.needs & WEIGHTS)
-    return grouped_linear_bwd(saved, dy, only, x_index, dy_index).params or {}
+    needs = call.needs & WEIGHTS
+    return grouped_linear_bwd(saved, dy, call, x_index, dy_index, needs).params or {}
 
 
 def _fc2_weight(
@@ -350,4 +351,4 @@ def _fc2_weight(
 
 
 def _with(grads: Grads, params: Params) -> Grads:
-    return replaced(grads, params={**(grads.params or {}), **params})
+    return Grads(grads.x, {**(grads.params or {}), **params}, grads.side)

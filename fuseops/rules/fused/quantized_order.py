@@ -39,8 +39,8 @@ def parts(
     most = width // BLOCK if by_index and _divisible(dy, calls) else 0
     found = _whatever_is_copied(held, by_index, most)
     if found is None:
-        copies_dy = not by_index or copies_rows(FC2_DSWIGLU, dy, index, hidden)
-        found = _fewest(held, by_index, copies_rows(FC1, dy, index, wide), copies_dy, most)
+        copies_dy = not by_index or copies_rows(dy, index, FC2_DSWIGLU, hidden)
+        found = _fewest(held, by_index, copies_rows(dy, index, FC1, wide), copies_dy, most)
     return found
 
 

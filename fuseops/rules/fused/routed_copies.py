@@ -17,7 +17,7 @@ FC2_BWD = Switch("routed_fc2_bwd", "COPY", lambda rows, dims: dims[0] >= 4096)
 FC2_DSWIGLU = Switch("routed_fc2_dswiglu", "COPY", lambda rows, dims: dims[0] > 512)
 
 
-def copies_rows(space: Switch, x: Operand, index: Tensor | None, width: int) -> bool:
+def copies_rows(x: Operand, index: Tensor | None, space: Switch, width: int) -> bool:
     """What the space says of this GEMM. Traced code asks for no rows: they are a symbol there."""
     if index is None or torch.compiler.is_compiling():
         return False

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.kernels.registry import decided
 from fuseops.ops.activations import Form
 from fuseops.ops.checks import check_pos, check_rows
 from fuseops.ops.linear import saved_input
@@ -120,7 +121,8 @@ class RoutedMLP(FusedOp):
         offs: Tensor = s.offs  # type: ignore[assignment]
         x = saved_input(x, calls[1], offs, by_index=True)
         features = s.fc1.shape[1]  # type: ignore[union-attr]
-        copies = calls[1].precision.roles is None and copies_rows(FC1, x, index, features)
+        high = calls[1].precision.roles is None
+        copies = high and decided(copies_rows, (x, index), FC1, features)
         rows, by = _rows(x, index, pos, offs, copies)
         h, a = self.mlp.activated(replaced(s, x=rows), calls[1:4], "h" in keep, by)
         del rows
@@ -155,7 +157,7 @@ class RoutedMLP(FusedOp):
             x = arrived()
             if calls[1].precision.roles is not None:
                 return x, index  # its codes are permuted
-            return _rows(x, index, pos, offs, copies_rows(FC1, x, index, *width))
+            return _rows(x, index, pos, offs, decided(copies_rows, (x, index), FC1, *width))
 
         on_dx = _on_dx(calls)
 
@@ -208,7 +210,8 @@ class RoutedMLP(FusedOp):
         copies = self.combines and self._copies_dy(x, s, index, calls)
         by = index if self.combines and not copies else None
         given, rows = self.mlp.operands(s), index.shape[0]
-        said = dswiglu.in_words(dswiglu.expected_why_apart(given, by, calls[1:4], rows))
+        facts = dswiglu.facts_of(calls[1:4])
+        said = dswiglu.in_words(dswiglu.expected_why_apart(given, by, facts, rows))
         prefer = calls[3].prefer
         other = tuple(replaced(c, prefer=OTHER[prefer]) for c in calls)
         if not self.combines or self._copies_dy(x, s, index, other) == copies:
@@ -227,11 +230,23 @@ class RoutedMLP(FusedOp):
             return True
         if index is None or s.fc2 is None:
             return False
-        given, rows = self.mlp.operands(s), index.shape[0]
-        if calls[3].prefer == "memory" and dswiglu.gathers(given, index, calls[1:4], rows):
-            return False
-        why = dswiglu.expected_why_apart(given, None, calls[1:4], rows)
-        return copies_rows(FC2_DSWIGLU if why is None else FC2_BWD, dy, index, s.fc2.shape[2])
+        form, probs, fc2, _ = self.mlp.operands(s)
+        return decided(_copies_dy, (dy, fc2, probs, index), form, dswiglu.facts_of(calls[1:4]))
+
+
+def _copies_dy(
+    dy: Tensor,
+    fc2: Tensor,
+    probs: Tensor | None,
+    index: Tensor,
+    form: Form | None,
+    facts: dswiglu.DswigluFacts,
+) -> bool:
+    given, rows = dswiglu.Operands(form, probs, fc2, None), index.shape[0]
+    if facts.prefer == "memory" and dswiglu.gathers(given, index, facts, rows):
+        return False
+    why = dswiglu.expected_why_apart(given, None, facts, rows)
+    return copies_rows(dy, index, FC2_DSWIGLU if why is None else FC2_BWD, fc2.shape[2])
 
 
 def _on_dx(calls: tuple[Call, ...]) -> OnDx | None:
