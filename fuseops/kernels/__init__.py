@@ -80,6 +80,7 @@ from .peers import token_slots as token_slots
 from .permute import combine_fwd as combine_fwd
 from .permute import gather_rows as gather_rows
 from .permute import scatter_rows as scatter_rows
+from .permute import values_of_copies as values_of_copies
 from .quantize import quantize_group_blocks as quantize_group_blocks
 from .quantize import quantize_vectors as quantize_vectors
 from .reference import GATES as GATES

@@ -10,7 +10,7 @@ Shapes: x (T, N) or (R, N), index (R,) int token of each row, pos (T, K) int row
 inverse map, each row at most once), offs (E,) int32 row ends on the device, probs (R,) float32.
 Layout: rows may be strided. Rows at or beyond offs[-1] are padding: written as zeros, never read.
 A copy whose pos is negative or a padding row does not exist: nothing is written or added for it.
-Values of one number a copy, such as probs, are rows with N = 1 of tokens with K = 1.
+Values of one number a copy, such as probs, are rows with N = 1 of tokens with K = 1 (``values_of_copies``).
 Hardware: sm_80 and later.
 """
 
@@ -79,6 +79,8 @@ def _cases(what: str) -> Iterator[tuple[Any, ...]]:
                 yield tokens, pos, offs, rows, p
             elif what == "gather":
                 yield tokens, index, offs, p
+            elif what == "values":
+                yield probs, pos, offs
             else:
                 yield routed, pos, offs, p
                 if p is None and n > 1:
@@ -151,6 +153,15 @@ def combine_fwd(
         tokens, len(x), n, len(offs), x2.stride(0), **_form(k), SCALED=probs is not None, **config,
     )  # fmt: skip
     return y
+
+
+@kernel_op(twin=reference.values_of_copies, cases=lambda: _cases("values"))
+def values_of_copies(values: Tensor, pos: Tensor, offs: Tensor) -> Tensor:
+    """values[pos[t, k]], zero where there is no such copy.   values (R,), pos (T, K) -> (T, K)"""
+    require(values.dim() == 1, f"values is {tuple(values.shape)}, expected (R,).")
+    _check_pos(pos, None)
+    found = combine_fwd.launcher(values[:, None], pos.reshape(-1, 1), offs)
+    return found.view(pos.shape)
 
 
 def _checked(x: Tensor, name: str) -> Tensor:

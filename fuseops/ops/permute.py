@@ -127,9 +127,8 @@ class Dispatch(Op[RowsSaved]):
         pos, dprobs = saved.pos, dside["probs"]
         if "weights" not in call.needs or dprobs is None:
             return Grads(dy, side={"weights": None})
-        # of rows of one number to tokens of one copy
-        dweights = K.combine_fwd(dprobs.unsqueeze(1), pos.view(-1, 1), saved.offs)  # type: ignore[union-attr, arg-type]
-        return Grads(dy, side={"weights": dweights.view_as(pos)})  # type: ignore[arg-type]
+        dweights = K.values_of_copies(dprobs, pos, saved.offs)  # type: ignore[arg-type]
+        return Grads(dy, side={"weights": dweights})
 
 
 def within_capacity(experts: Tensor, num_experts: int, capacity: int) -> Tensor:

@@ -106,6 +106,7 @@ def samples() -> dict[str, tuple]:
         "scatter_rows": (dy[:3], pos, ends, 6, probs),
         "gather_rows": (dy[:3], index, ends, probs),
         "combine_fwd": (y, pos, ends, probs),
+        "values_of_copies": (probs, pos, ends),
         "linear_cross_entropy_fwd": (*head, [0.1, 1e-2, 5.0, 0.5], -100, 300),
         "linear_cross_entropy_bwd": (
             *(*head, rstd, rstd, [rstd, rstd, rstd, rstd], [0.0, 0.0, 0.0, 1.0], -100, 300),

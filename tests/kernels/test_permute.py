@@ -95,8 +95,9 @@ def test_one_number_a_copy():
     moved = run(k.scatter_rows, weights.view(-1, 1), flat, offs, rows)
     kept = ((flat >= 0) & (flat < offs[-1]))[:, 0]
     assert torch.equal(moved[flat[kept, 0].long(), 0], weights.view(-1)[kept])
-    back = run(k.combine_fwd, moved, flat, offs)
-    assert torch.equal(back[:, 0], torch.where(kept, weights.view(-1), 0.0))
+    back = run(k.values_of_copies, moved[:, 0], pos, offs)
+    assert torch.equal(back.view(-1), torch.where(kept, weights.view(-1), 0.0))
+    assert torch.equal(back, k.values_of_copies.twin(moved[:, 0], pos, offs))
     assert probs.shape == (rows,)
 
 
@@ -107,5 +108,7 @@ def test_errors_name_what_was_given():
         k.scatter_rows.launcher(x, pos, offs, 8)
     with pytest.raises(FuseOpsError, match=r"probs is \(5,\), expected \(8,\)"):
         k.gather_rows.launcher(x, index, offs, torch.ones(5))
+    with pytest.raises(FuseOpsError, match=r"values is \(5, 3\), expected \(R,\)"):
+        k.values_of_copies.launcher(x, pos, offs)
     with pytest.raises(FuseOpsError, match=r"probs is torch.float16, expected torch.float32"):
         k.combine_fwd.launcher(x, pos, offs, torch.ones(5).half())

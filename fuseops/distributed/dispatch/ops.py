@@ -234,7 +234,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
             dweights = None if dprobs is None else dprobs.new_empty(experts.shape)
             return lambda: (dx, dweights)
         if dprobs is not None:
-            dprobs = _by_copy(dprobs, pos, offs)
+            dprobs = K.values_of_copies(dprobs, pos, offs)
         if dy is None:  # all ranks send, as those do that have it
             raise FuseOpsError(
                 "ExpertDispatch: nothing came back for the tokens that arrived, while others wait for it: every rank "
@@ -248,11 +248,6 @@ def _arrive(call: Call) -> None:
     ready = (call.scratch or {}).pop(READY, None)
     if ready is not None:
         ready()
-
-
-def _by_copy(dprobs: Tensor, pos: Any, offs: Any) -> Tensor:
-    """Of rows (R,) to copies of tokens (C, K): rows of one number to tokens of one copy."""
-    return K.combine_fwd(dprobs.unsqueeze(1).contiguous(), pos.view(-1, 1), offs).view_as(pos)
 
 
 class ExpertArrive(Alias):

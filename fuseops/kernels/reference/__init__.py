@@ -87,6 +87,7 @@ from .peers import token_slots as token_slots
 from .permute import combine_fwd as combine_fwd
 from .permute import gather_rows as gather_rows
 from .permute import scatter_rows as scatter_rows
+from .permute import values_of_copies as values_of_copies
 from .precision import accumulator as accumulator
 from .quantize import SMALLEST as SMALLEST
 from .quantize import by_pieces as by_pieces

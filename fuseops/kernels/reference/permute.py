@@ -43,6 +43,11 @@ def combine_fwd(
     return terms.sum(1).to(dtype or x.dtype)
 
 
+def values_of_copies(values: Tensor, pos: Tensor, offs: Tensor) -> Tensor:
+    """values[pos[t, k]], zero where there is no such copy.   values (R,), pos (T, K) -> (T, K)"""
+    return _padded(values)[_row_of_copy(pos, offs, values.shape[0])]
+
+
 def _row_of_copy(pos: Tensor, offs: Tensor, rows: int) -> Tensor:
     """Row of every copy, `rows` for a copy that has none.   pos (T, K) -> (T, K) int64"""
     kept = (pos >= 0) & (pos < offs[-1].clamp(max=rows))
