@@ -114,6 +114,8 @@ def pretend() -> torch.library.Library:
     launch.enter_context = lambda: None
     launch.launcher_of = Nothing
     note_launchers()
+    # a GPU gives addresses that it gave before, of which a map is kept; a CPU gives others
+    replay.Encoded.__missing__ = staticmethod(int)  # type: ignore[assignment]
     run = launch._run
     launch._run = lambda kernel, *rest: run(Kernel(kernel), *rest)
     everywhere("multiplies_codes", fp8_paths.multiplies_codes, lambda device: True)
@@ -158,8 +160,7 @@ def counted(make: Callable[[], tuple[nn.Module, Tensor]], recipe: Any) -> dict[s
         anew.clear()
         step()
         found = dict(anew)
-        # the least: a CPU gives other addresses than before, of which descriptors are encoded anew
-        return {"calls": min(calls_in(step) for _ in range(10)), "anew": found}
+        return {"calls": min(calls_in(step) for _ in range(3)), "anew": found}
 
 
 if __name__ == "__main__":
