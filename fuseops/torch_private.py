@@ -471,6 +471,12 @@ def call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
     return module._compiled_call_impl
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of this module go through torch.compile, in place or wrapped."""
+    wrapper = type(module).__module__ == "torch._dynamo.eval_frame"
+    return wrapper or hasattr(call_of(module), "_torchdynamo_orig_callable")
+
+
 def replace_call(
     module: torch.nn.Module, call: Callable[..., Any] | None
 ) -> Callable[..., Any] | None:

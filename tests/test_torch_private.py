@@ -593,6 +593,15 @@ def test_a_call_is_replaced_and_put_back_and_no_copy_has_it() -> None:
     torch.testing.assert_close(module(x), before)
 
 
+def test_compiled_modules_are_known_in_place_and_wrapped() -> None:
+    module, inner = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    assert not torch_private.is_compiled(module)
+    assert torch_private.is_compiled(torch.compile(module, backend="eager"))
+    torch_private.replace_call(inner, inner.forward)
+    module.compile(backend="eager")
+    assert torch_private.is_compiled(module) and not torch_private.is_compiled(inner)
+
+
 def test_tensor_guard_tells_kinds_apart_and_holds_nothing(asked: list[bool]) -> None:
     x, w = torch.randn(3, 4), torch.nn.Parameter(torch.randn(4))
     fits = torch_private.tensor_guard([x, w])

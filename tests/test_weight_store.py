@@ -286,6 +286,23 @@ def test_explain_has_a_line_of_what_is_kept() -> None:
     assert "Quantized weights" in plan._repr_html_()
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_region_keeps_nothing_and_explain_says_so(whole: bool) -> None:
+    model, x = nn.Sequential(dense(), dense()), torch.randn(T, D, requires_grad=True)
+    fo.configure(model, recipe=BLOCK(weights="step"))
+    if whole:
+        run: Any = torch.compile(model, backend="eager")
+    else:
+        run = model
+        model[0].compile(backend="eager")
+    said = str(fo.explain(run, x))
+    assert said.count("compiled code quantizes the weights in each call: none are kept") == 1
+    assert ("quantized weights" in said) is not whole
+    fo.weights_changed(model)
+    run(x)
+    assert bool(kept(model[0])) is False and bool(kept(model[1])) is not whole
+
+
 def test_weights_changed_wants_a_module() -> None:
     with pytest.raises(fo.FuseOpsError, match=r"expects an nn\.Module, got Parameter"):
         fo.weights_changed(nn.Parameter(torch.zeros(2)))  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fuseops import torch_private
 from fuseops.observe.memory import tensors_in
 from fuseops.observe.observer import Observer
 from fuseops.observe.rehearse import peak_of_step, unseen
@@ -124,12 +125,24 @@ def _observe(
             for storage, _ in storages(p)
         }
         saved = tensors_by_owner(ledger, parameters, buffers)
-    found = [_with_numbers(plan_from(call, saved)) for call in observer.calls]
+    compiled = [paths[id(m)] for _, m in walk(model) if torch_private.is_compiled(m)]
+    plans = [plan_from(call, saved) for call in observer.calls]
+    found = [_with_numbers(_as_compiled(plan, compiled)) for plan in plans]
     root = paths[id(model)]
     rest = _outside(root, [t for owner, t in saved if owner is None], observer)
     if rest is None and not found:
         rest = FusionPlan(root, (), (), notes=(_NONE,))
     return [*found, rest] if rest else found
+
+
+def _as_compiled(plan: Planned, compiled: list[str]) -> Any:
+    """A plan of what runs inside of a compiled module, which keeps no quantized weights."""
+    nested = tuple(_as_compiled(inner, compiled) for inner in plan.nested)
+    inside = any(f"{plan.path}.".startswith(f"{path}." if path else "") for path in compiled)
+    if not (inside and plan.weights):
+        return replace(plan, nested=nested)
+    notes = (*plan.notes, "compiled code quantizes the weights in each call: none are kept")
+    return replace(plan, nested=nested, notes=notes, weights=())
 
 
 def _with_numbers(plan: Planned) -> Any:
