@@ -80,6 +80,25 @@ def test_errors_of_gemms_are_those_of_the_results(recipe: Any) -> None:
         assert found[name] == pytest.approx(error, rel=1e-3) and 1e-3 < error < 0.1
 
 
+@pytest.mark.parametrize("power", [-55, 50])
+@pytest.mark.parametrize("recipe", [BLOCK(), CURRENT()], ids=str)
+def test_errors_are_relative_however_small_or_large_the_numbers_are(
+    recipe: Any, power: int
+) -> None:
+    model, dy = dense(), rows(64, seed=1)
+    op = next(m for m in model.modules() if isinstance(m, fo.ops.Linear))
+    fo.configure(model, recipe=recipe)
+
+    def errors(factor: float) -> list[float]:
+        with fo.debug() as seen:
+            model((rows(D) * factor).requires_grad_()).backward(dy * factor)
+        return [n.error for n in seen.gemms()]
+
+    usual = errors(1.0)
+    op.weight.grad = None
+    assert errors(2.0**power) == pytest.approx(usual, rel=1e-3)
+
+
 @pytest.mark.parametrize("recipe", [BLOCK(weights="step"), CURRENT()], ids=str)
 def test_fused_experts_are_named_one_by_one_and_compute_the_same(recipe: Any) -> None:
     model = experts()

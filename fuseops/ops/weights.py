@@ -46,8 +46,9 @@ def weights_changed(model: nn.Module) -> int:
 
     -> bytes that were kept
 
-    For writes that neither an optimizer's step nor the version of a parameter tells: through `parameter.data`, by a
-    kernel of your own, by a wrapper that copies into its parameters' memory.
+    For writes that neither an optimizer's step nor the version of a parameter tells: through `parameter.data`, by
+    `torch._foreach_mul_` and its like over the DTensors of FSDP2 (an average of weights, say), by a kernel of your own,
+    by a wrapper that copies into its parameters' memory.
     Weights that live in a format are made of their masters at once, in place.
     Raises FuseOpsError for something that is no module.
     """
