@@ -120,8 +120,8 @@ class Numbers:
         if any(operand is None for operand in high):
             return
         wanted = exact(*high).float()
-        norm = wanted.norm().clamp(min=torch.finfo(torch.float32).tiny)
-        _largest(self.of_gemms, (op, gemm), (result.float() - wanted).norm() / norm)
+        norm = _norm(wanted).clamp(min=torch.finfo(torch.float64).tiny)
+        _largest(self.of_gemms, (op, gemm), _norm(result.float() - wanted) / norm)
 
     def check_kept(self, op: str, kept: Quantized, fresh: Quantized) -> None:
         """Note whether the codes of a kept weight are not those that its weight gives now."""
@@ -130,6 +130,12 @@ class Numbers:
         pairs = zip(kept.components().values(), fresh.components().values(), strict=True)
         differs = [(a.view(torch.uint8) != b.view(torch.uint8)).any() for a, b in pairs]
         _largest(self.stale, op, torch.stack(differs).any().float())
+
+
+def _norm(t: Tensor) -> Tensor:
+    """In float64: squares of gradients below 1e-19 are zero in float32."""
+    found: Tensor = torch.linalg.vector_norm(t, dtype=torch.float64)
+    return found
 
 
 def _largest(found: dict[Any, Tensor], key: Any, measured: Tensor) -> None:
