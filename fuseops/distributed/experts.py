@@ -19,12 +19,14 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fuseops import ops
 from fuseops.errors import FuseOpsError
+from fuseops.ops.checks import check_integers, check_numbers
 from fuseops.ops.local import Local
 from fuseops.ops.paths import SPREAD, path_of
 from fuseops.run.composed import Composed
 
 from .dispatch import ExpertArrive, ExpertCollect, ExpertDispatch
 from .dispatch.choose import Way, choose
+from .dispatch.exchange import check_mesh
 from .tensor import placed
 
 if TYPE_CHECKING:
@@ -48,7 +50,8 @@ class ExpertParallel(ParallelStyle):
         one rounding of all, None for one a rank.
     average: whether gradients of experts are divided by the ranks, as data parallelism does with all others, whose sum
         an expert's is: it sees the tokens of all ranks.
-    Raises FuseOpsError for a module without experts, and for experts that the ranks do not divide.
+    Raises FuseOpsError for an option that is none of these, a module without experts or with experts that are spread
+        already, and experts that the ranks do not divide.
     """
 
     def __init__(
@@ -61,6 +64,14 @@ class ExpertParallel(ParallelStyle):
         tokens: int = 0,
     ) -> None:
         super().__init__()
+        if sums is not None and not (isinstance(sums, torch.dtype) and sums.is_floating_point):
+            raise FuseOpsError(f"ExpertParallel: sums is {sums!r}, expected a float dtype or None.")
+        check_numbers("ExpertParallel", capacity=capacity)
+        check_integers("ExpertParallel", 0, tokens=tokens)
+        if capacity <= 0:
+            raise FuseOpsError(
+                f"ExpertParallel: capacity is {capacity}, which has room for nothing: 1.0 is even routing's."
+            )
         self.way, self.sums, self.average = way, sums, average
         self.limits: dict[str, Any] = {"capacity": capacity, "tokens": tokens}
 
@@ -74,9 +85,12 @@ class ExpertParallel(ParallelStyle):
                 self._spread_lent(inner, device_mesh)
                 found = True
         if not found:
+            spread = any(isinstance(inner, ExpertDispatch) for inner in module.modules())
             raise FuseOpsError(
-                f"ExpertParallel: {type(module).__name__} has no experts to spread: no Sequential in it has a child "
-                "'dispatch' that is an ops.Dispatch."
+                f"ExpertParallel: the experts of {type(module).__name__} are spread over ranks already: once is enough."
+                if spread
+                else f"ExpertParallel: {type(module).__name__} has no experts to spread: no Sequential in it has a "
+                "child 'dispatch' that is an ops.Dispatch."
             )
         return module
 
@@ -129,10 +143,7 @@ class ExpertParallel(ParallelStyle):
         op._local = {"weight": local, "bias": local}
 
     def _spread_lent(self, experts: Any, mesh: DeviceMesh) -> None:
-        if experts.num_experts % mesh.size():
-            raise FuseOpsError(
-                f"{experts.num_experts} experts over {mesh.size()} ranks: the ranks must divide them."
-            )
+        check_mesh(mesh, experts.num_experts)
         for name, p in experts._parameters.items():
             if p is not None:
                 experts._parameters[name] = placed(p, p.detach(), mesh, Shard(0))

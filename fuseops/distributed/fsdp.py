@@ -33,11 +33,16 @@ def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     already, and others over the mesh that `fully_shard` is given.
 
     mesh: one dimension, the ranks that hold the same experts. Experts are sharded by their first axis, and by the
-    second where these ranks do not divide the experts of one.  Raises FuseOpsError before torch 2.12, which has no mesh
-    for a parameter.
+    second where these ranks do not divide the experts of one.  Raises FuseOpsError for another mesh, and before torch
+    2.12, which has no mesh for a parameter.
     """
     from torch.distributed.tensor import Shard
 
+    if getattr(mesh, "ndim", None) != 1:
+        raise FuseOpsError(
+            f"expert_placement takes the mesh, of one dimension, of ranks that hold the same experts, got {mesh}: "
+            "slice it, mesh['dp']."
+        )
     placement_on, info = torch_private.shard_placement_on(mesh)
     if placement_on is None:
         raise FuseOpsError(
@@ -75,7 +80,7 @@ def by_mesh(tensors: Iterable[Any]) -> dict[Any, list[Any]]:
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[nn.Parameter],
+    parameters: Iterable[Tensor] | Tensor,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -88,7 +93,8 @@ def clip_grad_norm_(
         all of theirs.
     Raises RuntimeError for a norm that is not finite, if asked to, as torch does.
     """
-    parameters = [p for p in parameters if p.grad is not None]
+    every = [parameters] if isinstance(parameters, Tensor) else parameters
+    parameters = [p for p in every if p.grad is not None]
     utils, norms = torch.nn.utils, []
     for mine in by_mesh(p.grad for p in parameters).values():
         norm: Any = utils.get_total_norm(mine, norm_type)

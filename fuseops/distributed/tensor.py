@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fuseops import ops, torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops.activations import Activation, ScaledActivation
+from fuseops.ops.checks import check_integers
 from fuseops.ops.halves import is_gate
 from fuseops.ops.local import Local, Ranks, halved
 from fuseops.ops.op import Op
@@ -56,10 +57,18 @@ class _Style(ParallelStyle):
                 f"{type(module).__name__}(accumulate_into_main_grad=True) has buffers of its own, which are no "
                 "DTensors: leave it off under tensor parallelism."
             )
+        for name, parameter in module._parameters.items():
+            if torch_private.is_dtensor(type(parameter)):
+                held: Any = parameter
+                raise FuseOpsError(
+                    f"{type(self).__name__}: {name} of {type(module).__name__} is a DTensor already, over "
+                    f"{held.device_mesh}: lay it out once, and before fully_shard."
+                )
         self._lay_out(module, device_mesh)
         return module
 
     def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
+        """What it refuses it refuses before the op is another."""
         raise NotImplementedError
 
     def _spread(
@@ -71,11 +80,6 @@ class _Style(ParallelStyle):
         parameter = op._parameters.get(name)
         if parameter is None:
             return
-        if torch_private.is_dtensor(type(parameter)):
-            raise FuseOpsError(
-                f"{type(self).__name__}: {name} of {type(op).__name__} is a DTensor already, over "
-                f"{parameter.device_mesh}: lay it out once, and before fully_shard."
-            )
         whole = parameter.detach()
         if local and local.axis and name not in op._local:
             whole = halved(whole, local.axis)
@@ -136,26 +140,28 @@ class ColwiseParallel(_Style):
         if isinstance(op, ops.LinearCrossEntropy):
             self._lay_out_classes(op, mesh)
             return
-        attribute = "size" if isinstance(op, ops.Bias) else "out_features"
+        alone = isinstance(op, ops.Bias)  # what comes in is sharded alike
+        before = () if alone else _entry(self.input_layouts, mesh)
+        attribute = "size" if alone else "out_features"
         _divide(op, attribute, mesh, 2 if self.gate_up else 1)
         self._spread(op, "weight", mesh, -2, Local(-3 if self.gate_up else 0))
         self._spread(op, "bias", mesh, -1, Local(-2 if self.gate_up else 0))
         op._layout = self.input_layouts
-        if isinstance(op, ops.Bias):
-            return  # what comes in is sharded alike
+        if alone:
+            return
         after: tuple[Op[Any], ...] = ()
         if self.output_layouts == Replicate():
             after = (ops.AllGather(mesh, dim=-1, grad="replicate"),)
-        op._around = (_entry(self.input_layouts, mesh), after)
+        op._around = (before, after)
 
     def _lay_out_classes(self, op: Any, mesh: DeviceMesh) -> None:
         """The op takes the DTensors themselves, and adds the gradient of x up over the ranks."""
-        for name, axis in (("weight", -2), ("bias", -1)):
-            self._spread(op, name, mesh, axis)
-        op._layout = self.input_layouts
         if self.input_layouts != Replicate():
             gather = ops.AllGather(mesh, dim=_dim(self.input_layouts), grad="replicate")
             op._around = ((gather,), ())
+        for name, axis in (("weight", -2), ("bias", -1)):
+            self._spread(op, name, mesh, axis)
+        op._layout = self.input_layouts
 
 
 class RowwiseParallel(_Style):
@@ -179,8 +185,9 @@ class RowwiseParallel(_Style):
             )
 
     def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
+        after = _exit(self.output_layouts, mesh)
         if isinstance(op, ops.Combine):
-            op._around = ((), _exit(self.output_layouts, mesh))
+            op._around = ((), after)
             return
         _divide(op, "in_features", mesh, 1)
         self._spread(op, "weight", mesh, -1, Local())
@@ -188,20 +195,23 @@ class RowwiseParallel(_Style):
         op._layout = Shard(-1)
         if "probs" in op.reads:
             _sum_of_probs(op, mesh)
-        op._around = ((), _exit(self.output_layouts, mesh))
+        op._around = ((), after)
 
 
 class SequenceParallel(_Style):
     """A norm or a Bias over this rank's tokens: its parameters are whole on every rank, their gradients are added up.
 
     sequence_dim: the axis of the tokens, -2 of (T, D) and of (B, T, D).
-    Raises FuseOpsError for another op.
+    Raises FuseOpsError for another op, and for the axis of the features.
     """
 
     takes = (ops.RMSNorm, ops.LayerNorm, ops.Bias, *Products)
 
     def __init__(self, *, sequence_dim: int = -2) -> None:
         super().__init__()
+        check_integers("SequenceParallel", sequence_dim=sequence_dim)
+        if sequence_dim == -1:
+            raise FuseOpsError("SequenceParallel: sequence_dim is -1, the axis of the features.")
         self.sequence_dim = sequence_dim
 
     def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:

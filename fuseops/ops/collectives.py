@@ -169,7 +169,8 @@ class AllGather(_Along):
     """y = the ranks' x one after the other along `dim`.   (..., n, ...) -> (..., ranks n, ...), ranks in order
 
     group: a ProcessGroup, a DeviceMesh of one dimension, or None for one rank.
-    dim: the axis; of rows (T, D) and of (B, T, D) the tokens by default.
+    dim: the axis; of rows (T, D) and of (B, T, D) the tokens by default. Every rank has as many of it: pad where one
+        has fewer, since torch's collectives do not ask.
     grad: "partial" where ranks compute different things with y: dx is the sum over the ranks of their gradients of this
         rank's part (a reduce-scatter). "replicate" where all compute the same: dx is the part itself, nothing is sent.
     Raises FuseOpsError for another grad, ShapeError for an axis that x has not.

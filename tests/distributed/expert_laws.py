@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import tempfile
 from functools import cache, partial
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload
-from fuseops.distributed import ExpertParallel, check_overflow, tp_plan
+from fuseops.distributed import ExpertParallel, check_overflow, expert_placement, tp_plan
 from fuseops.distributed.dispatch import overflow, symmetric
 from fuseops.integrations import hf
 from fuseops.observe.memory import outside_bytes
@@ -545,28 +546,29 @@ def raises(said: str, make: Any) -> None:
         raise AssertionError(f"nothing raised where {said!r} was expected")
 
 
-def law_models_of_transformers_spread_too() -> None:
-    """What `hf.apply` runs, applied before or after: logits and every gradient."""
+def of_transformers() -> Any:
+    """A model of theirs, of float64."""
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3MoeConfig(
         hidden_size=8, intermediate_size=8, moe_intermediate_size=4, num_hidden_layers=2, vocab_size=17,
         num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_experts=4, num_experts_per_tok=2,
         dtype=torch.float64, pad_token_id=0,
     )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).double()
 
-    def model() -> Any:
-        torch.manual_seed(0)
-        return transformers.AutoModelForCausalLM.from_config(config).double()
 
+def law_models_of_transformers_spread_too() -> None:
+    """What `hf.apply` runs, applied before or after: logits and every gradient."""
+    alone = of_transformers()
     torch.manual_seed(2)
     world, rank = dist.get_world_size(), dist.get_rank()
     tokens = torch.randint(1, 17, (world, 6))
-    alone = model()
     hf.apply(alone)
     want = alone(tokens).logits
     want.square().sum().backward()
     for before in (True, False):
-        spread = model()
+        spread = of_transformers()
         if before:
             hf.apply(spread)
         parallelize_module(spread, mesh(), ExpertParallel(average=False))
@@ -592,6 +594,21 @@ def law_wrong_use_says_so() -> None:
     parallelize_module(both, mesh(), tp_plan(both))
     raises("over a mesh already", lambda: ExpertParallel()._apply(both, mesh()))
     raises("main_grad", lambda: layer(accumulate_into_main_grad=True, ep=mesh()))
+    raises("spread over ranks already", lambda: parallel()._apply(layer(ep=mesh()), mesh()))
+    raises("way gave None", lambda: ExpertParallel(way=lambda *_: None)._apply(layer(), mesh()))  # type: ignore[arg-type,return-value]
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("sums is torch.int32", {"sums": torch.int32}),
+        ("sums is 'float32'", {"sums": "float32"}),
+        ("tokens is -1", {"tokens": -1}),
+        *((f"capacity is {value!r}", {"capacity": value}) for value in (0, -1.0, math.nan, "2")),
+    ]
+    for said, options in wrong:
+        raises(said, partial(ExpertParallel, **options))
+    two = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
+    for model in (layer(), of_transformers()):
+        raises("one dimension, got 2", partial(parallel()._apply, model, two))
+    raises("one dimension", partial(expert_placement, two))
+    check_overflow(mesh())
 
 
 def law_buffers_outside_of_the_allocator_count_in_peaks() -> None:

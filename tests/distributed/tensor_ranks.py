@@ -426,6 +426,14 @@ def law_wrong_plans_are_refused() -> None:
     refused("torch.distributed.tensor.parallel", lambda: columns()._apply(nn.Linear(2, 2), mesh()))
     twice = parallelized(mlp())
     refused("is a DTensor already", lambda: columns()._apply(twice[1], mesh()))
+    last, late = Shard(-1), distributed.RowwiseParallel
+    for style in (columns(input_layouts=last), late(output_layouts=last)):
+        op = fo.ops.Linear(D, D).double()
+        refused("another axis than the last", partial(style._apply, op, mesh()))
+        columns()._apply(op, mesh())  # what refused it has left it as it was
+        refused("is a DTensor already", partial(late()._apply, op, mesh()))
+        assert op(x).shape == (TOKENS, D // 2) and op.in_features == D
+    refused("sequence_dim is -1", lambda: distributed.SequenceParallel(sequence_dim=-1))
     refused("tp_plan found no MLP", lambda: distributed.tp_plan(nn.Linear(2, 2)))
     moe = fo.MoE(D, F, 4, 2)
     refused("router", lambda: distributed.tp_plan(moe, sequence_parallel=True))

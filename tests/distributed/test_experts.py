@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import again_laws
 import expert_laws
 import fsdp_laws
 import pytest
+import torch
 from spawned import Ranks
+
+from fuseops.distributed import clip_grad_norm_
 
 LAWS = [name for name in vars(expert_laws) if name.startswith("law_")]
 
@@ -61,3 +66,16 @@ def test_dispatched_again(ranks: Ranks, law: str) -> None:
 
 def test_experts_of_torchtitan(ranks: Ranks) -> None:
     ranks.run("titan_laws", "law_routed_experts_of_torchtitan_travel_by_every_way")
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("given", [iter, list, lambda tensors: tensors[0]])
+def test_gradients_of_one_process_are_clipped_as_torch_does(given: Any, norm_type: float) -> None:
+    found = []
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        tensors = [torch.ones(3, 2), torch.ones(4)]
+        for t in tensors:
+            t.grad = torch.full_like(t, 5.0)
+        norm = clip(given(tensors), 2.0, norm_type)
+        found.append([norm, *(t.grad for t in tensors)])
+    torch.testing.assert_close(*found)

@@ -37,9 +37,14 @@ Way = str | Callable[["DeviceMesh", int, int], Exchange]
 def choose(
     way: Way | None, mesh: DeviceMesh, num_experts: int, top_k: int, **limits: Any
 ) -> Exchange:
-    """The exchange of a layer.  limits: see `Bounded`.  Raises FuseOpsError for a way that is not known."""
+    """The exchange of a layer.  limits: see `Bounded`.  Raises FuseOpsError for a way that is not known, and for one
+    of your own that gives no Exchange.
+    """
     if callable(way):
-        return way(mesh, num_experts, top_k)
+        made = way(mesh, num_experts, top_k)
+        if not isinstance(made, Exchange):
+            raise FuseOpsError(f"ExpertParallel: way gave {made!r}, expected a dispatch.Exchange.")
+        return made
     if way is not None and way not in WAYS:
         raise FuseOpsError(f"ExpertParallel: way is {way!r}, expected one of {sorted(WAYS)}.")
     way = way or vote(mesh)

@@ -48,6 +48,18 @@ class Arrived(NamedTuple):
         return self._replace(ready=None)
 
 
+def check_mesh(mesh: DeviceMesh, num_experts: int) -> None:
+    """Raise FuseOpsError for a mesh that experts cannot be spread over."""
+    if mesh.ndim != 1:
+        raise FuseOpsError(
+            f"experts are spread over a mesh of one dimension, got {mesh.ndim}: pass mesh['ep']."
+        )
+    if num_experts % mesh.size():
+        raise FuseOpsError(
+            f"{num_experts} experts over {mesh.size()} ranks: the ranks must divide them."
+        )
+
+
 _numbered: list[Exchange] = []
 
 
@@ -70,14 +82,7 @@ class Exchange(abc.ABC):
 
     def __init__(self, mesh: DeviceMesh, num_experts: int, top_k: int) -> None:
         """num_experts: of all ranks.  Raises FuseOpsError for a mesh that does not divide them."""
-        if mesh.ndim != 1:
-            raise FuseOpsError(
-                f"experts are spread over a mesh of one dimension, got {mesh.ndim}: pass mesh['ep']."
-            )
-        if num_experts % mesh.size():
-            raise FuseOpsError(
-                f"{num_experts} experts over {mesh.size()} ranks: the ranks must divide them."
-            )
+        check_mesh(mesh, num_experts)
         self.mesh, self.num_experts, self.top_k = mesh, num_experts, top_k
         self.world, self.rank = mesh.size(), mesh.get_local_rank()
         self.local = num_experts // self.world

@@ -26,7 +26,8 @@ def check_overflow(group: Any = None) -> None:
     """Raise FuseOpsError on every rank if tokens of any found no room since the last call.
 
     A collective that waits for the device: all ranks call it at the end of a step, where the loss is read. Sums are
-    NaN from the first overflow on.   group: whose ranks ask each other, by default all of them.
+    NaN from the first overflow on.   group: a ProcessGroup or a DeviceMesh of one dimension, whose ranks ask each
+    other, by default all of them.
     """
     mine = any(map(bool, _flags.values()))
     for flag in _flags.values():
@@ -41,7 +42,7 @@ def check_overflow(group: Any = None) -> None:
 
 def _where(mine: bool, group: Any) -> list[int]:
     """The ranks, in the numbers of all, that say so."""
-    group = group or dist.group.WORLD
+    group = group.get_group() if hasattr(group, "get_group") else group or dist.group.WORLD
     on_host = "cpu" in dist.get_backend_config(group)
     device = "cpu" if on_host else torch.cuda.current_device()
     said = torch_private.all_gather(torch.tensor([mine], device=device).int(), 0, group)
