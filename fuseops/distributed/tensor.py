@@ -31,6 +31,7 @@ from fuseops.ops.checks import check_integers
 from fuseops.ops.halves import is_gate
 from fuseops.ops.local import Local, Ranks, halved
 from fuseops.ops.op import Op
+from fuseops.ops.vocab_parallel import vocabulary_over
 from fuseops.run.composed import Composed
 
 Products = (ops.Linear, ops.GroupedLinear)
@@ -71,23 +72,20 @@ class _Style(ParallelStyle):
         """What it refuses it refuses before the op is another."""
         raise NotImplementedError
 
-    def _spread(
-        self, op: Any, name: str, mesh: DeviceMesh, axis: int | None, local: Local | None = None
-    ) -> None:
+    def _spread(self, op: Any, name: str, mesh: DeviceMesh, axis: int | None, local: Local) -> None:
         """Make a parameter a DTensor over the mesh, sharded on an axis counted from the last, or whole (None); the op
-        computes with `local` of it, or with the DTensor.
+        computes with `local` of it.
         """
         parameter = op._parameters.get(name)
         if parameter is None:
             return
         whole = parameter.detach()
-        if local and local.axis and name not in op._local:
+        if local.axis and name not in op._local:
             whole = halved(whole, local.axis)
         placement = Replicate() if axis is None else Shard(whole.dim() + axis)
         source = getattr(self, "src_data_rank", 0)
         op._parameters[name] = placed(parameter, whole, mesh, placement, source)
-        if local is not None:
-            op._local = {**op._local, name: local}
+        op._local = {**op._local, name: local}
 
 
 def placed(
@@ -155,12 +153,14 @@ class ColwiseParallel(_Style):
         op._around = (before, after)
 
     def _lay_out_classes(self, op: Any, mesh: DeviceMesh) -> None:
-        """The op takes the DTensors themselves, and adds the gradient of x up over the ranks."""
+        """The op itself adds the gradient of x up over the ranks."""
+        vocabulary = vocabulary_over(mesh, op.vocab_size)
         if self.input_layouts != Replicate():
             gather = ops.AllGather(mesh, dim=_dim(self.input_layouts), grad="replicate")
             op._around = ((gather,), ())
+        op.vocabulary = vocabulary
         for name, axis in (("weight", -2), ("bias", -1)):
-            self._spread(op, name, mesh, axis)
+            self._spread(op, name, mesh, axis, Local())
         op._layout = self.input_layouts
 
 

@@ -35,7 +35,7 @@ from fuseops.kernels.grouped_paths import wgrad_path
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.reference.cross_entropy import Loss, row_chunks
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+from fuseops.kernels.tiles import cdiv, pow2, require
 
 LINE = 64  # rows of logits begin at multiples of so many elements, as tensor descriptors want them
 
@@ -267,50 +267,63 @@ def linear_cross_entropy_grads(
 
 
 def _logits_cases() -> Iterator[tuple[Any, ...]]:
-    for _, weight, _, targets in _operands():
-        logits = torch.empty(len(targets), len(weight), dtype=weight.dtype, device="meta")
-        for weights, options in _variants(len(weight)):
-            yield logits, targets, weights, options, -100
+    for operands in _operands():
+        for weights, options in _variants(len(operands[1])):
+            yield *operands, weights, options, -100
 
 
-def _grads_into_cases() -> Iterator[tuple[Any, ...]]:
-    for logits, targets, weights, options, ignored in _logits_cases():
-        rows = _rows(), _rows()
-        yield (
-            logits,
-            targets,
-            weights,
-            *rows,
-            options,
-            ignored,
-            logits.shape[1],
-            2 * logits.shape[1],
-        )
+def _part_cases() -> Iterator[tuple[Any, ...]]:
+    """A rank's half of the classes."""
+    for x, weight, _, targets in _operands():
+        held = len(weight)
+        logits, bias = x.new_empty(len(x), held), torch.empty(held, device="meta")
+        for weights, options in _variants(held):
+            whole = None if weights is None else torch.empty(2 * held, device="meta")
+            sums = torch.empty(weight.shape, device="meta"), bias
+            rows = targets, whole, _rows(), _rows(), options, -100
+            yield logits, x, weight, *rows, held, 2 * held, True, *sums, True
 
 
-@kernel_op(twin=reference.logit_rows, fake=_fake_fwd, cases=_logits_cases)
-def logit_rows(
-    logits: Tensor,
+def _fake_logits(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return _logits_buffer(x, weight), *_fake_fwd(x)
+
+
+@kernel_op(
+    twin=reference.logits_with_rows,
+    fake=_fake_logits,
+    flops=_flops(1),
+    cases=_logits_cases,
+    traces_twin=False,
+)
+def logits_with_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     targets: Tensor,
     class_weights: Tensor | None,
     options: Sequence[float],
     ignore_index: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, lse, logp, expected) of each row of the logits (n, V) that a GEMM gave."""
-    logits, rows = as_rows(logits), _row_results(logits)
-    total = _total(class_weights, logits)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(logits as the GEMM stores them, loss, lse, logp, expected) of a chunk of tokens."""
+    _check(x, weight, bias, targets, class_weights)
+    logits = _product(x, weight, bias, _logits_buffer(x, weight))
+    rows, total = _row_results(x), _total(class_weights, x)
     _launch(logits, targets, class_weights, total, rows, [], options, ignore_index)
-    return rows[0], rows[1], rows[2], rows[3]
+    return logits, rows[0], rows[1], rows[2], rows[3]
 
 
 @kernel_op(
     twin=reference.logit_grads_into,
-    fake=lambda *args, **kwargs: None,
-    mutates=("logits",),
-    cases=_grads_into_cases,
+    fake=lambda logits, x, *rest: x.new_empty(x.shape if rest[9] else (0,)),
+    flops=lambda logits, x, weight, *_, **__: 4 * x[0] * x[1] * weight[0],
+    cases=_part_cases,
+    mutates=("logits", "dweight", "dbias"),
+    traces_twin=False,
 )
 def logit_grads_into(
     logits: Tensor,
+    x: Tensor,
+    weight: Tensor,
     targets: Tensor,
     class_weights: Tensor | None,
     lse: Tensor,
@@ -319,16 +332,26 @@ def logit_grads_into(
     ignore_index: int,
     first: int,
     vocab: int,
-) -> None:
-    """Write the gradients of logits (n, V) in their place: those of the classes from `first` on, of a `vocab`.
+    need_dx: bool,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    begin: bool,
+) -> Tensor:
+    """Write the gradients of logits (n, V) in their place: those of the classes from `first` on, of a `vocab`.   -> dx
 
-    targets and class_weights are of the whole vocabulary, and so is lse.  dloss: (n,), of the rows' loss
+    Adds to the sums dweight (V, D) and dbias (V,), float32, or with `begin` overwrites dweight.
+    targets, class_weights and lse are of the whole vocabulary.  dloss: (n,), of the rows' loss
     """
     require(logits.stride(-1) == 1, f"logits have strides {logits.stride()}, expected rows.")
     rows = [lse.contiguous()] * 4  # read, as lse alone is
     grads, total = [dloss.to(lse.dtype).contiguous()], _total(class_weights, logits)
     ends = options, ignore_index, first, vocab
     _launch(logits, targets, class_weights, total, rows, grads, *ends)
+    if dweight is not None:
+        add_weight_grad(dweight, logits, x, first=begin)
+    if dbias is not None:
+        dbias += bias_bwd(logits)
+    return torch.mm(logits, weight) if need_dx else x.new_empty(0)
 
 
 def _scaled_cases() -> Iterator[tuple[Any, ...]]:
@@ -431,10 +454,9 @@ def _class_chunks(
         yield s, _product(x, weight[s], part, buffer[:, : s.stop - s.start])
 
 
-def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The logits of all classes as the GEMM stores them, whose rows begin where tensor descriptors want them."""
-    buffer = x.new_empty(len(x), cdiv(len(weight), LINE) * LINE)
-    return _product(x, weight, bias, buffer[:, : len(weight)])
+def _logits_buffer(x: Tensor, weight: Tensor) -> Tensor:
+    """Room for the logits of all classes, whose rows begin where tensor descriptors want them."""
+    return x.new_empty(x.shape[0], cdiv(len(weight), LINE) * LINE)[:, : len(weight)]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:

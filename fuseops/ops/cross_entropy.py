@@ -3,7 +3,6 @@
 Shapes: x (..., D), weight (V, D), bias (V,), targets (...) int64 -> () or, with reduction="none", (...) float32.
 """
 
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,15 @@ from fuseops.errors import FuseOpsError, ShapeError
 
 from .checks import check_targets, check_width
 from .loss_options import ROWS, LossOptions
-from .op import Call, Grads, Op, Out, Precision, Shape, autocast_of
-from .vocab_parallel import sharded_cross_entropy, unit_of
+from .op import Call, Grads, Op, Out, Shape
+from .vocab_parallel import (
+    RankNumbers,
+    ShardedLoss,
+    TokenGrads,
+    Vocabulary,
+    check_layout,
+    vocabulary_over,
+)
 
 CHUNK_BYTES = 512 << 20
 IGNORED = -100  # what torch's losses ignore where they are not told
@@ -37,6 +43,9 @@ class LinearCrossEntropySaved(NamedTuple):
     total: Tensor | None  # () float32: what the sum of the rows' losses is divided by
     lse: Tensor | None  # (N,) float32
     expected: Tensor | None  # (N,) float32: the mean logit, of which entropy = lse - expected
+    gathered: (
+        Tensor | None
+    )  # (ranks, 3 or 4, N) float32: of a vocabulary over ranks, whose lse and expected are own
     ends: tuple[list[float], int, int] | None  # what the kernels were told of the loss
 
 
@@ -65,7 +74,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
     With a weight (and bias) that is a DTensor, `Shard(0)` over a mesh of one dimension, each rank computes with its
     classes, and all get the loss: x, targets and class weights are plain then, the same on every rank, and the gradient
     of x is added up. As under `torch.distributed.tensor.parallel.loss_parallel`, without its logits. With
-    gradients="forward" what a chunk exchanges travels while the next one is multiplied; compiled code takes the other.
+    gradients="forward" what a chunk exchanges travels while the next one is multiplied.
 
     Products are in the dtype of x and weight (of autocast inside it), softmax and sums in float32. The gradient of the
     weight is summed over chunks in float32, into `main_grad` where there is one. Nothing of it is made without a need.
@@ -77,6 +86,9 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
     floats = True
     autocast = True
     live_call = True
+
+    vocabulary: Vocabulary | None = None
+    """Of a weight (and bias) that is this rank's part: which classes it has."""
 
     def __init__(
         self,
@@ -140,7 +152,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             "bias": ("dbias", "bias", "unit"),
         }
         rows = ["x", "weight", "bias", "targets", "class_weights", "total", "lse", "ends"]
-        rows += ["expected"] if publishes else []
+        rows += ["gathered", "expected"] if publishes else ["gathered"]
         self.saves_for = made if self.gradients == "forward" else dict.fromkeys(made, tuple(rows))
 
     @property
@@ -183,44 +195,68 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         targets: Tensor,
         call: Call,
     ) -> Out:
-        check_operands("LinearCrossEntropy", x, weight, bias, class_weights)
-        self._check_targets(x, targets, len(weight))
-        if torch_private.is_dtensor(type(weight)):
-            operands = x, call.precision.cast(weight), call.precision.cast(bias)
-            loss, published = sharded_cross_entropy(
-                linear_cross_entropy, *operands, targets, class_weights, self._options
-            )
-            return Out(loss, _saved(), published or None)
+        if torch_private.is_dtensor(type(weight)):  # of a head that no style has laid out
+            w, b = call.precision.cast(weight), call.precision.cast(bias)
+            options: Any = {"linear_bias": b, "weight": class_weights, **self._options._asdict()}
+            found = linear_cross_entropy(x, w, targets, **options)  # type: ignore[arg-type]
+            loss, *rest = found if isinstance(found, tuple) else (found,)
+            return Out(loss, _saved(), dict(zip(self.writes, rest, strict=True)) or None)
+        classes = len(weight) if self.vocabulary is None else self.vocabulary.total
+        check_operands("LinearCrossEntropy", x, weight, bias, class_weights, classes)
+        self._check_targets(x, targets, classes)
         w, b = call.precision.cast(weight), call.precision.cast(bias)
         if x.dtype != w.dtype:  # type: ignore[union-attr]
             raise ShapeError(
                 f"LinearCrossEntropy expects x and weight of one dtype, got {x.dtype} and {w.dtype}."  # type: ignore[union-attr]
             )
         rows, at = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-        args: Any = rows, w, b, at, class_weights
+        args: Any = rows, w, b, at
         total = self._total(at, class_weights, K.accumulator(x.dtype))
-        if self.gradients == "forward" and call.needs:
+        # over ranks, plain torch (`fo.reference()`) differentiates the tokens' losses
+        plain = self.vocabulary is not None and torch.is_grad_enabled()
+        if self.gradients == "forward" and call.needs and not plain:
             needs = [name in call.needs for name in ("x", "weight", "bias")]
-            unit = unit_of(total)
-            args = *args, (unit / total).expand(len(rows)), *self._ends, needs
-            loss, *made = K.linear_cross_entropy_grads(*args)
+            unit = _unit(total)
+            loss, *made = self._with_grads(args, class_weights, unit / total, needs)
             dx, dw, db = (t if need else None for t, need in zip(made, needs, strict=True))
             dx = None if dx is None else dx.view(x.shape)
             return Out(
                 (loss / total).sum(),
                 _saved(dx=dx, dweight=dw, dbias=db, unit=unit, weight=weight, bias=bias),
             )
-        loss, lse, logp, expected = K.linear_cross_entropy_fwd(*args, *self._ends)
+        loss, published, numbers = self._rows(args, class_weights)
         y = loss.view(targets.shape) if self.reduction == "none" else (loss / total).sum()
-        side = {}
-        if self.writes:
-            published = {"lse": lse, "log_probs": logp, "entropy": lse - expected}
-            side = {name: published[name].view(targets.shape) for name in self.writes}
+        side = {name: published[name].view(targets.shape) for name in self.writes}
         saved = _saved(
             x=x, weight=weight, bias=bias, targets=targets, class_weights=class_weights,
-            total=total, lse=lse, expected=expected, ends=self._ends,
+            total=total, ends=self._ends, **numbers,
         )  # fmt: skip
         return Out(y, saved, side or None)
+
+    def _with_grads(
+        self, args: Any, class_weights: Tensor | None, dloss: Tensor, needs: list[bool]
+    ) -> Any:
+        """The loss of each token, dx, dweight and dbias.   args: (x, weight, bias, targets).  dloss: ()"""
+        dloss = dloss.expand(len(args[0]))
+        if self.vocabulary is not None:
+            sharded = ShardedLoss(self.vocabulary, self._options, class_weights)
+            of_rows: Any = *args, dloss, needs
+            return sharded.grads(*of_rows)
+        of_rows = *args, class_weights, dloss, *self._ends, needs
+        return K.linear_cross_entropy_grads(*of_rows)
+
+    def _rows(
+        self, args: Any, class_weights: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """The loss of each token, what can be published of it, and what a backward reads.   args: as above"""
+        if self.vocabulary is not None:
+            sharded = ShardedLoss(self.vocabulary, self._options, class_weights)
+            loss, published, numbers = sharded.fwd(*args)
+            return loss, published, numbers._asdict()
+        of_rows: Any = *args, class_weights, *self._ends
+        loss, lse, logp, expected = K.linear_cross_entropy_fwd(*of_rows)
+        published = {"lse": lse, "log_probs": logp, "entropy": lse - expected}
+        return loss, published, {"lse": lse, "expected": expected}
 
     @property
     def _options(self) -> LossOptions:
@@ -309,19 +345,30 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         rows, targets = x.reshape(-1, x.shape[-1]), _needed(saved.targets).reshape(-1)
         zero = torch.zeros_like(lse)
         dloss = zero if dy is None else (dy.reshape(-1) / total).to(zero.dtype).expand_as(lse)
-        grads, expected = [dloss], lse
-        if saved.expected is not None:
-            given = [dside.get(name) for name in ROWS]
-            dlse, dlogp, dentropy = (zero if d is None else d.reshape(-1) for d in given)
-            grads, expected = [dloss, dlse + dentropy, dlogp, -dentropy], _needed(saved.expected)
-        w, b = call.precision.cast(_needed(saved.weight)), call.precision.cast(saved.bias)
+        given = (dside.get(name) for name in ROWS)
+        d = TokenGrads(dloss, *(zero if t is None else t.reshape(-1) for t in given))
+        w: Any = call.precision.cast(_needed(saved.weight))
+        b = call.precision.cast(saved.bias)
+        needs = [name in call.needs for name in ("x", "weight", "bias")]
         main_grad = (call.out or {}).get("weight")
         if main_grad is not None and (main_grad.dtype != zero.dtype or "weight" in call.overwrite):
             main_grad = None
-        needs = [name in call.needs for name in ("x", "weight", "bias")]
-        made: Any = rows, w, b, targets, saved.class_weights, lse, expected, grads
-        args: list[Any] = [*made, *_needed(saved.ends), needs, main_grad]
-        dx, dw, db = K.linear_cross_entropy_bwd(*args)
+        expected = lse if saved.expected is None else saved.expected
+        made: Any
+        if self.vocabulary is not None:
+            main_grad = None
+            sharded = ShardedLoss(self.vocabulary, self._options, saved.class_weights)
+            numbers = RankNumbers(lse, expected, _needed(saved.gathered))
+            made = sharded.bwd(d, numbers, rows, w, b, targets, needs)
+        else:
+            grads = [dloss]
+            if saved.expected is not None:
+                grads = [dloss, d.lse + d.entropy, d.log_probs, -d.entropy]
+            of_rows: Any = rows, w, b, targets, saved.class_weights, lse, expected, grads
+            ends: Any = _needed(saved.ends)
+            of_rows = *of_rows, *ends, needs, main_grad
+            made = K.linear_cross_entropy_bwd(*of_rows)
+        dx, dw, db = made
         params = {
             "weight": dw if needs[1] and main_grad is None else None,
             "bias": db if needs[2] else None,
@@ -340,18 +387,30 @@ DEFAULTS = {
 
 
 def check_operands(
-    who: str, x: Tensor, weight: Tensor, bias: Tensor | None, class_weights: Tensor | None = None
+    who: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    class_weights: Tensor | None = None,
+    classes: int | None = None,
 ) -> None:
-    """Raise ShapeError unless classes have a row of the weight, as wide as x, and one number of the others."""
+    """Raise ShapeError unless classes have a row of the weight, as wide as x, and one number of the others.
+
+    classes: of the whole vocabulary, where the weight and the bias have some of them
+    """
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
         raise ShapeError(
             f"{who} expects x (..., D) and a weight (V, D), got {tuple(x.shape)} and "
             f"{tuple(weight.shape)}."
         )
-    for name, t in (("bias", bias), ("class weights", class_weights)):
-        if t is not None and (t.shape != weight.shape[:1] or not t.is_floating_point()):
+    own = len(weight)
+    for name, t, count in (
+        ("bias", bias, own),
+        ("class weights", class_weights, own if classes is None else classes),
+    ):
+        if t is not None and (t.shape != (count,) or not t.is_floating_point()):
             raise ShapeError(
-                f"{who} expects {name} of a float dtype and shape ({len(weight)},), got {t.dtype} of "
+                f"{who} expects {name} of a float dtype and shape ({count},), got {t.dtype} of "
                 f"shape {tuple(t.shape)}."
             )
 
@@ -361,6 +420,14 @@ def _needed(t: Any) -> Any:
     if t is None:
         raise FuseOpsError("LinearCrossEntropy.bwd reads what was not saved.")
     return t
+
+
+def _unit(total: Tensor) -> Tensor:
+    """What the forward multiplies the gradients by that it makes, and the backward divides by: a power of two.
+
+    float16 cannot hold them divided by a count of tokens, and what a GradScaler multiplies by comes later.
+    """
+    return torch.ldexp(torch.ones_like(total), torch.frexp(total).exponent - 1)
 
 
 def _saved(**fields: Any) -> LinearCrossEntropySaved:
@@ -406,27 +473,27 @@ def linear_cross_entropy(
         raise FuseOpsError(
             "linear_cross_entropy: weight wants a gradient and would get none, as in torch: detach it."
         )
+    mesh, total = None, 0
     if torch_private.is_dtensor(type(linear_weight)):
-        options.check()
-        precision, device = Precision(autocast_of(input)), input.device.type
-        operands: Any = input, linear_weight, linear_bias
-        x, w, b = map(precision.cast, operands)
-        with torch.autocast(device, enabled=False) if precision.compute else nullcontext():
-            loss, published = sharded_cross_entropy(
-                linear_cross_entropy, x, w, b, target, weight, options
-            )
-        return (loss, *published.values()) if published else loss
+        check_layout(linear_weight, linear_bias)
+        w: Any = linear_weight
+        b: Any = linear_bias
+        mesh, total = w.device_mesh, w.shape[0]
+        linear_weight, linear_bias = w.to_local(), None if b is None else b.to_local()
     given = {"weight": linear_weight, "bias": linear_bias, "class_weights": weight}
     side = {name: t for name, t in given.items() if t is not None}
-    op = getattr(_GIVEN, _given_op(tuple(side), *options))
+    op = getattr(_GIVEN, _given_op(tuple(side), mesh, total, *options))
     return op(input, targets=target, **side)
 
 
 class _OnGivenWeight(LinearCrossEntropy):
     """The cross entropy over a weight and a bias of the caller, which are side inputs of these names."""
 
-    def __init__(self, names: tuple[str, ...], options: LossOptions) -> None:
+    def __init__(
+        self, names: tuple[str, ...], vocabulary: Vocabulary | None, options: LossOptions
+    ) -> None:
         Op.__init__(self)
+        self.vocabulary = vocabulary
         self._set_options(options)
         self.reads = ("targets", *names)
         self.weight = self.bias = self.class_weights = None  # type: ignore[assignment]
@@ -449,11 +516,12 @@ _GIVEN = _GivenOps()
 
 
 @torch_private.assume_constant_result
-def _given_op(reads: tuple[str, ...], *options: Any) -> str:
+def _given_op(reads: tuple[str, ...], mesh: Any, classes: int, *options: Any) -> str:
     """The name of the op of these options. Dynamo, which makes no modules, does not trace this."""
-    key = reads, *options
+    key = reads, mesh, classes, *options
     if key not in _GIVEN.names:
         name = f"op{len(_GIVEN.names)}"
-        setattr(_GIVEN, name, _OnGivenWeight(reads, LossOptions(*options)))
+        vocabulary = None if mesh is None else vocabulary_over(mesh, classes)
+        setattr(_GIVEN, name, _OnGivenWeight(reads, vocabulary, LossOptions(*options)))
         _GIVEN.names[key] = name
     return _GIVEN.names[key]

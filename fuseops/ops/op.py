@@ -24,7 +24,6 @@ from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
 from fuseops.recipes.scales import ScaleState, fit_state
 from fuseops.recipes.store import WeightStore
-from fuseops.torch_private import any_autocast
 
 if TYPE_CHECKING:
     # `class MyOp(fo.Op)` without a Saved; TypeVar itself has defaults from Python 3.13
@@ -75,18 +74,6 @@ class Precision(NamedTuple):
     def autocast(self, device: str) -> AbstractContextManager[Any]:
         """What a level-1 op runs under: the autocast that a plain module would see."""
         return nullcontext() if self.compute is None else torch.autocast(device, self.compute)
-
-
-def autocast_of(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast gives x, None where it is off. By torch's own rule double is not cast; the meta device
-    has no autocast, and raises when asked.
-    """
-    if not any_autocast():
-        return None
-    device = x.device.type
-    if x.dtype is torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
 
 
 class Call(NamedTuple):

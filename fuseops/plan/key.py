@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fuseops.ops.op import OF_EVERY_MODULE, Op, autocast_of
-from fuseops.torch_private import GLOBAL_HOOKS, tensor_guard
+from fuseops.ops.op import OF_EVERY_MODULE, Op
+from fuseops.torch_private import GLOBAL_HOOKS, any_autocast, tensor_guard
 
 from .chain import Chain
 
@@ -245,3 +245,15 @@ def _depends_on(own: Mapping[str, Any], read: bool) -> list[str]:
     """What an instance, given as its `__dict__`, holds that a plan may depend on.  read: by conditions"""
     known = OF_OPS if not own["_buffers"] else OF_OPS | {"_buffers"}
     return [n for n in own if n in known or (read and n not in OF_EVERY_MODULE)]
+
+
+def autocast_of(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast gives x, None where it is off. By torch's own rule double is not cast; the meta device
+    has no autocast, and raises when asked.
+    """
+    if not any_autocast():
+        return None
+    device = x.device.type
+    if x.dtype is torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import distributed as fd
+from fuseops import offload
 
 D, V = 6, 11  # of an odd vocabulary the last rank has fewer classes
 
@@ -125,11 +129,21 @@ def law_a_head_in_a_sequence_trains() -> None:
     torch.testing.assert_close(model[0].weight.grad, twin[0].weight.grad)
 
 
-def law_a_target_that_is_no_class_is_nan() -> None:
+def law_a_target_that_is_no_class_is_refused_or_nan() -> None:
+    """NaN where nobody looks at targets: on a device, and in compiled code."""
     x, weight, _, targets = operands()
     targets[1, 1] = V
-    loss = fo.linear_cross_entropy(x, sharded(weight), targets, reduction="none")
-    assert loss.isnan().nonzero().tolist() == [[1, 1]]
+    with pytest.raises(fo.FuseOpsError, match="expects targets from 0 to 10, of its 11 classes"):
+        fo.linear_cross_entropy(x, sharded(weight), targets)
+    with mock.patch("fuseops.ops.cross_entropy.check_targets"):
+        for way in WAYS:
+            options: Any = dict(zip(("reduction", "gradients"), way, strict=True))
+            part = sharded(weight)
+            loss = fo.linear_cross_entropy(x, part, targets, **options)
+            dx, _ = torch.autograd.grad(loss.sum(), [x, part])
+            found = loss.isnan() if loss.dim() else dx.isnan().all(-1)
+            assert found.nonzero().tolist() == [[1, 1]] and bool(loss.isnan().any())
+            assert dx.isnan().all(-1).nonzero().tolist() == [[1, 1]]
 
 
 def law_what_it_cannot_do_is_refused() -> None:
@@ -242,3 +256,47 @@ def law_a_plan_shards_a_head_by_its_classes() -> None:
         ):
             grad: Any = q.grad
             torch.testing.assert_close(grad.full_tensor().view_as(p), p.grad, msg=name)
+
+
+def law_features_of_one_process_hold_over_parts_of_a_vocabulary() -> None:
+    """Names of what is saved, offload, recomputation, plain torch, and compiled code of any number of tokens."""
+    x, _, _, targets = operands()
+    model = transformer()
+    parallelize_module(model, mesh(), fd.tp_plan(model))
+    params: list[Any] = [*model.parameters()]
+
+    def grads(run: Any, tokens: int = 2) -> list[Tensor]:
+        leaf = x.detach().repeat(2, 1, 1)[:tokens].requires_grad_()
+        loss = run(leaf, targets=targets.repeat(2, 1)[:tokens])
+        return [loss, *torch.autograd.grad(loss, [leaf, *params])]
+
+    def close(a: list[Any], b: list[Any]) -> None:
+        for left, right in zip(a, b, strict=True):
+            torch.testing.assert_close(
+                *(t.to_local() if hasattr(t, "to_local") else t for t in (left, right))
+            )
+
+    expected = grads(model)
+    with offload.to_host(min_bytes=0) as scope:
+        got = grads(model)
+    close(got, expected)
+    moved = {e.name for e in scope.report().entries if e.decision == "moved"}
+    assert {"5.dx", "5.dweight", "5.dbias"} <= moved
+    close(grads(functools.partial(checkpoint, model, use_reentrant=False)), expected)
+    with fo.reference():
+        close(grads(model), expected)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for tokens in (2, 3):
+        close(grads(compiled, tokens), grads(model, tokens))
+    head: Any = model[5]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def loss_of(x: Tensor, targets: Tensor) -> Tensor:
+        return fo.linear_cross_entropy(x, head.weight, targets, linear_bias=head.bias)
+
+    got = torch.autograd.grad(loss_of(x, targets), [head.weight, head.bias])
+    wanted = torch.autograd.grad(
+        fo.linear_cross_entropy(x, head.weight, targets, linear_bias=head.bias),
+        [head.weight, head.bias],
+    )
+    close([*got], [*wanted])

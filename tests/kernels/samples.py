@@ -112,8 +112,11 @@ def samples() -> dict[str, tuple]:
             *(*head, rstd, rstd, [rstd, rstd, rstd, rstd], [0.0, 0.0, 0.0, 1.0], -100, 300),
             *([True, True, True],),
         ),
-        "logit_rows": (logits, *head[3:], [0.1, 1e-2, 5.0, 0.5], -100),
-        "logit_grads_into": (logits, *head[3:], rstd, rstd, [0.1, 1e-2, 5.0, 0.5], -100, 0, 20),
+        "logits_with_rows": (*head, [0.1, 1e-2, 5.0, 0.5], -100),
+        "logit_grads_into": (
+            *(logits, *head[:2], *head[3:], rstd, rstd, [0.1, 1e-2, 5.0, 0.5], -100, 0, 20, True),
+            *(torch.randn(20, 16), torch.randn(20), False),
+        ),
         "scaled_to": (y, torch.tensor(0.5), torch.float16),
         "linear_cross_entropy_grads": (*head, rstd, [0.0, 0.1, 0.0, 1.0], -100, 300, [True] * 3),
         "apply_rope": (x.view(3, 2, 32), torch.rand(3, 8), torch.rand(3, 8), True),

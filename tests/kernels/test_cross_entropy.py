@@ -106,28 +106,38 @@ def test_logits_of_some_classes_are_the_twins_and_all_together_the_whole(case, o
     """A vocabulary in two parts, as two ranks have it: numbers of each, then gradients from the lse of all."""
     x, weight, bias, targets, weights = case
     vocab, dloss = len(weight), tensor((len(x),), torch.float32, "normal", 1)
-    cut = max(vocab * percent // 100, 1)
-    raw = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    lse = k.logit_rows.twin(raw, targets, weights, options, IGNORED)[1]
-    whole = raw.clone()
-    k.logit_grads_into.twin(whole, targets, weights, lse, dloss, options, IGNORED, 0, vocab)
+    cut, ends = max(vocab * percent // 100, 1), (options, IGNORED)
+    raw, _, lse, *_ = k.logits_with_rows.twin(x, weight, bias, targets, weights, *ends)
+    whole, sums = raw.clone(), (torch.zeros(weight.shape), torch.zeros(vocab))
+    rest = targets, weights, lse, dloss, *ends
+    dx = k.logit_grads_into.twin(whole, x, weight, *rest, 0, vocab, True, *sums, True)
+    size = max(1.0, 20.0 / options[3])
     for first, last in ((0, cut), (cut, vocab)):
         if first == last:
             continue
+        part = slice(first, last)
         at = targets.where((targets >= first) & (targets < last), first) - first
-        own = None if weights is None else weights[first:last]
-        rows = raw[:, first:last], at, own, options, IGNORED
-        got, want = k.logit_rows.launcher(*on_device(rows)), k.logit_rows.twin(*rows)
+        own = x, weight[part], *(None if t is None else t[part] for t in (bias,)), at
+        rows = *own, None if weights is None else weights[part], *ends
+        got, want = k.logits_with_rows.launcher(*on_device(rows)), k.logits_with_rows.twin(*rows)
         for mine, theirs in zip(got, want, strict=True):
-            close(mine, theirs, torch.float32, terms=40.0 / options[3])
-        logits = raw.clone().to(DEVICE)[:, first:last]
-        rest = targets, weights, lse, dloss, options, IGNORED, first, vocab
-        k.logit_grads_into.launcher(logits, *on_device(rest))
-        size = max(1.0, 20.0 / options[3])
-        close(logits, whole[:, first:last], x.dtype, terms=size)
-        mine = raw[:, first:last].clone()
-        k.logit_grads_into.twin(mine, *rest)
-        assert torch.equal(mine, whole[:, first:last])
+            close(mine, theirs, x.dtype, terms=2 * size)
+        logits = raw.clone().to(DEVICE)[:, part]
+        args = (*rest, first, vocab, True)
+        mine = torch.ones(weight[part].shape), torch.zeros(last - first)
+        moved = on_device(mine)
+        got_dx = k.logit_grads_into.launcher(
+            logits, *on_device((x, weight[part], *args)), *moved, False
+        )
+        close(logits, whole[:, part], x.dtype, terms=size)
+        twins = raw[:, part].clone(), torch.ones(weight[part].shape), torch.zeros(last - first)
+        want_dx = k.logit_grads_into.twin(twins[0], x, weight[part], *args, *twins[1:], False)
+        assert torch.equal(twins[0], whole[:, part])
+        for a, b in ((got_dx, want_dx), *zip(moved, twins[1:], strict=True)):
+            terms = max(b.abs().max().item() if b.numel() else 0.0, 1.0) * size
+            close(a, b, x.dtype, terms=terms)
+        close(twins[1] - 1, sums[0][part], x.dtype, terms=max(len(x), 1) * size)
+    assert dx.shape == x.shape
 
 
 @given(cases(), st.sampled_from([0.0, 0.25]))

@@ -24,7 +24,7 @@ from .cross_entropy import linear_cross_entropy_bwd as linear_cross_entropy_bwd
 from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
 from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_grads
 from .cross_entropy import logit_grads_into as logit_grads_into
-from .cross_entropy import logit_rows as logit_rows
+from .cross_entropy import logits_with_rows as logits_with_rows
 from .cross_entropy import scaled_to as scaled_to
 from .dropout import apply_dropout as apply_dropout
 from .dropout import dropout_mask as dropout_mask

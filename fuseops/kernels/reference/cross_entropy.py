@@ -127,20 +127,27 @@ def _gradients(
     return dx, dweight, dbias
 
 
-def logit_rows(
-    logits: Tensor,
+def logits_with_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     targets: Tensor,
     class_weights: Tensor | None,
     options: Sequence[float],
     ignore_index: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, lse, logp, expected) of each row: see the kernel."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(logits, loss, lse, logp, expected): see the kernel."""
+    line = -(-len(weight) // 64) * 64
+    logits = x.new_empty(len(x), line)[:, : len(weight)]
+    logits.copy_(F.linear(x, weight, None if bias is None else bias.to(x.dtype)))
     divided = _divided(logits, options)
-    return _row_results(divided, targets, class_weights, options, ignore_index)
+    return logits, *_row_results(divided, targets, class_weights, options, ignore_index)
 
 
 def logit_grads_into(
     logits: Tensor,
+    x: Tensor,
+    weight: Tensor,
     targets: Tensor,
     class_weights: Tensor | None,
     lse: Tensor,
@@ -149,11 +156,21 @@ def logit_grads_into(
     ignore_index: int,
     first: int,
     vocab: int,
-) -> None:
-    """The gradients of the logits, in their place: see the kernel."""
+    need_dx: bool,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    begin: bool,
+) -> Tensor:
+    """The gradients of the logits, in their place: see the kernel.   -> dx"""
     divided = _divided(logits, options)
     ends = options, ignore_index, first, vocab
     logits.copy_(_dlogits(divided, targets, class_weights, lse, lse, [dloss], *ends))
+    if dweight is not None:
+        product = (wide(logits).t() @ wide(x)).to(dweight.dtype)
+        dweight.copy_(product if begin else dweight + product)
+    if dbias is not None:
+        dbias += wide(logits).sum(0)
+    return logits @ weight if need_dx else x.new_empty(0)
 
 
 def linear_cross_entropy_grads(
