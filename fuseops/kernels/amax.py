@@ -4,7 +4,8 @@ Maths: inv = limit / amax, correctly rounded, 1 for an amax of 0; q = saturate(x
 1 / inv. NaN stays NaN and does not count in amax; infinities become the ends of the range.
 Shapes: x (R, N) -> rows (R, N), columns (N, C), scale (E,). With `offs` the columns of each group begin at a multiple
 of 128, C = (R//128 + E) * 128, and what belongs to no row is zero; without it C = ceil(R/128) * 128, scale (). Rows of
-padding (at or beyond offs[-1]) are not written.  A weight (E, N, K) -> (E, N, K), (E, K, N), scale (E,).
+padding (at or beyond offs[-1]) are not written.  A weight (E, N, K) -> (E, N, K), (E, K, N), scale (E,);
+of (N, K) the same without E.
 What is not wanted is empty.
 Two reads of x: the largest magnitudes meet by integer maxima of their bits, which no order changes.
 Hardware: sm_89 and later convert; older ones run the reference, as sizes and strides beyond 2^24 do.
@@ -12,6 +13,7 @@ Hardware: sm_89 and later convert; older ones run the reference, as sizes and st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,9 +23,9 @@ from torch import Tensor
 from fuseops.kernels import reference, tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, too_large
+from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, matrix_shape, too_large
 from fuseops.kernels.registry import on_meta, tensor_bytes
-from fuseops.kernels.tiles import cdiv, require
+from fuseops.kernels.tiles import cdiv
 
 BLOCK = 128
 SPAN = 1024
@@ -85,15 +87,15 @@ def quantize_groups(
 def quantize_matrices(
     weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True
 ) -> Three:
-    """(codes, codes transposed, scale) with one scale a matrix.   (E, N, K)"""
-    require(weight.dim() == 3, f"weight is {tuple(weight.shape)}, expected (E, N, K).")
-    groups, n, k = weight.shape
+    """(codes, codes transposed, scale) with one scale a matrix.   (N, K) or (E, N, K)"""
+    *lead, n, k = matrix_shape(weight)
+    groups = math.prod(lead)
     x = fp8_rows(weight.reshape(groups * n, k), dtype).contiguous()
     if not x.numel() or max(n, k) >= 1 << 24 or n % 16:
         return reference.quantize_matrices(weight, dtype, row, col)
-    data = x.new_empty((groups, n, k) if row else 0, dtype=dtype)
-    turned = x.new_empty((groups, k, n) if col else 0, dtype=dtype)
-    scale = x.new_empty(groups, dtype=torch.float32)
+    data = x.new_empty((*lead, n, k) if row else 0, dtype=dtype)
+    turned = x.new_empty((*lead, k, n) if col else 0, dtype=dtype)
+    scale = x.new_empty(lead, dtype=torch.float32)
     form = {"FORM": "matrices", "ALIGN": 16, "ROW": row, "COL": col}
     _launch(
         x, None, (data, turned, scale), groups * cdiv(n, BLOCK), (groups * n, k, n), form, groups

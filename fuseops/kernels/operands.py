@@ -13,6 +13,7 @@ Hardware: sm_89 and later convert; older ones run the reference, as sizes and st
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from fuseops.kernels import fp8_paths, reference, tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.quantize import FORMATS, SM_89
+from fuseops.kernels.quantize import FORMATS, SM_89, matrix_shape
 from fuseops.kernels.registry import kernel_op, on_meta, tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, require
 
@@ -256,19 +257,18 @@ def dswiglu_operand(
     nbytes=lambda w, dtype, row=True, col=True: tensor_bytes(w) + w.numel() * (row + col),
 )
 def quantize_weight(weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True) -> Four:
-    """(codes, scales, codes transposed, scales) in squares of 128 x 128 of each matrix.   (E, N, K)"""
-    require(weight.dim() == 3, f"weight is {tuple(weight.shape)}, expected (E, N, K).")
-    groups, n, k = weight.shape
+    """(codes, scales, codes transposed, scales) in squares of 128 x 128 of each matrix.   (N, K) or (E, N, K)"""
+    *lead, n, k = matrix_shape(weight)
     if not weight.numel() or max(n, k) >= 1 << 24 or n % 16 or k % 16 or not (row or col):
         return reference.quantize_weight(weight, dtype, row, col)
     weight = weight.contiguous()
     blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
-    data = weight.new_empty((groups, n, k) if row else 0, dtype=dtype)
-    scale = weight.new_empty((groups, *blocks) if row else 0, dtype=torch.float32)
-    turned = weight.new_empty((groups, k, n) if col else 0, dtype=dtype)
-    turned_scale = weight.new_empty((groups, *blocks[::-1]) if col else 0, dtype=torch.float32)
+    data = weight.new_empty((*lead, n, k) if row else 0, dtype=dtype)
+    scale = weight.new_empty((*lead, *blocks) if row else 0, dtype=torch.float32)
+    turned = weight.new_empty((*lead, k, n) if col else 0, dtype=dtype)
+    turned_scale = weight.new_empty((*lead, *blocks[::-1]) if col else 0, dtype=torch.float32)
     launch(
-        device("operands").quantize_weight_kernel, (groups * blocks[0] * blocks[1],),
+        device("operands").quantize_weight_kernel, (math.prod(lead) * blocks[0] * blocks[1],),
         weight, data, scale, turned, turned_scale, n, k, SHIFT=SHIFT[dtype], ROW=row, COL=col,
         ALIGN=16, **overlap(weight.device), **WEIGHT.pick(n, (k,), weight),
     )  # fmt: skip

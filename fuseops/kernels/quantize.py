@@ -117,6 +117,13 @@ def fp8_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return as_rows(x)
 
 
+def matrix_shape(weight: Tensor) -> torch.Size:
+    """The shape of a weight, (N, K) or (E, N, K).  Raises FuseOpsError for another one."""
+    shape = weight.shape
+    require(len(shape) in (2, 3), f"weight is {tuple(shape)}, expected (N, K) or (E, N, K).")
+    return shape
+
+
 def too_large(x: Tensor) -> bool:
     """Whether offsets within a tile of x, which are 32 bits, would not do."""
     return max(*x.shape, x.stride(0)) >= 1 << 24

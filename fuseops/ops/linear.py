@@ -81,8 +81,7 @@ def _quantized(
     x: Operand, weight: Tensor, bias: Tensor | None, call: Call, columns: bool
 ) -> tuple[Tensor, Operand]:
     q = input_operand(x, call, columns=columns)
-    y = gemm.fprop(q, weight_rows(weight, call), name=call.name)
-    y = y if bias is None else y + bias.to(y.dtype)
+    y = gemm.fprop(q, weight_rows(weight, call), name=call.name, bias=bias)
     if x.dim() != 2:  # no view: FSDP2 warns of those that leave its modules
         y = torch_private.unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
     return y, saved_operand(x, q, call) if columns else x

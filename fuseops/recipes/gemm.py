@@ -38,11 +38,15 @@ def fprop(
     offs: Tensor | None = None,
     tiles: Tensor | None = None,
     name: str = "",
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """y = x w^T.   (R, K), (N, K) or (E, N, K) -> (R, N)      name: of the op, here and below, for who watches"""
-    y = _multiplied(x, weight, "row", offs, tiles)
+    """y = x w^T (+ b).   (R, K), (N, K) or (E, N, K), (N,) -> (R, N)
+
+    name: of the op, here and below, for who watches.  bias: without offs
+    """
+    y = _multiplied(x, weight, "row", offs, tiles, bias)
     if Measuring.numbers and (seen := watching()):
-        seen.compare(name, "forward", y, partial(_exact, offs=offs), x, weight)
+        seen.compare(name, "forward", y, partial(_exact, offs=offs, bias=bias), x, weight)
     return y
 
 
@@ -60,11 +64,19 @@ def dgrad(
     return dx
 
 
-def _exact(rows: Tensor, weight: Tensor, offs: Tensor | None, turn: bool = False) -> Tensor:
+def _exact(
+    rows: Tensor,
+    weight: Tensor,
+    offs: Tensor | None,
+    turn: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
     """The product of what operands were."""
     rows, weight = rows.reshape(-1, rows.shape[-1]).float(), weight.float()
     weight = weight.mT if turn else weight
-    return F.linear(rows, weight) if offs is None else K.grouped_mm(rows, weight, offs)
+    if offs is not None:
+        return K.grouped_mm(rows, weight, offs)
+    return F.linear(rows, weight, None if bias is None else bias.float())
 
 
 def _exact_wgrad(dy: Tensor, x: Tensor, offs: Tensor | None) -> Tensor:
@@ -73,21 +85,36 @@ def _exact_wgrad(dy: Tensor, x: Tensor, offs: Tensor | None) -> Tensor:
 
 
 def _multiplied(
-    a: Operand, weight: Operand, layout: str, offs: Tensor | None, tiles: Tensor | None
+    a: Operand,
+    weight: Operand,
+    layout: str,
+    offs: Tensor | None,
+    tiles: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """A product of rows with a weight, whose layout has the summed axis last."""
+    """A product of rows with a weight, whose layout has the summed axis last, and the bias, which a kernel for codes in
+    large blocks adds before it rounds.
+    """
     if isinstance(a, Quantized) and isinstance(weight, Quantized) and a.dtype in OUTPUTS:
         codes, turned = a.row, weight.row if layout == "row" else weight.col
         other = weight.scaling if layout == "row" else weight.scaling.colwise or weight.scaling
         kind = other.kernel if other.kernel == a.scaling.kernel else None
         vectors = other.block == VECTOR  # which kernels read of rows alone
         if not vectors and kind is not None and codes is not None and turned is not None:
-            return K.fp8_mm(*codes, *turned, kind, offs, tiles, None, a.dtype)
-        if _small(a, "row", weight, layout):
-            whole = _whole(a, "row", weight, layout, offs)
-            return K.micro_mm(
-                *scaled_tiles(a, "row"), *scaled_tiles(weight, layout), offs, whole, a.dtype
-            )
+            bias = None if bias is None else bias.to(a.dtype)
+            return K.fp8_mm(*codes, *turned, kind, offs, tiles, bias, a.dtype)
+    y = _multiplied_otherwise(a, weight, layout, offs, tiles)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _multiplied_otherwise(
+    a: Operand, weight: Operand, layout: str, offs: Tensor | None, tiles: Tensor | None
+) -> Tensor:
+    """The same where no kernel multiplies codes in large blocks."""
+    if a.dtype in OUTPUTS and _small(a, "row", weight, layout):
+        whole = _whole(a, "row", weight, layout, offs)  # type: ignore[arg-type]
+        parts = *scaled_tiles(a, "row"), *scaled_tiles(weight, layout)  # type: ignore[arg-type]
+        return K.micro_mm(*parts, offs, whole, a.dtype)
     if offs is None:
         return _dense(a, "row", _stands_for(weight, layout), a.dtype)
     return _grouped(a, weight, layout, offs, tiles)

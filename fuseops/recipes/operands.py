@@ -432,12 +432,9 @@ def weight_operand(
     """
     if isinstance(weight, Quantized):
         return replace(weight, row=weight.row if row else None, col=weight.col if col else None)
-    matrices = weight.reshape(-1, *weight.shape[-2:])
-    rows, columns = _of_matrices(matrices, scaling, row, col and scaling.colwise is None, see)
+    rows, columns = _of_weight(weight, scaling, row, col and scaling.colwise is None, see)
     if col and scaling.colwise is not None:
-        _, columns = _of_matrices(matrices, scaling.colwise, False, True, see)
-    if weight.dim() == 2:
-        rows, columns = (t and layout_of(*[part[0] for part in t]) for t in (rows, columns))
+        _, columns = _of_weight(weight, scaling.colwise, False, True, see)
     odd = odd_layouts(weight, scaling)
     q = Quantized(rows, columns, scaling, None, weight.dtype, odd=odd)
     if Measuring.numbers and (seen := watching()):
@@ -462,38 +459,47 @@ def _amax_of_matrices(matrices: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).amax(0)
 
 
-def _of_matrices(
-    matrices: Tensor, scaling: Scaling, row: bool, col: bool, see: See | None
-) -> Layouts:
-    """Both layouts of a weight (E, N, K)."""
+def _of_weight(weight: Tensor, scaling: Scaling, row: bool, col: bool, see: See | None) -> Layouts:
+    """Both layouts of a weight (N, K) or (E, N, K)."""
     if scaling.colwise is not None:
         scaling = replace(scaling, colwise=None)
     by_kernels = scaling.family.codes and scaling.plain and scaling.block != VECTOR
+    if by_kernels and see is None and scaling.block is not None:
+        parts = K.quantize_weight(weight, scaling.data, row, col)
+        return Layout(*parts[:2]) if row else None, Layout(*parts[2:]) if col else None
+    if by_kernels and see is None:
+        data, turned, scale = K.quantize_matrices(weight, scaling.data, row, col)
+        return Layout(data, scale) if row else None, Layout(turned, scale) if col else None
+    matrices = weight.reshape(-1, *weight.shape[-2:])
     if scaling.block is not None and not by_kernels:
-        whole = None
-        if scaling.scale is E4M3:
-            amax = _amax_of_matrices(matrices)
-            whole = amax[:, None, None], amax
-        both = (matrices, row), (matrices.mT, col)
-        rows, columns = (_coded(t, scaling, whole) if wanted else None for t, wanted in both)
-        return rows, columns
-    if see is None and not scaling.plain:
-        see = partial(_up, scaling)
-    if see is not None:
-        up = see(_amax_of_matrices(matrices))
-
-        def codes(t: Tensor) -> Tensor:
-            by = up[:, None, None]
-            cut = K.pieces(t)
-            return K.by_pieces(cut, lambda at: K.saturate(t[:, at].float() * by, scaling.data))
-
-        both = (matrices, row), (matrices.mT, col)
-        rows, columns = (Layout(codes(t), 1 / up) if wanted else None for t, wanted in both)
-        return rows, columns
-    if scaling.block is None:
-        data, turned, scale = K.quantize_matrices(matrices, scaling.data, row, col)
-        rows, columns = Layout(data, scale), Layout(turned, scale)
+        rows, columns = _coded_matrices(matrices, scaling, row, col)
     else:
-        parts = K.quantize_weight(matrices, scaling.data, row, col)
-        rows, columns = Layout(*parts[:2]), Layout(*parts[2:])
-    return rows if row else None, columns if col else None
+        rows, columns = _scaled_matrices(matrices, scaling, row, col, see or partial(_up, scaling))
+    if weight.dim() == 2:
+        rows, columns = (t and layout_of(*[part[0] for part in t]) for t in (rows, columns))
+    return rows, columns
+
+
+def _coded_matrices(matrices: Tensor, scaling: Scaling, row: bool, col: bool) -> Layouts:
+    """Both layouts of (E, N, K) in blocks, by torch."""
+    whole = None
+    if scaling.scale is E4M3:
+        amax = _amax_of_matrices(matrices)
+        whole = amax[:, None, None], amax
+    both = (matrices, row), (matrices.mT, col)
+    rows, columns = (_coded(t, scaling, whole) if wanted else None for t, wanted in both)
+    return rows, columns
+
+
+def _scaled_matrices(matrices: Tensor, scaling: Scaling, row: bool, col: bool, see: See) -> Layouts:
+    """Both layouts of (E, N, K) with one scale a matrix, which `see` gives, by torch."""
+    up = see(_amax_of_matrices(matrices))
+
+    def codes(t: Tensor) -> Tensor:
+        by = up[:, None, None]
+        cut = K.pieces(t)
+        return K.by_pieces(cut, lambda at: K.saturate(t[:, at].float() * by, scaling.data))
+
+    both = (matrices, row), (matrices.mT, col)
+    rows, columns = (Layout(codes(t), 1 / up) if wanted else None for t, wanted in both)
+    return rows, columns

@@ -41,7 +41,11 @@ class WholeLayout(NamedTuple):
     whole: Tensor
 
 
-@dataclass(frozen=True, eq=False)
+ROW = "row", "row_scale", "row_whole"
+COL = "col", "col_scale", "col_whole"
+
+
+@dataclass(frozen=True, eq=False, init=False)
 class Quantized:
     """A tensor of shape (..., K), R rows, in a quantized format.
 
@@ -66,6 +70,20 @@ class Quantized:
     dtype: torch.dtype
     carrier: Tensor | None = None
     odd: tuple[str, ...] = ()
+
+    def __init__(  # that of a frozen dataclass takes twice as long, and a step makes many
+        self,
+        row: Layout | None,
+        col: Layout | None,
+        scaling: Scaling,
+        offs: Tensor | None,
+        dtype: torch.dtype,
+        carrier: Tensor | None = None,
+        odd: tuple[str, ...] = (),
+    ) -> None:
+        self.__dict__.update(
+            row=row, col=col, scaling=scaling, offs=offs, dtype=dtype, carrier=carrier, odd=odd
+        )
 
     # --- as a tensor has them
 
@@ -122,23 +140,18 @@ class Quantized:
     def components(self) -> Mapping[str, Tensor]:
         """The component tensors that are present, by name."""
         found: dict[str, Tensor] = {}
-        for name, layout in (("row", self.row), ("col", self.col)):
-            if layout is not None:
-                found[name] = layout.data
-                found |= {
-                    f"{name}_{part}": t
-                    for part, t in zip(layout._fields[1:], layout[1:], strict=True)
-                }
-        return found if self.offs is None else {**found, "offs": self.offs}
+        if self.row is not None:
+            found.update(zip(ROW, self.row, strict=False))
+        if self.col is not None:
+            found.update(zip(COL, self.col, strict=False))
+        if self.offs is not None:
+            found["offs"] = self.offs
+        return found
 
     def of(self, components: Mapping[str, Tensor]) -> Quantized:
         """The same with other component tensors by name (those brought back after saving)."""
-        row, col = (
-            layout_of(components[n], components[f"{n}_scale"], components.get(f"{n}_whole"))
-            if n in components
-            else None
-            for n in ("row", "col")
-        )
+        row = layout_of(*map(components.get, ROW)) if "row" in components else None  # type: ignore[arg-type]
+        col = layout_of(*map(components.get, COL)) if "col" in components else None  # type: ignore[arg-type]
         offs = components.get("offs")
         return Quantized(row, col, self.scaling, offs, self.dtype, self.carrier, self.odd)
 

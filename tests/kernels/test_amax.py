@@ -36,6 +36,9 @@ def test_groups(rows, n, dtype, values, fmt, seed, wanted, groups):
 def test_matrices(groups, n, k_, dtype, values, fmt, seed, wanted):
     w = varied((groups * n, k_), dtype, values, seed).view(groups, n, k_)
     same(run(k.quantize_matrices, w, fmt, *wanted), reference.quantize_matrices(w, fmt, *wanted))
+    one, of_one = reference.quantize_matrices(w[0], fmt), reference.quantize_matrices(w[:1], fmt)
+    same(one, tuple(t[0] for t in of_one))
+    same(run(k.quantize_matrices, w[0], fmt), one)
 
 
 def test_a_wide_tensor_has_one_amax():

@@ -212,6 +212,9 @@ def test_weights(shape, dtype, values, fmt, seed, wanted):
     w = tensor((shape[0] * shape[1], shape[2]), dtype, values, seed).view(shape)
     row, col = map(bool, wanted)
     same(run(k.quantize_weight, w, fmt, row, col), reference.quantize_weight(w, fmt, row, col))
+    one, of_one = reference.quantize_weight(w[0], fmt), reference.quantize_weight(w[:1], fmt)
+    same(one, tuple(t[0] for t in of_one))
+    same(run(k.quantize_weight, w[0], fmt), one)
 
 
 # --- the twins against numpy and ml_dtypes

@@ -117,14 +117,15 @@ def _columns(data: Tensor, scale: Tensor, offs: Tensor | None) -> tuple[Tensor, 
 def quantize_weight(weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True) -> Four:
     """(codes as they lie, scales, codes transposed, scales) in squares of 128 x 128 of each matrix.
 
-    (E, N, K) -> (E, N, K), (E, ceil(N/128), ceil(K/128)), and both transposed; empty where not wanted.
+    (E, N, K) -> (E, N, K), (E, ceil(N/128), ceil(K/128)), and both transposed; of (N, K) without E.
+    Empty where not wanted.
     """
-    groups, n, k = weight.shape
+    *lead, n, k = weight.shape
     padded = F.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
-    tiles = padded.view(groups, -(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK)
-    inv = inverse_scale(magnitude(tiles).amax((2, 4), keepdim=True), dtype, True)
-    data = saturate((tiles * inv).view_as(padded)[:, :n, :k], dtype)
-    scale = 1 / inv[:, :, 0, :, 0]
+    tiles = padded.view(*lead, -(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK)
+    inv = inverse_scale(magnitude(tiles).amax((-3, -1), keepdim=True), dtype, True)
+    data = saturate((tiles * inv).view_as(padded)[..., :n, :k], dtype)
+    scale = 1 / inv[..., 0, :, 0]
     turned = (t.mT.clone(memory_format=torch.contiguous_format) for t in (data, scale))
     return (
         *((data.contiguous(), scale.contiguous()) if row else _nothing(weight, dtype)),
@@ -206,7 +207,10 @@ def quantize_groups(
 def quantize_matrices(
     weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, codes transposed, scale) with one scale a matrix.   (E, N, K) -> (E, N, K), (E, K, N), (E,)"""
+    """(codes, codes transposed, scale) with one scale a matrix.   (E, N, K) -> (E, N, K), (E, K, N), (E,)
+
+    Of (N, K) without E.
+    """
     data, scale = expert_quantize(weight, dtype)
     turned = data.mT.contiguous() if col else data.new_empty(0)
     return data if row else data.new_empty(0), turned, scale

@@ -83,9 +83,9 @@ def grouped_quantize(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[Tenso
 
 
 def expert_quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One scale an expert.   (E, N, K) -> data (E, N, K), scale (E,)"""
-    inv = inverse_scale(magnitude(weight).amax((1, 2)), dtype, False)
-    return saturate(weight.float() * inv[:, None, None], dtype), 1 / inv
+    """One scale an expert.   (E, N, K) -> data (E, N, K), scale (E,); of (N, K) without E"""
+    inv = inverse_scale(magnitude(weight).amax((-2, -1)), dtype, False)
+    return saturate(weight.float() * inv[..., None, None], dtype), 1 / inv
 
 
 def quantize_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
