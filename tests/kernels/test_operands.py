@@ -114,21 +114,26 @@ def test_dswiglu(rows, n, dtype, fmt, seed, scaled):
 )
 @few
 def test_a_norm_that_writes_an_operand(rows, n, dtype, fmt, seed, added, weighted):
-    """Its rows are the codes of the norm alone, and its columns those of its rows."""
+    """Its rows are the codes of what its rstd makes of x, and its columns those of its rows. The norm alone sums a row
+    in another order, and rstd may differ in its last place.
+    """
     x = varied((rows, n), dtype, "normal", seed, strided=seed % 4 == 0)
     residual = varied((rows, n), dtype, "normal", seed + 1) if added else None
     weight = tensor((n,), dtype, "normal", seed + 2) if weighted else None
-    args = x, residual, weight, 1e-6, fmt, float(seed % 2)
-    data, scale, h, rstd = run(norm_operand.rmsnorm_operand, *args)
-    want = reference.rmsnorm_operand(*args)
+    offset = float(seed % 2)
+    data, scale, h, rstd = run(norm_operand.rmsnorm_operand, x, residual, weight, 1e-6, fmt, offset)
+    want = reference.rmsnorm_operand(x, residual, weight, 1e-6, fmt, offset)
     none = torch.empty(0)
     close((data, scale, none, none), (*want[:2], none, none), fmt, rows)
     if added:
-        alone, h_alone, _ = run(norm.add_rmsnorm_fwd, x, residual, weight, 1e-6, float(seed % 2))
+        _, h_alone, rstd_alone = run(norm.add_rmsnorm_fwd, x, residual, weight, 1e-6, offset)
         assert torch.equal(h, h_alone)
     else:
-        h, (alone, _) = x, run(norm.rmsnorm_fwd, x, weight, 1e-6, float(seed % 2))
-    same((data, scale), run(k.quantize_operand, alone, None, fmt)[:2])
+        h, (_, rstd_alone) = x, run(norm.rmsnorm_fwd, x, weight, 1e-6, offset)
+    torch.testing.assert_close(rstd, rstd_alone, rtol=n * 2.0**-24, atol=0)
+    y = h.float() * rstd[:, None]
+    y = y if weight is None else y * (weight.float() + offset)
+    same((data, scale), run(k.quantize_operand, y.to(dtype), None, fmt)[:2])
     columns = run(norm_operand.rmsnorm_columns, h, weight, rstd, fmt, float(seed % 2))
     same(columns, run(k.permute_operand, data, scale, None, None, False, True)[2:])
     same(columns, reference.rmsnorm_columns(h, weight, rstd, fmt, float(seed % 2)))
