@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fuseops import ops
+from fuseops import ops, torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops.checks import check_integers, check_numbers
 from fuseops.ops.local import Local
@@ -103,6 +103,9 @@ class ExpertParallel(ParallelStyle):
                 f"ExpertParallel: {path_of(layer) or type(layer).__name__} has children {[*children]}, expected one "
                 "Combine behind 'dispatch', and no 'collect' of its own."
             )
+        for child in children.values():
+            if isinstance(child, ops.GroupedLinear):
+                _check(child)
         top_k: Any = children[combine[0]].top_k
         exchange = choose(self.way, mesh, dispatch.num_experts, top_k, **self.limits)
         exchange.sums = self.sums
@@ -124,30 +127,50 @@ class ExpertParallel(ParallelStyle):
                 layer.add_module("collect", ExpertCollect(exchange))
 
     def _shard(self, op: ops.GroupedLinear, mesh: DeviceMesh) -> None:
-        if op._local:
-            raise FuseOpsError(
-                f"ExpertParallel: {path_of(op) or 'a GroupedLinear'} is spread over a mesh already, by its hidden "
-                "units: one of the two."
-            )
-        if not op.packed or op.accumulate_into_main_grad:
-            raise FuseOpsError(
-                f"ExpertParallel: {path_of(op) or 'a GroupedLinear'} keeps "
-                + ("one Parameter a group" if not op.packed else "gradients in main_grad")
-                + ", which DTensors have no place for: build it without."
-            )
-        for name, p in op._parameters.items():
-            if p is not None:
-                op._parameters[name] = placed(p, p.detach(), mesh, Shard(0))
+        _shard_first(op, mesh)
         op.num_groups //= mesh.size()
         local = Local(mean_of=mesh.size() if self.average else 1)
         op._local = {"weight": local, "bias": local}
 
     def _spread_lent(self, experts: Any, mesh: DeviceMesh) -> None:
         check_mesh(mesh, experts.num_experts)
-        for name, p in experts._parameters.items():
-            if p is not None:
-                experts._parameters[name] = placed(p, p.detach(), mesh, Shard(0))
+        _check_whole(experts)
+        _shard_first(experts, mesh)
         experts.__dict__[SPREAD] = partial(self._spread, mesh=mesh)
+
+
+def _check(op: ops.GroupedLinear) -> None:
+    """Raise FuseOpsError unless the experts of a layer can be spread."""
+    if op._local:
+        raise FuseOpsError(
+            f"ExpertParallel: {path_of(op) or 'a GroupedLinear'} is spread over a mesh already, by its hidden "
+            "units: one of the two."
+        )
+    if not op.packed or op.accumulate_into_main_grad:
+        raise FuseOpsError(
+            f"ExpertParallel: {path_of(op) or 'a GroupedLinear'} keeps "
+            + ("one Parameter a group" if not op.packed else "gradients in main_grad")
+            + ", which DTensors have no place for: build it without."
+        )
+    _check_whole(op)
+
+
+def _check_whole(module: nn.Module) -> None:
+    """Raise FuseOpsError where weights are spread already."""
+    for name, p in module._parameters.items():
+        if torch_private.is_dtensor(type(p)):
+            held: Any = p
+            raise FuseOpsError(
+                f"ExpertParallel: {name} of {path_of(module) or type(module).__name__} is a DTensor already, over "
+                f"{held.device_mesh}: spread experts once, and before fully_shard."
+            )
+
+
+def _shard_first(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make every parameter a DTensor, sharded by its first axis."""
+    for name, p in module._parameters.items():
+        if p is not None:
+            module._parameters[name] = placed(p, p.detach(), mesh, Shard(0))
 
 
 def _ahead_of_shared(children: dict[str, Any], arrive: ExpertArrive) -> dict[str, Any]:

@@ -53,9 +53,13 @@ def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     def place(parameter: nn.Parameter) -> Any:
         if not torch_private.is_dtensor(type(parameter)):
             return None
-        local: Any = parameter
-        count = local.to_local().shape[0]
-        return placement_on(Shard(0 if count % mesh.size() == 0 else 1), info)
+        spread: Any = parameter
+        shard = Shard(0 if spread.to_local().shape[0] % mesh.size() == 0 else 1)
+        if (
+            spread.device_mesh.size() == 1
+        ):  # all ranks hold all experts: FSDP2 wants the mesh of the others
+            return shard
+        return placement_on(shard, info)
 
     return place
 

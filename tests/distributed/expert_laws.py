@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -609,6 +610,9 @@ def law_wrong_use_says_so() -> None:
         raises("one dimension, got 2", partial(parallel()._apply, model, two))
     raises("one dimension", partial(expert_placement, two))
     check_overflow(mesh())
+    for model in (layer(), of_transformers()):
+        fully_shard(model, mesh=mesh())
+        raises("before fully_shard", partial(parallel()._apply, model, mesh()))
 
 
 def law_buffers_outside_of_the_allocator_count_in_peaks() -> None:

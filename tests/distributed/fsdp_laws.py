@@ -103,10 +103,11 @@ def adamw(model: Net) -> torch.optim.AdamW:
 
 def law_steps_equal_one_process() -> None:
     alone, one, want = trained_alone(4)
-    model, many, got = trained_together(2, 2)
-    for mine, theirs in zip(got, want, strict=True):
-        close(mine, theirs, "norm")
-    same(model, many, alone, one)
+    for dp, ep in ((2, 2), (4, 1), (1, 4)):
+        model, many, got = trained_together(dp, ep)
+        for mine, theirs in zip(got, want, strict=True):
+            close(mine, theirs, "norm")
+        same(model, many, alone, one)
 
 
 def saves(folder: str) -> None:
