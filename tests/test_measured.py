@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fuseops.explain.charts import ChartBar, bar_chart
 
@@ -379,6 +381,25 @@ def test_ways_to_train_show_what_was_predicted() -> None:
         ["plan", "3", "1.020 (1.000-1.040)", "2.5", "-0.01"],
         ["save_on_cpu", "90", "", "", ""],
     ]
+
+
+def test_the_planner_predicts_what_the_page_on_scale_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of it: what it saves, its times and what leaves."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    scale = loaded("scale")
+    committed = json.loads(scale.PLANNED.read_text(encoding="utf-8"))
+    if committed["environment"]["torch"].split("-")[0] != torch.__version__.split("+")[0]:
+        pytest.skip("written with another torch, which may save other tensors")
+    name, ranks = "Qwen3-30B-A3B", 8
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        row = loaded("scale_planned").planned(scale.MODELS[name], ranks, "speed")
+    finally:
+        dist.destroy_process_group()
+    want = committed["planned"][f"{name}, experts over {ranks}"]
+    assert row.keys() == want.keys()
+    for key, value in row.items():
+        assert value == pytest.approx(want[key]), f"{key}: python benchmarks/scale_planned.py"
 
 
 def test_the_page_on_scale_is_what_its_command_writes() -> None:
