@@ -137,6 +137,23 @@ def test_a_wrong_mapping_is_refused(recipe: Any, error: str) -> None:
         fo.configure(model(), recipe=recipe)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "meant"),
+    [
+        (MX, r"Call it: MXFP8BlockScaling\(\)\."),
+        ({"**": MX()}, r"configure\(model, recipe="),
+        (MX().roles(), "ByRole"),
+        (fo.recipes.Scaling(), "ByRole"),
+        ("float8", "got 'float8'"),
+    ],
+)
+def test_what_is_no_recipe_is_refused_with_what_was_meant(recipe: Any, meant: str) -> None:
+    with pytest.raises(fo.FuseOpsError, match=f"must be a fuseops.recipes.Recipe.*{meant}"):
+        fo.recipe(recipe)
+    with pytest.raises(fo.FuseOpsError, match="strict must be True or False, got 'fc1'"):
+        fo.recipe(BLOCK(), strict="fc1")  # type: ignore[arg-type]
+
+
 def test_globs_need_a_model_and_a_function_gives_formats() -> None:
     with pytest.raises(fo.FuseOpsError, match="needs the model"):
         fo.configure(recipe={"**": MX()})

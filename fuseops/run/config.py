@@ -14,7 +14,7 @@ from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of, set_path, stripped, walk
 from fuseops.ops.scopes import Override
 from fuseops.plan.records import Miss
-from fuseops.recipes import ByName, Recipe
+from fuseops.recipes import ByName, Recipe, Roles, Scaling
 from fuseops.rules.builtin_rules import POINTWISE
 from fuseops.rules.rule import Rule
 
@@ -106,15 +106,26 @@ def _override(**said: Any) -> Override:
     if given.get("prefer", "speed") not in PREFERENCES:
         raise FuseOpsError(f"prefer must be one of {PREFERENCES}, got {given['prefer']!r}.")
     if given.get("recipe") is not None and not isinstance(given["recipe"], Recipe):
-        raise FuseOpsError(
-            f"recipe must be a fuseops.recipes.Recipe or None, got {given['recipe']!r}."
-        )
+        raise _no_recipe(given["recipe"])
     if "rules" in given:
         several = _several("rules", given["rules"], Rule | str, '[fuseops.Rule(...), "pointwise"]')
         given["rules"] = tuple(_rule(item) for item in several)
     if "disable" in given:
         given["disable"] = _names("disable", given["disable"])
     return tuple(sorted(given.items()))
+
+
+def _no_recipe(given: Any) -> FuseOpsError:
+    """The error for something that is no recipe, with what was meant where that can be known."""
+    meant = ""
+    if isinstance(given, type) and issubclass(given, Recipe):
+        meant = f" Call it: {given.__name__}()."
+    elif isinstance(given, Mapping):
+        meant = " Globs name ops of a model: fuseops.configure(model, recipe={glob: recipe})."
+    elif isinstance(given, Roles | Scaling):
+        meant = " Formats by role are those of fuseops.recipes.ByRole(function)."
+    said = f"recipe must be a fuseops.recipes.Recipe or None, got {given!r:.80}."
+    return FuseOpsError(said + meant)
 
 
 def _rule(item: Rule | str) -> Rule:
@@ -226,6 +237,8 @@ def recipe(value: Recipe | None, *, strict: bool = False) -> scopes.scope:
     strict: they are quantized too, and an op that would ignore the recipe (it works on DTensors, or under
     `fo.reference()`) raises FusionMissError.
     """
+    if not isinstance(strict, bool):
+        raise FuseOpsError(f"strict must be True or False, got {strict!r}.")
     return scopes.scope((*_override(recipe=value), ("strict_recipe", strict)))
 
 
