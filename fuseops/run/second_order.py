@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from fuseops import torch_private
 from fuseops.errors import DoubleBackwardError
 
+LEAVES = frozenset((nn.Parameter, type(None)))  # what is in no graph, by its class
+
 
 class _FirstOrderOnly(torch.autograd.Function):
     @staticmethod
@@ -46,9 +48,9 @@ def ties_of(
     saved as it is through the saved tensor.
     """
     found = [] if x.grad_fn is None else [x]
-    for t in inputs:
-        if t.__class__ is not nn.Parameter and t is not None and t.grad_fn is not None:
-            found.append(t)
+    if not LEAVES.issuperset(map(type, inputs)):
+        known = [t for t in inputs if t is not None and type(t) is not nn.Parameter]
+        found += [t for t in known if t.grad_fn is not None]
     if not found:
         return ()
     if torch_private.top_saved_tensor_hooks() is None:  # which may give back another tensor
