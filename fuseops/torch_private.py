@@ -605,6 +605,12 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return check
 
 
+# what no dict has had before, after every write to this one; where torch tells nothing, at every look
+dict_version: Callable[[dict[Any, Any]], object] = getattr(
+    torch._C._dynamo.guards, "dict_version", lambda _: object()
+)
+
+
 def empty_strided(device: torch.device) -> Callable[..., torch.Tensor]:
     """(shape, strides, dtype) -> a tensor on this device, which is the current one, in a third of the time."""
     fast = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)

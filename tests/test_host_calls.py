@@ -63,7 +63,7 @@ def test_three_ops_with_and_without_to_host() -> None:
         ops = fo.ops.Linear(16, 32, bias=False), fo.ops.SwiGLU(), fo.ops.Linear(16, 16, bias=False)
         return step_of(fo.Sequential(*ops), *scope)
 
-    assert three() <= 120
+    assert three() <= 116
     assert three(offload.to_host) <= 255  # nothing is large enough to move
     assert three(lambda: offload.to_host(min_bytes=0)) <= 380  # three of five do
 
@@ -92,7 +92,7 @@ def test_what_is_added_to_a_chain_adds_its_own_calls_alone() -> None:
 
     one, two, three = map(blocks, (1, 2, 3))
     assert abs((three - two) - (two - one)) <= 8
-    assert three - two <= 200  # most of them in the twins of kernels
+    assert three - two <= 160  # most of them in the twins of kernels
 
 
 def test_the_first_call_of_a_model_imports_no_compiler() -> None:
@@ -141,16 +141,16 @@ def moe() -> nn.Module:
 
 
 @pytest.mark.parametrize("weights", ["none", "step"])
-@pytest.mark.parametrize(("make", "most"), [(dense_mlp, 2.15), (moe, 1.35)])
-def test_calls_of_a_step_under_a_recipe(
-    make: Callable[[], nn.Module], most: float, weights: str, kernels_at_once: None
+@pytest.mark.parametrize(("make", "most"), [(dense_mlp, 124), (moe, 89)])
+def test_calls_that_a_recipe_adds_to_a_step(
+    make: Callable[[], nn.Module], most: int, weights: str, kernels_at_once: None
 ) -> None:
     def calls(scope: Callable[[], AbstractContextManager[Any]]) -> int:
         x = torch.randn(32, 128, dtype=torch.bfloat16, requires_grad=True)
         return step_of(make(), scope, x)
 
     recipe = fo.recipes.Float8BlockScaling(weights=weights)
-    assert calls(lambda: fo.recipe(recipe, strict=True)) <= most * calls(nullcontext)
+    assert calls(lambda: fo.recipe(recipe, strict=True)) - calls(nullcontext) <= most
 
 
 # --- the path of a GPU, whose launches are left out

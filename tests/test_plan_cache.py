@@ -632,6 +632,34 @@ def test_a_glance_sees_each_field_of_the_key(facts: type, field: str) -> None:
     assert values[0] != values[1]
 
 
+def test_a_method_that_comes_as_another_attribute_goes_is_seen() -> None:
+    seq, x = fo.Sequential(Linear(8, 8), Linear(8, 8)), data()
+    seq[0].note = "mine"
+    before = seq(x), seq(x)
+    del seq[0].note
+    seq[0].fwd = lambda x, **given: Linear.fwd(seq[0], 2 * x, **given)
+    assert not torch.equal(seq(x), before[1])
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["by version", "by looking"])
+def test_a_write_that_changes_nothing_plans_nothing(
+    told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is an op looked into again that nobody wrote to since, where torch tells."""
+    if not told:
+        monkeypatch.setattr("fuseops.plan.key.dict_version", lambda _: object())
+    seq, x, looks = fo.Sequential(Linear(8, 8), Linear(8, 8)), data(), []
+    seq(x), seq(x)
+    alike, run = Glance._alike, seq._runner.pieces[0][1]
+    monkeypatch.setattr(Glance, "_alike", lambda *given: looks.append(run) or alike(*given))
+    glance = run.last.glance
+    seq(x), seq(x)
+    assert bool(looks) is not told
+    seq[0].eval(), seq[0].train()
+    seq(x)
+    assert looks and run.last.glance is glance
+
+
 def test_plans_die_with_their_sequential_and_the_graph_lives_on() -> None:
     seq, x = model(), data()
     y = seq(x)

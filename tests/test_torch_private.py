@@ -623,6 +623,31 @@ def test_tensor_guard_tells_kinds_apart_and_holds_nothing(asked: list[bool]) -> 
     assert alive() is None and fits(torch.zeros(2))
 
 
+def test_every_write_to_a_dict_shows_in_its_version() -> None:
+    """Those of a module, of which no two have had the same version."""
+    module = torch.nn.Linear(2, 2)
+    own, version = module.__dict__, torch_private.dict_version
+    before = version(own), version(module._parameters), version(module._forward_hooks)
+    assert before == (version(own), version(module._parameters), version(module._forward_hooks))
+    seen = {*before}
+    for write, home in [
+        (lambda: module.eval(), own),
+        (lambda: setattr(module, "size", 3), own),
+        (lambda: delattr(module, "size"), own),
+        (lambda: setattr(module, "forward", print), own),
+        (
+            lambda: setattr(module, "weight", torch.nn.Parameter(torch.ones(2, 2))),
+            module._parameters,
+        ),
+        (lambda: module._parameters.update(bias=None), module._parameters),
+        (lambda: module.register_forward_hook(print), module._forward_hooks),
+    ]:
+        write()
+        assert version(home) not in seen
+        seen.add(version(home))
+    assert version({}) not in seen and version(dict(own)) not in seen
+
+
 def test_empty_strided_is_torchs() -> None:
     found = torch_private.empty_strided(torch.device("cpu"))((2, 3), (1, 2), torch.bfloat16)
     assert found.shape == (2, 3) and found.stride() == (1, 2) and found.dtype is torch.bfloat16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain as chained
 from itertools import starmap
 from operator import attrgetter, call, getitem, is_, itemgetter
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fuseops.ops.op import OF_EVERY_MODULE, Op
-from fuseops.torch_private import GLOBAL_HOOKS, any_autocast, tensor_guard
+from fuseops.torch_private import GLOBAL_HOOKS, any_autocast, dict_version, tensor_guard
 
 from .chain import Chain
 
@@ -174,8 +174,9 @@ def hooked() -> bool:
 class Glance:
     """Tells whether a call has the key of an earlier one, in a fifth of the time that the key takes. Eager only.
 
-    What it compares of the call are the fields of the key; of ops what their instances hold, object by object; for
-    parameters torch's guard sees each field of `ParameterFacts`, while the mode is as it was. Loops over ops are C's.
+    What it compares of the call are the fields of the key; of ops what their instances hold, object by object, where
+    somebody has written to one since the last look; for parameters torch's guard sees each field of `ParameterFacts`,
+    while the mode is as it was. Loops over ops are C's.
     """
 
     def __init__(self, chain: Chain, key: PlanKey, read: Collection[int] = ()) -> None:
@@ -185,11 +186,13 @@ class Glance:
         """
         self.chain, self.key = chain, key
         self.kinds, owns = [*map(type, chain.ops)], [*map(DICT, chain.ops)]
-        self.sizes = [*map(len, owns)]
+        self.held = [*map(frozenset, owns)]
         # what the instances hold, read in one go
         self.readers = [itemgetter(*_depends_on(own, i in read)) for i, own in enumerate(owns)]
         self.values = [*joined(map(call, self.readers, owns))]
         self.hooked = [*map(any, map(HOOKS, owns))]
+        self.versions: list[object] = []  # of the instances, when they were last found alike
+        self.hooks: list[Any] = []  # of all ops, then
         self.aliasing = [op for op in chain.ops if op.__class__.alias is not NEVER]
         self.aliases = [op.alias for op in self.aliasing]
         # where the parameters and buffers are that ops take, each tensor once (the guard wants them so); and the
@@ -223,12 +226,11 @@ class Glance:
         if call_facts(self.chain.outside, x, side, tokens, live) != self.key.call:
             return False
         owns = [*map(DICT, ops)]
-        if [*map(type, ops)] != self.kinds or [*map(len, owns)] != self.sizes:
+        versions = [*map(dict_version, owns)]
+        if [*map(type, ops)] != self.kinds:
             return False
         try:
-            if not all(map(is_, joined(map(call, self.readers, owns)), self.values)):
-                return False
-            if [*map(any, map(HOOKS, owns))] != self.hooked:
+            if (versions != self.versions or any(self.hooks)) and not self._alike(owns, versions):
                 return False
             if self.aliasing and [op.alias for op in self.aliasing] != self.aliases:
                 return False
@@ -239,6 +241,17 @@ class Glance:
             )
         except KeyError:  # one went, another came
             return False
+
+    def _alike(self, owns: Sequence[Mapping[str, Any]], versions: list[object]) -> bool:
+        """Whether the instances, given as their `__dict__`, hold what they held.   versions: from before this look"""
+        if [*map(frozenset, owns)] != self.held:
+            return False
+        if not all(map(is_, joined(map(call, self.readers, owns)), self.values)):
+            return False
+        if [*map(any, map(HOOKS, owns))] != self.hooked:
+            return False
+        self.versions, self.hooks = versions, [*joined(map(HOOKS, owns))]
+        return True
 
 
 def _depends_on(own: Mapping[str, Any], read: bool) -> list[str]:

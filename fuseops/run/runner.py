@@ -13,16 +13,18 @@ from fuseops.ops import scopes
 from fuseops.ops.op import Op
 from fuseops.ops.structure import Tap
 from fuseops.plan.chain import Chain, Child, Sides
-from fuseops.plan.key import Tokens
+from fuseops.plan.key import DICT, Tokens
+from fuseops.torch_private import dict_version
 
 from .composed import Composed
 from .run import Run
 from .sides import described
 from .splice import Spliced, opaque_reason, side_names_of, splice
 
-# what an op says of what it reads, writes and puts elsewhere; and of every class, what its ops run
-SAID = attrgetter("reads", "writes", "delays", "accumulate_into_main_grad", "_around")
-METHODS = attrgetter("forward", "__call__", "fwd", "bwd")
+# what an op says of what it reads, writes and puts elsewhere; and what of that its class says, and what its ops run
+SAYS = "reads", "writes", "delays", "accumulate_into_main_grad", "_around"
+SAID = attrgetter(*SAYS)
+OF_CLASS = attrgetter(*SAYS, "forward", "__call__", "fwd", "bwd")
 
 
 class Runner:
@@ -45,8 +47,9 @@ class Runner:
             for op in self.ops
             if op._around is not Op._around and not alone
         ]
-        self.kinds = [*{type(op) for op in self.ops}]
-        self.methods = [*map(METHODS, self.kinds)]
+        self.kinds = [*map(type, self.ops)]
+        self.classes = [*{*self.kinds}]
+        self.of_classes = [*map(OF_CLASS, self.classes)]
         self.asking = [
             (module, names)
             for module in modules
@@ -56,6 +59,9 @@ class Runner:
         self.last: Tokens | None = None
         self.held: tuple[scopes.Said | None, ...] = ()  # what those stand for
         self.children: list[tuple[str, Any]] = []  # of the module itself
+        self.versions: list[
+            object
+        ] = []  # of what says so, and of the dicts of ops, when they were last found alike
         self.places: dict[int, str] = {}  # of modules that traced code walks, by address
         self.live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
         self._with_apart: dict[frozenset[str], Runner] = {}
@@ -71,14 +77,19 @@ class Runner:
         names, do its ops still say the same of what they read, write and put elsewhere, and are the methods of their
         classes the same?
         """
-        # (parametrizations of an op that is called alone come and go)
-        if not self.alone and [*module._modules.items()] != self.children:
-            return False
+        versions = [*map(dict_version, (module._modules, *map(DICT, self.ops)))]
+        if [*map(type, self.ops)] != self.kinds or versions != self.versions:
+            # (parametrizations of an op that is called alone come and go)
+            if not self.alone and [*module._modules.items()] != self.children:
+                return False
+            if [*map(SAID, self.ops)] != self.said:
+                return False
+            self.versions = versions
         settings = module._settings
         for nested in self.spliced.nested:
             if not nested.stands(settings):
                 return False
-        if [*map(SAID, self.ops)] != self.said or [*map(METHODS, self.kinds)] != self.methods:
+        if [*map(OF_CLASS, self.classes)] != self.of_classes:
             return False
         for op, spliced in self.around:
             if (opaque_reason(op) is None) is not spliced:
