@@ -1,5 +1,6 @@
 """Recipes through the whole path, against quantize and dequantize written a second time, here."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -82,7 +83,17 @@ def grouped(
     )
 
 
+def summed(x: Tensor, dy: Tensor, offs: Tensor | None = None) -> dict[str, float]:
+    """How large the terms are, all together, that a gradient of parameters is the sum of: one number may cancel."""
+    rows, grad = (t.detach().double().abs().flatten(0, -2) for t in (x, dy))
+    ends = [len(rows)] if offs is None else offs.tolist()
+    groups = [slice(a, b) for a, b in itertools.pairwise([0, *ends])]
+    weight = max(float((grad[g].t() @ rows[g]).max()) for g in groups)
+    return {"dweight": weight, "dbias": max(float(grad[g].sum(0).max()) for g in groups)}
+
+
 def check(op: Any, x: Tensor, dy: Tensor, expected: Expected, recipe: Any, **side: Tensor) -> None:
+    sizes = summed(x, dy, side.get("offs"))
     x = x.detach().requires_grad_()
     with fo.recipe(recipe):
         y = fo.Sequential(op)(x, **side)
@@ -91,6 +102,7 @@ def check(op: Any, x: Tensor, dy: Tensor, expected: Expected, recipe: Any, **sid
     tol = 1e-5 if x.dtype is torch.float32 else 1e-2
     for name, mine, theirs in zip(Expected._fields, [y, *grads], expected, strict=True):
         scale = float(theirs.abs().max()) if theirs.numel() else 0.0
+        scale = max(scale, sizes.get(name, 0.0))
         assert mine.dtype is x.dtype, name
         torch.testing.assert_close(
             mine.double(),
