@@ -167,6 +167,25 @@ def test_fused_equals_unfused_from_the_same_state(make: Any) -> None:
     assert_fused_matches_unfused(model, 2 * x, recipe=DELAYED())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("make", [dense, moe])
+def test_a_model_that_is_cast_keeps_its_scales(make: Any, dtype: torch.dtype) -> None:
+    model, x = make(), filled((20, D), torch.float32, "normal", 1)
+    call(model, x * 1e-4, x * 1e-6, DELAYED())  # scales beyond float16
+    fo.weights_changed(model)
+    before = state(model)
+    model.to(dtype)
+    assert all(t.dtype is torch.float32 for t in state(model).values())
+    assert same(state(model).values(), before.values())
+    call(model, (x * 1e-4).to(dtype), (x * 1e-4).to(dtype), DELAYED())
+    fo.weights_changed(model)
+    other = make()
+    saved = {name: t.to(torch.bfloat16) for name, t in model.state_dict().items()}
+    other.load_state_dict(saved)
+    assert all(t.dtype is torch.float32 for t in state(other).values())
+    assert {t.device.type for t in state(model.to("meta")).values()} == {"meta"}
+
+
 def advanced(model: nn.Module) -> bool:
     """Whether the state went one step on, of all ops."""
     histories = [t for k, t in state(model).items() if k.endswith("fp8_amax_history")]

@@ -22,7 +22,7 @@ from fuseops.ops import scopes, stored
 from fuseops.ops.local import Local, fit_all
 from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
-from fuseops.recipes.scales import ScaleState, fit_state
+from fuseops.recipes.scales import ScaleState, fit_state, keep_float32
 from fuseops.recipes.store import WeightStore
 
 if TYPE_CHECKING:
@@ -380,7 +380,9 @@ class Op(nn.Module, Generic[S]):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._drop_kept()
+        before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        keep_float32(self._buffers, before)
         if (weight := stored.stored_in(self)) is not None:
             weight.emptied()
         return self

@@ -183,9 +183,17 @@ def fit_state(buffers: dict[str, Tensor | None], state: dict[str, Any], prefix: 
         given, own = state.get(prefix + name), buffers.get(name)
         if given is not None and (own is None or own.shape != given.shape):
             device = next((t.device for t in buffers.values() if t is not None), given.device)
-            buffers[name] = torch.zeros_like(given, device=device)
+            buffers[name] = torch.zeros_like(given, device=device, dtype=torch.float32)
         elif given is None and own is not None:
             state[prefix + name] = own
+
+
+def keep_float32(buffers: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
+    """After a module was cast: its state has the numbers of before, where it is now. Scales are beyond other dtypes."""
+    for name in (AMAX, HISTORY, SCALE):
+        own, now = before.get(name), buffers.get(name)
+        if own is not None and now is not None and own.dtype is not now.dtype:
+            buffers[name] = own.to(now.device)
 
 
 def quantize_given(
