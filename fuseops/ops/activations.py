@@ -133,7 +133,7 @@ class ReLU(Activation, nn.ReLU):
 
 
 class Approximated:
-    """An activation whose kind follows its attribute `approximate`, "none" or "tanh"."""
+    """An `Approximated` is an activation whose kind follows its attribute `approximate`, "none" or "tanh"."""
 
     approximate: str
     kinds: ClassVar[tuple[str, str]]  # for "none" and for "tanh"

@@ -40,7 +40,7 @@ class CollectiveSaved(NamedTuple):
 
 
 class _Differentiable(torch.autograd.Function):
-    """A collective where autograd goes through `fwd` itself: outside of a node."""
+    """A `_Differentiable` is the autograd node of a collective that runs outside of a segment's node."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, op: Collective, way: Way) -> Tensor:
@@ -53,7 +53,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 class Collective(Op[CollectiveSaved]):
-    """A tensor's way over the ranks of a group, and that of its gradient back. One rank alone leaves it as it is.
+    """A collective sends a tensor over the ranks of a group, and its gradient back. One rank alone leaves it as it is.
 
     group: a ProcessGroup, a DeviceMesh of one dimension, or None for one rank.
     """
@@ -106,7 +106,7 @@ class Collective(Op[CollectiveSaved]):
 
 
 class _Along(Collective):
-    """A collective along one axis."""
+    """An `_Along` is a collective that gathers or scatters along one axis of its tensor."""
 
     def __init__(self, group: Any = None, dim: int = -2) -> None:
         super().__init__(group)

@@ -50,7 +50,7 @@ class LinearCrossEntropySaved(NamedTuple):
 
 
 class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
-    """Cross entropy of the logits x W^T + b.   x (..., D), side input targets (...) int64 -> loss, float32
+    """loss = cross entropy of the logits x W^T + b.   x (..., D), side input targets (...) int64 -> loss, float32
 
     As `torch.nn.functional.linear_cross_entropy` and, in parameters and defaults, `torch.nn.CrossEntropyLoss`; logits
     are made for a chunk of tokens at a time (`chunk_bytes` of them), and never whole. Of a token with target t
@@ -487,7 +487,7 @@ def linear_cross_entropy(
 
 
 class _OnGivenWeight(LinearCrossEntropy):
-    """The cross entropy over a weight and a bias of the caller, which are side inputs of these names."""
+    """An `_OnGivenWeight` computes the cross entropy with a weight and a bias that its caller gives as side inputs."""
 
     def __init__(
         self, names: tuple[str, ...], vocabulary: Vocabulary | None, options: LossOptions

@@ -14,7 +14,7 @@ from .checks import check_integers, check_numbers, is_number
 
 
 class _Gated:
-    """Constructor of a gated activation."""
+    """A `_Gated` gives a gated activation its constructor."""
 
     kind: str
     options: tuple[Any, ...]
@@ -184,11 +184,11 @@ class ScaledSReGLU(_Gated, ScaledActivation):
 
 
 class ScaledClampedSwiGLU(_Clamped, ScaledActivation):
-    """ClampedSwiGLU times probs, one probability a row.   x (R, 2F), probs (R,) -> (R, F)"""
+    """y = ClampedSwiGLU(x) * probs, one probability a row.   x (R, 2F), probs (R,) -> (R, F)"""
 
 
 class ScaledSiTUGLU(_SiTU, ScaledActivation):
-    """SiTUGLU times probs, one probability a row.   x (R, 2F), probs (R,) -> (R, F)"""
+    """y = SiTUGLU(x) * probs, one probability a row.   x (R, 2F), probs (R,) -> (R, F)"""
 
 
 GATED = SwiGLU | ClampedSwiGLU | SiTUGLU | GEGLU | QGEGLU | GLU | ReGLU | SReGLU

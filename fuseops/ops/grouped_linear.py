@@ -256,7 +256,7 @@ def rows_of(x: Operand) -> int:
 
 
 class GroupedLinear(Op[GroupedLinearSaved]):
-    """One linear map a group, over rows sorted by group.  weight (num_groups, out_features, in_features).
+    """y = x W_g^T + b_g for the rows of group g, sorted by group.  weight (num_groups, out_features, in_features)
 
     Each group is initialised as `torch.nn.Linear` is.  Reads `offs`; pass `fo.Routing` or `offs=`. Axes before the last
     are rows, in order; y keeps them.

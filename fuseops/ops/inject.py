@@ -69,7 +69,7 @@ class InjectLoss(Op[InjectLossSaved]):
 
 
 class _Inject(torch.autograd.Function):
-    """The autograd function of `InjectLoss`, where an op is plain differentiable torch."""
+    """An `_Inject` is the autograd node of an `InjectLoss` that runs as plain differentiable torch."""
 
     generate_vmap_rule = True
 

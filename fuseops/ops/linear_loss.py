@@ -85,7 +85,7 @@ def linear_loss(
 
 
 class _LinearLoss(Op[LinearLossSaved]):
-    """What `linear_loss` runs: made for one call."""
+    """A `_LinearLoss` is the op that one call of `linear_loss` makes and runs."""
 
     floats = True
     autocast = True

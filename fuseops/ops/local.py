@@ -19,7 +19,7 @@ from fuseops.errors import FuseOpsError
 
 
 class Ranks:
-    """The ranks of a group: a ProcessGroup, a DeviceMesh of one dimension, or None for this rank alone.
+    """`Ranks` are those of a group: a ProcessGroup, a DeviceMesh of one dimension, or None for this rank alone.
 
     Copies of a model share it.
     """
@@ -82,7 +82,7 @@ class MeanOfGradients(torch.autograd.Function):
 
 
 class Local(NamedTuple):
-    """How one tensor of an op, a parameter or a side input, becomes the one that it computes with.
+    """A `Local` turns one parameter or side input of an op, often a DTensor, into the tensor that it computes with.
 
     axis     of the two halves, counted from the last axis, where it is registered as two: (..., 2, F, D) for a
              `[gate | up]` (..., 2F, D)

@@ -11,7 +11,7 @@ ROWS = ("lse", "log_probs", "entropy")
 
 
 class LossOptions(NamedTuple):
-    """What `LinearCrossEntropy` and `linear_cross_entropy` are told of the loss."""
+    """`LossOptions` hold the options of the loss of a `LinearCrossEntropy` or `linear_cross_entropy`."""
 
     ignore_index: int
     label_smoothing: float

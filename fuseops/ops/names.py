@@ -39,7 +39,7 @@ class Frame:
 
 
 class Outermost:
-    """The Sequential whose forward runs around all others, for names relative to it."""
+    """An `Outermost` names modules relative to the Sequential whose forward runs around all others."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

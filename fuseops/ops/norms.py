@@ -40,7 +40,7 @@ class Normed(NamedTuple):
 
 
 class _ZeroCentered:
-    """A norm whose multiplier may be 1 + weight, the weight beginning at 0."""
+    """A `_ZeroCentered` is a norm that may multiply by 1 + weight, the weight beginning at 0."""
 
     _zero_centered: bool
 

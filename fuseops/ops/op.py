@@ -62,7 +62,9 @@ class Grads(NamedTuple):
 
 
 class Precision(NamedTuple):
-    """Compute dtype under autocast (None: the tensors' own), and operand formats under a recipe (None: no recipe)."""
+    """A `Precision` holds the compute dtype under autocast (None: the tensors' own) and the operand formats under a
+    recipe (None: no recipe).
+    """
 
     compute: torch.dtype | None = None
     roles: Roles | None = None
@@ -77,7 +79,7 @@ class Precision(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The plan's frozen record of one op in one call (level 3), and fields that live for one call only.
+    """A `Call` tells an op what the plan decided for it in one call (level 3); some fields live for that call only.
 
     needs      which gradients anyone wants: "x", parameter names, side names
     keep       the Saved fields that some needed gradient reads; the others are dropped, so need not be made
@@ -120,7 +122,7 @@ def replaced(t: T, **changes: Any) -> T:
 
 
 class Signature(NamedTuple):
-    """What an op class takes by keyword, read once from its `fwd` and `bwd`."""
+    """A `Signature` lists the keywords that an op class takes, read once from its `fwd` and `bwd`."""
 
     keywords: tuple[str, ...]  # parameters and side inputs that fwd names, without `call`
     optional: frozenset[str]  # those with a default

@@ -58,7 +58,7 @@ def repack(parts: Sequence[Tensor]) -> bool:
 
 
 class Packed(torch.autograd.Function):
-    """(E, *shape) over the storage of E parameters; its gradient goes to each of them."""
+    """A `Packed` is the autograd node of (E, *shape) over the storage of E parameters; each gets its gradient."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, *parts: Tensor) -> Tensor:

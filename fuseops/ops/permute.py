@@ -139,7 +139,7 @@ def within_capacity(experts: Tensor, num_experts: int, capacity: int) -> Tensor:
 
 
 class Permute(Op[RowsSaved]):
-    """One row for each copy of a token: y[r] = x[index[r]].   x (T, D) -> (R, D), R = T * top_k
+    """y[r] = x[index[r]]: one row for each copy of a token.   x (T, D) -> (R, D), R = T * top_k
 
     Reads the Routing of the rows. Padding rows are zero. dx[t] is the sum of the rows of t, in the order of k.
     """
@@ -170,7 +170,7 @@ class Permute(Op[RowsSaved]):
 
 
 class Combine(Op[CombineSaved]):
-    """The sum of the rows of each token: y[t] = sum over k of x[pos[t, k]].   x (R, D) -> (T, D), T = R / top_k
+    """y[t] = sum over k of x[pos[t, k]]: the sum of the rows of each token.   x (R, D) -> (T, D), T = R / top_k
 
     In float32 in the order of k with one rounding, so it repeats bit for bit. A copy that was dropped adds nothing, and
     padding rows are not read.

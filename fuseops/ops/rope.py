@@ -20,7 +20,8 @@ class RoPESaved(NamedTuple):
 
 
 class RoPE(Op[RoPESaved]):
-    """Rotary position embedding (arXiv 2104.09864).   x (..., T, H, D), side inputs cos and sin (T, P) or (..., T, P)
+    """A `RoPE` is a rotary position embedding (arXiv 2104.09864).   x (..., T, H, D), side inputs cos and sin (T, P) or
+    (..., T, P)
 
     A pair (a, b) of columns becomes (a cos - b sin, b cos + a sin). Pairs are columns i and P + i, as transformers has
     them, or 2 i and 2 i + 1 with `interleaved`; columns from 2 P on stay. Scaling of positions or frequencies is in

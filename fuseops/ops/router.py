@@ -72,8 +72,8 @@ class RouterSaved(NamedTuple):
 
 
 class Router(Op[RouterSaved]):
-    """Top-k router.   x (T, D) passes through; publishes `experts` (T, K) int32, `weights` (T, K) float32, and
-    `router_loss` () float32 where a loss is asked for.
+    """A `Router` chooses the top k experts of each token.   x (T, D) passes through; publishes `experts` (T, K) int32,
+    `weights` (T, K) float32, and `router_loss` () float32 where a loss is asked for.
 
     logits = x W^T (+ b) in float32, s = softmax(logits) or sigmoid(logits); the experts are the top k of s
     (+ expert_bias), weights = scale * s[experts], divided by their sum if `normalize`.

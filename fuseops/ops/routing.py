@@ -10,7 +10,7 @@ from fuseops.errors import ShapeError
 
 
 class Routing(NamedTuple):
-    """Rows sorted by expert. A NamedTuple, so it is a pytree; fields are side inputs by name.
+    """A `Routing` describes rows sorted by expert. A NamedTuple, so it is a pytree; fields are side inputs by name.
 
     offs   (E,) int32: cumulative row end of each expert, on the device of the rows
     probs  (R,) float32, or float64 in a float64 model: routing probability of each row, or None

@@ -144,7 +144,7 @@ def restored(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Process:
-    """Process-wide defaults; a class so that the token is an attribute that compiled code can guard on."""
+    """A `_Process` holds the token of process-wide settings, as an attribute that compiled code can guard on."""
 
     token: int = 0
 
@@ -162,7 +162,9 @@ class Inside:
 
 
 class _ScopesThread(threading.local):
-    """One `Inside` a thread. Dynamo guards on attributes of that, but (in torch 2.11) not on a thread-local's own."""
+    """A `_ScopesThread` holds one `Inside` a thread. Dynamo guards on attributes of that, but (in torch 2.11) not on a
+    thread-local's own.
+    """
 
     def __init__(self) -> None:
         self.inside = Inside()
@@ -209,7 +211,7 @@ P = ParamSpec("P")
 
 
 class WrittenScope(ContextDecorator, Generic[T]):
-    """A scope that a generator function writes, shown as the call that made it; can be entered again."""
+    """A `WrittenScope` is written by a generator function, and shown as the call that made it; can be entered again."""
 
     def __init__(self, said: str, make: Callable[[], AbstractContextManager[T]]) -> None:
         self.said, self.make = said, make

@@ -30,7 +30,7 @@ SCALE_INV, MASTER = "weight_scale_inv", "weight_master"  # keys of a state_dict,
 
 
 class StoredWeight:
-    """The weight of one op, (N, K) or (E, N, K), in squares of 128 x 128."""
+    """A `StoredWeight` keeps the weight of one op, (N, K) or (E, N, K), as FP8 codes in squares of 128 x 128."""
 
     lives = True  # there is no other; else its codes come from elsewhere
 

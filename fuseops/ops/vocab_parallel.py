@@ -34,7 +34,7 @@ NEVER = -1  # no target: every row has its numbers, those of a token whose class
 
 
 class Vocabulary(NamedTuple):
-    """The classes of a sharded vocabulary, `total` in all, of which this rank has `held` from `first` on."""
+    """A `Vocabulary` says which classes of a sharded vocabulary this rank has: `held` of `total`, from `first` on."""
 
     ranks: Ranks
     first: int
@@ -53,7 +53,7 @@ class Vocabulary(NamedTuple):
 
 
 class RankNumbers(NamedTuple):
-    """What this rank's classes say of each token, and what all ranks' say.
+    """`RankNumbers` are the parts of each token's softmax over this rank's classes, and those gathered from all ranks.
 
     lse, expected: (N,), of the softmax over this rank's classes alone.  gathered: (ranks, 3 or 4, N)
     """
@@ -64,7 +64,7 @@ class RankNumbers(NamedTuple):
 
 
 class TokenGrads(NamedTuple):
-    """The gradients of what a token's loss publishes, and of the loss: (N,) each."""
+    """`TokenGrads` are the gradients of each token's loss and of the numbers published with it: (N,) each."""
 
     loss: Tensor
     lse: Tensor
@@ -73,7 +73,7 @@ class TokenGrads(NamedTuple):
 
 
 class ShardedLoss(NamedTuple):
-    """The loss of tokens over a sharded vocabulary: the same on every rank."""
+    """A `ShardedLoss` computes the loss of tokens over a sharded vocabulary: the same on every rank."""
 
     vocabulary: Vocabulary
     options: LossOptions
@@ -225,7 +225,7 @@ class ShardedLoss(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A chunk of tokens, with the logits of this rank's classes, whose numbers are on their way between the ranks."""
+    """A `_Sent` is a chunk of tokens, with this rank's logits, whose numbers are on their way between the ranks."""
 
     tokens: slice
     logits: Tensor
@@ -233,7 +233,7 @@ class _Sent(NamedTuple):
 
 
 class _Walk:
-    """A walk over chunks of tokens, that makes their losses, and the gradients that are needed, as it goes."""
+    """A `_Walk` goes over chunks of tokens and makes their losses and the gradients that are needed."""
 
     def __init__(
         self,
