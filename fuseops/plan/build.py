@@ -23,7 +23,7 @@ from .segment import Args, BackwardStep, ForwardStep, Segment, Slot
 
 
 class RunPlan(NamedTuple):
-    """The plan of one run of ops."""
+    """A `RunPlan` is the plan of one run of ops: its segments, its spans, and the rules that did not fire."""
 
     segments: tuple[Segment, ...]
     forward: tuple[Span, ...]

@@ -13,7 +13,7 @@ Sides = tuple[tuple[str, str], ...]  # (keyword of the op, name in the plan) of 
 
 
 class Child(NamedTuple):
-    """One op or plain module that a Sequential runs: its own, or of a Sequential that is spliced into it.
+    """A `Child` is one op or plain module that a Sequential runs: its own, or of a Sequential that is spliced into it.
 
     name    its path below the Sequential that runs
     scope   that of the Sequential that it was written in, with a dot; "" is the one that runs
@@ -28,7 +28,7 @@ class Child(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """Adjacent ops that one plan covers; of each op what `Child` says of it."""
+    """A `Chain` lists the adjacent ops that one plan covers, and of each op what `Child` says of it."""
 
     ops: tuple[Op[Any], ...]
     names: tuple[str, ...]

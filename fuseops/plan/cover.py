@@ -17,7 +17,7 @@ Reason = str | None
 
 
 class Site(NamedTuple):
-    """A place where the pattern of a rule matches; positions in the run."""
+    """A `Site` is a place where the pattern of a rule matches; positions in the run."""
 
     rule: Rule
     start: int
@@ -29,7 +29,7 @@ class Site(NamedTuple):
 
 
 class Near(NamedTuple):
-    """A place where the pattern of a rule almost matches."""
+    """A `Near` is a place where the pattern of a rule almost matches."""
 
     site: Site  # of what does match
     miss: Miss
@@ -46,7 +46,7 @@ class Scan(NamedTuple):
 
 
 class Cover(NamedTuple):
-    """The chosen spans of a run."""
+    """A `Cover` holds the sites of a run whose rules fire, and the misses of the others."""
 
     joint: tuple[Site, ...]
     forward: tuple[Site, ...]

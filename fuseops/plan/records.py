@@ -10,7 +10,7 @@ SCHEMA_VERSION = 1
 
 
 class Span(NamedTuple):
-    """A run of ops that one op, or one fused op, executes."""
+    """A `Span` is a run of ops that one op, or one fused op, executes."""
 
     start: int
     stop: int
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 class Miss(NamedTuple):
-    """A rule that did not fire, at which ops (start, stop), and why."""
+    """A `Miss` says that a rule did not fire, at which ops (start, stop), and why."""
 
     rule: str
     span: tuple[int, int]
@@ -36,7 +36,7 @@ class Miss(NamedTuple):
 
 
 class SavedTensor(NamedTuple):
-    """One tensor that is kept for the backward.
+    """A `SavedTensor` is one tensor that is kept for the backward.
 
     nbytes       of its storage; 0 for a parameter, and for one that shares another's storage
     shared_with  the name of that other one
@@ -63,7 +63,7 @@ class Operand(NamedTuple):
 
 
 class KeptWeight(NamedTuple):
-    """A weight whose quantized layouts a recipe keeps from call to call, and their bytes."""
+    """A `KeptWeight` is a weight whose quantized layouts a recipe keeps from call to call, with their bytes."""
 
     name: str
     policy: str  # "step", "unshard"

@@ -33,7 +33,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Step:
-    """One op or fused op, in one direction."""
+    """A `Step` runs one op or fused op, in one direction."""
 
     members: tuple[int, ...]  # indices in the segment
     at: int  # position of the first among all that the Sequential runs
@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ForwardStep(Step):
-    """The forward of one op or fused op."""
+    """A `ForwardStep` runs the forward of one op or fused op."""
 
     args: tuple[Args, ...]  # keyword tensors of every member
     keep: frozenset[str] = frozenset()  # joint: fields to save
@@ -66,7 +66,7 @@ class ForwardStep(Step):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BackwardStep(Step):
-    """The backward of one op or fused op."""
+    """A `BackwardStep` runs the backward of one op or fused op."""
 
     # the Saved of each member, or that of a joint target, with every field None
     empty: tuple[Any, ...] = ()
@@ -125,7 +125,7 @@ def _getter(places: Sequence[int]) -> Callable[[Any], Any]:
 
 @dataclass(eq=False)
 class Segment:
-    """A run of ops that is one autograd node ("node"), or runs outside of it ("plain", "call").
+    """A `Segment` is a run of ops that is one autograd node ("node"), or runs outside of one ("plain", "call").
 
     plain  differentiable torch: alias ops, ops over DTensors, level-1 ops under torch.compile, everything under
            `fo.reference()`

@@ -19,7 +19,7 @@ Choose = Callable[[Any, str, str], Scaling | None]
 
 @dataclass(frozen=True)
 class ByRole(Recipe):
-    """The format that `choose(op, name, role)` gives for each operand of each op; None is high precision.
+    """A `ByRole` asks `choose(op, name, role)` for the format of each operand of each op; None is high precision.
 
     role: "input", "weight" or "grad_output".  name: the dotted name of the op in the model that `fuseops.configure` was
     given, `fo.configure(model, recipe=ByRole(choose))`; elsewhere that in the Sequential that runs.
@@ -55,7 +55,7 @@ class ByRole(Recipe):
 
 @dataclass(frozen=True)
 class ByName(Recipe):
-    """The recipe of the first glob that matches an op's dotted name; None, or no match, is high precision.
+    """A `ByName` gives an op the recipe of the first glob that matches its name; None, or no match, is high precision.
 
     `fo.configure(model, recipe={"head.**": None, "**": MXFP8BlockScaling()})` makes one: names need a root.
     """

@@ -19,7 +19,7 @@ ALGORITHMS = ("max", "most_recent")
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
-    """FP8 with one float32 scale a tensor (a group, when grouped), of the amaxes of the steps before.
+    """`DelayedScaling` is FP8 with one float32 scale a tensor (a group, when grouped), of the amaxes of earlier steps.
 
     scale = max(format) / amax / 2^margin, data = cast(x * scale) clamped to the format's range. An op's first step
     takes the tensor's own amax. An amax that is zero or not finite leaves the scale as it is. The amaxes of a step are

@@ -43,7 +43,7 @@ TENSORS = {"mm": Rate(1250e12, 230, 25), "wgrad": Rate(1250e12, 250, 0)}
 
 
 class Gemm(NamedTuple):
-    """The weight of a linear op: groups matrices (n, k)."""
+    """A `Gemm` holds the shape of a linear op's weight: `groups` matrices (n, k)."""
 
     groups: int
     n: int
@@ -51,8 +51,8 @@ class Gemm(NamedTuple):
 
 
 class LinearRun(NamedTuple):
-    """Linear ops that are quantized together or not at all. Two that one fused op runs have a gated activation between
-    them, whose passes write codes.
+    """A `LinearRun` lists linear ops that are quantized together or not at all. Two that one fused op runs have a gated
+    activation between them, whose passes write codes.
     """
 
     gemms: tuple[Gemm, ...]

@@ -21,7 +21,7 @@ def mxfp8(data: torch.dtype = E4M3, square: bool = False) -> Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP8BlockScaling(Recipe):
-    """FP8 with a power-of-two scale of eight bits (E8M0) for every 32 elements along the axis that a GEMM sums.
+    """MXFP8 is FP8 with a power-of-two scale (E8M0, eight bits) for every 32 elements along the axis that a GEMM sums.
 
     The scale is the smallest power of two that brings the largest magnitude into the format's range, data =
     cast(x / scale). Rows and columns are quantized from high precision, each along its own axis. Data times scale is
@@ -58,8 +58,8 @@ def nvfp4(square: bool = False, hadamard: bool = False, stochastic: bool = False
 
 @dataclass(frozen=True, kw_only=True)
 class NVFP4BlockScaling(Recipe):
-    """Codes of four bits (E2M1) with an E4M3 scale for every 16 elements along the axis that a GEMM sums, over
-    one float32 scale a tensor (a group, when grouped).
+    """NVFP4 has codes of four bits (E2M1) with an E4M3 scale for every 16 elements along the axis that a GEMM sums, and
+    over those one float32 scale a tensor (a group, when grouped).
 
     With S = 448 * 6 / amax of the tensor, a block's scale is E4M3(amax of the block * S / 6), and data = x * S / scale,
     rounded to the nearest code. Rows and columns are quantized from high precision, each along its own axis. A NaN

@@ -27,14 +27,14 @@ SWIZZLED = 5  # axes of scales that lie as tensor cores of Blackwell read them
 
 
 class Layout(NamedTuple):
-    """Codes, and the scales that they are multiplied by to get the values."""
+    """A `Layout` holds codes, and the scales that they are multiplied by to get the values."""
 
     data: Tensor
     scale: Tensor
 
 
 class WholeLayout(NamedTuple):
-    """A layout whose scales of blocks stand over one float32 scale of the whole tensor, or one a group."""
+    """A `WholeLayout` is a layout whose scales of blocks stand over one float32 scale of the tensor, or one a group."""
 
     data: Tensor
     scale: Tensor
@@ -47,7 +47,7 @@ COL = "col", "col_scale", "col_whole"
 
 @dataclass(frozen=True, eq=False, init=False)
 class Quantized:
-    """A tensor of shape (..., K), R rows, in a quantized format.
+    """A `Quantized` is a tensor of shape (..., K), R rows, in a quantized format.
 
     row      codes (R, K), as forward and input gradient read them, or None.
              scale: of (1, 128) blocks (ceil(K/128), R), of (1, 32) blocks (R, ceil(K/32)); else () or, of groups, (E,).

@@ -20,7 +20,7 @@ BACKWARDS = (None, "high_precision", "dequantized")
 
 @dataclass(frozen=True)
 class Roles:
-    """The formats of one op's operands under a recipe; None is high precision.
+    """`Roles` are the formats of one op's operands under a recipe; None is high precision.
 
     input, weight, grad_output   of the GEMMs' operands
     high_wgrad  the weight gradient multiplies x and dy as they are
@@ -90,7 +90,7 @@ class Roles:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """Base of recipes. A recipe turns the role of an operand into its format.
+    """A recipe turns the role of an operand (input, weight or output gradient) into its format; this is their base.
 
     A subclass that is a frozen dataclass is compared by its fields, any other one by identity.
     """
@@ -106,7 +106,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """FP8 with one float32 scale a tensor (a group, when grouped), taken from the tensor's own amax.
+    """`Float8CurrentScaling` is FP8 with one float32 scale a tensor (a group, when grouped), of the tensor's own amax.
 
     inv = max(format) / amax, data = cast(x * inv) clamped to the format's range, scale = 1 / inv. In amax NaN does not
     count and an infinity counts as the largest float32 (TransformerEngine: scale 1); amax 0 gives scale 1.
@@ -136,8 +136,8 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8BlockScaling(Recipe):
-    """FP8 with a power-of-two scale for every 128 elements along the axis that a GEMM sums, and for every square of
-    128 x 128 of a weight (DeepSeek-V3, arXiv:2412.19437, section 3.3).
+    """`Float8BlockScaling` is FP8 with a power-of-two scale for every 128 elements along the axis that a GEMM sums, and
+    for every square of 128 x 128 of a weight (DeepSeek-V3, arXiv:2412.19437, section 3.3).
 
     inv = max(format) / amax rounded down to a power of two, at most 2^63, data = cast(x * inv), scale = 1 / inv.
     Data times scale is exact in bfloat16. Blocks of tokens begin anew in each group of a grouped op.

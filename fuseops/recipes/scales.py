@@ -146,7 +146,7 @@ def advance(states: Iterable[ScaleState]) -> None:
 
 
 class Steps:
-    """How many steps optimizers have taken, since somebody wants to know."""
+    """`Steps` counts the steps that optimizers have taken, since somebody wants to know."""
 
     taken = 0
 

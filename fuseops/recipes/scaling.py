@@ -44,7 +44,7 @@ FAMILIES: Mapping[torch.dtype, Family] = {
 
 @dataclass(frozen=True)
 class Scaling:
-    """The format of one operand of a GEMM.
+    """A `Scaling` is the format of one operand of a GEMM.
 
     data     dtype of the codes, torch.float8_e4m3fn or torch.float8_e5m2
     block    (rows, columns) that share one scale: (1, 128) along the axis that a product sums, (128, 128) of a weight;

@@ -30,7 +30,7 @@ POLICIES = ("none", "step", "unshard")
 
 
 class StoredLayout:
-    """A weight with one layout, made on one stream and safe to read on others."""
+    """A `StoredLayout` is a weight with one layout, made on one stream and safe to read on others."""
 
     def __init__(self, weight: Quantized) -> None:
         self.weight = weight
@@ -54,7 +54,7 @@ class StoredLayout:
 
 
 class WeightStore:
-    """The quantized weight of one op."""
+    """A `WeightStore` keeps the quantized weight of one op."""
 
     def __init__(self, parameters: Any) -> None:
         """parameters: of the op, by name, as they are at any time; those of a module that lends them, too."""

@@ -16,7 +16,7 @@ KINDS = ("joint", "forward", "backward")
 
 @dataclass(frozen=True)
 class Maybe:
-    """An optional element of a pattern."""
+    """A `Maybe` is an optional element of a pattern."""
 
     wanted: Any
 
@@ -73,7 +73,7 @@ Condition = Callable[[tuple[Op[Any], ...], Conditions], str | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """Replaces a run of ops by one fused op.
+    """A rule replaces a run of ops by one fused op.
 
     kind     "joint" (forward and backward together), "forward" or "backward"; all patterns are in sequence order
     pattern  op types, unions of them (`SiLU | GELU`), and `maybe(...)` of either
@@ -182,7 +182,7 @@ def _names(wanted: Sequence[type]) -> str:
 
 
 class Place(NamedTuple):
-    """Where a run of ops stands, for the sentences about it."""
+    """A `Place` says where a run of ops stands in its Sequential, for the reasons of misses."""
 
     opaque: Sequence[str | None]  # of each op, why no rule may match it
     end: str  # what follows the run
@@ -190,7 +190,7 @@ class Place(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Where a pattern got to, from one start."""
+    """A `Match` says how far a pattern matches from one start."""
 
     lengths: tuple[int, ...]  # of the runs that match here, the longest first
     prefix: int  # ops matched before the obstacle

@@ -41,7 +41,7 @@ class Live:
 
 
 class Node(torch.autograd.Function):
-    """One segment in the autograd graph."""
+    """A `Node` is the autograd node of one segment."""
 
     @staticmethod
     def forward(ctx: Any, which: Segment | int, live: Live | None, x: Any, *inputs: Any) -> Any:

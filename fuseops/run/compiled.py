@@ -273,7 +273,7 @@ def told(runner: int, what: str, *about: Any) -> Any:
 
 
 class UnknownRows:
-    """A number of rows that is not known: a condition that reads it raises TypeError."""
+    """An `UnknownRows` is a number of rows that is not known: a condition that reads it raises TypeError."""
 
     __hash__ = None  # type: ignore[assignment]
 

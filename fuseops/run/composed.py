@@ -24,7 +24,7 @@ def _no_module(parent: nn.Module, name: str, given: Any) -> TypeError:
 
 
 class Composed(nn.Sequential):
-    """What a Sequential is made of: its children, the edits of `torch.nn.Sequential`, and its configuration."""
+    """A `Composed` gives a Sequential its children, the edits of `torch.nn.Sequential`, and its configuration."""
 
     planned_forward: Any  # the forward that a plan around this one may stand for
     _runner: Any = None

@@ -19,7 +19,7 @@ from . import bridge, checks, run
 
 
 class SplitReport(NamedTuple):
-    """The outcome of one check, on its way to the host."""
+    """A `SplitReport` is the outcome of one check of groups' boundaries, on its way to the host."""
 
     where: str
     rows: int
@@ -35,7 +35,7 @@ class SplitReport(NamedTuple):
 
 
 class Debug:
-    """The checks of one scope."""
+    """A `Debug` holds the checks and measured numbers of one scope."""
 
     def __init__(self) -> None:
         self.reports: list[SplitReport] = []

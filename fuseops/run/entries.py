@@ -22,7 +22,7 @@ _told = False  # that entries are forgotten, once a process
 
 
 class KnownPlans(NamedTuple):
-    """All plans of one key; they differ in the outcome of conditions only."""
+    """`KnownPlans` are all plans of one key; they differ in the outcome of conditions only."""
 
     held: tuple[Said | None, ...]  # what the tokens of the key stand for
     scan: Scan

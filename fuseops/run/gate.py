@@ -21,7 +21,7 @@ from fuseops.recipes.gain import Gain, Gemm, LinearRun, fewest_rows, gain_of
 
 
 class GatedRun(NamedTuple):
-    """Linear ops of a run that are quantized together or not at all."""
+    """A `GatedRun` lists linear ops that are quantized together or not at all, and the rows from which on that pays."""
 
     ops: tuple[int, ...]
     layer: LinearRun

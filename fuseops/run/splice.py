@@ -84,7 +84,7 @@ def side_names_of(module: Any) -> tuple[str, ...]:
 
 
 class Nested:
-    """A Sequential inside another, as it was when that one was planned."""
+    """A `Nested` is a Sequential inside another, as it was when that one was planned."""
 
     def __init__(self, module: Composed, reason: str | None) -> None:
         self.module = module
@@ -120,7 +120,7 @@ def splice(module: Composed | Op[Any]) -> Spliced:
 
 
 class _Names:
-    """The side names of one Sequential as it was written. What it publishes is seen in it, and below it."""
+    """`_Names` are the side names in one Sequential as it was written."""
 
     def __init__(self, scope: str, outer: _Names | None) -> None:
         self.scope, self.outer = scope, outer

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Table:
-    """Objects by int, until their owner drops them.
+    """A `Table` holds objects by int, until their owner drops them.
 
     One attribute an object, since dynamo reads attributes one by one, but would snapshot a whole dict.
     """

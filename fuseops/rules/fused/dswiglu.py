@@ -35,7 +35,7 @@ EPILOGUE = Switch(
 
 
 class DswigluFacts(NamedTuple):
-    """What the choice depends on, of the calls of fc1, the activation and fc2."""
+    """`DswigluFacts` are what the choice of the epilogue depends on, of the calls of fc1, the activation and fc2."""
 
     below: bool  # whether fc1 needs any gradient
     needs: frozenset[str]  # of fc2

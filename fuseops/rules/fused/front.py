@@ -35,7 +35,7 @@ class FrontSaved(NamedTuple):
 
 
 class Front:
-    """The ops before the GEMM: none, or those that end in a norm."""
+    """A `Front` holds the ops before the GEMM: none, or those that end in a norm."""
 
     def __init__(self, ops: Sequence[Op[Any]]) -> None:
         self.ops = tuple(ops)

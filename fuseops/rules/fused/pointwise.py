@@ -29,7 +29,7 @@ Described = tuple[Sequence[int], torch.dtype]
 
 
 class Pointwise(FusedOp):
-    """The ops of a run, one after another."""
+    """A `Pointwise` runs elementwise ops that follow each other as one kernel each way."""
 
     def __init__(self, *members: Op[Any]) -> None:
         super().__init__(*members)
