@@ -130,11 +130,10 @@ class Replay:
 
     def fits(self, args: tuple[Any, ...]) -> bool:
         """Whether operands are of this kind."""
-        return (
-            len(args) == self.count
-            and self.check(*self.tensors_of(args))
-            and self.rest_of(args) == self.scalars
-        )
+        if len(args) != self.count or not self.check(*self.tensors_of(args)):
+            return False
+        rest = self.rest_of(args)
+        return not _tensors_in(rest) and rest == self.scalars
 
     def __call__(self, given: tuple[Tensor, ...]) -> Any:
         """Allocate and launch.   -> what the launcher returns, or NOT_REPLAYED where it has to run itself"""
@@ -177,20 +176,24 @@ class Replay:
         over operands would take several times as long as the launches.
         """
         given = [f"a{k}" for k in range(self.count)]
-        scalars = self.rest_of(given)
         tensors_of = self.tensors_of(given)
         known: dict[str, Any] = {
-            **{"check": self.check, "scalars": self.scalars, "slow": self._checked, "view": _view},
+            **{"check": self.check, "slow": self._checked, "view": _view},
             **{"hooks": launchers[0].hooks, "stream_of": launchers[0].stream_of},
             **{"index": self.index, "current_device": torch_private.current_device},
             **{"empty": self.empty, "outputs": self.outputs, "NOT_REPLAYED": NOT_REPLAYED},
             "device": torch.cuda.device,
         }
         every, bits = ", ".join(given), " | ".join(f"p{k}" for k in range(len(tensors_of)))
-        same = f" and ({', '.join(scalars)},) == scalars" if scalars else ""
+        # None first: a tensor in its place takes a while to differ from anything
+        scalars = sorted(zip(self.rest_of(given), self.scalars, strict=True), key=_is_something)
+        same = [
+            f" and {name} is None" if value is None else f" and {name} == {_constant(value, known)}"
+            for name, value in scalars
+        ]
         lines = [
             f"def again({every}):",
-            f" if not (check({', '.join(tensors_of)}){same}): return NOT_REPLAYED",
+            f" if not (check({', '.join(tensors_of)}){''.join(same)}): return NOT_REPLAYED",
             *[f" p{k} = {name}.data_ptr()" for k, name in enumerate(tensors_of)],
             f" if ({bits}) % {ALIGNED}: return NOT_REPLAYED",
             f" if hooks.launch_enter_hook.calls: return slow({every})",
@@ -218,6 +221,10 @@ class Replay:
         exec("\n".join(lines), known)
         written: Callable[..., Any] = known["again"]
         return written
+
+
+def _is_something(named: tuple[str, Any]) -> bool:
+    return named[1] is not None
 
 
 def _operand(
