@@ -217,7 +217,10 @@ def dswiglu_operand(
         return reference.dswiglu_operand(da, h, probs, offs, dtype, a_dtype, row, col, act, h_scale)
     out, blocks = _outputs(h, rows, 2 * n, offs, dtype, row, col)
     (_, _, a, a_scale), _ = _outputs(h, rows, n, offs, a_dtype, False, act)
-    partial = h.new_zeros(n // BLOCK if probs is not None else 0, rows, dtype=torch.float32)
+    if probs is None:
+        partial = h.new_empty(0, dtype=torch.float32)
+    else:
+        partial = h.new_zeros(n // BLOCK, rows, dtype=torch.float32)
     operands = (
         da,
         h,
@@ -247,8 +250,7 @@ def dswiglu_operand(
             SHIFT=SHIFT[dtype], A_SHIFT=SHIFT[a_dtype], BLOCK_E=tiles.pow2(_groups(offs), least=32), **wanted,
             **overlap(h.device), **DSWIGLU.pick(rows, (n,), h),
         )  # fmt: skip
-    dprobs = partial.sum(0) if probs is not None else partial.view(0)
-    return *out, a, a_scale, dprobs
+    return *out, a, a_scale, partial if probs is None else partial.sum(0)
 
 
 @fp8_op(
