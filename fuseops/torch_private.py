@@ -30,9 +30,14 @@ GLOBAL_HOOKS: tuple[dict[int, Callable[..., Any]], ...] = (
 )
 
 
+# which backward autograd executes in this thread; NO_BACKWARD outside of them
+backward_now: Callable[[], int] = torch._C._current_graph_task_id
+NO_BACKWARD = -1
+
+
 def in_backward() -> bool:
     """True while autograd executes a backward in this thread (a recomputation, for a forward that asks)."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_now() != NO_BACKWARD
 
 
 def will_accumulate(node: Any) -> bool:
@@ -48,10 +53,10 @@ def will_accumulate(node: Any) -> bool:
         return False
 
 
-def top_saved_tensor_hooks() -> tuple[object, object] | None:
-    """The innermost (pack, unpack) pair of `torch.autograd.graph.saved_tensors_hooks`, or None."""
-    pair: tuple[object, object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return pair
+# the innermost (pack, unpack) pair of `torch.autograd.graph.saved_tensors_hooks`, or None
+top_saved_tensor_hooks: Callable[[], tuple[object, object] | None] = functools.partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
 
 
 def release_saved(ctx: Any) -> None:
@@ -59,14 +64,11 @@ def release_saved(ctx: Any) -> None:
     ctx.maybe_clear_saved_tensors()
 
 
-def pop_saved_tensor_hooks() -> None:
-    """Take the innermost pair off this thread's stack."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def push_saved_tensor_hooks(pack: Any, unpack: Any) -> None:
-    """Put a pair back on this thread's stack."""
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+# take the innermost pair off this thread's stack, and put a pair on it
+pop_saved_tensor_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+push_saved_tensor_hooks: Callable[[Any, Any], None] = (
+    torch._C._autograd._push_saved_tensors_default_hooks
+)
 
 
 # whether autocast is on for some kind of device: a fifth of what it costs to ask for one

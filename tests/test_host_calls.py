@@ -39,7 +39,7 @@ def step_of(
 @pytest.fixture
 def fresh_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is marked or ready, and no host memory divided, as by earlier tests."""
-    for said in ("_marks", "_ready"):
+    for said in ("marked", "complete"):
         monkeypatch.setattr(marks, said, StorageMap())
     lanes = CpuLanes()
     monkeypatch.setattr("fuseops.offload.scopes.lanes_of", lambda device: lanes)
@@ -64,8 +64,8 @@ def test_three_ops_with_and_without_to_host() -> None:
         return step_of(fo.Sequential(*ops), *scope)
 
     assert three() <= 116
-    assert three(offload.to_host) <= 255  # nothing is large enough to move
-    assert three(lambda: offload.to_host(min_bytes=0)) <= 380  # three of five do
+    assert three(offload.to_host) <= 210  # nothing is large enough to move
+    assert three(lambda: offload.to_host(min_bytes=0)) <= 300  # two of four do
 
 
 @pytest.mark.uninitialized
@@ -79,8 +79,8 @@ def test_what_offload_adds_to_an_op() -> None:
 
         return (linears(8, scope) - linears(2, scope)) / 6 - 4
 
-    assert (kept := added(1 << 20)) <= 37
-    assert added(0) - kept <= 56  # there and back
+    assert (kept := added(1 << 20)) <= 24
+    assert added(0) - kept <= 40  # there and back
 
 
 def test_what_is_added_to_a_chain_adds_its_own_calls_alone() -> None:

@@ -103,6 +103,7 @@ def test_in_backward_is_true_in_a_backward_only(asked: list[bool]) -> None:
     assert asked == [False]
     y.sum().backward()
     assert asked == [False, True] and not torch_private.in_backward()
+    assert torch_private.backward_now() == torch_private.NO_BACKWARD
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -349,6 +350,17 @@ def test_a_recomputation_is_told_from_a_forward_by_any_hook_below(
         y = torch.utils.checkpoint.checkpoint(inside, x, use_reentrant=outer)
     y.sum().backward()
     assert sum(counting) == 1
+
+
+def test_a_storage_keeps_its_python_object_for_as_long_as_it_lives() -> None:
+    """So that `weakref.ref` of it is one to the storage: records of what was moved know theirs by it."""
+    t = torch.arange(4.0, requires_grad=True)
+    y = t.exp()
+    weak, node = weakref.ref(y.untyped_storage()), y.grad_fn
+    del y  # from here on autograd alone holds it
+    assert weak() is not None and weak() is node._saved_result.untyped_storage()
+    del node
+    assert weak() is None
 
 
 def test_a_weak_storage_keeps_no_memory_and_gives_the_storage_back() -> None:

@@ -6,7 +6,7 @@ path of the running module, where a root is known, and the grad_fn of the tensor
 that made it ("leaf" without one; "compiled" for all that a compiled region saves), numbered in save order.
 """
 
-from collections import Counter
+from collections import defaultdict
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ class Labels:
 
     def __init__(self, paths: dict[int, str] | None) -> None:
         self.paths = paths
-        self._numbers: Counter[str] = Counter()
+        self._numbers: defaultdict[str, int] = defaultdict(int)
 
     def start_again(self) -> None:
         self._numbers.clear()

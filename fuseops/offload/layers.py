@@ -75,7 +75,8 @@ class LayerScope(Scope):
         self._mover: Any = None  # or a Mover
         self.paused = False  # a plan is being made
         self._thread_calls = _LayersThread()
-        self._resident: StorageMap[str] = StorageMap()  # name under which a storage is kept
+        if policy is not None:
+            self._resident = StorageMap()  # name under which a storage is kept
         self._recomputed: dict[str, list[str]] = {}  # layer -> names of what comes into it
         # what ops in a layer do without, by its path
         self._without: dict[str, list[Callable[[], AbstractContextManager[None]]]] = {}
@@ -85,7 +86,7 @@ class LayerScope(Scope):
         self._left: set[str] = set()
         self._step = 0
         self.called: set[str] = set()  # paths of layers
-        self._know_root()
+        self._know_root(model)
 
     def __str__(self) -> str:
         return "Scheduler()"
@@ -194,9 +195,6 @@ class LayerScope(Scope):
 
     # --- saving
 
-    def _known_of(self, storage: torch.UntypedStorage) -> Any:
-        return self._owned.storages.get(storage), self._policy and self._resident.get(storage)
-
     def _named_by_torch(self, t: Tensor) -> Named:
         running = self._now
         named = running.labels.of_torch(t)
@@ -212,8 +210,12 @@ class LayerScope(Scope):
     def _now(self) -> Running:
         return self._thread_calls.running[-1]
 
-    def _kept(self, t: Tensor, entry: Entry) -> Kept:
-        handle, running = super()._kept(t, entry), self._now
+    def _stay(self, t: Tensor, entry: Entry, storage: torch.UntypedStorage | None = None) -> Kept:
+        handle, running, resident = super()._stay(t, entry), self._now, self._resident
+        if storage is not None and entry.name not in self._left:
+            self.names[entry.name] = "keep"
+        if storage is not None and resident is not None and resident.get(storage) != entry.name:
+            resident.set(storage, entry.name)
         if running.call is not None:
             if running.staying is None:
                 running.staying = Staying(self.mover, running.call)
@@ -233,12 +235,6 @@ class LayerScope(Scope):
             self.names[found.entry.name] = "offload" if found.coding is None else "quantize"
             self._left.add(found.entry.name)
         return handle
-
-    def _stays(self, storage: torch.UntypedStorage, name: str) -> None:
-        if name not in self._left:
-            self.names[name] = "keep"
-        if self._policy is not None and self._resident.get(storage) != name:
-            self._resident.set(storage, name)
 
     def _coding(self, t: Tensor, named: Named) -> Coding | str:
         candidate = Candidate.of(t, named.name, named.op, named.also)
@@ -274,7 +270,7 @@ class LayerScope(Scope):
         planned = self.mover.schedule.decisions.get(named.name)
         if planned is not None:
             return None if planned in ("offload", "quantize") else "planned"
-        if self._policy is None:
+        if self._policy is None or self._resident is None:
             return "not in the plan"
         resident = self._resident.get(t.untyped_storage())
         if resident is not None:

@@ -21,9 +21,9 @@ from .storages import StorageMap
 
 OFFLOAD, KEEP = "offload", "keep"
 _ATTRIBUTE = "_offload_mark"
-_marks: StorageMap[str] = StorageMap()
+marked: StorageMap[str] = StorageMap()
 module_changes = 0  # how often modules have been marked: as long as that stays, so do their marks
-_ready: StorageMap[tuple[int, Event]] = StorageMap()  # the version that was complete, and when
+complete: StorageMap[tuple[int, Event]] = StorageMap()  # the version that was, and since when
 
 
 def mark_offload(*tensors: Any) -> None:
@@ -45,21 +45,19 @@ def start_offload(*tensors: Any) -> None:
     for t in [t for value in tensors for t in _tensors_in(value)]:
         if t.device.type in KINDS:
             event = lanes_of(t.device).record("compute")
-            _ready.set(t.untyped_storage(), (t._version, event))
+            complete.set(t.untyped_storage(), (t._version, event))
 
 
 def ready(t: Tensor) -> Event | None:
     """When the bytes of t were complete, if that was said and nobody wrote it since."""
-    if not _ready.entries:
-        return None
-    version, event = _ready.get(t.untyped_storage()) or (-1, None)
+    version, event = complete.get(t.untyped_storage()) or (-1, None)
     return event if version == t._version else None
 
 
 def _mark(values: tuple[Any, ...], mark: str) -> None:
     found = [t for value in values for t in _tensors_in(value)]
     for t in found:
-        _marks.set(t.untyped_storage(), mark)
+        marked.set(t.untyped_storage(), mark)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -107,7 +105,7 @@ def mark_module(module: nn.Module, mark: str | None) -> None:
 
 def mark_of(t: Tensor) -> str | None:
     """The mark on the storage of t."""
-    return _marks.get(t.untyped_storage()) if _marks.entries else None
+    return marked.get(t.untyped_storage())
 
 
 def mark_of_module(module: nn.Module) -> str | None:

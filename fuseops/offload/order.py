@@ -5,7 +5,7 @@ schedules and a layer that is used twice are told apart. A prediction may be wro
 forward calls is followed for the rest of the step, and the report says how often.
 """
 
-from collections import Counter
+from collections import defaultdict
 from typing import Literal, NamedTuple
 
 
@@ -33,7 +33,7 @@ class Order:
         self.mispredicted = 0
         self._places: dict[Boundary, int] = {}
         self._running: list[Boundary] = []
-        self._ordinals: Counter[str] = Counter()
+        self._ordinals: defaultdict[str, int] = defaultdict(int)
         self._follows = True  # the running step has been as recorded so far
 
     def start(self, complete: bool) -> None:

@@ -26,13 +26,7 @@ from typing import Literal
 from torch import Tensor, UntypedStorage
 
 from fuseops.errors import InPlaceError
-from fuseops.torch_private import (
-    WeakStorage,
-    alias_of_no_bytes,
-    base_of,
-    share_version_counter,
-    storage_key,
-)
+from fuseops.torch_private import alias_of_no_bytes, base_of, share_version_counter, storage_key
 
 from . import marks
 from .codes import Coding, decode, encode
@@ -51,24 +45,24 @@ class Mover:
         self.schedule, self.arena = schedule, lanes.arena
         self.on_gpu = isinstance(lanes, CudaLanes)
         self.ref = weakref.ref(self)  # for records, which the schedule holds
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         # handles that are gone, and whether they were read: noted by finalizers, so without the lock
-        self.dead: deque[tuple[LayerRun, Item | None, bool]] = deque()
+        self.dead: deque[tuple[LayerRun | None, Item | None, bool]] = deque()
 
     def enter(self, layer: str) -> LayerRun:
         """The forward of a layer begins."""
-        with self._lock:
+        with self.lock:
             self.tidy()
             return self.schedule.enter(layer)
 
     def leave(self, call: LayerRun) -> None:
         """The forward of a layer ends."""
-        with self._lock:
+        with self.lock:
             self.schedule.leave(call)
 
     def backward(self, call: LayerRun) -> None:
         """The backward of a layer begins."""
-        with self._lock:
+        with self.lock:
             self.tidy()
             self.schedule.backward(call)
 
@@ -78,8 +72,9 @@ class Mover:
 
     def close(self) -> None:
         """No boundary will come any more."""
-        with self._lock:
-            self.tidy()
+        with self.lock:
+            if self.dead:
+                self.tidy()
             self.schedule.close()
 
     def save(
@@ -96,18 +91,16 @@ class Mover:
         """
         if coding is not None and call is not None and call.soon:
             return LAST_GROUP  # before codes are made
-        with self._lock:
+        with self.lock:
             schedule, storage = self.schedule, t.untyped_storage()
-            data, ready = as_bytes(storage), marks.ready(t)
-            if coding is not None:
-                data, ready = encode(storage, coding), None
+            data = as_bytes(storage) if coding is None else encode(storage, coding)
+            ready = marks.ready(t) if marks.complete.entries and coding is None else None
             if self.dead:
                 self.tidy()
             source = Buf(entry.name, data.numel(), "device", data, schedule.lanes.compute())
             record = Record(t, storage, source, entry, ledger, self.ref, coding)
             if call is None:
-                call = schedule.depart(record, ready)
-                leaves = record.kept is None
+                leaves = schedule.depart(record, ready)
             else:
                 leaves = schedule.save(call, record, ready)
             if not leaves:
@@ -117,36 +110,25 @@ class Mover:
         ledger.moved(entry, record)
         return Moved(t, entry, record, call, self, ledger)
 
-    def share(self, call: LayerRun, item: Item) -> None:
+    def share(self, call: LayerRun | None, item: Item) -> None:
         """One more saved tensor lies in a storage that leaves."""
-        with self._lock:
+        with self.lock:
             self.schedule.share(call, item)
 
     def keep(self, call: LayerRun) -> None:
         """Something that a call saved stays."""
-        with self._lock:
+        with self.lock:
             self.schedule.keep(call)
 
     def by_hand(self, what: Literal["offload", "release", "reload"], call: LayerRun) -> None:
         """One step of a manual schedule."""
-        with self._lock:
+        with self.lock:
             self.tidy()
             getattr(self.schedule, what)(call)
 
-    def read(self, call: LayerRun, record: "Record", layout: StridedLayout, again: bool) -> Tensor:
-        """The tensor, for the current compute stream. With the first of a call its backward begins."""
-        with self._lock:
-            schedule = self.schedule
-            if self.dead:
-                self.tidy()
-            schedule.backward(call)
-            tensor = record.view(schedule, layout)
-            schedule.used(record, again=again)
-            return tensor
-
     def tidy(self) -> None:
         """Give back what belonged to handles that are gone."""
-        with self._lock:
+        with self.lock:
             dead, drop = self.dead, self.schedule.drop
             while dead:
                 call, item, read = dead.popleft()
@@ -176,10 +158,10 @@ class Record(Item):
         self.entry, self.ledger, self.mover, self.coding = entry, ledger, mover, coding
         self.guard, self.version = alias_of_no_bytes(t), t._version
         self.written = ""  # when a write was first seen
-        self.call: LayerRun | None = None  # that saved it
-        self.origin = WeakStorage(storage)
-        self._base = weakref.ref(base_of(t))
-        self._live: WeakStorage | None = None
+        self.call: LayerRun | None = None  # that saved it, if it does not leave by itself
+        self.origin = weakref.ref(storage)
+        self._base = weakref.ref(t if t._base is None else t._base)
+        self._live: weakref.ref[UntypedStorage] | None = None
         self._start = 0
         self._stream: object = None
 
@@ -204,7 +186,7 @@ class Record(Item):
 
     def view(self, schedule: Schedule, layout: StridedLayout) -> Tensor:
         """A tensor of that layout. While somebody on this stream has the bytes, over the same."""
-        storage = None if self._live is None else self._live.storage()
+        storage = None if self._live is None else self._live()
         if storage is None or schedule.lanes.compute() != self._stream:
             buf, offset = schedule.fetch(self)
             data: Tensor = buf.data
@@ -214,12 +196,12 @@ class Record(Item):
             else:
                 storage = decode(data[offset : offset + self.nbytes], self.coding)
             if self.handles > 1:
-                self._live, self._stream = WeakStorage(storage), schedule.lanes.compute()
+                self._live, self._stream = weakref.ref(storage), schedule.lanes.compute()
         return tensor_in(storage, layout, self._start)
 
 
 class _RecordsThread(threading.local):
-    """The records of this thread, by storage. A record that lives keeps its key from another storage."""
+    """The last record of each storage in this thread, by its key, which is another storage's once it is gone."""
 
     def __init__(self) -> None:
         self.records: dict[int, weakref.ref[Record]] = {}
@@ -237,9 +219,10 @@ _thread = _RecordsThread()
 
 def find(t: Tensor) -> Record | None:
     """The record that already holds the bytes of t, or None."""
-    known = _thread.records.get(storage_key(t.untyped_storage()))
+    storage = t.untyped_storage()
+    known = _thread.records.get(storage_key(storage))
     record = None if known is None else known()
-    if record is None or not record.is_of(t):
+    if record is None or record.origin() is not storage or not record.is_of(t):
         return None
     mover = record.mover()
     if mover is not None:
@@ -274,7 +257,8 @@ class Kept:
         self.entry, self.ledger, self.of = entry, ledger, of
 
     def restore(self) -> Tensor:
-        self.ledger.backward_began()
+        for ledger in self.ledger.chain:
+            ledger.backward_seen = True
         if self.tensor._version != self.version:
             raise _written(self.tensor, self.version, self.entry, "")
         return self.tensor
@@ -286,7 +270,13 @@ class Moved:
     __slots__ = ("__weakref__", "call", "entry", "layout", "ledger", "mover", "read", "record")
 
     def __init__(
-        self, t: Tensor, entry: Entry, record: Record, call: LayerRun, mover: Mover, ledger: Ledger
+        self,
+        t: Tensor,
+        entry: Entry,
+        record: Record,
+        call: LayerRun | None,
+        mover: Mover,
+        ledger: Ledger,
     ) -> None:
         self.record, self.call, self.mover = record, call, mover
         self.entry, self.ledger = entry, ledger
@@ -294,12 +284,24 @@ class Moved:
         self.read = False
 
     def restore(self) -> Tensor:
-        self.ledger.backward_began()
-        record, again = self.record, self.read
+        """The tensor, for the current compute stream. With the first of a call its backward begins."""
+        for ledger in self.ledger.chain:
+            ledger.backward_seen = True
+        record, mover, call, again = self.record, self.mover, self.call, self.read
         if record.guard._version != record.version:
             raise _written(record.guard, record.version, self.entry, record.written)
         self.read = True
-        return self.mover.read(self.call, record, self.layout, again)
+        with mover.lock:
+            if mover.dead:
+                mover.tidy()
+            schedule = mover.schedule
+            if call is not None:
+                schedule.backward(call)
+            tensor = record.view(schedule, self.layout)
+            schedule.used(record, again=again)
+            if call is None and not record.begun:
+                schedule.begin(record)
+            return tensor
 
     def __del__(self) -> None:
         self.mover.dead.append((self.call, self.record, self.read))

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fuseops.torch_private import WeakStorage
 from fuseops.words import dtype_name, size
 
 from .transfers import Bundle
@@ -118,7 +117,7 @@ class Moves(Protocol):
     whole: int
     handles: int
     bundle: Bundle | None
-    origin: WeakStorage
+    origin: weakref.ref[torch.UntypedStorage]
 
     @property
     def released(self) -> bool: ...
@@ -136,7 +135,9 @@ class Ledger:
         self.entries: dict[Entry, int] = {}
         self.out = self.back = (0, 0)
         self.records: list[weakref.ref[Moves]] = []
-        self._backward_seen = False
+        self.backward_seen = (
+            False  # saved tensors were read: what is saved next belongs to another step
+        )
         self._lock = threading.Lock()
         self._limit = 64  # of `records`, before the dead go
 
@@ -174,14 +175,9 @@ class Ledger:
             with ledger._lock:
                 ledger.back = (ledger.back[0] + nbytes, ledger.back[1] + 1)
 
-    def backward_began(self) -> None:
-        """Saved tensors are read: what is saved next belongs to another step."""
-        for ledger in self.chain:
-            ledger._backward_seen = True
-
     def take_backward_seen(self) -> bool:
         """Whether a backward began since this was asked last."""
-        seen, self._backward_seen = self._backward_seen, False
+        seen, self.backward_seen = self.backward_seen, False
         return seen
 
     def report(self) -> Report:
@@ -194,6 +190,6 @@ class Ledger:
         with self._lock:
             entries = tuple(e._replace(times=n) for e, n in self.entries.items() if n > 0)
         away = [r for r in records if r.released]
-        held = tuple((r.name, r.whole) for r in away if not r.origin.expired())
+        held = tuple((r.name, r.whole) for r in away if r.origin() is not None)
         host = sum(r.nbytes for r in records if r.bundle is not None)
         return Report(self.scope, entries, *self.out, *self.back, host, held)

@@ -25,7 +25,6 @@ from .transfers import Stats as Stats
 
 SMALL = 4 << 20  # bytes; smaller storages of a call travel together
 BUNDLE = 32 << 20  # ... in transfers of about this size
-ALONE = OrderKey("", 0)  # of what leaves by itself: it is in no order
 LAST_GROUP = "last group before backward begins"
 
 Decision = Literal["keep", "offload", "quantize", "recompute", "dispatch"]
@@ -67,6 +66,7 @@ class Schedule:
         self._leaving: deque[Bundle] = deque()  # sources not let go yet, by due boundary
         self._now = 0  # boundaries passed
         self._last: LayerRun | None = None  # entered last in the running forward
+        self._departed: Item | None = None  # the last that left by itself
         self._layers: dict[str, int] = {}  # layers in the order of their first call
         self._complete = True
 
@@ -107,31 +107,35 @@ class Schedule:
             return
         call.backward = True
         self.stats.misses += self._fetch_ahead(call)  # ahead no more
-        if call.key is ALONE:
-            self._now += 1
-            self._fetch_before(call)
-            if self._leaving:
-                self._release_due()
-        else:
-            self._pass("backward", call)
+        self._pass("backward", call)
 
-    def depart(self, item: Item, ready: Event | None = None) -> LayerRun:
-        """A storage that leaves by itself was saved: a boundary, and a call in no order but that of the chain.
-        If `kept` is set it stays, and is the caller's again.
+    def depart(self, item: Item, ready: Event | None = None) -> bool:
+        """A storage that leaves by itself, in no call of a layer, was saved: a boundary.   -> False if it stays, for
+        the reason `kept`, and is the caller's.
         """
         self.closed = False
-        last = self._last
-        previous = last if last is not None and last.handles else None
-        call = LayerRun(ALONE, previous, item.source.owner, running=False)
         self._now += 1
         if self._leaving:
             self._release_due()
-        if self._send([item], ready):
-            call.handles, self._last = 1, call
-            call.items.append(item)
-            if self.lag == 0:
-                self._release_due()
-        return call
+        if not self._send([item], ready):
+            return False
+        last, self._departed = self._departed, item
+        item.previous = last if last is not None and last.handles else None
+        if self.lag == 0:
+            self._release_due()
+        return True
+
+    def begin(self, item: Item) -> None:
+        """One that left by itself is read: a boundary, and what left before it comes back."""
+        item.begun = True
+        self._now += 1
+        before = item.previous
+        for _ in range(self.ahead):
+            if before is not None and before.bundle is not None and before.unread:
+                self._bring(before.bundle)
+            before = before and before.previous
+        if self._leaving:
+            self._release_due()
 
     def _pass(self, way: Literal["forward", "backward"], call: LayerRun) -> None:
         self.order.passed(Boundary(way, call.key))
@@ -143,16 +147,12 @@ class Schedule:
             if coming.way == "backward" and other is not None:
                 self._fetch_ahead(other)
         if way == "backward" and not self.order.predicts:
-            self._fetch_before(call)
+            previous = call.previous
+            for _ in range(self.ahead):  # along the chain
+                if previous is not None:
+                    self._fetch_ahead(previous)
+                    previous = previous.previous
         self._release_due()
-
-    def _fetch_before(self, call: LayerRun) -> None:
-        """Bring back what was saved before a call, along the chain."""
-        previous = call.previous
-        for _ in range(self.ahead):
-            if previous is not None:
-                self._fetch_ahead(previous)
-                previous = previous.previous
 
     # --- saving
 
@@ -177,17 +177,18 @@ class Schedule:
                 self._send_small(call)
         return True
 
-    def share(self, call: LayerRun, item: Item) -> None:
-        """A saved tensor of `call` lies in the storage of an item, which may be another call's."""
+    def share(self, call: LayerRun | None, item: Item) -> None:
+        """A saved tensor of `call`, or of none, lies in the storage of an item, which may be another call's."""
         bundle = item.bundle
         if bundle is not None:
             bundle.handles += not item.handles
             bundle.unread += not item.unread
-        call.handles += 1
         item.handles += 1
         item.unread += 1
-        if item not in call.items:
-            call.items.append(item)
+        if call is not None:
+            call.handles += 1
+            if item not in call.items:
+                call.items.append(item)
 
     def keep(self, call: LayerRun) -> None:
         """A saved tensor that stays: its call lives until it is dropped."""
@@ -223,7 +224,7 @@ class Schedule:
         source = first.source
         if len(items) > 1:
             source, ready = self._gather(items, nbytes, offsets)
-        after = [ready or self.lanes.record("compute")]
+        after = [ready]
         if host.after is not None:
             after.append(host.after)
             host.after = None
@@ -238,7 +239,9 @@ class Schedule:
         self.stats.out_count += 1
         return True
 
-    def _gather(self, items: list[Item], nbytes: int, offsets: list[int]) -> tuple[Buf, Event]:
+    def _gather(
+        self, items: list[Item], nbytes: int, offsets: list[int]
+    ) -> tuple[Buf, Event | None]:
         """Small storages in one buffer, so that one fast transfer moves them, and when it is full; they are let go."""
         stage = self.lanes.alloc(nbytes, "device", items[0].name)
         sources = [item.source for item in items if item.source is not None]
@@ -264,7 +267,8 @@ class Schedule:
             if item.handles:
                 item.leaves("release")
             item.source = None
-        self.lanes.wait("compute", bundle.written)
+        if bundle.written is not None:
+            self.lanes.wait("compute", bundle.written)
         self.lanes.free(bundle.source)
         bundle.released = True
         if not bundle.handles:
@@ -280,14 +284,16 @@ class Schedule:
 
     def _fetch_ahead(self, call: LayerRun) -> int:
         """Bring back what a call will read, that first which was saved last; -> how many transfers that took."""
-        count = 0
-        for bundle in () if self.manual else self._bundles(call):
-            if not bundle.released:
-                bundle.wanted = True
-            elif bundle.target is None:
-                self._reload(bundle)
-                count += 1
-        return count
+        return 0 if self.manual else sum(map(self._bring, self._bundles(call)))
+
+    def _bring(self, bundle: Bundle) -> bool:
+        """Have it on the device when it is read.   -> whether that takes a transfer"""
+        away = bundle.released and bundle.target is None
+        if away:
+            self._reload(bundle)
+        elif not bundle.released:
+            bundle.wanted = True
+        return away
 
     def _bundles(self, call: LayerRun) -> list[Bundle]:
         """What moves what a call has still to read, once for each of its items."""
@@ -296,7 +302,7 @@ class Schedule:
     def _reload(self, bundle: Bundle) -> Buf:
         target = self.lanes.alloc(bundle.nbytes, "device", bundle.items[0].name)
         # The target may be memory that compute has still to read: copy after all it has been given.
-        after = (self.lanes.record("compute"), bundle.written)
+        after = (None,) if bundle.written is None else (None, bundle.written)
         bundle.arrived = self.lanes.copy("h2d", (bundle.host,), target, after=after)
         bundle.target, bundle.awaited = target, False
         for item in bundle.items:
@@ -319,8 +325,9 @@ class Schedule:
                 self._let_target_go(bundle, target)
             self.stats.misses += 1
             target = self._reload(bundle)
-        if not bundle.awaited:
-            self._await(bundle)
+        if not bundle.awaited and bundle.arrived is not None:
+            self.lanes.wait("compute", bundle.arrived)
+            bundle.awaited = True
         return target, item.offset
 
     def used(self, item: Item, *, again: bool = False) -> None:
@@ -335,32 +342,28 @@ class Schedule:
         if bundle is not None and not bundle.unread and bundle.target is not None:
             self._let_target_go(bundle, bundle.target)
 
-    def _await(self, bundle: Bundle) -> None:
-        """Have compute, which owns the target, wait for what was brought back."""
-        if bundle.arrived is not None:
-            self.lanes.wait("compute", bundle.arrived)
-            bundle.awaited = True
-
     def _let_target_go(self, bundle: Bundle, target: Buf) -> None:
-        if not bundle.awaited:
-            self._await(bundle)
+        if not bundle.awaited and bundle.arrived is not None:
+            self.lanes.wait("compute", bundle.arrived)  # nobody has read it
+            bundle.awaited = True
         self.lanes.free(target)
         bundle.target = None
 
-    def drop(self, call: LayerRun, item: Item | None = None, *, read: bool = True) -> None:
-        """A saved tensor of `call` is gone. read: a backward had read it."""
-        call.handles -= 1
+    def drop(self, call: LayerRun | None, item: Item | None = None, *, read: bool = True) -> None:
+        """A saved tensor of `call`, or of none, is gone. read: a backward had read it."""
         if item is not None:
             item.handles -= 1
             if not read:
                 self.used(item)
             if not item.handles:
                 self._end(item)
-        if not call.handles:
-            self._forget(call)
+        if call is not None:
+            call.handles -= 1
+            if not call.handles:
+                self._forget(call)
 
     def _end(self, item: Item) -> None:
-        bundle = item.bundle
+        bundle, item.previous = item.bundle, None
         if bundle is None:
             if item.source is not None:
                 self.lanes.free(item.source)

@@ -23,6 +23,7 @@ from fuseops.ops import names
 from fuseops.ops import scopes as settings
 from fuseops.ops.names import SavedName
 from fuseops.run.config import set_root
+from fuseops.torch_private import NO_BACKWARD
 
 from . import marks, records
 from .arguments import whole_number
@@ -69,6 +70,8 @@ class Scope(Guarded):
     def __init__(self, root: nn.Module | None = None) -> None:
         super().__init__()
         self.in_checkpoint = False
+        self._on_gpu = False  # what leaves lies on CUDA devices
+        self._resident: StorageMap[str] | None = None  # of what stays, where a policy asks for it
         self._root = root
         self._hook = PackHook(self)
         self._ledger = Ledger(str(self))
@@ -87,21 +90,21 @@ class Scope(Guarded):
     def _open(self) -> None:
         self._judged.clear()
         self.in_checkpoint = belongs_to_checkpoint(torch_private.top_saved_tensor_hooks())
-        kind = (str(self), self.in_checkpoint)
+        kind = (self._ledger.scope, self.in_checkpoint)
         if len(_promised) >= KINDS_OF_SCOPES and kind not in _promised:
             _promised.clear()
         self._judged_promised = _promised.setdefault(kind, {})
         self._inherit(next((s for s in enclosing() if isinstance(s, Scope)), None))
-        self._know_root()
+        if self._root is not None:
+            self._know_root(self._root)
         torch_private.push_saved_tensor_hooks(self._hook, records.unpack)  # torch may refuse it
         names.thread.observers += 1
         modules.watch(self.module_entered)
 
-    def _know_root(self) -> None:
-        if self._root is not None:
-            set_root(self._root)
-            self._labels = Labels(paths_under(self._root))
-            self._owned.note_model(self._root)
+    def _know_root(self, root: nn.Module) -> None:
+        set_root(root)
+        self._labels = Labels(paths_under(root))
+        self._owned.note_model(root)
 
     def _inherit(self, outer: "Scope | None") -> None:
         self._ledger.inside(None if outer is None else outer._ledger)
@@ -135,7 +138,9 @@ class Scope(Guarded):
         is found out once.
         """
         known = names.take(t) or self._named_by_torch(t)
-        aside = why_not_plain(t) or self._why_aside(t)
+        aside = why_not_plain(t)
+        if aside is None and (t.is_cuda or torch_private.backward_now() != NO_BACKWARD):
+            aside = self._why_aside(t)
         if aside is not None:
             return self._keep(t, as_named(known), aside, _bytes_of(t))
         record = records.find(t) if self._goes_along else None
@@ -143,11 +148,13 @@ class Scope(Guarded):
             return self._share(t, as_named(known), record)
         storage = t.untyped_storage()
         which: int | str = id(known)
-        mark, changes, judged = marks.mark_of(t), marks.module_changes, self._judged_promised
+        mark = marks.marked.get(storage) if marks.marked.entries else None
+        changes, judged, resident = marks.module_changes, self._judged_promised, self._resident
         if isinstance(known, Named):
             which, mark, changes, judged = known.name, mark_on(t, known), 0, self._judged
         facts = (
-            *(which, mark, changes, self._known_of(storage), type(t), type(t._base)),
+            *(which, mark, changes, self._owned.storages.get(storage), self._on_gpu),
+            *(resident and resident.get(storage), type(t), type(t._base)),
             *(t.shape, t.dtype, t.device, storage.nbytes()),
         )
         found = judged.get(facts)
@@ -157,16 +164,20 @@ class Scope(Guarded):
                 judged.clear()
             if self._lasting:
                 judged[facts] = found
-        return self._do(t, storage, found)
+        entry = found.entry
+        if entry.decision == MOVED:
+            handle = self._move(t, found)
+            if not isinstance(handle, str):
+                return handle
+            entry = entry._replace(decision=KEPT, reason=handle)
+        if entry.nbytes and not self._counts(storage, entry.reason):
+            entry = entry._replace(nbytes=0)
+        return self._stay(t, entry, storage)
 
     def _named_by_torch(self, t: Tensor) -> Named:
         if self._ledger.take_backward_seen():
             self._labels.start_again()
         return self._labels.of_torch(t)
-
-    def _known_of(self, storage: torch.UntypedStorage) -> Any:
-        """What the decision depends on, of a storage."""
-        return self._owned.storages.get(storage)
 
     def _judge(self, t: Tensor, known: SavedName | Named) -> Judged:
         named = as_named(known)
@@ -200,28 +211,13 @@ class Scope(Guarded):
         """The same, of what neither a mark nor the model decides."""
         raise NotImplementedError
 
-    def _do(self, t: Tensor, storage: torch.UntypedStorage, found: Judged) -> Handle:
-        entry = found.entry
-        if entry.decision == MOVED:
-            handle = self._move(t, found)
-            if not isinstance(handle, str):
-                return handle
-            entry = entry._replace(decision=KEPT, reason=handle)
-        self._stays(storage, entry.name)
-        if entry.nbytes and not self._counts(storage, entry.reason):
-            entry = entry._replace(nbytes=0)
-        return self._kept(t, entry)
-
     def _move(self, t: Tensor, found: Judged) -> Handle | str:
         """Have its storage leave; or why it stays."""
         raise NotImplementedError
 
-    def _stays(self, storage: torch.UntypedStorage, name: str) -> None:
-        """Is told of every storage that was judged and stays."""
-
-    def _call_of(self, record: Record) -> LayerRun:
+    def _call_of(self, record: Record) -> LayerRun | None:
         """The call that saves one more tensor in the storage of a record."""
-        return cast(LayerRun, record.call)
+        return record.call
 
     def _share(self, t: Tensor, named: Named | Entry, record: Record) -> Handle:
         """One more saved tensor lies in a storage that leaves."""
@@ -235,7 +231,7 @@ class Scope(Guarded):
     def _why_aside(self, t: Tensor) -> str | None:
         if t.is_cuda and torch_private.is_capturing():
             return self._why_not_captured()
-        if not torch_private.in_backward():
+        if torch_private.backward_now() == NO_BACKWARD:
             return None
         return "recomputed by checkpoint" if self.in_checkpoint else "inside backward"
 
@@ -250,9 +246,10 @@ class Scope(Guarded):
         return True
 
     def _keep(self, t: Tensor, named: Named | Entry, reason: str, nbytes: int) -> Handle:
-        return self._kept(t, self._entry(t, named, KEPT, reason, nbytes))
+        return self._stay(t, self._entry(t, named, KEPT, reason, nbytes))
 
-    def _kept(self, t: Tensor, entry: Entry) -> Kept:
+    def _stay(self, t: Tensor, entry: Entry, storage: torch.UntypedStorage | None = None) -> Kept:
+        """Have t stay. storage: of t, where it was judged."""
         self._ledger.saw(entry)
         return Kept(t, entry, self._ledger)
 
@@ -270,9 +267,9 @@ class _ToHost(Scope):
 
     def __init__(self, min_bytes: int, root: nn.Module | None) -> None:
         self._min_bytes = min_bytes
-        self._on_gpu = root is not None and any(p.is_cuda for p in root.parameters())
         self._movers: dict[torch.device, Mover] = {}
         super().__init__(root)
+        self._on_gpu = root is not None and any(p.is_cuda for p in root.parameters())
 
     def __str__(self) -> str:
         return f"to_host(min_bytes={self._min_bytes})"
@@ -287,9 +284,6 @@ class _ToHost(Scope):
         mover = Mover(Schedule(lanes, lag=lag, small=0, keep_last=False), lanes)
         self._movers[device] = mover
         return mover
-
-    def _known_of(self, storage: torch.UntypedStorage) -> Any:
-        return self._owned.storages.get(storage), self._on_gpu
 
     def _moves_from_cuda(self, t: Tensor) -> bool:
         self._on_gpu = self._on_gpu or t.is_cuda

@@ -13,11 +13,16 @@ from .order import OrderKey
 class Item:
     """One storage, at one version, that was chosen to leave.
 
-    source  its bytes on the device, until they are let go
-    kept    why it stays after all, once that is known
+    source    its bytes on the device, until they are let go
+    kept      why it stays after all, once that is known
+    previous  of one that leaves by itself, in no call of a layer: the one before it that did
+    begun     whether a backward has read one that left by itself
     """
 
-    __slots__ = ("bundle", "handles", "kept", "name", "nbytes", "offset", "source", "unread")
+    __slots__ = (
+        *("begun", "bundle", "handles", "kept", "name", "nbytes", "offset", "previous"),
+        *("source", "unread"),
+    )
 
     def __init__(self, name: str, source: Buf) -> None:
         self.name, self.nbytes = name, source.nbytes
@@ -27,6 +32,8 @@ class Item:
         self.offset = 0  # in the bundle
         self.unread = 1  # saved tensors in this storage that no backward has read
         self.handles = 1  # ... that still exist
+        self.previous: Item | None = None
+        self.begun = False
 
     @property
     def released(self) -> bool:
@@ -53,11 +60,11 @@ class Bundle:
     host: Buf
     source: Buf
     due: int  # the boundary at which the source is let go
-    written: Event  # the host has the bytes
+    written: Event | None  # the host has the bytes; None: now
     handles: int = 0  # items that have some
     unread: int = 0  # items that are
     target: Buf | None = None  # brought back, and not yet read
-    arrived: Event | None = None
+    arrived: Event | None = None  # or, where the copy was over at once, None
     awaited: bool = False  # the owner of the target has waited for that
     released: bool = False
     wanted: bool = False  # a backward comes before the release: the source stays

@@ -873,9 +873,9 @@ def test_start_offload_is_an_earlier_point_and_exact(monkeypatch: pytest.MonkeyP
     waited: list[Event] = []
 
     class Noting(CpuLanes):
-        def copy(self, lane: Lane, *what: Any, after: Sequence[Event] = ()) -> Event:
+        def copy(self, lane: Lane, *what: Any, after: Sequence[Event | None] = ()) -> Event | None:
             if lane == "d2h":
-                waited.extend(after)
+                waited.extend(event for event in after if event is not None)
             return super().copy(lane, *what, after=after)
 
     class Early(Block):

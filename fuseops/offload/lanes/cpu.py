@@ -14,7 +14,7 @@ from torch import Tensor
 from fuseops.torch_private import nothing, storage_users
 
 from .host_memory import DATA, HostMemory, copy_all
-from .protocol import LANES, Buf, Event, Lane, Place
+from .protocol import Buf, Event, Lane, Place
 
 CPU = torch.device("cpu")
 POISON = 0xFF  # NaN in every float format, -1 in every integer
@@ -39,7 +39,6 @@ class CpuLanes:
         self._host = HostMemory(self.make, budget)
         self.arena = self._host.arena
         self._choose, self._poison = choose, poison
-        self._over = {lane: Event(lane) for lane in LANES}  # of lanes on which all has run
         self._queues: dict[Lane, deque[tuple[int, Entry]]] = {"d2h": deque(), "h2d": deque()}
 
     @staticmethod
@@ -70,23 +69,22 @@ class CpuLanes:
         sources: Sequence[Buf],
         target: Buf,
         offsets: Sequence[int] = (0,),
-        after: Sequence[Event] = (),
-    ) -> Event:
+        after: Sequence[Event | None] = (),
+    ) -> Event | None:
         data = list(map(DATA, sources))  # a lazy copy may run after they are freed
         if self._choose is None:
             copy_all(data, target.data, offsets)
-            return self._over[lane]
+            return None
         for event in after:
-            self.wait(lane, event)
+            if event is not None:  # what compute was given has run
+                self.wait(lane, event)
         self._put(lane, partial(copy_all, data, target.data, offsets))
         return Event(lane)
 
     def record(self, lane: Lane) -> Event:
-        return self._over[lane] if self._choose is None else Event(lane)
+        return Event(lane)
 
     def wait(self, lane: Lane, event: Event) -> None:
-        if self._choose is None:
-            return  # all has run
         if lane in self._queues:
             self._put(lane, event)
         else:

@@ -53,11 +53,14 @@ class CudaLanes:
         sources: Sequence[Buf],
         target: Buf,
         offsets: Sequence[int] = (0,),
-        after: Sequence[Event] = (),
+        after: Sequence[Event | None] = (),
     ) -> Event:
         stream, capturing = self.stream(lane), torch_private.is_capturing()
         for event in after:
-            _wait(stream, event, capturing)
+            if event is None:
+                stream.wait_event(self.compute().record_event())
+            else:
+                _wait(stream, event, capturing)
         data, before = list(map(DATA, sources)), torch.cuda.current_stream()
         if before.device_index != self._index:
             with torch.cuda.stream(stream):

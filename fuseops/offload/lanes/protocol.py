@@ -81,10 +81,11 @@ class Lanes(Protocol):
         sources: Sequence[Buf],
         target: Buf,
         offsets: Sequence[int] = (0,),
-        after: Sequence[Event] = (),
-    ) -> Event:
+        after: Sequence[Event | None] = (),
+    ) -> Event | None:
         """Enqueue a copy of each source to its offset (bytes) in the target, which is free on the compute lane, once
-        the lane has waited for these events.   -> the point at which it is over
+        the lane has waited for these events; None: for all that compute has been given.   -> the point at which it is
+        over, None if it is already
         """
 
     def record(self, lane: Lane) -> Event:

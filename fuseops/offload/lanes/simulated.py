@@ -193,10 +193,10 @@ class SimulatedLanes:
         sources: Sequence[Buf],
         target: Buf,
         offsets: Sequence[int] = (0,),
-        after: Sequence[Event] = (),
+        after: Sequence[Event | None] = (),
     ) -> SimulatedEvent:
         for event in after:
-            self.wait(lane, event)
+            self.wait(lane, event or self.record("compute"))
         self.op(lane, sources, [target], 0.0 if lane == "compute" else target.nbytes, None)
         return self.record(lane)
 
