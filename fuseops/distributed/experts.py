@@ -19,12 +19,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fuseops import ops, torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.ops.checks import check_integers, check_numbers
 from fuseops.ops.local import Local
 from fuseops.ops.paths import SPREAD, path_of
 from fuseops.run.composed import Composed
 
 from .dispatch import ExpertArrive, ExpertCollect, ExpertDispatch
+from .dispatch.bounded import check_limits
 from .dispatch.choose import Way, choose
 from .dispatch.exchange import check_mesh
 from .tensor import placed
@@ -66,12 +66,7 @@ class ExpertParallel(ParallelStyle):
         super().__init__()
         if sums is not None and not (isinstance(sums, torch.dtype) and sums.is_floating_point):
             raise FuseOpsError(f"ExpertParallel: sums is {sums!r}, expected a float dtype or None.")
-        check_numbers("ExpertParallel", capacity=capacity)
-        check_integers("ExpertParallel", 0, tokens=tokens)
-        if capacity <= 0:
-            raise FuseOpsError(
-                f"ExpertParallel: capacity is {capacity}, which has room for nothing: 1.0 is even routing's."
-            )
+        check_limits(capacity, tokens)
         self.way, self.sums, self.average = way, sums, average
         self.limits: dict[str, Any] = {"capacity": capacity, "tokens": tokens}
 

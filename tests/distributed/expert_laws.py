@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import offload
 from fuseops.distributed import ExpertParallel, check_overflow, expert_placement, tp_plan
-from fuseops.distributed.dispatch import overflow, symmetric
+from fuseops.distributed.dispatch import FixedCapacity, overflow, symmetric
 from fuseops.integrations import hf
 from fuseops.observe.memory import outside_bytes
 from fuseops.rules.fused import grouped_mlp
@@ -60,6 +60,7 @@ class SharedFiles:
         return symmetric.Fabric(table, uses, flag, nbytes, SharedFiles(), memory)
 
 
+ON_GPUS = symmetric._made
 symmetric._made = SharedFiles.fabric
 
 
@@ -605,6 +606,8 @@ def law_wrong_use_says_so() -> None:
     ]
     for said, options in wrong:
         raises(said, partial(ExpertParallel, **options))
+    raises("capacity is 0", partial(FixedCapacity, mesh(), E, TOP, capacity=0))
+    raises("got tokens on cpu", partial(ON_GPUS, mesh().get_group(), 64, torch.device("cpu")))
     two = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
     for model in (layer(), of_transformers()):
         raises("one dimension, got 2", partial(parallel()._apply, model, two))

@@ -10,11 +10,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fuseops.errors import FuseOpsError
+from fuseops.ops.checks import check_integers, check_numbers
 
 from .exchange import Exchange
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+def check_limits(capacity: float, tokens: int) -> None:
+    """Raise FuseOpsError for limits that leave room for nothing."""
+    check_numbers("ExpertParallel", capacity=capacity)
+    check_integers("ExpertParallel", 0, tokens=tokens)
+    if capacity <= 0:
+        raise FuseOpsError(
+            f"ExpertParallel: capacity is {capacity}, which has room for nothing: 1.0 is even routing's."
+        )
 
 
 class Bounded(Exchange):
@@ -35,6 +46,7 @@ class Bounded(Exchange):
     ) -> None:
         """tokens: of a rank, at most; what the first forward of all ranks has, where that is more."""
         super().__init__(mesh, num_experts, top_k)
+        check_limits(capacity, tokens)
         self.capacity, self.tokens = capacity, tokens
         self.agreed = False
 

@@ -59,6 +59,11 @@ def fabric_of(group: Any, nbytes: int, device: torch.device) -> Fabric:
 def _made(group: Any, nbytes: int, device: torch.device) -> Fabric:
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    if device.type != "cuda":
+        raise FuseOpsError(
+            f"ExpertParallel(way='peer_memory') writes into the memory of other GPUs of a host, got tokens on "
+            f"{device.type}: 'host_counts' and 'fixed_capacity' run over any backend."
+        )
     memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(memory, group)
     inside = (
