@@ -5,7 +5,7 @@ in another one that holds less, to the same bits.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from fuseops.kernels.reference.operands import columns_of
 from fuseops.ops.linear import of_codes
 from fuseops.ops.op import Call
+from fuseops.recipes import Roles
 from fuseops.recipes.gemm import OUTPUTS
 from fuseops.recipes.numbers import Measuring
 from fuseops.recipes.quantized import BLOCK
@@ -28,7 +29,8 @@ def parts(
     dy: Tensor, w1: Tensor | None, w2: Tensor | None, calls: tuple[Call, ...], index: Tensor | None
 ) -> int:
     """0: fc2's weight gradient comes first. Else last, and the columns of tokens, which both weight gradients read, are
-    there for one of so many parts of their features at a time: as few as hold no more than high precision does.
+    there for one of so many parts of their features at a time: as few as hold no more than high precision does; of
+    columns that are made of copies one, where that holds less.
     """
     if w1 is None or w2 is None or torch.compiler.is_compiling() or not _can_wait(calls, index):
         return 0
@@ -36,6 +38,13 @@ def parts(
     hidden = w2.shape[2]
     held = Held(dy.shape[0], rows, wide, width, hidden, w2.element_size(), len(w2))
     by_index = index is not None
+    if by_index and _copied(calls):
+        if held.first_copied() <= held.last_copied():
+            return 0
+        high = held.high(
+            copies_rows(dy, index, FC1, wide), copies_rows(dy, index, FC2_DSWIGLU, hidden)
+        )
+        return int(held.first_copied() > high + SPARE)
     most = width // BLOCK if by_index and _divisible(dy, calls) else 0
     found = _whatever_is_copied(held, by_index, most)
     if found is None:
@@ -48,7 +57,7 @@ def in_words(parts: int) -> str:
     """What `explain()` says of an order; nothing of the first."""
     if not parts:
         return ""
-    said = "fc2's weight gradient is made last, where a step peaks no higher than in high precision"
+    said = "fc2's weight gradient is made last, where a step peaks lower"
     return (
         said
         if parts == 1
@@ -57,12 +66,25 @@ def in_words(parts: int) -> str:
 
 
 def _can_wait(calls: tuple[Call, ...], index: Tensor | None) -> bool:
-    """Whether what fc2's weight gradient reads can wait for it, in fewer bytes than that gradient has."""
-    last = calls[2]
+    """Whether what fc2's weight gradient reads can wait for it: dy itself, which lives on, where columns of rows by
+    index are made of a copy of it.
+    """
+    first, _, last = calls
     roles = last.precision.roles
     if roles is None or "weight" not in last.needs or "weight" in (last.out or {}):
         return False
-    return index is None or not roles.columns or of_codes(roles.grad_output)
+    if index is None or not _copied(calls):
+        return True
+    both = "x" in last.needs and "weight" in first.needs
+    return both and roles.kernels and last.scales is None
+
+
+def _copied(calls: tuple[Call, ...]) -> bool:
+    """Whether the columns of rows by index are made of copies in high precision: with one scale a group, or
+    of blocks of their own.
+    """
+    roles = cast("Roles", calls[2].precision.roles)
+    return roles.columns and not of_codes(roles.grad_output)
 
 
 def _divisible(dy: Tensor, calls: tuple[Call, ...]) -> bool:
@@ -129,6 +151,19 @@ class Held(NamedTuple):
         fc2 = self.columns * (self.hidden + part) + self.dw2
         codes = self.tokens * (self.width + part) if parts > 1 else 0
         return max(fc1, fc2) + codes + self.dw1 + self._dx
+
+    def first_copied(self) -> int:
+        """`first` at fc1's weight gradient, where columns of rows by index are made of a copy in high precision."""
+        copy = self.item * self.rows * self.width
+        fc1 = self.columns * (self.wide + self.width) + max(copy, self.dw1)
+        return fc1 + self.dw2 + self._dx
+
+    def last_copied(self) -> int:
+        """`last` of such columns, beside dy by token: at both weight gradients, behind which one more copy comes."""
+        copy, waits = self.item * self.rows * self.width, self.columns * self.hidden
+        fc1 = self.columns * (self.wide + self.width) + max(copy, self.dw1)
+        fc2 = self.columns * self.width + max(copy, self.dw2) + self.dw1
+        return max(fc1, fc2) + waits + 2 * self._dx
 
 
 @functools.lru_cache(maxsize=1024)
