@@ -16,7 +16,7 @@ STYLE = (
 
 
 class ChartBar(NamedTuple):
-    """A bar: what it stands for, how long it is, what is written at its end, and what was in between."""
+    """A `ChartBar` is a bar: what it stands for, its length, what is written at its end, and what was in between."""
 
     label: str
     value: float

@@ -14,7 +14,7 @@ LONG = 24  # rows from which equal ones, of other layers, share a line
 
 
 class Group(NamedTuple):
-    """Plans that say the same under other paths."""
+    """A `Group` holds plans that say the same under other paths."""
 
     plan: Planned  # the first
     paths: tuple[str, ...]  # of all, in order; a path twice is a Sequential that ran twice
@@ -39,7 +39,7 @@ class SavedRow(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A box of the drawing: an op, or neighbouring modules of one class."""
+    """A `Column` is a box of the drawing: an op, or neighbouring modules of one class."""
 
     start: int
     stop: int

@@ -40,8 +40,8 @@ def paths_under(root: nn.Module) -> dict[int, str]:
 
 
 class Labels:
-    """Names for one scope. Numbers start again after a backward, so that every step has the same
-    names.
+    """`Labels` name the saved tensors of one scope. Numbers start again after a backward, so that every step has the
+    same names.
     """
 
     def __init__(self, paths: dict[int, str] | None) -> None:

@@ -37,7 +37,7 @@ def outside_bytes(model: nn.Module) -> int:
 
 
 class StorageMeter:
-    """Storages that the step made and that live, beside those that were there before.
+    """A `StorageMeter` counts the bytes of storages that live: those of the step, beside those that were there before.
 
     What an op allocates and frees inside itself is not seen.
     """
@@ -62,7 +62,7 @@ class StorageMeter:
 
 
 class CudaMeter:
-    """Active bytes of torch's caching allocator: what law 15 calls the peak."""
+    """A `CudaMeter` reads the active bytes of torch's caching allocator: what law 15 calls the peak."""
 
     def before(self) -> None:
         torch.cuda.reset_peak_memory_stats()

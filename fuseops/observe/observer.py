@@ -31,7 +31,7 @@ class SeenTensor(NamedTuple):
 
 
 class SequentialCall:
-    """One call of a Sequential."""
+    """A `SequentialCall` is one call of a Sequential, with the runs of ops and the calls inside it."""
 
     def __init__(self, module: Composed, path: str, parent: SequentialCall | None) -> None:
         self.module, self.path, self.parent = module, path, parent
@@ -50,7 +50,7 @@ class SequentialCall:
 
 
 class Observer:
-    """The calls of Sequentials during one forward, as a tree."""
+    """An `Observer` notes the calls of Sequentials during one forward, as a tree."""
 
     def __init__(self, root: nn.Module, paths: Mapping[int, str]) -> None:
         self.paths = paths

@@ -37,7 +37,7 @@ STATISTICS = ("rstd", "mean", "lse")
 
 
 class Coding(NamedTuple):
-    """How a storage of `dtype` becomes codes: as rows of `width`, which is whole blocks."""
+    """A `Coding` says how a storage of `dtype` becomes codes: as rows of `width`, which is whole blocks."""
 
     dtype: torch.dtype
     width: int

@@ -40,7 +40,7 @@ SCOPES = {"recompute": recompute, "dispatch": dispatch_again}
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """A layer whose forward runs. call None: the schedule stands aside."""
+    """A `Running` is a layer whose forward runs. call None: the schedule stands aside."""
 
     module: nn.Module
     call: LayerRun | None
@@ -280,7 +280,7 @@ class LayerScope(Scope):
 
 
 class _Begin:
-    """A prehook of the nodes that made a layer's output: its backward begins."""
+    """A `_Begin` is a prehook of the autograd nodes that made a layer's output: the layer's backward begins."""
 
     __slots__ = ("call", "mover")
 
@@ -292,7 +292,7 @@ class _Begin:
 
 
 class Hook(Generic[T]):
-    """A module hook of a scheduler. A copy or a pickle of the model comes without the scheduler."""
+    """A `Hook` is a module hook of a scheduler. A copy or a pickle of the model comes without the scheduler."""
 
     def __init__(self, owner: T | None = None) -> None:
         self.owner = owner

@@ -32,7 +32,7 @@ class Packs(Protocol):
 
 
 class PackHook:
-    """The pack hook of a scope. Autograd's own threads inherit it, and know the scope by it.
+    """A `PackHook` is the pack hook of a scope. Autograd's own threads inherit it, and know the scope by it.
 
     It does not keep the scope alive, which holds it: host memory would wait for the garbage collector.
     """
@@ -73,7 +73,7 @@ def enclosing() -> "Iterator[Guarded]":
 
 
 class Guarded:
-    """On exit, the open scopes and torch's hooks must be as its entry left them."""
+    """A `Guarded` checks on exit that the open scopes and torch's hooks are as its entry left them."""
 
     def __init__(self) -> None:
         self._thread: int | None = None  # the one that entered it

@@ -10,14 +10,14 @@ from typing import Literal, NamedTuple
 
 
 class OrderKey(NamedTuple):
-    """One call of a layer in a step."""
+    """An `OrderKey` names one call of a layer in a step."""
 
     layer: str
     ordinal: int
 
 
 class Boundary(NamedTuple):
-    """A forward or a backward begins."""
+    """A `Boundary` is the begin of the forward or backward of one call of a layer."""
 
     way: Literal["forward", "backward"]
     key: OrderKey

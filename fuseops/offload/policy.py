@@ -51,7 +51,7 @@ class Quota:
 
 @dataclass(frozen=True)
 class Policy:
-    """What moves: all that nothing here excludes, in the order in which it is saved.
+    """A `Policy` says which saved tensors move: all that nothing here excludes, in the order in which they are saved.
 
     offload      globs of names; one of them has to match, or match another name of the same tensor
     keep         globs of names that stay; they go before `offload`

@@ -34,7 +34,7 @@ def why_not_plain(t: Tensor) -> str | None:
 
 
 class Owned:
-    """Storages that a model holds anyway, so that moving a copy would free nothing. Seen again at
+    """`Owned` are storages that a model holds anyway, so that moving a copy would free nothing. Seen again at
     every call.
     """
 

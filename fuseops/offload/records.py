@@ -39,7 +39,7 @@ from .storages import StridedLayout, as_bytes, layout_of, tensor_in
 
 
 class Mover:
-    """A schedule for real tensors of one device. Threads take turns."""
+    """A `Mover` runs a schedule for real tensors of one device. Threads take turns."""
 
     def __init__(self, schedule: Schedule, lanes: RealLanes) -> None:
         self.schedule, self.arena = schedule, lanes.arena
@@ -136,7 +136,7 @@ class Mover:
 
 
 class Record(Item):
-    """One storage at one version, that leaves: follows writes to it, and tells the report what becomes of it."""
+    """A `Record` follows one version of a storage that leaves: writes to it, and for the report what becomes of it."""
 
     __slots__ = (
         *("__weakref__", "_base", "_live", "_start", "_stream", "call", "coding", "entry"),
@@ -201,7 +201,7 @@ class Record(Item):
 
 
 class _RecordsThread(threading.local):
-    """The last record of each storage in this thread, by its key, which is another storage's once it is gone."""
+    """A `_RecordsThread` has the last record of each storage in this thread, by a key that a later storage may get."""
 
     def __init__(self) -> None:
         self.records: dict[int, weakref.ref[Record]] = {}

@@ -18,7 +18,7 @@ MOVED, SHARED, KEPT, MISSED = "moved", "shared", "kept", "missed"
 
 
 class Entry(NamedTuple):
-    """One saved tensor, or all that are alike in everything below.
+    """An `Entry` is one saved tensor, or all that are alike in everything below.
 
     nbytes    of its storage; 0 where another entry counts them, where a model holds them anyway,
               and where they are not known (missed)
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What a scope saw up to now."""
+    """A `Report` lists the saved tensors that a scope saw up to now, and the bytes that it moved."""
 
     scope: str
     entries: tuple[Entry, ...]
@@ -125,7 +125,7 @@ class Moves(Protocol):
 
 
 class Ledger:
-    """Counts for one scope and all that it is nested in. Backward on CUDA reports from autograd's
+    """A `Ledger` counts for one scope and all that it is nested in. Backward on CUDA reports from autograd's
     own threads.
     """
 

@@ -33,7 +33,7 @@ MADE_AGAIN = (RECOMPUTE, DISPATCH)
 
 
 class Schedule:
-    """Drives one device.
+    """A `Schedule` decides when the saved tensors of one device are sent to the host, released and fetched back.
 
     decisions  by name of a saved tensor, for whoever asks before `save`
     lag        boundaries between the forward of a call and the release of what it sent

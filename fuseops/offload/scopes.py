@@ -61,7 +61,7 @@ _promised: dict[tuple[str, bool], dict[Any, Judged]] = {}
 
 
 class Scope(Guarded):
-    """What all scopes share: hooks, names, the report, and when they stand aside."""
+    """A `Scope` has what all scopes share: hooks, names, the report, and when they stand aside."""
 
     _goes_along = (
         False  # what lies in a storage that leaves goes with it, however it would be judged
@@ -263,7 +263,7 @@ class Scope(Guarded):
 
 
 class _ToHost(Scope):
-    """Every storage that moves is a layer call of its own for the schedule."""
+    """A `_ToHost` gives the schedule each storage that moves as a layer call of its own."""
 
     def __init__(self, min_bytes: int, root: nn.Module | None) -> None:
         self._min_bytes = min_bytes

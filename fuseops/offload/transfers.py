@@ -11,7 +11,7 @@ from .order import OrderKey
 
 
 class Item:
-    """One storage, at one version, that was chosen to leave.
+    """An `Item` is one storage, at one version, that was chosen to leave.
 
     source    its bytes on the device, until they are let go
     kept      why it stays after all, once that is known

@@ -120,7 +120,7 @@ def splice(module: Composed | Op[Any]) -> Spliced:
 
 
 class _Names:
-    """`_Names` are the side names in one Sequential as it was written."""
+    """`_Names` are the side names of one Sequential as written. What it publishes is seen in it, and below it."""
 
     def __init__(self, scope: str, outer: _Names | None) -> None:
         self.scope, self.outer = scope, outer

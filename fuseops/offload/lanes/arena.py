@@ -31,7 +31,7 @@ def aligned(nbytes: int) -> int:
 
 
 class Slab:
-    """A part of a region.
+    """A `Slab` is a part of a region of host memory.
 
     after  the last copy that may still read it
     view   what its users keep of the memory, for the next user of the same slab
@@ -48,7 +48,7 @@ PLACE = attrgetter("region", "offset")
 
 
 class Arena:
-    """Best fit over a few regions.
+    """An `Arena` gives out slabs of a few regions of host memory, by best fit.
 
     make    brings a region of so many bytes
     budget  bytes that all regions may have together; None: no limit

@@ -23,7 +23,7 @@ Entry = Callable[[], None] | Event  # work, or an event of another lane to wait 
 
 
 class CpuLanes:
-    """Lanes of the CPU.
+    """`CpuLanes` run the copies of a schedule on the CPU.
 
     budget  bytes of host memory, None for no limit
     choose  given n, a number below n: how many copies run before they must; None: all run at once

@@ -23,7 +23,7 @@ log = logging.getLogger("fuseops.offload")
 
 
 class CudaLanes:
-    """Lanes of one device; `budget` bytes of host memory, None for no limit."""
+    """`CudaLanes` run a schedule's copies on streams of a device; `budget` bytes of host memory, None for no limit."""
 
     def __init__(self, device: torch.device, budget: int | None = None) -> None:
         self.device = device

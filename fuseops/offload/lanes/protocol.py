@@ -30,7 +30,7 @@ class NoRoomError(FuseOpsError):
 
 
 class Event:
-    """A point in a lane: everything that the lane was given before it was recorded."""
+    """An `Event` is a point in a lane: everything that the lane was given before it was recorded."""
 
     __slots__ = ("lane", "native", "serial")
 
@@ -40,7 +40,7 @@ class Event:
 
 
 class Buf:
-    """Bytes on the device or the host.
+    """A `Buf` is a buffer of bytes on the device or the host.
 
     data   what the lanes keep here: a flat uint8 tensor, or nothing in a simulation
     after  of host bytes that were freed and are used again: the copy that may still read them
@@ -63,7 +63,7 @@ class Buf:
 
 
 class Lanes(Protocol):
-    """Where a schedule enqueues."""
+    """`Lanes` are the streams of compute and of copies that a schedule gives its work to."""
 
     def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
         """New bytes; those on the device belong to the compute lane, which may still be reading

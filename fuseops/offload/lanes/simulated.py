@@ -23,7 +23,7 @@ Clock = tuple[int, ...]  # how many steps of each lane are known to be over
 
 
 class OrderError(FuseOpsError):
-    """Two accesses to the same bytes, at least one a write, that no event orders."""
+    """No event orders two accesses to the same bytes, at least one a write."""
 
 
 class Stamp(NamedTuple):
@@ -35,7 +35,7 @@ class Stamp(NamedTuple):
 
 
 class SimulatedBuf(Buf):
-    """Bytes of the simulation, and who touched them last."""
+    """A `SimulatedBuf` is a buffer of the simulation, and knows who touched it last."""
 
     __slots__ = ("before", "freed", "holders", "read", "written")
 
@@ -54,7 +54,7 @@ class SimulatedBuf(Buf):
 
 
 class Wait(NamedTuple):
-    """One `wait`: which lane stood still for which, and from when to when.
+    """A `Wait` says which lane stood still for which other, and from when to when.
 
     implied  the lane knew all this already, by other events: the edge adds no order
     what     the work that was waited for
@@ -79,7 +79,7 @@ class Busy(NamedTuple):
 
 
 class SimulatedEvent(Event):
-    """A point of a lane: when it is passed, what is over then, and the last work before it."""
+    """A `SimulatedEvent` is a point of a lane: when it is passed, what is over then, and the last work before it."""
 
     __slots__ = ("clock", "seconds", "work")
 

@@ -47,7 +47,7 @@ ATTENTION_SAVES: Mapping[str, Mapping[str, Callable[[int, int, int, int, int], i
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a copy by its size.
+    """A `Curve` gives the seconds that a copy takes, by its bytes.
 
     points  (bytes, GB/s), sizes ascending; between them, and below the first, seconds grow linearly
             with bytes; beyond the last the bandwidth is the last one
@@ -100,7 +100,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine, for the planner.
+    """A `Hardware` holds the rates of a machine that the planner predicts from.
 
     d2h, h2d     one direction alone
     both         both at once: the sum of the two rates

@@ -189,7 +189,7 @@ def _table(plan: Decided) -> str:
 
 
 class _Scale:
-    """Seconds to x, bytes to y."""
+    """A `_Scale` turns seconds into x and bytes into y of a chart."""
 
     def __init__(self, seconds: float, nbytes: int) -> None:
         self.seconds, self.nbytes = max(seconds, 1e-9), max(nbytes, 1)

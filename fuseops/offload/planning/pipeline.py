@@ -33,7 +33,7 @@ RECEIVED = "received from another stage, whose buffer the pipeline keeps"
 
 
 class Part(NamedTuple):
-    """Ops of the whole step that one stage runs: forward and backward, as ranges of positions."""
+    """A `Part` holds the ops of the whole step that one stage runs: forward and backward, as ranges of positions."""
 
     layers: range
     forward: range
@@ -64,7 +64,7 @@ def parts(profile: Profile, stages: int) -> list[Part]:
 
 
 class Stages:
-    """The step of a whole model, as a pipeline runs it: which ops a turn has, what it waits for, how long it takes."""
+    """`Stages` are a whole model's step over a pipeline: the ops of a turn, what it waits for, how long it takes."""
 
     def __init__(self, profile: Profile, pipeline: Pipeline) -> None:
         self.profile, self.pipeline = profile, pipeline
@@ -139,7 +139,7 @@ def rank_profile(
 
 
 class _RankStep:
-    """The turns of one rank, one after another.
+    """A `_RankStep` is the step of one rank of a pipeline: its turns, one after another.
 
     ops  with bytes beside saved ones
     at   turn -> position at which it begins

@@ -49,7 +49,7 @@ CODED = (0.125, 0.25, 0.5, 0.75, 1.0)  # shares of what may be rounded that are 
 
 
 class OffloadPlan(Decided):
-    """What to do with every saved tensor of a step, and what that will cost."""
+    """An `OffloadPlan` says what to do with every saved tensor of a step, and what that will cost."""
 
     def explain(self, every: bool = False, wide: bool = False, width: int = 100) -> str:
         """Budget, prediction, and the tensors of each decision and reason, with their bytes.
@@ -204,7 +204,7 @@ HOW = {"module": "with its whole layer", "op": "by its op", "dispatch": "sent ag
 
 
 class _Solved(NamedTuple):
-    """A choice, and the step under it as the schedule itself runs it.
+    """A `_Solved` is a choice, and the step under it as the schedule itself runs it.
 
     cost  what makes one better than another: fitting, then little time, then few bytes moved, or where there is no
           budget a low peak, then the greater lag: copies have more time than they need

@@ -23,7 +23,7 @@ STARTS = 8  # numbers of recomputed layers that are tried, where predictions are
 
 
 class Limits(NamedTuple):
-    """Bytes on the device and on the host; None: as many as there are."""
+    """`Limits` are the most bytes to use on the device and on the host; None: as many as there are."""
 
     peak: int | None = None
     host: int | None = None
@@ -38,7 +38,7 @@ UNLIMITED = Limits()
 
 
 class Solution(NamedTuple):
-    """A choice and what was predicted for it.
+    """A `Solution` is a choice and its prediction.
 
     cost  what makes one better than another: bytes beyond the limits, seconds, bytes moved; where no peak asks for
           any, much that leaves at no cost in time is better

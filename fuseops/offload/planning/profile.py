@@ -80,7 +80,7 @@ class Saved(NamedTuple):
 
 
 class LayerCall(NamedTuple):
-    """One call of a layer: where its forward begins and ends, and where its backward begins (-1: it
+    """A `LayerCall` is one call of a layer: where its forward begins and ends, and where its backward begins (-1: it
     has none).
     """
 
@@ -92,7 +92,7 @@ class LayerCall(NamedTuple):
 
 
 class Recompute(NamedTuple):
-    """Saved storages that can be dropped together, and what it costs to make them again."""
+    """A `Recompute` is a group of saved storages that can be dropped together, and what it costs to make them again."""
 
     name: str
     # "op": fields that the op declares; "dispatch": what arrived at experts, sent again; "module": a whole layer, by
@@ -129,7 +129,7 @@ class Happening(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Profile:
-    """One step, recorded or run dry.
+    """A `Profile` describes one step, recorded or run dry: its ops, what they save, and the calls of layers.
 
     assumed  what the figures rest on without having been seen
     """

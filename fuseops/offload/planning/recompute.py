@@ -16,7 +16,7 @@ from .profile import LayerCall, ProfiledOp, Recompute, Saved
 
 
 class SeenStep(NamedTuple):
-    """A step as it was followed."""
+    """A `SeenStep` holds the ops, saved storages and layer calls of one step that was followed."""
 
     ops: tuple[ProfiledOp, ...]
     saved: tuple[Saved, ...]

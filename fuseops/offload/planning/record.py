@@ -45,7 +45,7 @@ Seconds = Callable[[Any, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], An
 
 
 class _Storage:
-    """A saved storage, while the step runs."""
+    """A `_Storage` describes a saved storage while the step runs."""
 
     def __init__(
         self, t: Tensor, named: Named, call: int, at: int, why: str | None, codes: int
@@ -109,7 +109,7 @@ class _Noted(Kept):
 
 
 class _Recording(Scope):
-    """A scope that keeps everything, and tells the recorder."""
+    """A `_Recording` is a scope that keeps everything, and tells the recorder."""
 
     def __init__(self, recorder: Recorder, root: nn.Module) -> None:
         super().__init__(root)
@@ -333,7 +333,7 @@ LEAD = 600_000  # cycles, about 0.3 ms: the host has launched an op by then
 
 
 class _Timer:
-    """The time of one op: by events on CUDA, by the clock elsewhere.
+    """A `_Timer` measures the time of one op: by events on CUDA, by the clock elsewhere.
 
     Recording makes the host so slow that the device waits for it. It is kept busy until the op is
     launched; otherwise short ops took the time of their launch, and a forward, which has more of

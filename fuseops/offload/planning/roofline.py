@@ -18,7 +18,7 @@ NO_WORK = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_e
 
 
 class Roofline:
-    """Seconds of an op."""
+    """A `Roofline` estimates the seconds of an op from its operations and bytes."""
 
     def __init__(self, hardware: Hardware) -> None:
         from torch.utils.flop_counter import flop_registry

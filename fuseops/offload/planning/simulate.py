@@ -25,7 +25,7 @@ from .profile import Happening, Profile
 
 
 class LinkSettings(NamedTuple):
-    """The constants of the schedule that a plan is made for."""
+    """`LinkSettings` are the constants of the schedule that a plan is made for."""
 
     lag: int = 2
     ahead: int = 1
@@ -50,7 +50,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Simulation:
-    """One steady step under a plan.
+    """A `Simulation` is one steady step under a plan.
 
     stall     that compute stood still for copies; network: for other ranks
     coding    that codes took to make, and to read

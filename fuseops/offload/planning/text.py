@@ -20,7 +20,7 @@ TIMES = ("out ms", "back ms", "slack ms")
 
 
 class TableRow(NamedTuple):
-    """Tensors of equal place in their layers with equal decisions."""
+    """A `TableRow` lists tensors of equal place in their layers with equal decisions."""
 
     name: str
     tensors: tuple[PlannedTensor, ...]

@@ -14,7 +14,7 @@ TITLES = {lane: lane for lane in LANES} | {"d2h": "D2H", "h2d": "H2D"}
 
 
 class TraceSpan(NamedTuple):
-    """The forward or backward of one call of a layer, in seconds of the simulated step."""
+    """A `TraceSpan` is the forward or backward of one call of a layer, in seconds of the simulated step."""
 
     title: str
     way: str

@@ -15,7 +15,7 @@ _WAYS = {"F": FORWARD, "B": BACKWARD, "I": INPUT, "W": WEIGHT}  # in torch's sch
 
 
 class Turn(NamedTuple):
-    """A rank runs one micro-batch through one of its stages."""
+    """A `Turn` is the forward or backward of one micro-batch through one stage of a pipeline."""
 
     way: str
     micro_batch: int
@@ -23,7 +23,7 @@ class Turn(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """A schedule of `micro_batches` over `ranks`, with `chunks` parts of the model on each.
+    """A `Pipeline` is a schedule of `micro_batches` over `ranks`, with `chunks` parts of the model on each.
 
     chunks 1 is 1F1B; more are interleaved, and then the micro-batches are a multiple of the ranks.
     order: of every rank its turns, in the place of those; `Pipeline.of(schedule)` has torch's.
