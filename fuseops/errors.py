@@ -2,7 +2,7 @@
 
 
 class FuseOpsError(Exception):
-    """Base of every error that fuseops raises on purpose."""
+    """`FuseOpsError` is the base of every error that fuseops raises on purpose."""
 
 
 class SideInputError(FuseOpsError, TypeError):
@@ -10,7 +10,7 @@ class SideInputError(FuseOpsError, TypeError):
 
 
 class FusionMissError(FuseOpsError):
-    """Strict fusion: a protected rule did not fire; the message carries the reasons."""
+    """Under strict fusion a protected rule did not fire; the message carries the reasons."""
 
 
 class ShapeError(FuseOpsError, ValueError):

@@ -24,7 +24,7 @@ BLOCK = 128
 
 
 class GatheredWeight(StoredWeight):
-    """The codes of a weight while it is gathered; the op's own Parameter is a shard in high precision."""
+    """A `GatheredWeight` holds the codes of a gathered weight; the op's own Parameter is a shard in high precision."""
 
     lives = False
     gathered: Layout | None = None
@@ -37,7 +37,7 @@ class GatheredWeight(StoredWeight):
 
 
 class GatheredAsCodes(torch.Tensor):
-    """A weight, or a shard of one, that FSDP2 gathers as codes: the hooks that it looks for."""
+    """A `GatheredAsCodes` is a weight, or a shard of one, with the hooks by which FSDP2 gathers it as codes."""
 
     _weight: GatheredWeight
 
@@ -101,7 +101,7 @@ class GatheredAsCodes(torch.Tensor):
 
 
 class _Strided(torch.Tensor):
-    """A carrier that FSDP2 gives the strides of a weight: it stays as it is."""
+    """A `_Strided` is a carrier that FSDP2 gives the strides of a weight: it stays as it is."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

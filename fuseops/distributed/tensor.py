@@ -38,7 +38,7 @@ Products = (ops.Linear, ops.GroupedLinear)
 
 
 class _Style(ParallelStyle):
-    """What the styles share: parameters laid out over a mesh, and ops around an op."""
+    """A `_Style` lays an op's parameters out over a mesh, with collectives around the op: the base of the styles."""
 
     takes: tuple[type, ...]
 
@@ -100,7 +100,7 @@ def placed(
 
 
 class ColwiseParallel(_Style):
-    """The outputs of a Linear or GroupedLinear, or the columns of a Bias, over the ranks: each computes its part.
+    """`ColwiseParallel` shards the outputs of a Linear or GroupedLinear, or the columns of a Bias, over the ranks.
 
     input_layouts: of x; Replicate() (default), or Shard(dim), of tokens say, which an AllGather undoes.
     output_layouts: Shard(-1) (default), or Replicate(), by an AllGather.
@@ -165,7 +165,7 @@ class ColwiseParallel(_Style):
 
 
 class RowwiseParallel(_Style):
-    """The inputs of a Linear or GroupedLinear over the ranks: each computes a part of every output, which add up.
+    """`RowwiseParallel` shards the inputs of a Linear or GroupedLinear over ranks, whose parts of every output add up.
 
     input_layouts: of x; Shard(-1), as `ColwiseParallel` gives it.
     output_layouts: Replicate() (default), by an AllReduce, or Shard(dim), of tokens say, by a ReduceScatter.
@@ -199,7 +199,8 @@ class RowwiseParallel(_Style):
 
 
 class SequenceParallel(_Style):
-    """A norm or a Bias over this rank's tokens: its parameters are whole on every rank, their gradients are added up.
+    """`SequenceParallel` runs a norm or a Bias over this rank's tokens: every rank has all of its parameters, and their
+    gradients are added up.
 
     sequence_dim: the axis of the tokens, -2 of (T, D) and of (B, T, D).
     Raises FuseOpsError for another op, and for the axis of the features.
@@ -221,7 +222,7 @@ class SequenceParallel(_Style):
 
 
 class Replicated(_Style):
-    """An op that every rank runs as one alone would: its parameters are whole everywhere, and DTensors as all others
+    """`Replicated` has every rank run an op as one alone would: its parameters are whole, and DTensors as all others
     are, since clipping and optimizers take no mixture.
     """
 

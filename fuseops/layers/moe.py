@@ -38,7 +38,7 @@ ACTIVATIONS: dict[str, tuple[type[ScaledActivation], type[Activation]]] = {
 
 
 class MoE(Sequential):
-    """A mixture of experts.   x (..., dim) -> (..., dim)
+    """A `MoE` is a layer of a mixture of experts.   x (..., dim) -> (..., dim)
 
     Every token goes to the `top_k` experts that the router gives it, fc2(act(fc1(x)) * prob) each, and gets the sum.
     The children are ops under the names `router`, `dispatch`, `permute`, `fc1`, `act`, `fc2`, `combine`: replace one by

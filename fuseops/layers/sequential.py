@@ -28,7 +28,7 @@ RESIDUAL = "<residual>"  # a name that no Tap or Add inside a Residual has
 
 
 class Sequential(Composed):
-    """A `torch.nn.Sequential` of ops and plain modules that plans, fuses and names what it runs.
+    """A `Sequential` is a `torch.nn.Sequential` of ops and plain modules that plans, fuses and names what it runs.
 
     Children by position, or by name: `Sequential({"fc1": ..., "act": ...})`, `Sequential(fc1=..., act=...)`. State_dict
     keys, indexing, slices, iteration, `+`, `*`, append, insert and extend are `torch.nn.Sequential`'s; configuration

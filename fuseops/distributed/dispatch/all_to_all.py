@@ -28,7 +28,7 @@ class Leaving(NamedTuple):
 
 
 class AllToAll(Exchange):
-    """The backend's own kernels or threads move the rows: over NCCL the stream waits for them, not the host."""
+    """In an `AllToAll` the backend's own kernels or threads move the rows: over NCCL the stream waits, not the host."""
 
     beside = True
 

@@ -29,7 +29,8 @@ def check_limits(capacity: float, tokens: int) -> None:
 
 
 class Bounded(Exchange):
-    """No host sync and no size that depends on the routing, so that a step can be captured; a replay routes anew.
+    """A `Bounded` is an expert-parallel exchange without host syncs or sizes that depend on the routing, so that a step
+    can be captured; a replay routes anew.
 
     capacity: rows of the grouped GEMMs, and slots of a pair of ranks where they are fewer than the tokens of one, are
     that many times what even routing takes. What does not fit sets the group's flag and makes the sums NaN.

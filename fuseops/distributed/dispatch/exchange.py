@@ -69,7 +69,9 @@ def numbered(number: int) -> Exchange:
 
 
 class Exchange(abc.ABC):
-    """One way over the ranks of a mesh of one dimension. Every method is a collective: all ranks call it alike.
+    """An `Exchange` sends tokens to the ranks of their experts and the sums back, over a mesh of one dimension.
+
+    Every method is a collective: all ranks call it alike.
 
     What it keeps of a micro-batch is in two tensors, `slots` and `arrivals`, so that checkpoints, pipelines and
     captured graphs see all of it.

@@ -16,7 +16,9 @@ from .overflow import flag_of
 
 
 class FixedCapacity(AllToAll, Bounded):
-    """slots: where a token lies among all slots that this rank sends, rank after rank.  arrivals: (W room,) int32, the
+    """A `FixedCapacity` sends equal splits of a fixed capacity by all-to-all.
+
+    slots: where a token lies among all slots that this rank sends, rank after rank.  arrivals: (W room,) int32, the
     token in every one of them, -1 in an empty one.
     """
 

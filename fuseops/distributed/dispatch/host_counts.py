@@ -13,7 +13,10 @@ from .all_to_all import AllToAll, Leaving, arrived
 
 
 class HostCounts(AllToAll):
-    """arrivals: (2, W) int64 on the host, the tokens that go to each rank and that come from it."""
+    """A `HostCounts` sends tokens by all-to-all, by counts that the host reads.
+
+    arrivals: (2, W) int64 on the host, the tokens that go to each rank and that come from it.
+    """
 
     name = "all_to_all_single with counts read by the host (one sync a forward)"
 

@@ -320,7 +320,7 @@ def _as_many(exchange: Exchange, x: Tensor, experts: Tensor, weights: Tensor) ->
 
 
 class _Dispatched(torch.autograd.Function):
-    """ExpertDispatch as plain differentiable torch, for `fo.reference()`."""
+    """A `_Dispatched` is the autograd node of an ExpertDispatch as plain differentiable torch, for `fo.reference()`."""
 
     @staticmethod
     def forward(ctx: Any, op: ExpertDispatch, x: Tensor, experts: Tensor, weights: Tensor) -> Any:
@@ -338,7 +338,7 @@ class _Dispatched(torch.autograd.Function):
 
 
 class _Collected(torch.autograd.Function):
-    """ExpertCollect as plain differentiable torch."""
+    """A `_Collected` is the autograd node of an ExpertCollect as plain differentiable torch."""
 
     @staticmethod
     def forward(ctx: Any, op: ExpertCollect, x: Tensor, slots: Tensor, arrivals: Tensor) -> Any:

@@ -25,7 +25,7 @@ TIMEOUT_MS = 600_000
 
 @dataclass
 class Fabric:
-    """Buffers of all ranks of a group, each of which the others can write to.
+    """A `Fabric` holds the buffers of all ranks of a group, each of which the others can write to.
 
     table (W,) int64: their addresses.  uses (1,) int64: how often they were used.  flag (1,) int32: whether something
     had no room.  handle: of the symmetric memory; None where ranks pass no barrier of a device.
@@ -75,7 +75,10 @@ def _made(group: Any, nbytes: int, device: torch.device) -> Fabric:
 
 
 class PeerMemory(Bounded):
-    """arrivals: (W,) int32, how many tokens came from each rank."""
+    """A `PeerMemory` writes tokens into the memory of the other ranks.
+
+    arrivals: (W,) int32, how many tokens came from each rank.
+    """
 
     name = "written into the memory of peers (no host sync)"
     not_copied = Bounded.not_copied | {"fabric"}
