@@ -151,12 +151,8 @@ def stages_of(c: argparse.Namespace, rank: int, bf16: bool) -> list[Stage]:
 
 def mesh_of(c: argparse.Namespace, device: str) -> DeviceMesh:
     """pp: stages of the model.  dp: ranks with the same experts.  ep: ranks with other experts, and other tokens."""
-    data, rest = divmod(dist.get_world_size(), c.pp)
+    data = dist.get_world_size() // c.pp
     ep = 1 if c.stock else (c.ep or data)
-    if rest or not data or data % ep:
-        raise SystemExit(
-            f"{dist.get_world_size()} ranks are no multiple of --pp {c.pp} times --ep {max(ep, 1)}"
-        )
     return init_device_mesh(device, (c.pp, data // ep, ep), mesh_dim_names=("pp", "dp", "ep"))
 
 
@@ -341,8 +337,6 @@ def parsed(args: list[str] | None = None) -> argparse.Namespace:
     c = parser.parse_args(args)
     if (c.micro_batches > 1 or c.pairs) and c.pp == 1:
         parser.error("--micro-batches and --pairs go through a pipeline: --pp")
-    if c.batch % c.micro_batches:
-        parser.error(f"--batch {c.batch} is no multiple of {c.micro_batches} micro-batches")
     c.chunks = 2 if c.pairs else c.chunks
     return c
 
