@@ -78,7 +78,8 @@ class Arena:
             parked = self._parked.get(wanted)
             slab = heappop(parked)[2] if parked else self._divide(wanted)
             self._used += wanted
-            self.peak = max(self.peak, self._used)
+            if self._used > self.peak:
+                self.peak = self._used
             return slab
 
     def give(self, slab: Slab, after: Event | None) -> None:

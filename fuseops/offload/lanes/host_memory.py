@@ -13,10 +13,11 @@ DATA = attrgetter("data")
 
 def copy_all(sources: Sequence[Tensor], target: Tensor, offsets: Sequence[int]) -> None:
     """Copy flat bytes to their places in other ones, on the current stream."""
+    if len(sources) == 1 and sources[0].numel() == target.numel():  # what is moved alone
+        target.copy_(sources[0], non_blocking=True)
+        return
     for source, offset in zip(sources, offsets, strict=True):
-        nbytes = source.numel()
-        part = target if nbytes == target.numel() else target[offset : offset + nbytes]
-        part.copy_(source, non_blocking=True)
+        target[offset : offset + source.numel()].copy_(source, non_blocking=True)
 
 
 class HostMemory:
