@@ -396,7 +396,7 @@ _free_weak_ref: Any = torch.UntypedStorage._free_weak_ref
 
 
 class WeakStorage:
-    """A weak reference to a storage: its memory may go, its key is not given to another."""
+    """A `WeakStorage` is a weak reference to a storage: its memory may go, its key is not given to another."""
 
     __slots__ = ("_cdata",)
 

@@ -13,7 +13,7 @@ from .target import Target
 
 
 class ExampleAttention(nn.Module):
-    """Causal attention over one packed buffer of queries, keys and values."""
+    """An `ExampleAttention` is causal attention over one packed buffer of queries, keys and values."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class ExampleAttention(nn.Module):
 
 
 class Stack(nn.Module):
-    """Dense transformer blocks."""
+    """A `Stack` runs dense transformer blocks."""
 
     def __init__(self, blocks: int, width: int, ffn: int, heads: int) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ class MistakeError(Exception):
 
 
 class Target(NamedTuple):
-    """A model and the inputs to run it on."""
+    """A `Target` is a model and the inputs to run it on."""
 
     name: str
     model: nn.Module

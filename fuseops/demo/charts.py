@@ -11,7 +11,7 @@ BAR, GAP, LABELS = 26, 16, 190
 
 
 class Line(NamedTuple):
-    """A line through (x, y) points; `kind` is its CSS class."""
+    """A `Line` goes through (x, y) points; `kind` is its CSS class."""
 
     label: str
     kind: str

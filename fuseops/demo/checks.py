@@ -29,7 +29,7 @@ class Results(NamedTuple):
 
 
 class StepDifference(NamedTuple):
-    """The largest difference between two results, in units of the largest value of its tensor."""
+    """A `StepDifference` is the largest difference between two results, in units of the largest value of its tensor."""
 
     where: str
     relative: float

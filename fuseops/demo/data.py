@@ -16,7 +16,7 @@ SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"
 
 
 class Corpus(NamedTuple):
-    """Bytes of disjoint sets of files, as uint8 tensors on the CPU."""
+    """A `Corpus` holds the bytes of disjoint sets of files, as uint8 tensors on the CPU."""
 
     train: Tensor
     held_out: Tensor

@@ -21,7 +21,7 @@ Op = TypeVar("Op", ops.Linear, ops.GroupedLinear)
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model. The defaults learn fast on two CPU cores."""
+    """A `Config` holds the sizes of the model. The defaults learn fast on two CPU cores."""
 
     dim: int = 96  # D
     heads: int = 3
@@ -37,7 +37,7 @@ class Config:
 
 
 class Stem(nn.Module):
-    """Each position from its last few bytes by a small MLP: most of a byte's surprise is local.
+    """A `Stem` embeds each position from its last few bytes by a small MLP: most of a byte's surprise is local.
 
     (B, T) int64 -> (B, T, D)
     """
@@ -104,7 +104,7 @@ class Experts(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then a dense MLP or experts.   (B, T, D) -> (B, T, D)"""
+    """A `Layer` runs attention, then a dense MLP or experts.   (B, T, D) -> (B, T, D)"""
 
     def __init__(self, c: Config, sparse: bool) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from .model import ByteModel, nats, objective
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The steps, batches and learning rate of a training."""
+    """A `LearningRate` holds the steps, batches and learning rate of a training."""
 
     steps: int
     batch: int = 16
@@ -32,7 +32,7 @@ class LearningRate:
 
 @dataclass
 class History:
-    """What training has seen, in nats a byte."""
+    """A `History` holds the losses of a training, in nats a byte."""
 
     train: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)  # (step, loss on a part of it)

@@ -20,7 +20,7 @@ from fuseops.errors import SideInputError
 
 
 class Positional(nn.Module):
-    """A Sequential or op whose side inputs come by position: `forward(x, *sides)`, in the order of `names`.
+    """A `Positional` takes the side inputs of a Sequential or op by position: `forward(x, *sides)`, as in `names`.
 
     names: of its side inputs, all that it reads.  returns: side outputs to return after y.
     Raises SideInputError when the number of tensors is not that of the names.

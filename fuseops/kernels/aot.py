@@ -76,7 +76,7 @@ Fixed = dict[tuple[int], Any]
 
 
 class Row(NamedTuple):
-    """One variant on one architecture, before it is compiled."""
+    """A `Row` is one variant of a kernel on one architecture, before it is compiled."""
 
     op: str
     kernel: str

@@ -36,7 +36,7 @@ _asked: list[tuple[Space, tuple[Any, ...]]] | None = None
 
 
 class Space:
-    """The configurations of one kernel.
+    """A `Space` holds the configurations of one kernel.
 
     ``candidates(dims, itemsize)`` lists those for given weight dimensions; ``default(rows, dims,
     itemsize)`` is one of them, the first if not given. Both are pure functions of sizes. ``dims``
@@ -91,7 +91,7 @@ class Space:
 
 
 class Switch(Space):
-    """Whether to do one thing: a space of two configurations, {what: 0} and {what: 1}.
+    """A `Switch` decides whether to do one thing: a space of two configurations, {what: 0} and {what: 1}.
 
     ``default(rows, dims)`` says which where no table does.
     """

@@ -15,7 +15,7 @@ from fuseops.kernels.tiles import cdiv
 
 
 class ScaledProduct(NamedTuple):
-    """The operands of `fp8_mm`, which has their shapes; tiles wherever there are offs."""
+    """A `ScaledProduct` holds the operands of `fp8_mm`, which has their shapes; tiles wherever there are offs."""
 
     x: Tensor
     x_scale: Tensor
@@ -28,7 +28,7 @@ class ScaledProduct(NamedTuple):
 
 
 class ScaledGradient(NamedTuple):
-    """The operands of `fp8_wgrad`, and dw, which is overwritten or, with accumulate, added to."""
+    """A `ScaledGradient` holds the operands of `fp8_wgrad`, and dw: overwritten or, with accumulate, added to."""
 
     dw: Tensor
     dy: Tensor

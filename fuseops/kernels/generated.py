@@ -31,7 +31,7 @@ SHAPED = frozenset({
 
 
 class RefusedError(Exception):
-    """A function that is none for one kernel; the message is the reason."""
+    """A function cannot be one kernel; the message is the reason."""
 
 
 class Like(NamedTuple):
@@ -55,7 +55,7 @@ class Like(NamedTuple):
 
 
 class Kernel:
-    """A graph, and the kernel that is made of it when it is first called."""
+    """A `Kernel` holds a graph, and the kernel that is made of it when it is first called."""
 
     def __init__(self, graph: Any, examples: Sequence[Tensor]) -> None:
         self.graph, self.examples = graph, examples

@@ -31,7 +31,7 @@ TILE_ROWS = (64, 128, 256)  # the row blocks a tile table knows
 
 @dataclass
 class Product:
-    """The operands of a grouped GEMM: x[rows of e] @ weight[e].T + bias[e] over the groups that end at offs.
+    """A `Product` has the operands of a grouped GEMM: x[rows of e] @ weight[e].T + bias[e] of groups ending at offs.
 
     x       (T, K) with contiguous columns; with an index row r of the operand is x[index[r]]
     weight  (E, N, K) with a contiguous axis 1 or 2
@@ -154,7 +154,7 @@ def _sizes(p: Product, config: Config, per_sm: int) -> tuple[tuple[int], tuple[i
 
 @dataclass
 class Gradient:
-    """The operands of a weight gradient: dy[rows of e].T @ x[rows of e], rows by index where one is given.
+    """A `Gradient` has the operands of a weight gradient: dy[rows of e].T @ x[rows of e], by index where one is given.
 
     dw     (E, N, K), which is overwritten or, with accumulate, added to
     tiles  `group_tiles(offs, R)`

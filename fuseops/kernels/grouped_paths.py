@@ -190,7 +190,7 @@ def on_path(path: str) -> Iterator[None]:
 
 
 class KernelPath(NamedTuple):
-    """The path that operands take, and what stands in the way of a better one."""
+    """A `KernelPath` is the path that operands take, and what stands in the way of a better one."""
 
     path: str
     why: str | None = None

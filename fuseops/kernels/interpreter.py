@@ -187,7 +187,7 @@ def _convert_elem(self: Any, elem: Any, require_i64: bool, *, original: Any) -> 
 
 
 class _Format(str):
-    """A format name that triton 3.6 can ask for its ``value``, as it asks a compiled constant."""
+    """A `_Format` is a format name that triton 3.6 can ask for its ``value``, as it asks a compiled constant."""
 
     value = property(str)
 

@@ -94,7 +94,7 @@ def _cases(what: str) -> Iterator[tuple[Any, ...]]:
 
 
 class PeerKernel:
-    """A launcher that reaches memory by addresses, so that no dispatcher, fake or compiler has to do with it.
+    """A `PeerKernel` is a launcher that reaches memory by addresses, unseen by dispatchers, fakes and compilers.
 
     Its twin reaches that of the host; it runs for tensors of the CPU, outside of the interpreter.
     """

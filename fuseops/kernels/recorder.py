@@ -13,7 +13,7 @@ from fuseops.errors import FuseOpsError
 
 
 class Launch(NamedTuple):
-    """One noted launch: what the ahead-of-time gate compiles."""
+    """A `Launch` is one noted launch: what the ahead-of-time gate compiles."""
 
     kernel: Any
     grid: tuple[int, ...]

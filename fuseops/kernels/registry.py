@@ -117,7 +117,7 @@ def as_if_on(arch: int) -> Iterator[None]:
 
 
 class KernelOp(Generic[P, R]):
-    """A kernel with its twin and formulas, callable like the launcher it was made from."""
+    """A `KernelOp` is a kernel with its twin and formulas, callable like the launcher it was made from."""
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ class OperandAddress:
 
 
 class Encoded(dict[int, Any]):
-    """Tensor maps of one operand of a kernel, by address."""
+    """An `Encoded` holds the tensor maps of one operand of a kernel, by address."""
 
     def __init__(self, launcher: Launcher, number: int, described: Described, dtype: Any) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Allocation(NamedTuple):
 
 
 class Replay:
-    """The allocations and launches of an op for operands of one kind.
+    """A `Replay` repeats the allocations and launches of an op for operands of one kind.
 
     programs is None where the launcher cannot be replayed.
     """

@@ -25,7 +25,7 @@ class Wanted(NamedTuple):
 
 
 class OpEntry(NamedTuple):
-    """An op class and how to draw one."""
+    """An `OpEntry` says how to draw an op of one class."""
 
     op: type[Op[Any]]
     make: Callable[[Wanted], Op[Any]]

@@ -29,7 +29,7 @@ Named = Mapping[str, Tensor | None]
 
 
 class OpCase(NamedTuple):
-    """An op and its inputs in float64, apart from each other: parameters come by keyword only."""
+    """An `OpCase` is an op and its inputs in float64, apart from each other: parameters come by keyword only."""
 
     op: Op[Any]  # as given
     hollow: Op[Any]  # its parameters hold NaN, so that reading one from `self` shows
@@ -50,7 +50,7 @@ class OpCase(NamedTuple):
 
 
 class Vjp(NamedTuple):
-    """fwd and autograd over it, for one choice of which results have a gradient."""
+    """A `Vjp` holds the gradients that autograd over `fwd` gives, for one choice of which results have a gradient."""
 
     dy: Tensor | None
     dside: Named

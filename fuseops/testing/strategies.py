@@ -41,7 +41,7 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
 class Case(NamedTuple):
-    """Something to call, and what to call it with."""
+    """A `Case` is an op or Sequential to call, and the inputs to call it with."""
 
     model: Any  # an op, or a Sequential
     x: Tensor
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Rows sorted into groups: how many in each, and how many of padding behind the last."""
+    """A `Split` sorts rows into groups: how many in each, and how many of padding behind the last."""
 
     counts: tuple[int, ...]
     padding: int
@@ -455,7 +455,7 @@ def recipes(draw: Draw, hidden: Sequence[str] = HIDDEN[:1]) -> Recipe:
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of roles, as `ByRole` asks for them."""
+    """`Formats` give the formats of roles, as `ByRole` asks for them."""
 
     input: Scaling | None
     weight: Scaling | None

@@ -16,7 +16,7 @@ from .report import ApplyReport, ReportEntry
 
 
 class AppliedPart(NamedTuple):
-    """A kind of module that fuseops can stand in for.
+    """An `AppliedPart` is a kind of module that fuseops can stand in for.
 
     build is asked for what stands in (None: it computes something else), forward runs it; refused says why not even to
     ask, otherwise says what a module does that is not known.

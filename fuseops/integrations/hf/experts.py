@@ -29,7 +29,7 @@ NAME = "fuseops"
 
 
 class Projection(ops.GroupedLinear):
-    """A GroupedLinear over the weight and bias of a module of experts."""
+    """A `Projection` is a GroupedLinear over the weight and bias of a module of experts."""
 
     saves_for = ops.GroupedLinear._saves_for_low_rank
 

@@ -36,7 +36,7 @@ class PassOn(nn.Module):
 
 
 class HeadLoss(ops.LinearCrossEntropy):
-    """A LinearCrossEntropy over the weight and bias of a head."""
+    """A `HeadLoss` is a LinearCrossEntropy over the weight and bias of a head."""
 
     weight = lent.lent("weight")
     bias = lent.lent("bias")
@@ -170,7 +170,7 @@ class _Decoder(nn.Module):
 
 
 class _Outputs:
-    """Hidden states, and nothing by any other name."""
+    """An `_Outputs` holds hidden states, and nothing by any other name."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

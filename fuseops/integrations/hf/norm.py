@@ -14,7 +14,7 @@ from .recognise import norm_of
 
 
 class LentRMSNorm(ops.RMSNorm):
-    """An RMSNorm whose weight a module lends."""
+    """A `LentRMSNorm` is an RMSNorm whose weight a module lends."""
 
     weight = lent.lent("weight")
 

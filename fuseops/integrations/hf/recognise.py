@@ -26,7 +26,7 @@ TOLERANCE = (
 
 
 class Gate(NamedTuple):
-    """An activation, gated or not, as the kernels know it."""
+    """A `Gate` is an activation, gated or not, as the kernels know it."""
 
     kind: str
     options: tuple[Any, ...] = ()
@@ -248,7 +248,7 @@ def mlp_of(module: nn.Module) -> Gate | None:
 
 
 class Route(NamedTuple):
-    """Options of a top-k router, as `ops.Router` has them."""
+    """A `Route` holds the options of a top-k router, as `ops.Router` has them."""
 
     top_k: int
     score: str

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class ReportEntry(NamedTuple):
-    """One module that fuseops might run.
+    """A `ReportEntry` is one module that fuseops might run.
 
     path    where it stands in the model
     part    "experts", "router", "mlp", "norm", "rope", "adapter" or "loss"
@@ -25,7 +25,7 @@ class ReportEntry(NamedTuple):
 
 
 class ApplyReport(NamedTuple):
-    """What was replaced in a model and what was not; `str()` gives a table.
+    """An `ApplyReport` says which modules of a model were replaced and which were not; `str()` gives a table.
 
     model    the name of its class
     entries  every module that was looked at, in the order of the model

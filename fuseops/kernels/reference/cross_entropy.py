@@ -13,7 +13,7 @@ from .precision import accumulator, wide
 
 
 class Loss(NamedTuple):
-    """The options of the loss, in the order in which the kernels take them."""
+    """A `Loss` holds the options of the loss, in the order in which the kernels take them."""
 
     smoothing: float = 0.0
     z_loss: float = 0.0

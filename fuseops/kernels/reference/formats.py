@@ -84,7 +84,7 @@ SCALES: Mapping[tuple[torch.dtype, bool], Scale] = {
 
 
 class Format(NamedTuple):
-    """How matrices are quantized along their last axis: see `fuseops.recipes.Scaling`."""
+    """A `Format` says how matrices are quantized along their last axis: see `fuseops.recipes.Scaling`."""
 
     data: torch.dtype
     scale: torch.dtype

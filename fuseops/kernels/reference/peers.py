@@ -124,7 +124,7 @@ def bound_rows(offs: Tensor, flag: Tensor, rows: int) -> None:
 
 
 class _Parcel:
-    """The half in use of a rank's buffer, as tensors over its memory."""
+    """A `_Parcel` is the half in use of a rank's buffer, as tensors over its memory."""
 
     def __init__(
         self,
