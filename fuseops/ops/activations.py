@@ -1,4 +1,4 @@
-"""Activations, plain, gated and scaled by a probability a row. Each saves its inputs; the maths lives in the kernels.
+"""Activations are plain, gated, or scaled by a probability a row. Each saves its inputs; the maths is in the kernels.
 
 Gated ones take `[gate | up]` on the last axis, the gate first (the opposite of `torch.nn.functional.glu`); with
 interleave = b, gate and up alternate in blocks of b columns.

@@ -1,4 +1,4 @@
-"""What ops refuse alike: inputs and side inputs of a wrong shape or dtype; and `inplace`.
+"""All ops refuse inputs and side inputs of a wrong shape or dtype, and `inplace`, by these checks.
 
 None of it waits for the device; what `offs` may hold is checked in `splits`.
 """

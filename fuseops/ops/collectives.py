@@ -1,4 +1,4 @@
-"""Collectives between the ops of a Sequential: AllGather, ReduceScatter, AllReduce, over the ranks of one group.
+"""Collectives run between the ops of a Sequential: AllGather, ReduceScatter, AllReduce, over the ranks of one group.
 
     op               forward                         backward
     AllGather        the ranks' shards, in order     the sum over the ranks of the part that came from here

@@ -1,4 +1,4 @@
-"""LinearCrossEntropy: the loss of a language model's head, without its logits in memory.
+"""LinearCrossEntropy computes the loss of a language model's head, without its logits in memory.
 
 Shapes: x (..., D), weight (V, D), bias (V,), targets (...) int64 -> () or, with reduction="none", (...) float32.
 """

@@ -1,4 +1,4 @@
-"""State dicts of grouped parameters in either form: packed, or one tensor a group.
+"""State dicts hold grouped parameters in either form: packed, or one tensor a group.
 
 packed       weight (E, out, in), bias (E, out)
 per group    weight0 .. weight<E-1> (out, in), bias0 .. (out,), as TransformerEngine keeps them

@@ -1,4 +1,4 @@
-"""InjectLoss: a loss that reaches the backward without ever being added to the training loss."""
+"""InjectLoss gives a loss its gradient in the backward without ever adding it to the training loss."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

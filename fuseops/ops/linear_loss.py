@@ -1,4 +1,4 @@
-"""A loss of one's own over the logits of a head, a chunk of them at a time.
+"""`linear_loss` computes a loss of one's own over the logits of a head, a chunk of them at a time.
 
 Shapes: input (B, ..., D), linear_weight (V, D), linear_bias (V,), rows (B, ...) -> ().
 """

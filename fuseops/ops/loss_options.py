@@ -1,4 +1,4 @@
-"""What the loss of a head is told: options of `LinearCrossEntropy`, checked in one place."""
+"""The options of `LinearCrossEntropy` are checked in one place."""
 
 from typing import NamedTuple
 

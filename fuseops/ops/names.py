@@ -1,4 +1,4 @@
-"""Which saved tensor is which: name frames from the autograd bridge to whoever packs saved tensors.
+"""Name frames tell whoever packs saved tensors which is which; they come from the autograd bridge.
 
 Pack hooks run after `Function.forward` has returned and while `apply` still runs, in save order. The bridge publishes
 the ordered names of a node's saved tensors before `apply` and clears them after; a pack hook takes the next name and

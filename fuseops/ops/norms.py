@@ -1,4 +1,4 @@
-"""Norms over the last axes, with statistics in float32 (of float64: in float64).
+"""Norms divide by statistics of the last axes, which are in float32 (of float64: in float64).
 
 RMSNorm    y = x / sqrt(mean(x^2) + eps) * weight
 LayerNorm  y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias

@@ -1,4 +1,4 @@
-"""Where a module stands in its model: names of saved tensors begin with that, and errors say it.
+"""A path says where a module stands in its model: names of saved tensors begin with it, and errors say it.
 
 Known once a root has been seen (`run.config.set_root`); prefixes that wrappers put before a child are left out.
 """

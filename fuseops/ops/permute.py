@@ -1,4 +1,4 @@
-"""From tokens to rows of experts and back: Dispatch, Permute and Combine.
+"""Dispatch, Permute and Combine turn tokens into rows sorted by expert, and back.
 
     Dispatch   experts, weights (T, K) -> offs, probs, index, pos: which row every copy of a token takes
     Permute    x (T, D) -> (R, D): row r is token index[r]

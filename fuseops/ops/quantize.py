@@ -1,4 +1,4 @@
-"""Quantize: y in the format of the recipe's inputs.   (..., K) -> (..., K)"""
+"""Quantize gives y in the format that the recipe has for inputs of GEMMs.   (..., K) -> (..., K)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RoPE: positions of tokens as rotations of the columns of each head."""
+"""RoPE writes positions of tokens as rotations of the columns of each head."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Router: the experts of each token, their weights, and the losses that keep the load even.
+"""Router chooses the experts of each token and their weights, and publishes the losses that keep the load even.
 
     logits = x W^T (+ b) in float32;  scores s = softmax(logits) or sigmoid(logits)
     experts: the top k of s, or of s + expert_bias, of all experts or of the best groups of them

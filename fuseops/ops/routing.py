@@ -1,4 +1,4 @@
-"""Routing: which rows go to which expert, built once and passed to every Sequential of a layer."""
+"""A Routing says which rows go to which expert; it is built once and passed to every Sequential of a layer."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Weights that live in the format of a recipe: `fuseops.quantized_init`, and FP8 checkpoints.
+"""Weights may live in the format of a recipe: `fuseops.quantized_init`, and FP8 checkpoints.
 
 The op's Parameter is a carrier: it has the weight's shape, dtype and gradient, and no values. Codes and scales are two
 buffers of integers, which no cast of the module reaches. GEMMs read them as they are, in either layout.

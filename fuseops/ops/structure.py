@@ -1,4 +1,4 @@
-"""Ops that only pass tensors on: Tap, Add, Swap, Identity, Reshape."""
+"""These ops only pass tensors on: Tap, Add, Swap, Identity, Reshape."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""The tile table of a routing: made once a Sequential call, and read by all its grouped GEMMs, backward included."""
+"""The tile table of a routing is made once a Sequential call, and read by all its grouped GEMMs, backward included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a cover to executable segments: needs, kept fields, formats of operands, cuts, positions."""
+"""`build` turns a cover into executable segments: needs, kept fields, formats of operands, cuts, positions."""
 
 import itertools
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The ops that one plan covers, under the names that the plan knows them by."""
+"""A chain lists the ops that one plan covers, under the names that the plan knows them by."""
 
 from __future__ import annotations
 

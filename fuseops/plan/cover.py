@@ -1,4 +1,4 @@
-"""Which rules fire: the cover of a run of ops, and a reason for every rule that does not fire.  Pure logic."""
+"""The cover of a run of ops says which rules fire, with a reason for every rule that does not fire.  Pure logic."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

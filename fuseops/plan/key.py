@@ -1,4 +1,4 @@
-"""What the plan of a call depends on: by key in a cache, or by a glance at what the last call had."""
+"""The plan of a call is found by its key in a cache, or by a glance at what the last call had."""
 
 from __future__ import annotations
 

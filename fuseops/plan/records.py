@@ -1,4 +1,4 @@
-"""What a plan says: the public records, and nothing that runs."""
+"""The public records say what a plan does; nothing here runs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

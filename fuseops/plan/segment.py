@@ -1,4 +1,4 @@
-"""The executable form of a plan: flat steps over positions, fixed before a call runs."""
+"""Segments are the executable form of a plan: flat steps over positions, fixed before a call runs."""
 
 from __future__ import annotations
 

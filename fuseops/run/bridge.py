@@ -1,4 +1,4 @@
-"""The one autograd Function: runs the steps of a segment forward, saves what is kept, runs them backward."""
+"""The one autograd Function runs the steps of a segment forward, saves what is kept, runs them backward."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a wrong op is told: which op, which tensor, what it gave and what was expected."""
+"""Errors of wrong ops name the op and the tensor, what it gave and what was expected."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a Sequential is made of: its children, and the edits of `torch.nn.Sequential`."""
+"""A Sequential has children, and the edits of `torch.nn.Sequential`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fo.debug()`: what only the device knows is checked there, and reported with the path of the op."""
+"""`fo.debug()` checks on the device what only the device knows, and reports it with the path of the op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plans that a run of ops keeps, by the key of their calls."""
+"""Entries keep the plans of a run of ops, by the key of their calls."""
 
 from __future__ import annotations
 

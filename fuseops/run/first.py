@@ -1,4 +1,4 @@
-"""What the first call of a segment is looked at for, forward and backward: whether its ops keep the contract.
+"""The first forward and backward of a segment check whether its ops keep the contract.
 
 The first forward and the first backward need not be those of one call. Later ones of the same plan are not looked at,
 and cost nothing; that no gradient is left out is seen in every call (`checks.check_complete`).

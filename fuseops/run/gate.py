@@ -1,4 +1,4 @@
-"""Where a recipe has to pay: layers that FP8 cannot make faster stay in high precision, and say so.
+"""A recipe has to pay: layers that FP8 cannot make faster stay in high precision, and say so.
 
 Only where FP8 GEMMs are there to be fast; elsewhere, and under `fo.recipe(..., strict=True)`, a recipe is obeyed. It is
 judged by shapes alone, groups of even sizes: nothing waits for the device, and another split is not another plan.

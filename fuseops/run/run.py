@@ -1,4 +1,4 @@
-"""A run of adjacent ops: finds the plan of a call, and executes it.
+"""A run of adjacent ops finds the plan of a call, and executes it.
 
 The plan is cached by answers, never by the size of dim 0: classes, needs, training flags, dtypes, device, autocast,
 settings, side inputs, what is returned, and the outcome of every condition.

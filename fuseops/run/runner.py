@@ -1,4 +1,4 @@
-"""What runs ops and plain modules in a row: its pieces, and the settings of a call."""
+"""A runner runs ops and plain modules in a row: its pieces, under the settings of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a node saves: what is kept of every Saved becomes one flat tuple of plain tensors, and is read back from it.
+"""A node saves one flat tuple of plain tensors, what is kept of every Saved, and reads it back from there.
 
 One slot a tensor, however many fields hold it, so that hooks and offload see each storage once with all its names. A
 quantized tensor takes one slot a component. What is not a tensor (a shape) stays with the node.

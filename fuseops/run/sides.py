@@ -1,4 +1,4 @@
-"""What a caller passes: x, side inputs by name or in a Routing, and `returns`. Wrong ones get an error that helps."""
+"""A caller passes x, side inputs by name or in a Routing, and `returns`. Wrong ones get an error that helps."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""What a Sequential runs, over the Sequentials inside it.
+"""A Sequential runs the ops of the Sequentials inside it as its own, where they are spliced.
 
 A rule sees what one plan covers. So a nested Sequential is spliced into the plan of the one around it, with its name as
 a prefix, unless something hangs on its being called: hooks, or a forward or settings of its own. Such a one is a

@@ -1,4 +1,4 @@
-"""The steps of a segment, as two functions that are written out once: a repeated call loops over nothing.
+"""The steps of a segment become two functions that are written out once: a repeated call loops over nothing.
 
 Segments alike have one source and one compiled code, which closes over their steps and ops.
 """

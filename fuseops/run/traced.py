@@ -1,4 +1,4 @@
-"""What code that dynamo traces knows objects by: numbers, which are constants, and addresses."""
+"""Code that dynamo traces knows objects by numbers, which are constants, and by addresses."""
 
 import ctypes
 import itertools

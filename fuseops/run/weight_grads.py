@@ -1,4 +1,4 @@
-"""Where a parameter's gradient goes besides autograd: a `main_grad` buffer, or a queue that `backward_dw()` works off.
+"""Besides autograd a parameter's gradient goes to a `main_grad` buffer, or a queue that `backward_dw()` works off.
 
 Both are read from the live Parameter when the backward runs: a saved weight that went through a pack hook has lost its
 attributes. The autograd node returns None for such a gradient.
