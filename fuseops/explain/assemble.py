@@ -1,4 +1,4 @@
-"""From a call that was observed to its public plan: spans, misses, notes, and the largest temporary."""
+"""An observed call becomes its public plan: spans, misses, notes, and the largest temporary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bars as an image of their own: an SVG file, in colours that stand on any page."""
+"""Bars become an image of their own: an SVG file, in colours that stand on any page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step on fake tensors needs: fakes in the place of its tensors."""
+"""A step on fake tensors needs fakes in the place of its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a saved tensor is called, and which ops save it.
+"""Labels say how a saved tensor is called, and which ops save it.
 
 Ops of fuseops: the bridge promises the name before it saves. Everything else is torch's: a pack
 hook is told neither the module nor the op that saves, so the name is made of what can be known: the

@@ -1,4 +1,4 @@
-"""Entering and leaving scopes in order.
+"""Scopes are entered and left in order.
 
 torch keeps a stack of saved-tensor hooks a thread and calls the innermost pair only. A scope
 belongs to the thread and to the `with` block that enter it. Entered in a generator or a coroutine

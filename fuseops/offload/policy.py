@@ -1,4 +1,4 @@
-"""Which saved tensors a scheduler moves, said by name, size and share. Pure."""
+"""A policy says by name, size and share which saved tensors a scheduler moves. Pure."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The scheduler: attaches to the layers of a model, without a line of the model changed."""
+"""The scheduler attaches to the layers of a model, without a line of the model changed."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace

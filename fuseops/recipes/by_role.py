@@ -1,4 +1,4 @@
-"""Recipes that differ from op to op: by a function of op, name and role, or by globs over names."""
+"""These recipes differ from op to op: by a function of op, name and role, or by globs over names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How autograd goes through a quantized tensor: by a carrier, which has a shape, a dtype and a gradient, and no values.
+"""Autograd goes through a quantized tensor by a carrier, which has a shape, a dtype and a gradient, and no values.
 
 A carrier is one NaN, expanded: two bytes however large the tensor is, and who computes with it by mistake sees it. The
 gradient that arrives at it is that of the high-precision tensor, in its dtype; autograd would round one of codes to

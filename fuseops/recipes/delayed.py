@@ -1,4 +1,4 @@
-"""Delayed scaling: FP8 with one scale a tensor, of the amaxes of the steps before."""
+"""Delayed scaling is FP8 with one scale a tensor, of the amaxes of the steps before."""
 
 from __future__ import annotations
 

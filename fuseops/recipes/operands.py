@@ -1,4 +1,4 @@
-"""From tensors to operands of GEMMs in the format of a `Scaling`."""
+"""Tensors become operands of GEMMs in the format of a `Scaling`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized tensors: plain dataclasses of component tensors, never a `torch.Tensor` subclass.
+"""Quantized tensors are plain dataclasses of component tensors, never a `torch.Tensor` subclass.
 
 So checkpointing, saved-tensor hooks and offload see real storages, and a component can be freed or moved alone.
 Outside of ops one is a value like a tensor: it goes into a Sequential and comes out of one, and its gradient, in high

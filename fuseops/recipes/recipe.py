@@ -1,4 +1,4 @@
-"""Recipes: which operand of which GEMM gets which format. A recipe is a value; equal recipes give equal plans."""
+"""A recipe gives each operand of a GEMM its format. A recipe is a value; equal recipes give equal plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a tensor is quantized, as a value."""
+"""A `Scaling` says how a tensor is quantized, as a value."""
 
 from __future__ import annotations
 

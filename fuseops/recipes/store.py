@@ -1,4 +1,4 @@
-"""Quantized weights that are kept between the GEMMs that read them, until the weight may be another.
+"""Quantized weights are kept between the GEMMs that read them, until the weight may be another.
 
 A store belongs to one op, and knows the op's live Parameter: of any other tensor (`functional_call`, a parametrization,
 experts that are packed for the call) it keeps nothing. What it holds is never saved for a backward, copied or pickled.

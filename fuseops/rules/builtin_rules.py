@@ -1,4 +1,4 @@
-"""The built-in rules, top line first. Joint rules cover first; forward and backward ones are matched in the gaps."""
+"""The built-in rules are tried top line first. Joint rules cover first; forward and backward ones are matched in the gaps."""
 
 from fuseops.ops.activations import ACTS, Activation, ScaledActivation, ScaledSReLU
 from fuseops.ops.elementwise import ConstantScale

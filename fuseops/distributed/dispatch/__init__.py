@@ -1,4 +1,4 @@
-"""Tokens to the ranks of their experts, and the sums back.
+"""A dispatch sends tokens to the ranks of their experts, and the sums back.
 
 exchange.py      the interface, and what all ways share: which token goes to which ranks
 all_to_all.py    what (a) and (b) share: rows that travel beside other kernels

@@ -1,4 +1,4 @@
-"""What (a) and (b) share: rows between all ranks by `all_to_all_single`, which runs beside other kernels."""
+"""(a) and (b) send rows between all ranks by `all_to_all_single`, which runs beside other kernels."""
 
 from __future__ import annotations
 

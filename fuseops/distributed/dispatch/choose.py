@@ -1,4 +1,4 @@
-"""Which way tokens travel: the fastest that every rank of the mesh can take. All ranks take the same."""
+"""Tokens travel the fastest way that every rank of the mesh can take. All ranks take the same."""
 
 from __future__ import annotations
 

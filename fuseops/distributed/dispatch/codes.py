@@ -1,4 +1,4 @@
-"""Quantized tokens on their way: the codes of a row and its scales as one row of words, which every exchange copies.
+"""Quantized tokens travel as one row of words, the codes of a row and its scales, which every exchange copies.
 
 Half the bytes of bfloat16, and the same numbers: the experts' first GEMM reads codes anyway.
 """

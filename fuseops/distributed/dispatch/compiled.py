@@ -1,4 +1,4 @@
-"""What torch.compile sees of an exchange: four ops whose sizes are known when they run.
+"""torch.compile sees an exchange as four ops whose sizes are known when they run.
 
 They find the exchange by its number. Compiled code takes all rows that what arrived may have, T K of it.
 """

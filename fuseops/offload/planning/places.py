@@ -1,4 +1,4 @@
-"""Where the schedule would send, release and fetch every saved tensor of a step."""
+"""`Places` foretells where the schedule would send, release and fetch every saved tensor of a step."""
 
 from __future__ import annotations
 

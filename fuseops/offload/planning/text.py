@@ -1,4 +1,4 @@
-"""Plans as text and as plain data."""
+"""Plans are written as text and as plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Linear or a Bias, and an activation, backward: the activation's gradient and the bias gradient from one pass."""
+"""The backward of a Linear or Bias and an activation makes the activation's and the bias' gradient in one pass."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What comes before the first GEMM of a joint op: maybe an addition, maybe a Tap, and a norm (RMSNorm or LayerNorm).
+"""A front comes before the first GEMM of a joint op: maybe an addition, maybe a Tap, and a norm (RMSNorm or LayerNorm).
 
 The normed x is not saved: the norm's backward reads x and rstd, so the weight gradient has y made again from x. The
 gradient of the norm and that of what the Tap published are added in one pass. Under a recipe of vectors the norm writes

@@ -1,4 +1,4 @@
-"""The grouped MLP as one joint op: fc1, an activation (times probability), fc2.
+"""The grouped MLP is one joint op: fc1, an activation (times probability), fc2.
 
 Saves x, h (the pre-activation), probs and offs only. The activation is computed again in the backward, by the pass that
 makes dh, for fc2's weight gradient. Under a recompute policy h goes too, and fc1 runs again.

@@ -1,4 +1,4 @@
-"""Linear, an optional Bias and an activation as one forward op: the bias is added before the one rounding."""
+"""Linear, an optional Bias and an activation are one forward op: the bias is added before the one rounding."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a GEMM adds and scales on its way out: a residual through beta, a number through alpha, with one rounding.
+"""A GEMM adds and scales its product on its way: a residual through beta, a number through alpha, with one rounding.
 
 cuBLAS adds in place, so torch copies the residual first: on an H200 that takes 33 us beside a GEMM of 338 us (8192
 rows, 4096 by 4096), and an addition of its own 45 us.

@@ -1,4 +1,4 @@
-"""The dense MLP as one joint op: maybe a norm, fc1, an activation, fc2.
+"""The dense MLP is one joint op: maybe a norm, fc1, an activation, fc2.
 
 Saves x and the pre-activation h only. The backward computes the activation again, for fc2's weight gradient, in the
 pass that makes dh, and the normed x for fc1's. Under a recompute policy h goes too, and fc1 runs again.

@@ -1,4 +1,4 @@
-"""A norm and the Linear behind it as one joint op: the normed x is not saved, but made again in the backward.
+"""A norm and the Linear behind it are one joint op: the normed x is not saved, but made again in the backward.
 
 Shapes: x (..., K), y (..., N). Numerics: every kernel is that of the ops alone, and gives the same bits.
 """
