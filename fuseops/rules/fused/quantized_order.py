@@ -5,7 +5,7 @@ in another one that holds less, to the same bits.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch import Tensor
 from fuseops.kernels.reference.operands import columns_of
 from fuseops.ops.linear import of_codes
 from fuseops.ops.op import Call
-from fuseops.recipes import Roles
 from fuseops.recipes.gemm import OUTPUTS
 from fuseops.recipes.numbers import Measuring
 from fuseops.recipes.quantized import BLOCK
@@ -32,14 +31,19 @@ def parts(
     there for one of so many parts of their features at a time: as few as hold no more than high precision does; of
     columns that are made of copies one, where that holds less.
     """
-    if w1 is None or w2 is None or torch.compiler.is_compiling() or not _can_wait(calls, index):
+    roles = calls[2].precision.roles
+    if w1 is None or w2 is None or roles is None or torch.compiler.is_compiling():
+        return 0
+    # columns with one scale a group, or of blocks of their own, are made of copies in high precision
+    copied = index is not None and roles.columns and not of_codes(roles.grad_output)
+    if not _can_wait(calls, copied):
         return 0
     rows, (_, wide, width) = (dy if index is None else index).shape[0], w1.shape
     hidden = w2.shape[2]
     held = Held(dy.shape[0], rows, wide, width, hidden, w2.element_size(), len(w2))
     by_index = index is not None
-    if by_index and _copied(calls):
-        if held.first_copied() <= held.last_copied():
+    if copied:
+        if not _spares_copied(held):
             return 0
         high = held.high(
             copies_rows(dy, index, FC1, wide), copies_rows(dy, index, FC2_DSWIGLU, hidden)
@@ -65,26 +69,17 @@ def in_words(parts: int) -> str:
     )
 
 
-def _can_wait(calls: tuple[Call, ...], index: Tensor | None) -> bool:
-    """Whether what fc2's weight gradient reads can wait for it: dy itself, which lives on, where columns of rows by
-    index are made of a copy of it.
+def _can_wait(calls: tuple[Call, ...], copied: bool) -> bool:
+    """Whether what fc2's weight gradient reads can wait for it: dy itself, which lives on, where columns are made of a
+    copy of it.
     """
     first, _, last = calls
-    roles = last.precision.roles
-    if roles is None or "weight" not in last.needs or "weight" in (last.out or {}):
+    if "weight" not in last.needs or "weight" in (last.out or {}):
         return False
-    if index is None or not _copied(calls):
+    if not copied:
         return True
     both = "x" in last.needs and "weight" in first.needs
-    return both and roles.kernels and last.scales is None
-
-
-def _copied(calls: tuple[Call, ...]) -> bool:
-    """Whether the columns of rows by index are made of copies in high precision: with one scale a group, or
-    of blocks of their own.
-    """
-    roles = cast("Roles", calls[2].precision.roles)
-    return roles.columns and not of_codes(roles.grad_output)
+    return both and last.precision.roles.kernels and last.scales is None  # type: ignore[union-attr]
 
 
 def _divisible(dy: Tensor, calls: tuple[Call, ...]) -> bool:
@@ -164,6 +159,12 @@ class Held(NamedTuple):
         fc1 = self.columns * (self.wide + self.width) + max(copy, self.dw1)
         fc2 = self.columns * self.width + max(copy, self.dw2) + self.dw1
         return max(fc1, fc2) + waits + 2 * self._dx
+
+
+@functools.lru_cache(maxsize=1024)
+def _spares_copied(held: Held) -> bool:
+    """Whether fc2's weight gradient, made last, spares bytes that are worth it, where columns are made of copies."""
+    return held.first_copied() > held.last_copied() + SPARE
 
 
 @functools.lru_cache(maxsize=1024)
