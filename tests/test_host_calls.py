@@ -53,7 +53,7 @@ def linears(count: int, *scope: Callable[[], AbstractContextManager[Any]]) -> in
 def test_a_repeated_step_looks_up_and_runs() -> None:
     few, many = linears(2), linears(8)
     assert (many - few) / 6 <= 4  # of an op: fwd, bwd, and what they call
-    assert few <= 53  # a third of them torch's
+    assert few <= 53 + torch.__version__.startswith("2.11.")  # a third of them torch's
 
 
 @pytest.mark.uninitialized

@@ -177,8 +177,11 @@ class ShardedLoss(NamedTuple):
         ends = self.own_ends, NEVER, self.options.chunk_bytes
         own: Any = x, weight, bias, at, self.own_weights, *ends
         rows = K.linear_cross_entropy_fwd(*own)
-        numbers = self.numbers(rows, mine)
-        gathered = AllGather(ranks.group, dim=0, grad="replicate").fwd(numbers[None]).y
+        numbers = self.numbers(rows, mine)[None]
+        if torch.is_grad_enabled() and numbers.requires_grad:
+            gathered = AllGather(ranks.group, dim=0, grad="replicate").fwd(numbers).y
+        else:
+            gathered = torch_private.all_gather(numbers, 0, ranks.group)
         loss, published = self.of_all(gathered, targets)
         return loss, published, RankNumbers(rows[1], rows[3], gathered)
 

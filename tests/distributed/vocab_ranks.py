@@ -285,7 +285,8 @@ def law_features_of_one_process_hold_over_parts_of_a_vocabulary() -> None:
     close(grads(functools.partial(checkpoint, model, use_reentrant=False)), expected)
     with fo.reference():
         close(grads(model), expected)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    # torch 2.11 takes no sizes of its own kind through such a node: a number of tokens is compiled for
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
     for tokens in (2, 3):
         close(grads(compiled, tokens), grads(model, tokens))
     head: Any = model[5]
