@@ -336,7 +336,9 @@ class Logged:
         if lane in ("d2h", "h2d"):
             names = [b.name for b in (*sources, target)]
             self.log.append(("copy", lane, target.nbytes, *names))
-        self.log += [("wait", lane, event.lane) for event in after.get("after", ())]
+        # None stands for all that compute has been given.
+        lanes = (event.lane if event else "compute" for event in after.get("after", ()))
+        self.log += [("wait", lane, on) for on in lanes]
         return super().copy(lane, sources, target, *how, **after)  # type: ignore[misc]
 
     def wait(self, lane: Lane, event: Event) -> None:
@@ -360,7 +362,7 @@ def test_what_was_simulated_is_what_is_executed(monkeypatch: pytest.MonkeyPatch)
     simulated = LoggedSimulation(SLOW.lane_seconds)
     chosen = [k for k, t in enumerate(plan.tensors) if t.decision == "offload"]
     simulate(plan.profile, chosen, SLOW, plan.settings, lanes=simulated)
-    executed = LoggedCpu()
+    executed = LoggedCpu(None, lambda queued: 0)  # a copy that ran at once leaves nothing to wait for
     monkeypatch.setattr(scheduler_module, "make_lanes", lambda device, host: executed)
     with offload.Scheduler(model, layers=plan.layers, plan=plan):
         train(model, x, 2)
