@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from laws import DEVICE
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fuseops as fo
@@ -25,7 +26,7 @@ KINDS = [
 @pytest.mark.parametrize("tokens", [33, 1])
 def test_a_layer_on_the_kernels(kwargs, tokens):
     torch.manual_seed(0)
-    moe, x = fo.MoE(16, 8, 8, 2, **kwargs), torch.randn(tokens, 16)
+    moe, x = fo.MoE(16, 8, 8, 2, **kwargs).to(DEVICE), torch.randn(tokens, 16, device=DEVICE)
     judge = copy.deepcopy(moe).double()
     results = []
     for layer, leaf in ((moe, x), (judge, x.double())):
@@ -41,11 +42,11 @@ def test_a_layer_on_the_kernels(kwargs, tokens):
 @pytest.mark.parametrize("kwargs", KINDS[1:])  # each has what the first one has, and more
 def test_other_numbers_of_tokens_compile_nothing_again(kwargs):
     torch._dynamo.reset()
-    moe = fo.MoE(16, 8, 8, 2, **kwargs)
+    moe = fo.MoE(16, 8, 8, 2, **kwargs).to(DEVICE)
     frames = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(moe, fullgraph=True, backend=frames)
     for tokens in (6, 12, 33):
-        compiled(torch.randn(tokens, 16, requires_grad=True)).sum().backward()
+        compiled(torch.randn(tokens, 16, device=DEVICE, requires_grad=True)).sum().backward()
     assert frames.frame_count <= 2  # one for the first number, one for any
 
 
@@ -60,8 +61,8 @@ def test_other_numbers_of_tokens_compile_nothing_again(kwargs):
 )
 def test_any_routing_on_the_kernels(top_k, chosen):
     torch.manual_seed(0)
-    moe = fo.MoE(16, 8, 8, top_k, normalize=False).replaying()
-    x, chosen = torch.randn(len(chosen), 16), chosen.to(torch.int32)
+    moe = fo.MoE(16, 8, 8, top_k, normalize=False).replaying().to(DEVICE)
+    x, chosen = torch.randn(len(chosen), 16, device=DEVICE), chosen.to(DEVICE, torch.int32)
     results = []
     for layer, leaf in ((moe, x), (copy.deepcopy(moe).double(), x.double())):
         leaf.requires_grad_()
@@ -84,7 +85,7 @@ def test_a_setting_that_changes_takes_effect_at_the_next_step(space, copies, mon
         return run(self, op, args)
 
     monkeypatch.setattr(Replays, "run", noted)
-    moe, x = fo.MoE(16, 8, 4, 2), torch.randn(3, 16, requires_grad=True)
+    moe, x = fo.MoE(16, 8, 4, 2).to(DEVICE), torch.randn(3, 16, device=DEVICE, requires_grad=True)
 
     def copied():
         ran.clear()
