@@ -61,13 +61,14 @@ class CudaLanes:
                 stream.wait_event(self.compute().record_event())
             else:
                 _wait(stream, event, capturing)
-        data, before = list(map(DATA, sources)), torch.cuda.current_stream()
-        if before.device_index != self._index:
+        data = list(map(DATA, sources))
+        if torch_private.current_device() != self._index:
             with torch.cuda.stream(stream):
                 copy_all(data, target.data, offsets)
         elif lane == "compute":
             copy_all(data, target.data, offsets)
         else:
+            before = self.compute()
             torch.cuda.set_stream(stream)  # the context manager takes ten times as long
             try:
                 copy_all(data, target.data, offsets)
