@@ -362,7 +362,8 @@ def test_what_was_simulated_is_what_is_executed(monkeypatch: pytest.MonkeyPatch)
     simulated = LoggedSimulation(SLOW.lane_seconds)
     chosen = [k for k, t in enumerate(plan.tensors) if t.decision == "offload"]
     simulate(plan.profile, chosen, SLOW, plan.settings, lanes=simulated)
-    executed = LoggedCpu(None, lambda queued: 0)  # a copy that ran at once leaves nothing to wait for
+    # Lazily: a copy that ran at once leaves nothing to wait for.
+    executed = LoggedCpu(None, lambda queued: 0)
     monkeypatch.setattr(scheduler_module, "make_lanes", lambda device, host: executed)
     with offload.Scheduler(model, layers=plan.layers, plan=plan):
         train(model, x, 2)
