@@ -16,13 +16,18 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels import reference
-from fuseops.kernels.configs import Space
+from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.reference.dropout import BITS, LANES, ROUNDS, threshold
+from fuseops.kernels.reference.dropout import BITS, EACH, ROUNDS, threshold
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import cdiv, require
 
-SPACE = Space("dropout", lambda dims, itemsize: [{"num_warps": 4}, {"num_warps": 8}], dims=())
+
+def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [{"COUNTERS": 256, "num_warps": 4}, {"COUNTERS": 512, "num_warps": 8}]
+
+
+SPACE = Space("dropout", _candidates, dims=())
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:
@@ -44,9 +49,10 @@ def apply_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     x = x.contiguous()
     y, n = torch.empty_like(x), x.numel()
     least = (threshold(p) << 32 - BITS) - 2**31  # of a draw in the high half of an int32
+    config = SPACE.pick(n, (), x)
     launch(
-        device("dropout").dropout_kernel, (cdiv(n, 8 * LANES),),
+        device("dropout").dropout_kernel, (cdiv(n, EACH * config["COUNTERS"]),),
         x, seed, y, n, least, 1 / (1 - p),
-        LANES=LANES, ROUNDS=ROUNDS, **overlap(x.device), **SPACE.pick(n, (), x),
+        ROUNDS=ROUNDS, **overlap(x.device), **config,
     )  # fmt: skip
     return y

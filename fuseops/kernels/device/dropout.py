@@ -6,27 +6,20 @@ import triton.language as tl
 from fuseops.kernels.device.reduce import overlapped
 
 
-@triton.jit
-def drop(x_ptr, y_ptr, at, n, draw, least, scale):
-    """Store the elements `at` that their draws keep, scaled, and zeros for the others."""
-    x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-    y = tl.where(draw.to(tl.int32, bitcast=True) >= least, x * scale, 0.0)
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < n)
-
-
 @triton.jit(do_not_specialize=["least"])
 def dropout_kernel(
     x_ptr, seed_ptr, y_ptr, n, least, scale,
-    PDL: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr,
+    PDL: tl.constexpr, COUNTERS: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """A program draws for eight runs of LANES elements, four words a lane. A draw is the high half of a word, or the
-    low one moved up: `least` has zeros below.
+    """A program draws with COUNTERS counters, each for eight neighbours. A draw is the high half of a word, or the low
+    one moved up: `least` has zeros below. The words are laid out as what is loaded, so nothing passes between threads.
     """
     overlapped(PDL)
-    first = tl.program_id(0).to(tl.int64) * LANES
-    lanes = tl.arange(0, LANES)
-    words = tl.randint4x(tl.load(seed_ptr), first + lanes, ROUNDS)
-    at = 8 * first + lanes
-    for k in tl.static_range(4):
-        drop(x_ptr, y_ptr, at + 2 * k * LANES, n, words[k], least, scale)
-        drop(x_ptr, y_ptr, at + (2 * k + 1) * LANES, n, words[k] << 16, least, scale)
+    counter = tl.program_id(0).to(tl.int64) * COUNTERS + tl.arange(0, COUNTERS)
+    at = counter[:, None] * 8 + tl.arange(0, 8)[None, :]
+    x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    a, b, c, d = tl.randint4x(tl.load(seed_ptr), counter, ROUNDS)
+    words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(COUNTERS, 4)
+    draws = tl.join(words, words << 16).reshape(COUNTERS, 8).to(tl.int32, bitcast=True)
+    y = tl.where(draws >= least, x * scale, 0.0)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LANES = 1024  # counters of a block; each gives eight draws, to elements LANES apart
+EACH = 8  # draws of a counter
 ROUNDS = 7
 BITS = 16  # of a draw
 LOW = (1 << 32) - 1
@@ -17,11 +17,9 @@ def draws(seed: Tensor, count: int) -> Tensor:
     """`count` numbers of 16 random bits, as int32: halves of the words of Philox4x32-7 (Salmon et al. 2011) of a
     counter, with seed (1,) int64 as its key.
 
-    Element i has half k = (i % 8192) // 1024 of counter (i // 8192) 1024 + i % 1024, the high one of word k / 2 or the
-    low one: a thread of a kernel makes eight at once, each of an element of another run of neighbours.
+    Element i has half i % 8 of counter i // 8: the high one of word i % 8 // 2, or the low one.
     """
-    blocks = -(-count // (8 * LANES))
-    counter = torch.arange(blocks * LANES, device=seed.device)
+    counter = torch.arange(-(-count // EACH), device=seed.device)
     a, b = counter & LOW, counter >> 32
     c, d = torch.zeros_like(counter), torch.zeros_like(counter)
     key, other = seed & LOW, (seed >> 32) & LOW
@@ -31,8 +29,7 @@ def draws(seed: Tensor, count: int) -> Tensor:
         c, d = ((first >> 32) & LOW) ^ d ^ other, first & LOW
         key, other = (key + KEYS[0]) & LOW, (other + KEYS[1]) & LOW
     halves = [half for word in (a, b, c, d) for half in (word >> BITS, word & 0xFFFF)]
-    narrow = torch.stack([half.to(torch.int32) for half in halves])
-    return narrow.view(8, blocks, LANES).transpose(0, 1).reshape(-1)[:count]
+    return torch.stack([half.to(torch.int32) for half in halves], -1).view(-1)[:count]
 
 
 def threshold(p: float) -> int:
