@@ -155,12 +155,19 @@ def act_bwd_bias(
     return dx, sum_partials(partial)
 
 
-@kernel_op(twin=reference.scaled_act_bwd, fuses=True, cases=lambda: _cases(dy=True, probs=True))
+def _bwd_cases() -> Iterator[tuple[Any, ...]]:
+    """As MLPs call it: experts with probabilities, dense ones without."""
+    for dy, x, probs, kind, _, need_y, interleave in _cases(dy=True, probs=True):
+        yield dy, x, probs, kind, True, need_y, interleave
+        yield dy, x, None, kind, False, need_y, interleave
+
+
+@kernel_op(twin=reference.scaled_act_bwd, fuses=True, cases=_bwd_cases)
 def scaled_act_bwd(
-    dy: Tensor, x: Tensor, probs: Tensor, kind: str, need_dprobs: bool = True, need_y: bool = False,
+    dy: Tensor, x: Tensor, probs: Tensor | None, kind: str, need_dprobs: bool = True, need_y: bool = False,
     interleave: int = 0, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dx, dprobs float32, y) of scaled_act_fwd in one pass; what is not needed is empty."""
+    """(dx, dprobs float32, y) of scaled_act_fwd in one pass; what is not needed is empty. probs: None for ones."""
     dx = _like(x)
     shape = interleave, alpha, limit, offset
     return dx, *_scaled_bwd(dx, dy, x, probs, kind, need_dprobs, need_y, *shape)
@@ -186,20 +193,20 @@ def scaled_act_bwd_into(
 
 
 def _scaled_bwd(
-    dx: Tensor, dy: Tensor, x: Tensor, probs: Tensor, kind: str, need_dprobs: bool, need_y: bool,
+    dx: Tensor, dy: Tensor, x: Tensor, probs: Tensor | None, kind: str, need_dprobs: bool, need_y: bool,
     interleave: int, *shape: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write dx, which may be x: a program has read an element, and those that go with it, before it writes them."""
     form, n = _form(x, kind, interleave, *shape)
     x2, dy2 = as_rows(x), _grad_rows(dy, x, n)
-    probs = _probs_of(probs, x)
-    dprobs = torch.empty_like(probs) if need_dprobs else probs.new_empty(0)
+    scale = x if probs is None else _probs_of(probs, x)
+    dprobs = x.new_empty(x.shape[:-1] if need_dprobs else 0, dtype=torch.float32)
     y = x.new_empty(*x.shape[:-1], n) if need_y else x.new_empty(0)
     config = SCALED_BWD.pick(len(x2), (n,), x)
     launch(
         device("activation").scaled_act_bwd_kernel, (cdiv(len(x2), config["BLOCK_R"]),),
-        dy2, x2, probs, dx, dprobs, y, len(x2), n, dy2.stride(0), x2.stride(0),
-        **form, NEED_DPROBS=need_dprobs, NEED_Y=need_y, **overlap(x.device), **config,
+        dy2, x2, scale, dx, dprobs, y, len(x2), n, dy2.stride(0), x2.stride(0),
+        **form, SCALED=probs is not None, NEED_DPROBS=need_dprobs, NEED_Y=need_y, **overlap(x.device), **config,
     )  # fmt: skip
     return dprobs, y
 

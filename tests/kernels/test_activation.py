@@ -50,7 +50,10 @@ def test_backward(case):
 @few
 def test_scaled_backward(case, need_dprobs, need_y):
     x, dy, probs, kind, interleave = case
-    assert_matches(k.scaled_act_bwd, dy, x, probs, kind, need_dprobs, need_y, interleave, sums=True)
+    for by in (probs, None):
+        assert_matches(
+            k.scaled_act_bwd, dy, x, by, kind, need_dprobs, need_y, interleave, sums=True
+        )
     assert_matches(k.act_dprobs, dy, x, kind, interleave, sums=True)
 
 
@@ -64,6 +67,21 @@ def test_scaled_backward_over_x_gives_the_same_bits(case, need_dprobs, need_y):
     got = x.clone()
     for one, other in zip(
         (got, *k.scaled_act_bwd_into.launcher(got, dy, probs, *options)), want, strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@given(cases(), st.booleans())
+@few
+def test_no_probabilities_are_ones(case, need_dprobs):
+    x, dy, probs, kind, interleave = case
+    options = kind, need_dprobs, True, interleave
+    for one, other in zip(
+        k.scaled_act_bwd.launcher(dy.to(DEVICE), x.to(DEVICE), None, *options),
+        k.scaled_act_bwd.launcher(
+            dy.to(DEVICE), x.to(DEVICE), torch.ones_like(probs, device=DEVICE), *options
+        ),
+        strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 

@@ -159,8 +159,7 @@ class MLP(Op[MLPSaved]):
         if before:
             da: Any = product.bwd(dy, None, None, ("x",), through_grad=back)[0]
             if need_a:
-                ones = torch.ones(len(dy), device=dy.device)  # exact
-                dh, _, a = K.scaled_act_bwd(da, h, ones, self.kind, False, True, *self.options)
+                dh, _, a = K.scaled_act_bwd(da, h, None, self.kind, False, True, *self.options)
             else:
                 dh = K.act_bwd(da, h, self.kind, *self.options)
         elif need_a:

@@ -78,13 +78,13 @@ def scaled_act_bwd_kernel(
     dy_ptr, x_ptr, probs_ptr, dx_ptr, dprobs_ptr, y_ptr, R, N, stride_dy, stride_x,
     ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVE: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
-    NEED_DPROBS: tl.constexpr, NEED_Y: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, NEED_DPROBS: tl.constexpr, NEED_Y: tl.constexpr, PDL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program owns whole rows, so that dprobs is one sum in a fixed order."""
     overlapped(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    probs = tl.load(probs_ptr + rows, mask=rows < R, other=0.0)[:, None]
+    probs = tl.load(probs_ptr + rows, mask=rows < R, other=0.0)[:, None] if SCALED else 1.0
     inside, x_row = (rows < R)[:, None], x_ptr + (rows * stride_x)[:, None]
     dy_row = dy_ptr + (rows * stride_dy)[:, None]
     dx_row = dx_ptr + (rows * (2 * N if GATED else N))[:, None]

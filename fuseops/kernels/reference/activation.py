@@ -168,12 +168,12 @@ def act_bwd_bias(dy: Tensor, x: Tensor, kind: str, *options: Any) -> tuple[Tenso
 
 
 def scaled_act_bwd(
-    dy: Tensor, x: Tensor, probs: Tensor, kind: str, need_dprobs: bool = True, need_y: bool = False,
+    dy: Tensor, x: Tensor, probs: Tensor | None, kind: str, need_dprobs: bool = True, need_y: bool = False,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dx, dprobs, y) of scaled_act_fwd; what is not needed is empty."""
+    """(dx, dprobs, y) of scaled_act_fwd; what is not needed is empty. probs: None for ones."""
     full, grad = wide(x), wide(dy)
-    scale = probs.to(full.dtype).unsqueeze(-1)
+    scale = 1 if probs is None else probs.to(full.dtype).unsqueeze(-1)
     dx = _gradient(grad * scale, full, kind, *options).to(x.dtype)
     dprobs, y = full.new_empty(0), x.new_empty(0)
     if need_dprobs or need_y:

@@ -223,8 +223,7 @@ class DenseMLP(FusedOp):
             h = h.reshape(*da.shape[:-1], h.shape[-1])
             if need_a and last.precision.roles is None:
                 kind, *options = form
-                ones = torch.ones(h.shape[:-1], device=h.device)  # exact
-                dh, _, a = K.scaled_act_bwd(da, h, ones, kind, False, True, *options)
+                dh, _, a = K.scaled_act_bwd(da, h, None, kind, False, True, *options)
                 return dh, a
             dh = K.act_bwd(da, h, *form)
             del da
