@@ -34,8 +34,8 @@ class RefusedError(Exception):
     """A function cannot be one kernel; the message is the reason."""
 
 
-class Like(NamedTuple):
-    """A `Like` describes a tensor of any number of rows: whether it begins with the leading axes of x, and what
+class TensorSpec(NamedTuple):
+    """A `TensorSpec` describes a tensor of any number of rows: whether it begins with the leading axes of x, and what
     follows.
     """
 
@@ -44,7 +44,7 @@ class Like(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype, leading: Sequence[int]) -> Like:
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, leading: Sequence[int]) -> TensorSpec:
         """leading: the axes of x before its last.  Raises RefusedError for a shape that does not begin with them."""
         n = len(leading)
         if tuple(shape[:n]) != tuple(leading):
@@ -84,7 +84,7 @@ class Both(NamedTuple):
 
 def both(
     function: Function,
-    likes: Sequence[Like],
+    likes: Sequence[TensorSpec],
     axes: int,
     wanted: Sequence[int],
     device: torch.device,
@@ -108,7 +108,7 @@ def both(
 
 def _traced(
     function: Function,
-    likes: Sequence[Like],
+    likes: Sequence[TensorSpec],
     hints: Sequence[int],
     wanted: Sequence[int],
     device: torch.device,

@@ -16,7 +16,7 @@ from .checks import check_targets, check_width
 from .loss_options import ROWS, LossOptions
 from .op import Call, Grads, Op, Out, Shape
 from .vocab_parallel import (
-    RankNumbers,
+    PartialSoftmax,
     ShardedLoss,
     TokenGrads,
     Vocabulary,
@@ -358,7 +358,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         if self.vocabulary is not None:
             main_grad = None
             sharded = ShardedLoss(self.vocabulary, self._options, saved.class_weights)
-            numbers = RankNumbers(lse, expected, _needed(saved.gathered))
+            numbers = PartialSoftmax(lse, expected, _needed(saved.gathered))
             made = sharded.bwd(d, numbers, rows, w, b, targets, needs)
         else:
             grads = [dloss]

@@ -45,31 +45,31 @@ def _shown(value: Any) -> str:
 Override = tuple[tuple[str, Any], ...]
 
 
-class Said:
-    """A `Said` is an override of settings laid over those before it, and the token of both. It lives while somebody
-    is inside of it, or has a plan that was made under it.
+class SettingsLayer:
+    """A `SettingsLayer` is an override of settings laid over those before it, and the token of both. It lives while
+    somebody is inside of it, or has a plan that was made under it.
     """
 
     __slots__ = ("__weakref__", "before", "override", "token")
 
-    def __init__(self, before: "Said | None", override: Override, token: int) -> None:
+    def __init__(self, before: "SettingsLayer | None", override: Override, token: int) -> None:
         self.before, self.override, self.token = before, override, token
 
 
 _lock = threading.Lock()
 _numbers = itertools.count(1)  # token 0 is "nothing said"
-_tokens: WeakValueDictionary[tuple[int, Override], Said] = WeakValueDictionary()
-_entries: WeakValueDictionary[int, Said] = WeakValueDictionary()
-_lasting: dict[int, Said] = {}  # what the process and models say
+_tokens: WeakValueDictionary[tuple[int, Override], SettingsLayer] = WeakValueDictionary()
+_entries: WeakValueDictionary[int, SettingsLayer] = WeakValueDictionary()
+_lasting: dict[int, SettingsLayer] = {}  # what the process and models say
 
 
-def lay(before: Said | None, override: Override) -> Said:
+def lay(before: SettingsLayer | None, override: Override) -> SettingsLayer:
     """`override` laid over what was said before; as long as it lives, the same content is the same object."""
     key = (0 if before is None else before.token, override)
     with _lock:
         said = _tokens.get(key)
         if said is None:
-            said = _tokens[key] = Said(before, override, next(_numbers))
+            said = _tokens[key] = SettingsLayer(before, override, next(_numbers))
             _entries[said.token] = said
         return said
 
@@ -81,7 +81,7 @@ def intern(parent: int, override: Override) -> int:
     return said.token
 
 
-def held(tokens: Iterable[int]) -> tuple[Said | None, ...]:
+def held(tokens: Iterable[int]) -> tuple[SettingsLayer | None, ...]:
     """What tokens stand for, for who keeps them."""
     return tuple([_entries.get(token) for token in tokens])
 
@@ -153,7 +153,7 @@ class Inside:
     """An `Inside` holds the scopes that a thread is inside of."""
 
     def __init__(self) -> None:
-        self.said: Said | None = None
+        self.said: SettingsLayer | None = None
         self.token: int = 0  # of that
         # by a recomputation: they are known to be those of its forward
         self.reentered: bool = False
@@ -184,7 +184,7 @@ class scope(ContextDecorator):
 
     def __init__(self, override: Override) -> None:
         self.override = override
-        self.before: list[tuple[Said | None, int]] = []
+        self.before: list[tuple[SettingsLayer | None, int]] = []
 
     def __enter__(self) -> None:
         here = current()
@@ -262,7 +262,7 @@ class Reentered(AbstractContextManager[None]):
     read twice).
     """
 
-    def __init__(self, said: Said | None) -> None:
+    def __init__(self, said: SettingsLayer | None) -> None:
         self._said, self._before = said, list[Any]()
 
     def __enter__(self) -> None:

@@ -52,8 +52,8 @@ class Vocabulary(NamedTuple):
         return mine, torch.where(mine, targets - self.first, 0)
 
 
-class RankNumbers(NamedTuple):
-    """`RankNumbers` are the parts of each token's softmax over this rank's classes, and those gathered from all ranks.
+class PartialSoftmax(NamedTuple):
+    """A `PartialSoftmax` holds what this rank's classes give to each token's softmax, and what all ranks gave.
 
     lse, expected: (N,), of the softmax over this rank's classes alone.  gathered: (ranks, 3 or 4, N)
     """
@@ -166,7 +166,7 @@ class ShardedLoss(NamedTuple):
 
     def fwd(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor], RankNumbers]:
+    ) -> tuple[Tensor, dict[str, Tensor], PartialSoftmax]:
         """The loss of each token, what can be published of it, and what `bwd` reads."""
         ranks = self.vocabulary.ranks
         if (
@@ -183,12 +183,12 @@ class ShardedLoss(NamedTuple):
         else:
             gathered = torch_private.all_gather(numbers, 0, ranks.group)
         loss, published = self.of_all(gathered, targets)
-        return loss, published, RankNumbers(rows[1], rows[3], gathered)
+        return loss, published, PartialSoftmax(rows[1], rows[3], gathered)
 
     def bwd(
         self,
         d: TokenGrads,
-        numbers: RankNumbers,
+        numbers: PartialSoftmax,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,

@@ -8,7 +8,7 @@ from fuseops.ops.op import Op
 from fuseops.ops.scopes import Settings
 from fuseops.recipes import Recipe, Roles
 from fuseops.rules.builtin_rules import BUILTIN_RULES
-from fuseops.rules.rule import Conditions, Match, Place, Rule, match, require
+from fuseops.rules.rule import Conditions, Match, Rule, RunPosition, match, require
 
 from .chain import Chain, Sides
 from .records import Miss
@@ -28,8 +28,8 @@ class Site(NamedTuple):
         return Miss(self.rule.name, (self.start + offset, self.stop + offset), reason)
 
 
-class Near(NamedTuple):
-    """A `Near` is a place where the pattern of a rule almost matches."""
+class NearMatch(NamedTuple):
+    """A `NearMatch` is a place where the pattern of a rule almost matches."""
 
     site: Site  # of what does match
     miss: Miss
@@ -41,7 +41,7 @@ class Scan(NamedTuple):
 
     candidates: tuple[Site, ...]  # in the order that the cover tries them
     # the longest prefix of a rule that matches nowhere; ops that are nearly what it wants
-    near: tuple[Near, ...]
+    near: tuple[NearMatch, ...]
     offset: int  # of the run in its Sequential
 
 
@@ -58,16 +58,16 @@ class Cover(NamedTuple):
         return self.joint + self.forward + self.backward
 
 
-def scan(ops: Sequence[Op[Any]], rules: Iterable[Rule], place: Place) -> Scan:
+def scan(ops: Sequence[Op[Any]], rules: Iterable[Rule], place: RunPosition) -> Scan:
     """The sites at which rules match, and those that match almost."""
     candidates: list[Site] = []
-    near: list[Near] = []
+    near: list[NearMatch] = []
     for rule in rules:
         matches = [match(rule, ops, start, place) for start in range(len(ops))]
         candidates += [Site(rule, i, i + n) for i, m in enumerate(matches) for n in m.lengths]
         for i in _nearest(matches):
             site, obstacle = Site(rule, i, i + max(matches[i].prefix, 1)), matches[i].obstacle
-            near.append(Near(site, site.miss(obstacle.why, place.offset), obstacle.nearly))
+            near.append(NearMatch(site, site.miss(obstacle.why, place.offset), obstacle.nearly))
     return Scan(tuple(candidates), tuple(near), place.offset)
 
 

@@ -13,7 +13,7 @@ from fuseops.words import dtype_name
 from .quantized import Quantized, tokens_of
 from .scaling import COLUMN, E2M1, E4M3, Block, Scaling
 
-Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Components = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """By name of a component, its shape and dtype."""
 
 
@@ -24,7 +24,7 @@ def misfit(q: Quantized) -> str | None:
     *lead, width = q.shape
     groups = None if q.offs is None else q.offs.numel()
     tokens = math.prod(lead)
-    wanted: Parts = {} if groups is None else {"offs": ((groups,), torch.int32)}
+    wanted: Components = {} if groups is None else {"offs": ((groups,), torch.int32)}
     if q.row is not None:
         wanted |= _parts(q.scaling.of("row"), "row", tokens, width, groups)
     if q.col is not None:
@@ -43,12 +43,14 @@ def misfit(q: Quantized) -> str | None:
     return None
 
 
-def _parts(scaling: Scaling, layout: str, tokens: int, width: int, groups: int | None) -> Parts:
+def _parts(
+    scaling: Scaling, layout: str, tokens: int, width: int, groups: int | None
+) -> Components:
     """The parts of one layout, over so many tokens."""
     whole = (() if groups is None else (groups,)), torch.float32
     codes = torch.uint8 if scaling.data is E2M1 else scaling.data
     packed = -(-(width if layout == "row" else tokens) // scaling.packs)
-    found: Parts = {layout: ((tokens, packed) if layout == "row" else (width, packed), codes)}
+    found: Components = {layout: ((tokens, packed) if layout == "row" else (width, packed), codes)}
     if scaling.block is None:
         return {**found, f"{layout}_scale": whole}
     axis, some = tokens_of(scaling, layout)

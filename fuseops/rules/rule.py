@@ -181,8 +181,8 @@ def _names(wanted: Sequence[type]) -> str:
     return " | ".join(t.__name__ for t in wanted)
 
 
-class Place(NamedTuple):
-    """A `Place` says where a run of ops stands in its Sequential, for the reasons of misses."""
+class RunPosition(NamedTuple):
+    """A `RunPosition` says where a run of ops stands in its Sequential, for the reasons of misses."""
 
     opaque: Sequence[str | None]  # of each op, why no rule may match it
     end: str  # what follows the run
@@ -197,7 +197,7 @@ class Match(NamedTuple):
     obstacle: Obstacle
 
 
-def match(rule: Rule, ops: Sequence[Any], start: int, place: Place) -> Match:
+def match(rule: Rule, ops: Sequence[Any], start: int, place: RunPosition) -> Match:
     """Match the rule at `start`, a position in the run."""
     if isinstance(rule.pattern[0], Some):
         return _match_some(rule.pattern[0], ops, start, place)
@@ -221,7 +221,7 @@ def match(rule: Rule, ops: Sequence[Any], start: int, place: Place) -> Match:
     return best if length is None else Match((length,), length, Obstacle(""))
 
 
-def _match_some(some: Some, ops: Sequence[Any], start: int, place: Place) -> Match:
+def _match_some(some: Some, ops: Sequence[Any], start: int, place: RunPosition) -> Match:
     """Every run from `start` on: what a longer one may not, or another rule has taken, leaves shorter ones."""
     stop, obstacle = start, None
     while obstacle is None:
@@ -232,7 +232,9 @@ def _match_some(some: Some, ops: Sequence[Any], start: int, place: Place) -> Mat
     return Match(lengths, stop - start, Obstacle("") if lengths else obstacle)
 
 
-def _obstacle_at(ops: Sequence[Any], position: int, wanted: Any, place: Place) -> Obstacle | None:
+def _obstacle_at(
+    ops: Sequence[Any], position: int, wanted: Any, place: RunPosition
+) -> Obstacle | None:
     if position >= len(ops):
         return Obstacle(f"{place.end}, wanted {_names(types_of(wanted))}")
     at, op = f"op {place.offset + position}", ops[position]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fuseops.ops.scopes import Said
+from fuseops.ops.scopes import SettingsLayer
 from fuseops.plan.build import RunPlan
 from fuseops.plan.cover import Scan
 from fuseops.plan.facts import Facts
@@ -24,7 +24,7 @@ _told = False  # that entries are forgotten, once a process
 class KnownPlans(NamedTuple):
     """`KnownPlans` are all plans of one key; they differ in the outcome of conditions only."""
 
-    held: tuple[Said | None, ...]  # what the tokens of the key stand for
+    held: tuple[SettingsLayer | None, ...]  # what the tokens of the key stand for
     scan: Scan
     facts: Facts
     needs: tuple[frozenset[str], ...]  # of every op

@@ -39,7 +39,7 @@ from fuseops.plan.key import Glance, PlanKey, Tokens
 from fuseops.plan.segment import Segment
 from fuseops.recipes import Quantized
 from fuseops.rules.builtin_rules import BUILTIN_RULES, POINTWISE
-from fuseops.rules.rule import Conditions, Place
+from fuseops.rules.rule import Conditions, RunPosition
 from fuseops.torch_private import is_dtensor, is_nested
 
 from . import bridge, buffers, checks, ranges
@@ -239,7 +239,7 @@ class Run:
         rules = () if settings.reference else (*settings.rules, *BUILTIN_RULES)
         check_names(settings, rules)
         opaque = [note if mode and note != "alias" else None for mode, note in modes]
-        place = Place(opaque, self.end, self.offset)
+        place = RunPosition(opaque, self.end, self.offset)
         held, scanned = scopes.held(call.tokens), scan(self.ops, rules, place)
         layers = layers_of(self.chain, scanned, facts, call.dtype)
         return self.entries.put(

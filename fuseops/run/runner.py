@@ -57,7 +57,7 @@ class Runner:
             and ((names := side_names_of(module)) or isinstance(module, Composed))
         ]
         self.last: Tokens | None = None
-        self.held: tuple[scopes.Said | None, ...] = ()  # what those stand for
+        self.held: tuple[scopes.SettingsLayer | None, ...] = ()  # what those stand for
         self.children: list[tuple[str, Any]] = []  # of the module itself
         self.versions: list[
             object

@@ -20,12 +20,12 @@ from fuseops.recipes import Quantized
 NONE = id(None)
 # of fuseops' own ops, to whom constants are the same that compare equal, as 1 and True
 OWN = PLAIN_OR_NONE | {torch.Size, tuple, float, int, bool, str, Form}
-Entry = Any  # the number of a tensor, None, Const or Parts
+Entry = Any  # the number of a tensor, None, Const or QuantizedSlots
 
 
-class Parts(NamedTuple):
-    """`Parts` say where autograd saves the components of a quantized tensor: its format, without tensors, and the
-    slot of every component.
+class QuantizedSlots(NamedTuple):
+    """`QuantizedSlots` say where autograd saves the components of a quantized tensor: its format, without tensors, and
+    the slot of every component.
     """
 
     form: Quantized
@@ -69,7 +69,7 @@ def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:
         return place
     if isinstance(value, Quantized):
         parts = tuple([(name, _place(c, flat, slots)) for name, c in value.components().items()])
-        return Parts(value.form, parts)
+        return QuantizedSlots(value.form, parts)
     return Const(value)
 
 
@@ -80,7 +80,7 @@ def unpack(rows: Sequence[Entry], tensors: Sequence[Tensor]) -> list[Any]:
     return [tensors[e] if type(e) is int else e and _restore(e, tensors) for e in rows]
 
 
-def _restore(entry: Const | Parts, tensors: Sequence[Tensor]) -> Any:
+def _restore(entry: Const | QuantizedSlots, tensors: Sequence[Tensor]) -> Any:
     if isinstance(entry, Const):
         return entry.value
     return entry.form.of({name: tensors[slot] for name, slot in entry.slots})
@@ -122,6 +122,6 @@ def _saved_names(
 
 
 def _places(entry: Any) -> tuple[tuple[str, int], ...]:
-    if isinstance(entry, Parts):
+    if isinstance(entry, QuantizedSlots):
         return entry.slots
     return (("", entry),) if type(entry) is int else ()

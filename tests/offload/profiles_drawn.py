@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fuseops.offload.planning.cost_model import CostModel
 from fuseops.offload.planning.hardware import Curve, Hardware
-from fuseops.offload.planning.places import RELEASE, SEND
 from fuseops.offload.planning.profile import LayerCall, Profile, ProfiledOp, Recompute, Saved
+from fuseops.offload.planning.timetable import RELEASE, SEND
 
 MB = 1_000_000
 LINK = Hardware(  # 10 GB/s each way: 0.1 ms a MB

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .precision import wide
 
-Place = list[int]
+ExchangeSizes = list[int]
 
 
 def token_slots(experts: Tensor, num_experts: int, world: int) -> tuple[Tensor, Tensor]:
@@ -28,7 +28,7 @@ def send_tokens(
     table: Tensor,
     uses: Tensor,
     flag: Tensor,
-    place: Place,
+    place: ExchangeSizes,
     counts: Tensor | None = None,
     experts: Tensor | None = None,
     weights: Tensor | None = None,
@@ -54,7 +54,7 @@ def take_tokens(
     like: Tensor,
     table: Tensor,
     uses: Tensor,
-    place: Place,
+    place: ExchangeSizes,
     arrivals: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -75,7 +75,7 @@ def return_sums(
     table: Tensor,
     uses: Tensor,
     flag: Tensor,
-    place: Place,
+    place: ExchangeSizes,
     arrivals: Tensor,
     dweights: Tensor | None = None,
 ) -> None:
@@ -96,7 +96,7 @@ def add_sums(
     table: Tensor,
     uses: Tensor,
     flag: Tensor,
-    place: Place,
+    place: ExchangeSizes,
     experts: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ class _Parcel:
         table: Tensor,
         rank: int,
         uses: Tensor,
-        place: Place,
+        place: ExchangeSizes,
         x: Tensor,
         weights: Tensor | None,
     ) -> None:

@@ -2,7 +2,7 @@
 
 a step       step (recorded or run dry), record, recompute; profile is what they give
 a machine    hardware, measure, roofline (times of ops for dry runs)
-a choice     planner, cost_model (what it asks), places (when what would move)
+a choice     planner, cost_model (what it asks), timetable (when what would move)
 its cost     simulate (the schedule on a simulated clock), turns and pipeline (a step of each rank)
 the plan     plan, decided (its data), text, html, trace; together (of ranks that share a host)
 """

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from fuseops.offload.lanes.arena import aligned
 
 from .hardware import Hardware
-from .places import AGAIN, FETCH, LAST, RELEASE, SEND, Hole, Places
 from .profile import Profile
 from .simulate import LinkSettings
+from .timetable import AGAIN, FETCH, LAST, RELEASE, SEND, Hole, Timetable
 
 
 class Choice(NamedTuple):
@@ -65,20 +65,20 @@ class CostModel:
     ) -> None:
         self.profile, self.hardware, self.settings = profile, hardware, settings
         self.coded = coded
-        places = Places(profile, settings, coded)
+        timetable = Timetable(profile, settings, coded)
         by_name: dict[str, list[int]] = defaultdict(list)
-        for k in places.movable:
+        for k in timetable.movable:
             by_name[profile.saved[k].name].append(k)
         self.items = [tuple(saved) for saved in by_name.values()]
-        self.stays = places.stays
+        self.stays = timetable.stays
         self.of_saved = {k: n for n, saved in enumerate(self.items) for k in saved}
         self.nbytes = [sum(profile.saved[k].nbytes for k in saved) for saved in self.items]
-        self.sent = [sum(aligned(places.nbytes[k]) for k in saved) for saved in self.items]
+        self.sent = [sum(aligned(timetable.nbytes[k]) for k in saved) for saved in self.items]
         self.coding = {
             k: hardware.coding_seconds(profile.saved[k].nbytes, codes)
-            for k, codes in places.codes.items()
+            for k, codes in timetable.codes.items()
         }
-        self._link_bytes = places.nbytes
+        self._link_bytes = timetable.nbytes
         self.call = [profile.saved[saved[0]].call for saved in self.items]
         self.groups = [k for k, g in enumerate(profile.recompute) if g.saved]
         self.members = [
@@ -88,12 +88,12 @@ class CostModel:
         self.rivals = self._rivals()
         # Small tensors of one call are one transfer: all are there when the last is.
         self.slots = {
-            k: -1 - profile.saved[k].call if places.is_small(k) else k for k in places.movable
+            k: -1 - profile.saved[k].call if timetable.is_small(k) else k for k in timetable.movable
         }
-        self.seconds_out, self.seconds_back = self._costs(places)
+        self.seconds_out, self.seconds_back = self._costs(timetable)
         self.out = [sum(self.seconds_out[k] for k in saved) for saved in self.items]
-        self.events = self._events(places)
-        self.holes = [[h for k in saved for h in places.holes[k]] for saved in self.items]
+        self.events = self._events(timetable)
+        self.holes = [[h for k in saved for h in timetable.holes[k]] for saved in self.items]
         self.drops = [self._drops(g) for g in self.groups]
         self._segments()
         self.evaluations = 0
@@ -134,32 +134,32 @@ class CostModel:
 
     # --- time
 
-    def _costs(self, places: Places) -> tuple[dict[int, float], dict[int, float]]:
+    def _costs(self, timetable: Timetable) -> tuple[dict[int, float], dict[int, float]]:
         """Seconds out and back of every saved storage that can move."""
-        saved, sizes = self.profile.saved, places.nbytes
+        saved, sizes = self.profile.saved, timetable.nbytes
         out: dict[int, float] = {}
         back: dict[int, float] = {}
         together: dict[int, int] = defaultdict(int)
-        for k in places.movable:
-            if places.is_small(k):
+        for k in timetable.movable:
+            if timetable.is_small(k):
                 together[saved[k].call] += sizes[k]
-        for k in places.movable:
+        for k in timetable.movable:
             nbytes = whole = sizes[k]
-            if places.is_small(k):
+            if timetable.is_small(k):
                 whole = min(together[saved[k].call], self.settings.bundle)
             out[k] = self.hardware.copy_seconds("d2h", whole) * nbytes / whole
             back[k] = self.hardware.copy_seconds("h2d", whole) * nbytes / whole
         return out, back
 
-    def _events(self, places: Places) -> list[tuple[int, int, int, float]]:
+    def _events(self, timetable: Timetable) -> list[tuple[int, int, int, float]]:
         """(kind, item or group, saved, seconds without any stall), in the order of the program."""
         clock = self.profile.clock
         found: list[tuple[tuple[int, int], int, int, int]] = []
-        for order, (kind, saved, position) in enumerate(places.events):
+        for order, (kind, saved, position) in enumerate(timetable.events):
             found.append(((position, order), kind, self.of_saved[saved], saved))
         for g, group in enumerate(self.groups):
             for call, at in self.profile.made_again(self.profile.recompute[group]).items():
-                found.append(((at, len(places.events)), AGAIN, g, call))
+                found.append(((at, len(timetable.events)), AGAIN, g, call))
         return [(kind, k, saved, clock[p]) for (p, _), kind, k, saved in sorted(found)]
 
     def _time(
@@ -273,8 +273,8 @@ class CostModel:
     def _peak(self, leave: frozenset[int], drop: frozenset[int]) -> tuple[int, int]:
         change = [0] * (len(self._ends) + 1)
         away = [self._hole_places[k] for k in leave] + [self._drop_places[g] for g in drop]
-        for places in away:
-            for start, end, nbytes in places:
+        for timetable in away:
+            for start, end, nbytes in timetable:
                 change[start] += nbytes
                 change[end] -= nbytes
         best, where, absent = 0, 0, 0

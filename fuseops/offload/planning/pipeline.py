@@ -32,15 +32,15 @@ HELD = "held until its weight gradient is computed"
 RECEIVED = "received from another stage, whose buffer the pipeline keeps"
 
 
-class Part(NamedTuple):
-    """A `Part` holds the ops of the whole step that one stage runs: forward and backward, as ranges of positions."""
+class StageOps(NamedTuple):
+    """`StageOps` hold the ops of the whole step that one stage runs: forward and backward, as ranges of positions."""
 
     layers: range
     forward: range
     backward: range
 
 
-def parts(profile: Profile, stages: int) -> list[Part]:
+def parts(profile: Profile, stages: int) -> list[StageOps]:
     """The model in stages of as equal numbers of layers as can be; what comes before the first layer
     belongs to the first stage, what comes after the last (head, loss) to the last.
 
@@ -59,7 +59,7 @@ def parts(profile: Profile, stages: int) -> list[Part]:
         start = calls[first].enter if first else 0
         stop = calls[last].enter if last < len(calls) else turn
         back = (calls[last - 1].backward, calls[first - 1].backward if first else end)
-        found.append(Part(range(first, last), range(start, stop), range(*back)))
+        found.append(StageOps(range(first, last), range(start, stop), range(*back)))
     return found
 
 
@@ -236,7 +236,7 @@ class _RankStep:
         return saved, calls
 
 
-def _received(part: Part, s: Saved) -> bool:
+def _received(part: StageOps, s: Saved) -> bool:
     """Whether a stage gets a storage that its layers save from the stage before it."""
     return s.call in part.layers and 0 <= s.made < part.forward.start
 
@@ -244,7 +244,7 @@ def _received(part: Part, s: Saved) -> bool:
 class _Copy(NamedTuple):
     """A `_Copy` is one part of the profile, placed in the step of a rank for one micro-batch."""
 
-    part: Part
+    part: StageOps
     micro_batch: int
     forward: int  # where its turns begin
     backward: int

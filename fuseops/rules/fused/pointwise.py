@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.kernels.generated import Both, Like, RefusedError, both, vjp
+from fuseops.kernels.generated import Both, RefusedError, TensorSpec, both, vjp
 from fuseops.ops.op import OF_EVERY_MODULE, Call, FusedOp, Grads, Op, Out
 from fuseops.ops.structure import Add
 from fuseops.rules.rule import Conditions
@@ -114,7 +114,7 @@ class Pointwise(FusedOp):
             i > -1 and name not in self.members[i].reads for i, name in [(-1, ""), *self.places]
         ]
         likes = tuple(
-            Like(False, tuple(shape), dtype) if own else Like.of(shape, dtype, leading)
+            TensorSpec(False, tuple(shape), dtype) if own else TensorSpec.of(shape, dtype, leading)
             for own, (shape, dtype) in zip(fixed, inputs, strict=True)
         )
         wanted = self.wanted([call.needs for call in calls])

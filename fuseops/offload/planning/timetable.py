@@ -1,4 +1,4 @@
-"""`Places` foretells where the schedule would send, release and fetch every saved tensor of a step."""
+"""A `Timetable` foretells where the schedule would send, release and fetch every saved tensor of a step."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Hole(NamedTuple):
     nbytes: int
 
 
-class Places:
-    """`Places` foretells at which op the schedule would send, release and fetch every saved tensor: it follows
+class Timetable:
+    """A `Timetable` foretells at which op the schedule would send, release and fetch every saved tensor: it follows
     schedule.py.
     """
 
