@@ -136,6 +136,15 @@ current_stream: Callable[[int], Any] = getattr(
 )
 
 
+# (event, stream): what methods of `torch.cuda.Event` call once they know that there is a stream
+record_event: Callable[[Any, Any], None] = getattr(
+    torch._C._CudaEventBase, "record", torch.cuda.Event.record
+)
+wait_event: Callable[[Any, Any], None] = getattr(
+    torch._C._CudaEventBase, "wait", torch.cuda.Event.wait
+)
+
+
 def is_capturing() -> bool:
     """Whether the current CUDA stream is captured into a graph. The default one cannot be: it is not asked."""
     default: bool = current_stream(current_device())[0] == 0

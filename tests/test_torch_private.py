@@ -564,6 +564,20 @@ def test_the_current_stream_is_told_from_others() -> None:
 
 
 @pytest.mark.gpu
+def test_an_event_is_recorded_and_waited_for() -> None:
+    event, other = torch.cuda.Event(), torch.cuda.Stream()
+    for value in (1, 2):  # recorded anew
+        x = torch.zeros(1 << 20, device="cuda")
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            torch_private.occupy_device(4_000_000)
+            x += value
+        torch_private.record_event(event, other)
+        torch_private.wait_event(event, torch.cuda.current_stream())
+        assert x.eq(value).all()
+
+
+@pytest.mark.gpu
 def test_a_capture_is_seen_on_the_stream_that_is_captured() -> None:
     seen = [torch_private.is_capturing()]
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

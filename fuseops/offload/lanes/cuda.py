@@ -4,11 +4,12 @@
 schedule holds references instead, and has compute wait for a copy before it lets the bytes go.
 """
 
+import ctypes
 import functools
 import logging
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,22 @@ from .protocol import Buf, Event, Lane, Place
 log = logging.getLogger("fuseops.offload")
 
 
+class CudaEvent(Event):
+    """A `CudaEvent` is a point of a stream. Its native event is used again once nobody can wait for this one.
+
+    captured  whether it lies in a graph that was captured
+    """
+
+    __slots__ = ("captured", "unused")
+
+    def __init__(self, lane: Lane, native: Any, captured: bool, unused: list[Any]) -> None:
+        super().__init__(lane, native)
+        self.captured, self.unused = captured, unused
+
+    def __del__(self) -> None:
+        self.unused.append(self.native)
+
+
 class CudaLanes:
     """`CudaLanes` run a schedule's copies on streams of a device; `budget` bytes of host memory, None for no limit."""
 
@@ -32,6 +49,8 @@ class CudaLanes:
         self._d2h, self._h2d = copy_streams(device)
         self._streams: dict[Any, torch.cuda.Stream] = {}
         self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._unused: list[Any] = []  # native events, to record again
+        self._memcpy = memcpy()
         weakref.finalize(self, unpin, device, self.arena.regions).atexit = False
 
     def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
@@ -56,28 +75,25 @@ class CudaLanes:
         after: Sequence[Event | None] = (),
     ) -> Event:
         stream, capturing = self.stream(lane), torch_private.is_capturing()
+        at, starts = target.data.data_ptr(), [source.data.data_ptr() for source in sources]
         for event in after:
             if event is None:
-                stream.wait_event(self.compute().record_event())
+                native = self._event()
+                torch_private.record_event(native, self.compute())
+                torch_private.wait_event(native, stream)
+                self._unused.append(native)
             else:
                 _wait(stream, event, capturing)
-        data = list(map(DATA, sources))
-        if torch_private.current_device() != self._index:
+        if self._memcpy is None or torch_private.current_device() != self._index:
             with torch.cuda.stream(stream):
-                copy_all(data, target.data, offsets)
-        elif lane == "compute":
-            copy_all(data, target.data, offsets)
+                copy_all(list(map(DATA, sources)), target.data, offsets)
         else:
-            before = self.compute()
-            torch.cuda.set_stream(stream)  # the context manager takes ten times as long
-            try:
-                copy_all(data, target.data, offsets)
-            finally:
-                torch.cuda.set_stream(before)
-        return Event(lane, (stream.record_event(), capturing))
+            for source, start, offset in zip(sources, starts, offsets, strict=True):
+                self._memcpy(at + offset, start, source.nbytes, stream.cuda_stream)
+        return self._recorded(lane, stream, capturing)
 
     def record(self, lane: Lane) -> Event:
-        return Event(lane, (self.stream(lane).record_event(), torch_private.is_capturing()))
+        return self._recorded(lane, self.stream(lane), torch_private.is_capturing())
 
     def wait(self, lane: Lane, event: Event) -> None:
         _wait(self.stream(lane), event, torch_private.is_capturing())
@@ -95,12 +111,43 @@ class CudaLanes:
             return self._d2h
         return self._h2d if lane == "h2d" else self.compute()
 
+    def _event(self) -> Any:
+        """A native event that nobody waits for."""
+        try:
+            return self._unused.pop()
+        except IndexError:
+            return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def _recorded(self, lane: Lane, stream: torch.cuda.Stream, capturing: bool) -> Event:
+        native = self._event()
+        torch_private.record_event(native, stream)
+        return CudaEvent(lane, native, capturing, self._unused)
+
 
 def _wait(stream: torch.cuda.Stream, event: Event, capturing: bool) -> None:
-    native, captured = event.native
     # A captured graph starts after, and ends before, all that its stream is given around it.
-    if captured == capturing:
-        stream.wait_event(native)
+    if isinstance(event, CudaEvent) and event.captured == capturing:
+        torch_private.wait_event(event.native, stream)
+
+
+@functools.cache
+def memcpy() -> Callable[[int, int, int, int], int] | None:
+    """The driver's copy of (target, source, bytes, stream); None where there is none. A copy by a tensor goes through
+    the dispatcher, and on the current stream.
+    """
+    try:
+        call = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    call.restype = _no_error
+    return call
+
+
+def _no_error(code: int) -> int:
+    if code:
+        raise RuntimeError(f"CUDA error {code}: a copy could not be started")
+    return code
 
 
 @functools.cache
