@@ -44,6 +44,28 @@ def test_a_wait_stalls_for_what_is_left() -> None:
     assert lanes.waits[-1].implied and lanes.waits[-1].end == 3.0
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_copy_waits_for_nothing_that_compute_has_waited_for(known: bool) -> None:
+    lanes = SimulatedLanes()
+    _, host = copy_out(lanes)
+    written = lanes.record("d2h")
+    if known:
+        lanes.wait("compute", written)
+    back, before = lanes.alloc(MIB, "device", "back"), len(lanes.waits)
+    lanes.copy("h2d", (host,), back, after=(None, written))
+    assert [wait.on for wait in lanes.waits[before:]] == ["compute", "d2h"][: 1 if known else 2]
+
+
+def test_what_compute_has_waited_for_counts_only_beside_all_that_it_was_given() -> None:
+    lanes = SimulatedLanes()
+    complete = lanes.record("compute")
+    _, host = copy_out(lanes)
+    written = lanes.record("d2h")
+    lanes.wait("compute", written)
+    lanes.copy("h2d", (host,), lanes.alloc(MIB, "host", "again"), after=(complete, written))
+    assert [wait.on for wait in lanes.waits[-2:]] == ["compute", "d2h"]
+
+
 def test_bytes_are_counted_where_they_are() -> None:
     lanes = SimulatedLanes(resident=10)
     x, host = copy_out(lanes)

@@ -9,7 +9,7 @@ import functools
 import logging
 import mmap
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from fuseops import torch_private
 
 from .host_memory import DATA, HostMemory, copy_all
-from .protocol import Buf, Event, Lane, Place
+from .protocol import Buf, Event, Lane, Place, not_implied
 
 log = logging.getLogger("fuseops.offload")
 
@@ -46,7 +46,7 @@ class CudaLanes:
         self.device = device
         self._host = HostMemory(pinned, budget)
         self.arena = self._host.arena
-        self._d2h, self._h2d = copy_streams(device)
+        self._copies: dict[Lane, torch.cuda.Stream] = copy_streams(device)
         self._streams: dict[Any, torch.cuda.Stream] = {}
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._unused: list[Any] = []  # native events, to record again
@@ -63,7 +63,7 @@ class CudaLanes:
         if buf.place == "host":
             self.arena.give(buf.slab, buf.after)
         elif buf.owner != self.compute():  # another stream will reuse it: after all that we know of
-            buf.owner.wait_stream(self.compute())  # type: ignore[attr-defined]
+            self._stream_of(buf.owner).wait_stream(self.stream("compute"))
         buf.data = None
 
     def copy(
@@ -74,12 +74,13 @@ class CudaLanes:
         offsets: Sequence[int] = (0,),
         after: Sequence[Event | None] = (),
     ) -> Event:
-        stream, capturing = self.stream(lane), torch_private.is_capturing()
+        compute, capturing = self._now()
+        stream = self._copies.get(lane, compute)
         at, starts = target.data.data_ptr(), [source.data.data_ptr() for source in sources]
-        for event in after:
+        for event in not_implied(after, compute):
             if event is None:
                 native = self._event()
-                torch_private.record_event(native, self.compute())
+                torch_private.record_event(native, compute)
                 torch_private.wait_event(native, stream)
                 self._unused.append(native)
             else:
@@ -93,23 +94,34 @@ class CudaLanes:
         return self._recorded(lane, stream, capturing)
 
     def record(self, lane: Lane) -> Event:
-        return self._recorded(lane, self.stream(lane), torch_private.is_capturing())
+        compute, capturing = self._now()
+        return self._recorded(lane, self._copies.get(lane, compute), capturing)
 
     def wait(self, lane: Lane, event: Event) -> None:
-        _wait(self.stream(lane), event, torch_private.is_capturing())
+        compute, capturing = self._now()
+        if _wait(self._copies.get(lane, compute), event, capturing) and lane == "compute":
+            event.known = compute
 
-    def compute(self) -> torch.cuda.Stream:
-        which = torch_private.current_stream(self._index)
-        stream = self._streams.get(which)
-        if stream is None:
-            stream = self._streams[which] = torch.cuda.current_stream(self.device)
-        return stream
+    def compute(self) -> Hashable:
+        which: Hashable = torch_private.current_stream(self._index)
+        return which
 
     def stream(self, lane: Lane) -> torch.cuda.Stream:
         """What the lane is on this device."""
-        if lane == "d2h":
-            return self._d2h
-        return self._h2d if lane == "h2d" else self.compute()
+        return self._copies.get(lane) or self._stream_of(self.compute())
+
+    def _stream_of(self, which: Any) -> torch.cuda.Stream:
+        stream = self._streams.get(which)
+        if stream is None:
+            number, index, kind = which
+            stream = torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)  # type: ignore[no-untyped-call]
+            self._streams[which] = stream
+        return stream
+
+    def _now(self) -> tuple[torch.cuda.Stream, bool]:
+        """The stream that computes, and whether it is captured into a graph; the default one cannot be."""
+        which = torch_private.current_stream(self._index)
+        return self._stream_of(which), which[0] != 0 and torch_private.is_capturing()
 
     def _event(self) -> Any:
         """A native event that nobody waits for."""
@@ -124,10 +136,13 @@ class CudaLanes:
         return CudaEvent(lane, native, capturing, self._unused)
 
 
-def _wait(stream: torch.cuda.Stream, event: Event, capturing: bool) -> None:
+def _wait(stream: torch.cuda.Stream, event: Event, capturing: bool) -> bool:
+    """Have a stream wait.   -> whether it has to"""
     # A captured graph starts after, and ends before, all that its stream is given around it.
-    if isinstance(event, CudaEvent) and event.captured == capturing:
-        torch_private.wait_event(event.native, stream)
+    if not isinstance(event, CudaEvent) or event.captured != capturing:
+        return False
+    torch_private.wait_event(event.native, stream)
+    return True
 
 
 @functools.cache
@@ -151,12 +166,12 @@ def _no_error(code: int) -> int:
 
 
 @functools.cache
-def copy_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+def copy_streams(device: torch.device) -> dict[Lane, torch.cuda.Stream]:
     """One stream out and one back for a device, made once: streams are few."""
-    return (
-        torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
-        torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
-    )
+    return {
+        "d2h": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+        "h2d": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+    }
 
 
 def pinned(nbytes: int) -> Tensor:

@@ -30,13 +30,26 @@ class NoRoomError(FuseOpsError):
 
 
 class Event:
-    """An `Event` is a point in a lane: everything that the lane was given before it was recorded."""
+    """An `Event` is a point in a lane: everything that the lane was given before it was recorded.
 
-    __slots__ = ("lane", "native", "serial")
+    known  the compute lane that waited for it last: what that is given from there on comes after it
+    """
+
+    __slots__ = ("known", "lane", "native", "serial")
 
     def __init__(self, lane: Lane, native: Any = None) -> None:
         self.lane, self.native = lane, native
+        self.known: object = Event  # no lane
         self.serial = next(_serials)  # of two events of one lane the later has the higher number
+
+
+def not_implied(after: Sequence[Event | None], compute: object) -> Sequence[Event | None]:
+    """Of what a copy comes after, that which the rest does not imply: a lane that waits for all that compute has been
+    given (None) waits for what compute has waited for.
+    """
+    if None not in after:
+        return after
+    return [event for event in after if event is None or event.known is not compute]
 
 
 class Buf:

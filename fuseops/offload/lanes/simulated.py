@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fuseops.errors import FuseOpsError
 
 from .arena import Arena, Slab
-from .protocol import LANES, Buf, Event, Lane, Place
+from .protocol import LANES, Buf, Event, Lane, Place, not_implied
 
 _INDEX = {lane: k for k, lane in enumerate(LANES)}
 
@@ -184,6 +184,8 @@ class SimulatedLanes:
         implied = all(known >= new for known, new in zip(clock, event.clock, strict=True))
         self._clocks[lane] = [max(pair) for pair in zip(clock, event.clock, strict=True)]
         self.now[lane] = max(before, event.seconds)
+        if lane == "compute":
+            event.known = lane
         what = "" if event.work is None else event.work.name
         self.waits.append(Wait(lane, event.lane, before, self.now[lane], implied, what))
 
@@ -195,7 +197,7 @@ class SimulatedLanes:
         offsets: Sequence[int] = (0,),
         after: Sequence[Event | None] = (),
     ) -> SimulatedEvent:
-        for event in after:
+        for event in not_implied(after, "compute"):
             self.wait(lane, event or self.record("compute"))
         self.op(lane, sources, [target], 0.0 if lane == "compute" else target.nbytes, None)
         return self.record(lane)
