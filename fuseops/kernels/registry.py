@@ -413,8 +413,7 @@ def decided(ask: Callable[..., R], tensors: Sequence[Any], *facts: Any) -> R:
     kinds = (*map(type, tensors),)
     if not thread.unseen or not PLAIN_OR_NONE.issuperset(kinds):
         return ask(*tensors, *facts)
-    key = ask, facts, kinds
-    answer: R = replaying.now.answer(lambda: ask(*tensors, *facts), tensors, key)
+    answer: R = replaying.now.answer(ask, tensors, facts, kinds)
     return answer
 
 

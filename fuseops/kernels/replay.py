@@ -215,7 +215,13 @@ class Replay:
             lines.append(f" {_constant(launcher.raw, known)}({', '.join(operands)})")
         new = [f"t{slot}" for slot in made]
         if self.outputs is not None:
-            new = [f"view([{', '.join(new)}], outputs[{k}])" for k in range(len(self.outputs))]
+            every = ", ".join(new)
+            new = [
+                new[place.slot]
+                if place == (place.slot, 0, *self.allocations[place.slot][:2])
+                else f"view([{every}], outputs[{k}])"
+                for k, place in enumerate(self.outputs)
+            ]
         if self.returns:
             lines.append(f" return {', '.join(new)}{',' * self.several}")
         exec("\n".join(lines), known)
@@ -383,30 +389,33 @@ class Replays(dict[tuple[Any, ...], list[Replay]]):
             del kinds[MOST_KINDS:]
 
     def answer(
-        self, ask: Callable[..., Any], tensors: Sequence[Tensor | None], key: tuple[Any, ...]
+        self,
+        ask: Callable[..., Any],
+        tensors: Sequence[Tensor | None],
+        facts: tuple[Any, ...],
+        kinds: tuple[type, ...],
     ) -> Any:
-        """What `ask()` says where tensors are alike, which it is asked once. Where one is not aligned it is asked each
-        time.
+        """What `ask(*tensors, *facts)` says where tensors are alike, which it is asked once. Where one is not aligned
+        it is asked each time.   kinds: of tensors, or None, by type
         """
-        given = [t for t in tensors if t is not None]
+        given, bits, key = [], 0, (ask, facts, kinds)
+        for t in tensors:
+            if t is not None:
+                given.append(t)
+                bits |= t.data_ptr()
+        aligned = not bits % ALIGNED
         known = self.answers.get(key, ())
-        for check, answer in known:
-            if check(*given):
-                return answer if _aligned(given) else ask()
-        answer = ask()
-        if _aligned(given):
+        if aligned:
+            for check, answer in known:
+                if check(*given):
+                    return answer
+        answer = ask(*tensors, *facts)
+        if aligned:
             if len(self.answers) >= MOST_SHAPES:
                 self.answers.clear()
             latest = torch_private.tensor_guard(given), answer
             self.answers[key] = [latest, *known][:MOST_KINDS]
         return answer
-
-
-def _aligned(tensors: Sequence[Tensor]) -> bool:
-    bits = 0
-    for t in tensors:
-        bits |= t.data_ptr()
-    return not bits % ALIGNED
 
 
 class _Replaying:

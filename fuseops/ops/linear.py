@@ -67,11 +67,18 @@ def linear_bwd(
         if rows is not dy:
             dx = dx.view(*dy.shape[:-1], dx.shape[-1])
     if "weight" in needs:
+        # `plain_weight_gradient`, without a call for it
         params["weight"] = torch.mm(rows.mT, x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))  # type: ignore[arg-type, union-attr]
     if "bias" in needs:
         # in one dtype with dy, as torch wants them, but for autocast
         params["bias"] = K.bias_bwd(rows, None if compute is not None else dy.dtype)  # type: ignore[arg-type]
     return new(Grads, (dx, params, None))
+
+
+def plain_weight_gradient(dy: Operand, x: Operand) -> Tensor:
+    """dw (out, in) of tensors, whose leading axes are rows."""
+    rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])  # type: ignore[union-attr]
+    return torch.mm(rows.mT, x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))  # type: ignore[arg-type, union-attr]
 
 
 # --- over quantized operands

@@ -43,16 +43,12 @@ class _ZeroCentered:
     """A `_ZeroCentered` is a norm that may multiply by 1 + weight, the weight beginning at 0."""
 
     _zero_centered: bool
+    weight_offset: float  # what is added to the weight
 
     @property
     def zero_centered_gamma(self) -> bool:
         """Whether 1 is added to the weight. Read-only: a backward that is under way would read another."""
         return self._zero_centered
-
-    @property
-    def weight_offset(self) -> float:
-        """What is added to the weight."""
-        return float(self._zero_centered)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()  # type: ignore[misc]
@@ -96,7 +92,7 @@ class RMSNorm(_ZeroCentered, Op[RMSNormSaved], nn.RMSNorm):
         zero_centered_gamma: bool = False,
     ) -> None:
         check_numbers("RMSNorm", 0, eps=0 if eps is None else eps)
-        self._zero_centered = zero_centered_gamma
+        self._zero_centered, self.weight_offset = zero_centered_gamma, float(zero_centered_gamma)
         nn.RMSNorm.__init__(self, normalized_shape, eps, elementwise_affine, device, dtype)
 
     def out_shape(self, shape: Shape) -> Shape:
@@ -219,7 +215,7 @@ class LayerNorm(_ZeroCentered, Op[LayerNormSaved], nn.LayerNorm):
         zero_centered_gamma: bool = False,
     ) -> None:
         check_numbers("LayerNorm", 0, eps=eps)
-        self._zero_centered = zero_centered_gamma
+        self._zero_centered, self.weight_offset = zero_centered_gamma, float(zero_centered_gamma)
         nn.LayerNorm.__init__(self, normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def out_shape(self, shape: Shape) -> Shape:

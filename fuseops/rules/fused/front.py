@@ -77,7 +77,7 @@ class Front:
             dtypes = x.dtype, residual.dtype  # torch's promotion decides of what dtype h is
             x, residual = x + residual, None
         eps = self.norm.epsilon(x.dtype)
-        scaling = self.codes(x, call)
+        scaling = None if call.precision.roles is None else self.codes(x, call)
         if scaling is not None:
             given = params["weight"], eps, scaling.data, self.norm.weight_offset
             data, scale, h, rstd = K.rmsnorm_operand(x, residual, *given)
@@ -88,16 +88,20 @@ class Front:
             y, h, mean, rstd = self.norm.normed(x, params, eps, residual)
         side = {self.tap.writes[0]: h} if self.tap is not None else None
         own = params["weight"], params.get("bias"), mean, rstd, eps
-        return _cast(y, call), FrontSaved(h, *own, dtypes), side
+        if call.precision.compute is not None:
+            y = _cast(y, call.precision.compute)
+        return y, FrontSaved(h, *own, dtypes), side
 
     def again(self, s: Any, call: Call, columns: bool) -> Any:
         """The input of the GEMM once more.   columns: for its weight gradient"""
         if self.norm is None:
             return s.x
-        scaling = self.codes(s.x, call)
+        compute, roles = call.precision
+        scaling = None if roles is None else self.codes(s.x, call)
         if scaling is None or (columns and (s.rstd is None or not _squares(call))):
             params = {"weight": s.gamma, "bias": s.beta}
-            return _cast(self.norm.normed(s.x, params, s.eps).y, call)
+            y = self.norm.normed(s.x, params, s.eps).y
+            return y if compute is None else _cast(y, compute)
         row, col, offset = None, None, self.norm.weight_offset
         if columns:
             col = Layout(*K.rmsnorm_columns(s.x, s.gamma, s.rstd, scaling.data, offset))
@@ -134,7 +138,8 @@ class Front:
         dh = dside.get(self.tap.writes[0]) if self.tap is not None else None
         params = dict.fromkeys(needs - {"x"})
         if dy is not None:
-            dy = dy if s.x is None else dy.to(s.x.dtype)
+            if s.x is not None and s.x.dtype is not dy.dtype:
+                dy = dy.to(s.x.dtype)
             of = self.norm.kept(Normed(dy, s.x, s.mean, s.rstd), s.gamma, tuple(dy.shape[-1:]))
             found = self.norm.grads(of, dy, needs, dh)
             dh = found.x if "x" in needs else None  # some kernels make it all the same
@@ -149,10 +154,9 @@ class Front:
         return first, *[Grads()] * (len(self.ops) - 2), Grads(None, params)
 
 
-def _cast(y: Any, call: Call) -> Any:
+def _cast(y: Any, compute: torch.dtype) -> Any:
     """Casts y to the dtype that the GEMM reads under autocast."""
-    compute = call.precision.compute
-    return y if compute is None or isinstance(y, Quantized) else y.to(compute)
+    return y if isinstance(y, Quantized) else y.to(compute)
 
 
 def _squares(call: Call) -> bool:

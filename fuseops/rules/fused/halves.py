@@ -1,6 +1,7 @@
 """The backward of a Linear in two halves: what dy and the weight give, and the weight gradient when x is there."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -13,9 +14,10 @@ from fuseops.ops.linear import (
     grad_operand,
     input_gradient,
     linear_bwd,
+    plain_weight_gradient,
     weight_gradient,
 )
-from fuseops.ops.op import Call, Grads
+from fuseops.ops.op import Call, Grads, new
 from fuseops.recipes import Operand
 
 WeightGrad = Callable[[Operand], Tensor]
@@ -30,23 +32,20 @@ def backward(
     """
     if dy is None:
         return Grads(None, dict.fromkeys(call.needs - {"x"})), None
-    needs, given, roles = call.needs, dy, call.precision.roles
+    needs, roles = call.needs, call.precision.roles
     if roles is None:
-        found = linear_bwd(LinearSaved(None, weight), dy, call, needs - WEIGHT)
-    else:
-        lead = dy.shape[:-1] if isinstance(dy, Tensor) else None
-        own = {"bias": bias_gradient(dy)} if "bias" in needs else {}
-        q, (given, _) = grad_in_turn(dy, call, stays=stays)
-        del dy
-        dx = input_gradient(q, weight, call) if "x" in needs else None  # type: ignore[arg-type]
-        found = Grads(dx if dx is None or lead is None else dx.view(*lead, dx.shape[-1]), own)
+        found = linear_bwd(new(LinearSaved, (None, weight)), dy, call, needs - WEIGHT)
+        return found, partial(plain_weight_gradient, dy) if "weight" in needs else None
+    lead = dy.shape[:-1] if isinstance(dy, Tensor) else None
+    own = {"bias": bias_gradient(dy)} if "bias" in needs else {}
+    q, (given, _) = grad_in_turn(dy, call, stays=stays)
+    del dy
+    dx = input_gradient(q, weight, call) if "x" in needs else None  # type: ignore[arg-type]
+    found = Grads(dx if dx is None or lead is None else dx.view(*lead, dx.shape[-1]), own)
     if "weight" not in needs:
         return found, None
 
     def weight_grad(x: Operand) -> Tensor:
-        if roles is None:
-            params = linear_bwd(LinearSaved(x, None), given, call, WEIGHT).params or {}
-            return params["weight"]  # type: ignore[return-value]
         dy = given if roles.high_wgrad else grad_operand(given, call, WEIGHT)
         return weight_gradient(dy, x, call)
 

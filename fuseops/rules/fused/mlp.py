@@ -21,6 +21,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.kernels.configs import Switch
 from fuseops.kernels.grouped_paths import BACK, ENDS, act_bwd_path, act_path
+from fuseops.kernels.registry import decided
 from fuseops.ops.activations import Form, form_of
 from fuseops.ops.linear import (
     Linear,
@@ -110,7 +111,7 @@ class DenseMLP(FusedOp):
         if self.takes_quantized:
             s = replaced(s, x=saved_input(s.x, calls[self.at], again=s.h is None))  # type: ignore[arg-type]
         y = linear(a, last["weight"], last["bias"], calls[-1], columns=False)[0]
-        return Out(shaped(y, x), s, side)
+        return Out(y if y.dim() == x.dim() else shaped(y, x), s, side)
 
     def hidden(self, s: DenseMLPSaved, y: Operand, call: Call) -> Operand:
         """fc1 of its input y, as h is saved: what the backward reads, the forward reads too."""
@@ -130,14 +131,17 @@ class DenseMLP(FusedOp):
     ) -> tuple[Operand, Operand]:
         """fc1 and the activation of it: h and a."""
         call = calls[self.at]
-        if not _fake(y) and self.why_apart(s, y, call) is None:
+        roles = call.precision.roles
+        if roles is None and self.why_apart(s, y, call) is None and not _fake(y):
             rows: Tensor = y.reshape(-1, y.shape[-1])  # type: ignore[union-attr]
             weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
             kind: str = s.form[0]  # type: ignore[index]
             h, a = K.grouped_swiglu(rows, weight[None], *K.one_group(len(rows), rows), kind=kind)
             return _shaped(h, y), _shaped(a, y)
         hidden = self.hidden(s, y, call)
-        if call.precision.roles and self.why_not_codes(s.form, hidden, calls) is None:
+        if roles is None:
+            return hidden, K.act_fwd(hidden, *s.form)  # type: ignore[misc, arg-type]
+        if self.why_not_codes(s.form, hidden, calls) is None:
             return hidden, coded_swiglu.forward(_rows(hidden), None, None, calls[-1])
         return hidden, K.act_fwd(high(hidden), *s.form)  # type: ignore[misc]
 
@@ -159,9 +163,12 @@ class DenseMLP(FusedOp):
         lead, first = None if dy is None else dy.shape[:-1], calls[self.at]
         del dy
         dh, last = self.above(s, taken, calls)
-        bias = self._bias_grads(dh[0], calls[self.at + 1 : self.last - 1])
+        between = calls[self.at + 1 : self.last - 1]
+        bias = self._bias_grads(dh[0], between) if between else ()
         own, weight_grad = backward(s.fc1, dh.pop(), first)
-        dx = [own.x if own.x is None else own.x.view(*lead, own.x.shape[-1])]  # type: ignore[misc]
+        dx = [own.x]
+        if own.x is not None and own.x.dim() != len(lead) + 1:  # type: ignore[arg-type]
+            dx = [own.x.view(*lead, own.x.shape[-1])]  # type: ignore[misc]
         own = Grads(dx.pop() if self.front.norm is None else None, own.params)
         front = self.front.bwd(s, dx.pop() if dx else None, calls[: self.at], dside)
         if weight_grad is not None:
@@ -181,9 +188,9 @@ class DenseMLP(FusedOp):
             h = self.hidden(s, self.front.again(s, first, columns=False), first)
         dh: Operand | None = None
         a: Operand | None = None
-        apart = self.why_apart_bwd(s, dy, h, call)
+        apart = call.precision.roles is not None or self.why_apart_bwd(s, dy, h, call) is not None
         grads, weight_grad = backward(s.fc2, dy, call if apart else _without_x(call), stays=True)
-        if apart is None:
+        if not apart:
             weight: Tensor = call.precision.cast(s.fc2)  # type: ignore[assignment]
             rows = dy.reshape(-1, dy.shape[-1])
             given = rows, weight[None].transpose(1, 2), h.reshape(-1, h.shape[-1])
@@ -220,7 +227,8 @@ class DenseMLP(FusedOp):
                 return coded_swiglu.backward(rows, _rows(h), None, None, first, last)[:2]
         need_a, dh, h = "weight" in last.needs, None, high(h)
         if da is not None:
-            h = h.reshape(*da.shape[:-1], h.shape[-1])
+            if h.dim() != da.dim():
+                h = h.reshape(*da.shape[:-1], h.shape[-1])
             if need_a and last.precision.roles is None:
                 kind, *options = form
                 dh, _, a = K.scaled_act_bwd(da, h, None, kind, False, True, *options)
@@ -234,8 +242,8 @@ class DenseMLP(FusedOp):
         return dh, a if roles is None else wgrad_input(a, last)
 
     def _bias_grads(self, dh: Any, calls: tuple[Call, ...]) -> tuple[Grads, ...]:
-        """The Grads of the Bias op, if there is one."""
-        wanted = bool(calls) and "bias" in calls[0].needs
+        """The Grads of the Bias op."""
+        wanted = "bias" in calls[0].needs
         dbias = K.bias_bwd(dh) if wanted and dh is not None else None
         return tuple(Grads(None, {"bias": dbias} if wanted else None) for _ in calls)
 
@@ -243,32 +251,16 @@ class DenseMLP(FusedOp):
 
     def why_apart(self, s: DenseMLPSaved, y: Any, call: Call) -> str | None:
         """Why the activation is a kernel of its own; None where fc1's GEMM ends in it.   y: the input of fc1"""
-        weight: Tensor = s.fc1  # type: ignore[assignment]
-        why = _why_no_epilogue(s.form, y, call, call.precision.compute or weight.dtype)
-        if why is None and s.bias is not None:
-            why = "fc1 has a bias"
-        if why is not None:
-            return why
-        if not K.grouped_swiglu.launches((y, weight), {}):
-            return "the reference runs"
-        if not SWIGLU.says(numel(y.shape[:-1]), tuple(weight.shape), y):
-            return SLOWER
-        kind: str = s.form[0]  # type: ignore[index]
-        return None if act_path(_rows(y), weight[None], kind=kind) else NO_PATH
+        compute, roles = call.precision
+        facts = s.form, compute, roles is not None, s.bias is not None
+        return decided(_why_apart, (y, s.fc1), *facts)
 
     def why_apart_bwd(self, s: DenseMLPSaved, dy: Any, h: Any, call: Call) -> str | None:
         """Why the activation's backward is a kernel of its own; None where the GEMM of fc2 goes on through it."""
-        if s.fc2 is None or h is None or not {"x", "weight"} <= call.needs:
+        needs = call.needs
+        if s.fc2 is None or h is None or "x" not in needs or "weight" not in needs:
             return "not every gradient is needed"
-        why = _why_no_epilogue(s.form, dy, call, h.dtype)
-        if why is not None:
-            return why
-        if not K.grouped_dswiglu.launches((dy, h, s.fc2), {}):
-            return "the reference runs"
-        if not DSWIGLU.says(numel(dy.shape[:-1]), tuple(s.fc2.shape[::-1]), dy):
-            return SLOWER
-        path = act_bwd_path(_rows(dy), s.fc2[None].transpose(1, 2), _rows(h))
-        return None if path else NO_PATH
+        return decided(_why_apart_bwd, (dy, h, s.fc2), s.form, call.precision.roles is not None)
 
     def choices(self, x: Any, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         first, last, act = t[self.at], t[-1], form_of(self.act)
@@ -309,13 +301,48 @@ def _fake(x: Operand) -> bool:
     return isinstance(x, Tensor) and is_fake(x)
 
 
-def _why_no_epilogue(form: Form | None, x: Any, call: Call, dtype: torch.dtype) -> str | None:
+def _why_apart(
+    y: Any,
+    weight: Tensor,
+    form: Form | None,
+    compute: torch.dtype | None,
+    quantized: bool,
+    biased: bool,
+) -> str | None:
+    why = _why_no_epilogue(form, y, quantized, compute or weight.dtype)
+    if why is None and biased:
+        why = "fc1 has a bias"
+    if why is not None:
+        return why
+    if not K.grouped_swiglu.launches((y, weight), {}):
+        return "the reference runs"
+    if not SWIGLU.says(numel(y.shape[:-1]), tuple(weight.shape), y):
+        return SLOWER
+    kind: str = form[0]  # type: ignore[index]
+    return None if act_path(_rows(y), weight[None], kind=kind) else NO_PATH
+
+
+def _why_apart_bwd(
+    dy: Any, h: Any, weight: Tensor, form: Form | None, quantized: bool
+) -> str | None:
+    why = _why_no_epilogue(form, dy, quantized, h.dtype)
+    if why is not None:
+        return why
+    if not K.grouped_dswiglu.launches((dy, h, weight), {}):
+        return "the reference runs"
+    if not DSWIGLU.says(numel(dy.shape[:-1]), tuple(weight.shape[::-1]), dy):
+        return SLOWER
+    path = act_bwd_path(_rows(dy), weight[None].transpose(1, 2), _rows(h))
+    return None if path else NO_PATH
+
+
+def _why_no_epilogue(form: Form | None, x: Any, quantized: bool, dtype: torch.dtype) -> str | None:
     """What of a call no GEMM that goes on through an activation takes."""
     kind, *options = form or ("",)
     if kind not in BACK or any(options):
         said = ", its gate and up alternate" if kind in BACK else ""
         return f"the activation is {kind}{said}"
-    if call.precision.roles is not None:
+    if quantized:
         return "a recipe quantizes the operands"
     if torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return "x is traced, or quantized"
