@@ -211,10 +211,20 @@ def test_which_weight_gradient_comes_first_changes_no_bit(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"bwd": torch.float8_e5m2}, {"hidden": "float8"}], ids=str)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        BLOCK(),
+        BLOCK(bwd=torch.float8_e5m2),
+        BLOCK(hidden="float8"),
+        BLOCK(wgrad="block"),
+        fo.recipes.Float8CurrentScaling(),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("width", [512, 656])
 def test_columns_in_parts_change_no_bit(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], width: int
+    monkeypatch: pytest.MonkeyPatch, recipe: Any, width: int
 ) -> None:
     """Some features of tokens at a time, the last of which may be few."""
     found, cut = [], quantized_mlp.some_features
@@ -227,7 +237,7 @@ def test_columns_in_parts_change_no_bit(
     x, dy = varied(T, width), varied(T, width, seed=3)
     for parts in (0, 1, 2, 4):
         monkeypatch.setattr(quantized_order, "parts", lambda *_, parts=parts: parts)
-        with fo.recipe(BLOCK(**options), strict=True):
+        with fo.recipe(recipe, strict=True):
             y = model(leaf := x.detach().requires_grad_())
             found.append([y, *torch.autograd.grad(y, [leaf, *model.parameters()], dy)])
     for other in found[1:]:
@@ -241,10 +251,10 @@ def test_columns_in_parts_change_no_bit(
         ((8192, 4096, 14336, 8, 2), 0.89),
         ((8192, 7168, 2048, 32, 8), 0.86),
         ((32768, 2048, 768, 128, 8), 1.02),
-        ((16384, 2048, 768, 128, 8), 1.08),
-        ((8192, 2048, 768, 128, 8), 1.03),
-        ((24576, 1536, 256, 128, 8), 1.22),
-        ((32768, 4096, 1024, 64, 4), 1.12),
+        ((16384, 2048, 768, 128, 8), 0.96),
+        ((8192, 2048, 768, 128, 8), 0.95),
+        ((24576, 1536, 256, 128, 8), 1.12),
+        ((32768, 4096, 1024, 64, 4), 0.98),
     ],
 )
 def test_the_planned_peak_of_a_layer_is_at_most_that_of_high_precision(
@@ -253,7 +263,7 @@ def test_the_planned_peak_of_a_layer_is_at_most_that_of_high_precision(
     """What the last weight gradient reads is columns (F + D) of codes, beside 4 F of a dh in bfloat16: of narrow
     experts more, unless those of D are there in parts.
 
-    copied: how much of it others may plan, whose columns are made of copies of rows in bfloat16, all at once
+    copied: how much of it others may plan, whose rows or columns are made of copies of rows in bfloat16
     """
     tokens, *widths, experts, top_k = sizes
     with FakeTensorMode():
@@ -294,7 +304,7 @@ WEIGHT_GRADIENTS = {
 
 @pytest.mark.parametrize(
     "recipe, count",
-    [(BLOCK(), 8), (BLOCK(wgrad="block"), 2), (fo.recipes.Float8CurrentScaling(), 2)],
+    [(BLOCK(), 8), (BLOCK(wgrad="block"), 16), (fo.recipes.Float8CurrentScaling(), 16)],
     ids=str,
 )
 def test_one_table_of_tiles_does_for_all_products_of_a_step(recipe: Any, count: int) -> None:
@@ -310,13 +320,14 @@ def test_one_table_of_tiles_does_for_all_products_of_a_step(recipe: Any, count: 
     assert len(tables.given) == count and None not in tables.given
 
 
+@pytest.mark.parametrize("recipe", [BLOCK(), fo.recipes.Float8CurrentScaling()], ids=str)
 @pytest.mark.parametrize("tokens", [64, 1024])
-def test_few_tokens_are_multiplied_in_one_part(tokens: int) -> None:
+def test_few_tokens_are_multiplied_in_one_part(tokens: int, recipe: Any) -> None:
     """Their step waits for the host, and the columns that it might have in parts are few bytes."""
     with FakeTensorMode():
         moe = fo.MoE(1024, 512, 32, 4, dtype=torch.bfloat16)
         x = torch.empty(tokens, 1024, dtype=torch.bfloat16, requires_grad=True)
-        with Tables() as tables, as_if_on(90), fo.recipe(BLOCK(), strict=True):
+        with Tables() as tables, as_if_on(90), fo.recipe(recipe, strict=True):
             moe(x).sum().backward()
     assert len(tables.given) == 2
 

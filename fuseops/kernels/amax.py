@@ -7,7 +7,8 @@ of 128, C = (R//128 + E) * 128, and what belongs to no row is zero; without it C
 padding (at or beyond offs[-1]) are not written.  A weight (E, N, K) -> (E, N, K), (E, K, N), scale (E,);
 of (N, K) the same without E.
 What is not wanted is empty.
-Two reads of x: the largest magnitudes meet by integer maxima of their bits, which no order changes.
+Two reads of x: the largest magnitudes meet by integer maxima of their bits, which no order changes. One where the amax
+is given: some features of x have the codes, and the scales, that they have in the whole then.
 Hardware: sm_89 and later convert; older ones run the reference, as sizes and strides beyond 2^24 do.
 """
 
@@ -25,7 +26,7 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, matrix_shape, too_large
 from fuseops.kernels.registry import on_meta, tensor_bytes
-from fuseops.kernels.tiles import cdiv
+from fuseops.kernels.tiles import cdiv, require
 
 BLOCK = 128
 SPAN = 1024
@@ -59,23 +60,38 @@ def _bytes(x: Tensor, row: bool, col: bool) -> int:
 @fp8_op(
     twin=reference.quantize_groups,
     cases=_group_cases,
-    nbytes=lambda x, offs, dtype, row=True, col=False: _bytes(x, row, col),
+    nbytes=lambda x, offs, dtype, row=True, col=False, amax=None: (
+        _bytes(x, row, col) - (amax is not None) * tensor_bytes(x)
+    ),
 )
 def quantize_groups(
-    x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True, col: bool = False
+    x: Tensor,
+    offs: Tensor | None,
+    dtype: torch.dtype,
+    row: bool = True,
+    col: bool = False,
+    amax: Tensor | None = None,
 ) -> Three:
-    """(rows, columns, scale) of x, one scale a group, or one for all."""
+    """(rows, columns, scale) of x, one scale a group, or one for all.
+
+    amax: (E,), or (), float32, of more features than those of x; found here if not given.
+    """
     x = fp8_rows(x, dtype)
     rows, n = x.shape
     if not x.numel() or too_large(x):
-        return reference.quantize_groups(x, offs, dtype, row, col)
+        return reference.quantize_groups(x, offs, dtype, row, col, amax)
     groups = 0 if offs is None else len(offs)
     blocks = cdiv(rows, BLOCK) if offs is None else rows // BLOCK + groups
     data = x.new_empty((rows, n) if row else 0, dtype=dtype)
     columns = x.new_empty((n, blocks * BLOCK) if col else 0, dtype=dtype)
     scale = x.new_empty(() if offs is None else groups, dtype=torch.float32)
     form = {"FORM": "one" if offs is None else "groups", "ALIGN": BLOCK, "ROW": row, "COL": col}
-    _launch(x, offs, (data, columns, scale), blocks, (rows, n, groups), form, groups)
+    if amax is not None:
+        require(
+            amax.shape == scale.shape and amax.dtype == torch.float32,
+            f"amax is {amax.dtype} of shape {tuple(amax.shape)}, expected float32 {tuple(scale.shape)}.",
+        )
+    _launch(x, offs, (data, columns, scale), blocks, (rows, n, groups), form, groups, amax)
     return data, columns, scale
 
 
@@ -111,21 +127,25 @@ def _launch(
     sizes: tuple[int, int, int],
     form: dict[str, Any],
     groups: int,
+    given: Tensor | None = None,
 ) -> None:
     rows, n, _ = sizes
-    count = max(groups, 1)
-    amax = x.new_empty(count, dtype=torch.int32)
     ends = x if offs is None else offs.contiguous()
     grouping = {"FORM": form["FORM"], "BLOCK_E": tiles.pow2(groups, least=32)}
     kernels = device("amax")
-    launch(
-        kernels.no_amax_kernel, (1,), amax, count,
-        BLOCK_E=grouping["BLOCK_E"], num_warps=1, **overlap(x.device),
-    )  # fmt: skip
-    launch(
-        kernels.group_amax_kernel, (blocks, cdiv(n, SPAN)), x, ends, amax, *sizes, x.stride(0),
-        SPAN=SPAN, **grouping, **overlap(x.device), **AMAX.pick(rows, (n,), x),
-    )  # fmt: skip
+    if given is None:
+        count = max(groups, 1)
+        amax = x.new_empty(count, dtype=torch.int32)
+        launch(
+            kernels.no_amax_kernel, (1,), amax, count,
+            BLOCK_E=grouping["BLOCK_E"], num_warps=1, **overlap(x.device),
+        )  # fmt: skip
+        launch(
+            kernels.group_amax_kernel, (blocks, cdiv(n, SPAN)), x, ends, amax, *sizes, x.stride(0),
+            SPAN=SPAN, **grouping, **overlap(x.device), **AMAX.pick(rows, (n,), x),
+        )  # fmt: skip
+    else:
+        amax = given.contiguous().view(torch.int32)
     config = QUANTIZE.pick(rows, (n,), x)
     data, turned, scale = out
     launch(

@@ -84,16 +84,18 @@ def operand(
     index: Tensor | None = None,
     seed: Tensor | None = None,
     see: See | None = None,
+    amax: Tensor | None = None,
 ) -> Quantized:
     """x as the operand of GEMMs that read these layouts.   (..., K) -> Quantized over (R, K)
 
     index: row r of the operand is row index[r] of x.  A Quantized is used as it is; columns are made from its rows.
     seed: (1,) int64, of a format that rounds at random; drawn where it is not given.
     see: what gives the one scale of a tensor or of groups for its amax, where that is not its own.
+    amax: of a tensor or of groups that x is some features of, as `amax_of_rows` finds it.
     """
     if scaling.rounds_at_random and seed is None and isinstance(x, Tensor):
         seed = torch.randint(2**62, (1,), device=x.device)
-    q = _operand(x, scaling, offs, row, col, index, seed, see)
+    q = _operand(x, scaling, offs, row, col, index, seed, see, amax)
     if Measuring.numbers and (seen := watching()):
         source = seen.original(x)
         if source is not None and index is not None:
@@ -111,6 +113,7 @@ def _operand(
     index: Tensor | None,
     seed: Tensor | None,
     see: See | None,
+    amax: Tensor | None = None,
 ) -> Quantized:
     if isinstance(x, Quantized):
         return _from_codes(x, scaling, offs, row, col, index)
@@ -136,8 +139,10 @@ def _operand(
         data, turned, scale = quantize_given(x, offs, scaling, row, col, see)
         rows, columns = (None if t is None else Layout(t, scale) for t in (data, turned))
         return Quantized(rows, columns, scaling, offs, x.dtype)
-    make = _by_tensor if scaling.block is None else _by_vector
-    rows, columns = make(x, scaling, offs, row, col)
+    if scaling.block is None:
+        rows, columns = _by_tensor(x, scaling, offs, row, col, amax)
+    else:
+        rows, columns = _by_vector(x, scaling, offs, row, col)
     return Quantized(rows, columns, scaling, offs, x.dtype)
 
 
@@ -161,9 +166,23 @@ def _by_vector(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col:
     return rows, columns
 
 
-def _by_tensor(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col: bool) -> Layouts:
+def amax_of_rows(x: Tensor, scaling: Scaling, offs: Tensor, index: Tensor) -> Tensor | None:
+    """The amax of groups of rows of x by index, where they have one scale; some features of x need it.   -> (E,)"""
+    if scaling.block is not None:
+        return None
+    return K.amax_of_groups(K.amax_of_tokens(x, 1)[index], offs)
+
+
+def _by_tensor(
+    x: Tensor,
+    scaling: Scaling,
+    offs: Tensor | None,
+    row: bool,
+    col: bool,
+    amax: Tensor | None,
+) -> Layouts:
     """One scale of the tensor's own, or one a group, for both layouts."""
-    data, columns, scale = K.quantize_groups(x, offs, scaling.data, row, col)
+    data, columns, scale = K.quantize_groups(x, offs, scaling.data, row, col, amax)
     return Layout(data, scale) if row else None, Layout(columns, scale) if col else None
 
 

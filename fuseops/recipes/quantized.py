@@ -366,9 +366,13 @@ def _plain(q: Quantized, layout: str) -> Layout:
     return layout_of(data, plain.view(scale.dtype), *whole)
 
 
-def some_features(q: Quantized, begin: int, size: int) -> Quantized:
-    """Some features of rows in vectors of 128, from a multiple of that on."""
+def some_features(q: Tensor | Quantized, begin: int, size: int) -> Tensor | Quantized:
+    """Some features of rows, of codes with one scale or in vectors of 128, from a multiple of that on."""
+    if isinstance(q, Tensor):
+        return q.narrow(-1, begin, size)
     data, scale = cast("Layout", q.row)
+    if q.scaling.block is None:
+        return replace(q, row=Layout(data.narrow(1, begin, size), scale), col=None, carrier=None)
     blocks = scale.narrow(0, begin // BLOCK, -(-size // BLOCK))
     return replace(q, row=Layout(data.narrow(1, begin, size), blocks), col=None)
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from laws import SEEDS, VALUES, few, run, splits
 from test_operands import DTYPES, FORMATS, ROWS, same, varied
 
+from fuseops.errors import FuseOpsError
 from fuseops.kernels import amax as k
 from fuseops.kernels import reference
 
@@ -26,6 +27,35 @@ def test_groups(rows, n, dtype, values, fmt, seed, wanted, groups):
         for call in (lambda *a: run(k.quantize_groups, *a), reference.quantize_groups)
     )
     same(got, want, end, (0,))
+
+
+@given(
+    ROWS, st.sampled_from([16, 64]), DTYPES, VALUES, FORMATS, SEEDS, WANTED, st.sampled_from([0, 3])
+)
+@few
+def test_some_features_under_the_amax_of_all(rows, cut, dtype, values, fmt, seed, wanted, groups):
+    """They have the codes and the scales that they have in the whole."""
+    x = varied((rows, 144), dtype, values, seed)
+    offs = splits(rows, groups, seed, min(rows, seed % 3)) if groups else None
+    end = rows if offs is None else int(offs[-1])
+    amax = reference.amax_of_groups(reference.amax_of_tokens(x, 1), offs)
+    data, columns, scale = reference.quantize_groups(x, offs, fmt, *wanted)
+    for part in (slice(0, cut), slice(cut, 144)):
+        got, twin = (
+            call(x[:, part], offs, fmt, *wanted, amax)
+            for call in (lambda *a: run(k.quantize_groups, *a), reference.quantize_groups)
+        )
+        rows_of, columns_of = (
+            t if t.dim() == 1 else t[at] for t, at in ((data, (..., part)), (columns, part))
+        )
+        same(twin, (rows_of, columns_of, scale), end, (0,))
+        same(got, twin, end, (0,))
+
+
+def test_an_amax_that_does_not_fit_is_named():
+    x, offs = torch.ones(4, 16), torch.tensor([1, 4], dtype=torch.int32)
+    with pytest.raises(FuseOpsError, match=r"amax is .* of shape \(3,\), expected float32 \(2,\)"):
+        k.quantize_groups.launcher(x, offs, torch.float8_e4m3fn, amax=torch.ones(3))
 
 
 @given(

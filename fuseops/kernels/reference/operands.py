@@ -193,13 +193,18 @@ def dswiglu_operand(
 
 
 def quantize_groups(
-    x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True, col: bool = False
+    x: Tensor,
+    offs: Tensor | None,
+    dtype: torch.dtype,
+    row: bool = True,
+    col: bool = False,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(rows, columns, scale) with one scale a group, or one for all.   (R, N) -> (R, N), (N, C), (E,) or ()"""
     if offs is None:
-        data, scale = tensor_quantize(x, dtype)
+        data, scale = tensor_quantize(x, dtype, amax)
     else:
-        data, scale = grouped_quantize(x, offs, dtype)
+        data, scale = grouped_quantize(x, offs, dtype, amax)
     columns = columns_in_groups(data, offs) if col else data.new_empty(0)
     return data if row else data.new_empty(0), columns, scale
 

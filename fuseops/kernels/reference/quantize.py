@@ -64,20 +64,27 @@ def by_pieces(cut: list[slice], make: Callable[[slice], Tensor]) -> Tensor:
     return cast("Tensor", made)
 
 
-def tensor_quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def tensor_quantize(
+    x: Tensor, dtype: torch.dtype, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One scale for all.   (R, N) -> data (R, N), scale ()"""
-    size = magnitude(x)
-    inv = inverse_scale(size.amax() if x.numel() else size.new_zeros(()), dtype, False)
+    if amax is None:
+        size = magnitude(x)
+        amax = size.amax() if x.numel() else size.new_zeros(())
+    inv = inverse_scale(amax, dtype, False)
     return saturate(x.float() * inv, dtype), 1 / inv
 
 
-def grouped_quantize(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def grouped_quantize(
+    x: Tensor, offs: Tensor, dtype: torch.dtype, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One scale a group of rows; padding rows become zero.   (R, K), (E,) -> data (R, K), scale (E,)"""
     rows, groups = x.shape[0], offs.shape[0]
     group = group_of_row(offs, rows)
-    by_row = magnitude(x).amax(1) if x.shape[1] else x.new_zeros(rows, dtype=torch.float32)
-    amax = by_row.new_zeros(groups + 1).scatter_reduce(0, group, by_row, "amax")
-    inv = inverse_scale(amax, dtype, False)
+    if amax is None:
+        by_row = magnitude(x).amax(1) if x.shape[1] else x.new_zeros(rows, dtype=torch.float32)
+        amax = by_row.new_zeros(groups + 1).scatter_reduce(0, group, by_row, "amax")[:groups]
+    inv = inverse_scale(F.pad(amax, (0, 1)), dtype, False)
     scaled = (x.float() * inv[group].unsqueeze(-1)).masked_fill(padding_mask(offs, rows), 0.0)
     return saturate(scaled, dtype), 1 / inv[:groups]
 

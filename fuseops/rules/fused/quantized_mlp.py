@@ -27,18 +27,19 @@ from fuseops.ops.grouped_linear import (
 from fuseops.ops.linear import (
     WEIGHT,
     Indexed,
-    columns_of,
     grad_in_turn,
     grad_operand,
     high,
     input_operand,
+    of_codes,
     weight_rows,
     wgrad_input,
 )
 from fuseops.ops.op import Call, Grads, replaced
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of, tiles_of_columns
-from fuseops.recipes import Operand, Quantized, Roles, Scaling, gemm, operand
+from fuseops.recipes import Operand, Roles, Scaling, gemm, operand
+from fuseops.recipes.operands import amax_of_rows
 from fuseops.recipes.quantized import BLOCK, some_features
 
 from . import coded_swiglu, quantized_order
@@ -176,12 +177,11 @@ def _fc1_weight(
     x, index = cast("tuple[Operand, Tensor | None]", source())
     if parts <= 1:
         return weight_gradient(dh, x, offs, call, index)
-    roles = _roles(call)
-    tokens, tables = operand(x, cast("Scaling", roles.input)), partial(tiles_of_columns, call)
+    tables = partial(tiles_of_columns, call)
+    tokens, columns = _some_columns(x, cast("Scaling", _roles(call).input), offs, index)
 
     def multiplied(dw: Tensor, part: Operand) -> None:
-        columns = columns_of(part, call, offs, index)
-        gemm.wgrad_into(dw, dh, columns, offs, False, call.name, tables)
+        gemm.wgrad_into(dw, dh, columns(part), offs, False, call.name, tables)
 
     return _in_parts(weight, 2, tokens, parts, multiplied)
 
@@ -200,19 +200,35 @@ def _fc2_weight(
         dy, index = _columns(waits.pop(), offs, call)
         return {"weight": weight_gradient(dy, a, offs, call, None, index)}
     tables = partial(tiles_of_columns, call)
+    dy, index = waits.pop()
+    tokens, columns = _some_columns(dy, cast("Scaling", _roles(call).grad_output), offs, index)
 
     def multiplied(dw: Tensor, part: Operand) -> None:
-        columns, _ = _columns((part, index), offs, call)
-        gemm.wgrad_into(dw, columns, a, offs, False, call.name, tables)
+        gemm.wgrad_into(dw, columns(part), a, offs, False, call.name, tables)
 
-    tokens, index = waits.pop()
     return {"weight": _in_parts(weight, 1, tokens, parts, multiplied)}
+
+
+def _some_columns(
+    x: Operand, scaling: Scaling, offs: Tensor, index: Tensor | None
+) -> tuple[Operand, Callable[[Operand], Operand]]:
+    """(tokens, what makes the columns of rows by index of some of their features): of codes where columns are made of
+    those, else of copies of rows, which one scale a group keeps the amax of all features for.
+    """
+    amax = None
+    if of_codes(scaling):
+        x = operand(x, scaling)
+    elif isinstance(x, Tensor) and index is not None:
+        amax = amax_of_rows(x, scaling, offs, index)
+    return x, partial(
+        operand, scaling=scaling, offs=offs, row=False, col=True, index=index, amax=amax
+    )
 
 
 def _in_parts(
     weight: Tensor,
     axis: int,
-    tokens: Quantized,
+    tokens: Operand,
     parts: int,
     multiplied: Callable[[Tensor, Operand], None],
 ) -> Tensor:

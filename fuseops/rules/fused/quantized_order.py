@@ -5,7 +5,7 @@ in another one that holds less, to the same bits.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from fuseops.kernels.reference.operands import columns_of
 from fuseops.ops.linear import of_codes
 from fuseops.ops.op import Call
+from fuseops.recipes import Roles, Scaling
 from fuseops.recipes.gemm import OUTPUTS
 from fuseops.recipes.numbers import Measuring
 from fuseops.recipes.quantized import BLOCK
@@ -28,8 +29,7 @@ def parts(
     dy: Tensor, w1: Tensor | None, w2: Tensor | None, calls: tuple[Call, ...], index: Tensor | None
 ) -> int:
     """0: fc2's weight gradient comes first. Else last, and the columns of tokens, which both weight gradients read, are
-    there for one of so many parts of their features at a time: as few as hold no more than high precision does; of
-    columns that are made of copies one, where that holds less.
+    there for one of so many parts of their features at a time: as few as hold no more than high precision does.
     """
     roles = calls[2].precision.roles
     if w1 is None or w2 is None or roles is None or torch.compiler.is_compiling():
@@ -45,10 +45,11 @@ def parts(
     if copied:
         if not _spares_copied(held):
             return 0
+        most = width // BLOCK if _divisible_copies(dy, calls) else 1
         high = held.high(
             copies_rows(dy, index, FC1, wide), copies_rows(dy, index, FC2_DSWIGLU, hidden)
         )
-        return int(held.first_copied() > high + SPARE)
+        return _fewest_copied(held, high, most)
     most = width // BLOCK if by_index and _divisible(dy, calls) else 0
     found = _whatever_is_copied(held, by_index, most)
     if found is None:
@@ -88,6 +89,22 @@ def _divisible(dy: Tensor, calls: tuple[Call, ...]) -> bool:
     if dy.dtype not in OUTPUTS or Measuring.numbers or "weight" in (first.out or {}):
         return False
     return first.precision.roles.squares and last.precision.roles.squares  # type: ignore[union-attr]
+
+
+def _divisible_copies(dy: Tensor, calls: tuple[Call, ...]) -> bool:
+    """Whether both weight gradients are of columns that kernels make of copies and multiply, and nobody's sums."""
+    first, _, last = calls
+    if dy.dtype not in OUTPUTS or Measuring.numbers or "weight" in (first.out or {}):
+        return False
+    return first.scales is None and all(map(_alike, (first.precision.roles, last.precision.roles)))
+
+
+def _alike(roles: Roles | None) -> bool:
+    """Whether kernels multiply columns of x with those of dy."""
+    if roles is None or not roles.kernels:
+        return False
+    x, dy = cast("tuple[Scaling, Scaling]", (roles.input, roles.grad_output))
+    return (x.block, x.columns) == (dy.block, dy.columns)
 
 
 class Held(NamedTuple):
@@ -153,18 +170,31 @@ class Held(NamedTuple):
         fc1 = self.columns * (self.wide + self.width) + max(copy, self.dw1)
         return fc1 + self.dw2 + self._dx
 
-    def last_copied(self) -> int:
+    def last_copied(self, parts: int) -> int:
         """`last` of such columns, beside dy by token: at both weight gradients, behind which one more copy comes."""
-        copy, waits = self.item * self.rows * self.width, self.columns * self.hidden
-        fc1 = self.columns * (self.wide + self.width) + max(copy, self.dw1)
-        fc2 = self.columns * self.width + max(copy, self.dw2) + self.dw1
-        return max(fc1, fc2) + waits + 2 * self._dx
+        part = self.width // parts
+        copy, columns = self.item * self.rows * part, self.columns * part
+        # what parts are written into is there before them
+        dw1, dw2 = (max(copy, dw) if parts == 1 else copy + dw for dw in (self.dw1, self.dw2))
+        fc1 = self.columns * self.wide + columns + dw1
+        fc2 = columns + dw2 + self.dw1
+        return max(fc1, fc2) + self.columns * self.hidden + 2 * self._dx
 
 
 @functools.lru_cache(maxsize=1024)
 def _spares_copied(held: Held) -> bool:
     """Whether fc2's weight gradient, made last, spares bytes that are worth it, where columns are made of copies."""
-    return held.first_copied() > held.last_copied() + SPARE
+    return held.first_copied() > held.last_copied(PARTS[-1]) + SPARE
+
+
+@functools.lru_cache(maxsize=1024)
+def _fewest_copied(held: Held, high: int, most: int) -> int:
+    """`parts` where columns are made of copies."""
+    first = held.first_copied()
+    if first <= high + SPARE:
+        return 0
+    n = next(n for n in PARTS if held.last_copied(n) <= high or 2 * n > most or n == PARTS[-1])
+    return n if first > held.last_copied(n) + SPARE else 0
 
 
 @functools.lru_cache(maxsize=1024)
