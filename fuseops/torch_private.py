@@ -130,6 +130,13 @@ def compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+def replace_overload(op: torch._ops.OpOverload, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Have an op that is new do this where Python calls it.   -> what it did: to ask the dispatcher"""
+    before: Callable[..., Any] = op._op
+    op._op = call
+    return before
+
+
 # the current stream of a device, by index: (id, index, type), without the Stream made for it; 0 is the default
 current_stream: Callable[[int], Any] = getattr(
     torch._C, "_cuda_getCurrentStream", torch.cuda.current_stream

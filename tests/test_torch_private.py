@@ -281,6 +281,27 @@ def test_assume_constant_result_is_torchs() -> None:
     assert marked is ours and vars(ours) == vars(torchs) != {}
 
 
+def test_a_replaced_overload_is_what_python_and_compiled_code_call() -> None:
+    library = torch.library.Library("fuseops_replaced", "FRAGMENT")
+    library.define("double(Tensor x) -> Tensor")
+    library.impl("double", lambda x: x * 2, "CPU")
+    op, seen = torch.ops.fuseops_replaced.double.default, []
+
+    def call(x: Tensor) -> Tensor:
+        seen.append(x)
+        found: Tensor = ask(x)
+        return found
+
+    ask = torch_private.replace_overload(op, call)
+    x = torch.ones(2)
+    assert op(x).tolist() == ask(x).tolist() == [2, 2] and len(seen) == 1
+    torch.library.register_fake("fuseops_replaced::double", torch.empty_like, lib=library)
+    run = torch.compile(lambda x: op(x) + 1, backend="aot_eager", fullgraph=True)
+    assert run(x).tolist() == [3, 3]
+    del seen[:]
+    assert run(x).tolist() == [3, 3] and seen
+
+
 def test_direct_apply_is_apply(asked: list[bool]) -> None:
     x = torch.ones(2, requires_grad=True)
     apply = torch_private.direct_apply(Doubled)

@@ -13,7 +13,8 @@ launcher's signature, with
 A call takes the launcher where it can, and the twin, plain differentiable torch, everywhere else: on other devices, for
 dtypes that the kernels do not know, where autograd or `torch.func` has to differentiate the call (a kernel has no
 derivative of its own; that is the ops layer's), for tensor subclasses, and inside `reference_only()`.
-Launched eagerly the dispatcher is bypassed; dispatch and function modes, fake tensors and dynamo see the registered op.
+Launched eagerly, and by what a compiler has made, the dispatcher is bypassed; dispatch and function modes, fake tensors
+and dynamo see the registered op.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ class KernelOp(Generic[P, R]):
         self.launcher, self.twin = launcher, twin
         signature = inspect.signature(launcher).parameters.values()
         self._defaults = tuple([(p.name, p.default) for p in signature])
+        self._names = tuple([name for name, _ in self._defaults])
         self.min_arch, self.traces_twin, self.fuses = min_arch, traces_twin, fuses
         self.cases, self._nbytes, self.dtypes = cases, nbytes, dtypes
         key = self.name if space == OWN else self.label
@@ -157,6 +159,7 @@ class KernelOp(Generic[P, R]):
             self.label, lambda *args, **kwargs: _packed(shapes(*args, **kwargs)), lib=lib
         )
         self.op = getattr(getattr(torch.ops, space), self.name).default
+        self._dispatcher = torch_private.replace_overload(self.op, self._called)
         self.flops = flops
         KERNEL_OPS[key] = self
         if flops is not None and "torch.utils.flop_counter" in sys.modules:
@@ -254,6 +257,22 @@ class KernelOp(Generic[P, R]):
             return INTERPRET and t.device.type == "cpu" and self.min_arch > 0
         return not self.min_arch or (HAS_TRITON and arch_of(t.device) >= self.min_arch)
 
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """What the registered op does when Python calls it, as compiled code does: it launches where that is all, and
+        asks the dispatcher otherwise, which takes several times as long to arrive at `_dispatched`.
+        """
+        given = (*args, *kwargs.values()) if kwargs else args
+        in_order = not kwargs or self._names[len(args) : len(given)] == (*kwargs,)
+        if in_order and given and type(given[0]) in PLAIN and unseen():
+            out = replaying.now.run(self, given)
+            if out is not NOT_REPLAYED:
+                return _packed(out)
+            if _ORDINARY.issuperset(map(type, given)) and self.launches(given, {}):
+                out = self.launcher(*given)
+                replaying.now.note(self, given)
+                return _packed(out)
+        return self._dispatcher(*args, **kwargs)
+
     def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
         """The registered op's body. Its outputs are contiguous, as its fake says."""
         replayable = not kwargs and (args[0].is_cuda or INTERPRET) and unseen()
@@ -269,6 +288,9 @@ class KernelOp(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<kernel op {self.label}>"
+
+
+torch_private.never_compile(KernelOp._called)  # after a graph break: what it calls would be traced
 
 
 def kernel_op(
@@ -426,7 +448,7 @@ def _packed(out: Any) -> Any:
     """The same with contiguous tensors."""
     if isinstance(out, Tensor):
         return out.contiguous()
-    return tuple(map(_packed, out)) if isinstance(out, tuple) else out
+    return tuple([t.contiguous() for t in out]) if isinstance(out, tuple) else out
 
 
 def register_flops() -> None:
