@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 import fuseops as fo
+from fuseops.run.compiled import Told
 from fuseops.testing.catalogue import Wanted, catalogue
 
 E, D, F = 4, 16, 24
@@ -378,3 +379,21 @@ def test_conditions_know_the_axes_of_x_in_a_trace(shape: tuple[int, ...]) -> Non
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     for ours, eager in zip(step(run, model, x, {}), step(model, model, x, {}), strict=True):
         torch.testing.assert_close(ours, eager)
+
+
+def test_a_trace_asks_the_planner_for_the_conditions_of_an_moe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Traced conditions are guards: a third of all those that every call of an MoE checked."""
+    asked: list[bool] = []
+    ask = Told.conditional
+
+    def conditional(self: Told, *about: Any) -> bool:
+        asked.append(ask(self, *about))
+        return asked[-1]
+
+    monkeypatch.setattr(Told, "conditional", conditional)
+    torch.compiler.reset()
+    moe = fo.MoE(D, F, E, 2)
+    torch.compile(moe, backend="eager", fullgraph=True)(torch.randn(6, D))
+    assert asked == [False]

@@ -22,6 +22,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
 from fuseops.ops.local import unwrapped
 from fuseops.ops.op import OF_EVERY_MODULE
+from fuseops.ops.router import Router
 from fuseops.plan.key import (
     CallFacts,
     OpFacts,
@@ -280,7 +281,7 @@ class UnknownRows:
     def __mul__(self, other: Any) -> UnknownRows:
         return self
 
-    __rmul__ = __mul__
+    __rmul__ = __floordiv__ = __mul__
 
     def __eq__(self, other: object) -> bool:
         raise TypeError("not known")
@@ -424,7 +425,8 @@ class Told:
         if not (known.scan.candidates or known.layers):
             return ()
         first = next((op for op in run.ops if not op.alias), run.ops[0])
-        widths = getattr(first, "normalized_shape", None) or (getattr(first, "in_features", None),)
+        width = first.dim if isinstance(first, Router) else getattr(first, "in_features", None)
+        widths = getattr(first, "normalized_shape", None) or (width,)
         if known.layers or run.chain.outside or len(widths) != 1 or widths[0] is None:
             return None
         if any(site.rule not in BUILTIN_RULES for site in known.scan.candidates):
