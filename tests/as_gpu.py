@@ -3,7 +3,8 @@
     python tests/as_gpu.py
 
 prints, of a repeated step under each recipe, the Python functions that are called, and the kernel ops whose launchers
-run anew, since nothing replays them. What is computed is nonsense. A process of its own: what it replaces stays so.
+run anew, since nothing replays them; of a compiled step, the kernels of the compiler and the ops that the dispatcher is
+asked for besides. What is computed is nonsense. A process of its own: what it replaces stays so.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 import fuseops as fo
 from fuseops import torch_private
-from fuseops.kernels import fp8_paths, replay
+from fuseops.kernels import fp8_paths, registry, replay
 from fuseops.ops import splits
 from fuseops.plan import segment
 
@@ -150,6 +151,44 @@ def moe() -> tuple[nn.Module, Tensor]:
     return fo.MoE(1024, 512, 32, 4, dtype=BF16), torch.randn(64, 1024)
 
 
+def noting(names: list[str], op: registry.KernelOp[..., Any]) -> Callable[..., Any]:
+    """What asks the dispatcher for an op, and notes its name."""
+    ask = op._dispatcher
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        names.append(op.name)
+        return ask(*args, **kwargs)
+
+    return noted
+
+
+def compiled(make: Callable[[], tuple[nn.Module, Tensor]]) -> dict[str, Any]:
+    """Of a compiled step: calls, launches of the compiler's own kernels, ops that went through the dispatcher."""
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    config.force_disable_caches = True  # which ask for more of a device
+    AsyncCompile.cpp_pybinding = lambda *_, **__: lambda *_: launched.append("its own")  # type: ignore[method-assign]
+    launched: list[str] = []
+    for op in registry.KERNEL_OPS.values():
+        op._dispatcher = noting(launched, op)  # type: ignore[method-assign]
+    model, x = make()
+    leaf, run = x.to(BF16).requires_grad_(), torch.compile(model, dynamic=False)
+    leaves = [leaf, *model.parameters()]
+
+    def step() -> None:
+        y = run(leaf)
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    with torch.autograd.set_multithreading_enabled(False), replay.apart():
+        for _ in range(5):
+            step()
+        launched.clear()
+        step()
+        found = dict(Counter(launched))
+        return {"calls": min(calls_in(step) for _ in range(3)), "launched": found}
+
+
 def counted(make: Callable[[], tuple[nn.Module, Tensor]], recipe: Any) -> dict[str, Any]:
     model, x = make()
     leaf = x.to(BF16).requires_grad_()
@@ -176,4 +215,4 @@ if __name__ == "__main__":
         for m in (mlp, linears, moe)
         for name, r in RECIPES.items()
     }
-    print(json.dumps(found, indent=1))
+    print(json.dumps(found | {"moe compiled": compiled(moe)}, indent=1))

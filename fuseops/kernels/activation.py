@@ -10,6 +10,8 @@ Maths (float32, one rounding at each store):
 Shapes: x (..., F) or (..., 2F), probs (...), y and dy (..., F).
 Layout: rows may be strided, columns are contiguous. The gate is the first half of the last axis;
 with interleave = b gate and linear alternate in blocks of b columns.
+Compiled code: what scales stands between products that no compiler fuses with it, so it stays a kernel there; of others
+the compiler gets the twin.
 Hardware: sm_80 and later. Adding a kind: one branch in device/act.py, two lines in reference/activation.py.
 """
 
@@ -91,7 +93,7 @@ def act_fwd(
     return _forward(x, None, kind, interleave, alpha, limit, offset)
 
 
-@kernel_op(twin=reference.scaled_act_fwd, fuses=True, cases=lambda: _cases(probs=True))
+@kernel_op(twin=reference.scaled_act_fwd, cases=lambda: _cases(probs=True))
 def scaled_act_fwd(
     x: Tensor,
     probs: Tensor,
@@ -162,7 +164,7 @@ def _bwd_cases() -> Iterator[tuple[Any, ...]]:
         yield dy, x, None, kind, False, need_y, interleave
 
 
-@kernel_op(twin=reference.scaled_act_bwd, fuses=True, cases=_bwd_cases)
+@kernel_op(twin=reference.scaled_act_bwd, cases=_bwd_cases)
 def scaled_act_bwd(
     dy: Tensor, x: Tensor, probs: Tensor | None, kind: str, need_dprobs: bool = True, need_y: bool = False,
     interleave: int = 0, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0,
