@@ -268,7 +268,7 @@ class KernelOp(Generic[P, R]):
             if out is not NOT_REPLAYED:
                 return _packed(out)
             if _ORDINARY.issuperset(map(type, given)) and self.launches(given, {}):
-                out = self.launcher(*given)
+                out = self.launcher(*given)  # type: ignore[call-arg]
                 replaying.now.note(self, given)
                 return _packed(out)
         return self._dispatcher(*args, **kwargs)
