@@ -35,7 +35,7 @@ from torch.autograd import forward_ad, profiler
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.replay import NOT_REPLAYED, replaying
+from fuseops.kernels.replay import ALIGNED, NOT_REPLAYED, replaying
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -430,12 +430,26 @@ def decided(ask: Callable[..., R], tensors: Sequence[Any], *facts: Any) -> R:
     """What `ask(*tensors, *facts)` says: a repeated step asks nothing twice.
 
     For answers that depend on kinds of tensors (shape, strides, dtype, device) or None, on facts that have a hash, and
-    on the settings of launches, which forget them when they change. Of anything else, as a Quantized, they are asked.
+    on the settings of launches, which forget them when they change. Of anything else, as a Quantized or a tensor that
+    is not aligned, they are asked each time.
     """
     kinds = (*map(type, tensors),)
     if not thread.unseen or not PLAIN_OR_NONE.issuperset(kinds):
         return ask(*tensors, *facts)
-    answer: R = replaying.now.answer(ask, tensors, facts, kinds)
+    given, bits = [], 0
+    for t in tensors:
+        if t is not None:
+            given.append(t)
+            bits |= t.data_ptr()
+    if bits % ALIGNED:
+        return ask(*tensors, *facts)
+    key = ask, facts, kinds
+    answer: R
+    for check, answer in replaying.now.answers.get(key, ()):
+        if check(*given):
+            return answer
+    answer = ask(*tensors, *facts)
+    replaying.now.keep_answer(key, given, answer)
     return answer
 
 

@@ -7,7 +7,7 @@ itself. A launcher that computes something by torch, copies an operand or reads 
 is, and so do operands that are not aligned to 16 bytes, for which Triton compiles other code.
 
 What is decided by kinds of operands and by settings of launches, as which of two kernels is faster, is kept beside the
-replays (`Replays.answer`): what changes a setting forgets both.
+replays (`registry.decided`): what changes a setting forgets both.
 """
 
 from __future__ import annotations
@@ -388,34 +388,12 @@ class Replays(dict[tuple[Any, ...], list[Replay]]):
             kinds.insert(0, Replay(op.launcher, args))
             del kinds[MOST_KINDS:]
 
-    def answer(
-        self,
-        ask: Callable[..., Any],
-        tensors: Sequence[Tensor | None],
-        facts: tuple[Any, ...],
-        kinds: tuple[type, ...],
-    ) -> Any:
-        """What `ask(*tensors, *facts)` says where tensors are alike, which it is asked once. Where one is not aligned
-        it is asked each time.   kinds: of tensors, or None, by type
-        """
-        given, bits, key = [], 0, (ask, facts, kinds)
-        for t in tensors:
-            if t is not None:
-                given.append(t)
-                bits |= t.data_ptr()
-        aligned = not bits % ALIGNED
-        known = self.answers.get(key, ())
-        if aligned:
-            for check, answer in known:
-                if check(*given):
-                    return answer
-        answer = ask(*tensors, *facts)
-        if aligned:
-            if len(self.answers) >= MOST_SHAPES:
-                self.answers.clear()
-            latest = torch_private.tensor_guard(given), answer
-            self.answers[key] = [latest, *known][:MOST_KINDS]
-        return answer
+    def keep_answer(self, key: tuple[Any, ...], given: list[Tensor], answer: Any) -> None:
+        """Keep the answer to a question, for tensors like these."""
+        if len(self.answers) >= MOST_SHAPES:
+            self.answers.clear()
+        latest = torch_private.tensor_guard(given), answer
+        self.answers[key] = [latest, *self.answers.get(key, ())][:MOST_KINDS]
 
 
 class _Replaying:

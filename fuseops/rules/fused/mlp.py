@@ -32,7 +32,7 @@ from fuseops.ops.linear import (
     weight_rows,
     wgrad_input,
 )
-from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, numel, replaced
+from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, new, numel, replaced
 from fuseops.recipes import Operand
 from fuseops.torch_private import is_fake
 
@@ -102,11 +102,12 @@ class DenseMLP(FusedOp):
         first, last = t[self.at], t[-1]
         y, saved, side = self.front.fwd(x, t[: self.at], calls[self.at])
         bias = t[self.at + 1]["bias"] if self.biased else first["bias"]
-        form = form_of(self.act)
-        s = DenseMLPSaved(*saved, None, form, first["weight"], last["weight"], bias)
+        own = form_of(self.act), first["weight"], last["weight"], bias
+        s = new(DenseMLPSaved, (*saved, None, *own))
         h, a = self.activated(s, y, calls)
         del y
-        s = replaced(s, h=h if "h" in keep else None)
+        if "h" in keep:
+            s = new(DenseMLPSaved, (*saved, h, *own))
         del h
         if self.takes_quantized:
             s = replaced(s, x=saved_input(s.x, calls[self.at], again=s.h is None))  # type: ignore[arg-type]
@@ -138,9 +139,10 @@ class DenseMLP(FusedOp):
             kind: str = s.form[0]  # type: ignore[index]
             h, a = K.grouped_swiglu(rows, weight[None], *K.one_group(len(rows), rows), kind=kind)
             return _shaped(h, y), _shaped(a, y)
-        hidden = self.hidden(s, y, call)
         if roles is None:
-            return hidden, K.act_fwd(hidden, *s.form)  # type: ignore[misc, arg-type]
+            h = linear(y, s.fc1, s.bias, call)[0]  # type: ignore[arg-type]
+            return h, K.act_fwd(h, *s.form)  # type: ignore[misc]
+        hidden = self.hidden(s, y, call)
         if self.why_not_codes(s.form, hidden, calls) is None:
             return hidden, coded_swiglu.forward(_rows(hidden), None, None, calls[-1])
         return hidden, K.act_fwd(high(hidden), *s.form)  # type: ignore[misc]
