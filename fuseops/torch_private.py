@@ -606,11 +606,10 @@ def unsafe_view(t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return view
 
 
-def storage_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors lie in a storage, those of the C++ side included."""
-    return (
-        int(torch._C._storage_Use_Count(storage._cdata)) - 1
-    )  # the Python object counts once itself
+def storage_users(t: torch.Tensor) -> int:
+    """How many tensors lie in the storage of t, those of the C++ side included."""
+    storage = t.untyped_storage()  # a Python object that counts once itself
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

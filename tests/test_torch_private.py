@@ -517,17 +517,13 @@ def test_negated_view_flips_the_bit_over_the_same_bytes() -> None:
 
 def test_users_of_a_storage_are_counted() -> None:
     t = torch.ones(4)
-    assert torch_private.storage_users(t.untyped_storage()) == 1
+    assert torch_private.storage_users(t) == 1
     view = t[1:]
-    assert (
-        torch_private.storage_users(t.untyped_storage())
-        == torch_private.storage_users(view.untyped_storage())
-        == 2
-    )
+    assert torch_private.storage_users(t) == torch_private.storage_users(view) == 2
     storage = t.untyped_storage()  # its Python object is no tensor
-    assert torch_private.storage_users(t.untyped_storage()) == 2
+    assert torch_private.storage_users(t) == 2
     del view, storage
-    assert torch_private.storage_users(t.untyped_storage()) == 1
+    assert torch_private.storage_users(t) == 1
 
 
 def test_a_dtensor_is_known_by_the_name_of_its_class() -> None:

@@ -93,11 +93,11 @@ class Mover:
             return LAST_GROUP  # before codes are made
         with self.lock:
             schedule, storage = self.schedule, t.untyped_storage()
-            data = storage if coding is None else encode(storage, coding).untyped_storage()
+            data = as_bytes(storage) if coding is None else encode(storage, coding)
             ready = marks.ready(t) if marks.complete.entries and coding is None else None
             if self.dead:
                 self.tidy()
-            source = Buf(entry.name, data.nbytes(), "device", data, schedule.lanes.compute())
+            source = Buf(entry.name, data.numel(), "device", data, schedule.lanes.compute())
             record = Record(t, storage, source, entry, ledger, self.ref, coding)
             if call is None:
                 leaves = schedule.depart(record, ready)
@@ -189,10 +189,12 @@ class Record(Item):
         storage = None if self._live is None else self._live()
         if storage is None or schedule.lanes.compute() != self._stream:
             buf, offset = schedule.fetch(self)
-            storage, self._start = buf.data, offset
-            if self.coding is not None:
-                coded = as_bytes(buf.data)[offset : offset + self.nbytes]
-                storage, self._start = decode(coded, self.coding), 0
+            data: Tensor = buf.data
+            if self.coding is None:
+                storage = data.untyped_storage()
+                self._start = int(data.storage_offset()) + offset
+            else:
+                storage = decode(data[offset : offset + self.nbytes], self.coding)
             if self.handles > 1:
                 self._live, self._stream = weakref.ref(storage), schedule.lanes.compute()
         return tensor_in(storage, layout, self._start)

@@ -478,7 +478,7 @@ def test_law_13_at_most_two_layers_are_back_at_once(monkeypatch: pytest.MonkeyPa
             nonlocal peak
             buf = super().alloc(nbytes, device, name)
             if device == "device":
-                alive.append((WeakStorage(buf.data), nbytes))
+                alive.append((WeakStorage(buf.data.untyped_storage()), nbytes))
                 peak = max(peak, sum(n for ref, n in alive if not ref.expired()))
             return buf
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fuseops.torch_private import storage_users
+from fuseops.torch_private import nothing, storage_users
 
 from .host_memory import DATA, HostMemory, copy_all
 from .protocol import Buf, Event, Lane, Place
@@ -48,7 +48,7 @@ class CpuLanes:
 
     def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
         if device == "device":
-            return Buf(name, nbytes, device, torch.UntypedStorage(nbytes))  # type: ignore[no-untyped-call]
+            return Buf(name, nbytes, device, nothing(torch.uint8, CPU).new_empty(nbytes))
         return self._host.alloc(nbytes, name)
 
     def free(self, buf: Buf) -> None:
@@ -60,7 +60,7 @@ class CpuLanes:
                     self.wait("d2h", after)
                 self._put("d2h", lambda: data.fill_(POISON))
             self.arena.give(buf.slab, after)
-        elif self._poison and storage_users(data) == 0:
+        elif self._poison and storage_users(data) == 1:
             data.fill_(POISON)
 
     def copy(

@@ -55,7 +55,7 @@ class CudaLanes:
 
     def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
         if device == "device":
-            data = torch.UntypedStorage(nbytes, device=self.device)  # type: ignore[no-untyped-call]
+            data = torch_private.nothing(torch.uint8, self.device).new_empty(nbytes)
             return Buf(name, nbytes, device, data, self.compute())
         return self._host.alloc(nbytes, name)
 

@@ -3,9 +3,7 @@
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
-from torch import Tensor, UntypedStorage
-
-from fuseops.offload.storages import as_bytes
+from torch import Tensor
 
 from .arena import Arena
 from .protocol import Buf, NoRoomError
@@ -13,23 +11,13 @@ from .protocol import Buf, NoRoomError
 DATA = attrgetter("data")
 
 
-def copy_all(
-    sources: Sequence[Tensor | UntypedStorage],
-    target: Tensor | UntypedStorage,
-    offsets: Sequence[int],
-) -> None:
-    """Copy bytes to their places in other ones, on the current stream."""
-    into, given = _flat(target), list(map(_flat, sources))
-    if len(given) == 1 and given[0].numel() == into.numel():  # what is moved alone
-        into.copy_(given[0], non_blocking=True)
+def copy_all(sources: Sequence[Tensor], target: Tensor, offsets: Sequence[int]) -> None:
+    """Copy flat bytes to their places in other ones, on the current stream."""
+    if len(sources) == 1 and sources[0].numel() == target.numel():  # what is moved alone
+        target.copy_(sources[0], non_blocking=True)
         return
-    for source, offset in zip(given, offsets, strict=True):
-        into[offset : offset + source.numel()].copy_(source, non_blocking=True)
-
-
-def _flat(data: Tensor | UntypedStorage) -> Tensor:
-    """The data of a buffer, as a flat tensor of bytes."""
-    return as_bytes(data) if isinstance(data, UntypedStorage) else data
+    for source, offset in zip(sources, offsets, strict=True):
+        target[offset : offset + source.numel()].copy_(source, non_blocking=True)
 
 
 class HostMemory:

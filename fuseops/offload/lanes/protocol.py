@@ -55,7 +55,7 @@ def not_implied(after: Sequence[Event | None], compute: object) -> Sequence[Even
 class Buf:
     """A `Buf` is a buffer of bytes on the device or the host.
 
-    data   what the lanes keep here: a storage, on the host a flat uint8 tensor, or nothing in a simulation
+    data   what the lanes keep here: a flat uint8 tensor, or nothing in a simulation
     after  of host bytes that were freed and are used again: the copy that may still read them
     slab   of host bytes: their place in the arena
     owner  of device bytes: the compute lane that may use them again once they are freed
