@@ -42,13 +42,12 @@ class Normed(NamedTuple):
 class _ZeroCentered:
     """A `_ZeroCentered` is a norm that may multiply by 1 + weight, the weight beginning at 0."""
 
-    _zero_centered: bool
-    weight_offset: float  # what is added to the weight
+    _weight_offset: float  # what is added to the weight: 1 where it is zero-centered
 
     @property
     def zero_centered_gamma(self) -> bool:
         """Whether 1 is added to the weight. Read-only: a backward that is under way would read another."""
-        return self._zero_centered
+        return bool(self._weight_offset)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()  # type: ignore[misc]
@@ -92,7 +91,7 @@ class RMSNorm(_ZeroCentered, Op[RMSNormSaved], nn.RMSNorm):
         zero_centered_gamma: bool = False,
     ) -> None:
         check_numbers("RMSNorm", 0, eps=0 if eps is None else eps)
-        self._zero_centered, self.weight_offset = zero_centered_gamma, float(zero_centered_gamma)
+        self._weight_offset = float(zero_centered_gamma)
         nn.RMSNorm.__init__(self, normalized_shape, eps, elementwise_affine, device, dtype)
 
     def out_shape(self, shape: Shape) -> Shape:
@@ -117,7 +116,7 @@ class RMSNorm(_ZeroCentered, Op[RMSNormSaved], nn.RMSNorm):
         self, x: Tensor, params: Params, eps: float, residual: Tensor | None = None, dims: int = 1
     ) -> Normed:
         """The norm of x over its last `dims` axes, or over the last of x + residual."""
-        weight, offset = params["weight"], self.weight_offset
+        weight, offset = params["weight"], self._weight_offset
         if residual is None:
             y, rstd = K.rmsnorm_fwd(x, weight, eps, offset, dims)
             return Normed(y, x, None, rstd)
@@ -135,7 +134,7 @@ class RMSNorm(_ZeroCentered, Op[RMSNormSaved], nn.RMSNorm):
         x, weight, rstd = saved
         wanted = "weight" in needs
         dtype = None if weight is None else weight.dtype
-        given: Any = dy, x, weight, rstd, dres, wanted, self.weight_offset, dtype
+        given: Any = dy, x, weight, rstd, dres, wanted, self._weight_offset, dtype
         dx, dweight = K.rmsnorm_bwd(*given)
         return Grads(dx, {"weight": dweight} if wanted else None)
 
@@ -215,7 +214,7 @@ class LayerNorm(_ZeroCentered, Op[LayerNormSaved], nn.LayerNorm):
         zero_centered_gamma: bool = False,
     ) -> None:
         check_numbers("LayerNorm", 0, eps=eps)
-        self._zero_centered, self.weight_offset = zero_centered_gamma, float(zero_centered_gamma)
+        self._weight_offset = float(zero_centered_gamma)
         nn.LayerNorm.__init__(self, normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def out_shape(self, shape: Shape) -> Shape:
@@ -238,7 +237,7 @@ class LayerNorm(_ZeroCentered, Op[LayerNormSaved], nn.LayerNorm):
         self, x: Tensor, params: Params, eps: float, residual: Tensor | None = None, dims: int = 1
     ) -> Normed:
         """The norm of x over its last `dims` axes, or over the last of x + residual."""
-        own = params["weight"], params["bias"], eps, self.weight_offset
+        own = params["weight"], params["bias"], eps, self._weight_offset
         if residual is None:
             y, mean, rstd = K.layernorm_fwd(x, *own, dims)
             return Normed(y, x, mean, rstd)
@@ -258,7 +257,7 @@ class LayerNorm(_ZeroCentered, Op[LayerNormSaved], nn.LayerNorm):
             return Grads(None, {"bias": K.bias_bwd(rows).view(shape)})  # type: ignore[arg-type]
         wanted = "weight" in needs, "bias" in needs
         dtype = None if weight is None else weight.dtype
-        given: Any = dy, x, weight, mean, rstd, dres, *wanted, self.weight_offset, dtype
+        given: Any = dy, x, weight, mean, rstd, dres, *wanted, self._weight_offset, dtype
         dx, *made = K.layernorm_bwd(*given)
         params = {n: t for n, t in zip(("weight", "bias"), made, strict=True) if n in needs}
         return Grads(dx, params)

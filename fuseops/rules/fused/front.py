@@ -79,7 +79,7 @@ class Front:
         eps = self.norm.epsilon(x.dtype)
         scaling = None if call.precision.roles is None else self.codes(x, call)
         if scaling is not None:
-            given = params["weight"], eps, scaling.data, self.norm.weight_offset
+            given = params["weight"], eps, scaling.data, self.norm._weight_offset
             data, scale, h, rstd = K.rmsnorm_operand(x, residual, *given)
             h = x if residual is None else h
             y: Any = Quantized(Layout(data, scale), None, scaling, None, x.dtype)
@@ -102,7 +102,7 @@ class Front:
             params = {"weight": s.gamma, "bias": s.beta}
             y = self.norm.normed(s.x, params, s.eps).y
             return y if compute is None else _cast(y, compute)
-        row, col, offset = None, None, self.norm.weight_offset
+        row, col, offset = None, None, self.norm._weight_offset
         if columns:
             col = Layout(*K.rmsnorm_columns(s.x, s.gamma, s.rstd, scaling.data, offset))
         else:
