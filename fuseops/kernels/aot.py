@@ -252,7 +252,7 @@ def compile_row(row: Row) -> dict[str, Any]:
     usage = _resource_usage(kernel.asm["cubin"])
     ptx = kernel.asm["ptx"]
     unsafe = re.search(r"cvt\.rn\.(?!satfinite)\S*e[45]m[23]x2\.f32", ptx)
-    misreads = misread(ptx)
+    misreads, contractions = misread(ptx), contracted(ptx)
     tmem = kernel.metadata.tmem_size or 0  # columns of the tensor memory of Blackwell
     mma = next((name for name in ("tcgen05.mma", "wgmma.mma", "mma.sync") if name in ptx), "")
     return (
@@ -266,6 +266,7 @@ def compile_row(row: Row) -> dict[str, Any]:
         | ({"tmem": tmem} if tmem else {})
         | ({"unsafe": unsafe[0]} if unsafe else {})
         | ({"misread": misreads} if misreads else {})
+        | ({"contracted": contractions} if contractions else {})
     )
 
 
@@ -281,6 +282,17 @@ def misread(ptx: str) -> list[str]:
         used = re.findall(r"%rs\d+", line)
         (packed if re.match(r"mov\.b(32|64)\s+%rd?\d+, {", line) else alone).update(used)
     return sorted(packed & alone & set(pairs.findall(ptx)))
+
+
+def contracted(ptx: str) -> list[str]:
+    """What other lanes gave that a product is added to in one rounding.
+
+    Each lane rounds its own product then and not the other's, so that the lanes of a row hold sums that differ, and
+    race to store them: `device.reduce.apart` rounds a product first.
+    """
+    given = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", ptx))
+    added = set(re.findall(r"fma\.rn\.f32\s+%r\d+, %r\d+, %r\d+, (%r\d+);", ptx))
+    return sorted(given & added)
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
@@ -310,6 +322,8 @@ def problem_of(row: Row, result: dict[str, Any], release: str | None = None) -> 
         return f"converts to FP8 without saturation: {result['unsafe']}"
     if "misread" in result:
         return f"ptxas misreads conversions to FP8: {', '.join(result['misread'])}"
+    if "contracted" in result:
+        return f"adds products to what other lanes gave: {', '.join(result['contracted'])}"
     others = {} if (release or configs.triton_release()) == PINNED else SPILLS_OF_OTHERS
     if result["stack"] > (SPILLS_ALLOWED | others).get(row.kernel, (0, ""))[0]:
         return f"spills {result['stack']} bytes"

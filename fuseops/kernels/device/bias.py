@@ -4,7 +4,14 @@ import triton
 import triton.language as tl
 
 from fuseops.kernels.device.quantize_columns import group_at_block
-from fuseops.kernels.device.reduce import add_rows, after_launch, before_launch, fold, overlapped
+from fuseops.kernels.device.reduce import (
+    add_rows,
+    after_launch,
+    before_launch,
+    fold,
+    overlapped,
+    row_dots,
+)
 
 NEVER = tl.constexpr(2147483647)
 
@@ -99,7 +106,7 @@ def grouped_bias_bwd_kernel(
             probs = tl.load(probs_ptr + rows, mask=rows < count, other=0.0)
         if NEED_DPROBS:
             # fma: no other sum takes the product in, so that all lanes of a row round alike
-            dots = tl.sum(tl.fma(dy, bias, 0.0), axis=1)
+            dots = row_dots(dy, bias)
             tl.store(dots_ptr + rows, dots, mask=rows < count)
         if SCALED:
             dy *= probs[:, None]

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from fuseops.kernels.device.reduce import apart
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 EACH = tl.constexpr(8)  # logits of a lane that share one running maximum
@@ -72,9 +74,9 @@ def _statistics(
     top = tl.max(most, axis=0)
     shift = tl.where(top == -float("inf"), 0.0, top)
     rest = tl.exp2(most - shift)
-    sum_of_all = tl.sum(total * rest, axis=0)
+    sum_of_all = tl.sum(apart(total, rest), axis=0)
     lse = (top + tl.log2(sum_of_all)) * LN2
-    mean = tl.sum(moment * rest, axis=0) * inverse / sum_of_all
+    mean = tl.sum(apart(moment, rest), axis=0) * inverse / sum_of_all
     return lse, mean, tl.sum(smooth, axis=0) * inverse
 
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from fuseops.kernels.device.norm import at_heads
-from fuseops.kernels.device.reduce import before_launch, fold, overlapped
+from fuseops.kernels.device.reduce import apart, before_launch, fold, overlapped, row_dots
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -33,7 +33,7 @@ def layernorm_fwd_kernel(
         x = h.to(tl.float32)
     mean = tl.sum(x, axis=1) / N
     x = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(tl.fma(x, x, 0.0), axis=1) / N + eps)
+    rstd = tl.rsqrt(row_dots(x, x) / N + eps)
     tl.store(mean_ptr + rows, mean, mask=rows < R)
     tl.store(rstd_ptr + rows, rstd, mask=rows < R)
     y = x * rstd[:, None]
@@ -80,12 +80,11 @@ def layernorm_bwd_kernel(
         if NEED_DB:
             total_b += fold(dy, AT_ONCE)
         if KEEP:
-            dy *= weight
+            dy = apart(dy, weight)
         elif HAS_WEIGHT:
-            dy *= (
-                tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset
-            )
-        along = (tl.sum(dy * x_hat, axis=1) / N)[:, None]
+            weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+            dy = apart(dy, weight + weight_offset)
+        along = (row_dots(dy, x_hat) / N)[:, None]
         dx = (dy - (tl.sum(dy, axis=1) / N)[:, None] - x_hat * along) * rstd
         if HAS_DRES:
             dx += tl.load(dres_ptr + (rows * stride_dres)[:, None] + cols, mask=mask, other=0.0).to(

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.reduce import before_launch, fold, overlapped
+from fuseops.kernels.device.reduce import before_launch, fold, overlapped, row_dots
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def normed(
         h = x.to(h_ptr.dtype.element_ty)  # the norm sees what is stored
         tl.store(h_ptr + (rows * N)[:, None] + cols, h, mask=mask)
         x = h.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(tl.fma(x, x, 0.0), axis=1) / (N if MEAN else 1) + eps)
+    rstd = tl.rsqrt(row_dots(x, x) / (N if MEAN else 1) + eps)
     tl.store(rstd_ptr + rows, rstd, mask=rows < R)
     y = x * rstd[:, None]
     if HAS_WEIGHT:
@@ -94,7 +94,7 @@ def rmsnorm_bwd_kernel(
             dy *= (
                 tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset
             )
-        dx = (dy - x_hat * (tl.sum(dy * x_hat, axis=1) / (N if MEAN else 1))[:, None]) * rstd
+        dx = (dy - x_hat * (row_dots(dy, x_hat) / (N if MEAN else 1))[:, None]) * rstd
         if HAS_DRES:
             dx += tl.load(dres_ptr + (rows * stride_dres)[:, None] + cols, mask=mask, other=0.0).to(
                 tl.float32

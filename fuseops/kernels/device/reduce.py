@@ -28,6 +28,20 @@ def overlapped(PDL: tl.constexpr):
 
 
 @triton.jit
+def apart(x, y):
+    """x * y, rounded before it is added to anything. A product that is contracted with the exchange between lanes is
+    exact in its own lane and rounded in the other: lanes that hold one sum differ, and race to store it.
+    """
+    return tl.fma(x, y, 0.0)
+
+
+@triton.jit
+def row_dots(x, y):
+    """(B, N), (B, N) -> (B,): the same in every lane of a row."""
+    return tl.sum(apart(x, y), axis=1)
+
+
+@triton.jit
 def fold(x, AT_ONCE: tl.constexpr):
     """(B, N) -> (AT_ONCE, N): sums of rows AT_ONCE apart. Where a thread holds these, nothing moves."""
     return tl.sum(tl.reshape(x, (x.shape[0] // AT_ONCE, AT_ONCE, x.shape[1])), axis=0)

@@ -6,6 +6,7 @@
 import triton
 import triton.language as tl
 
+from fuseops.kernels.device.reduce import row_dots
 from fuseops.kernels.device.router import TINY, exponentials, load_logits
 
 
@@ -59,9 +60,9 @@ def router_bwd_kernel(
         s = tl.where(slots < K, tl.sigmoid(chosen), 0.0)
     if NORMALIZE:
         sums = tl.sum(s, axis=1)[:, None] + (0.0 if SOFTMAX and not ALL else TINY)
-        d = (d - tl.sum(d * s, axis=1)[:, None] / sums) / sums
+        d = (d - row_dots(d, s)[:, None] / sums) / sums
     if WHOLE:
-        dot = tl.sum(d * s, axis=1)[:, None]
+        dot = row_dots(d, s)[:, None]
         d = (d - dot) * s
         each = -dot / total
         for p in tl.static_range(PIECES):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.reduce import after_launch, before_launch
+from fuseops.kernels.device.reduce import after_launch, apart, before_launch, row_dots
 from fuseops.kernels.device.router import TINY, load_logits, scores_of, softmax_terms
 
 
@@ -57,7 +57,7 @@ def sum_loss_kernel(
     loss = z * tl.sum(squares)
     if BALANCED:
         counts = tl.load(counts_ptr + cols, mask=cols < E, other=0).to(tl.float32)
-        loss += balance * tl.sum(tl.sum(shares, axis=0)[None, :] * counts)
+        loss += balance * tl.sum(apart(tl.sum(shares, axis=0)[None, :], counts))
     tl.store(loss_ptr, loss)
 
 
@@ -77,11 +77,11 @@ def router_loss_bwd_kernel(
     if BALANCED:
         slope = balance * tl.load(counts_ptr + cols, mask=cols < E, other=0).to(tl.float32)
         if SOFTMAX:
-            d += shares * (slope - tl.sum(slope * shares, axis=1)[:, None])
+            d += shares * (slope - row_dots(slope, shares)[:, None])
         else:
             scores = scores_of(logits, largest, total, False)
             whole = tl.sum(scores, axis=1)[:, None] + TINY
-            mean = tl.sum(slope * scores, axis=1)[:, None] / whole
+            mean = row_dots(slope, scores)[:, None] / whole
             d += (slope - mean) / whole * scores * (1.0 - scores)
     at = (tokens * E)[:, None] + cols
     y = tl.load(dlogits_ptr + at, mask=mask, other=0.0) + dloss * d
