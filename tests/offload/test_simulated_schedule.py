@@ -19,9 +19,9 @@ from fuseops.offload.lanes.simulated import (
     SimulatedLanes,
     Wait,
 )
-from fuseops.offload.planning.cost_model import Choice, CostModel
+from fuseops.offload.planning.cost_model import Choice, CostModel, Prediction
 from fuseops.offload.planning.profile import Profile
-from fuseops.offload.planning.simulate import LinkSettings, simulate
+from fuseops.offload.planning.simulate import LinkSettings, Simulation, simulate
 from fuseops.offload.schedule import LAST_GROUP, Item, Schedule
 
 settings_drawn = st.builds(
@@ -228,11 +228,7 @@ def test_the_prediction_is_the_simulation(
         coded=coded,
     )
     assert done.stayed == {}
-    if any(op.lane == "network" for op in profile.ops):
-        late = prediction.seconds - done.seconds
-        assert -1e-12 <= late <= prediction.stall + prediction.recompute + 1e-12
-    else:
-        assert prediction.stall == pytest.approx(done.stall, abs=1e-12)
+    predicts(profile, prediction, done, within=1e-12)
     assert prediction.recompute == pytest.approx(done.recompute + done.coding)
     assert (prediction.peak, prediction.top) == (done.peak, done.peak_position)
     assert prediction.host == done.host
@@ -247,4 +243,15 @@ def test_transfers_of_several_are_predicted_closely(data: Any, profile: Profile)
     leave = data.draw(st.frozensets(st.sampled_from(range(len(model.items)))))
     prediction = model.predict(Choice(leave, frozenset()))
     done = simulate(profile, [k for item in leave for k in model.items[item]], LINK, settings)
-    assert prediction.stall == pytest.approx(done.stall, rel=0.05, abs=1e-5)
+    predicts(profile, prediction, done, within=max(0.05 * done.stall, 1e-5))
+
+
+def predicts(profile: Profile, prediction: Prediction, done: Simulation, within: float) -> None:
+    """Stalls are those of the simulation, but for so many seconds. Where a network hides some of them, no step is
+    predicted shorter than it is.
+    """
+    if any(op.lane == "network" for op in profile.ops):
+        late = prediction.seconds - done.seconds
+        assert -within <= late <= prediction.stall + prediction.recompute + within
+    else:
+        assert prediction.stall == pytest.approx(done.stall, abs=within)
