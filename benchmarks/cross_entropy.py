@@ -103,6 +103,19 @@ def beyond(call: measure.Call, x: Tensor, weight: Tensor) -> float:
     return round((peak - before - x.nbytes - weight.nbytes) / MIB, 1)
 
 
+def into_main_grad(x: Tensor, weight: Tensor, targets: Tensor, gradients: str, mib: int) -> float:
+    """MiB at the peak of a step beyond what was there and dX, where a float32 `main_grad` takes dW."""
+    made = head(len(weight), weight, gradients, mib * MIB)
+    made.accumulate_into_main_grad = True
+    made.weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def step() -> None:
+        made(x, targets=targets).backward()
+        x.grad = None
+
+    return beyond(step, x, weight[:0])
+
+
 def errors() -> dict[str, Any]:
     """Of dX and dW at logits of 30, against float64: chunks, and whole bf16 logits."""
     tokens, vocab = 512, 32000
@@ -130,6 +143,8 @@ def cell(name: str, options: argparse.Namespace) -> dict[str, Any]:
     targets = torch.randint(0, vocab, (tokens,), device="cuda")
     calls = steps(x, weight, targets, options.peers)
     memory = {n: beyond(call, x, weight) for n, call in calls.items() if n != "gemms"}
+    for way, mib in (("forward", 512), ("backward", 256)):
+        memory[f"{way}_{mib} into main_grad"] = into_main_grad(x, weight, targets, way, mib)
     us = measure.in_turn(calls, options.rounds, options.span)
     peers = [n for n in calls if n not in OURS]
     fastest = measure.medians(us)["forward_512"]

@@ -6,7 +6,8 @@ Every step runs as fuseops and as plain torch over the same weights, eager and c
 ratios of each round: eager over eager torch, compiled over torch.compile of the plain module. `graph` is fuseops under
 torch.compile(mode="reduce-overhead"). The forward keeps its graph; the backward makes all gradients anew.
 `--one-thread` runs backwards in the thread that calls them, as `torch.autograd.set_multithreading_enabled(False)` does.
-`--recipes` times the steps under recipes instead, every GEMM quantized, with ratios over fuseops in bf16.
+`--recipes` times the steps under recipes instead, every GEMM quantized (`strict=True`), with ratios over fuseops in
+bf16; `chosen` are those of recipes that leave what cannot gain in bf16, as they do without being told.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ RECIPES = {
     "current": Current(),
     "current_kept": Current(weights="step"),
 }
+CHOSEN = (
+    "block",
+    "current",
+)  # recipes that run as users set them too: layers that cannot gain stay in bf16
 
 
 class SwiGLU(nn.Module):
@@ -140,12 +145,13 @@ def under_recipes(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Medians of one step in bf16 and under every recipe, and how many times as long each takes."""
     step = STEPS[name](options.device)
 
-    def quantized(recipe: Any, x: Tensor) -> Tensor:
-        with fo.recipe(recipe, strict=True):
+    def quantized(recipe: Any, strict: bool, x: Tensor) -> Tensor:
+        with fo.recipe(recipe, strict=strict):
             return step.ours(x)
 
     leaves = [step.x, *step.ours.parameters()]
-    forwards = {"bf16": step.ours, **{n: partial(quantized, r) for n, r in RECIPES.items()}}
+    forwards = {"bf16": step.ours, **{n: partial(quantized, r, True) for n, r in RECIPES.items()}}
+    forwards |= {f"{n}, chosen": partial(quantized, RECIPES[n], False) for n in CHOSEN}
     timers = {}
     for key, forward in forwards.items():
         call = layers.training_step(partial(forward, step.x), torch.ones_like(step.x), leaves)
@@ -153,7 +159,7 @@ def under_recipes(name: str, options: argparse.Namespace) -> dict[str, Any]:
             call()
         timers[key] = partial(measure.host_us, call, CALLS)
     us = measure.in_rounds(timers, options.rounds, heat=1)
-    over = {n: measure.paired(us["bf16"], us[n]) for n in RECIPES}
+    over = {n: measure.paired(us["bf16"], us[n]) for n in us if n != "bf16"}
     return {"us": measure.medians(us), "over_bf16": over}
 
 

@@ -16,6 +16,7 @@ Hardware: sm_80 and later.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,15 +33,19 @@ from fuseops.kernels.tiles import as_heads, as_rows, cdiv, pow2, require
 BOTH_SUMS = 1 << 13
 
 
-def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """As of RMSNorm, with two sums in registers: loads ahead, of one program a multiprocessor where rows are long."""
+def _bwd_candidates(dims: tuple[int, ...], itemsize: int, residual: bool = False) -> list[Config]:
+    """As of RMSNorm, with two sums in registers: loads ahead, of one program a multiprocessor where rows are long, and
+    further ahead where no gradient of a residual is loaded too.
+    """
     n = pow2(dims[-1])
+    row = n * itemsize
     warps = pow2(n // 256, most=32, least=4)
     choices = [(max(2048 // n, 1), warps, 2, 2), (max(2048 // n, 1), warps, 1, 3)]
-    if 1 << 11 <= n * itemsize <= 1 << 13:
-        rows = (1 << 14) // (n * itemsize)
-        choices = [(rows, 8, 1, 4), (1, 8, 2, 3)]
-    elif n * itemsize > 1 << 13:  # wider rows leave no room to load ahead
+    if 1 << 11 <= row <= 1 << 13:
+        choices = [((1 << 14) // row, 8, 1, 3), (1, 8, 2, 3)]
+        if row == 1 << 13 and not residual:
+            choices.insert(0, (2, 16, 1, 4))
+    elif row > 1 << 13:  # wider rows leave no room to load ahead
         choices = [(1, warps, 2 if n <= 8192 else 1, 1)]
     return [
         {"BLOCK_R": r, "BLOCK_N": n, "STAGES": stages, "PER_SM": per_sm, "num_warps": w}
@@ -50,6 +55,7 @@ def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 FWD = Space("layernorm_fwd", norm.FWD.candidates, norm.fwd_default)
 BWD = Space("layernorm_bwd", _bwd_candidates)
+ADD_BWD = Space("add_layernorm_bwd", partial(_bwd_candidates, residual=True))
 
 
 def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple[Any, ...]]:
@@ -124,9 +130,7 @@ def layernorm_bwd(
     x3, dy3, rows = as_heads(x, dims), as_heads(dy, dims), rstd.numel()
     dres2 = x if dres is None else as_rows(dres, dims)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    config = dict(BWD.pick(rows, (n,), x))
-    if dres is not None:  # a third matrix takes the room of a stage
-        config["STAGES"] = min(config["STAGES"], 3)
+    config = dict((BWD if dres is None else ADD_BWD).pick(rows, (n,), x))
     programs = tiles.row_programs(rows, 1, config, x)
     wanted = need_dw, need_db and n <= BOTH_SUMS
     sums = torch.empty(sum(wanted), programs, n, dtype=torch.float32, device=x.device)

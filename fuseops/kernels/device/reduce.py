@@ -27,12 +27,19 @@ def overlapped(PDL: tl.constexpr):
         gdc_wait()
 
 
+LANES = tl.constexpr(1024)  # of a program, at most: of a wider row each holds several elements
+
+
 @triton.jit
 def apart(x, y):
-    """x * y, rounded before it is added to anything. A product that is contracted with the exchange between lanes is
-    exact in its own lane and rounded in the other: lanes that hold one sum differ, and race to store it.
+    """x * y, rounded before lanes exchange it. A product that is contracted with the exchange is exact in its own lane
+    and rounded in the other: lanes that hold one sum differ, and race to store it. Lanes with several elements of a
+    row exchange their sum.
     """
-    return tl.fma(x, y, 0.0)
+    if x.shape[-1] > LANES:
+        return x * y
+    else:
+        return tl.fma(x, y, 0.0)
 
 
 @triton.jit
