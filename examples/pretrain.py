@@ -153,6 +153,9 @@ def mesh_of(c: argparse.Namespace, device: str) -> DeviceMesh:
     """pp: stages of the model.  dp: ranks with the same experts.  ep: ranks with other experts, and other tokens."""
     data = dist.get_world_size() // c.pp
     ep = 1 if c.stock else (c.ep or data)
+    if data * c.pp != dist.get_world_size() or data % ep:
+        parts, ranks = f"--pp {c.pp}, --ep {ep}", dist.get_world_size()
+        raise SystemExit(f"{parts}: {ranks} ranks are no multiple of {c.pp} x {max(ep, 1)}")
     return init_device_mesh(device, (c.pp, data // ep, ep), mesh_dim_names=("pp", "dp", "ep"))
 
 

@@ -184,6 +184,13 @@ def _dispatch(layer: Composed) -> Any:
     return layer._modules.get("dispatch")
 
 
+def expert_meshes(model: nn.Module) -> set[DeviceMesh]:
+    """What the experts of a model are spread over."""
+    lent = (vars(m).get(SPREAD) for m in model.modules())
+    own = {m.exchange.mesh for m in model.modules() if isinstance(m, ExpertDispatch)}
+    return own | {spread.keywords["mesh"] for spread in lent if spread is not None}
+
+
 def of_transformers(module: nn.Module) -> bool:
     """Whether it is a module of experts as transformers writes them."""
     return {"has_gate", "is_transposed", "num_experts"} <= vars(module).keys()

@@ -20,9 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+
+from .experts import expert_meshes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -68,9 +71,28 @@ def param_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     """The parameters of a model by their mesh, for an optimizer whose fused or foreach steps take one mesh at a time.
 
     options: of every group, such as weight_decay.
+    Raises FuseOpsError where `fully_shard` left out ranks that experts are spread over: these have tokens of their own,
+    and parameters would drift apart.
     """
+    _check_reduced(model)
     wanted = [p for p in model.parameters() if p.requires_grad]
     return [{"params": found, **options} for found in by_mesh(wanted).values()]
+
+
+def _check_reduced(model: nn.Module) -> None:
+    """Raise FuseOpsError unless FSDP2 reduces gradients over all ranks that experts of the model are spread over."""
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return
+    for experts in expert_meshes(model):
+        ranks = set(experts.mesh.flatten().tolist())
+        for name, p in model.named_parameters():
+            mesh = p.device_mesh if torch_private.is_dtensor(type(p)) else None  # type: ignore[attr-defined]
+            if mesh is not None and not ranks <= set(mesh.mesh.flatten().tolist()):
+                raise FuseOpsError(
+                    f"{name} is sharded over {mesh}, without ranks that experts are spread over ({experts}): each of "
+                    "these has tokens of its own, and nobody would reduce its gradient over them. "
+                    "`fully_shard(module, mesh=every)` with every = mesh._flatten('every') of both dimensions."
+                )
 
 
 def by_mesh(tensors: Iterable[Any]) -> dict[Any, list[Any]]:

@@ -19,11 +19,12 @@ import schedule_laws
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from expert_laws import close, layer, whole
+from expert_laws import close, layer, raises, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fuseops as fo
@@ -108,6 +109,17 @@ def law_steps_equal_one_process() -> None:
         for mine, theirs in zip(got, want, strict=True):
             close(mine, theirs, "norm")
         same(model, many, alone, one)
+
+
+def law_ranks_that_fsdp_leaves_out_are_refused() -> None:
+    """Experts over "ep" beside others over "dp" alone: these would never hear of the other tokens."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = net()
+    parallelize_module(model, mesh["ep"], ExpertParallel())
+    param_groups(model)  # nothing is sharded by FSDP2 yet
+    experts = {p for p in model.parameters() if isinstance(p, DTensor)}
+    fully_shard(model, mesh=mesh["dp"], ignored_params=experts)
+    raises("first.weight is sharded over", lambda: param_groups(model))
 
 
 def saves(folder: str) -> None:
