@@ -202,7 +202,8 @@ def linear_cross_entropy_bwd(
     lse, expected = lse.contiguous(), expected.contiguous()
     rows = [lse, lse, lse, expected]  # loss and logp are not written
     grads = [g.to(lse.dtype).contiguous() for g in grads]
-    dx, dweight = _empty(x, needs[0], torch.float32), _empty(weight, needs[1], weight.dtype)
+    dx = _empty(x, needs[0], torch.float32)
+    dweight = _empty(weight, needs[1] and main_grad is None, weight.dtype)
     dbias = _empty(weight[:, 0], needs[2], torch.float32)
     total = _total(class_weights, x)
     for s, logits in _class_chunks(x, weight, bias, chunk_bytes):
@@ -226,7 +227,7 @@ def linear_cross_entropy_bwd(
             torch.mm(logits.t(), x, out=dweight[s])
         if needs[2]:
             dbias[s] = bias_bwd(logits)
-    return dx.to(x.dtype), dweight if main_grad is None else x.new_empty(0), dbias
+    return dx.to(x.dtype), dweight, dbias
 
 
 @kernel_op(
