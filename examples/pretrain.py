@@ -151,11 +151,10 @@ def stages_of(c: argparse.Namespace, rank: int, bf16: bool) -> list[Stage]:
 
 def mesh_of(c: argparse.Namespace, device: str) -> DeviceMesh:
     """pp: stages of the model.  dp: ranks with the same experts.  ep: ranks with other experts, and other tokens."""
-    data = dist.get_world_size() // c.pp
+    data, rest = divmod(dist.get_world_size(), c.pp)
     ep = 1 if c.stock else (c.ep or data)
-    if data * c.pp != dist.get_world_size() or data % ep:
-        parts, ranks = f"--pp {c.pp}, --ep {ep}", dist.get_world_size()
-        raise SystemExit(f"{parts}: {ranks} ranks are no multiple of {c.pp} x {max(ep, 1)}")
+    if rest or data % ep:
+        raise SystemExit(f"--pp {c.pp} x --ep {ep} does not divide {dist.get_world_size()} ranks")
     return init_device_mesh(device, (c.pp, data // ep, ep), mesh_dim_names=("pp", "dp", "ep"))
 
 
@@ -305,16 +304,14 @@ class Run:
             return
         model, optimizer = get_state_dict(self.model, self.optimizer, options=FLAT)
         load({"model": model, "optimizer": optimizer}, checkpoint_id=found[-1])  # in place
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=FLAT
-        )  # fmt: skip
+        states: Any = {"model_state_dict": model, "optim_state_dict": optimizer}
+        set_state_dict(self.model, self.optimizer, **states, options=FLAT)
         self.step = int(found[-1].name.removeprefix("step-"))
 
 
 def log(run: Run, loss: float, seconds: float) -> None:
-    c = run.c
-    rate = c.batch * c.context / seconds
-    said = f"step {run.step} loss {loss:.6f} {rate / c.pp:,.0f} tokens/s a rank"
+    rate = run.c.batch * run.c.context / seconds
+    said = f"step {run.step} loss {loss:.6f} {rate / run.c.pp:,.0f} tokens/s a rank"
     if run.device.type == "cuda":
         peak = torch.cuda.memory_stats()["active_bytes.all.peak"] / 2**30
         said += f" MFU {6 * run.active * rate / PEAK_FLOPS:.1%} peak {peak:.2f} GiB"
