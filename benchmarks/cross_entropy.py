@@ -91,8 +91,8 @@ def steps(x: Tensor, weight: Tensor, targets: Tensor, peers: list[str]) -> dict[
     return found
 
 
-def beyond(call: measure.Call, x: Tensor, weight: Tensor) -> float:
-    """MiB at the peak of a step beyond what was there, dX and dW."""
+def beyond(call: measure.Call, *given: Tensor) -> float:
+    """MiB at the peak of a step beyond what was there and the gradients of `given`."""
     call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -100,7 +100,7 @@ def beyond(call: measure.Call, x: Tensor, weight: Tensor) -> float:
     call()
     torch.cuda.synchronize()
     peak = torch.cuda.memory_stats()["active_bytes.all.peak"]
-    return round((peak - before - x.nbytes - weight.nbytes) / MIB, 1)
+    return round((peak - before - sum(t.nbytes for t in given)) / MIB, 1)
 
 
 def into_main_grad(x: Tensor, weight: Tensor, targets: Tensor, gradients: str, mib: int) -> float:
@@ -113,7 +113,7 @@ def into_main_grad(x: Tensor, weight: Tensor, targets: Tensor, gradients: str, m
         made(x, targets=targets).backward()
         x.grad = None
 
-    return beyond(step, x, weight[:0])
+    return beyond(step, x)
 
 
 def errors() -> dict[str, Any]:

@@ -42,10 +42,7 @@ RECIPES = {
     "current": Current(),
     "current_kept": Current(weights="step"),
 }
-CHOSEN = (
-    "block",
-    "current",
-)  # recipes that run as users set them too: layers that cannot gain stay in bf16
+CHOSEN = ("block", "current")  # of those, what runs as users set it too
 
 
 class SwiGLU(nn.Module):

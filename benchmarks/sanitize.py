@@ -59,17 +59,8 @@ def run(tool: str, group: str, logs: Path, deadline: float, examples: int) -> di
         return record | {"finished": False}
     tests = ["-m", "gpu", "-k", LEFT_OUT, "-q", *files]
     plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
-    command = [
-        TOOL,
-        "--tool",
-        tool,
-        *OPTIONS[tool],
-        sys.executable,
-        "-m",
-        "pytest",
-        *tests,
-        *plugins,
-    ]
+    sanitizer = [TOOL, "--tool", tool, *OPTIONS[tool]]
+    command = [*sanitizer, sys.executable, "-m", "pytest", *tests, *plugins]
     log = logs / f"{tool}_{group}.log"
     begun = time.monotonic()
     with log.open("w") as out:

@@ -93,7 +93,10 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
     if isinstance(result.get("small_steps"), dict):
         yield table(keyed("microseconds of the host", result["small_steps"]))
     if isinstance(result.get("recipes"), dict):
-        steps = {n: r["us"] | over("bf16", r["over_bf16"]) for n, r in result["recipes"].items()}
+        steps = {
+            name: step["us"] | {f"{n} over bf16": r for n, r in step["over_bf16"].items()}
+            for name, step in result["recipes"].items()
+        }
         yield table(keyed("microseconds of the host", steps))
     if isinstance(result.get("bars"), dict):
         yield table(keyed("bar", result["bars"]))
@@ -120,10 +123,6 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
             yield table(keyed("recipe", value))
         elif name in PARTS and isinstance(value, dict) and value:
             yield table([[name, ""], *([key, cell(v)] for key, v in flat(value))])
-
-
-def over(peer: str, ratios: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{name} over {peer}": ratio for name, ratio in ratios.items()}
 
 
 def compared(title: str, cells: Any) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
@@ -81,6 +80,8 @@ def param_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
 
 def _check_reduced(model: nn.Module) -> None:
     """Raise FuseOpsError unless FSDP2 reduces gradients over all ranks that experts of the model are spread over."""
+    from torch.distributed.fsdp import FSDPModule
+
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return
     for experts in expert_meshes(model):

@@ -105,7 +105,6 @@ def grouped_bias_bwd_kernel(
         if SCALED:
             probs = tl.load(probs_ptr + rows, mask=rows < count, other=0.0)
         if NEED_DPROBS:
-            # fma: no other sum takes the product in, so that all lanes of a row round alike
             dots = row_dots(dy, bias)
             tl.store(dots_ptr + rows, dots, mask=rows < count)
         if SCALED:

@@ -82,8 +82,9 @@ def layernorm_bwd_kernel(
         if KEEP:
             dy = apart(dy, weight)
         elif HAS_WEIGHT:
-            weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-            dy = apart(dy, weight + weight_offset)
+            dy *= (
+                tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset
+            )
         along = (row_dots(dy, x_hat) / N)[:, None]
         dx = (dy - (tl.sum(dy, axis=1) / N)[:, None] - x_hat * along) * rstd
         if HAS_DRES:

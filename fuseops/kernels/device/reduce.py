@@ -27,7 +27,7 @@ def overlapped(PDL: tl.constexpr):
         gdc_wait()
 
 
-LANES = tl.constexpr(1024)  # of a program, at most: of a wider row each holds several elements
+MOST_LANES = tl.constexpr(1024)  # of a program, at most: of a wider row each holds several elements
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def apart(x, y):
     and rounded in the other: lanes that hold one sum differ, and race to store it. Lanes with several elements of a
     row exchange their sum.
     """
-    if x.shape[-1] > LANES:
+    if x.shape[-1] > MOST_LANES:
         return x * y
     else:
         return tl.fma(x, y, 0.0)
