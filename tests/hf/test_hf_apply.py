@@ -361,6 +361,62 @@ def test_queries_and_keys_are_turned_in_one_launch(monkeypatch: pytest.MonkeyPat
         assert launches == ["apply_rope_pair"] * 4
 
 
+def in_a_closure(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **keywords: Any) -> Any:
+        return function(*args, **keywords)
+
+    return wrapper
+
+
+def in_an_attribute(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **keywords: Any) -> Any:
+        return wrapper.__wrapped__(*args, **keywords)  # type: ignore[attr-defined]
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    ("decorators", "launched"),
+    [
+        ([in_a_closure], 2),
+        ([in_a_closure, in_a_closure], 2),
+        ([in_an_attribute], 0),
+        ([in_a_closure, in_an_attribute], 0),
+    ],
+)
+def test_decorators_of_a_forward_are_kept(
+    decorators: list[Any], launched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Renamed keywords of transformers, caches of users: an attention without them would be another one."""
+    model, x = stock("Llama"), tokens()
+    expected = step(copy.deepcopy(model), x)
+    attention: Any = type(model.model.layers[0].self_attn)  # type: ignore[union-attr,index]
+    calls: list[str] = []
+
+    def counted(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **keywords: Any) -> Any:
+            calls.append("decorator")
+            return function(*args, **keywords)
+
+        return wrapper
+
+    forward = functools.reduce(lambda f, decorator: decorator(f), decorators, attention.forward)
+    monkeypatch.setattr(attention, "forward", counted(forward))
+    own = fo.kernels.apply_rope_pair
+    monkeypatch.setattr(fo.kernels, "apply_rope_pair", lambda *a: calls.append("launch") or own(*a))
+    whys = why_rope_is_left(model)
+    agree(step(model, x), expected)
+    held = (
+        {None} if launched else {"a decorator of its forward holds it elsewhere than in a closure"}
+    )
+    assert whys == held
+    # A layer and direction
+    assert calls.count("decorator") == 2 and calls.count("launch") == 2 * launched
+
+
 def rotary_model(kind: str, **sizes: Any) -> Any:
     config = CONFIG_MAPPING[kind](**{k: v for k, v in {**SIZES, **sizes}.items() if v is not None})
     return AutoModelForCausalLM.from_config(config).double()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -94,15 +94,15 @@ class RotaryPair(Op[RotaryPairSaved]):
 
     def _swap(self) -> None:
         """A copy of the forward in which the names of rotary functions stand for `turned`."""
-        known = dict(self.own.__globals__)
+        *decorators, own = _layers(self.own)
+        known = dict(own.__globals__)
         # dynamo takes names of a function without a module from where the function has them, not from the module
         known.pop("__name__", None)
         known |= {name: self._turned(known[name]) for name in self.names}
-        own = self.own
-        self.swapped = FunctionType(
-            own.__code__, known, own.__name__, own.__defaults__, own.__closure__
-        )
-        self.swapped.__kwdefaults__ = own.__kwdefaults__
+        swapped = _copied(own, known, own.__closure__)
+        for decorator in reversed(decorators):
+            swapped = _calling(decorator, swapped)
+        self.swapped = swapped
 
     def _turned(self, own: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         def turned(
@@ -136,19 +136,66 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, width: int) -> bool:
     return rounds and cos.shape[0] in (1, q.shape[0]) and cos.shape[-1] in (width, width // 2)
 
 
+# --- a forward below its decorators
+
+
+def _layers(forward: Any) -> list[FunctionType]:
+    """What is called in turn, from the forward of a class to the function below all its decorators.
+
+    Empty where a decorator keeps what it wraps elsewhere than in its closure, and no copy can call something else.
+    """
+    layers = [forward]
+    while (wrapped := getattr(layers[-1], "__wrapped__", None)) is not None:
+        if not any(_holding(layers[-1], wrapped)):
+            return []
+        layers.append(wrapped)
+    return layers if all(isinstance(layer, FunctionType) for layer in layers) else []
+
+
+def _holding(decorator: Any, wrapped: Any) -> list[bool]:
+    """For each cell of a decorator's closure, whether it holds what the decorator wraps."""
+    empty = CellType()  # a name that was not assigned
+    return [
+        cell != empty and cell.cell_contents is wrapped
+        for cell in getattr(decorator, "__closure__", None) or ()
+    ]
+
+
+def _calling(decorator: Any, new: FunctionType) -> FunctionType:
+    """A copy of a decorator's function that calls another one than it wraps."""
+    holding = _holding(decorator, decorator.__wrapped__)
+    cells = zip(decorator.__closure__, holding, strict=True)
+    closure = tuple(CellType(new) if holds else cell for cell, holds in cells)
+    return _copied(decorator, decorator.__globals__, closure)
+
+
+def _copied(
+    function: FunctionType, known: dict[str, Any], closure: tuple[CellType, ...] | None
+) -> FunctionType:
+    """A copy of a function, whose names mean what `known` says."""
+    new = FunctionType(function.__code__, known, function.__name__, function.__defaults__, closure)
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new
+
+
 # --- recognising
 
 
 def rotary_names(module: nn.Module) -> tuple[str, ...]:
     """What the forward of a module calls with queries, keys and their angles, by names of its file."""
-    forward: Any = type(module).forward
-    if not isinstance(forward, FunctionType):
-        return ()
-    known = forward.__globals__
-    found = {
-        n: known[n] for n in forward.__code__.co_names if isinstance(known.get(n), FunctionType)
-    }
-    return tuple(n for n, f in found.items() if tuple(inspect.signature(f).parameters)[:4] == TAKES)
+    return tuple(_rotary_functions(module))
+
+
+def _rotary_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
+    own = inspect.unwrap(type(module).forward)
+    if not isinstance(own, FunctionType):
+        return {}
+    found = {n: own.__globals__.get(n) for n in own.__code__.co_names}
+    return {n: f for n, f in found.items() if isinstance(f, FunctionType) and _takes(f)}
+
+
+def _takes(function: FunctionType) -> bool:
+    return tuple(inspect.signature(function).parameters)[:4] == TAKES
 
 
 def tables(model: nn.Module) -> dict[str, nn.Module]:
@@ -165,9 +212,11 @@ def nearest(path: str, known: dict[str, nn.Module]) -> nn.Module | None:
 
 def refused(table: nn.Module | None, module: nn.Module) -> str | None:
     """Why a module's own function turns its queries and keys, or None."""
-    for name in rotary_names(module):
-        if not _splits_halves(type(module).forward.__globals__[name]):
+    for name, function in _rotary_functions(module).items():
+        if not _splits_halves(function):
             return f"{name} turns other pairs of columns than i and D / 2 + i"
+    if not _layers(type(module).forward):
+        return "a decorator of its forward holds it elsewhere than in a closure"
     if table is None:
         return "where its angles come from is not known"
     width, columns = _head(module), _columns(table)
