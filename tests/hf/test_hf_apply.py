@@ -454,6 +454,15 @@ def test_tables_whose_halves_differ_keep_their_function() -> None:
     assert why_rope_is_left(model) == {"where its angles come from is not known"}
 
 
+def test_a_norm_without_a_weight_is_left() -> None:
+    """DiffLlama's norms of heads: an RMSNorm of torch whose weight is None."""
+    model, x = rotary_model("diffllama", num_key_value_heads=2), tokens()
+    expected = step(model, x)
+    norms = [e for e in hf.apply(model).entries if e.part == "norm"]
+    assert {e.why for e in norms} == {None, "has no weight"}
+    agree(step(model, x), expected)
+
+
 def test_autocast_rounds_as_stock_does() -> None:
     model, x = stock("Llama").float(), tokens()
     expected = step(copy.deepcopy(model), x)

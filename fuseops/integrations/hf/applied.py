@@ -132,6 +132,8 @@ def _refused(part: AppliedPart, module: nn.Module) -> str | None:
         return "remote code"
     if "forward" in module.__dict__ and not bound(module):
         return "has a forward of its own (replaced on the instance, as by a hook of accelerate)"
+    if part in ALONE and (more := recognise.beside_x(module)):
+        return f"its forward takes {' and '.join(more)} too"
     return part.refused(module)
 
 
@@ -163,6 +165,10 @@ def _unknown_mlp(module: Any) -> str:
 
 def _quantized_weight(module: Any) -> str | None:
     return lent.quantized(module._parameters["weight"])
+
+
+def _refused_norm(module: Any) -> str | None:
+    return "has no weight" if module._parameters["weight"] is None else _quantized_weight(module)
 
 
 def _by_norm(op: Any) -> str:
@@ -209,10 +215,11 @@ NORM = AppliedPart(
     "norm",
     norm.forward,
     norm.build,
-    _quantized_weight,
+    _refused_norm,
     lambda module: "computes something else than an RMSNorm over the last axis",
     _by_norm,
 )
+ALONE = (ROUTER, MLP, NORM)  # whose stand-ins take x and nothing else
 ROPE = AppliedPart(
     "rope",
     rope.forward,

@@ -122,7 +122,8 @@ def build(model: Any) -> nn.Module | None:
     config = model.config
     if soft_cap is not None:
         config = copy.copy(config)
-        config.final_logit_softcapping = None
+        # past the checks of types: Gemma 3n's takes no None
+        object.__setattr__(config, "final_logit_softcapping", None)
         if not _fits(model, config, None):
             return None
     new = _second(model, config, {**model._modules, HEAD: PassOn()})

@@ -8,6 +8,7 @@ the module's own, which may not be loaded yet.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -182,6 +183,12 @@ def _numbers(module: nn.Module, word: str) -> list[float]:
 def _wide_range(columns: int) -> Tensor:
     """Rows from small to far beyond any clamp."""
     return drawn(ROWS, columns).double() * _scales(-1, 4)
+
+
+def beside_x(module: nn.Module) -> list[str]:
+    """What else the forward of a module takes, by name, as the gate of Mamba's norms."""
+    _, _, *more = inspect.signature(type(module).forward).parameters.values()
+    return [p.name for p in more if p.kind is not p.VAR_KEYWORD]
 
 
 # --- norms and MLPs
