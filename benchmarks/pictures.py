@@ -5,22 +5,20 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from line_chart import Line, line_chart
+from subjects import measured
 
 import fuseops as fo
 from fuseops.explain.charts import COLORS, ChartBar, bar_chart
 from fuseops.explain.drawing import svg
 from fuseops.explain.html import STYLE as PAGE
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS, FOLDER = ROOT / "benchmarks" / "results", ROOT / "docs" / "pictures"
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 LAYERS = {
     "qwen3_30b": "Qwen3-30B-A3B",
     "mixtral": "Mixtral 8x7B",
@@ -43,7 +41,7 @@ def speed() -> str:
     """Steps of MoE layers beside the best of SonicMoE and torch.compile."""
     groups = {}
     for name, title in LAYERS.items():
-        rate = _result("moe_layer_h200")["cells"][name]["tflops"]["fwd+bwd"]
+        rate = measured("moe_layer_h200")["cells"][name]["tflops"]["fwd+bwd"]
         sonic = max(rate[peer] for peer in ("sonic", "sonic_tuned") if peer in rate)
         found = {"fuseops": rate["fuseops"], "SonicMoE": sonic, "torch.compile": rate["compile"]}
         groups[title] = [
@@ -57,13 +55,13 @@ def speed() -> str:
 
 def memory() -> str:
     """Peaks of steps beside what else bounds them."""
-    step = _result("hf_step_first_h200")["steps"]["qwen3_moe"]
+    step = measured("hf_step_h200")["steps"]["qwen3_moe"]
     ways = {"hf.apply": "fuseops", "stock": "stock", "compiled": "stock_compiled"}
     model = [
         ChartBar(label, step["peak_gib"][way], f"{step['peak_gib'][way]:.1f} GiB, {step['us'][way] / 1e3:.0f} ms", kind)
         for (label, way), kind in zip(ways.items(), COLORS, strict=True)
     ]  # fmt: skip
-    dense = _result("offload_dense_h200")
+    dense = measured("offload_dense_h200")
     checkpoint, plans = dense["others"]["checkpoint"], dense["rounds"]
     rows = {
         "planned": (plans["plan 11 GiB"], "ours"),
@@ -83,7 +81,7 @@ def memory() -> str:
 
 def curves() -> str:
     """Losses of training in bf16 and in FP8."""
-    runs = _result("fp8_curves_h200")["models"]["moe12"]["runs"]
+    runs = measured("fp8_curves_h200")["models"]["moe12"]["runs"]
     names = {
         "bf16": "bf16, three seeds", "bf16_seed1": "", "bf16_seed2": "", "fp8_square": "FP8",
         "fp8_block": "FP8, direct columns", "fp8_bf16_wgrad": "FP8, bf16 weight gradients",
@@ -92,7 +90,7 @@ def curves() -> str:
         Line(label, _means(runs[name]["train"]), "other" if name.startswith("bf16") else name)
         for name, label in names.items()
     ]
-    found = _result("recipe_curves_h200")["runs"]
+    found = measured("recipe_curves_h200")["runs"]
     recipes = {
         "bf16": "bf16", "float8_block": "FP8, block scaling",
         "float8_current": "FP8, current scaling", "float8_delayed": "FP8, delayed scaling",
@@ -129,8 +127,3 @@ def plan() -> str:
         f'<rect x="0.5" y="0.5" width="{width + 31:.0f}" height="{height + 27:.0f}" rx="8" '
         f'style="fill:var(--paper);stroke:var(--line)"/>{placed}</svg>\n'
     )
-
-
-def _result(name: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return found

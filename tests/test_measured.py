@@ -26,8 +26,18 @@ from fuseops.explain.charts import ChartBar, bar_chart
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They import each other, as when they are run."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
 def tables() -> Any:
     return loaded("tables")
+
+
+def subjects() -> Any:
+    return importlib.import_module("subjects")
 
 
 @functools.cache
@@ -44,14 +54,12 @@ def measure() -> Any:
 
 
 @pytest.fixture
-def memory_bound(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def memory_bound() -> Any:
     return loaded("memory_bound")
 
 
 @pytest.fixture
-def grouped_gemm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def grouped_gemm() -> Any:
     return loaded("grouped_gemm")
 
 
@@ -76,7 +84,6 @@ def test_a_run_that_was_cut_goes_on_where_it_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What a file holds is not measured again, what failed is; a file of another machine is refused."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     layers = loaded("layers")
     monkeypatch.setattr(layers, "fresh_memory", contextlib.nullcontext)
     options = argparse.Namespace(
@@ -274,13 +281,12 @@ def test_a_paired_ratio_is_that_of_every_round(clock: list[float], faster: float
 def test_no_figure_is_stale() -> None:
     made = tables()
     said = made.PAGE.read_text(encoding="utf-8")
-    assert said == made.page(), "stale: python benchmarks/tables.py"
+    assert said == made.page(said), "stale: python benchmarks/tables.py"
     readme = made.README.read_text(encoding="utf-8")
     assert readme == made.readme(readme), "stale: python benchmarks/tables.py"
 
 
-def test_no_picture_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def test_no_picture_is_stale() -> None:
     drawn = loaded("pictures").pictures()
     assert {path.name for path in drawn} == {"speed.svg", "memory.svg", "plan.svg", "curves.svg"}
     for path, text in drawn.items():
@@ -298,19 +304,60 @@ def test_a_chart_is_as_long_as_its_figures() -> None:
     assert "a &lt;group&gt;" in text and text.count(" GiB</text>") == 3
 
 
+def test_every_result_is_under_a_subject_and_none_is_superseded() -> None:
+    """Without a file of a table, the table is another one."""
+    made = subjects()
+    every = [table for subject in made.SUBJECTS.values() for table in subject.tables]
+    listed = {name for table in every for name in table.files}
+    assert listed == {path.stem for path in made.RESULTS.glob("*.json")}
+    for table in every:
+        for left_out in table.files if len(table.files) > 1 else ():
+            rest = [name for name in table.files if name != left_out]
+            assert table.rows() != table.rows(*rest), f"{left_out} is superseded by {rest}"
+
+
+def test_what_two_files_have_is_taken_from_the_first() -> None:
+    new = {"cells": {"a": {"us": 1, "ratio": 2}}}
+    old = {"cells": {"a": {"us": 3, "mib": 4}, "b": {"us": 5}}, "more": 6}
+    assert subjects().merged(new, old) == {
+        "cells": {"a": {"us": 1, "ratio": 2, "mib": 4}, "b": {"us": 5}}, "more": 6
+    }  # fmt: skip
+
+
+def test_a_headline_has_the_least_and_the_most_of_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = subjects()
+    rows = {
+        "a": {"over": {"ratio": 0.876, "interval": [0.8, 0.9]}, "ms": 3.0},
+        "b": {"over": {"ratio": 1.5, "interval": [1.4, 1.6]}},
+    }
+    monkeypatch.setattr(made, "measured", lambda name: rows)
+    table = made.Table("", lambda found: found, "file")
+    headline = made.Subject("{over} of it, {b|over} and {ms}", (table,)).short()
+    assert headline == "0.88 to 1.50 of it, 1.50 and 3.00"
+
+
+def test_what_is_below_its_bar_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = subjects()
+    layer, found = made.SUBJECTS["A MoE layer"], made.measured("moe_layer_h200")
+    assert "**Met.**" in layer.section()
+    slow = json.loads(json.dumps(found))
+    slow["summary"]["mixtral/fwd+bwd"]["fuseops"]["ratio"] = 0.875
+    slow["summary"]["mixtral/saved"]["of_sonic"] = 1.5
+    monkeypatch.setattr(made, "measured", lambda name: slow if name == "moe_layer_h200" else found)
+    assert layer.short_of_bar() == {"mixtral/fwd+bwd": 0.875, "mixtral/saved": 1.5}
+    assert "**Missed** by mixtral/fwd+bwd 0.875; mixtral/saved 1.5." in layer.section()
+
+
 def test_the_figures_of_the_readme_are_those_of_the_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A slower layer is said to be slower, wherever the marks stand; what is around them stays."""
-    made = tables()
-    for path in made.RESULTS.glob("*.json"):
-        text = path.read_text(encoding="utf-8")
-        if path.stem == "moe_layer_h200":
-            result = json.loads(text)
-            result["summary"]["mixtral/fwd+bwd"]["fuseops"]["ratio"] = 0.875
-            text = json.dumps(result)
-        (tmp_path / path.name).write_text(text, encoding="utf-8")
-    monkeypatch.setattr(made, "RESULTS", tmp_path)
+    made, measured = tables(), subjects().measured
+    slow = json.loads(json.dumps(measured("moe_layer_h200")))
+    slow["summary"]["mixtral/fwd+bwd"]["fuseops"]["ratio"] = 0.875
+    monkeypatch.setattr(
+        made, "measured", lambda name: slow if name == "moe_layer_h200" else measured(name)
+    )
     around = "before\n<!-- headline: by a script -->\nold\n<!-- end -->\nbetween\n"
     text = made.readme(around + "<!-- figures: by a script -->\n<!-- end -->\nafter")
     head, rows = text.split("between")
@@ -318,74 +365,36 @@ def test_the_figures_of_the_readme_are_those_of_the_results(
     assert "at 0.88 to 1." in head.replace("\n", " ") and "| 0.88 to 1." in rows
 
 
-def test_a_peer_that_is_faster_is_named() -> None:
-    us = {"fuseops": 10.0, "copy": 9.0, "compile": 9.5, "eager": 11.0}
-    cell = {
-        "case": "relu",
-        "rows": 4,
-        "columns": 8,
-        "us": us,
-        "share_of_copy": 0.9,
-        "share_of_floor": 0.95,
-    }
-    assert tables().bandwidth([cell])[1] == ["relu", "4 x 8", "10", "0.9", "0.95", "compile 9.5"]
+def test_the_newest_versions_are_those_of_the_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = tables()
+    rows = {
+        "torch 2.9.1": {"versions": {"torch": "2.9.1+cpu", "triton": "3.10.0", "transformers": "5.24.0"}},
+        "torch 2.30.0": {"versions": {"torch": "2.30.0", "triton": "3.9.0", "transformers": "5.3.0"}},
+    }  # fmt: skip
+    tried = tmp_path / "rows.json"
+    tried.write_text(json.dumps(rows))
+    monkeypatch.setattr(made, "TRIED", tried)
+    newest = {name: new for name, _, new in made.versions()[1:]}
+    assert {k: newest[k] for k in ("torch", "triton", "transformers")} == {
+        "torch": "2.30", "triton": "3.10", "transformers": "5.24"
+    }  # fmt: skip
 
 
 def test_a_cell_that_failed_stands_in_the_table() -> None:
     cell = {"case": "relu", "rows": 4, "columns": 8, "wrong": "worst element 3"}
-    assert tables().bandwidth([cell])[1] == ["relu", "4 x 8", "", "", "", ""]
+    assert subjects().of_copy({"bandwidth": [cell]}) == {"relu": {"4 x 8": "worst element 3"}}
 
 
-def test_a_summary_of_facts_counts_what_it_lists() -> None:
-    facts = tables().summary({"cells": 3, "below_bar": {"relu": 0.8}, "wrong": {}})
-    assert facts[1:] == [["cells", "3"], ["below_bar", "1"], ["wrong", "0"]]
-    rows = tables().summary({"fwd": {"geomean": 1.25, "least": ["relu", 1.1]}})
-    assert rows == [["summary", "geomean", "least"], ["fwd", "1.25", "relu 1.1"]]
-
-
-def test_a_ratio_stands_with_its_interval() -> None:
-    rows = {"a/fwd": {"bar": 1.0, "fuseops": {"ratio": 1.0344, "interval": [1.03, 1.041]}}}
-    assert tables().summary(rows)[1] == ["a/fwd", "1", "1.034 (1.030-1.041)"]
-
-
-def test_gemms_that_settled_stand_in_the_table_with_their_ratios() -> None:
-    ratio = {"ratio": 1.05, "interval": [1.04, 1.06]}
-    us = {"fuseops": 10.0, "torch": 10.5}
-    cells = {"a/fc1/fwd/uniform": {"us": us, "ratios": {"torch": ratio}}, "a/fc1/fwd/zipf": {}}
-    rows = tables().keyed("settled", tables().compared("settled", cells))
-    assert rows == [["settled", "fuseops", "torch", "over torch"],
-                    ["a/fc1/fwd/uniform", "10", "10.5", "1.050 (1.040-1.060)"]]  # fmt: skip
-
-
-@pytest.mark.parametrize("settled", ["", "/settled"])
-def test_the_readme_takes_gemms_that_settled_where_there_are_any(
-    monkeypatch: pytest.MonkeyPatch, settled: str
-) -> None:
-    row = {"geomean": 1.08, "least": ["mixtral/fc1/fwd/uniform", 1.03]}
-    kinds = ("fwd", "dgrad", "wgrad")
-    short = {f"{kind}/torch/cells": {**row, "geomean": 2.0} for kind in kinds}
-    results = {
-        "grouped_gemm_h200": {"summary": {f"{k}/torch{settled}": row for k in kinds} | short},
-        "memory_bound_h200": {"bandwidth": []},
-    }
-    monkeypatch.setattr(tables(), "measured", results.__getitem__)
-    said = next(iter(tables().kernel_figures()))[-1]
-    assert said == "1.08, 1.08, 1.08 times its speed (geometric means; least 1.03)"
-
-
-def test_ways_to_train_show_what_was_predicted() -> None:
-    way = {"ms": 3.0, "ratio": 1.02, "interval": [1.0, 1.04], "peak_gib": 2.5, "time_error": -0.01}
-    rows = tables().ways("rounds", {"plan": way, "save_on_cpu": {"ms": 90.0}})
-    assert rows[0][3:] == ["peak GiB", "time over predicted, less 1"]
-    assert rows[1:] == [
-        ["plan", "3", "1.020 (1.000-1.040)", "2.5", "-0.01"],
-        ["save_on_cpu", "90", "", "", ""],
-    ]
+def test_a_command_is_told_without_the_places_of_its_machine() -> None:
+    said = "python fp8.py --out a.json --resume --what fwd+bwd --other /opt/of --budget 9 --span 1"
+    told = "python benchmarks/fp8.py --what fwd+bwd --other FOLDER --span 1"
+    assert subjects().command(said) == told
 
 
 def test_the_planner_predicts_what_the_page_on_scale_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of it: what it saves, its times and what leaves."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     scale = loaded("scale")
     committed = json.loads(scale.PLANNED.read_text(encoding="utf-8"))
     if committed["environment"]["torch"].split("-")[0] != torch.__version__.split("+")[0]:
