@@ -35,6 +35,20 @@ backward_now: Callable[[], int] = torch._C._current_graph_task_id
 NO_BACKWARD = -1
 
 
+def when_backward_ends(call: Callable[[], Any]) -> None:
+    """In a backward: have autograd call something when it has come to its end; not where an error stops it.
+
+    Compiled autograd never tells: it is called at once.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and (
+        compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region
+    ):
+        call()
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def in_backward() -> bool:
     """True while autograd executes a backward in this thread (a recomputation, for a forward that asks)."""
     return backward_now() != NO_BACKWARD

@@ -121,6 +121,32 @@ def test_a_copy_of_a_model_that_ran_is_that_model(case: Case, data: st.DataObjec
     assert_same(run(case._replace(model=copied)), expected)
 
 
+def replica(model: nn.Module) -> nn.Module:
+    """As torch.nn.DataParallel makes one for another device: its tensors are attributes, of other values here."""
+    made: nn.Module = model._replicate_for_data_parallel()
+    for name, child in model._modules.items():
+        made._modules[name] = child and replica(child)
+    for name, p in model._parameters.items():
+        if p is None:
+            made._parameters[name] = None
+        else:
+            setattr(made, name, p * 1.5)
+    return made
+
+
+@given(case=st.one_of(ops().filter(lambda case: [*case.model.parameters()]), models()))
+def test_a_replica_computes_with_its_own_tensors(case: Case) -> None:
+    other = copy.deepcopy(case.model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.5)
+    torch.manual_seed(0)
+    expected = results(other(case.x, **case.side))
+    case.model(case.x, **case.side)
+    torch.manual_seed(0)
+    assert_same(list(results(replica(case.model)(case.x, **case.side))), list(expected))
+
+
 # --- modes
 
 

@@ -4,6 +4,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -121,6 +122,18 @@ def test_in_backward_ends_with_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         y.sum().backward()
     assert not torch_private.in_backward()
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_end_of_a_backward_is_told_where_it_comes(stops: bool) -> None:
+    told: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = 2 * x
+    y.register_hook(lambda _: torch_private.when_backward_ends(lambda: told.append(True)))
+    x.register_hook(lambda g: 1 / 0 if stops else g)
+    with pytest.raises(ZeroDivisionError) if stops else nullcontext():
+        y.sum().backward()
+    assert told == ([] if stops else [True])
 
 
 def test_a_backward_tells_which_leaves_it_adds_to() -> None:

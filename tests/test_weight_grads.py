@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -339,6 +340,54 @@ def test_a_delayed_op_is_in_no_fused_backward_and_says_so() -> None:
     routing = fo.Routing.from_counts([2, 0, 3], probs=torch.ones(5, dtype=torch.float64))
     plan = seq.plan(x, routing)
     assert ("grouped_mlp", (1, 4), "GroupedLinear delays ['weight']") in plan.misses
+
+
+class StoppedError(Exception):
+    pass
+
+
+def stopped(_: Tensor) -> None:
+    raise StoppedError
+
+
+@given(COUNTS, st.booleans(), st.integers(0, 2))
+def test_a_backward_that_was_interrupted_puts_nothing_off(
+    counts: list[int], main: bool, before: int
+) -> None:
+    """What came before it waits on; a backward that runs may work off what it has put off itself."""
+    seq, x = model(delay_wgrad=True, accumulate_into_main_grad=main), data(sum(counts) + 1)
+    for op in (seq["fc1"], seq["fc2"]):
+        for p in op.parameters():
+            p.main_grad = torch.zeros_like(p)
+    for _ in range(before):
+        call(seq, counts, x).square().sum().backward()
+    trapped = x.clone().requires_grad_()
+    trapped.register_hook(stopped)
+    with pytest.raises(StoppedError):
+        call(seq, counts, trapped).square().sum().backward()
+    leaf = x.clone().requires_grad_()
+    leaf.register_hook(lambda _: done.append(seq.backward_dw()))
+    done: list[int] = []
+    call(seq, counts, leaf).square().sum().backward()
+    assert done[0] >= 2
+    seq.backward_dw()
+    expected = plain(counts, x, before + 1)
+    for name in ("fc1.weight", "fc2.weight"):
+        p = seq.get_parameter(name)
+        close(p.main_grad if main else p.grad, expected[name])
+
+
+@pytest.mark.in_turn
+def test_compiled_autograd_puts_gradients_off_too() -> None:
+    from torch._dynamo import compiled_autograd  # half a second
+
+    op = fo.ops.GroupedLinear(E, D, D, delay_wgrad=True)
+    y = op(torch.randn(4, D), fo.Routing.from_counts([1, 1, 2]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo's, of what it traces
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            y.sum().backward()
+    assert fo.Sequential(op).backward_dw() == 1
 
 
 def test_the_queue_is_not_copied_and_not_pickled() -> None:

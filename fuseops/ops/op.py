@@ -405,6 +405,13 @@ class Op(nn.Module, Generic[S]):
         made.__setstate__(copy.deepcopy(own.__getstate__(self), memo))
         return made
 
+    def _replicate_for_data_parallel(self) -> Self:
+        """A copy with other tensors, as torch.nn.DataParallel makes one: it is planned by itself."""
+        made: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        for name in scopes.OF_THIS_PROCESS:
+            made.__dict__.pop(name, None)
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
         return scopes.portable(self.__dict__)
 

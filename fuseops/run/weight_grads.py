@@ -6,6 +6,7 @@ attributes. The autograd node returns None for such a gradient.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -240,14 +241,54 @@ def accept(op: Op[Any], name: str, place: Destination, gradient: Tensor | None) 
 # --- delayed
 
 
+class Pass:
+    """A `Pass` is one backward of autograd's: it runs, came to its end, or was interrupted by an error."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        end = End(self)
+        torch_private.when_backward_ends(end)
+        self.end = weakref.ref(end)
+
+    @property
+    def interrupted(self) -> bool:
+        return not self.ended and self.end() is None
+
+
+class End:
+    """An `End` is called at the end of a backward, and goes with it: autograd alone holds it."""
+
+    def __init__(self, of: Pass) -> None:
+        self.of = of
+
+    def __call__(self) -> None:
+        self.of.ended = True
+
+
+_passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+
+
+def _pass_now() -> Pass:
+    """The backward that runs now."""
+    number = torch_private.backward_now()
+    found = _passes.get(number)
+    if found is None:
+        found = _passes[number] = Pass()
+    return found
+
+
+torch_private.never_compile(_pass_now)  # compiled autograd traces a backward
+
+
 class Delayed(NamedTuple):
-    """A `Delayed` is a weight gradient that waits for `backward_dw`: how to compute it, and what it reads, at the
-    versions that it had.
+    """A `Delayed` is a weight gradient that waits for `backward_dw`: how to compute it, what it reads, at the versions
+    that it had, and the backward that put it off.
     """
 
     run: Backward
     step: BackwardStep
     reads: tuple[tuple[str, Tensor, int], ...]
+    by: Pass
 
 
 def delay(op: Op[Any], run: Backward, step: BackwardStep, saved: Any, dy: Any) -> None:
@@ -256,7 +297,7 @@ def delay(op: Op[Any], run: Backward, step: BackwardStep, saved: Any, dy: Any) -
     named = [("dy", dy), *((name, getattr(saved, name)) for name in fields if saved is not None)]
     tensors = [pair for name, value in named for pair in _tensors(name, value)]
     reads = tuple((name, t, torch_private.version(t)) for name, t in tensors)
-    op.__dict__.setdefault(DELAYED, []).append(Delayed(run, step, reads))
+    op.__dict__.setdefault(DELAYED, []).append(Delayed(run, step, reads, _pass_now()))
 
 
 def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
@@ -273,13 +314,20 @@ def take_delayed(module: nn.Module) -> Callable[[], int]:
     taken = [
         (path, op, _taken(op))
         for path, op in reversed(list(module.named_modules()))
-        if op.__dict__.get(DELAYED)
+        if _waiting(op)
     ]
 
     def run() -> int:
         return sum(_work_off(path, op, queue) for path, op, queue in taken)
 
     return run
+
+
+def _waiting(op: nn.Module) -> list[Delayed]:
+    """The queue of an op, without what a backward that was interrupted has left there: that step is no more."""
+    queue: list[Delayed] = op.__dict__.get(DELAYED, [])
+    queue[:] = [delayed for delayed in queue if not delayed.by.interrupted]
+    return queue
 
 
 def _taken(op: nn.Module) -> list[Delayed]:
@@ -295,8 +343,7 @@ def run_delayed(module: nn.Module) -> int:
     in the queue.
     """
     return sum(
-        _work_off(path, op, op.__dict__.get(DELAYED, []))
-        for path, op in reversed(list(module.named_modules()))
+        _work_off(path, op, _waiting(op)) for path, op in reversed(list(module.named_modules()))
     )
 
 
@@ -315,7 +362,7 @@ def _work_off(path: str, op: Any, queue: list[Delayed]) -> int:
 
 def _accumulate(op: Op[Any], delayed: Delayed) -> int:
     """Compute and add the gradients of one delayed step.   -> how many"""
-    run, step, reads = delayed
+    run, step, reads, _ = delayed
     for name, t, version in reads:
         if torch_private.version(t) != version:
             raise InPlaceError(
