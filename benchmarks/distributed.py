@@ -4,12 +4,13 @@
         torchrun --nproc-per-node 2 benchmarks/distributed.py --out benchmarks/results/distributed_h200x2.json
 
 8192 tokens a rank, bf16, forward and backward. First each way is compared with one process that has the tokens and
-the experts of all ranks; `peer_memory` and `fixed_capacity` take a step under `set_sync_debug_mode("error")`, the
-first takes a captured step that is replayed with other tokens. Then candidates run in turn, back to back, `--span`
+the experts of all ranks; but for `host_counts` a step runs under `set_sync_debug_mode("error")`, and one of the first
+way is captured and replayed with other tokens. Then candidates run in turn, back to back, `--span`
 seconds to warm up and as long in each round; a figure is that of the slowest rank. Ratios are of each round.
 
     peer_memory, fixed_capacity, host_counts    the ways of `fuseops.distributed`: a token once a rank
-    captured                    peer_memory, the step as a CUDA graph
+    device_counts               with `--first device_counts`, in the place of peer_memory: a process has one of the two
+    captured                    the first way, the step as a CUDA graph
     titan                       rows once a copy, all_to_all_single with counts that the host reads, sorted by torch
                                 ops, `F.grouped_mm`
 """
@@ -52,7 +53,7 @@ SHARE = {
     "sonic_30b": 0.22,
     "mixtral": 0.04,
 }  # of communication in a step, at most
-WAYS = ("peer_memory", "fixed_capacity", "host_counts")
+FIRST = ("peer_memory", "device_counts")
 
 
 class Problem:
@@ -232,7 +233,8 @@ def cell(sizes: tuple[int, ...], mesh: DeviceMesh, options: argparse.Namespace) 
     p = Problem(options.tokens, *sizes)
     record: dict[str, Any] = {"errors": {}, "failed": {}, "host_syncs": {}}
     steps: dict[str, measure.Call] = {}
-    for way in WAYS:
+    first = options.first
+    for way in (first, "fixed_capacity", "host_counts"):
         moe = p.layer(mesh, way)
         leaves = [p.x, *(moe[n].weight for n in ("router", "fc1", "fc2"))]
         record["errors"][way] = errors(p, partial(moe, p.x), leaves, mesh)
@@ -240,7 +242,7 @@ def cell(sizes: tuple[int, ...], mesh: DeviceMesh, options: argparse.Namespace) 
         steps[way]()
         if way != "host_counts":
             record["host_syncs"][way] = without_sync(steps[way])
-        if way == "peer_memory":
+        if way == first:
             steps["captured"], record["replay_errors"] = replayed(p, moe, leaves)
             check_overflow()
     forward, leaves = p.titan(mesh)
@@ -253,9 +255,9 @@ def cell(sizes: tuple[int, ...], mesh: DeviceMesh, options: argparse.Namespace) 
     record["tflops"] = {
         name: round(flops / statistics.median(t) / 1e6, 1) for name, t in us.items()
     }
-    record["over_titan"] = measure.paired(us["peer_memory"], us["titan"])
+    record["over_titan"] = measure.paired(us[first], us["titan"])
     record["captured_over_titan"] = measure.paired(us["captured"], us["titan"])
-    record["over_host_counts"] = measure.paired(us["peer_memory"], us["host_counts"])
+    record["over_host_counts"] = measure.paired(us[first], us["host_counts"])
     if options.profile:
         record["kernels"] = {name: layers.kernels(step) for name, step in steps.items()}
         record["communication"] = communication(record["kernels"]["captured"])
@@ -265,7 +267,10 @@ def cell(sizes: tuple[int, ...], mesh: DeviceMesh, options: argparse.Namespace) 
 
 def communication(kernels: list[dict[str, Any]]) -> dict[str, float]:
     """What of a step goes to the ways between GPUs, slots, copies and barriers included, by its kernels above 5 us."""
-    names = ("token_slots", "send_tokens", "take_tokens", "return_sums", "add_sums", "barrier")
+    names = (
+        "token_slots", "send_tokens", "take_tokens", "return_sums", "add_sums", "barrier", "allToAllV",
+        "exchangeSplit",
+    )  # fmt: skip
     us = sum(k["us"] for k in kernels if any(name in k["kernel"] for name in names))
     return {"us": round(us, 1), "share": round(us / kernels[-1]["us"], 4)}
 
@@ -273,6 +278,7 @@ def communication(kernels: list[dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=SHAPES, default=[*SHAPES])
+    parser.add_argument("--first", choices=FIRST, default=FIRST[0])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=2, help="times the number of candidates")
     parser.add_argument("--span", type=float, default=0.2)

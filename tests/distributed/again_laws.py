@@ -19,7 +19,7 @@ from fuseops.distributed import ExpertParallel
 from fuseops.offload.planning.plan import dropping
 from fuseops.offload.planning.together import sent_again
 
-WAYS = ("host_counts", "fixed_capacity", "peer_memory")
+WAYS = ("host_counts", "fixed_capacity", "device_counts", "peer_memory")
 Scope = Callable[[], AbstractContextManager[Any]]
 
 

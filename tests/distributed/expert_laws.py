@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import offload
 from fuseops.distributed import ExpertParallel, check_overflow, expert_placement, tp_plan
-from fuseops.distributed.dispatch import FixedCapacity, overflow, symmetric
+from fuseops.distributed.dispatch import FixedCapacity, device_counts, overflow, symmetric
 from fuseops.integrations import hf
 from fuseops.observe.memory import outside_bytes
 from fuseops.rules.fused import grouped_mlp
@@ -60,8 +60,35 @@ class SharedFiles:
         return symmetric.Fabric(table, uses, flag, nbytes, SharedFiles(), memory)
 
 
-ON_GPUS = symmetric._made
-symmetric._made = SharedFiles.fabric
+class OverGloo(device_counts.Lane):
+    """A lane whose rows a backend of the host moves. Where nothing came are ids of experts, and NaN.
+
+    Raises where a lane is used twice running: over NVSHMEM its rows may not have been read yet.
+    """
+
+    last: device_counts.Lane | None = None
+
+    def _exchange(self, leaving: Tensor, come: Tensor) -> None:
+        assert OverGloo.last is not self, "the two lanes take turns"
+        OverGloo.last = self
+        counts = torch.empty_like(self.sent)
+        dist.all_to_all_single(counts, self.sent)
+        there, total = self.sent.tolist(), int(counts.sum())
+        come[::2], come[1::2] = 0, 255
+        dist.all_to_all_single(come[:total], leaving[: sum(there)], counts.tolist(), there)
+        self.received.copy_(torch.stack([counts, counts.cumsum(0) - counts]))
+
+    @staticmethod
+    def made(group: Any, nbytes: int, device: torch.device) -> device_counts.Lane:
+        memory = [torch.full((nbytes,), 255, dtype=torch.uint8) for _ in range(2)]
+        sent = torch.empty(dist.get_world_size(), dtype=torch.int64)
+        return OverGloo(group.group_name, *memory, sent, torch.stack([sent, sent]))
+
+
+ON_GPUS, OVER_NVSHMEM = symmetric._made, device_counts._made
+symmetric._made, device_counts._made = SharedFiles.fabric, OverGloo.made
+device_counts.LEAST = 0  # so that a row too many raises
+BOUNDED = ("fixed_capacity", "device_counts", "peer_memory")
 
 
 @cache
@@ -244,6 +271,7 @@ def law_tokens_travel_beside_other_kernels() -> None:
         ("host_counts", "memory", one),
         ("fixed_capacity", "speed", both),
         ("fixed_capacity", "memory", one),
+        ("device_counts", "speed", ["weight", "weight"]),
         ("peer_memory", "speed", ["weight", "weight"]),
     ):
         results: list[list[Tensor]] = []
@@ -388,7 +416,7 @@ def by(way: str, law: Any) -> None:
 
 
 def law_ways_of_a_fixed_size_equal_one_process() -> None:
-    for way in ("fixed_capacity", "peer_memory"):
+    for way in BOUNDED:
         ways_equal_one_process(way)
 
 
@@ -413,10 +441,12 @@ def law_tokens_travel_as_codes_under_a_recipe() -> None:
     for way, recipe, codes in (
         ("host_counts", block(), True),
         ("fixed_capacity", block(), True),
+        ("device_counts", block(), True),
         ("peer_memory", block(), True),
         ("host_counts", block(wgrad="block"), False),
         ("host_counts", fo.recipes.MXFP8BlockScaling(), False),
         ("host_counts", fo.recipes.Float8CurrentScaling(), False),
+        ("device_counts", fo.recipes.Float8CurrentScaling(), False),
     ):
         results = []
         for sends in (True, False):
@@ -517,14 +547,42 @@ def law_weights_that_gather_as_codes_are_those_that_are_quantized_where_they_arr
         high(x)
 
 
+def law_what_arrives_is_what_was_sent() -> None:
+    """Copies of it, by every way, and no token where nothing came."""
+    here = tokens(9, 4)[dist.get_rank()]
+    torch.manual_seed(7 + dist.get_rank())
+    x = 1 + torch.rand(here, D, dtype=torch.float64)
+    experts = torch.rand(here, E).topk(TOP).indices.int()
+    experts[:1, 0] = -1  # dropped
+    weights = 1 + torch.rand(here, TOP, dtype=torch.float64)
+    for way in ("host_counts", *BOUNDED):
+        moe = layer()
+        parallelize_module(moe, mesh(), ExpertParallel(way=way, capacity=8.0))
+        exchange: Any = moe["dispatch"].exchange
+        got = exchange.dispatch(x, experts, weights).there()
+        came = got.experts >= 0
+        for mine, theirs in (
+            (torch.ones_like(weights), torch.ones_like(got.weights)),
+            (weights, got.weights),
+        ):
+            both = torch.stack([mine[experts >= 0].sum(), theirs[came].sum()])
+            dist.all_reduce(both)
+            close(both[1], both[0], way)
+        assert (got.experts < exchange.local).all(), way
+        assert (got.x[came.any(1)] >= 1).all(), way
+        if way in ("device_counts", "peer_memory"):
+            assert not got.x[~came.any(1)].any(), way
+
+
 def law_an_overflow_is_said() -> None:
     """Sums are NaN, and the check raises, once."""
-    for way in ("fixed_capacity", "peer_memory"):
+    for way in BOUNDED:
         by(way, an_overflow_is_said)
 
 
 def an_overflow_is_said() -> None:
-    x = batch([16] * dist.get_world_size())[dist.get_rank()]
+    device_counts._lanes.clear()
+    x = batch([64] * dist.get_world_size())[dist.get_rank()]  # a pair has room for 32
     moe = layer()
     parallelize_module(moe, mesh(), parallel(capacity=0.3))
     y = moe(x)
@@ -607,7 +665,8 @@ def law_wrong_use_says_so() -> None:
     for said, options in wrong:
         raises(said, partial(ExpertParallel, **options))
     raises("capacity is 0", partial(FixedCapacity, mesh(), E, TOP, capacity=0))
-    raises("got tokens on cpu", partial(ON_GPUS, mesh().get_group(), 64, torch.device("cpu")))
+    for made, said in ((ON_GPUS, "got tokens on cpu"), (OVER_NVSHMEM, "by NVSHMEM, which")):
+        raises(said, partial(made, mesh().get_group(), 64, torch.device("cpu")))
     two = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
     for model in (layer(), of_transformers()):
         raises("one dimension, got 2", partial(parallel()._apply, model, two))
@@ -679,7 +738,7 @@ def law_sums_in_float32_are_rounded_once() -> None:
             return moe(x)
 
     want = results(None, plain)
-    for way in ("host_counts", "fixed_capacity", "peer_memory"):
+    for way in ("host_counts", *BOUNDED):
         for run in (plain, unfused, compiled, reference) if way == "host_counts" else (plain,):
             shares = []
             for sums in (None, torch.float32):

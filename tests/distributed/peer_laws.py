@@ -24,7 +24,10 @@ from fuseops.distributed import ExpertParallel, check_overflow
 from fuseops.distributed.dispatch import lost, symmetric
 
 D, F, E, TOP = 256, 128, 16, 4
-WAYS = ("peer_memory", "fixed_capacity", "host_counts")
+Ways = tuple[str, ...]  # those without a host sync first
+WAYS: Ways = ("peer_memory", "fixed_capacity", "host_counts")
+OVER_NVSHMEM: Ways = ("device_counts", "fixed_capacity", "host_counts")
+"""Of a process of its own: symmetric memory is of one kind."""
 
 
 @cache
@@ -75,14 +78,14 @@ def whole(t: Any) -> Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-def law_every_way_equals_one_process() -> None:
+def law_every_way_equals_one_process(ways: Ways) -> None:
     """float32, whose products are in TF32 at most on either side; with shared experts beside, twice for both halves."""
     parts, rank = batches(), dist.get_rank()
     start = sum(map(len, parts[:rank]))
     rows = slice(start, start + len(parts[rank]))
     for options in ({}, {"shared_experts": 1, "bias": True}):
         want = stepped(layer(**options), torch.cat(parts))
-        for way in WAYS:
+        for way in ways:
             moe = layer(way, **options)
             for _ in range(2):
                 got = stepped(moe, parts[rank])
@@ -92,12 +95,12 @@ def law_every_way_equals_one_process() -> None:
             check_overflow()
 
 
-def law_no_host_sync_and_a_replay_routes_anew() -> None:
+def law_no_host_sync_and_a_replay_routes_anew(ways: Ways) -> None:
     torch.manual_seed(3 + dist.get_rank())
     for way, options in (
-        ("peer_memory", {}),
-        ("peer_memory", {"shared_experts": 1}),
-        ("fixed_capacity", {"shared_experts": 1}),
+        (ways[0], {}),
+        (ways[0], {"shared_experts": 1}),
+        (ways[1], {"shared_experts": 1}),
     ):
         moe = layer(way, torch.bfloat16, **options)
         x = torch.randn(512, D, device="cuda", dtype=torch.bfloat16).requires_grad_()
@@ -145,10 +148,10 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def law_dispatched_again_is_what_arrived() -> None:
+def law_dispatched_again_is_what_arrived(ways: Ways) -> None:
     """To the bit, by every way; with no host sync by those that have none; a captured step routes anew."""
     x = batches(torch.bfloat16)[dist.get_rank()]
-    for way in WAYS:
+    for way in ways:
         moe = layer(way, torch.bfloat16)
         want = stepped(moe, x)
         with offload.dispatch_again():
@@ -157,7 +160,7 @@ def law_dispatched_again_is_what_arrived() -> None:
         for name, theirs in want.items():
             assert torch.equal(got[name], theirs), (way, name)
         check_overflow()
-    for way in ("peer_memory", "fixed_capacity"):
+    for way in ways[:2]:
         moe = layer(way, torch.bfloat16)
         given = x.clone()
         parameters = [*moe.parameters()]
@@ -194,7 +197,7 @@ class Block(nn.Module):
         return x + self.moe(torch.tanh(self.dense(x)))
 
 
-def law_fully_sharded_prefetches_beside_it() -> None:
+def law_fully_sharded_prefetches_beside_it(ways: Ways) -> None:
     """FSDP2 gathers the next two blocks on its streams while tokens travel: to the bit the numbers of a run that
     prefetches nothing, step after step, and within rounding those of the way over NCCL.
     """
@@ -222,8 +225,8 @@ def law_fully_sharded_prefetches_beside_it() -> None:
         check_overflow()
         return seen
 
-    want = run("peer_memory", 0)
-    for mine, theirs in zip(run("peer_memory", 2), want, strict=True):
+    want = run(ways[0], 0)
+    for mine, theirs in zip(run(ways[0], 2), want, strict=True):
         assert torch.equal(mine, theirs)
     for mine, theirs in zip(run("host_counts", 2), want, strict=True):
         near(mine, theirs, "host_counts", 3e-3)

@@ -1,4 +1,4 @@
-"""Experts over two GPUs of one host, over NCCL and over symmetric memory: see `peer_laws.py`."""
+"""Experts over two GPUs of one host, over NCCL and over both kinds of symmetric memory: see `peer_laws.py`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,22 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=["False", "True"])
-def gpus(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Without and with segments of memory that grow."""
-    both = Ranks(2, allocator=f"expandable_segments:{request.param}")
-    yield both
+GPUS = [("False", peer_laws.WAYS), ("True", peer_laws.WAYS), ("False", peer_laws.OVER_NVSHMEM)]
+
+
+@pytest.fixture(scope="module", params=GPUS, ids=["fixed", "expandable", "nvshmem"])
+def gpus(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, peer_laws.Ways]]:
+    """Without and with segments of memory that grow, and with symmetric memory by NVSHMEM."""
+    segments, ways = request.param
+    both = Ranks(2, allocator=f"expandable_segments:{segments}")
+    yield both, ways
     both.stop()
 
 
 @pytest.mark.parametrize("law", peer_laws.LAWS)
-def test_law(gpus: Ranks, law: str) -> None:
-    gpus.run("peer_laws", law)
+def test_law(gpus: tuple[Ranks, peer_laws.Ways], law: str) -> None:
+    both, ways = gpus
+    both.run("peer_laws", law, ways)
 
 
 def test_a_rank_that_was_killed_inside_a_dispatch_is_named(tmp_path: Path) -> None:

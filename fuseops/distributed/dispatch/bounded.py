@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 from fuseops.ops.checks import check_integers, check_numbers
 
 from .exchange import Exchange
+from .overflow import flag_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -71,6 +73,9 @@ class Bounded(Exchange):
     def expected(self, x: Tensor) -> tuple[int, int]:
         room, rows = self._limits(_sixteens(max(len(x), self.tokens)))
         return self.world * room, rows
+
+    def bound(self, offs: Tensor, rows: int) -> None:
+        K.bound_rows(offs, flag_of(self.group, offs.device), rows)
 
     def agree(self, x: Tensor) -> None:
         """On the most tokens of a rank, as the first forward has them.  Raises FuseOpsError for more, later."""

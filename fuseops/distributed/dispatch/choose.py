@@ -13,6 +13,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import HAS_TRITON, arch_of
 
 from .bounded import Bounded
+from .device_counts import DeviceCounts
 from .exchange import Exchange
 from .fixed import FixedCapacity
 from .host_counts import HostCounts
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 WAYS: dict[str, type[Exchange]] = {
     "host_counts": HostCounts,
     "fixed_capacity": FixedCapacity,
+    "device_counts": DeviceCounts,
     "peer_memory": PeerMemory,
 }
 

@@ -27,9 +27,6 @@ class FixedCapacity(AllToAll, Bounded):
     def no_arrivals(self, x: Tensor) -> Tensor:
         return x.new_empty(self.expected(x)[0], dtype=torch.int32)
 
-    def bound(self, offs: Tensor, rows: int) -> None:
-        K.bound_rows(offs, flag_of(self.group, offs.device), rows)
-
     def _leaving(self, x: Tensor, experts: Tensor) -> Leaving:
         self.agree(x)
         slots, counts = K.token_slots(experts, self.num_experts, self.world)

@@ -119,9 +119,6 @@ class PeerMemory(Bounded):
     def no_arrivals(self, x: Tensor) -> Tensor:
         return x.new_empty(self.world, dtype=torch.int32)
 
-    def bound(self, offs: Tensor, rows: int) -> None:
-        K.bound_rows(offs, self._fabric().flag, rows)
-
     def collect(self, y: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
         return self._back(y, None, None, slots, arrivals)[0]
 
