@@ -13,7 +13,8 @@ from fuseops.kernels.registry import as_if_on
 from fuseops.observe import gemms
 from fuseops.ops import scopes
 from fuseops.recipes import operands
-from fuseops.rules.fused import quantized_mlp, quantized_order
+from fuseops.rules.fused import quantized_order
+from fuseops.rules.fused.grouped_mlp import GroupedMLP
 from fuseops.testing import assert_fused_matches_unfused
 
 D, F, E, K, T = 128, 128, 3, 2, 200
@@ -227,10 +228,10 @@ def test_columns_in_parts_change_no_bit(
     monkeypatch: pytest.MonkeyPatch, recipe: Any, width: int
 ) -> None:
     """Some features of tokens at a time, the last of which may be few."""
-    found, cut = [], quantized_mlp.some_features
+    found, cut = [], quantized_order.some_features
     sizes: set[int] = set()
     monkeypatch.setattr(
-        quantized_mlp, "some_features", lambda q, at, size: (sizes.add(size), cut(q, at, size))[1]
+        quantized_order, "some_features", lambda q, at, size: (sizes.add(size), cut(q, at, size))[1]
     )
     torch.manual_seed(0)
     model = fo.MoE(width, F, E, K, dtype=torch.bfloat16)
@@ -338,13 +339,13 @@ def test_an_order_for_the_peak_is_said(
 ) -> None:
     """By what `explain()` asks when a GEMM runs."""
     experts, top_k, *widths = shape
-    said, activated = set(), quantized_mlp.activated
+    said, activated = set(), GroupedMLP.activated
 
     def asking(*args: Any) -> Any:
         said.add(gemms.choices())
         return activated(*args)
 
-    monkeypatch.setattr(quantized_mlp, "activated", asking)
+    monkeypatch.setattr(GroupedMLP, "activated", asking)
     with FakeTensorMode():
         moe = fo.MoE(*widths, experts, top_k, dtype=torch.bfloat16)
         x = torch.empty(32768, widths[0], dtype=torch.bfloat16, requires_grad=True)

@@ -311,7 +311,7 @@ def law_what_waits_for_dx_is_said_in_bytes() -> None:
 
     def fwd(self: Any, x: Any, t: Any, calls: Any, keep: Any) -> Any:
         rows = len(t[0]["index"])
-        copies = self._copies_dy(x, self.mlp.inputs(x, t[1:4]), t[0]["index"], calls)
+        copies = self._copies_dy(x, self.inputs(x, t), t[0]["index"], calls)
         found.append((rows * (F + D * copies) * 8, self.choices(x, t, calls)))
         return before(self, x, t, calls, keep)
 

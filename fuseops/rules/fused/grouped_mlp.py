@@ -5,9 +5,15 @@ makes dh, for fc2's weight gradient. Under a recompute policy h goes too, and fc
 Shapes: x (R, D), h (R, 2F) or (R, F), a (R, F), probs (R,), offs (E,).
 Numerics: every GEMM and activation rounds as the op alone does; `a` of the backward comes from another kernel than `a`
 of the forward, so it may differ in the last place, and fc2's weight gradient by as much.
+Under a recipe no pass reads or writes what the high-precision one does not, but for the tokens' own quantization and
+the columns of weight gradients, which are made of the codes of rows when dx is there: SwiGLU and its backward write
+codes (`coded_swiglu`), rounded as their tensors would be before they are quantized, and rows by index are permuted as
+codes. The backward quantizes x again, to the same codes, so what is saved is what high precision saves, or less with
+`hidden="float8"`: fc1 writes h as codes then, and both directions of SwiGLU read them.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,22 +25,35 @@ from fuseops.kernels.grouped_paths import ENDS, act_path
 from fuseops.kernels.registry import decided
 from fuseops.ops.activations import Form, form_of
 from fuseops.ops.checks import check_offs, check_probs
-from fuseops.ops.grouped_linear import GroupedLinearSaved, grouped_linear, grouped_linear_bwd
-from fuseops.ops.linear import saved_input
+from fuseops.ops.grouped_linear import (
+    GroupedLinearSaved,
+    grouped_linear,
+    grouped_linear_bwd,
+    input_gradient,
+    rows_of,
+    weight_gradient,
+)
+from fuseops.ops.linear import (
+    grad_in_turn,
+    high,
+    input_operand,
+    saved_input,
+    weight_rows,
+    wgrad_input,
+)
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
 from fuseops.recipes import Operand
 from fuseops.torch_private import held_once, is_fake
 
-from . import dswiglu, quantized_mlp
+from . import coded_swiglu, dswiglu, quantized_order
 
 Tensors = Mapping[str, Tensor]
-Params = Mapping[str, Tensor | None]
 # a tensor, and the index of its rows: None for all, in order
 Rows = tuple[Operand | None, Tensor | None]
 WEIGHTS = frozenset({"weight", "down", "up"})
-GEMMS = WEIGHTS | {"x"}
+SUMS = frozenset({"bias", "probs"})  # gradients that sum dy as it is
 Source = Callable[..., Rows]
 Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
 
@@ -50,7 +69,7 @@ EPILOGUE = Switch(
 
 
 class GroupedMLPSaved(NamedTuple):
-    x: Operand | None
+    x: Operand | None  # (R, D), of routed tokens (T, D)
     h: Operand | None
     probs: Tensor | None
     offs: Tensor | None
@@ -63,6 +82,18 @@ class GroupedMLPSaved(NamedTuple):
     up1: Tensor | None = None
     down2: Tensor | None = None
     up2: Tensor | None = None
+    # of routed tokens
+    index: Tensor | None = None  # type: ignore[assignment]  # hides tuple.index, which nobody needs
+    pos: Tensor | None = None
+    home: Tensor | None = None  # in the place of x, as the tokens of this rank were sent
+    slots: Tensor | None = None
+    arrivals: Tensor | None = None
+
+
+FC1 = {"x": "x", "offs": "offs", "fc1": "weight", "bias1": "bias", "down1": "down", "up1": "up"}
+ACT = {"h": "x", "probs": "probs", "form": "form"}
+FC2 = {"fc2": "weight", "bias2": "bias", "down2": "down", "up2": "up"}
+"""Of whom each field is, and what it is called there."""
 
 
 class GroupedMLP(FusedOp):
@@ -73,46 +104,38 @@ class GroupedMLP(FusedOp):
     recipes = True
     takes_quantized = True
     recomputes = ("h",)
-    names = {
-        "x": "0.x",
-        "h": "1.x",
-        "probs": "1.probs",
-        "offs": "0.offs",
-        "fc1": "0.weight",
-        "fc2": "2.weight",
-        "bias1": "0.bias",
-        "bias2": "2.bias",
-        "form": "1.form",
-        "down1": "0.down",
-        "up1": "0.up",
-        "down2": "2.down",
-        "up2": "2.up",
-    }
+    at = 0  # of fc1 among the members
 
     def __init__(self, *members: Op[Any]) -> None:
         super().__init__(*members)
-        fc1, act, fc2 = members
-        self.scaled, self.scale1, self.scale2 = ("probs" in op.reads for op in (act, fc1, fc2))
+        fc1, self.act, fc2 = trio = members[self.at : self.at + 3]
+        self.names: dict[str, str] = {
+            field: f"{i}.{name}"
+            for i, fields in enumerate((FC1, ACT, FC2), self.at)
+            for field, name in fields.items()
+        }
+        self.scaled, self.scale1, self.scale2 = ("probs" in op.reads for op in (self.act, fc1, fc2))
         a = ("h", "offs", "form", "probs") if self.scaled else ("h", "offs", "form")
         low1, low2 = (
             tuple(f"{name}{i}" for name in ("down", "up") if name in op.parameter_names())
             for i, op in ((1, fc1), (2, fc2))
         )
         dh = (*a, "fc2", *low2)
+        one, act, two = (f"{self.at + i}." for i in range(len(trio)))
         self.saves_for: dict[str, tuple[str, ...]] = {
             "x": (*dh, "fc1", *low1),
-            "0.weight": (*dh, "x"),
-            "0.bias": (*dh, *(("probs",) if self.scale1 else ())),
-            "0.probs": (*dh, "bias1"),
-            "1.probs": ("h", "offs", "form", "fc2", *low2),
-            "2.weight": a,
-            "2.bias": ("offs", "probs") if self.scale2 else ("offs",),
-            "2.probs": ("offs", "bias2"),
+            f"{one}weight": (*dh, "x"),
+            f"{one}bias": (*dh, *(("probs",) if self.scale1 else ())),
+            f"{one}probs": (*dh, "bias1"),
+            f"{act}probs": ("h", "offs", "form", "fc2", *low2),
+            f"{two}weight": a,
+            f"{two}bias": ("offs", "probs") if self.scale2 else ("offs",),
+            f"{two}probs": ("offs", "bias2"),
         }
         if low1:
-            self.saves_for |= {"0.down": (*dh, "x", "up1"), "0.up": (*dh, "x", "down1")}
+            self.saves_for |= {f"{one}down": (*dh, "x", "up1"), f"{one}up": (*dh, "x", "down1")}
         if low2:
-            self.saves_for |= {"2.down": (*a, "up2"), "2.up": (*a, "down2")}
+            self.saves_for |= {f"{two}down": (*a, "up2"), f"{two}up": (*a, "down2")}
 
     def fwd(
         self, x: Operand, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
@@ -140,16 +163,16 @@ class GroupedMLP(FusedOp):
         why = dswiglu.expected_why_apart(given, None, facts, x.shape[0])
         return dswiglu.in_words(why)
 
-    # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
+    # --- the parts, over the calls of fc1, act and fc2: with an index, row r of x or of dy is its row index[r]
 
     def inputs(self, x: Operand, t: tuple[Tensors, ...]) -> GroupedMLPSaved:
         """What there is to save, but for h."""
-        fc1, _, fc2 = t
+        fc1, act, fc2 = t[self.at : self.at + 3]
         check_offs(fc1["offs"], fc1["weight"].shape[0])
-        probs = next((m["probs"] for m in t if "probs" in m), None)
+        probs = next((m["probs"] for m in (fc1, act, fc2) if "probs" in m), None)
         return GroupedMLPSaved(
             *(x, None, probs, fc1["offs"], fc1["weight"], fc2["weight"]),
-            *(fc1.get("bias"), fc2.get("bias"), form_of(self.members[1])),
+            *(fc1.get("bias"), fc2.get("bias"), form_of(self.act)),
             *(fc1.get("down"), fc1.get("up"), fc2.get("down"), fc2.get("up")),
         )
 
@@ -158,13 +181,28 @@ class GroupedMLP(FusedOp):
         form: Form = s.form  # type: ignore[assignment]
         return dswiglu.Operands(form, s.probs if self.scaled else None, s.fc2, s.offs)
 
-    def hidden(self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None) -> Tensor:
-        """h = fc1(x), once more or for the first time, in the precision of its call."""
-        scale = s.probs if self.scale1 else None
-        low_rank = s.down1, s.up1
-        return grouped_linear(
-            s.x, s.fc1, s.bias1, s.offs, scale, call, index, low_rank=low_rank, columns=False  # type: ignore[arg-type]
-        )[0]  # fmt: skip
+    def hidden(self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None) -> Operand:
+        """h = fc1(x), once more or for the first time, as it is saved: what the backward reads, the forward reads too.
+        Codes come out of the GEMM where they can.
+        """
+        x: Operand = s.x  # type: ignore[assignment]
+        weight: Tensor = s.fc1  # type: ignore[assignment]
+        offs: Tensor = s.offs  # type: ignore[assignment]
+        roles, width = call.precision.roles, weight.shape[1]
+        in_codes = roles is not None and not self.scale1
+        if in_codes and coded_swiglu.hidden_from_gemm(roles, x.dtype, width):  # type: ignore[arg-type]
+            rows = rows_of(x) if index is None else len(index)
+            check_splits(offs, rows, offs.device)
+            q = input_operand(x, call, offs, index, columns=False)
+            tiles = tiles_of(call, offs, rows)
+            codes = coded_swiglu.hidden(q, weight_rows(weight, call), offs, tiles, s.bias1)
+            if codes is not None:
+                return codes
+        scale, low_rank = s.probs if self.scale1 else None, (s.down1, s.up1)
+        h, _ = grouped_linear(
+            x, weight, s.bias1, offs, scale, call, index, low_rank=low_rank, columns=False
+        )
+        return h if roles is None else coded_swiglu.saved(h, roles)
 
     def activated(
         self,
@@ -176,8 +214,12 @@ class GroupedMLP(FusedOp):
         """fc1, where it is needed, and the activation of it, in one kernel where that is faster."""
         call = calls[0]
         if call.precision.roles is not None:
-            kept, codes = quantized_mlp.activated(self, s, calls, index)
-            return kept if need_h else None, codes
+            h = self.hidden(s, call, index)
+            kept = h if need_h else None
+            if self.why_not_codes(s, h, calls) is None:
+                probs = s.probs if self.scaled else None
+                return kept, coded_swiglu.forward(h, probs, s.offs, calls[2])
+            return kept, self.activation(high(h), s)
         x: Tensor = s.x  # type: ignore[assignment]
         offs: Tensor = s.offs  # type: ignore[assignment]
         weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
@@ -189,7 +231,12 @@ class GroupedMLP(FusedOp):
             tiles, bias = tiles_of(call, offs, rows), call.precision.cast(s.bias1)
             return K.grouped_swiglu(x, weight, offs, tiles, probs, index, need_h, bias, *form)
         h = self.hidden(s, call, index)
-        return h if need_h else None, self.activation(h, s)
+        return h if need_h else None, self.activation(h, s)  # type: ignore[arg-type]
+
+    def why_not_codes(self, s: GroupedMLPSaved, h: Operand, calls: tuple[Call, ...]) -> str | None:
+        """Why SwiGLU and its backward write tensors; None where they write the operands of the GEMMs around them."""
+        reads_dh = not calls[0].needs.isdisjoint(SUMS)
+        return coded_swiglu.why_apart(s.form, h, calls[0], calls[2], reads_dh)
 
     def output(self, s: GroupedMLPSaved, a: Operand, call: Call) -> Tensor:
         """y = fc2(a), in the precision of its call."""
@@ -203,7 +250,7 @@ class GroupedMLP(FusedOp):
         form: Form = s.form  # type: ignore[assignment]
         if not self.scaled:
             return K.act_fwd(h, *form)
-        check_probs(type(self.members[1]).__name__, h, s.probs)  # type: ignore[arg-type]
+        check_probs(type(self.act).__name__, h, s.probs)  # type: ignore[arg-type]
         return K.scaled_act_fwd(h, s.probs, *form)  # type: ignore[arg-type]
 
     def gradients(
@@ -221,51 +268,88 @@ class GroupedMLP(FusedOp):
         held: h and dy, which are taken out. source: the rows of x, for a product of that many features. finish: what
         becomes of dx (R, D). dh is written over an h that nobody else holds. Another one goes before the gradients of
         weights are made, dy when fc2's is there, and the rows of dx before the last of them: there the peak would be.
-        dx_first: fc2's waits, with a and dy, until `finish` has had dx, which may travel then.
+        dx_first: fc2's waits, with a and dy, until `finish` has had dx, which may travel then. Where the peak of a
+        recipe would be above that of high precision, it is made last (`quantized_order`).
         """
         first, act, last = calls
-        if first.precision.roles is not None:
-            return quantized_mlp.gradients(self, s, held, calls, source, dy_index, finish, dx_first)
         scale1, scale2 = (s.probs if scaled else None for scaled in (self.scale1, self.scale2))
         fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, scale1, s.down1, s.up1)
         fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, scale2, s.down2, s.up2)
-        dw1: Params = {}
-        below = Grads()
-        dy: Tensor = held.pop()
-        spare = not torch.compiler.is_compiling() and (held[0] is None or held_once(held))
-        h, a, dh, dprobs = held.pop(), None, None, None
+        dy: Any = held.pop()
+        quantized, parts, fused = first.precision.roles is not None, 0, False
+        spare = not (quantized or torch.compiler.is_compiling())
+        spare = spare and (held[0] is None or held_once(held))
+        h, dprobs = held.pop(), None
         if h is None and not last.needs.isdisjoint(("x", *WEIGHTS)):
             x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
             h = self.hidden(replaced(s, x=x), first, x_index)
             del x
-        rows = (dy if dy_index is None else dy_index).shape[0]
-        operands = self.operands(s)
-        why = dswiglu.why_apart(operands, dy, h, dy_index, dswiglu.facts_of(calls), rows)
-        fused = why is None and s.down2 is None
-        needs = last.needs - (GEMMS if fused else WEIGHTS)
-        above = grouped_linear_bwd(fc2, dy, last, dy_index=dy_index, needs=needs)
-        da, above = above.x, Grads(None, *above[1:])
+        if quantized:
+            parts = quantized_order.parts(dy, s.fc1, s.fc2, calls, dy_index)
+        elif s.down2 is None:
+            rows = (dy if dy_index is None else dy_index).shape[0]
+            operands, facts = self.operands(s), dswiglu.facts_of(calls)
+            fused = dswiglu.why_apart(operands, dy, h, dy_index, facts, rows) is None
+        call = replaced(last, needs=last.needs - {"x"}) if fused else last
+        above, weight2 = _backward(fc2, dy, call, dy_index, True, parts > 0)
+        dh: Operand | None = None
+        a: Operand | None = None
         if fused:
             dh, a, dprobs = dswiglu.run(operands, dy, h, dy_index, last, spare)
-        elif da is not None:
-            wanted = bool(first.needs), "probs" in act.needs, not last.needs.isdisjoint(WEIGHTS)
-            dh, dprobs, a = self.activation_bwd(da, h, s, *wanted, spare)
-            del da
-        if not last.needs.isdisjoint(WEIGHTS) and a is None:
-            a = self.activation(h, s)
-        left = [] if last.needs.isdisjoint(WEIGHTS) else [dy, a]
-        del h, a, dy
-        dw2 = {} if dx_first else _fc2_weight(fc2, left, last, dy_index)
-        if dh is not None:
-            below = grouped_linear_bwd(fc1, dh, first, needs=first.needs - WEIGHTS)
+        else:
+            between, above = [h, above.x], replaced(above, x=None)
+            h = None
+            dh, a, dprobs = self._through_activation(s, between, calls, spare)
+        taken, of_a = [dh], [(a, None)]
+        width = None if dh is None else dh.shape[1]
+        del h, dh, a, dy
+        if not (dx_first or parts):
+            weight2(of_a.pop)
+        below, weight1 = Grads(), None
+        if width is not None:
+            below, weight1 = _backward(fc1, taken.pop(), first)  # type: ignore[arg-type]
             if below.x is not None:
                 below = replaced(below, x=finish(below.x, dprobs))
-        dw2 = dw2 or _fc2_weight(fc2, left, last, dy_index)  # if it has waited
-        if dh is not None and not first.needs.isdisjoint(WEIGHTS):
-            x, x_index = source(dh.shape[1])
-            dw1 = _weight(replaced(fc1, x=x), dh, first, x_index, None)
-        side = {"probs": dprobs} if "probs" in act.needs else None
-        return _with(below, dw1), Grads(side=side), _with(above, dw2)
+        if dx_first and not parts:
+            weight2(of_a.pop)
+        if weight1 is not None:
+            weight1(partial(source, width), parts)
+        if parts:
+            weight2(of_a.pop, parts)
+        return below, Grads(side={"probs": dprobs} if "probs" in act.needs else None), above
+
+    def _through_activation(
+        self, s: GroupedMLPSaved, between: list[Any], calls: tuple[Call, ...], spare: bool
+    ) -> tuple[Operand | None, Operand | None, Tensor | None]:
+        """dh, the activation as fc2's weight gradient reads it, dprobs.   between: h and da, which are taken out
+
+        One pass over h makes what is wanted, but for tensors that a recipe quantizes: there the peak would be, and the
+        activation is made when da has gone.
+        """
+        first, act, last = calls
+        roles = last.precision.roles
+        da, h = between.pop(), between.pop()
+        if h is None:
+            return None, None, None
+        dh: Tensor | None = None
+        a: Any = None
+        dprobs: Tensor | None = None
+        if roles is not None:
+            codes = da is not None and first.needs and self.why_not_codes(s, h, calls) is None
+            if codes and coded_swiglu.whole_squares(da):
+                probs = s.probs if self.scaled else None
+                return coded_swiglu.backward(da, h, probs, s.offs, first, last)
+            h = high(h)
+        need_a = not last.needs.isdisjoint(WEIGHTS)
+        if da is not None:
+            wanted = bool(first.needs), "probs" in act.needs, need_a and roles is None
+            dh, dprobs, a = self.activation_bwd(da, h, s, *wanted, spare)
+            del da
+        if need_a and a is None:
+            a = self.activation(h, s)
+            del h
+            a = a if roles is None else wgrad_input(a, last, s.offs)
+        return dh, a, dprobs
 
     def activation_bwd(
         self,
@@ -331,24 +415,57 @@ def _in_epilogue(
     return EPILOGUE.says(rows, dims, x)
 
 
-def _weight(
+# --- the backward of one GEMM in two halves
+
+WeightGrads = Callable[..., None]
+"""Makes the gradients of weights, of the rows of x, which it asks for, and in how many parts their columns are made."""
+
+
+def _backward(
     saved: GroupedLinearSaved,
     dy: Tensor,
     call: Call,
-    x_index: Tensor | None,
-    dy_index: Tensor | None,
-) -> Params:
-    """The gradients of what multiplies."""
-    needs = call.needs & WEIGHTS
-    return grouped_linear_bwd(saved, dy, call, x_index, dy_index, needs).params or {}
+    dy_index: Tensor | None = None,
+    stays: bool = False,
+    by_token: bool = False,
+) -> tuple[Grads, WeightGrads]:
+    """What dy and the weight give of what the call needs, and what adds the rest to it when x is there.
+
+    stays, by_token: as of `grad_in_turn`.
+    """
+    quantized, left = call.precision.roles is not None, (dy, dy_index)
+    needs = call.needs & SUMS if quantized else call.needs - WEIGHTS
+    found = grouped_linear_bwd(saved, dy, call, dy_index=dy_index, needs=needs)
+    if quantized:
+        offs: Tensor = saved.offs  # type: ignore[assignment]
+        q, left = grad_in_turn(dy, call, offs, dy_index, stays, by_token)  # type: ignore[assignment]
+        del dy
+        if "x" in call.needs:
+            found = replaced(found, x=input_gradient(q, saved.weight, offs, call))  # type: ignore[arg-type]
+    waits = [] if call.needs.isdisjoint(WEIGHTS) else [left]
+    return found, partial(_weight, saved, waits, call, found.params)
 
 
-def _fc2_weight(
-    saved: GroupedLinearSaved, left: list[Any], call: Call, dy_index: Tensor | None
-) -> Params:
-    """The same of fc2.  left: dy and a, which are taken out"""
-    return _weight(replaced(saved, x=left.pop()), left.pop(), call, None, dy_index) if left else {}
-
-
-def _with(grads: Grads, params: Params) -> Grads:
-    return Grads(grads.x, {**(grads.params or {}), **params}, grads.side)
+def _weight(
+    saved: GroupedLinearSaved,
+    left: list[Any],
+    call: Call,
+    params: Any,
+    source: Source,
+    parts: int = 0,
+) -> None:
+    """Puts the gradients of what multiplies into `params`.   left: dy, which is taken out, where there are any"""
+    if not left:
+        return
+    if call.precision.roles is None:
+        (dy, dy_index), (x, x_index) = left.pop(), source()
+        given, needs = replaced(saved, x=x), call.needs & WEIGHTS
+        params.update(grouped_linear_bwd(given, dy, call, x_index, dy_index, needs).params)
+        return
+    weight, offs = saved.weight, saved.offs
+    if parts > 1:
+        params["weight"] = quantized_order.in_parts(weight, left, source, offs, call, parts)  # type: ignore[arg-type]
+        return
+    dy, dy_index = quantized_order.columns(left.pop(), offs, call)  # type: ignore[arg-type]
+    x, x_index = source()
+    params["weight"] = weight_gradient(dy, x, offs, call, x_index, dy_index)  # type: ignore[arg-type]

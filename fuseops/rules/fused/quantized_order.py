@@ -1,22 +1,26 @@
-"""In which order the gradients of quantized experts are made: where a step would hold more than one in high precision,
-in another one that holds less, to the same bits.
+"""In which order the gradients of quantized experts are made, and in how many parts: where a step would hold more than
+one in high precision, in another order that holds less, to the same bits.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from fuseops.kernels.reference.operands import columns_of
-from fuseops.ops.linear import of_codes
+from fuseops.kernels.tiles import cdiv
+from fuseops.ops.linear import WEIGHT, Indexed, grad_operand, of_codes
 from fuseops.ops.op import Call
-from fuseops.recipes import Roles, Scaling
+from fuseops.ops.tiles import tiles_of_columns
+from fuseops.recipes import Operand, Roles, Scaling, gemm, operand
 from fuseops.recipes.gemm import OUTPUTS
 from fuseops.recipes.numbers import Measuring
-from fuseops.recipes.quantized import BLOCK
+from fuseops.recipes.operands import amax_of_rows
+from fuseops.recipes.quantized import BLOCK, some_features
 
 from .routed_copies import FC1, FC2_DSWIGLU, copies_rows
 
@@ -214,3 +218,63 @@ def _fewest(held: Held, by_index: bool, copies_x: bool, copies_dy: bool, most: i
     if not most:
         return 1
     return next(n for n in PARTS if held.last(n) <= high or 2 * n > most or n == PARTS[-1])
+
+
+# --- a weight gradient
+
+
+def columns(left: Indexed, offs: Tensor, call: Call) -> Indexed:
+    """dy as the weight gradient multiplies it, of what `grad_in_turn` has left."""
+    if call.precision.roles.high_wgrad:  # type: ignore[union-attr]
+        return left
+    return grad_operand(left[0], call, WEIGHT, offs, left[1]), None
+
+
+def in_parts(
+    weight: Tensor,
+    left: list[Indexed],
+    source: Callable[[], Indexed],
+    offs: Tensor,
+    call: Call,
+    parts: int,
+) -> Tensor:
+    """The gradient of a weight, written some of the tokens' features at a time: of those of dy, or of x, the one that
+    has an index.   left: as of `columns`, which is taken out; source: gives x
+    """
+    roles = cast("Roles", call.precision.roles)
+    dy, index = left.pop()
+    by_dy = index is not None
+    if by_dy:
+        x, _ = source()
+        tokens, part_of = _some_columns(dy, cast("Scaling", roles.grad_output), offs, index)
+    else:
+        dy, _ = columns((dy, None), offs, call)
+        x, index = source()
+        tokens, part_of = _some_columns(x, cast("Scaling", roles.input), offs, index)
+    dw = weight.new_empty(weight.shape, dtype=tokens.dtype)
+    axis = 1 if by_dy else 2
+    step = BLOCK * cdiv(weight.shape[axis], BLOCK * parts)
+    for begin in range(0, weight.shape[axis], step):
+        size = min(step, weight.shape[axis] - begin)
+        part = part_of(some_features(tokens, begin, size))
+        operands = (part, x) if by_dy else (dy, part)
+        some, tables = dw.narrow(axis, begin, size), functools.partial(tiles_of_columns, call)
+        gemm.wgrad_into(some, *operands, offs, False, call.name, tables)
+        del part, operands
+    return dw
+
+
+def _some_columns(
+    x: Operand, scaling: Scaling, offs: Tensor, index: Tensor | None
+) -> tuple[Operand, Callable[[Operand], Operand]]:
+    """(tokens, what makes the columns of rows by index of some of their features): of codes where columns are made of
+    those, else of copies of rows, which one scale a group keeps the amax of all features for.
+    """
+    amax = None
+    if of_codes(scaling):
+        x = operand(x, scaling)
+    elif isinstance(x, Tensor) and index is not None:
+        amax = amax_of_rows(x, scaling, offs, index)
+    return x, functools.partial(
+        operand, scaling=scaling, offs=offs, row=False, col=True, index=index, amax=amax
+    )

@@ -11,7 +11,7 @@ Numerics: as of `GroupedMLP`.
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,36 +21,14 @@ from fuseops.kernels.registry import decided
 from fuseops.ops.activations import Form
 from fuseops.ops.checks import check_pos, check_rows
 from fuseops.ops.linear import saved_input
-from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
+from fuseops.ops.op import Call, Grads, Op, Out, replaced
 from fuseops.ops.permute import AGAIN, ON_DX, SENT, Combine, OnDx, SendsAgain, Sent
 from fuseops.recipes import Operand
 from fuseops.words import size
 
 from . import dswiglu, quantized_order
-from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Rows, Tensors, without_h
+from .grouped_mlp import WEIGHTS, GroupedMLP, GroupedMLPSaved, Rows, Tensors, without_h
 from .routed_copies import FC1, FC2_BWD, FC2_DSWIGLU, copies_rows
-
-
-class RoutedMLPSaved(NamedTuple):
-    x: Operand | None  # (T, D)
-    h: Operand | None
-    probs: Tensor | None
-    offs: Tensor | None
-    fc1: Tensor | None  # parameters themselves
-    fc2: Tensor | None
-    bias1: Tensor | None
-    bias2: Tensor | None
-    form: Form | None  # of the activation in the forward
-    down1: Tensor | None  # parameters themselves
-    up1: Tensor | None
-    down2: Tensor | None
-    up2: Tensor | None
-    index: Tensor | None  # type: ignore[assignment]  # hides tuple.index, which nobody needs
-    pos: Tensor | None
-    home: Tensor | None = None  # in the place of x, as the tokens of this rank were sent
-    slots: Tensor | None = None
-    arrivals: Tensor | None = None
-
 
 OTHER = {"speed": "memory", "memory": "speed"}
 SAID = {
@@ -67,46 +45,27 @@ ON_ITS_WAY = {
 """The same, where dx travels beside other kernels."""
 
 
-def _moved(name: str) -> str:
-    """A name of the MLP, or a need, among the members of this op."""
-    member, _, field = name.partition(".")
-    return f"{int(member) + 1}.{field}" if field else name
-
-
-class RoutedMLP(FusedOp):
+class RoutedMLP(GroupedMLP):
     """y = combine(fc2(act(fc1(permute(x))) * probs)), or without the combine."""
 
-    Saved = RoutedMLPSaved
-    takes_saved = True
-    recipes = True
-    takes_quantized = True
-    recomputes = GroupedMLP.recomputes
+    at = 1
     again = ("home", "slots", "arrivals")
-    names = {
-        **{field: _moved(name) for field, name in GroupedMLP.names.items()},
-        "index": "0.index",
-        "pos": "0.pos",
-        "home": "0.home",
-        "slots": "0.slots",
-        "arrivals": "0.arrivals",
-    }
 
     def __init__(self, *members: Op[Any]) -> None:
         super().__init__(*members)
-        self.mlp = GroupedMLP(*members[1:4])
         self.combines = isinstance(members[-1], Combine)
-        self.saves_for = {_moved(n): self._fields(n) for n in self.mlp.saves_for}
+        routed = ("index", "pos")
+        self.names |= {field: f"0.{field}" for field in (*routed, *self.again)}
+        by_x = {"x", *(f"{self.at}.{name}" for name in WEIGHTS)}
+        for need, fields in self.saves_for.items():
+            if self.combines or need in by_x:  # whose rows, of x or of dy, are found by index
+                self.saves_for[need] = (*fields, *routed)
 
     @property
     def sums(self) -> torch.dtype | None:
         """The dtype of y where the MLP ends in a Combine that says so."""
         last = self.members[-1]
         return last.sums if isinstance(last, Combine) else None
-
-    def _fields(self, need: str) -> tuple[str, ...]:
-        """What the gradient reads: the MLP's fields, and how the rows of x and dy are found."""
-        routed = self.combines or need in ("x", "0.weight", "0.down", "0.up")
-        return (*self.mlp.saves_for[need], *(("index", "pos") if routed else ()))
 
     def fwd(
         self, x: Operand, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
@@ -117,47 +76,47 @@ class RoutedMLP(FusedOp):
             sent = None
         index, pos = t[0]["index"], t[0]["pos"]
         check_pos("Permute", pos, x.shape[0])
-        s = self.mlp.inputs(x, t[1:4])
+        s = self.inputs(x, t)
         offs: Tensor = s.offs  # type: ignore[assignment]
         x = saved_input(x, calls[1], offs, by_index=True)
         features = s.fc1.shape[1]  # type: ignore[union-attr]
         high = calls[1].precision.roles is None
         copies = high and decided(copies_rows, (x, index), FC1, features)
         rows, by = _rows(x, index, pos, offs, copies)
-        h, a = self.mlp.activated(replaced(s, x=rows), calls[1:4], "h" in keep, by)
+        h, a = self.activated(replaced(s, x=rows), calls[1:4], "h" in keep, by)
         del rows
-        y = self.mlp.output(s, a, calls[3])
+        y = self.output(s, a, calls[3])
         del a
         if self.combines:
             y = K.combine_fwd(y, pos, offs, None, self.sums)
-        if sent is not None:
-            return Out(y, RoutedMLPSaved(*replaced(s, x=None, h=h), index, pos, *sent[1:]))
-        return Out(y, RoutedMLPSaved(*replaced(s, x=x, h=h), index, pos))
+        if sent is None:
+            return Out(y, replaced(s, x=x, h=h, index=index, pos=pos))
+        _, home, slots, arrivals = sent
+        again = {"home": home, "slots": slots, "arrivals": arrivals}
+        return Out(y, replaced(s, x=None, h=h, index=index, pos=pos, **again))
 
     def bwd(
         self,
-        held: list[RoutedMLPSaved],
+        held: list[GroupedMLPSaved],
         dy: Tensor,
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        index, pos = held[0].index, held[0].pos
         arrived = _arrived(held[0], calls)
-        fields: tuple[Any, ...] = held.pop()[: len(GroupedMLPSaved._fields)]
-        s, taken = without_h(GroupedMLPSaved._make(fields))
-        del fields  # it names h
-        offs: Tensor = s.offs  # type: ignore[assignment]
+        s, taken = without_h(held.pop())
+        index, pos, offs = s.index, s.pos, s.offs
         dy_index = None
         if self.combines:
             if self.sums is not None and s.fc2 is not None:
                 dy = dy.to(calls[3].precision.compute or s.fc2.dtype)
-            dy, dy_index = _rows(dy, index, pos, offs, self._copies_dy(dy, s, index, calls))  # type: ignore[assignment]
+            dy, dy_index = _rows(dy, index, pos, offs, self._copies_dy(dy, s, index, calls))  # type: ignore[assignment, arg-type]
 
         def source(*width: int) -> Rows:
             x = arrived()
             if calls[1].precision.roles is not None:
                 return x, index  # its codes are permuted
-            return _rows(x, index, pos, offs, decided(copies_rows, (x, index), FC1, *width))
+            copies = decided(copies_rows, (x, index), FC1, *width)
+            return _rows(x, index, pos, offs, copies)  # type: ignore[arg-type]
 
         on_dx = _on_dx(calls)
 
@@ -172,7 +131,7 @@ class RoutedMLP(FusedOp):
         taken.append(dy)
         del dy  # a copy of its rows goes when fc2's gradients are there
         dx_first = on_dx is not None and on_dx.beside and calls[3].prefer == "speed"
-        grads = self.mlp.gradients(s, taken, calls[1:4], source, dy_index, finish, dx_first)
+        grads = self.gradients(s, taken, calls[1:4], source, dy_index, finish, dx_first)
         after = (Grads(),) if self.combines else ()
         return Grads(grads[0].x), *grads, *after
 
@@ -198,7 +157,7 @@ class RoutedMLP(FusedOp):
         roles, index = calls[3].precision.roles, t[0]["index"]
         codes = roles is not None and not roles.high_wgrad
         width = fc2.shape[2]
-        if codes or self._copies_dy(x, self.mlp.inputs(x, t[1:4]), index, calls):
+        if codes or self._copies_dy(x, self.inputs(x, t), index, calls):
             width += fc2.shape[1]
         item = 1 if codes else (calls[3].precision.compute or fc2.dtype).itemsize
         return ON_ITS_WAY[calls[3].prefer].format(size(index.shape[0] * width * item))
@@ -206,10 +165,10 @@ class RoutedMLP(FusedOp):
     def _choices_of_dy(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         if calls[1].precision.roles is not None:
             return ""
-        index, s = t[0]["index"], self.mlp.inputs(x, t[1:4])
+        index, s = t[0]["index"], self.inputs(x, t)
         copies = self.combines and self._copies_dy(x, s, index, calls)
         by = index if self.combines and not copies else None
-        given, rows = self.mlp.operands(s), index.shape[0]
+        given, rows = self.operands(s), index.shape[0]
         facts = dswiglu.facts_of(calls[1:4])
         said = dswiglu.in_words(dswiglu.expected_why_apart(given, by, facts, rows))
         prefer = calls[3].prefer
@@ -230,7 +189,7 @@ class RoutedMLP(FusedOp):
             return True
         if index is None or s.fc2 is None:
             return False
-        form, probs, fc2, _ = self.mlp.operands(s)
+        form, probs, fc2, _ = self.operands(s)
         return decided(_copies_dy, (dy, fc2, probs, index), form, dswiglu.facts_of(calls[1:4]))
 
 
@@ -253,7 +212,7 @@ def _on_dx(calls: tuple[Call, ...]) -> OnDx | None:
     return (calls[0].scratch or {}).get(ON_DX)
 
 
-def _arrived(saved: RoutedMLPSaved, calls: tuple[Call, ...]) -> Callable[[], Any]:
+def _arrived(saved: GroupedMLPSaved, calls: tuple[Call, ...]) -> Callable[[], Any]:
     """x as it was in the forward: what was saved, or what arrives once more, which is on its way from here on."""
     x, offs, pos = saved.x, saved.offs, saved.pos
     if saved.home is None:
