@@ -12,7 +12,7 @@ from measure import Call
 from torch import Tensor
 
 from fuseops.kernels import fp8, grouped, reference
-from fuseops.kernels.reference.fp8 import column_bounds
+from fuseops.kernels.groups import column_bounds
 
 E4M3 = torch.float8_e4m3fn
 KINDS = ("fwd", "dgrad", "wgrad", "wgrad_into")

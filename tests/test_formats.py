@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import kernels as K
-from fuseops.kernels.reference import quantize
+from fuseops.kernels import scales
 from fuseops.recipes import Scaling, gemm, micro
 from fuseops.recipes.operands import operand, weight_operand
 from fuseops.recipes.quantized import factors, features, values
@@ -360,8 +360,8 @@ def test_large_tensors_are_quantized_in_pieces_to_the_same_bits(
         return [t.contiguous().view(torch.uint8) for t in q.components().values()]
 
     whole = made()
-    monkeypatch.setattr(quantize, "LEAST_PIECE", 1)
-    assert len(quantize.pieces(x)) > 10
+    monkeypatch.setattr(scales, "LEAST_PIECE", 1)
+    assert len(scales.pieces(x)) > 10
     for mine, theirs in zip(made(), whole, strict=True):
         assert torch.equal(mine, theirs)
 
@@ -389,7 +389,7 @@ def test_products_over_groups_are_the_same_in_pieces(
         return [gemm.fprop(a, w, offs), gemm.dgrad(g, w, offs), dw]
 
     whole, parts = made(), []
-    monkeypatch.setattr(quantize, "LEAST_PIECE", 1)
+    monkeypatch.setattr(scales, "LEAST_PIECE", 1)
     monkeypatch.setattr(gemm, "STEP", 32)
     for name in ("grouped_mm", "grouped_wgrad"):
         kernel = getattr(K, name)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 import fuseops as fo
 from fuseops import kernels as K
-from fuseops.kernels import reference as R
+from fuseops.kernels.activation import KINDS
+from fuseops.kernels.dropout import dropout_mask
+from fuseops.kernels.scales import expert_quantize, grouped_quantize, tensor_quantize
 from fuseops.testing.strategies import Split, filled, group_splits, row_counts, widths
 
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -33,18 +35,18 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_every_activation_has_torchs_twin() -> None:
-    kinds = {R.GATES.get(kind, kind) for kind in R.KINDS}
+    kinds = {K.GATES.get(kind, kind) for kind in KINDS}
     assert TORCH.keys() == kinds, "give it its formula in tests/plain_acts.py"
 
 
-@pytest.mark.parametrize("kind", sorted(TORCH.keys() & {*R.KINDS}))
+@pytest.mark.parametrize("kind", sorted(TORCH.keys() & {*KINDS}))
 @given(kind_of_value=st.sampled_from(["normal", "large", "denormal", "zeros"]), rows=row_counts())
 def test_activations(kind: str, kind_of_value: str, rows: int) -> None:
     x, dy = filled((rows, 33), torch.float64, kind_of_value, 1), randn(rows, 33)
-    close(R.act_fwd(x, kind), TORCH[kind](x))
-    close(R.act_bwd(dy, x, kind), vjp(TORCH[kind], dy, x)[0])
-    dx, dbias = R.act_bwd_bias(dy, x, kind)
-    close(dx, R.act_bwd(dy, x, kind))
+    close(K.act_fwd.twin(x, kind), TORCH[kind](x))
+    close(K.act_bwd.twin(dy, x, kind), vjp(TORCH[kind], dy, x)[0])
+    dx, dbias = K.act_bwd_bias.twin(dy, x, kind)
+    close(dx, K.act_bwd.twin(dy, x, kind))
     close(dbias, dx.sum(0))
 
 
@@ -57,9 +59,9 @@ def test_rms_norm(rows: int, width: int, dims: int, affine: bool) -> None:
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, shape[-dims:], weight if affine else None, 1e-5)
 
-    y, rstd = R.rmsnorm_fwd(x, w, 1e-5, dims=dims)
+    y, rstd = K.rmsnorm_fwd.twin(x, w, 1e-5, dims=dims)
     close(y, norm(x, weight))
-    dx, dweight = R.rmsnorm_bwd(dy, x, w, rstd)
+    dx, dweight = K.rmsnorm_bwd.twin(dy, x, w, rstd)
     expected = vjp(norm, dy, x, weight)
     close(dx, expected[0])
     if affine:
@@ -74,15 +76,15 @@ def glu(x: Tensor, probs: Tensor) -> Tensor:
 @given(rows=row_counts(), width=widths())
 def test_swiglu(rows: int, width: int) -> None:
     x, dy, probs = randn(rows, 2 * width), randn(rows, width, seed=1), randn(rows, seed=2)
-    close(R.scaled_act_fwd(x, probs, "swiglu"), glu(x, probs))
-    close(R.act_fwd(x, "swiglu"), glu(x, torch.ones_like(probs)))
+    close(K.scaled_act_fwd.twin(x, probs, "swiglu"), glu(x, probs))
+    close(K.act_fwd.twin(x, "swiglu"), glu(x, torch.ones_like(probs)))
     dx, dprobs = vjp(glu, dy, x, probs)
     y = glu(x, probs)
-    scaled = R.scaled_act_bwd(dy, x, probs, "swiglu", True, True)
+    scaled = K.scaled_act_bwd.twin(dy, x, probs, "swiglu", True, True)
     for mine, theirs in zip(scaled, (dx, dprobs, y), strict=True):
         close(mine, theirs)
-    close(R.act_dprobs(dy, x, "swiglu"), dprobs)
-    close(R.act_bwd(dy, x, "swiglu"), vjp(lambda x: glu(x, torch.ones_like(probs)), dy, x)[0])
+    close(K.act_dprobs.twin(dy, x, "swiglu"), dprobs)
+    close(K.act_bwd.twin(dy, x, "swiglu"), vjp(lambda x: glu(x, torch.ones_like(probs)), dy, x)[0])
 
 
 def by_group(split: Split) -> Tensor:
@@ -102,26 +104,26 @@ def test_grouped_gemm(split: Split, n: int, k: int) -> None:
     def mm(x: Tensor, w: Tensor) -> Tensor:
         return torch.einsum("re,rk,enk->rn", member, x, w)
 
-    close(R.grouped_mm(x, w, split.offs), mm(x, w))
-    close(R.grouped_wgrad(dy, x, split.offs), vjp(mm, dy, x, w)[1])
-    close(R.grouped_mm(dy, w.transpose(1, 2), split.offs), vjp(mm, dy, x, w)[0])
+    close(K.grouped_mm.twin(x, w, split.offs), mm(x, w))
+    close(K.grouped_wgrad.twin(dy, x, split.offs), vjp(mm, dy, x, w)[1])
+    close(K.grouped_mm.twin(dy, w.transpose(1, 2), split.offs), vjp(mm, dy, x, w)[0])
     inside = member.sum(1, keepdim=True)
-    close(R.grouped_bias_fwd(dy, bias, split.offs), dy * inside + member @ bias)
-    close(R.grouped_bias_bwd(dy, split.offs)[0], member.t() @ dy)
+    close(K.grouped_bias_fwd.twin(dy, bias, split.offs), dy * inside + member @ bias)
+    close(K.grouped_bias_bwd.twin(dy, split.offs)[0], member.t() @ dy)
 
 
 @given(p=st.sampled_from([0.1, 0.5, 0.9]), seed=st.integers(0, 2**62 - 1))
 def test_dropout_masks(p: float, seed: int) -> None:
     like = torch.empty(500, 37)
-    mask = R.dropout_mask(torch.tensor([seed]), like, p)
-    assert torch.equal(mask, R.dropout_mask(torch.tensor([seed]), like.half(), p))
+    mask = dropout_mask(torch.tensor([seed]), like, p)
+    assert torch.equal(mask, dropout_mask(torch.tensor([seed]), like.half(), p))
     # Six standard deviations of a share of 18500 draws, at most 0.5 / sqrt(18500) each.
     assert abs(mask.double().mean().item() - (1 - p)) < 0.022
     for lag in (1, 37):  # neighbours in a row and in a column agree as often as strangers
         flat = mask.flatten()
         agree = (flat[lag:] == flat[:-lag]).double().mean().item()
         assert abs(agree - (p * p + (1 - p) ** 2)) < 0.03
-    other = R.dropout_mask(torch.tensor([seed + 1]), like, p)
+    other = dropout_mask(torch.tensor([seed + 1]), like, p)
     assert abs((mask == other).double().mean().item() - (p * p + (1 - p) ** 2)) < 0.03
 
 
@@ -137,7 +139,7 @@ def steps(dtype: torch.dtype) -> Tensor:
 @every_fp8
 def test_saturate_keeps_every_value_of_the_format(dtype: torch.dtype) -> None:
     values = steps(dtype)
-    assert torch.equal(R.saturate(values, dtype).float(), values)
+    assert torch.equal(K.saturate(values, dtype).float(), values)
 
 
 @every_fp8
@@ -146,9 +148,9 @@ def test_saturate_rounds_to_nearest_even(dtype: torch.dtype) -> None:
     middle = (values[1:] + values[:-1]) / 2  # exact in float32
     for shift in (-1e-3, 0.0, 1e-3):
         gap = values[1:] - values[:-1]
-        got = R.saturate(middle + shift * gap, dtype)
+        got = K.saturate(middle + shift * gap, dtype)
         down, up = values[:-1], values[1:]
-        even = (R.saturate(down, dtype).view(torch.uint8) % 2) == 0
+        even = (K.saturate(down, dtype).view(torch.uint8) % 2) == 0
         nearest = down if shift < 0 else up if shift > 0 else torch.where(even, down, up)
         assert torch.equal(got.float(), nearest)
 
@@ -158,7 +160,7 @@ def test_saturate_at_and_beyond_the_edge(dtype: torch.dtype) -> None:
     most = torch.finfo(dtype).max
     inf, nan = float("inf"), float("nan")
     x = torch.tensor([most * 1.01, most * 8, 3e38, inf, -most * 1.01, -3e38, -inf, nan, -0.0])
-    got = R.saturate(x, dtype).float()
+    got = K.saturate(x, dtype).float()
     assert got[:4].eq(most).all() and got[4:7].eq(-most).all()
     assert got[7].isnan() and got[8] == 0 and got[8].signbit()
 
@@ -167,7 +169,7 @@ def test_saturate_at_and_beyond_the_edge(dtype: torch.dtype) -> None:
 @given(rows=row_counts(), seed=st.integers(0, 99), hard=st.sampled_from(["none", "nan", "inf"]))
 def test_quantize(dtype: torch.dtype, rows: int, seed: int, hard: str) -> None:
     x = filled((rows, 17), torch.float32, "normal" if hard == "none" else hard, seed)
-    data, scale = R.tensor_quantize(x, dtype)
+    data, scale = tensor_quantize(x, dtype)
     most, largest = torch.finfo(dtype).max, torch.finfo(torch.float32).max
     expected = x.abs().nan_to_num(nan=0.0, posinf=largest).max() if rows else torch.zeros(())
     inv = torch.tensor(most) / expected if expected > 0 else torch.ones(())
@@ -182,7 +184,7 @@ def test_quantize(dtype: torch.dtype, rows: int, seed: int, hard: str) -> None:
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 3e38])
 @every_fp8
 def test_quantize_of_the_smallest_and_the_largest(dtype: torch.dtype, value: float) -> None:
-    data, scale = R.tensor_quantize(torch.tensor([[value, -value]]), dtype)
+    data, scale = tensor_quantize(torch.tensor([[value, -value]]), dtype)
     assert scale > 0 and data.float().isfinite().all()
 
 
@@ -194,20 +196,20 @@ def test_grouped_quantize_is_quantize_of_every_group(
     x = filled((split.rows, k), torch.float32, "normal", 1)
     end = sum(split.counts)
     x[end:] = float("nan")
-    data, scale = R.grouped_quantize(x, split.offs, dtype)
+    data, scale = grouped_quantize(x, split.offs, dtype)
     assert not data[end:].float().any()
     for e, part in enumerate(x[:end].split(split.counts)):
         mine = data[:end].split(split.counts)[e]
-        expected, expected_scale = R.tensor_quantize(part, dtype)
+        expected, expected_scale = tensor_quantize(part, dtype)
         assert torch.equal(mine.float(), expected.float()) and scale[e] == expected_scale
 
 
 @every_fp8
 def test_expert_quantize_is_quantize_of_every_expert(dtype: torch.dtype) -> None:
     weight = randn(3, 5, 7).float() * torch.tensor([1.0, 0.0, 1e4])[:, None, None]
-    data, scale = R.expert_quantize(weight, dtype)
+    data, scale = expert_quantize(weight, dtype)
     for e, w in enumerate(weight):
-        expected, expected_scale = R.tensor_quantize(w, dtype)
+        expected, expected_scale = tensor_quantize(w, dtype)
         assert torch.equal(data[e].float(), expected.float()) and scale[e] == expected_scale
 
 
@@ -223,11 +225,11 @@ def test_the_registered_grouped_gemms_differentiate_as_their_twins(
         return lambda x, w, b=None: op(x, w, split.offs, None, b)
 
     for mine, theirs in zip(
-        vjp(mm(K.grouped_mm.op), dy, *given_), vjp(mm(R.grouped_mm), dy, *given_), strict=True
+        vjp(mm(K.grouped_mm.op), dy, *given_), vjp(mm(K.grouped_mm.twin), dy, *given_), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-5)  # a bias' is float32
     d = torch.randn(len(split.counts), n, k, dtype=torch.float64)
-    ops = (K.grouped_wgrad.op, R.grouped_wgrad)
+    ops = (K.grouped_wgrad.op, K.grouped_wgrad.twin)
     mine, theirs = (vjp(lambda a, b, op=op: op(a, b, split.offs), d, dy, x) for op in ops)
     for a, b in zip(mine, theirs, strict=True):
         close(a, b)

@@ -1,7 +1,11 @@
 """Launchers of every kernel. Ops and fused ops call these and never look at the device.
 
-Each runs its kernel where there is one for the tensors at hand, and plain differentiable torch (`kernels.reference`)
-elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
+Each runs its kernel where there is one for the tensors at hand, and its twin, plain differentiable torch, elsewhere;
+`registry.KernelOp` says when. A twin is the specification, the backend of tensors that no kernel takes (CPU, float64,
+subclasses), what `fo.reference()` differentiates, and the oracle of fake shapes and of the tests. It stands above its
+launcher, has its name behind an underscore, and is `op.twin`. Sums are kept in float32 (float64 for float64 inputs),
+with one rounding at the store.
+Shapes: R rows, N columns, F gated features, E groups, K the inner size of a GEMM.
 
     launchers       activation, add_mm, amax, bias, cross_entropy, dropout, layer_norm, norm, norm_operand,
                     micro, micro_gemm, operands, peers, permute, quantize, rope, router, router_losses, routing, wide_mm
@@ -12,12 +16,14 @@ elsewhere; `registry.KernelOp` says when. What has no kernel yet is the referenc
                     again), recorder (of launches), configs (block sizes), tiles, triton_private
     by inductor     generated (of elementwise functions, for any number of rows)
     tools           aot (compiled without a GPU), timing, interpreter (Triton's, repaired)
-    device/         the Triton code, one module a noun;  reference/: the twins in plain torch
+    in twins        precision (of sums), groups (of rows, and of columns), scales (of FP8), formats (of recipes)
+    device/         the Triton code, one module a noun
 
 For kernels outside of fuseops `kernel_op`, `launch` and `Space` are public; the launchers of fuseops' own are not.
 """
 
 from . import grouped_autograd as grouped_autograd
+from .activation import GATES as GATES
 from .activation import act_bwd as act_bwd
 from .activation import act_bwd_bias as act_bwd_bias
 from .activation import act_dprobs as act_dprobs
@@ -40,6 +46,21 @@ from .cross_entropy import logit_grads_into as logit_grads_into
 from .cross_entropy import logits_with_rows as logits_with_rows
 from .cross_entropy import scaled_to as scaled_to
 from .dropout import apply_dropout as apply_dropout
+from .formats import Format as Format
+from .formats import amax_of_groups as amax_of_groups
+from .formats import amax_of_tokens as amax_of_tokens
+from .formats import codes_values as codes_values
+from .formats import dequantize_format as dequantize_format
+from .formats import hadamard as hadamard
+from .formats import quantize_format as quantize_format
+from .formats import signs as signs
+from .formats import spread_over_groups as spread_over_groups
+from .formats import swizzled as swizzled
+from .formats import turned as turned
+from .formats import turned_in_groups as turned_in_groups
+from .formats import unswizzled as unswizzled
+from .formats import whole_inverse as whole_inverse
+from .formats import whole_of_blocks as whole_of_blocks
 from .fp8 import fp8_mm as fp8_mm
 from .fp8 import fp8_mm_operand as fp8_mm_operand
 from .fp8 import fp8_wgrad as fp8_wgrad
@@ -53,6 +74,10 @@ from .grouped import one_group as one_group
 from .grouped_glu import grouped_swiglu as grouped_swiglu
 from .grouped_glu_bwd import grouped_dswiglu as grouped_dswiglu
 from .grouped_glu_bwd import grouped_dswiglu_into as grouped_dswiglu_into
+from .groups import by_group as by_group
+from .groups import column_offs as column_offs
+from .groups import columns_of as columns_of
+from .groups import padding_mask as padding_mask
 from .launch import launch as launch
 from .layer_norm import add_layernorm_fwd as add_layernorm_fwd
 from .layer_norm import layernorm_bwd as layernorm_bwd
@@ -81,34 +106,9 @@ from .permute import combine_fwd as combine_fwd
 from .permute import gather_rows as gather_rows
 from .permute import scatter_rows as scatter_rows
 from .permute import values_of_copies as values_of_copies
+from .precision import accumulator as accumulator
 from .quantize import quantize_group_blocks as quantize_group_blocks
 from .quantize import quantize_vectors as quantize_vectors
-from .reference import GATES as GATES
-from .reference import Format as Format
-from .reference import accumulator as accumulator
-from .reference import amax_of_groups as amax_of_groups
-from .reference import amax_of_tokens as amax_of_tokens
-from .reference import by_group as by_group
-from .reference import by_pieces as by_pieces
-from .reference import codes_values as codes_values
-from .reference import column_offs as column_offs
-from .reference import columns_in_groups as columns_in_groups
-from .reference import dequantize_format as dequantize_format
-from .reference import hadamard as hadamard
-from .reference import inverse_scale as inverse_scale
-from .reference import magnitude as magnitude
-from .reference import padding_mask as padding_mask
-from .reference import pieces as pieces
-from .reference import quantize_format as quantize_format
-from .reference import saturate as saturate
-from .reference import signs as signs
-from .reference import spread_over_groups as spread_over_groups
-from .reference import swizzled as swizzled
-from .reference import turned as turned
-from .reference import turned_in_groups as turned_in_groups
-from .reference import unswizzled as unswizzled
-from .reference import whole_inverse as whole_inverse
-from .reference import whole_of_blocks as whole_of_blocks
 from .registry import kernel_op as kernel_op
 from .registry import reference_only as reference_only
 from .rope import apply_rope as apply_rope
@@ -120,6 +120,12 @@ from .router_losses import router_loss_bwd as router_loss_bwd
 from .routing import count_once as count_once
 from .routing import expert_counts as expert_counts
 from .routing import route as route
+from .scales import by_pieces as by_pieces
+from .scales import columns_in_groups as columns_in_groups
+from .scales import inverse_scale as inverse_scale
+from .scales import magnitude as magnitude
+from .scales import pieces as pieces
+from .scales import saturate as saturate
 from .wide_mm import wide_mm as wide_mm
 
 __all__ = ["Space", "kernel_op", "launch"]

@@ -6,8 +6,7 @@ Shapes: add (M, N), x (M, K) float32 or a half, weight (K, N) -> y (M, N) in the
 the number of experts, so it is the traffic of add and y that counts: `torch.addmm` moves it twice,
 since it copies add first.
 Layout: rows may be strided, columns are contiguous.
-Hardware: sm_80 and later, for halves of one dtype and K up to MAX_K; of larger K `torch.addmm`, others the
-reference.
+Hardware: sm_80 and later, for halves of one dtype and K up to MAX_K; of larger K `torch.addmm`, others the twin.
 """
 
 from __future__ import annotations
@@ -18,11 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import reference
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
+from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+
+
+def _add_mm(add: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    product = wide(x.to(weight.dtype)) @ wide(weight)
+    return (wide(add) + product).to(add.dtype)
+
 
 MAX_K = 256
 HALVES = (torch.bfloat16, torch.float16)
@@ -54,7 +59,7 @@ def _flops(
     return 2 * x[0] * x[1] * weight[1]
 
 
-@kernel_op(twin=reference.add_mm, flops=_flops, cases=_cases)
+@kernel_op(twin=_add_mm, flops=_flops, cases=_cases)
 def add_mm(add: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """add + x @ weight."""
     (m, n), k = add.shape, x.shape[1]
@@ -64,7 +69,7 @@ def add_mm(add: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         f"expected (M, N), (M, K), (K, N).",
     )
     if add.dtype != weight.dtype or add.dtype not in HALVES:
-        return reference.add_mm(add, x, weight)
+        return _add_mm(add, x, weight)
     if k > MAX_K:
         return torch.addmm(add, x.to(weight.dtype), weight)
     add, x, weight = as_rows(add), as_rows(x), as_rows(weight)

@@ -9,7 +9,7 @@ of (N, K) the same without E.
 What is not wanted is empty.
 Two reads of x: the largest magnitudes meet by integer maxima of their bits, which no order changes. One where the amax
 is given: some features of x have the codes, and the scales, that they have in the whole then.
-Hardware: sm_89 and later convert; older ones run the reference, as sizes and strides beyond 2^24 do.
+Hardware: sm_89 and later convert; older ones run the twin, as sizes and strides beyond 2^24 do.
 """
 
 from __future__ import annotations
@@ -21,14 +21,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import reference, tiles
+from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.groups import BLOCK
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, matrix_shape, too_large
 from fuseops.kernels.registry import on_meta, tensor_bytes
+from fuseops.kernels.scales import (
+    columns_in_groups,
+    expert_quantize,
+    grouped_quantize,
+    tensor_quantize,
+)
 from fuseops.kernels.tiles import cdiv, require
 
-BLOCK = 128
+
+def _quantize_groups(
+    x: Tensor,
+    offs: Tensor | None,
+    dtype: torch.dtype,
+    row: bool = True,
+    col: bool = False,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if offs is None:
+        data, scale = tensor_quantize(x, dtype, amax)
+    else:
+        data, scale = grouped_quantize(x, offs, dtype, amax)
+    columns = columns_in_groups(data, offs) if col else data.new_empty(0)
+    return data if row else data.new_empty(0), columns, scale
+
+
+def _quantize_matrices(
+    weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    data, scale = expert_quantize(weight, dtype)
+    turned = data.mT.contiguous() if col else data.new_empty(0)
+    return data if row else data.new_empty(0), turned, scale
+
+
 SPAN = 1024
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -58,7 +89,7 @@ def _bytes(x: Tensor, row: bool, col: bool) -> int:
 
 
 @fp8_op(
-    twin=reference.quantize_groups,
+    twin=_quantize_groups,
     cases=_group_cases,
     nbytes=lambda x, offs, dtype, row=True, col=False, amax=None: (
         _bytes(x, row, col) - (amax is not None) * tensor_bytes(x)
@@ -79,7 +110,7 @@ def quantize_groups(
     x = fp8_rows(x, dtype)
     rows, n = x.shape
     if not x.numel() or too_large(x):
-        return reference.quantize_groups(x, offs, dtype, row, col, amax)
+        return _quantize_groups(x, offs, dtype, row, col, amax)
     groups = 0 if offs is None else len(offs)
     blocks = cdiv(rows, BLOCK) if offs is None else rows // BLOCK + groups
     data = x.new_empty((rows, n) if row else 0, dtype=dtype)
@@ -96,7 +127,7 @@ def quantize_groups(
 
 
 @fp8_op(
-    twin=reference.quantize_matrices,
+    twin=_quantize_matrices,
     cases=_weight_cases,
     nbytes=lambda weight, dtype, row=True, col=True: _bytes(weight, row, col),
 )
@@ -108,7 +139,7 @@ def quantize_matrices(
     groups = math.prod(lead)
     x = fp8_rows(weight.reshape(groups * n, k), dtype).contiguous()
     if not x.numel() or max(n, k) >= 1 << 24 or n % 16:
-        return reference.quantize_matrices(weight, dtype, row, col)
+        return _quantize_matrices(weight, dtype, row, col)
     data = x.new_empty((*lead, n, k) if row else 0, dtype=dtype)
     turned = x.new_empty((*lead, k, n) if col else 0, dtype=dtype)
     scale = x.new_empty(lead, dtype=torch.float32)

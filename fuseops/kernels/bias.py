@@ -17,11 +17,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import reference, tiles
+from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.groups import group_of_row
 from fuseops.kernels.launch import chain, device, launch, overlap
+from fuseops.kernels.precision import accumulator, wide
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+
+
+def _bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
+    return (wide(x) + wide(bias)).to(x.dtype)
+
+
+def _bias_bwd(dy: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+    given = rows.dtype
+    if given is torch.float32 and (dtype is given or dtype is None):
+        return torch.sum(rows, 0)
+    total = rows.sum(0, dtype=accumulator(dy.dtype))
+    return total if dtype is None else total.to(dtype)
+
+
+def _grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
+    group, valid = _group_of_row(offs, x.shape[0])
+    shift = wide(bias)[group]
+    shift = shift if probs is None else shift * probs[:, None].to(shift.dtype)
+    return (wide(x) + shift).masked_fill(~valid, 0.0).to(x.dtype)
+
+
+def _grouped_bias_bwd(
+    dy: Tensor, offs: Tensor, probs: Tensor | None = None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    group, valid = _group_of_row(offs, dy.shape[0])
+    grad = wide(dy).masked_fill(~valid, 0.0)
+    scaled = grad
+    if probs is not None:
+        scaled = grad * probs[:, None].masked_fill(~valid, 0.0).to(grad.dtype)
+    dbias = grad.new_zeros(offs.shape[0], dy.shape[1]).index_add(0, group, scaled)
+    return dbias, grad.new_empty(0) if bias is None else (grad * wide(bias)[group]).sum(1)
+
+
+def _group_of_row(offs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """(group of every row, the last one for padding; (R, 1) whether it has one)."""
+    group = group_of_row(offs, rows)
+    return group.clamp(max=offs.shape[0] - 1), (group < offs.shape[0]).unsqueeze(-1)
+
 
 SUM_TILE = 2048  # partial sums that a program of the second stage adds at a time
 CHUNK = 128  # rows of one group that a program of its first stage adds, at most
@@ -77,7 +118,7 @@ def _cases(*, grouped: bool, backward: bool) -> Iterator[tuple[Any, ...]]:
                 yield from ((x, offs), (x, offs, probs), (x, offs, probs, bias))
 
 
-@kernel_op(twin=reference.bias_fwd, fuses=True, cases=lambda: _cases(grouped=False, backward=False))
+@kernel_op(twin=_bias_fwd, fuses=True, cases=lambda: _cases(grouped=False, backward=False))
 def bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
     """x + bias."""
     require(
@@ -86,7 +127,7 @@ def bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
     return _forward(x, bias.contiguous(), None, None)
 
 
-@kernel_op(twin=reference.grouped_bias_fwd, cases=lambda: _cases(grouped=True, backward=False))
+@kernel_op(twin=_grouped_bias_fwd, cases=lambda: _cases(grouped=True, backward=False))
 def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
     """x + bias[group] (* probs); padding rows become zero."""
     require(x.dim() == 2, f"x is {tuple(x.shape)}, expected (R, N).")
@@ -97,13 +138,13 @@ def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None
     return _forward(x, bias.contiguous(), offs.contiguous(), probs)
 
 
-@kernel_op(twin=reference.bias_bwd, fuses=True, cases=lambda: _cases(grouped=False, backward=True))
+@kernel_op(twin=_bias_bwd, fuses=True, cases=lambda: _cases(grouped=False, backward=True))
 def bias_bwd(dy: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """dbias, float32 or rounded once to `dtype`: dy summed over all axes but the last."""
     return _backward(as_rows(dy), dtype or torch.float32)
 
 
-@kernel_op(twin=reference.grouped_bias_bwd, cases=lambda: _cases(grouped=True, backward=True))
+@kernel_op(twin=_grouped_bias_bwd, cases=lambda: _cases(grouped=True, backward=True))
 def grouped_bias_bwd(
     dy: Tensor, offs: Tensor, probs: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

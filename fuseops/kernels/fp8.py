@@ -30,16 +30,131 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import reference
 from fuseops.kernels.fp8_checks import checked_mm, checked_wgrad
 from fuseops.kernels.fp8_launch import ScaledGradient, ScaledProduct, launch_mm, launch_wgrad
 from fuseops.kernels.fp8_paths import COOPERATIVE, E4M3, OUTPUTS, mm_path, wgrad_path
 from fuseops.kernels.grouped import grouped_mm, grouped_wgrad_into, one_group
 from fuseops.kernels.grouped_launch import table_size
+from fuseops.kernels.groups import BLOCK, column_bounds, group_of_row
 from fuseops.kernels.quantize import quantize_vectors
-from fuseops.kernels.reference.fp8 import dequantize, dequantized_rows, weight_scaling
 from fuseops.kernels.registry import kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv, require
+
+
+def dequantize(
+    codes: Tensor, scale: Tensor, scaling: str, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """codes (..., R, K) times their scales: of a "block" (ceil(K/128), R), of a "square" (..., ceil(R/128),
+    ceil(K/128)), of a "row" (..., R), or of a "tensor", one or one for each of the leading axis. In bf16 this is
+    exact for scales that are powers of two.
+    """
+    rows, k = codes.shape[-2:]
+    scale = scale.to(dtype)
+    if scaling == "block":
+        scale = scale.t().repeat_interleave(BLOCK, 1)[:, :k]
+    elif scaling == "square":
+        scale = scale.repeat_interleave(BLOCK, -2)[..., :rows, :]
+        scale = scale.repeat_interleave(BLOCK, -1)[..., :k]
+    elif scaling == "row":
+        scale = scale.unsqueeze(-1)
+    elif scale.numel() > 1:
+        scale = scale[:, None, None]
+    return codes.to(dtype) * scale
+
+
+def dequantized_rows(
+    x: Tensor,
+    scale: Tensor,
+    scaling: str,
+    offs: Tensor | None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The rows (R, K) of `fp8_mm`; of "tensor" one scale, or one a group."""
+    if scaling == "tensor" and scale.numel() > 1 and offs is not None:
+        by_group = torch.cat([scale, scale.new_ones(1)])
+        scale, scaling = by_group[group_of_row(offs, x.shape[0])], "row"
+    return dequantize(x, scale, scaling, dtype)
+
+
+def weight_scaling(scaling: str) -> str:
+    """How the weight of `fp8_mm` is scaled where the rows are scaled like that."""
+    return "square" if scaling == "block" else scaling
+
+
+def _fp8_mm(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    scaling: str,
+    offs: Tensor | None = None,
+    tiles: Tensor | None = None,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    fast: bool = False,
+) -> Tensor:
+    left = dequantized_rows(x, x_scale, scaling, offs)
+    right = dequantize(weight, weight_scale, weight_scaling(scaling))
+    bias = None if bias is None else bias.float()
+    if offs is None:
+        y = left @ right.t()
+        return (y if bias is None else y + bias).to(dtype)
+    return grouped_mm.twin(left, right, offs, None, bias).to(dtype)
+
+
+def _fp8_mm_operand(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    scaling: str,
+    offs: Tensor | None = None,
+    tiles: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    y = _fp8_mm(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias)
+    data, scale = quantize_vectors.twin(y, torch.float8_e4m3fn)
+    return data, scale
+
+
+def _fp8_wgrad(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    scaling: str,
+    offs: Tensor | None = None,
+    tiles: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    by_tensor = scaling == "tensor"
+    left = dy.float() if by_tensor else dequantize(dy, dy_scale, scaling)
+    right = x.float() if by_tensor else dequantize(x, x_scale, scaling)
+    if offs is None:
+        dw = left @ right.t()
+        return (dw * dy_scale * x_scale if by_tensor else dw).to(dtype)
+    dw = torch.stack([left[:, a:b] @ right[:, a:b].t() for a, b in column_bounds(offs)])
+    if by_tensor:
+        dw *= (dy_scale * x_scale).reshape(-1, 1, 1)
+    return dw.to(dtype)
+
+
+def _fp8_wgrad_into(
+    main_grad: Tensor,
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    scaling: str,
+    offs: Tensor | None = None,
+    tiles: Tensor | None = None,
+    accumulate: bool = True,
+) -> None:
+    dw = _fp8_wgrad(dy, dy_scale, x, x_scale, scaling, offs, None, torch.float32)
+    if accumulate:
+        main_grad += dw
+    else:
+        main_grad.copy_(dw)
 
 
 def _mm_fake(
@@ -118,9 +233,7 @@ def _into_cases() -> Iterator[tuple[Any, ...]]:
             yield *operands, False
 
 
-@kernel_op(
-    twin=reference.fp8_mm, fake=_mm_fake, flops=_mm_flops, traces_twin=False, cases=_mm_cases
-)
+@kernel_op(twin=_fp8_mm, fake=_mm_fake, flops=_mm_flops, traces_twin=False, cases=_mm_cases)
 def fp8_mm(
     x: Tensor,
     x_scale: Tensor,
@@ -165,7 +278,7 @@ def _whole(cases: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
 
 
 @kernel_op(
-    twin=reference.fp8_mm_operand,
+    twin=_fp8_mm_operand,
     fake=_codes_fake,
     flops=_mm_flops,
     traces_twin=False,
@@ -193,7 +306,7 @@ def fp8_mm_operand(
 
 
 @kernel_op(
-    twin=reference.fp8_wgrad,
+    twin=_fp8_wgrad,
     fake=_wgrad_fake,
     flops=_wgrad_flops,
     traces_twin=False,
@@ -219,7 +332,7 @@ def fp8_wgrad(
 
 
 @kernel_op(
-    twin=reference.fp8_wgrad_into,
+    twin=_fp8_wgrad_into,
     fake=lambda *args, **kwargs: None,
     flops=lambda main_grad, *args, **kwargs: _wgrad_flops(*args, **kwargs),
     mutates=("main_grad",),

@@ -11,7 +11,7 @@ Layout: any strides; axes that no descriptor can describe are read by pointers, 
 without a contiguous axis are copied. No alignment of groups, N or K.
 Dtypes: bf16, fp16, float32 (in tf32 where `torch.backends.cuda.matmul.allow_tf32`).
 Launches: the tile table, shared by all GEMMs over the same offs (`tiles=`), and the GEMM.
-Hardware: sm_80 and later; `grouped_launch` says which kernel runs. The reference loop reads `offs`,
+Hardware: sm_80 and later; `grouped_launch` says which kernel runs. The twins' loop reads `offs`,
 so traced code and fake tensors see the registered ops.
 """
 
@@ -26,11 +26,107 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.kernels import reference
 from fuseops.kernels.grouped_launch import Gradient, Product, launch_mm, launch_wgrad, table_size
+from fuseops.kernels.groups import bounds_of
 from fuseops.kernels.launch import device, launch
+from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op, on_meta, thread
 from fuseops.kernels.tiles import as_rows, pow2
+
+
+def _gathered(x: Tensor, index: Tensor | None, offs: Tensor) -> Tensor:
+    """Rows of x by index, those of padding left out."""
+    return x if index is None else x[index[: int(offs[-1])]]
+
+
+def _scaled(bias: Tensor, probs: Tensor | None, start: int, end: int) -> Tensor:
+    """A bias times the probabilities of so many rows."""
+    return wide(bias) if probs is None else wide(bias) * wide(probs[start:end, None])
+
+
+def _group_tiles(offs: Tensor, rows: int) -> Tensor:
+    sizes = offs.diff(prepend=offs.new_zeros(1))
+    table = [sizes.sort(descending=True, stable=True).indices]
+    counts = []
+    for block in (64, 128, 256):
+        entries = [
+            group | mine << 11
+            for group, size in enumerate(sizes.tolist())
+            for mine in range(-(-size // block))
+        ]
+        unused = [0] * (rows // block + len(offs) - len(entries))
+        table.append(offs.new_tensor(entries + unused))
+        counts.append(len(entries))
+    head, last = offs.new_tensor(counts).split([2, 1])
+    return torch.cat([head, *table, last]).to(torch.int32)
+
+
+def _grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    bias: Tensor | None = None,
+    index: Tensor | None = None,
+    probs: Tensor | None = None,
+) -> Tensor:
+    bounds, rows = bounds_of(offs), len(x if index is None else index)
+    x = _gathered(x, index, offs)
+    if bias is None:
+        parts = [x[start:end] @ weight[e].t() for e, (start, end) in enumerate(bounds)]
+    else:
+        parts = [
+            (wide(x[start:end]) @ wide(weight[e]).t() + _scaled(bias[e], probs, start, end)).to(
+                x.dtype
+            )
+            for e, (start, end) in enumerate(bounds)
+        ]
+    padding = x.new_zeros(rows - bounds[-1][1], weight.shape[1])
+    return torch.cat([*parts, padding])
+
+
+def _grouped_mm_into(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    bias: Tensor | None = None,
+    index: Tensor | None = None,
+    probs: Tensor | None = None,
+) -> None:
+    y.copy_(_grouped_mm(x, weight, offs, None, bias, index, probs))
+
+
+def _grouped_wgrad(
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    dy_index: Tensor | None = None,
+    x_index: Tensor | None = None,
+) -> Tensor:
+    dy, x = _gathered(dy, dy_index, offs), _gathered(x, x_index, offs)
+    return torch.stack([dy[start:end].t() @ x[start:end] for start, end in bounds_of(offs)])
+
+
+def _grouped_wgrad_into(
+    main_grad: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    accumulate: bool = True,
+    dy_index: Tensor | None = None,
+    x_index: Tensor | None = None,
+) -> None:
+    wide_dy, wide_x = dy.to(main_grad.dtype), x.to(main_grad.dtype)
+    dw = _grouped_wgrad(wide_dy, wide_x, offs, None, dy_index, x_index)
+    if accumulate:
+        main_grad += dw
+    else:
+        main_grad.copy_(dw)
+
 
 MAX_GROUPS = 1 << 11
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -137,7 +233,7 @@ def _add_cases() -> Iterator[tuple[Any, ...]]:
             yield main_grad, dy, x, offs, tiles, False, *index
 
 
-@kernel_op(twin=reference.group_tiles, fake=_tiles_fake, traces_twin=False, cases=_tiles_cases)
+@kernel_op(twin=_group_tiles, fake=_tiles_fake, traces_twin=False, cases=_tiles_cases)
 def group_tiles(offs: Tensor, rows: int) -> Tensor:
     """The tile table of `rows` rows in groups that end at `offs`: pass it to every GEMM over them.
 
@@ -189,7 +285,7 @@ def _offs_of_one(rows: int, where: torch.device) -> Tensor:
 
 
 @kernel_op(
-    twin=reference.grouped_mm,
+    twin=_grouped_mm,
     fake=_mm_fake,
     flops=mm_flops,
     traces_twin=False,
@@ -217,7 +313,7 @@ def grouped_mm(
 
 
 @kernel_op(
-    twin=reference.grouped_mm_into,
+    twin=_grouped_mm_into,
     fake=lambda *args, **kwargs: None,
     flops=lambda y, *args, **kwargs: mm_flops(*args, **kwargs),
     mutates=("y",),
@@ -268,7 +364,7 @@ def checked_product(p: Product) -> Product:
 
 
 @kernel_op(
-    twin=reference.grouped_wgrad,
+    twin=_grouped_wgrad,
     fake=_wgrad_fake,
     flops=_wgrad_flops,
     traces_twin=False,
@@ -292,7 +388,7 @@ def grouped_wgrad(
 
 
 @kernel_op(
-    twin=reference.grouped_wgrad_into,
+    twin=_grouped_wgrad_into,
     fake=lambda *args, **kwargs: None,
     flops=_add_flops,
     mutates=("main_grad",),

@@ -1,6 +1,6 @@
 """Derivatives of the grouped GEMMs, for traced code that differentiates a call (compiled under `fo.reference()`).
 
-Eager autograd differentiates the reference loop; that reads `offs`, so traced code sees the registered ops, which had
+Eager autograd differentiates the twins' loop; that reads `offs`, so traced code sees the registered ops, which had
 none: a gradient was left out without a word.
 """
 

@@ -21,13 +21,36 @@ import torch
 from torch import Tensor
 
 from fuseops.errors import FuseOpsError
-from fuseops.kernels import reference
-from fuseops.kernels.activation import act_fwd, scaled_act_fwd
-from fuseops.kernels.grouped import checked_product, mm_flops
+from fuseops.kernels.activation import GATES, act_fwd, scaled_act_fwd
+from fuseops.kernels.grouped import checked_product, grouped_mm, mm_flops
 from fuseops.kernels.grouped_launch import Form, Product, launch_mm, launch_rings, table_size
 from fuseops.kernels.grouped_paths import ENDS, SWIGLU_SPACES, act_path
-from fuseops.kernels.reference import GATES
+from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.registry import kernel_op, on_meta
+
+
+def _grouped_swiglu(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    probs: Tensor | None = None,
+    index: Tensor | None = None,
+    need_h: bool = True,
+    bias: Tensor | None = None,
+    kind: str = "swiglu",
+    interleave: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    offset: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    form = kind, interleave, alpha, limit, offset
+    h = grouped_mm.twin(x, weight, offs, None, bias, index)
+    kept = h if need_h else h[:0]
+    if probs is None:
+        return kept, act_fwd.twin(h, *form)
+    padding = padding_mask(offs, h.shape[0])[:, 0]
+    return kept, scaled_act_fwd.twin(h, probs.masked_fill(padding, 0.0), *form)
 
 
 def _fake(
@@ -61,9 +84,7 @@ def _cases() -> Iterator[tuple[Any, ...]]:
     yield x, wide, offs, tiles
 
 
-@kernel_op(
-    twin=reference.grouped_swiglu, fake=_fake, flops=mm_flops, traces_twin=False, cases=_cases
-)
+@kernel_op(twin=_grouped_swiglu, fake=_fake, flops=mm_flops, traces_twin=False, cases=_cases)
 def grouped_swiglu(
     x: Tensor,
     weight: Tensor,

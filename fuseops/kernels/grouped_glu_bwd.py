@@ -26,15 +26,48 @@ import torch
 from torch import Tensor
 
 from fuseops.errors import FuseOpsError
-from fuseops.kernels import reference
-from fuseops.kernels.activation import scaled_act_bwd_into
+from fuseops.kernels.activation import GATES, scaled_act_bwd, scaled_act_bwd_into
 from fuseops.kernels.bias import sum_partials
-from fuseops.kernels.grouped import checked_product
+from fuseops.kernels.grouped import checked_product, grouped_mm
 from fuseops.kernels.grouped_launch import Product, launch_mm, launch_rings, table_size
 from fuseops.kernels.grouped_paths import BACK, SWIGLU_BWD_SPACES, act_bwd_path
-from fuseops.kernels.reference import GATES
+from fuseops.kernels.groups import padding_mask
+from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv
+
+
+def _grouped_dswiglu(
+    dy: Tensor,
+    weight: Tensor,
+    h: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    probs: Tensor | None = None,
+    index: Tensor | None = None,
+    kind: str = "swiglu",
+) -> tuple[Tensor, Tensor, Tensor]:
+    da = grouped_mm.twin(dy, weight, offs, None, None, index)
+    padding = padding_mask(offs, h.shape[0])
+    scale = wide(da).new_ones(h.shape[0]) if probs is None else probs
+    scale, h = scale.masked_fill(padding[:, 0], 0.0), h.masked_fill(padding, 0.0)
+    dh, dprobs, a = scaled_act_bwd.twin(da, h, scale, kind, probs is not None, True)
+    return dh, a, dprobs
+
+
+def _grouped_dswiglu_into(
+    h: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    probs: Tensor | None = None,
+    index: Tensor | None = None,
+    kind: str = "swiglu",
+) -> tuple[Tensor, Tensor]:
+    dh, a, dprobs = _grouped_dswiglu(dy, weight, h, offs, None, probs, index, kind)
+    h.copy_(dh)
+    return a, dprobs
 
 
 def _fake(
@@ -63,9 +96,7 @@ def _cases() -> Iterator[tuple[Any, ...]]:
     yield dy, weight, h, offs, tiles
 
 
-@kernel_op(
-    twin=reference.grouped_dswiglu, fake=_fake, flops=_flops, traces_twin=False, cases=_cases
-)
+@kernel_op(twin=_grouped_dswiglu, fake=_fake, flops=_flops, traces_twin=False, cases=_cases)
 def grouped_dswiglu(
     dy: Tensor,
     weight: Tensor,
@@ -86,7 +117,7 @@ def grouped_dswiglu(
 
 
 @kernel_op(
-    twin=reference.grouped_dswiglu_into,
+    twin=_grouped_dswiglu_into,
     fake=lambda h, dy, weight, *rest: _fake(dy, weight, h, *rest)[1:],
     flops=lambda h, dy, weight, *_, **__: _flops(dy, weight, h),
     nbytes=lambda h, dy, weight, *rest: grouped_dswiglu.nbytes(dy, weight, h, *rest),

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from fuseops.errors import FuseOpsError
+from fuseops.kernels.activation import GATES
 from fuseops.kernels.configs import Config
 from fuseops.kernels.grouped_paths import MM_SPACES, WGRAD_SPACES, mm_path, wgrad_path
 from fuseops.kernels.launch import device, launch, num_sms
 from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.recorder import depends
-from fuseops.kernels.reference import GATES
 from fuseops.kernels.tiles import cdiv
 
 Form = tuple[

@@ -9,7 +9,7 @@ The variance is of the centred row, in registers. dweight and dbias are summed i
 wider than BOTH_SUMS, for which one sum fills the registers, dbias is a pass of its own.
 Shapes: x, residual, dy, dres (..., N), weight and bias (N,) or None, mean and rstd (...) float32, dweight and dbias
 (N,); with `dims` the norm is over the last axes together, and N stands for all of them.
-Layout: columns are contiguous, rows may be strided, those of heads twice. Rows wider than MAX_WIDTH run the reference.
+Layout: columns are contiguous, rows may be strided, those of heads twice. Rows wider than MAX_WIDTH run the twin.
 Hardware: sm_80 and later.
 """
 
@@ -22,13 +22,79 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import norm, reference, tiles
+from fuseops.kernels import norm, tiles
 from fuseops.kernels.bias import bias_bwd, sum_all_partials
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.norm import MAX_WIDTH, check_weight, width
+from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_heads, as_rows, cdiv, pow2, require
+
+
+def _layernorm_fwd(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+    dims: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    full, axes = wide(x), tuple(range(-dims, 0))
+    mean = full.mean(axes, keepdim=True)
+    centred = full - mean
+    rstd = torch.rsqrt(centred.square().mean(axes, keepdim=True) + eps)
+    y = centred * rstd
+    if weight is not None:
+        y = y * (weight.to(y.dtype) + weight_offset)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    mean, rstd = (t.flatten(-dims).squeeze(-1) for t in (mean, rstd))
+    return y.to(x.dtype), mean, rstd
+
+
+def _add_layernorm_fwd(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    h = (wide(x) + wide(residual)).to(x.dtype)
+    y, mean, rstd = _layernorm_fwd(h, weight, bias, eps, weight_offset)
+    return y, h, mean, rstd
+
+
+def _layernorm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    dres: Tensor | None = None,
+    need_dw: bool = True,
+    need_db: bool = True,
+    weight_offset: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    full, grad = wide(x), wide(dy)
+    dims = x.dim() - rstd.dim()
+    axes, rows = tuple(range(-dims, 0)), tuple(range(rstd.dim()))
+    mean, rstd = (t.view(*t.shape, *(1,) * dims) for t in (mean, rstd))
+    xhat = (full - mean) * rstd
+    sums = [t.sum(rows) if rows else t for t in (grad * xhat, grad)]
+    if weight is not None:
+        grad = grad * (weight.to(grad.dtype) + weight_offset)
+    along = (grad * xhat).mean(axes, keepdim=True)
+    dx = (grad - grad.mean(axes, keepdim=True) - xhat * along) * rstd
+    dx = dx if dres is None else dx + wide(dres)
+    dw, db = (
+        t.to(dtype or t.dtype) if need else t.new_empty(0)
+        for t, need in zip(sums, (need_dw, need_db), strict=True)
+    )
+    return dx.to(x.dtype), dw, db
+
 
 BOTH_SUMS = 1 << 13
 
@@ -77,19 +143,19 @@ def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple[
         yield q, w, None, 1e-5
 
 
-@kernel_op(twin=reference.layernorm_fwd, fuses=True, cases=_cases)
+@kernel_op(twin=_layernorm_fwd, fuses=True, cases=_cases)
 def layernorm_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float = 0.0,
     dims: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, mean, rstd): y = (x - mean) * rstd * (weight + weight_offset) + bias, over the last `dims` axes."""
     if width(x, dims) > MAX_WIDTH:
-        return reference.layernorm_fwd(x, weight, bias, eps, weight_offset, dims)
+        return _layernorm_fwd(x, weight, bias, eps, weight_offset, dims)
     y, _, mean, rstd = _forward(x, None, weight, bias, eps, weight_offset, dims)
     return y, mean, rstd
 
 
-@kernel_op(twin=reference.add_layernorm_fwd, fuses=True, cases=lambda: _cases(residual=True))
+@kernel_op(twin=_add_layernorm_fwd, fuses=True, cases=lambda: _cases(residual=True))
 def add_layernorm_fwd(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
     weight_offset: float = 0.0,
@@ -100,11 +166,11 @@ def add_layernorm_fwd(
         f"residual is {tuple(residual.shape)}, expected {tuple(x.shape)}.",
     )
     if x.shape[-1] > MAX_WIDTH:
-        return reference.add_layernorm_fwd(x, residual, weight, bias, eps, weight_offset)
+        return _add_layernorm_fwd(x, residual, weight, bias, eps, weight_offset)
     return _forward(x, residual, weight, bias, eps, weight_offset, 1)
 
 
-@kernel_op(twin=reference.layernorm_bwd, fuses=True, cases=lambda: _cases(backward=True))
+@kernel_op(twin=_layernorm_bwd, fuses=True, cases=lambda: _cases(backward=True))
 def layernorm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
     dres: Tensor | None = None, need_dw: bool = True, need_db: bool = True,
@@ -124,7 +190,7 @@ def layernorm_bwd(
         f"{tuple(x.shape)}.",
     )
     if n > MAX_WIDTH:
-        return reference.layernorm_bwd(
+        return _layernorm_bwd(
             dy, x, weight, mean, rstd, dres, need_dw, need_db, weight_offset, dtype
         )
     x3, dy3, rows = as_heads(x, dims), as_heads(dy, dims), rstd.numel()

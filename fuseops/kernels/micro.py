@@ -1,15 +1,15 @@
 """Quantization in small blocks along the axis that is summed: MXFP8 and NVFP4.
 
-Maths: that of `fuseops.kernels.reference.formats`, bit for bit, rounded to nearest even. MXFP8: codes e4m3 or e5m2, an
+Maths: that of `fuseops.kernels.formats`, bit for bit, rounded to nearest even. MXFP8: codes e4m3 or e5m2, an
 E8M0 scale for 32. NVFP4: codes e2m1, two in a byte, the first in the low half, an E4M3 scale for 16 over one float32
 scale, which follows from amax.
 Shapes: x (R, K) -> rows: codes (R, K or ceil(K/2)), scale (R, S), S = ceil(K/32 or K/16); columns, the transpose over
 tokens that begin anew in each group at a multiple of 128: codes (K, C or C/2), scale (K, C/32 or C/16). Padding rows,
 and what belongs to no row, are zeros. One read a layout.
-Swizzled scales are in blocks of 128 x 4, as `reference.swizzled` says and the tensor cores of Blackwell read them; of
+Swizzled scales are in blocks of 128 x 4, as `formats.swizzled` says and the tensor cores of Blackwell read them; of
 rows in groups, those of group g begin at block offs[g-1] // 128 + g, so that no tile reads those of two groups.
 Layout: rows of x may be strided. No look at `offs` on the host.
-Hardware: sm_89 and later, which convert to FP8; others run the reference, as sizes and strides beyond 2^24 do.
+Hardware: sm_89 and later, which convert to FP8; others run the twin, as sizes and strides beyond 2^24 do.
 """
 
 from __future__ import annotations
@@ -21,13 +21,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import reference
 from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.formats import (
+    E2M1,
+    LARGEST,
+    micro_format,
+    quantize_format,
+    spread_over_groups,
+    swizzled,
+    turned_in_groups,
+    whole_of_blocks,
+)
+from fuseops.kernels.groups import column_offs, columns_of, padding_mask
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.quantize import FORMATS, fp8_op, too_large
-from fuseops.kernels.reference.formats import E2M1, LARGEST, micro_format
 from fuseops.kernels.registry import on_meta
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+
+
+def _quantize_micro(
+    x: Tensor,
+    data: torch.dtype,
+    layout: str = "row",
+    offs: Tensor | None = None,
+    amax: Tensor | None = None,
+    swizzle: bool = False,
+) -> tuple[Tensor, Tensor]:
+    rows, form, turn = x.shape[0], micro_format(data), layout == "col"
+    tokens = rows
+    if turn:
+        x, tokens = x.t(), columns_of(rows, None if offs is None else len(offs))
+    elif offs is not None:
+        x = x.masked_fill(padding_mask(offs, rows), 0.0)
+    whole = None
+    if amax is not None:
+        ends = column_offs(offs) if turn and offs is not None else offs
+        whole = whole_of_blocks(spread_over_groups(amax, ends, tokens), form.block[1], turn)
+    lay = (lambda part: turned_in_groups(part.t(), offs)) if turn else None
+    codes, scale = quantize_format(x, form, whole, lay=lay)
+    scale = scale.view(torch.uint8)
+    return codes, swizzled(scale, None if turn else offs) if swizzle else scale
+
 
 LAYOUTS = ("row", "col")
 
@@ -71,7 +105,7 @@ def _fake(
     return codes, x.new_empty(scale, dtype=torch.uint8)
 
 
-@fp8_op(twin=reference.quantize_micro, fake=_fake, cases=_cases)
+@fp8_op(twin=_quantize_micro, fake=_fake, cases=_cases)
 def quantize_micro(
     x: Tensor,
     data: torch.dtype,
@@ -98,7 +132,7 @@ def quantize_micro(
     x = as_rows(x)
     turned = layout == "col"
     if not x.numel() or too_large(x):
-        return reference.quantize_micro(x, data, layout, offs, amax, swizzle)
+        return _quantize_micro(x, data, layout, offs, amax, swizzle)
     rows, k = x.shape
     columns = (rows // 128 + groups if groups else cdiv(rows, 128)) * 128
     codes, scale = _fake(x, data, layout, offs, amax, swizzle)

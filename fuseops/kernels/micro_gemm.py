@@ -2,7 +2,7 @@
 
 Maths: codes times scales in float32 sums, times one float32 number a tensor or a group, rounded once.
 Shapes: x (R, K), weight (N, K) or (E, N, K) -> (R, N); columns dy (N, C), x (K, C) -> (N, K) or (E, N, K). Codes of
-four bits are two in a byte. Scales are swizzled (`reference.swizzled`): those of rows in tiles of 128 that begin anew
+four bits are two in a byte. Scales are swizzled (`formats.swizzled`): those of rows in tiles of 128 that begin anew
 in each group, those of a weight a matrix; columns begin anew in each group at a multiple of 128.
 Hardware: sm_100 and later, where it ran nowhere yet: rows of `aot.json` say that it compiles and fits.
 """
@@ -15,11 +15,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import reference
+from fuseops.kernels.formats import E2M1, E4M3, E5M2, dequantize_format, micro_format, unswizzled
+from fuseops.kernels.grouped import grouped_mm, grouped_wgrad
+from fuseops.kernels.groups import column_offs
 from fuseops.kernels.launch import device, launch
-from fuseops.kernels.reference.formats import E2M1, E4M3, E5M2
 from fuseops.kernels.registry import DTYPES, arch_of, kernel_op
 from fuseops.kernels.tiles import cdiv, pow2, require
+
+
+def _micro_values(codes: Tensor, scale: Tensor, offs: Tensor | None = None) -> Tensor:
+    """What codes with swizzled scales stand for, in float32."""
+    data = E2M1 if codes.dtype == torch.uint8 else codes.dtype
+    form = micro_format(data)
+    wide = codes.shape[-1] * (2 if data is E2M1 else 1)
+    plain = unswizzled(scale, codes.shape[-2], -(-wide // form.block[1]), offs)
+    return dequantize_format(codes, plain.view(form.scale), data, form.block)
+
+
+def _micro_mm(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offs: Tensor | None = None,
+    whole: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    left, right = _micro_values(x, x_scale, offs), _micro_values(weight, weight_scale)
+    if offs is None:
+        y = left @ right.t()
+        return (y if whole is None else y * whole).to(dtype)
+    right = right if whole is None else right * whole[:, None, None]
+    return grouped_mm.twin(left, right, offs).to(dtype)
+
+
+def _micro_wgrad(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    offs: Tensor | None = None,
+    whole: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    left, right = _micro_values(dy, dy_scale), _micro_values(x, x_scale)
+    if offs is None:
+        dw = left @ right.t()
+        return (dw if whole is None else dw * whole).to(dtype)
+    dw = grouped_wgrad.twin(left.t(), right.t(), column_offs(offs))
+    return (dw if whole is None else dw * whole[:, None, None]).to(dtype)
+
 
 SM_100 = 100
 NAMES = {E4M3: "e4m3", E5M2: "e5m2", torch.uint8: "e2m1"}
@@ -75,7 +120,7 @@ def _wgrad_fake(
 
 
 @kernel_op(
-    twin=reference.micro_mm,
+    twin=_micro_mm,
     fake=_mm_fake,
     traces_twin=False,
     flops=_flops,
@@ -112,7 +157,7 @@ def micro_mm(
 
 
 @kernel_op(
-    twin=reference.micro_wgrad,
+    twin=_micro_wgrad,
     fake=_wgrad_fake,
     traces_twin=False,
     flops=_flops,

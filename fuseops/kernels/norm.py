@@ -10,7 +10,7 @@ GPU.
 Shapes: x, residual, dy, dres (..., N), weight (N,) or None, rstd (...) and dweight (N,) float32; with `dims` the norm
 is over the last axes together, and N stands for all of them.
 Layout: columns are contiguous, rows may be strided, those of heads twice (tokens, heads). Rows wider than
-MAX_WIDTH run the reference.
+MAX_WIDTH run the twin.
 Hardware: sm_80 and later.
 """
 
@@ -22,12 +22,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import reference, tiles
+from fuseops.kernels import tiles
 from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch, overlap
+from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_heads, as_rows, cdiv, pow2, require
+
+
+def _rmsnorm_fwd(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+    dims: int = 1,
+    mean: bool = True,
+) -> tuple[Tensor, Tensor]:
+    full, axes = wide(x), tuple(range(-dims, 0))
+    total = torch.mean if mean else torch.sum
+    rstd = torch.rsqrt(total(full.square(), axes, keepdim=True) + eps)
+    y = full * rstd
+    if weight is not None:
+        y = y * (weight.to(y.dtype) + weight_offset)
+    return y.to(x.dtype), rstd.flatten(-dims).squeeze(-1)
+
+
+def _add_rmsnorm_fwd(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    h = (wide(x) + wide(residual)).to(x.dtype)
+    y, rstd = _rmsnorm_fwd(h, weight, eps, weight_offset)
+    return y, h, rstd
+
+
+def _rmsnorm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    dres: Tensor | None = None,
+    need_dw: bool = True,
+    weight_offset: float = 0.0,
+    dtype: torch.dtype | None = None,
+    mean: bool = True,
+) -> tuple[Tensor, Tensor]:
+    full, grad = wide(x), wide(dy)
+    dims = x.dim() - rstd.dim()
+    axes, rows = tuple(range(-dims, 0)), tuple(range(rstd.dim()))
+    rstd = rstd.view(*rstd.shape, *(1,) * dims)
+    xhat = full * rstd
+    dw = (grad * xhat).sum(rows) if rows else grad * xhat
+    if weight is not None:
+        grad = grad * (weight.to(grad.dtype) + weight_offset)
+    total = torch.mean if mean else torch.sum
+    dx = (grad - xhat * total(grad * xhat, axes, keepdim=True)) * rstd
+    dx = dx if dres is None else dx + wide(dres)
+    if not need_dw:
+        return dx.to(x.dtype), dw.new_empty(0)
+    return dx.to(x.dtype), dw if dtype is None else dw.to(dtype)
+
 
 MAX_WIDTH = 1 << 14
 
@@ -90,18 +144,18 @@ def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple[
             yield q, of_heads, 1e-6, 0.0, 1, mean
 
 
-@kernel_op(twin=reference.rmsnorm_fwd, fuses=True, cases=_cases)
+@kernel_op(twin=_rmsnorm_fwd, fuses=True, cases=_cases)
 def rmsnorm_fwd(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, dims: int = 1, mean: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, rstd): y = x * rstd * (weight + weight_offset), normed over the last `dims` axes."""
     if width(x, dims) > MAX_WIDTH:
-        return reference.rmsnorm_fwd(x, weight, eps, weight_offset, dims, mean)
+        return _rmsnorm_fwd(x, weight, eps, weight_offset, dims, mean)
     y, _, rstd = _forward(x, None, weight, eps, weight_offset, dims, mean)
     return y, rstd
 
 
-@kernel_op(twin=reference.add_rmsnorm_fwd, fuses=True, cases=lambda: _cases(residual=True))
+@kernel_op(twin=_add_rmsnorm_fwd, fuses=True, cases=lambda: _cases(residual=True))
 def add_rmsnorm_fwd(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,11 +165,11 @@ def add_rmsnorm_fwd(
         f"residual is {tuple(residual.shape)}, expected {tuple(x.shape)}.",
     )
     if x.shape[-1] > MAX_WIDTH:
-        return reference.add_rmsnorm_fwd(x, residual, weight, eps, weight_offset)
+        return _add_rmsnorm_fwd(x, residual, weight, eps, weight_offset)
     return _forward(x, residual, weight, eps, weight_offset, 1, True)
 
 
-@kernel_op(twin=reference.rmsnorm_bwd, fuses=True, cases=lambda: _cases(backward=True))
+@kernel_op(twin=_rmsnorm_bwd, fuses=True, cases=lambda: _cases(backward=True))
 def rmsnorm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, dres: Tensor | None = None,
     need_dw: bool = True, weight_offset: float = 0.0, dtype: torch.dtype | None = None,
@@ -134,7 +188,7 @@ def rmsnorm_bwd(
         f"rstd is {tuple(rstd.shape)}, expected the leading axes of {tuple(x.shape)}.",
     )
     if n > MAX_WIDTH:
-        return reference.rmsnorm_bwd(dy, x, weight, rstd, dres, need_dw, weight_offset, dtype, mean)
+        return _rmsnorm_bwd(dy, x, weight, rstd, dres, need_dw, weight_offset, dtype, mean)
     x3, dy3, rstd = as_heads(x, dims), as_heads(dy, dims), rstd.contiguous()
     dres2, rows = x if dres is None else as_rows(dres, dims), rstd.numel()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

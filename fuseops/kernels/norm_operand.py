@@ -5,7 +5,7 @@ before it is quantized, so that codes are those of the two one after the other; 
 exponent a square, made again from x and rstd.
 Shapes: x, residual (..., N), R rows in all, weight (N,) or None -> rows (R, N), scales (ceil(N/128), R); rstd (...)
 float32; columns (N, C), scales (ceil(N/128), C/128), C = ceil(R/128) * 128.
-Hardware: sm_89 and later convert; older ones run the reference, as rows wider than MAX_WIDTH, and widths and strides
+Hardware: sm_89 and later convert; older ones run the twin, as rows wider than MAX_WIDTH, and widths and strides
 that 16 does not divide do.
 """
 
@@ -17,13 +17,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import reference
 from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.groups import BLOCK
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.norm import FWD, MAX_WIDTH, check_weight
-from fuseops.kernels.operands import BLOCK, SHIFT, fp8_op, uneven
+from fuseops.kernels.norm import FWD, MAX_WIDTH, add_rmsnorm_fwd, check_weight, rmsnorm_fwd
+from fuseops.kernels.operands import SHIFT, fp8_op, quantize_operand, uneven
+from fuseops.kernels.precision import wide
+from fuseops.kernels.quantize import quantize_vectors
 from fuseops.kernels.registry import tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, require
+
+
+def _rmsnorm_operand(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    weight_offset: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if residual is None:
+        h = x.new_empty(0)
+        y, rstd = rmsnorm_fwd.twin(x, weight, eps, weight_offset)
+    else:
+        y, h, rstd = add_rmsnorm_fwd.twin(x, residual, weight, eps, weight_offset)
+    data, scale = quantize_vectors.twin(y.reshape(-1, y.shape[-1]), dtype)
+    return data, scale, h, rstd
+
+
+def _rmsnorm_columns(
+    x: Tensor, weight: Tensor | None, rstd: Tensor, dtype: torch.dtype, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    y = wide(x) * rstd[..., None]
+    if weight is not None:
+        y = y * (weight.to(y.dtype) + weight_offset)
+    rows = y.to(x.dtype).reshape(-1, x.shape[-1])
+    return quantize_operand.twin(rows, None, dtype, False)[2:]
+
 
 FORMAT = torch.float8_e4m3fn
 COLUMNS = Space(
@@ -56,7 +86,7 @@ def _cases(*, columns: bool = False) -> Iterator[tuple[Any, ...]]:
 
 
 @fp8_op(
-    twin=reference.rmsnorm_operand,
+    twin=_rmsnorm_operand,
     cases=_cases,
     nbytes=lambda x, residual, *_: x.numel() + tensor_bytes((x, residual)) * (1 + (residual is not None)),
 )  # fmt: skip
@@ -78,7 +108,7 @@ def rmsnorm_operand(
     x2 = as_rows(x)
     added = x2 if residual is None else as_rows(residual)
     if not x.numel() or n > MAX_WIDTH or uneven(n, x2, added):
-        return reference.rmsnorm_operand(x, residual, weight, eps, dtype, weight_offset)
+        return _rmsnorm_operand(x, residual, weight, eps, dtype, weight_offset)
     rows = len(x2)
     data, scale = (
         x.new_empty(rows, n, dtype=dtype),
@@ -96,7 +126,7 @@ def rmsnorm_operand(
     return data, scale, h, rstd
 
 
-@fp8_op(twin=reference.rmsnorm_columns, cases=lambda: _cases(columns=True))
+@fp8_op(twin=_rmsnorm_columns, cases=lambda: _cases(columns=True))
 def rmsnorm_columns(
     x: Tensor, weight: Tensor | None, rstd: Tensor, dtype: torch.dtype, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -109,7 +139,7 @@ def rmsnorm_columns(
     )
     x2 = as_rows(x)
     if not x.numel() or uneven(n, x2):
-        return reference.rmsnorm_columns(x, weight, rstd, dtype, weight_offset)
+        return _rmsnorm_columns(x, weight, rstd, dtype, weight_offset)
     rows, blocks = len(x2), (cdiv(len(x2), BLOCK), cdiv(n, BLOCK))
     columns = x.new_empty(n, blocks[0] * BLOCK, dtype=dtype)
     squares = x.new_empty(blocks[1], blocks[0], dtype=torch.float32)

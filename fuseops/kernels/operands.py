@@ -6,8 +6,8 @@ and the codes times scale / largest, rounded where they fall below the format's 
 Shapes: x (R, K) -> rows (R, K), scales (ceil(K/128), R); columns (K, C), scales (ceil(K/128), C/128). With `offs` the
 tokens of each group begin at a multiple of 128, C = (R//128 + E) * 128, and what belongs to no row is zero; without it
 C = ceil(R/128) * 128.  What is not wanted is empty. Rows of padding (at or beyond offs[-1]) are not written.
-Layout: rows of what is read may be strided. Widths and strides that 16 does not divide run the reference.
-Hardware: sm_89 and later convert; older ones run the reference, as sizes and strides beyond 2^24 do.
+Layout: rows of what is read may be strided. Widths and strides that 16 does not divide run the twin.
+Hardware: sm_89 and later convert; older ones run the twin, as sizes and strides beyond 2^24 do.
 """
 
 from __future__ import annotations
@@ -18,16 +18,127 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fuseops.kernels import fp8_paths, reference, tiles
+from fuseops.kernels import fp8_paths, tiles
+from fuseops.kernels.activation import act_fwd, scaled_act_bwd, scaled_act_fwd
 from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.fp8 import dequantize
+from fuseops.kernels.groups import BLOCK, columns_of, padding_mask, place_of_row
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.quantize import FORMATS, SM_89, matrix_shape
+from fuseops.kernels.quantize import FORMATS, SM_89, matrix_shape, quantize_vectors
 from fuseops.kernels.registry import kernel_op, on_meta, tensor_bytes
+from fuseops.kernels.scales import SMALLEST, inverse_scale, magnitude, saturate
 from fuseops.kernels.tiles import as_rows, cdiv, require
 
-BLOCK = 128
+
+def _quantize_operand(x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True) -> Four:
+    data, scale = quantize_vectors.twin(x, dtype)
+    col, col_scale = _columns(data, scale, offs)
+    if not row:
+        data, scale = data.new_empty(0), scale.new_empty(0)
+    return data, scale, col, col_scale
+
+
+def _permute_operand(
+    data: Tensor,
+    scale: Tensor,
+    index: Tensor | None,
+    offs: Tensor | None,
+    row: bool = True,
+    col: bool = True,
+) -> Four:
+    if index is not None:
+        rows = index.shape[0]
+        padding = padding_mask(offs, rows)[:, 0]  # type: ignore[arg-type]
+        at = index.long().masked_fill(padding, 0)
+        raw = data.view(torch.uint8)[at].masked_fill(padding[:, None], 0)
+        data, scale = raw.view(data.dtype), scale[:, at].masked_fill(padding, SMALLEST)
+    rows_of = (data.contiguous(), scale.contiguous()) if row else _nothing(data, data.dtype)
+    return *rows_of, *(_columns(data, scale, offs) if col else _nothing(data, data.dtype))
+
+
+def _columns(data: Tensor, scale: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The exponent shift of rows."""
+    rows, k = data.shape
+    groups = None if offs is None else len(offs)
+    width = columns_of(rows, groups)
+    place = place_of_row(offs, rows, data)
+    codes = data.new_zeros(width + 1, k, dtype=torch.float32).index_copy(0, place, data.float())
+    scales = scale.new_zeros(len(scale), width + 1).index_copy(1, place, scale)[:, :width]
+    square = scales.unflatten(1, (width // BLOCK, BLOCK)).amax(2).clamp(min=SMALLEST)
+    shift = scales / square.repeat_interleave(BLOCK, 1)
+    shifted = codes[:width] * shift.repeat_interleave(BLOCK, 0)[:k].t()
+    return saturate(shifted, data.dtype).t().contiguous(), square
+
+
+def _quantize_weight(
+    weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True
+) -> Four:
+    *lead, n, k = weight.shape
+    padded = F.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
+    tiles = padded.view(*lead, -(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK)
+    inv = inverse_scale(magnitude(tiles).amax((-3, -1), keepdim=True), dtype, True)
+    data = saturate((tiles * inv).view_as(padded)[..., :n, :k], dtype)
+    scale = 1 / inv[..., 0, :, 0]
+    turned = (t.mT.clone(memory_format=torch.contiguous_format) for t in (data, scale))
+    return (
+        *((data.contiguous(), scale.contiguous()) if row else _nothing(weight, dtype)),
+        *(turned if col else _nothing(weight, dtype)),
+    )
+
+
+def _nothing(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes and scales that are not wanted."""
+    return like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.float32)
+
+
+def _values(h: Tensor, scale: Tensor | None) -> Tensor:
+    return h if scale is None else dequantize(h, scale, "block", torch.bfloat16)
+
+
+def _swiglu_operand(
+    h: Tensor,
+    probs: Tensor | None,
+    offs: Tensor | None,
+    dtype: torch.dtype,
+    row: bool = True,
+    col: bool = False,
+    h_scale: Tensor | None = None,
+) -> Four:
+    h = _values(h, h_scale)
+    a = act_fwd.twin(h, "swiglu") if probs is None else scaled_act_fwd.twin(h, probs, "swiglu")
+    if col:
+        return _quantize_operand(a, offs, dtype, row)
+    data, scale = quantize_vectors.twin(a, dtype)
+    return data, scale, data.new_empty(0), scale.new_empty(0)
+
+
+def _dswiglu_operand(
+    da: Tensor,
+    h: Tensor,
+    probs: Tensor | None,
+    offs: Tensor | None,
+    dtype: torch.dtype,
+    a_dtype: torch.dtype,
+    row: bool = True,
+    col: bool = True,
+    act: bool = True,
+    h_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    h = _values(h, h_scale)
+    by = torch.ones(h.shape[0], device=h.device) if probs is None else probs
+    dh, dprobs, a = scaled_act_bwd.twin(da, h, by, "swiglu", probs is not None, True)
+    rows = _quantize_operand(dh, offs, dtype, row) if row or col else None
+    first = _nothing(h, dtype) if rows is None else rows[:2]
+    second = rows[2:] if rows is not None and col else _nothing(h, dtype)
+    columns = _quantize_operand(a, offs, a_dtype, False)[2:] if act else _nothing(h, a_dtype)
+    if probs is not None and offs is not None:
+        dprobs = dprobs.masked_fill(padding_mask(offs, h.shape[0])[:, 0], 0.0)
+    return *first, *second, *columns, dprobs
+
+
 SHIFT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 """The formats end at 1.75 * 2^SHIFT."""
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -97,13 +208,13 @@ def _weight_cases() -> Iterator[tuple[Any, ...]]:
             yield on_meta(8, 1024, 4096, dtype=dtype), FORMATS[fmt], row, True
 
 
-@fp8_op(twin=reference.quantize_operand, cases=_quantize_cases)
+@fp8_op(twin=_quantize_operand, cases=_quantize_cases)
 def quantize_operand(x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True) -> Four:
     """(rows, their scales, columns, their scales) of x."""
     x = _rows(x, dtype)
     rows, n = x.shape
     if not x.numel() or uneven(n, x):
-        return reference.quantize_operand(x, offs, dtype, row)
+        return _quantize_operand(x, offs, dtype, row)
     out, blocks = _outputs(x, rows, n, offs, dtype, row, True)
     launch(
         device("operands").quantize_operand_kernel, (blocks * cdiv(n, BLOCK),),
@@ -114,7 +225,7 @@ def quantize_operand(x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bo
 
 
 @fp8_op(
-    twin=reference.permute_operand,
+    twin=_permute_operand,
     cases=_permute_cases,
     nbytes=lambda data, scale, index, offs, row=True, col=True: _permute_bytes(
         data, index, row, col
@@ -137,7 +248,7 @@ def permute_operand(
         f"scale is {tuple(scale.shape)}, expected {(cdiv(n, BLOCK), tokens)}.",
     )
     if not (data.numel() and rows and (row or col)) or uneven(n, data):
-        return reference.permute_operand(data, scale, index, offs, row, col)
+        return _permute_operand(data, scale, index, offs, row, col)
     out, blocks = _outputs(data, rows, n, offs, data.dtype, row, col)
     config = dict(PERMUTE.pick(rows, (n,), data))
     groups = 1 if offs is None else len(offs)
@@ -151,7 +262,7 @@ def permute_operand(
     return out
 
 
-@fp8_op(twin=reference.swiglu_operand, cases=_swiglu_cases)
+@fp8_op(twin=_swiglu_operand, cases=_swiglu_cases)
 def swiglu_operand(
     h: Tensor,
     probs: Tensor | None,
@@ -168,7 +279,7 @@ def swiglu_operand(
     h = _rows(h, dtype)
     rows, n = h.shape[0], h.shape[1] // 2
     if not h.numel() or not (row or col) or uneven(n, h) or not _split(h, h_scale):
-        return reference.swiglu_operand(h, probs, offs, dtype, row, col, h_scale)
+        return _swiglu_operand(h, probs, offs, dtype, row, col, h_scale)
     out, blocks = _outputs(h, rows, n, offs, dtype, row, col)
     if not col and n % BLOCK == 0 and fp8_paths.act_path(h, h, dtype) == "once":
         config = SWIGLU_ONCE.pick(rows, (n,), h)
@@ -190,7 +301,7 @@ def swiglu_operand(
     return out
 
 
-@fp8_op(twin=reference.dswiglu_operand, cases=_dswiglu_cases)
+@fp8_op(twin=_dswiglu_operand, cases=_dswiglu_cases)
 def dswiglu_operand(
     da: Tensor,
     h: Tensor,
@@ -214,7 +325,7 @@ def dswiglu_operand(
         not h.numel() or n % BLOCK or da.itemsize != 2 or h.itemsize > 2
         or uneven(n, h, da) or not _split(h, h_scale)
     ):  # a square lies in one half  # fmt: skip
-        return reference.dswiglu_operand(da, h, probs, offs, dtype, a_dtype, row, col, act, h_scale)
+        return _dswiglu_operand(da, h, probs, offs, dtype, a_dtype, row, col, act, h_scale)
     out, blocks = _outputs(h, rows, 2 * n, offs, dtype, row, col)
     (_, _, a, a_scale), _ = _outputs(h, rows, n, offs, a_dtype, False, act)
     if probs is None:
@@ -254,7 +365,7 @@ def dswiglu_operand(
 
 
 @fp8_op(
-    twin=reference.quantize_weight,
+    twin=_quantize_weight,
     cases=_weight_cases,
     nbytes=lambda w, dtype, row=True, col=True: tensor_bytes(w) + w.numel() * (row + col),
 )
@@ -262,7 +373,7 @@ def quantize_weight(weight: Tensor, dtype: torch.dtype, row: bool = True, col: b
     """(codes, scales, codes transposed, scales) in squares of 128 x 128 of each matrix.   (N, K) or (E, N, K)"""
     *lead, n, k = matrix_shape(weight)
     if not weight.numel() or max(n, k) >= 1 << 24 or n % 16 or k % 16 or not (row or col):
-        return reference.quantize_weight(weight, dtype, row, col)
+        return _quantize_weight(weight, dtype, row, col)
     weight = weight.contiguous()
     blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
     data = weight.new_empty((*lead, n, k) if row else 0, dtype=dtype)

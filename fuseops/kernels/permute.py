@@ -22,11 +22,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import reference, tiles
+from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.launch import device, launch
+from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op, tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+
+
+def _scatter_rows(
+    x: Tensor, pos: Tensor, offs: Tensor, rows: int, probs: Tensor | None = None
+) -> Tensor:
+    row = _row_of_copy(pos, offs, rows)
+    copies = x[:, None].expand(-1, pos.shape[1], -1)
+    if probs is not None:
+        copies = (wide(copies) * wide(_padded(probs))[row][:, :, None]).to(x.dtype)
+    return x.new_zeros(rows + 1, x.shape[1]).index_put((row,), copies)[:rows]
+
+
+def _gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
+    padding = padding_mask(offs, index.shape[0])
+    y = _padded(x)[index.masked_fill(padding[:, 0], x.shape[0])]
+    if probs is None:
+        return y
+    return (wide(y) * wide(probs)[:, None].masked_fill(padding, 0.0)).to(x.dtype)
+
+
+def _combine_fwd(
+    x: Tensor,
+    pos: Tensor,
+    offs: Tensor,
+    probs: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    row = _row_of_copy(pos, offs, x.shape[0])
+    terms = wide(_padded(x)[row])
+    terms = terms if probs is None else terms * wide(_padded(probs))[row][:, :, None]
+    return terms.sum(1).to(dtype or x.dtype)
+
+
+def _values_of_copies(values: Tensor, pos: Tensor, offs: Tensor) -> Tensor:
+    return _padded(values)[_row_of_copy(pos, offs, values.shape[0])]
+
+
+def _row_of_copy(pos: Tensor, offs: Tensor, rows: int) -> Tensor:
+    """Row of every copy, `rows` for a copy that has none.   pos (T, K) -> (T, K) int64"""
+    kept = (pos >= 0) & (pos < offs[-1].clamp(max=rows))
+    return torch.where(kept, pos.long(), rows)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """x with a row of zeros behind its last."""
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+
 
 MAX_BLOCK_K = 16
 """How many of a token's K rows the kernels take at once: all of them, up to this many."""
@@ -95,7 +144,7 @@ def _gather_bytes(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None =
     return tensor_bytes((x, index, offs, probs)) + len(index) * x.shape[1] * x.element_size()
 
 
-@kernel_op(twin=reference.scatter_rows, cases=lambda: _cases("scatter"))
+@kernel_op(twin=_scatter_rows, cases=lambda: _cases("scatter"))
 def scatter_rows(
     x: Tensor, pos: Tensor, offs: Tensor, rows: int, probs: Tensor | None = None
 ) -> Tensor:
@@ -114,7 +163,7 @@ def scatter_rows(
     return y
 
 
-@kernel_op(twin=reference.gather_rows, nbytes=_gather_bytes, cases=lambda: _cases("gather"))
+@kernel_op(twin=_gather_rows, nbytes=_gather_bytes, cases=lambda: _cases("gather"))
 def gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
     """y[r] = x[index[r]] (* probs[r]), zeros at padding rows.   x (T, N), index (R,) -> y (R, N)"""
     x2 = _checked(x, "x")
@@ -133,7 +182,7 @@ def gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = N
     return y
 
 
-@kernel_op(twin=reference.combine_fwd, cases=lambda: _cases("combine"))
+@kernel_op(twin=_combine_fwd, cases=lambda: _cases("combine"))
 def combine_fwd(
     x: Tensor, pos: Tensor, offs: Tensor, probs: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -155,7 +204,7 @@ def combine_fwd(
     return y
 
 
-@kernel_op(twin=reference.values_of_copies, cases=lambda: _cases("values"))
+@kernel_op(twin=_values_of_copies, cases=lambda: _cases("values"))
 def values_of_copies(values: Tensor, pos: Tensor, offs: Tensor) -> Tensor:
     """values[pos[t, k]], zero where there is no such copy.   values (R,), pos (T, K) -> (T, K)"""
     require(values.dim() == 1, f"values is {tuple(values.shape)}, expected (R,).")

@@ -6,7 +6,7 @@ range; a block of zeros has scale 2^-63, the smallest that there is.
 Shapes: x (R, N) -> rowwise q (R, N), scale (ceil(N/128), R), or by groups, of vectors of 128 rows that begin anew in
 each group: columnwise q (N, (R//128 + E) * 128), which is the transpose, scale (R//128 + E, N). One read each.
 Layout: rows of x may be strided.
-Hardware: sm_89 and later convert; older ones run the reference, as sizes and strides beyond 2^24 do.
+Hardware: sm_89 and later convert; older ones run the twin, as sizes and strides beyond 2^24 do.
 """
 
 from __future__ import annotations
@@ -16,13 +16,51 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fuseops.kernels import reference, tiles
+from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.groups import BLOCK, group_of_row, padding_mask
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.scales import inverse_scale, magnitude, saturate
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+
+
+def _quantize_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    (rows, n), blocks = x.shape, -(-x.shape[1] // BLOCK)
+    if not x.numel():
+        return x.new_empty(x.shape, dtype=dtype), x.new_empty(blocks, rows, dtype=torch.float32)
+    vectors = F.pad(x.float(), (0, blocks * BLOCK - n)).view(rows, blocks, BLOCK)
+    inv = inverse_scale(magnitude(vectors).amax(2), dtype, True)
+    q = (vectors * inv[:, :, None]).view(rows, -1)[:, :n]
+    return saturate(q, dtype).contiguous(), (1 / inv).t().contiguous()
+
+
+def _quantize_group_blocks(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    (rows, n), groups = x.shape, offs.shape[0]
+    blocks = rows // BLOCK + groups
+    group, begin = group_of_row(offs, rows).clamp(max=groups - 1), _begins(offs)
+    column = torch.arange(rows, device=x.device) + (_aligned(begin) - begin)[group]
+    full = x.float().masked_fill(padding_mask(offs, rows), 0.0)
+    full = full.new_zeros(blocks * BLOCK, n).index_copy(0, column, full).view(blocks, BLOCK, n)
+    inv = inverse_scale(magnitude(full).amax(1), dtype, True)
+    col = saturate(full * inv[:, None], dtype).view(-1, n)
+    return col.t().contiguous(), 1 / inv
+
+
+def _begins(offs: Tensor) -> Tensor:
+    """The first row of each group.   -> (E,) int64"""
+    return torch.cat([offs.new_zeros(1), offs[:-1]]).long()
+
+
+def _aligned(begin: Tensor) -> Tensor:
+    """Where groups begin if each does at a multiple of 128: the last one up to its first row, and one further for
+    each group before it, which no group's rows overlap, and which takes no look at the counts.
+    """
+    return (begin // BLOCK + torch.arange(len(begin), device=begin.device)) * BLOCK
+
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 SM_89 = 89
@@ -66,12 +104,12 @@ def _group_cases() -> Iterator[tuple[Any, ...]]:
 fp8_op = functools.partial(kernel_op, min_arch=SM_89)
 
 
-@fp8_op(twin=reference.quantize_vectors, cases=_cases)
+@fp8_op(twin=_quantize_vectors, cases=_cases)
 def quantize_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(q (R, N), scale (ceil(N/128), R)), vectors of 128 along a row."""
     x = fp8_rows(x, dtype)
     if too_large(x):
-        return reference.quantize_vectors(x, dtype)
+        return _quantize_vectors(x, dtype)
     rows, n = x.shape
     row = x.new_empty(x.shape, dtype=dtype)
     scale = x.new_empty(cdiv(n, 128), rows, dtype=torch.float32)
@@ -83,7 +121,7 @@ def quantize_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return row, scale
 
 
-@fp8_op(twin=reference.quantize_group_blocks, cases=_group_cases)
+@fp8_op(twin=_quantize_group_blocks, cases=_group_cases)
 def quantize_group_blocks(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(q (N, (R // 128 + E) * 128), scale (R // 128 + E, N)): columnwise vectors of 128 rows that begin anew in each
     group, as a weight gradient reads them.
@@ -96,7 +134,7 @@ def quantize_group_blocks(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[
     rows, n = x.shape
     require(offs.dim() == 1 and len(offs) > 0, f"offs is {tuple(offs.shape)}, expected (E,).")
     if too_large(x):
-        return reference.quantize_group_blocks(x, offs, dtype)
+        return _quantize_group_blocks(x, offs, dtype)
     blocks = rows // 128 + len(offs)
     col = x.new_empty(n, blocks * 128, dtype=dtype)
     scale = x.new_empty(blocks, n, dtype=torch.float32)

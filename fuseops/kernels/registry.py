@@ -1,6 +1,6 @@
 """One way to add a kernel: `@kernel_op` on its launcher.
 
-    @kernel_op(twin=reference.bias_fwd, cases=...)
+    @kernel_op(twin=_bias_fwd, cases=...)
     def bias_fwd(x: Tensor, bias: Tensor) -> Tensor: ...
 
 registers `torch.ops.fuseops.bias_fwd` (outside of fuseops an op of that package's namespace), whose schema is the
@@ -64,7 +64,7 @@ def library(namespace: str = OWN) -> torch.library.Library:
 
 
 class _RegistryThread(threading.local):
-    """A `_RegistryThread` holds what scopes of this thread ask of the registry: reference twins alone, another
+    """A `_RegistryThread` holds what scopes of this thread ask of the registry: twins alone, another
     architecture, calls that nobody sees.
     """
 

@@ -17,11 +17,36 @@ import torch
 from torch import Tensor
 
 from fuseops.errors import FuseOpsError
-from fuseops.kernels import reference
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, overlap
+from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import cdiv, pow2, require
+
+
+def _apply_rope(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
+) -> Tensor:
+    pairs = cos.shape[-1]
+    first, second = rotary_pairs(wide(x), pairs, interleaved)
+    c, s = (t.unsqueeze(-2).to(first.dtype) for t in (cos, -sin if inverse else sin))
+    turned = [first * c - second * s, second * c + first * s]
+    y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat([y.to(x.dtype), x[..., 2 * pairs :]], -1)
+
+
+def _apply_rope_pair(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    yq, yk = (_apply_rope(x, cos, sin, interleaved, inverse) for x in (q, k))
+    return yq, yk
+
+
+def rotary_pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second number of each pair: neighbours, or those half of the rotated width apart."""
+    if interleaved:
+        return x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
+    return x[..., :pairs], x[..., pairs : 2 * pairs]
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -51,7 +76,7 @@ def _pair_cases() -> Iterator[tuple[Any, ...]]:
         yield from ((q, k, angles, angles, False, inverse) for inverse in (False, True))
 
 
-@kernel_op(twin=reference.apply_rope, cases=_cases)
+@kernel_op(twin=_apply_rope, cases=_cases)
 def apply_rope(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
 ) -> Tensor:
@@ -59,7 +84,7 @@ def apply_rope(
     return _turned((x,), cos, sin, interleaved, inverse)[0]
 
 
-@kernel_op(twin=reference.apply_rope_pair, cases=_pair_cases)
+@kernel_op(twin=_apply_rope_pair, cases=_pair_cases)
 def apply_rope_pair(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
 ) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ Maths (float32):
 Shapes: logits (T, E), bias (E,), weights and dweights (T, K) float32, experts (T, K) int32, logits
 of the chosen (T, K) float32, dlogits (T, E).
 Layout: rows of logits may be strided. NaN ranks as +inf.
-Hardware: sm_80 and later. More than MAX_EXPERTS experts, or k beyond MAX_K, run the reference.
+Hardware: sm_80 and later. More than MAX_EXPERTS experts, or k beyond MAX_K, run the twin.
 """
 
 from __future__ import annotations
@@ -22,11 +22,86 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import reference
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
+from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+
+TINY = 1e-20
+
+
+def _router_fwd(
+    logits: Tensor,
+    k: int,
+    score: str = "softmax",
+    normalize: bool = False,
+    scale: float = 1.0,
+    bias: Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scores, full = scores_of(logits, score), wide(logits)
+    key = full if bias is None and groups == 1 else scores
+    key = key if bias is None else key + wide(bias)
+    key = key.nan_to_num(float("inf"), float("inf"), -float("inf"))
+    if groups > 1:
+        key = _in_best_groups(key, groups, top_groups)
+    experts = _first(key, k)
+    weights = scores.gather(-1, experts)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+    return weights * scale, experts.to(torch.int32), full.gather(-1, experts)
+
+
+def _first(key: Tensor, k: int) -> Tensor:
+    """Where the k largest are, the first of equal ones first."""
+    return key.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _in_best_groups(key: Tensor, groups: int, top_groups: int) -> Tensor:
+    """key (T, E), -inf outside of the groups whose two best sum to most."""
+    grouped = key.unflatten(-1, (groups, -1))
+    worth = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+    allowed = torch.zeros_like(worth, dtype=torch.bool)
+    allowed = allowed.scatter(-1, _first(worth, top_groups), True)
+    return grouped.masked_fill(~allowed.unsqueeze(-1), -float("inf")).flatten(-2)
+
+
+def _router_bwd(
+    dweights: Tensor,
+    logits: Tensor,
+    experts: Tensor,
+    score: str = "softmax",
+    normalize: bool = False,
+    scale: float = 1.0,
+    num_experts: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    scores, experts = scores_of(logits, score), experts.long()
+    width = num_experts or logits.shape[1]
+    chosen = scores if num_experts else scores.gather(-1, experts)
+    d = wide(dweights) * scale
+    if normalize:
+        total = chosen.sum(-1, keepdim=True) + TINY
+        d = (d - (d * chosen).sum(-1, keepdim=True) / total) / total
+    d = d.to(scores.dtype)
+    if num_experts and score == "softmax":
+        d = chosen * (d - (d * chosen).sum(-1, keepdim=True))
+    elif num_experts:
+        d = d * chosen * (1 - chosen)
+    d = scores.new_zeros(scores.shape[0], width).scatter_add(-1, experts, d)
+    if not num_experts and score == "softmax":
+        d = scores * (d - (d * scores).sum(-1, keepdim=True))
+    elif not num_experts:
+        d = d * scores * (1 - scores)
+    return d.to(dtype or logits.dtype)
+
+
+def scores_of(logits: Tensor, score: str) -> Tensor:
+    """Scores of all experts, in the accumulator's dtype."""
+    return torch.softmax(wide(logits), -1) if score == "softmax" else torch.sigmoid(wide(logits))
+
 
 SCORES = ("softmax", "sigmoid")
 MAX_EXPERTS = 1 << 12
@@ -94,7 +169,7 @@ def _cases(*, backward: bool) -> Iterator[tuple[Any, ...]]:
             yield weights, weights, chosen, score, normalize, 1.5, experts, bf16
 
 
-@kernel_op(twin=reference.router_fwd, cases=lambda: _cases(backward=False))
+@kernel_op(twin=_router_fwd, cases=lambda: _cases(backward=False))
 def router_fwd(
     logits: Tensor, k: int, score: str = "softmax", normalize: bool = False, scale: float = 1.0,
     bias: Tensor | None = None, groups: int = 1, top_groups: int = 1,
@@ -103,7 +178,7 @@ def router_fwd(
     _check(logits, k, score)
     tokens, experts = logits.shape
     if experts > MAX_EXPERTS or k > MAX_K:
-        return reference.router_fwd(logits, k, score, normalize, scale, bias, groups, top_groups)
+        return _router_fwd(logits, k, score, normalize, scale, bias, groups, top_groups)
     require(
         bias is None or bias.shape == (experts,),
         f"bias is {bias is not None and tuple(bias.shape)}, expected ({experts},).",
@@ -130,7 +205,7 @@ def router_fwd(
     return weights, chosen, picked
 
 
-@kernel_op(twin=reference.router_bwd, cases=lambda: _cases(backward=True))
+@kernel_op(twin=_router_bwd, cases=lambda: _cases(backward=True))
 def router_bwd(
     dweights: Tensor, logits: Tensor, experts: Tensor, score: str = "softmax",
     normalize: bool = False, scale: float = 1.0, num_experts: int = 0,
@@ -155,9 +230,7 @@ def router_bwd(
         "the logits of the chosen do not tell the gradient of a softmax that is not normalized.",
     )
     if wide > MAX_EXPERTS or k > MAX_K:
-        return reference.router_bwd(
-            dweights, logits, experts, score, normalize, scale, num_experts, dtype
-        )
+        return _router_bwd(dweights, logits, experts, score, normalize, scale, num_experts, dtype)
     dlogits = torch.empty(tokens, wide, dtype=dtype or logits.dtype, device=logits.device)
     space = CHOSEN_BWD if num_experts else BWD
     config, logits = space.pick(tokens, (wide, k), logits), as_rows(logits)

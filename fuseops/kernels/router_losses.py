@@ -8,7 +8,7 @@ Shapes: logits (T, E), counts (E,) int32 copies of each expert, or None without 
 float32; dlogits (T, E) float32.
 Launches: two forward (partial sums, their sum in a fixed order), one backward, which adds to dlogits.
 Layout: rows of logits may be strided.
-Hardware: sm_80 and later. More than MAX_EXPERTS experts, and other dtypes than float32, run the reference.
+Hardware: sm_80 and later. More than MAX_EXPERTS experts, and other dtypes than float32, run the twin.
 """
 
 from __future__ import annotations
@@ -19,12 +19,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import reference
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch
+from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.router import MAX_EXPERTS, SCORES
+from fuseops.kernels.router import MAX_EXPERTS, SCORES, TINY, scores_of
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require, row_splits
+
+
+def _router_loss(
+    logits: Tensor,
+    counts: Tensor | None,
+    k: int,
+    score: str = "softmax",
+    balance: float = 0.0,
+    z: float = 0.0,
+) -> Tensor:
+    tokens, experts = max(logits.shape[0], 1), logits.shape[1]
+    loss = z * wide(logits).logsumexp(-1).square().sum() / tokens
+    if counts is not None:
+        mean = _shares(logits, score).sum(0) / tokens
+        loss = loss + balance * experts * (counts.to(mean.dtype) / (tokens * k) * mean).sum()
+    return loss
+
+
+def _router_loss_bwd(
+    dlogits: Tensor,
+    logits: Tensor,
+    counts: Tensor | None,
+    dloss: Tensor,
+    k: int,
+    score: str = "softmax",
+    balance: float = 0.0,
+    z: float = 0.0,
+) -> Tensor:
+    tokens, experts, full = max(logits.shape[0], 1), logits.shape[1], wide(logits)
+    d = 2 * z / tokens * full.logsumexp(-1, keepdim=True) * full.softmax(-1)
+    if counts is not None:
+        shares, scores = _shares(logits, score), scores_of(logits, score)
+        slope = balance * experts / (tokens * k * tokens) * counts.to(full.dtype)
+        d_shares = shares * (slope - (slope * shares).sum(-1, keepdim=True))
+        d = d + (d_shares if score == "softmax" else d_shares * (1 - scores))
+    return dlogits + dloss.to(dlogits.dtype) * d.to(dlogits.dtype)
+
+
+def _shares(logits: Tensor, score: str) -> Tensor:
+    """Scores that sum to one."""
+    scores = scores_of(logits, score)
+    return scores if score == "softmax" else scores / (scores.sum(-1, keepdim=True) + TINY)
 
 
 def _tiles(total: int, dims: tuple[int, ...], **more: int) -> list[Config]:
@@ -51,7 +93,7 @@ def _cases(*, backward: bool) -> Iterator[tuple[Any, ...]]:
             yield logits, counts, 8, score, balance, z
 
 
-@kernel_op(twin=reference.router_loss, cases=lambda: _cases(backward=False))
+@kernel_op(twin=_router_loss, cases=lambda: _cases(backward=False))
 def router_loss(
     logits: Tensor, counts: Tensor | None, k: int, score: str = "softmax",
     balance: float = 0.0, z: float = 0.0,
@@ -60,7 +102,7 @@ def router_loss(
     _check(logits, counts, score)
     tokens, experts = logits.shape
     if experts > MAX_EXPERTS or logits.dtype is not torch.float32:
-        return reference.router_loss(logits, counts, k, score, balance, z)
+        return _router_loss(logits, counts, k, score, balance, z)
     logits = as_rows(logits)
     config = dict(FWD.pick(tokens, (experts,), logits))
     programs, each = row_splits(tokens, config, logits)
@@ -82,7 +124,7 @@ def router_loss(
     return loss
 
 
-@kernel_op(twin=reference.router_loss_bwd, cases=lambda: _cases(backward=True))
+@kernel_op(twin=_router_loss_bwd, cases=lambda: _cases(backward=True))
 def router_loss_bwd(
     dlogits: Tensor, logits: Tensor, counts: Tensor | None, dloss: Tensor, k: int,
     score: str = "softmax", balance: float = 0.0, z: float = 0.0,
@@ -96,7 +138,7 @@ def router_loss_bwd(
     tokens, experts = logits.shape
     wide = logits.dtype is not torch.float32 or dlogits.dtype is not torch.float32
     if experts > MAX_EXPERTS or wide:
-        return reference.router_loss_bwd(dlogits, logits, counts, dloss, k, score, balance, z)
+        return _router_loss_bwd(dlogits, logits, counts, dloss, k, score, balance, z)
     logits, dlogits = as_rows(logits), dlogits.contiguous()
     y = torch.empty_like(dlogits)
     config = BWD.pick(tokens, (experts,), logits)

@@ -10,7 +10,7 @@ Layout: an expert outside 0 to E-1 takes no copy: pos is -1, and as many rows be
 padding with index 0 and probs 0.
 Launches: one up to ONE_LAUNCH copies (every program counts them all), three beyond (count, scan,
 place).
-Hardware: sm_80 and later. More than MAX_EXPERTS experts run the reference.
+Hardware: sm_80 and later. More than MAX_EXPERTS experts run the twin.
 """
 
 from __future__ import annotations
@@ -22,11 +22,37 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.kernels import reference
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch
+from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import cdiv, pow2, require
+
+
+def _route(
+    experts: Tensor, num_experts: int, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    flat = experts.flatten()
+    kept = (flat >= 0) & (flat < num_experts)
+    flat = torch.where(kept, flat, num_experts)
+    order = torch.argsort(flat, stable=True)
+    edges = torch.arange(num_experts, device=flat.device, dtype=flat.dtype)
+    offs = torch.searchsorted(flat[order], edges, right=True).to(torch.int32)
+    row = torch.arange(flat.shape[0], device=flat.device)
+    used = row < offs[-1]
+    pos = torch.where(kept, torch.empty_like(order).index_put((order,), row), -1)
+    index = torch.where(used, order // experts.shape[1], 0)
+    if weights is None:
+        probs = torch.empty(0, dtype=torch.float32, device=flat.device)
+    else:
+        probs = torch.where(used, wide(weights.flatten())[order], 0.0)
+    return offs, index, pos.to(torch.int32).view(experts.shape), probs
+
+
+def _expert_counts(experts: Tensor, num_experts: int) -> Tensor:
+    every = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
+    return (experts.flatten()[:, None] == every).sum(0).to(torch.int32)
+
 
 MAX_EXPERTS = 1 << 11
 ONE_LAUNCH = 1 << 12
@@ -61,7 +87,7 @@ def _cases() -> Iterator[tuple[Any, ...]]:
     yield experts, num_experts
 
 
-@kernel_op(twin=reference.route, cases=_cases)
+@kernel_op(twin=_route, cases=_cases)
 def route(
     experts: Tensor, num_experts: int, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -80,7 +106,7 @@ def route(
         f"expected {tuple(experts.shape)}.",
     )
     if num_experts > MAX_EXPERTS:
-        return reference.route(experts, num_experts, weights)
+        return _route(experts, num_experts, weights)
     experts, rows, k = experts.contiguous(), experts.numel(), experts.shape[1]
     where = experts.device
     offs = torch.empty(num_experts, dtype=torch.int32, device=where)
@@ -106,11 +132,11 @@ def route(
     return offs, index, pos, probs
 
 
-@kernel_op(twin=reference.expert_counts, cases=lambda: ((e, n) for e, n, *_ in _cases()))
+@kernel_op(twin=_expert_counts, cases=lambda: ((e, n) for e, n, *_ in _cases()))
 def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
     """counts (E,) int32: the copies of each expert; those of none count nowhere."""
     if num_experts > MAX_EXPERTS:
-        return reference.expert_counts(experts, num_experts)
+        return _expert_counts(experts, num_experts)
     experts = experts.contiguous()
     config = ROUTE.pick(experts.numel(), (num_experts,), experts)
     counts = _count(experts, num_experts, config, PDL=False)

@@ -12,17 +12,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fuseops.kernels import reference
+from fuseops.kernels.precision import accumulator
 from fuseops.kernels.registry import kernel_op
+
+
+def _wide_mm(x: Tensor, weight: Tensor) -> Tensor:
+    dtype = accumulator(torch.promote_types(x.dtype, weight.dtype))
+    return x.to(dtype) @ weight.to(dtype).t()
 
 
 def _flops(x: tuple[int, ...], weight: tuple[int, ...], *, out_shape: object = None) -> int:
     return 2 * x[0] * x[1] * weight[0]
 
 
-@kernel_op(twin=reference.wide_mm, flops=_flops, min_arch=0)
+@kernel_op(twin=_wide_mm, flops=_flops, min_arch=0)
 def wide_mm(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T in float32."""
     if x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return reference.wide_mm(x, weight)
+    return _wide_mm(x, weight)

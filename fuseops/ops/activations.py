@@ -34,7 +34,7 @@ class ScaledActivationSaved(NamedTuple):
 class Activation(Op[ActivationSaved]):
     """y = act(x), elementwise, or gated.   (..., F) -> (..., F), or (..., 2F) -> (..., F)
 
-    A member of the family sets `kind`, one of `kernels.reference.KINDS`.
+    A member of the family sets `kind`, one of `kernels.activation.KINDS`.
     """
 
     saves_for = {"x": ("x", "form")}

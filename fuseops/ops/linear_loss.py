@@ -16,8 +16,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
-from fuseops.kernels.cross_entropy import add_weight_grad
-from fuseops.kernels.reference.cross_entropy import row_chunks
+from fuseops.kernels.cross_entropy import add_weight_grad, row_chunks
 
 from .checks import is_number
 from .cross_entropy import CHUNK_BYTES, check_operands

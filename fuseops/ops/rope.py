@@ -6,8 +6,8 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
-from fuseops.kernels.reference.precision import wide
-from fuseops.kernels.reference.rope import rotary_pairs
+from fuseops.kernels.precision import wide
+from fuseops.kernels.rope import rotary_pairs
 
 from .op import Call, Grads, Op, Out
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.reference.cross_entropy import row_chunks
+from fuseops.kernels.cross_entropy import row_chunks
 
 from .collectives import AllGather
 from .local import Ranks, SumOfGradients

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.reference.operands import columns_of
+from fuseops.kernels.groups import columns_of
 from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
@@ -339,7 +339,7 @@ def _by_scale(
         else None
     )
     if col and columns is None:
-        columns = K.reference.columns_in_groups(rows, offs)  # type: ignore[arg-type]
+        columns = K.columns_in_groups(rows, offs)  # type: ignore[arg-type]
     return Quantized(
         Layout(rows, scale) if row else None,  # type: ignore[arg-type]
         Layout(columns, scale) if col else None,  # type: ignore[arg-type]
@@ -354,13 +354,13 @@ def _rows_at(x: Quantized, index: Tensor, offs: Tensor | None) -> Layout:
     ends = offs if offs is not None else index.new_full((1,), len(index), dtype=torch.int32)
     layout = cast("Layout", x.row)
     (data, scale), whole = layout[:2], cast("tuple[Tensor, ...]", layout[2:])
-    codes = K.reference.gather_rows(data.view(torch.uint8), index, ends).view(data.dtype)
+    codes = K.gather_rows.twin(data.view(torch.uint8), index, ends).view(data.dtype)
     if x.scaling.block is None:
         return Layout(codes, scale)
     axis, _ = tokens_of(x.scaling, "row")
     by_row = scale.transpose(0, axis)
     raw = by_row.view(torch.uint8) if scale.itemsize == 1 else by_row
-    taken = K.reference.gather_rows(raw, index, ends).view(scale.dtype)
+    taken = K.gather_rows.twin(raw, index, ends).view(scale.dtype)
     found: Layout = layout_of(codes, taken.transpose(0, axis).contiguous(), *whole)
     return found
 

@@ -12,7 +12,7 @@ import torch
 from plain_acts import UPS
 from plain_moe import options
 
-from fuseops.kernels.reference import GATES
+from fuseops.kernels.activation import GATES
 from fuseops.offload.lanes import arena
 from fuseops.ops.activations import ACTS
 from fuseops.ops.glu import GATED, SCALED_GATED

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_map_only
 
-from fuseops.kernels.reference import precision
+from fuseops.kernels import precision
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from laws import SEEDS, VALUES, few, run, splits
 from test_operands import DTYPES, FORMATS, ROWS, same, varied
 
+from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import amax as k
-from fuseops.kernels import reference
 
 pytestmark = pytest.mark.usefixtures("kernels")
 WIDTHS = st.sampled_from([1, 16, 100, 144])
@@ -24,7 +24,7 @@ def test_groups(rows, n, dtype, values, fmt, seed, wanted, groups):
     end = rows if offs is None else int(offs[-1])
     got, want = (
         call(x, offs, fmt, *wanted)
-        for call in (lambda *a: run(k.quantize_groups, *a), reference.quantize_groups)
+        for call in (lambda *a: run(k.quantize_groups, *a), K.quantize_groups.twin)
     )
     same(got, want, end, (0,))
 
@@ -38,12 +38,12 @@ def test_some_features_under_the_amax_of_all(rows, cut, dtype, values, fmt, seed
     x = varied((rows, 144), dtype, values, seed)
     offs = splits(rows, groups, seed, min(rows, seed % 3)) if groups else None
     end = rows if offs is None else int(offs[-1])
-    amax = reference.amax_of_groups(reference.amax_of_tokens(x, 1), offs)
-    data, columns, scale = reference.quantize_groups(x, offs, fmt, *wanted)
+    amax = K.amax_of_groups(K.amax_of_tokens(x, 1), offs)
+    data, columns, scale = K.quantize_groups.twin(x, offs, fmt, *wanted)
     for part in (slice(0, cut), slice(cut, 144)):
         got, twin = (
             call(x[:, part], offs, fmt, *wanted, amax)
-            for call in (lambda *a: run(k.quantize_groups, *a), reference.quantize_groups)
+            for call in (lambda *a: run(k.quantize_groups, *a), K.quantize_groups.twin)
         )
         rows_of, columns_of = (
             t if t.dim() == 1 else t[at] for t, at in ((data, (..., part)), (columns, part))
@@ -65,8 +65,8 @@ def test_an_amax_that_does_not_fit_is_named():
 @few
 def test_matrices(groups, n, k_, dtype, values, fmt, seed, wanted):
     w = varied((groups * n, k_), dtype, values, seed).view(groups, n, k_)
-    same(run(k.quantize_matrices, w, fmt, *wanted), reference.quantize_matrices(w, fmt, *wanted))
-    one, of_one = reference.quantize_matrices(w[0], fmt), reference.quantize_matrices(w[:1], fmt)
+    same(run(k.quantize_matrices, w, fmt, *wanted), K.quantize_matrices.twin(w, fmt, *wanted))
+    one, of_one = K.quantize_matrices.twin(w[0], fmt), K.quantize_matrices.twin(w[:1], fmt)
     same(one, tuple(t[0] for t in of_one))
     same(run(k.quantize_matrices, w[0], fmt), one)
 

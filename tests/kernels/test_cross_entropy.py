@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from laws import DEVICE, DTYPES, SEEDS, WIDTHS, few, tensor
 
 from fuseops.kernels import cross_entropy as k
-from fuseops.kernels.reference.cross_entropy import row_chunks
+from fuseops.kernels.cross_entropy import row_chunks
 from fuseops.observe.memory import Ops
 
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -8,7 +8,7 @@ from laws import DEVICE, DTYPES, SEEDS, assert_matches, few
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import dropout as k
-from fuseops.kernels.reference.dropout import draws
+from fuseops.kernels.dropout import draws
 
 pytestmark = pytest.mark.usefixtures("kernels")
 SIZES = st.sampled_from([0, 1, 17, 1024, 4097, 8191, 8192, 9000])

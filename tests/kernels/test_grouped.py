@@ -12,8 +12,8 @@ from laws import DEVICE, DTYPES, SEEDS, assert_matches, few, run, splits, tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import grouped as k
 from fuseops.kernels import grouped_glu, grouped_glu_bwd, grouped_paths
+from fuseops.kernels.activation import GATES
 from fuseops.kernels.launch import device
-from fuseops.kernels.reference import GATES
 
 pytestmark = pytest.mark.usefixtures("kernels")
 ROWS = st.sampled_from([0, 1, 63, 65, 127, 200])

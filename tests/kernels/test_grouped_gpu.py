@@ -10,9 +10,8 @@ from laws import splits
 
 from fuseops.kernels import grouped as k
 from fuseops.kernels import grouped_glu, grouped_glu_bwd, grouped_paths
-from fuseops.kernels.activation import act_fwd, scaled_act_bwd
+from fuseops.kernels.activation import GATES, act_fwd, scaled_act_bwd
 from fuseops.kernels.configs import forced
-from fuseops.kernels.reference import GATES
 from fuseops.kernels.replay import apart, replaying
 
 pytestmark = pytest.mark.gpu

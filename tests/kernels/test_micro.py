@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from laws import DEVICE, DTYPES, SEEDS, VALUES, assert_same_layout, few, place, run, splits, tensor
 from torch.utils._pytree import tree_map_only
 
+from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
-from fuseops.kernels import micro, reference
-from fuseops.kernels.reference.formats import E2M1
+from fuseops.kernels import micro
+from fuseops.kernels.formats import E2M1
 
 pytestmark = pytest.mark.usefixtures("kernels")
 DATA = (*micro.FORMATS, E2M1)
@@ -21,7 +22,7 @@ def same_bits(x, data, layout, offs=None, swizzle=False):
     """Of the kernel and its twin, with the amax that NVFP4 asks for: of rows outside of groups nothing counts."""
     amax = None
     if data is E2M1:
-        amax = reference.amax_of_groups(reference.amax_of_tokens(x, 1), offs)
+        amax = K.amax_of_groups(K.amax_of_tokens(x, 1), offs)
     args, op = (x, data, layout, offs, amax, swizzle), micro.quantize_micro
     expected = op.twin(*args)
     assert_same_bits(run(op, *args), expected)
@@ -66,7 +67,7 @@ def test_groups_of_any_size(rows, k, dtype, values, seed, data, layout, groups, 
 def test_a_swizzled_scale_stands_where_tensor_cores_look(r, s):
     """Byte (r // 128) ceil(S / 4) 512 + (s // 4) 512 + (r % 32) 16 + (r % 128 // 32) 4 + s % 4."""
     scale = torch.randint(1, 255, (r, s), dtype=torch.uint8)
-    found = reference.swizzled(scale).flatten()
+    found = K.swizzled(scale).flatten()
     i, j = torch.arange(r)[:, None], torch.arange(s)[None, :]
     at = (i // 128 * -(-s // 4) + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
     assert torch.equal(found[at], scale)
@@ -81,7 +82,7 @@ def test_groups_have_scale_tiles_of_their_own():
     begin = 0
     for g, end in enumerate(offs.tolist()):
         _, alone = micro.quantize_micro.twin(x[begin:end], micro.FORMATS[0])
-        wanted = reference.swizzled(alone)
+        wanted = K.swizzled(alone)
         first = begin // 128 + g
         assert torch.equal(scale[first : first + len(wanted)], wanted)
         begin = end

@@ -9,8 +9,7 @@ from test_operands import varied
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
-from fuseops.kernels import reference
-from fuseops.kernels.reference.formats import E2M1, E4M3, E5M2, micro_format
+from fuseops.kernels.formats import E2M1, E4M3, E5M2, micro_format
 
 older = DEVICE != "cpu" and torch.cuda.get_device_capability() < (10, 0)
 pytestmark = [
@@ -24,12 +23,12 @@ def codes(x, data, layout="row", offs=None):
     """(codes, swizzled scales, what both stand for, 1 or the number that it is over)."""
     amax = None
     if data is E2M1:
-        amax = reference.amax_of_groups(reference.amax_of_tokens(x, 1), offs)
-    found, scale = reference.quantize_micro(x, data, layout, offs, amax)
+        amax = K.amax_of_groups(K.amax_of_tokens(x, 1), offs)
+    found, scale = K.quantize_micro.twin(x, data, layout, offs, amax)
     form, turn = micro_format(data), layout == "col"
-    values = reference.dequantize_format(found, scale.view(form.scale), data, form.block)
-    whole = None if amax is None else (1 / reference.whole_inverse(amax)).reshape(-1)
-    return found, reference.swizzled(scale, None if turn else offs), values, whole
+    values = K.dequantize_format(found, scale.view(form.scale), data, form.block)
+    whole = None if amax is None else (1 / K.whole_inverse(amax)).reshape(-1)
+    return found, K.swizzled(scale, None if turn else offs), values, whole
 
 
 def weights(groups, n, k, data, seed):
@@ -68,7 +67,7 @@ def test_rows_times_a_weight(rows, n, k, seed, forms, groups, dtype):
         exact, size = a.double() @ b.double().T, a.abs() @ b.abs().T
     else:
         exact, size = (
-            reference.grouped_mm(f(a), f(b), offs) for f in (torch.Tensor.double, torch.abs)
+            K.grouped_mm.twin(f(a), f(b), offs) for f in (torch.Tensor.double, torch.abs)
         )
     factor = 1.0 if one is None else by_row(product(one, other), offs, rows)
     compare(K.micro_mm, args, exact * factor, size * factor, k, dtype)
@@ -91,9 +90,9 @@ def test_columns_times_columns(rows, n, k, seed, forms, groups, dtype):
     if offs is None:
         exact, size = a.double() @ b.double().T, a.abs() @ b.abs().T
     else:
-        ends = reference.column_offs(offs)
+        ends = K.column_offs(offs)
         exact, size = (
-            reference.grouped_wgrad(f(a).T, f(b).T, ends) for f in (torch.Tensor.double, torch.abs)
+            K.grouped_wgrad.twin(f(a).T, f(b).T, ends) for f in (torch.Tensor.double, torch.abs)
         )
     factor = (
         1.0
@@ -121,13 +120,13 @@ def compare(op, args, exact, size, summed, dtype):
 def test_swizzled_scales_come_back():
     scale = torch.randint(1, 255, (300, 9), dtype=torch.uint8)
     offs = torch.tensor([5, 5, 260, 290], dtype=torch.int32)
-    assert torch.equal(reference.unswizzled(reference.swizzled(scale), 300, 9), scale)
-    back = reference.unswizzled(reference.swizzled(scale, offs), 300, 9, offs)
+    assert torch.equal(K.unswizzled(K.swizzled(scale), 300, 9), scale)
+    back = K.unswizzled(K.swizzled(scale, offs), 300, 9, offs)
     assert torch.equal(back[:290], scale[:290]) and not back[290:].any()
     many = torch.randint(1, 255, (3, 130, 5), dtype=torch.uint8)
-    found = reference.swizzled(many)
-    assert torch.equal(found[1], reference.swizzled(many[1]))
-    assert torch.equal(reference.unswizzled(found, 130, 5), many)
+    found = K.swizzled(many)
+    assert torch.equal(found[1], K.swizzled(many[1]))
+    assert torch.equal(K.unswizzled(found, 130, 5), many)
 
 
 def test_scales_in_another_order_are_refused():

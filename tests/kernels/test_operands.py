@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import SEEDS, VALUES, few, run, splits, tensor
 
-from fuseops.kernels import norm, norm_operand, reference
+from fuseops import kernels as K
+from fuseops.kernels import norm, norm_operand
 from fuseops.kernels import operands as k
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -50,7 +51,7 @@ def same(got, want, end=None, rows=()):
 def test_rows_and_columns(rows, n, dtype, values, fmt, seed, row, groups):
     x = varied((rows, n), dtype, values, seed, strided=seed % 4 == 0)
     offs = splits(rows, groups, seed, min(rows, seed % 3)) if groups else None
-    want = reference.quantize_operand(x, offs, fmt, row)
+    want = K.quantize_operand.twin(x, offs, fmt, row)
     end = rows if offs is None else int(offs[-1])
     same(run(k.quantize_operand, x, offs, fmt, row), want, end, (0, 1))
 
@@ -67,15 +68,13 @@ def test_rows_and_columns(rows, n, dtype, values, fmt, seed, row, groups):
 @few
 def test_codes_by_index(tokens, n, fmt, seed, wanted, by_index, grouped):
     grouped = grouped or by_index
-    data, scale = reference.quantize_vectors(
-        varied((tokens, n), torch.bfloat16, "normal", seed), fmt
-    )
+    data, scale = K.quantize_vectors.twin(varied((tokens, n), torch.bfloat16, "normal", seed), fmt)
     g = torch.Generator().manual_seed(seed)
     rows = tokens if not by_index else tokens + seed % 150
     index = torch.randint(0, tokens, (rows,), generator=g).int() if by_index else None
     offs = splits(rows, 1 + seed % 4, seed, min(rows, seed % 3)) if grouped else None
     row, col = map(bool, wanted)
-    want = reference.permute_operand(data, scale, index, offs, row, col)
+    want = K.permute_operand.twin(data, scale, index, offs, row, col)
     end = rows if offs is None else int(offs[-1])
     same(run(k.permute_operand, data, scale, index, offs, row, col), want, end, (0, 1))
 
@@ -87,7 +86,7 @@ def test_swiglu(rows, n, dtype, fmt, seed, scaled, col):
     probs = torch.rand(rows) if scaled else None
     offs = splits(rows, 3, seed, min(rows, seed % 3)) if seed % 2 else None
     args = h, probs, offs, fmt, True, col, h_scale
-    got, want = run(k.swiglu_operand, *args), reference.swiglu_operand(*args)
+    got, want = run(k.swiglu_operand, *args), K.swiglu_operand.twin(*args)
     close(got, want, fmt, rows if offs is None else int(offs[-1]))
 
 
@@ -102,7 +101,7 @@ def test_dswiglu(rows, n, dtype, fmt, seed, scaled):
     offs = splits(rows, 3, seed, min(rows, seed % 3)) if seed % 2 else None
     end = rows if offs is None else int(offs[-1])
     args = da, h, probs, offs, fmt, torch.float8_e4m3fn, True, True, True, h_scale
-    got, want = run(k.dswiglu_operand, *args), reference.dswiglu_operand(*args)
+    got, want = run(k.dswiglu_operand, *args), K.dswiglu_operand.twin(*args)
     close(got[:4], want[:4], fmt, end)
     none = torch.empty(0)
     close((none, none, *got[4:6]), (none, none, *want[4:6]), torch.float8_e4m3fn, end)
@@ -122,7 +121,7 @@ def test_a_norm_that_writes_an_operand(rows, n, dtype, fmt, seed, added, weighte
     weight = tensor((n,), dtype, "normal", seed + 2) if weighted else None
     offset = float(seed % 2)
     data, scale, h, rstd = run(norm_operand.rmsnorm_operand, x, residual, weight, 1e-6, fmt, offset)
-    want = reference.rmsnorm_operand(x, residual, weight, 1e-6, fmt, offset)
+    want = K.rmsnorm_operand.twin(x, residual, weight, 1e-6, fmt, offset)
     none = torch.empty(0)
     close((data, scale, none, none), (*want[:2], none, none), fmt, rows)
     if added:
@@ -136,14 +135,14 @@ def test_a_norm_that_writes_an_operand(rows, n, dtype, fmt, seed, added, weighte
     same((data, scale), run(k.quantize_operand, y.to(dtype), None, fmt)[:2])
     columns = run(norm_operand.rmsnorm_columns, h, weight, rstd, fmt, float(seed % 2))
     same(columns, run(k.permute_operand, data, scale, None, None, False, True)[2:])
-    same(columns, reference.rmsnorm_columns(h, weight, rstd, fmt, float(seed % 2)))
+    same(columns, K.rmsnorm_columns.twin(h, weight, rstd, fmt, float(seed % 2)))
 
 
 def hidden(h, quantized):
     """(h, None), or the codes of h and their scales."""
     if not quantized:
         return h, None
-    data, scale = reference.quantize_vectors(h, torch.float8_e4m3fn)
+    data, scale = K.quantize_vectors.twin(h, torch.float8_e4m3fn)
     return data, scale
 
 
@@ -180,7 +179,7 @@ def values(codes, scales, columns):
 
 def test_more_groups_than_a_warp_sees_at_once():
     x, offs = varied((130, 16), torch.bfloat16, "normal", 1), splits(130, 40, 3, 2)
-    want = reference.quantize_operand(x, offs, torch.float8_e4m3fn)
+    want = K.quantize_operand.twin(x, offs, torch.float8_e4m3fn)
     same(run(k.quantize_operand, x, offs, torch.float8_e4m3fn), want, int(offs[-1]), (0, 1))
 
 
@@ -216,8 +215,8 @@ def test_the_shift_of_a_code_is_exact_unless_its_bits_fall_off(fmt):
 def test_weights(shape, dtype, values, fmt, seed, wanted):
     w = tensor((shape[0] * shape[1], shape[2]), dtype, values, seed).view(shape)
     row, col = map(bool, wanted)
-    same(run(k.quantize_weight, w, fmt, row, col), reference.quantize_weight(w, fmt, row, col))
-    one, of_one = reference.quantize_weight(w[0], fmt), reference.quantize_weight(w[:1], fmt)
+    same(run(k.quantize_weight, w, fmt, row, col), K.quantize_weight.twin(w, fmt, row, col))
+    one, of_one = K.quantize_weight.twin(w[0], fmt), K.quantize_weight.twin(w[:1], fmt)
     same(one, tuple(t[0] for t in of_one))
     same(run(k.quantize_weight, w[0], fmt), one)
 
@@ -251,7 +250,7 @@ def bits(t):
 def test_twins_equal_numpy(rows, n, values, fmt, seed):
     x = varied((rows, n), torch.bfloat16, values, seed)
     offs = splits(rows, 3, seed, min(rows, seed % 3))
-    row, scale, col, square = reference.quantize_operand(x, offs, fmt)
+    row, scale, col, square = K.quantize_operand.twin(x, offs, fmt)
     wide, start = x.float().numpy(), 0
     codes, scales = np.empty((rows, n), NUMPY[fmt]), np.empty((-(-n // 128), rows), np.float32)
     for r in range(rows):
@@ -285,7 +284,7 @@ def test_twins_equal_numpy(rows, n, values, fmt, seed):
 @few
 def test_the_twin_of_weights_equals_numpy(shape, values, fmt, seed):
     w = varied((shape[0] * shape[1], shape[2]), torch.bfloat16, values, seed).view(shape)
-    row, scale, col, col_scale = reference.quantize_weight(w, fmt)
+    row, scale, col, col_scale = K.quantize_weight.twin(w, fmt)
     assert torch.equal(bits_of(col), bits_of(row).mT) and torch.equal(col_scale, scale.mT)
     for e, i, j in np.ndindex(*scale.shape):
         at = (e, slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))

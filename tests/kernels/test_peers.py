@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,12 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.kernels import reference
-from fuseops.kernels.peers import layout
+from fuseops.kernels.peers import PEER_KERNELS, layout
+
+TWINS = SimpleNamespace(**{op.name: op.twin for op in PEER_KERNELS})
 
 
 class Group:
-    """W ranks in one process, and what each sends and gets, by kernels (`K`) or by their twins (`reference`)."""
+    """W ranks in one process, and what each sends and gets, by kernels (`K`) or by their `TWINS`."""
 
     def __init__(self, kernels, world, room, experts, k, n, dtype) -> None:
         self.kernels, self.world, self.experts = kernels, world, experts
@@ -71,13 +74,13 @@ def routed(tokens: int, experts: int, k: int) -> tuple[Tensor, Tensor]:
 def test_what_travels_is_what_the_twins_send(world, counts, k, n, dtype, room) -> None:
     torch.manual_seed(room)
     experts = 4 * world
-    groups = [Group(kernels, world, room, experts, k, n, dtype) for kernels in (K, reference)]
+    groups = [Group(kernels, world, room, experts, k, n, dtype) for kernels in (K, TWINS)]
     heads, xs = [], []
     for tokens in counts[:world]:
         chosen, weights = routed(tokens, experts, k)
         xs.append(torch.randn(tokens, n, dtype=dtype))
         slots, sent = K.token_slots(chosen, experts, world)
-        same((slots, sent), reference.token_slots(chosen, experts, world))
+        same((slots, sent), K.token_slots.twin(chosen, experts, world))
         heads.append((slots, sent, chosen, weights))
     slots, chosen = [h[0] for h in heads], [h[2] for h in heads]
     first, second = (g.there(xs, slots, [h[1:] for h in heads]) for g in groups)
@@ -101,7 +104,7 @@ def test_what_travels_is_what_the_twins_send(world, counts, k, n, dtype, room) -
 
 @pytest.mark.parametrize(("rows", "flag"), [(7, 1), (9, 0)])
 def test_rows_have_a_bound(rows: int, flag: int) -> None:
-    for kernels in (K, reference):
+    for kernels in (K, TWINS):
         offs, noted = torch.tensor([2, 2, 8, 9]).int(), torch.zeros(1, dtype=torch.int32)
         kernels.bound_rows(offs, noted, rows)
         assert offs.tolist() == [2, 2, min(8, rows), min(9, rows)] and int(noted) == flag

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from laws import DTYPES, SEEDS, WIDTHS, assert_matches, few, run, tensor
 
+from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import permute as k
-from fuseops.kernels import reference
 
 pytestmark = pytest.mark.usefixtures("kernels")
 TOKENS = st.sampled_from([0, 1, 2, 7, 33, 65])
@@ -22,7 +22,7 @@ def routed(tokens, top_k, seed, lost=False, experts=5, padding=0):
     g = torch.Generator().manual_seed(seed)
     chosen = torch.randint(-1 if lost else 0, experts, (tokens, top_k), generator=g)
     weights = torch.rand(tokens, top_k, generator=g)
-    offs, index, pos, probs = reference.route(chosen, experts, weights)
+    offs, index, pos, probs = K.route.twin(chosen, experts, weights)
     nowhere = torch.where(torch.arange(pos.numel()).view(pos.shape) % 2 == 0, -1, pos.numel() - 1)
     pos = torch.where(pos < 0, nowhere, pos).to(torch.int32)  # a negative or a padding row
     beyond = torch.full((padding,), float("nan"))

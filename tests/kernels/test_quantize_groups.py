@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from laws import SEEDS, few, run, splits, tensor
 from test_quantize import FORMATS, inputs, same_bits
 
+from fuseops import kernels as K
 from fuseops.kernels import quantize as k
-from fuseops.kernels import reference
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -55,7 +55,7 @@ def test_groups_are_quantized_alone_at_aligned_columns(counts, padding, seed):
     x[sum(counts) :] = float("nan")
     offs = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     q, scale = run(k.quantize_group_blocks, x, offs, torch.float8_e4m3fn)
-    ends = reference.column_offs(offs)
+    ends = K.column_offs(offs)
     starts = [0, *ends.tolist()]
     for part, start, stop in zip(
         x[: sum(counts)].split(counts), starts, ends.tolist(), strict=False

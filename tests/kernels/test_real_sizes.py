@@ -8,7 +8,7 @@ from laws import assert_matches, splits, tensor
 from test_quantize import same_bits
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fuseops.kernels import reference
+from fuseops import kernels
 from fuseops.kernels.registry import KERNEL_OPS
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ def arguments(rows, seed):
     offs = splits(rows, EXPERTS, seed, 5)
     logits = tensor((rows, 128), torch.float32, "normal", seed + 7)
     experts = logits.topk(K).indices.to(torch.int32)
-    ends, index, pos, routed = reference.route(experts, 128, torch.rand(rows, K))
+    ends, index, pos, routed = kernels.route.twin(experts, 128, torch.rand(rows, K))
     return {
         "bias_bwd": ("bias_bwd", x),
         "grouped_bias_bwd": ("grouped_bias_bwd", x, offs, probs),

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fuseops import kernels as K
 from fuseops import ops
-from fuseops.kernels import reference
 from fuseops.ops.activations import Activation, ScaledActivation
 
 ROWS = 16
@@ -59,7 +59,7 @@ PLAIN: dict[str, Any] = {
     "relu": ops.ReLU,
     "srelu": ops.SReLU,
 }
-GATED_BY = {gate: kind for kind, gate in reference.GATES.items() if kind != "clamped_swiglu"}
+GATED_BY = {gate: kind for kind, gate in K.GATES.items() if kind != "clamped_swiglu"}
 
 
 def _made(cls: Any, gate: Gate) -> Any:
@@ -144,7 +144,7 @@ def activation_of(act_fn: Any) -> Gate | None:
     x = _wide_range(64)
     found = tried(act_fn, x.clone())
     for kind in PLAIN:
-        if same(found, reference.act_fwd(x, kind)):
+        if same(found, K.act_fwd.twin(x, kind)):
             return Gate(kind)
     return None
 
@@ -158,7 +158,7 @@ def gate_of(experts: nn.Module) -> Gate | None:
     gate: Any = getattr(experts, "_apply_gate", None)
     found = tried(gate, x.clone())
     for candidate in _gates(experts):
-        if same(found, reference.act_fwd(x, candidate.kind, *candidate.options)):
+        if same(found, K.act_fwd.twin(x, candidate.kind, *candidate.options)):
             return candidate
     return None
 
@@ -212,7 +212,7 @@ def norm_of(module: nn.Module) -> Norm | None:
         return None
     x = drawn(ROWS, len(weight)) * _scales(-4, 1)  # eps counts in some of the rows
     scale = drawn(len(weight))
-    y = reference.rmsnorm_fwd(x, None, eps)[0]
+    y = K.rmsnorm_fwd.twin(x, None, eps)[0]
     twins = [*twin(module, {"weight": scale}, {})]
     found = [tried(type(m).forward, m, x.clone()) for m in twins]
     for zero_centered in (False, True):
@@ -243,7 +243,7 @@ def mlp_of(module: nn.Module) -> Gate | None:
     x = drawn(ROWS, 6)
     up = layers["up_proj"](x)
     gate = layers["gate_proj"](x) if len(names) == 3 else up
-    h = reference.act_fwd(gate, act.kind) * (up if len(names) == 3 else 1)
+    h = K.act_fwd.twin(gate, act.kind) * (up if len(names) == 3 else 1)
     expected = layers["down_proj"](h).detach()
     for m in twin(module, {}, {**others, **layers}):
         if not same(tried(type(m).forward, m, x.clone()), expected):
@@ -292,7 +292,7 @@ def route_of(router: nn.Module) -> Route | None:
     logits = x @ parameters["weight"].t() + parameters.get("bias", 0.0)
     for route in _routes(said, top_k, experts):
         form = route.score, route.normalize, route.scale, correction, route.groups, route.top_groups
-        weights, chosen, _ = reference.router_fwd(logits, top_k, *form)
+        weights, chosen, _ = K.router_fwd.twin(logits, top_k, *form)
         expected = _over_experts(weights, chosen, logits)
         if all(
             same(f[0], logits) and same(_over_experts(f[1], f[2], logits), expected) for f in found

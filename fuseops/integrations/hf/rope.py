@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
-from fuseops.kernels import reference
 from fuseops.ops.op import Call, Grads, Op, Out, Shape
 from fuseops.ops.paths import LENT
 from fuseops.ops.rope import angle_gradients, shared_angles
@@ -253,7 +252,7 @@ def _splits_halves(function: Any) -> bool:
         recognise.drawn(2, 5, 4),
     )
     cos, sin = angles.cos(), angles.sin()
-    expected = [reference.apply_rope(t.transpose(1, 2), cos, sin, False) for t in (q, k)]
+    expected = [K.apply_rope.twin(t.transpose(1, 2), cos, sin, False) for t in (q, k)]
     for times in (1, 2):
         given = [torch.cat([t] * times, -1) for t in (cos, sin)]
         found = recognise.tried(function, q.clone(), k.clone(), *given)

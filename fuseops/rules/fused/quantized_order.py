@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fuseops.kernels.reference.operands import columns_of
+from fuseops.kernels.groups import columns_of
 from fuseops.kernels.tiles import cdiv
 from fuseops.ops.linear import WEIGHT, Indexed, grad_operand, of_codes
 from fuseops.ops.op import Call

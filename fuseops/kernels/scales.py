@@ -1,4 +1,4 @@
-"""Reference of `fuseops.kernels.quantize`: saturation is explicit, never left to a cast."""
+"""From numbers to codes of FP8: amax, the scale that follows from it, and saturation, never left to a cast."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .grouped import group_of_row, padding_mask
+from fuseops.kernels.groups import columns_of, group_of_row, padding_mask, place_of_row
 
-BLOCK = 128
 PIECES, LEAST_PIECE = 32, 1 << 20
 SMALLEST = 2.0**-63
 """No power-of-two scale is smaller, so that the product of two is a normal number; a block of zeros has it."""
@@ -95,43 +94,14 @@ def expert_quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     return saturate(weight.float() * inv[..., None, None], dtype), 1 / inv
 
 
-def quantize_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(q (R, N), scale (ceil(N/128), R)), vectors of 128 along a row."""
-    (rows, n), blocks = x.shape, -(-x.shape[1] // BLOCK)
-    if not x.numel():
-        return x.new_empty(x.shape, dtype=dtype), x.new_empty(blocks, rows, dtype=torch.float32)
-    vectors = F.pad(x.float(), (0, blocks * BLOCK - n)).view(rows, blocks, BLOCK)
-    inv = inverse_scale(magnitude(vectors).amax(2), dtype, True)
-    q = (vectors * inv[:, :, None]).view(rows, -1)[:, :n]
-    return saturate(q, dtype).contiguous(), (1 / inv).t().contiguous()
+def columns_in_groups(data: Tensor, offs: Tensor | None) -> Tensor:
+    """Codes transposed, with groups at multiples of 128 and zeros between.   (R, K) -> (K, C)"""
+    rows = data.shape[0]
+    width = columns_of(rows, None if offs is None else len(offs))
+    place, raw = place_of_row(offs, rows, data), data.view(torch.uint8).t()
 
+    def laid(piece: slice) -> Tensor:
+        part = raw[piece].t()
+        return part.new_zeros(width + 1, part.shape[1]).index_copy(0, place, part)[:width].t()
 
-def quantize_group_blocks(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """See `fuseops.kernels.quantize_group_blocks`."""
-    (rows, n), groups = x.shape, offs.shape[0]
-    blocks = rows // BLOCK + groups
-    group, begin = group_of_row(offs, rows).clamp(max=groups - 1), _begins(offs)
-    column = torch.arange(rows, device=x.device) + (_aligned(begin) - begin)[group]
-    full = x.float().masked_fill(padding_mask(offs, rows), 0.0)
-    full = full.new_zeros(blocks * BLOCK, n).index_copy(0, column, full).view(blocks, BLOCK, n)
-    inv = inverse_scale(magnitude(full).amax(1), dtype, True)
-    col = saturate(full * inv[:, None], dtype).view(-1, n)
-    return col.t().contiguous(), 1 / inv
-
-
-def column_offs(offs: Tensor) -> Tensor:
-    """Where groups end in columns that begin at multiples of 128: each where the next one begins.   (E,) -> (E,)"""
-    number = torch.arange(1, len(offs) + 1, device=offs.device, dtype=offs.dtype)
-    return (offs // BLOCK + number) * BLOCK
-
-
-def _begins(offs: Tensor) -> Tensor:
-    """The first row of each group.   -> (E,) int64"""
-    return torch.cat([offs.new_zeros(1), offs[:-1]]).long()
-
-
-def _aligned(begin: Tensor) -> Tensor:
-    """Where groups begin if each does at a multiple of 128: the last one up to its first row, and one further for
-    each group before it, which no group's rows overlap, and which takes no look at the counts.
-    """
-    return (begin // BLOCK + torch.arange(len(begin), device=begin.device)) * BLOCK
+    return by_pieces(pieces(raw), laid).view(data.dtype)

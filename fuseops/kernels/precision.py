@@ -1,4 +1,4 @@
-"""The dtype in which the reference computes."""
+"""The dtype in which twins compute."""
 
 import torch
 from torch import Tensor

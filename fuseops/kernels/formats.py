@@ -6,7 +6,7 @@ Scales: of float8_e8m0fnu, the smallest power of two that brings a block into th
 that of the block over one of the whole tensor, which brings the largest to 448 (NVFP4, arXiv:2509.25149, appendix B).
 Shapes: a matrix (..., R, K) in blocks (rows, width) -> codes (..., R, K) or (..., R, ceil(K/2)), scale (...,
 ceil(R/rows), ceil(K/width)); the last block of an axis may be a part of one.
-An amax is that of `quantize.magnitude`: NaN does not count, infinity counts as the largest finite number.
+An amax is that of `scales.magnitude`: NaN does not count, infinity counts as the largest finite number.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dropout import BITS, draws
-from .grouped import group_of_row, padding_mask
-from .operands import columns_of, place_of_row
-from .quantize import FLT_MAX, column_offs, inverse_scale, magnitude, pieces, saturate
+from fuseops.kernels.dropout import BITS, draws
+from fuseops.kernels.groups import columns_of, group_of_row, place_of_row
+from fuseops.kernels.scales import FLT_MAX, inverse_scale, magnitude, pieces, saturate
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 E2M1, E2M1_MAX = torch.float4_e2m1fn_x2, 6.0
@@ -310,31 +309,6 @@ def unswizzled(scale: Tensor, rows: int, count: int, offs: Tensor | None = None)
     if offs is not None:
         scale = F.pad(scale, (0, 0, 0, 1))[place_of_row(offs, rows, scale)]
     return scale[..., :rows, :].contiguous()
-
-
-def quantize_micro(
-    x: Tensor,
-    data: torch.dtype,
-    layout: str = "row",
-    offs: Tensor | None = None,
-    amax: Tensor | None = None,
-    swizzle: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """See `fuseops.kernels.quantize_micro`."""
-    rows, form, turn = x.shape[0], micro_format(data), layout == "col"
-    tokens = rows
-    if turn:
-        x, tokens = x.t(), columns_of(rows, None if offs is None else len(offs))
-    elif offs is not None:
-        x = x.masked_fill(padding_mask(offs, rows), 0.0)
-    whole = None
-    if amax is not None:
-        ends = column_offs(offs) if turn and offs is not None else offs
-        whole = whole_of_blocks(spread_over_groups(amax, ends, tokens), form.block[1], turn)
-    lay = (lambda part: turned_in_groups(part.t(), offs)) if turn else None
-    codes, scale = quantize_format(x, form, whole, lay=lay)
-    scale = scale.view(torch.uint8)
-    return codes, swizzled(scale, None if turn else offs) if swizzle else scale
 
 
 def whole_of_blocks(of_token: Tensor, width: int, turn: bool) -> Tensor:

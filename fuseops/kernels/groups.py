@@ -1,0 +1,63 @@
+"""Where rows that are sorted by group lie, and columns, whose groups begin at multiples of 128."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128
+
+
+def group_of_row(offs: Tensor, rows: int) -> Tensor:
+    """Group index of every row; padding rows (at or beyond offs[-1]) get E.   -> (R,) int64"""
+    row = torch.arange(rows, device=offs.device, dtype=offs.dtype)
+    return torch.searchsorted(offs.contiguous(), row, right=True)
+
+
+def padding_mask(offs: Tensor, rows: int) -> Tensor:
+    """True for rows at or beyond offs[-1].   -> (R, 1) bool"""
+    row = torch.arange(rows, device=offs.device, dtype=offs.dtype)
+    return (row >= offs[-1]).unsqueeze(-1)
+
+
+def bounds_of(offs: Tensor) -> list[tuple[int, int]]:
+    """The first row of each group, and the one behind its last: it reads `offs`."""
+    ends = [int(end) for end in offs.tolist()]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def columns_of(rows: int, groups: int | None) -> int:
+    """C, the columns that so many rows take: each group begins at a multiple of 128.   groups: None without `offs`"""
+    return -(-rows // BLOCK) * BLOCK if groups is None else (rows // BLOCK + groups) * BLOCK
+
+
+def place_of_row(offs: Tensor | None, rows: int, like: Tensor) -> Tensor:
+    """The column of each row; of a padding row one behind the last.   -> (R,) int64"""
+    row = torch.arange(rows, device=like.device)
+    if offs is None:
+        return row
+    groups = len(offs)
+    group = group_of_row(offs, rows)
+    ends = F.pad(offs.long(), (1, 1))  # begin of each group, and 0 for padding rows
+    begin = ends[group]
+    place = (begin // BLOCK + group) * BLOCK + row - begin
+    return torch.where(group == groups, columns_of(rows, groups), place)
+
+
+def by_group(scale: Tensor, offs: Tensor, rows: int) -> Tensor:
+    """The scale of every row's group, 0 for padding rows.   (E,) -> (R,)"""
+    return F.pad(scale, (0, 1))[group_of_row(offs, rows)]
+
+
+def column_offs(offs: Tensor) -> Tensor:
+    """Where groups end in columns that begin at multiples of 128: each where the next one begins.   (E,) -> (E,)"""
+    number = torch.arange(1, len(offs) + 1, device=offs.device, dtype=offs.dtype)
+    return (offs // BLOCK + number) * BLOCK
+
+
+def column_bounds(offs: Tensor) -> list[tuple[int, int]]:
+    """Where the columns of each group lie: from (offs[g-1] // 128 + g) * 128, in whole blocks of 128."""
+    begins = [(start // BLOCK + g) * BLOCK for g, (start, _) in enumerate(bounds_of(offs))]
+    sizes = [-(-(end - start) // BLOCK) * BLOCK for start, end in bounds_of(offs)]
+    return [(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
