@@ -24,19 +24,28 @@ multiply them. No look at `offs` on the host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fuseops.kernels.fp8_checks import checked_mm, checked_wgrad
-from fuseops.kernels.fp8_launch import ScaledGradient, ScaledProduct, launch_mm, launch_wgrad
+from fuseops.kernels.fp8_launch import (
+    AddedColumns,
+    RoundedColumns,
+    RoundedProduct,
+    ScaledColumns,
+    ScaledProduct,
+    launch_mm,
+    launch_wgrad,
+)
 from fuseops.kernels.fp8_paths import COOPERATIVE, E4M3, OUTPUTS, mm_path, wgrad_path
-from fuseops.kernels.grouped import grouped_mm, grouped_wgrad_into, one_group
+from fuseops.kernels.grouped import add_or_write, grouped_mm, grouped_wgrad_into, one_group
 from fuseops.kernels.grouped_launch import table_size
-from fuseops.kernels.groups import BLOCK, column_bounds, group_of_row
+from fuseops.kernels.groups import BLOCK, column_bounds, column_offs, group_of_row
 from fuseops.kernels.quantize import quantize_vectors
+from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv, require
 
@@ -81,95 +90,60 @@ def weight_scaling(scaling: str) -> str:
     return "square" if scaling == "block" else scaling
 
 
-def _fp8_mm(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    scaling: str,
-    offs: Tensor | None = None,
-    tiles: Tensor | None = None,
-    bias: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    fast: bool = False,
-) -> Tensor:
-    left = dequantized_rows(x, x_scale, scaling, offs)
-    right = dequantize(weight, weight_scale, weight_scaling(scaling))
-    bias = None if bias is None else bias.float()
-    if offs is None:
+@of_fields(RoundedProduct)
+def _fp8_mm(p: RoundedProduct) -> Tensor:
+    left = dequantized_rows(p.x, p.x_scale, p.scaling, p.offs)
+    right = dequantize(p.weight, p.weight_scale, weight_scaling(p.scaling))
+    bias = None if p.bias is None else p.bias.float()
+    if p.offs is None:
         y = left @ right.t()
-        return (y if bias is None else y + bias).to(dtype)
-    return grouped_mm.twin(left, right, offs, None, bias).to(dtype)
+        return (y if bias is None else y + bias).to(p.dtype)
+    return grouped_mm.twin(left, right, p.offs, None, bias).to(p.dtype)
 
 
-def _fp8_mm_operand(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    scaling: str,
-    offs: Tensor | None = None,
-    tiles: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    y = _fp8_mm(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias)
-    data, scale = quantize_vectors.twin(y, torch.float8_e4m3fn)
+@of_fields(ScaledProduct)
+def _fp8_mm_operand(p: ScaledProduct) -> tuple[Tensor, Tensor]:
+    data, scale = quantize_vectors.twin(_fp8_mm(*p), E4M3)
     return data, scale
 
 
-def _fp8_wgrad(
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    scaling: str,
-    offs: Tensor | None = None,
-    tiles: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    by_tensor = scaling == "tensor"
-    left = dy.float() if by_tensor else dequantize(dy, dy_scale, scaling)
-    right = x.float() if by_tensor else dequantize(x, x_scale, scaling)
-    if offs is None:
+@of_fields(RoundedColumns)
+def _fp8_wgrad(g: RoundedColumns) -> Tensor:
+    by_tensor = g.scaling == "tensor"
+    left, right = (
+        codes.float() if by_tensor else dequantize(codes, scale, g.scaling)
+        for codes, scale in ((g.dy, g.dy_scale), (g.x, g.x_scale))
+    )
+    if g.offs is None:
         dw = left @ right.t()
-        return (dw * dy_scale * x_scale if by_tensor else dw).to(dtype)
-    dw = torch.stack([left[:, a:b] @ right[:, a:b].t() for a, b in column_bounds(offs)])
+        return (dw * g.dy_scale * g.x_scale if by_tensor else dw).to(g.dtype)
+    dw = torch.stack([left[:, a:b] @ right[:, a:b].t() for a, b in column_bounds(g.offs)])
     if by_tensor:
-        dw *= (dy_scale * x_scale).reshape(-1, 1, 1)
-    return dw.to(dtype)
+        dw *= (g.dy_scale * g.x_scale).reshape(-1, 1, 1)
+    return dw.to(g.dtype)
 
 
-def _fp8_wgrad_into(
-    main_grad: Tensor,
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    scaling: str,
-    offs: Tensor | None = None,
-    tiles: Tensor | None = None,
-    accumulate: bool = True,
-) -> None:
-    dw = _fp8_wgrad(dy, dy_scale, x, x_scale, scaling, offs, None, torch.float32)
-    if accumulate:
-        main_grad += dw
-    else:
-        main_grad.copy_(dw)
+@of_fields(AddedColumns)
+def _fp8_wgrad_into(main_grad: Tensor, g: AddedColumns) -> None:
+    operands = g.dy, g.dy_scale, g.x, g.x_scale, g.scaling, g.offs, None
+    add_or_write(main_grad, _fp8_wgrad(*operands, torch.float32), g.accumulate)
 
 
-def _mm_fake(
-    x: Tensor, x_scale: Any, weight: Tensor, weight_scale: Any, scaling: str,
-    offs: Any = None, tiles: Any = None, bias: Any = None, dtype: torch.dtype = torch.bfloat16, fast: bool = False,
-) -> Tensor:  # fmt: skip
-    return x.new_empty(x.shape[0], weight.shape[-2], dtype=dtype)
+@of_fields(RoundedProduct)
+def _mm_fake(p: RoundedProduct) -> Tensor:
+    return p.x.new_empty(p.x.shape[0], p.weight.shape[-2], dtype=p.dtype)
 
 
-def _wgrad_fake(
-    dy: Tensor, dy_scale: Any, x: Tensor, x_scale: Any, scaling: str,
-    offs: Tensor | None = None, tiles: Any = None, dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:  # fmt: skip
-    groups = () if offs is None else offs.shape
-    return x.new_empty(*groups, dy.shape[0], x.shape[0], dtype=dtype)
+@of_fields(ScaledProduct)
+def _codes_fake(p: ScaledProduct) -> tuple[Tensor, Tensor]:
+    rows, n = p.x.shape[0], p.weight.shape[-2]
+    return p.x.new_empty(rows, n, dtype=E4M3), p.x_scale.new_empty(cdiv(n, 128), rows)
+
+
+@of_fields(RoundedColumns)
+def _wgrad_fake(g: RoundedColumns) -> Tensor:
+    groups = () if g.offs is None else g.offs.shape
+    return g.x.new_empty(*groups, g.dy.shape[0], g.x.shape[0], dtype=g.dtype)
 
 
 def _mm_flops(x: Any, x_scale: Any, weight: Any, *_: Any, **__: Any) -> int:
@@ -224,57 +198,30 @@ def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
 
 
 def _into_cases() -> Iterator[tuple[Any, ...]]:
-    for dy, dy_scale, x, x_scale, scaling, *where in _wgrad_cases():
-        offs, tiles = (*where, None, None)[:2]
-        main_grad = _meta(*_wgrad_fake(dy, dy_scale, x, x_scale, scaling, offs).shape)
-        operands = main_grad, dy, dy_scale, x, x_scale, scaling, offs, tiles
-        yield *operands, True
-        if scaling == "square":
-            yield *operands, False
-
-
-@kernel_op(twin=_fp8_mm, fake=_mm_fake, flops=_mm_flops, traces_twin=False, cases=_mm_cases)
-def fp8_mm(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    scaling: str,
-    offs: Tensor | None = None,
-    tiles: Tensor | None = None,
-    bias: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    fast: bool = False,
-) -> Tensor:
-    """x[rows of e] @ weight[e].T (+ bias[e]), padding rows zero.   -> (R, N) of `dtype`
-
-    tiles: `group_tiles(offs, R)`, made here if not given.
-    fast: "row" and "tensor" are summed in the tensor cores alone, instead of 128 products at a time.
-    """
-    p = checked_mm(ScaledProduct(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias))
-    if mm_path(p.x, p.weight, dtype) != COOPERATIVE:
-        return _multiplied(p, dtype)
-    y = x.new_empty(x.shape[0], weight.shape[-2], dtype=dtype)
-    launch_mm(p, y, fast=fast)
-    return y
-
-
-def _codes_fake(x: Tensor, *operands: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    y = _mm_fake(x, *operands, **options)
-    rows, n = y.shape
-    return x.new_empty(rows, n, dtype=E4M3), x.new_empty(cdiv(n, 128), rows, dtype=torch.float32)
+    for case in _wgrad_cases():
+        main_grad, g = _meta(*_wgrad_fake(*case).shape), ScaledColumns(*case)
+        yield main_grad, *g, True
+        if g.scaling == "square":
+            yield main_grad, *g, False
 
 
 def _codes_cases() -> Iterator[tuple[Any, ...]]:
-    for *operands, dtype, fast in _whole(_mm_cases()):
+    for case in _mm_cases():
+        *operands, dtype, fast = RoundedProduct(*case)
         if operands[4] == "block" and dtype == torch.bfloat16 and not fast:
             yield tuple(operands)
 
 
-def _whole(cases: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Arguments of `fp8_mm` with those that were left out."""
-    for case in cases:
-        yield *case, *(None, None, None, torch.bfloat16, False)[len(case) - 5 :]
+@kernel_op(twin=_fp8_mm, fake=_mm_fake, flops=_mm_flops, traces_twin=False, cases=_mm_cases)
+@of_fields(RoundedProduct)
+def fp8_mm(given: RoundedProduct) -> Tensor:
+    """x[rows of e] @ weight[e].T (+ bias[e]), padding rows zero.   -> (R, N) of `dtype`"""
+    p = checked_mm(given)
+    if mm_path(p.x, p.weight, given.dtype) != COOPERATIVE:
+        return _multiplied(p, given.dtype)
+    y = _mm_fake(*given)
+    launch_mm(p, y, fast=given.fast)
+    return y
 
 
 @kernel_op(
@@ -284,23 +231,14 @@ def _whole(cases: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
     traces_twin=False,
     cases=_codes_cases,
 )
-def fp8_mm_operand(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    scaling: str,
-    offs: Tensor | None = None,
-    tiles: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+@of_fields(ScaledProduct)
+def fp8_mm_operand(p: ScaledProduct) -> tuple[Tensor, Tensor]:
     """`fp8_mm` in bf16, as e4m3 codes (R, N) with a power of two for 128 columns of a row (ceil(N/128), R)."""
-    p = checked_mm(ScaledProduct(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias))
+    p = checked_mm(p)
     if mm_path(p.x, p.weight, E4M3) != COOPERATIVE:
         data, scale = quantize_vectors(_multiplied(p, torch.bfloat16), E4M3)
         return data, scale
-    rows, n = x.shape[0], weight.shape[-2]
-    y, y_scale = x.new_empty(rows, n, dtype=E4M3), x_scale.new_empty(n // 128, rows)
+    y, y_scale = _codes_fake(*p)
     launch_mm(p, y, y_scale)
     return y, y_scale
 
@@ -312,22 +250,11 @@ def fp8_mm_operand(
     traces_twin=False,
     cases=_wgrad_cases,
 )
-def fp8_wgrad(
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    scaling: str,
-    offs: Tensor | None = None,
-    tiles: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """dy[:, columns of e] @ x[:, columns of e].T.   (N, C), (K, C) -> (E, N, K), or (N, K) without offs
-
-    tiles: `group_tiles(offs, R)`, made here if not given.
-    """
-    dw = _wgrad_fake(dy, dy_scale, x, x_scale, scaling, offs, None, dtype)
-    _into(ScaledGradient(dw, dy, dy_scale, x, x_scale, scaling, offs, tiles, False))
+@of_fields(RoundedColumns)
+def fp8_wgrad(g: RoundedColumns) -> Tensor:
+    """dy[:, columns of e] @ x[:, columns of e].T.   (N, C), (K, C) -> (E, N, K), or (N, K) without offs"""
+    dw = _wgrad_fake(*g)
+    _into(dw, g, False)
     return dw
 
 
@@ -339,38 +266,28 @@ def fp8_wgrad(
     traces_twin=False,
     cases=_into_cases,
 )
-def fp8_wgrad_into(
-    main_grad: Tensor,
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    scaling: str,
-    offs: Tensor | None = None,
-    tiles: Tensor | None = None,
-    accumulate: bool = True,
-) -> None:
+@of_fields(AddedColumns)
+def fp8_wgrad_into(main_grad: Tensor, g: AddedColumns) -> None:
     """Add `fp8_wgrad` to the float32 `main_grad` unrounded, or overwrite it.
 
     What is overwritten may have another dtype, and be some rows or columns of larger matrices.
     """
-    rounded = not accumulate and main_grad.dtype in OUTPUTS and main_grad.stride(-1) == 1
+    rounded = not g.accumulate and main_grad.dtype in OUTPUTS and main_grad.stride(-1) == 1
     require(
         rounded or (main_grad.dtype == torch.float32 and main_grad.is_contiguous()),
         f"main_grad is {main_grad.dtype} with strides {main_grad.stride()}, "
         "expected a contiguous float32 buffer.",
     )
-    _into(ScaledGradient(main_grad, dy, dy_scale, x, x_scale, scaling, offs, tiles, accumulate))
+    _into(main_grad, g, g.accumulate)
 
 
-def _into(g: ScaledGradient) -> None:
+def _into(dw: Tensor, g: ScaledColumns, accumulate: bool) -> None:
     """Write or add the gradient to dw."""
-    g = checked_wgrad(g)
-    path = wgrad_path(g.dy, g.x, g.dw.dtype)
-    if path == COOPERATIVE and _describable(g.dw):
-        launch_wgrad(g)
+    g = checked_wgrad(dw, g)
+    if wgrad_path(g.dy, g.x, dw.dtype) == COOPERATIVE and _describable(dw):
+        launch_wgrad(dw, g, accumulate)
     else:
-        _gradient(g)
+        _gradient(dw, g, accumulate)
 
 
 def _describable(dw: Tensor) -> bool:
@@ -399,29 +316,20 @@ def _multiplied(p: ScaledProduct, dtype: torch.dtype) -> Tensor:
     )
 
 
-def _gradient(g: ScaledGradient) -> None:
+def _gradient(dw: Tensor, g: ScaledColumns, accumulate: bool) -> None:
     """`fp8_wgrad` of dequantized operands, in dw."""
-    dw, dy, dy_scale, x, x_scale, scaling, offs, _, accumulate = g
-    by_tensor = scaling == "tensor"
-    inner = _exact("square" if by_tensor else scaling, dw.dtype)
+    by_tensor = g.scaling == "tensor"
+    inner = _exact("square" if by_tensor else g.scaling, dw.dtype)
     left, right = (
-        codes.to(inner) if by_tensor else dequantize(codes, scale, scaling, inner)
-        for codes, scale in ((dy, dy_scale), (x, x_scale))
+        codes.to(inner) if by_tensor else dequantize(codes, scale, g.scaling, inner)
+        for codes, scale in ((g.dy, g.dy_scale), (g.x, g.x_scale))
     )
-    if offs is None:
-        ends, _ = one_group(dy.shape[1], dy)
-    else:  # where the columns of a group end: zeros stand between them and those of the next
-        number = torch.arange(1, len(offs) + 1, dtype=torch.int32, device=offs.device)
-        ends = (offs // 128 + number) * 128
+    ends = one_group(g.dy.shape[1], g.dy)[0] if g.offs is None else column_offs(g.offs)
     total = dw.new_empty(len(ends), *dw.shape[-2:], dtype=torch.float32)
     grouped_wgrad_into(total, left.t(), right.t(), ends, None, False)
     if by_tensor:
-        total *= (dy_scale * x_scale).reshape(-1, 1, 1)
-    total = total.view(dw.shape)
-    if accumulate:
-        dw += total
-    else:
-        dw.copy_(total)
+        total *= (g.dy_scale * g.x_scale).reshape(-1, 1, 1)
+    add_or_write(dw, total.view(dw.shape), accumulate)
 
 
 def _exact(scaling: str, dtype: torch.dtype) -> torch.dtype:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.fp8_launch import ScaledGradient, ScaledProduct
+from fuseops.kernels.fp8_launch import ScaledColumns, ScaledProduct
 from fuseops.kernels.grouped import group_tiles, groups_of
 from fuseops.kernels.grouped_launch import table_size
 from fuseops.kernels.tiles import cdiv, require
@@ -18,7 +18,7 @@ WGRAD_SCALINGS = ("square", "block", "tensor")
 
 def checked_mm(p: ScaledProduct) -> ScaledProduct:
     """The operands as `launch_mm` takes them."""
-    x, x_scale, weight, weight_scale, scaling, offs, tiles, bias = p
+    x, x_scale, weight, weight_scale, scaling, offs, tiles, bias, *_ = p
     require(scaling in MM_SCALINGS, f"scaling is '{scaling}', expected one of {MM_SCALINGS}.")
     groups = 1 if offs is None else groups_of(offs)
     rank = 2 if offs is None else 3
@@ -50,14 +50,16 @@ def checked_mm(p: ScaledProduct) -> ScaledProduct:
         if tiles.shape != (table_size(rows, groups),) or tiles.dtype != torch.int32:
             raise FuseOpsError(f"tiles is not group_tiles(offs, {rows}).")
         offs, tiles = offs.contiguous(), tiles.contiguous()
-    x, x_scale = x.contiguous(), x_scale.contiguous()
-    weight, weight_scale = weight.contiguous(), weight_scale.contiguous()
-    return ScaledProduct(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias)
+    left, right = (
+        (x.contiguous(), x_scale.contiguous()),
+        (weight.contiguous(), weight_scale.contiguous()),
+    )
+    return ScaledProduct(*left, *right, scaling, offs, tiles, bias)
 
 
-def checked_wgrad(g: ScaledGradient) -> ScaledGradient:
+def checked_wgrad(dw: Tensor, g: ScaledColumns) -> ScaledColumns:
     """The operands as `launch_wgrad` takes them."""
-    dw, dy, dy_scale, x, x_scale, scaling, offs, tiles, _ = g
+    dy, dy_scale, x, x_scale, scaling, offs, tiles, *_ = g
     require(scaling in WGRAD_SCALINGS, f"scaling is '{scaling}', expected one of {WGRAD_SCALINGS}.")
     groups = 1 if offs is None else groups_of(offs)
     if dy.dim() != 2 or x.dim() != 2 or dy.shape[1] != x.shape[1]:
@@ -93,7 +95,7 @@ def checked_wgrad(g: ScaledGradient) -> ScaledGradient:
         offs, tiles = offs.contiguous(), tiles.contiguous()
     fit = _vectors if scaling == "block" else Tensor.contiguous
     operands = dy.contiguous(), fit(dy_scale), x.contiguous(), fit(x_scale)
-    return ScaledGradient(dw, *operands, scaling, offs, tiles, g.accumulate)
+    return ScaledColumns(*operands, scaling, offs, tiles)
 
 
 def _check_shape(name: str, t: Tensor, expected: tuple[int, ...]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,34 +12,63 @@ from fuseops.kernels import fp8_paths
 from fuseops.kernels.configs import Config
 from fuseops.kernels.grouped_launch import count_place, first_entry
 from fuseops.kernels.launch import device, launch, num_sms
+from fuseops.kernels.records import Operands
 from fuseops.kernels.tiles import cdiv
 
 
-class ScaledProduct(NamedTuple):
-    """A `ScaledProduct` holds the operands of `fp8_mm`, which has their shapes; tiles wherever there are offs."""
+@dataclass
+class ScaledProduct(Operands):
+    """A `ScaledProduct` has the operands of a product of codes with their scales; `fuseops.kernels.fp8` has the shapes.
+
+    tiles  `group_tiles(offs, R)`, made where there are offs and none is given
+    """
 
     x: Tensor
     x_scale: Tensor
     weight: Tensor
     weight_scale: Tensor
     scaling: str
-    offs: Tensor | None
-    tiles: Tensor | None
-    bias: Tensor | None
+    offs: Tensor | None = None
+    tiles: Tensor | None = None
+    bias: Tensor | None = None
 
 
-class ScaledGradient(NamedTuple):
-    """A `ScaledGradient` holds the operands of `fp8_wgrad`, and dw: overwritten or, with accumulate, added to."""
+@dataclass
+class RoundedProduct(ScaledProduct):
+    """A `RoundedProduct` is a `ScaledProduct` whose result has a dtype.
 
-    dw: Tensor
+    fast  "row" and "tensor" are summed in the tensor cores alone, instead of 128 products at a time
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    fast: bool = False
+
+
+@dataclass
+class ScaledColumns(Operands):
+    """`ScaledColumns` are the operands of a weight gradient of codes with their scales; tiles as of `ScaledProduct`."""
+
     dy: Tensor
     dy_scale: Tensor
     x: Tensor
     x_scale: Tensor
     scaling: str
-    offs: Tensor | None
-    tiles: Tensor | None
-    accumulate: bool
+    offs: Tensor | None = None
+    tiles: Tensor | None = None
+
+
+@dataclass
+class RoundedColumns(ScaledColumns):
+    """`RoundedColumns` are `ScaledColumns` whose weight gradient has a dtype."""
+
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass
+class AddedColumns(ScaledColumns):
+    """`AddedColumns` are `ScaledColumns` whose weight gradient is added to something, or overwrites it."""
+
+    accumulate: bool = True
 
 
 def launch_mm(
@@ -67,7 +97,7 @@ def launch_mm(
     )  # fmt: skip
 
 
-def launch_wgrad(g: ScaledGradient) -> None:
+def launch_wgrad(dw: Tensor, g: ScaledColumns, accumulate: bool) -> None:
     """Write or add the weight gradient to dw."""
     (n, columns), k = g.dy.shape, g.x.shape[0]
     groups = 1 if g.offs is None else len(g.offs)
@@ -79,13 +109,13 @@ def launch_wgrad(g: ScaledGradient) -> None:
     if g.scaling == "block":
         left, right = map(module.describe_vectors, scales, (block_m, block_n))
     _launch(
-        config, min(num_sms(g.dw.device), groups * cdiv(n, block_m) * cdiv(k, block_n)), g.dw,
+        config, min(num_sms(dw.device), groups * cdiv(n, block_m) * cdiv(k, block_n)), dw,
         module.describe_codes(g.dy, block_m), module.describe_codes(g.x, block_n),
-        module.describe_sums(g.dw) if g.dw.dtype == torch.float32 else module.describe_weight(g.dw), left, right,
-        *(g.dw if t is None else t for t in (None, None, g.offs, g.tiles)), 2, 0,
+        module.describe_sums(dw) if dw.dtype == torch.float32 else module.describe_weight(dw), left, right,
+        *(dw if t is None else t for t in (None, None, g.offs, g.tiles)), 2, 0,
         columns, groups, n, k, cdiv(columns, 128), *(int(s.numel() > 1) for s in scales),
         WGRAD=True, GROUPED=g.offs is not None, SCALING=g.scaling, IN_PLACE=False,
-        HAS_BIAS=False, ACCUMULATE=g.accumulate,
+        HAS_BIAS=False, ACCUMULATE=accumulate,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ so traced code and fake tensors see the registered ops.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ from fuseops.kernels.grouped_launch import Gradient, Product, launch_mm, launch_
 from fuseops.kernels.groups import bounds_of
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.precision import wide
+from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import kernel_op, on_meta, thread
 from fuseops.kernels.tiles import as_rows, pow2
 
@@ -61,41 +63,24 @@ def _group_tiles(offs: Tensor, rows: int) -> Tensor:
     return torch.cat([head, *table, last]).to(torch.int32)
 
 
-def _grouped_mm(
-    x: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    bias: Tensor | None = None,
-    index: Tensor | None = None,
-    probs: Tensor | None = None,
-) -> Tensor:
-    bounds, rows = bounds_of(offs), len(x if index is None else index)
-    x = _gathered(x, index, offs)
-    if bias is None:
+@of_fields(Product)
+def _grouped_mm(p: Product) -> Tensor:
+    bounds, x, weight = bounds_of(p.offs), _gathered(p.x, p.index, p.offs), p.weight
+    if p.bias is None:
         parts = [x[start:end] @ weight[e].t() for e, (start, end) in enumerate(bounds)]
     else:
+        biases = [_scaled(p.bias[e], p.probs, start, end) for e, (start, end) in enumerate(bounds)]
         parts = [
-            (wide(x[start:end]) @ wide(weight[e]).t() + _scaled(bias[e], probs, start, end)).to(
-                x.dtype
-            )
+            (wide(x[start:end]) @ wide(weight[e]).t() + biases[e]).to(x.dtype)
             for e, (start, end) in enumerate(bounds)
         ]
-    padding = x.new_zeros(rows - bounds[-1][1], weight.shape[1])
+    padding = x.new_zeros(p.rows - bounds[-1][1], weight.shape[1])
     return torch.cat([*parts, padding])
 
 
-def _grouped_mm_into(
-    y: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    bias: Tensor | None = None,
-    index: Tensor | None = None,
-    probs: Tensor | None = None,
-) -> None:
-    y.copy_(_grouped_mm(x, weight, offs, None, bias, index, probs))
+@of_fields(Product)
+def _grouped_mm_into(y: Tensor, p: Product) -> None:
+    y.copy_(_grouped_mm(*p))
 
 
 def _grouped_wgrad(
@@ -110,22 +95,18 @@ def _grouped_wgrad(
     return torch.stack([dy[start:end].t() @ x[start:end] for start, end in bounds_of(offs)])
 
 
-def _grouped_wgrad_into(
-    main_grad: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    accumulate: bool = True,
-    dy_index: Tensor | None = None,
-    x_index: Tensor | None = None,
-) -> None:
-    wide_dy, wide_x = dy.to(main_grad.dtype), x.to(main_grad.dtype)
-    dw = _grouped_wgrad(wide_dy, wide_x, offs, None, dy_index, x_index)
+@of_fields(Gradient)
+def _grouped_wgrad_into(g: Gradient) -> None:
+    dy, x = g.dy.to(g.dw.dtype), g.x.to(g.dw.dtype)
+    add_or_write(g.dw, _grouped_wgrad(dy, x, g.offs, None, g.dy_index, g.x_index), g.accumulate)
+
+
+def add_or_write(total: Tensor, part: Tensor, accumulate: bool) -> None:
+    """total += part, or = part."""
     if accumulate:
-        main_grad += dw
+        total += part
     else:
-        main_grad.copy_(dw)
+        total.copy_(part)
 
 
 MAX_GROUPS = 1 << 11
@@ -136,39 +117,28 @@ def _tiles_fake(offs: Tensor, rows: int) -> Tensor:
     return offs.new_empty(table_size(rows, len(offs)))
 
 
-def _rows_of(x: Tensor, index: Tensor | None) -> int:
-    return (x if index is None else index).shape[0]
-
-
-def _mm_fake(
-    x: Tensor, weight: Tensor, offs: Tensor, tiles: Any = None, bias: Any = None, index: Any = None,
-    probs: Any = None,
-) -> Tensor:  # fmt: skip
-    return x.new_empty(_rows_of(x, index), weight.shape[1])
+@of_fields(Product)
+def _mm_fake(p: Product) -> Tensor:
+    return p.x.new_empty(p.rows, p.weight.shape[1])
 
 
 def _wgrad_fake(dy: Tensor, x: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty(offs.shape[0], dy.shape[1], x.shape[1])
 
 
-def mm_flops(
-    x: Any, weight: Any, offs: Any, tiles: Any = None, other: Any = None, index: Any = None, *_: Any,
-    **__: Any,
-) -> int:  # fmt: skip
+def _mm_flops(x: Any, *_: Any, out_shape: Any, **__: Any) -> int:
     """Every row counts once, padding too: the counter sees shapes."""
-    return int(2 * (index or x)[0] * x[1] * weight[1])
+    return 2 * x[1] * math.prod(out_shape)
 
 
 def _wgrad_flops(
-    dy: Any, x: Any, offs: Any, tiles: Any = None, dy_index: Any = None, x_index: Any = None,
-    **_: Any,
+    dy: Any, x: Any, offs: Any, tiles: Any = None, dy_index: Any = None, x_index: Any = None, **_: Any
 ) -> int:  # fmt: skip
     return int(2 * (x_index or x)[0] * x[1] * dy[1])
 
 
 def _add_flops(
-    main_grad: Any, dy: Any, x: Any, offs: Any, tiles: Any = None, accumulate: bool = True, *index: Any,
-    **_: Any,
+    dw: Any, dy: Any, x: Any, offs: Any, tiles: Any = None, accumulate: bool = True, *index: Any, **_: Any
 ) -> int:  # fmt: skip
     return _wgrad_flops(dy, x, offs, tiles, *index, **_)
 
@@ -287,27 +257,14 @@ def _offs_of_one(rows: int, where: torch.device) -> Tensor:
 @kernel_op(
     twin=_grouped_mm,
     fake=_mm_fake,
-    flops=mm_flops,
+    flops=_mm_flops,
     traces_twin=False,
     cases=_mm_cases,
 )
-def grouped_mm(
-    x: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    bias: Tensor | None = None,
-    index: Tensor | None = None,
-    probs: Tensor | None = None,
-) -> Tensor:
-    """x[rows of e] @ weight[e].T + bias[e] (* probs), padding rows zero.   -> (R, N)
-
-    tiles: `group_tiles(offs, R)`, made here if not given.
-    index: (R,) int32 or int64: row r of the operand is x[index[r]], for an x of any number of rows.
-    probs: (R,) float32, one for each row, which the bias is multiplied by.
-    """
-    p = checked_product(Product(x, weight, offs, tiles, bias, index, probs))
-    y = x.new_empty(p.rows, weight.shape[1])
+@of_fields(Product)
+def grouped_mm(p: Product) -> Tensor:
+    """x[rows of e] @ weight[e].T + bias[e] (* probs), padding rows zero.   -> (R, N)"""
+    p, y = checked_product(p), _mm_fake(*p)
     launch_mm(p, y)
     return y
 
@@ -315,27 +272,19 @@ def grouped_mm(
 @kernel_op(
     twin=_grouped_mm_into,
     fake=lambda *args, **kwargs: None,
-    flops=lambda y, *args, **kwargs: mm_flops(*args, **kwargs),
+    flops=lambda y, x, *_, **__: 2 * x[1] * math.prod(y),
     mutates=("y",),
     traces_twin=False,
     cases=_into_cases,
 )
-def grouped_mm_into(
-    y: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    bias: Tensor | None = None,
-    index: Tensor | None = None,
-    probs: Tensor | None = None,
-) -> None:
+@of_fields(Product)
+def grouped_mm_into(y: Tensor, p: Product) -> None:
     """Write `grouped_mm` to y (R, N), contiguous and of the dtype of x; it is one of the same kernels."""
-    p = checked_product(Product(x, weight, offs, tiles, bias, index, probs))
-    shape = p.rows, weight.shape[1]
-    if y.shape != shape or y.dtype != x.dtype or not y.is_contiguous():
+    p, dtype = checked_product(p), p.x.dtype
+    shape = p.rows, p.weight.shape[1]
+    if y.shape != shape or y.dtype != dtype or not y.is_contiguous():
         raise FuseOpsError(
-            f"y is {y.dtype}{tuple(y.shape)} with strides {y.stride()}, expected contiguous {x.dtype} {shape}."
+            f"y is {y.dtype}{tuple(y.shape)} with strides {y.stride()}, expected contiguous {dtype} {shape}."
         )
     launch_mm(p, y)
 
@@ -391,27 +340,17 @@ def grouped_wgrad(
     twin=_grouped_wgrad_into,
     fake=lambda *args, **kwargs: None,
     flops=_add_flops,
-    mutates=("main_grad",),
+    mutates=("dw",),
     traces_twin=False,
     cases=_add_cases,
 )
-def grouped_wgrad_into(
-    main_grad: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    accumulate: bool = True,
-    dy_index: Tensor | None = None,
-    x_index: Tensor | None = None,
-) -> None:
-    """Add `grouped_wgrad` to the float32 `main_grad` (E, N, K) unrounded, or overwrite it."""
-    if main_grad.dtype != torch.float32 or not main_grad.is_contiguous():
+@of_fields(Gradient)
+def grouped_wgrad_into(g: Gradient) -> None:
+    """Add `grouped_wgrad` to the float32 dw (E, N, K), a main_grad, unrounded, or overwrite it."""
+    if g.dw.dtype != torch.float32 or not g.dw.is_contiguous():
         raise FuseOpsError(
-            f"main_grad is {main_grad.dtype} with strides {main_grad.stride()}, "
-            "expected a contiguous float32 buffer."
+            f"main_grad is {g.dw.dtype} with strides {g.dw.stride()}, expected a contiguous float32 buffer."
         )
-    g = Gradient(main_grad, dy, x, offs, tiles, accumulate, dy_index, x_index)
     launch_wgrad(_checked_gradient(g))
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,43 +22,67 @@ from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.activation import GATES, act_fwd, scaled_act_fwd
-from fuseops.kernels.grouped import checked_product, grouped_mm, mm_flops
+from fuseops.kernels.grouped import checked_product, grouped_mm
 from fuseops.kernels.grouped_launch import Form, Product, launch_mm, launch_rings, table_size
 from fuseops.kernels.grouped_paths import ENDS, SWIGLU_SPACES, act_path
 from fuseops.kernels.groups import padding_mask
+from fuseops.kernels.records import Operands, of_fields
 from fuseops.kernels.registry import kernel_op, on_meta
 
 
-def _grouped_swiglu(
-    x: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    probs: Tensor | None = None,
-    index: Tensor | None = None,
-    need_h: bool = True,
-    bias: Tensor | None = None,
-    kind: str = "swiglu",
-    interleave: int = 0,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    offset: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    form = kind, interleave, alpha, limit, offset
-    h = grouped_mm.twin(x, weight, offs, None, bias, index)
-    kept = h if need_h else h[:0]
-    if probs is None:
-        return kept, act_fwd.twin(h, *form)
-    padding = padding_mask(offs, h.shape[0])[:, 0]
-    return kept, scaled_act_fwd.twin(h, probs.masked_fill(padding, 0.0), *form)
+@dataclass
+class ActivatedProduct(Operands):
+    """An `ActivatedProduct` has the operands of a `Product` that ends in an activation, and its form.
+
+    need_h  False gives an h of no rows
+    kind    "swiglu", "clamped_swiglu" or "srelu"
+    interleave, alpha, limit, offset: as of `act_fwd`; gate and up are halves, or alternate (1)
+    """
+
+    x: Tensor
+    weight: Tensor
+    offs: Tensor
+    tiles: Tensor | None = None
+    probs: Tensor | None = None
+    index: Tensor | None = None
+    need_h: bool = True
+    bias: Tensor | None = None
+    kind: str = "swiglu"
+    interleave: int = 0
+    alpha: float = 1.702
+    limit: float = 7.0
+    offset: float = 1.0
+
+    @property
+    def product(self) -> Product:
+        return Product(
+            self.x, self.weight, self.offs, self.tiles, self.bias, self.index, self.probs
+        )
+
+    @property
+    def form(self) -> Form:
+        """What `act_fwd` takes behind x."""
+        return self.kind, self.interleave, self.alpha, self.limit, self.offset
 
 
-def _fake(
-    x: Tensor, weight: Tensor, offs: Tensor, tiles: Any = None, probs: Any = None, index: Any = None,
-    need_h: bool = True, bias: Any = None, kind: str = "swiglu", *_: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    rows, n = (x if index is None else index).shape[0], weight.shape[1]
-    return x.new_empty(rows if need_h else 0, n), x.new_empty(rows, _width(n, kind))
+@of_fields(ActivatedProduct)
+def _grouped_swiglu(p: ActivatedProduct) -> tuple[Tensor, Tensor]:
+    h = grouped_mm.twin(p.x, p.weight, p.offs, None, p.bias, p.index)
+    kept = h if p.need_h else h[:0]
+    if p.probs is None:
+        return kept, act_fwd.twin(h, *p.form)
+    padding = padding_mask(p.offs, h.shape[0])[:, 0]
+    return kept, scaled_act_fwd.twin(h, p.probs.masked_fill(padding, 0.0), *p.form)
+
+
+@of_fields(ActivatedProduct)
+def _fake(p: ActivatedProduct) -> tuple[Tensor, Tensor]:
+    rows, n = p.product.rows, p.weight.shape[1]
+    return p.x.new_empty(rows if p.need_h else 0, n), p.x.new_empty(rows, _width(n, p.kind))
+
+
+def _flops(x: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    return int(2 * out_shape[1][0] * x[1] * weight[1])
 
 
 def _width(n: int, kind: str) -> int:
@@ -84,29 +108,12 @@ def _cases() -> Iterator[tuple[Any, ...]]:
     yield x, wide, offs, tiles
 
 
-@kernel_op(twin=_grouped_swiglu, fake=_fake, flops=mm_flops, traces_twin=False, cases=_cases)
-def grouped_swiglu(
-    x: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    probs: Tensor | None = None,
-    index: Tensor | None = None,
-    need_h: bool = True,
-    bias: Tensor | None = None,
-    kind: str = "swiglu",
-    interleave: int = 0,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    offset: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """(h, a): x[rows of e] @ weight[e].T (+ bias[e]), and its activation times probs, zeros at padding rows.
-
-    need_h: False gives an h of no rows.  kind: "swiglu", "clamped_swiglu" or "srelu".
-    interleave, alpha, limit, offset: as of `act_fwd`; gate and up are halves, or alternate (1).
-    """
-    form: Form = (kind, interleave, alpha, limit, offset)
-    groups, n, k = weight.shape
+@kernel_op(twin=_grouped_swiglu, fake=_fake, flops=_flops, traces_twin=False, cases=_cases)
+@of_fields(ActivatedProduct)
+def grouped_swiglu(given: ActivatedProduct) -> tuple[Tensor, Tensor]:
+    """(h, a): x[rows of e] @ weight[e].T (+ bias[e]), and its activation times probs, zeros at padding rows."""
+    x, weight, offs, *_ = given
+    kind, form, (groups, n, k) = given.kind, given.form, weight.shape
     if kind not in ENDS:
         raise FuseOpsError(f"a product ends in one of {', '.join(ENDS)}, not in {kind!r}.")
     if n % (1 + (kind in GATES)) or x.dim() != 2 or x.shape[1] != k or offs.shape != (groups,):
@@ -114,17 +121,17 @@ def grouped_swiglu(
             f"x is {tuple(x.shape)}, weight {tuple(weight.shape)} and offs {tuple(offs.shape)}, "
             "expected (R, D), (E, 2F, D) and (E,)."
         )
-    p = checked_product(Product(x, weight, offs, tiles, bias, index, probs))
-    path = act_path(p.x, p.weight, p.index, kind, interleave)
+    p = checked_product(given.product)
+    path = act_path(p.x, p.weight, p.index, kind, given.interleave)
     if not path or not p.rows:
         h = x.new_empty(p.rows, n)
         launch_mm(replace(p, probs=None), h)
-        return h if need_h else h[:0], _activation(h, p, form)
+        return h if given.need_h else h[:0], _activation(h, p, form)
     p = p if path == "gather" else p.gathered()
-    h, a = x.new_empty(p.rows if need_h else 0, n), x.new_empty(p.rows, _width(n, kind))
+    h, a = _fake(*given)
     config = SWIGLU_SPACES[path].pick(p.rows, tuple(weight.shape), x)
     form = form if kind == "clamped_swiglu" else form[:2]  # that reads the others
-    launch_rings(p, path, config, h if need_h else a, form=form, act=a)
+    launch_rings(p, path, config, h if given.need_h else a, form=form, act=a)
     return h, a
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -33,52 +33,59 @@ from fuseops.kernels.grouped_launch import Product, launch_mm, launch_rings, tab
 from fuseops.kernels.grouped_paths import BACK, SWIGLU_BWD_SPACES, act_bwd_path
 from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.precision import wide
+from fuseops.kernels.records import Operands, of_fields
 from fuseops.kernels.registry import kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv
 
 
+@dataclass
+class ActivationGradient(Operands):
+    """An `ActivationGradient` has the operands of a gradient that goes on through an activation, but for its h.
+
+    kind  "swiglu" or "srelu"
+    """
+
+    dy: Tensor
+    weight: Tensor
+    offs: Tensor
+    tiles: Tensor | None = None
+    probs: Tensor | None = None
+    index: Tensor | None = None
+    kind: str = "swiglu"
+
+    @property
+    def product(self) -> Product:
+        """That gives da."""
+        return Product(self.dy, self.weight, self.offs, self.tiles, None, self.index, self.probs)
+
+
 def _grouped_dswiglu(
-    dy: Tensor,
-    weight: Tensor,
-    h: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    probs: Tensor | None = None,
-    index: Tensor | None = None,
-    kind: str = "swiglu",
+    dy: Tensor, weight: Tensor, h: Tensor, *rest: Any, **named: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    da = grouped_mm.twin(dy, weight, offs, None, None, index)
-    padding = padding_mask(offs, h.shape[0])
-    scale = wide(da).new_ones(h.shape[0]) if probs is None else probs
+    p = ActivationGradient(dy, weight, *rest, **named)
+    da = grouped_mm.twin(dy, weight, p.offs, None, None, p.index)
+    padding = padding_mask(p.offs, h.shape[0])
+    scale = wide(da).new_ones(h.shape[0]) if p.probs is None else p.probs
     scale, h = scale.masked_fill(padding[:, 0], 0.0), h.masked_fill(padding, 0.0)
-    dh, dprobs, a = scaled_act_bwd.twin(da, h, scale, kind, probs is not None, True)
+    dh, dprobs, a = scaled_act_bwd.twin(da, h, scale, p.kind, p.probs is not None, True)
     return dh, a, dprobs
 
 
 def _grouped_dswiglu_into(
-    h: Tensor,
-    dy: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    probs: Tensor | None = None,
-    index: Tensor | None = None,
-    kind: str = "swiglu",
+    h: Tensor, dy: Tensor, weight: Tensor, *rest: Any, **named: Any
 ) -> tuple[Tensor, Tensor]:
-    dh, a, dprobs = _grouped_dswiglu(dy, weight, h, offs, None, probs, index, kind)
+    dh, a, dprobs = _grouped_dswiglu(dy, weight, h, *rest, **named)
     h.copy_(dh)
     return a, dprobs
 
 
-def _fake(
-    dy: Tensor, weight: Tensor, h: Tensor, offs: Tensor, tiles: Any = None, probs: Any = None,
-    index: Any = None, kind: str = "swiglu",
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    sums = h.new_empty(0 if probs is None else h.shape[0], dtype=torch.float32)
-    return torch.empty_like(h), h.new_empty(h.shape[0], weight.shape[1]), sums
+@of_fields(ActivationGradient)
+def _fake_into(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor]:
+    sums = h.new_empty(0 if p.probs is None else h.shape[0], dtype=torch.float32)
+    return h.new_empty(h.shape[0], p.weight.shape[1]), sums
 
 
-def _flops(dy: Any, weight: Any, h: Any, *_: Any, **__: Any) -> int:
+def _flops(h: Any, dy: Any, weight: Any, *_: Any, **__: Any) -> int:
     return int(2 * h[0] * dy[1] * weight[1])
 
 
@@ -96,7 +103,13 @@ def _cases() -> Iterator[tuple[Any, ...]]:
     yield dy, weight, h, offs, tiles
 
 
-@kernel_op(twin=_grouped_dswiglu, fake=_fake, flops=_flops, traces_twin=False, cases=_cases)
+@kernel_op(
+    twin=_grouped_dswiglu,
+    fake=lambda dy, weight, h, *rest: (torch.empty_like(h), *_fake_into(h, dy, weight, *rest)),
+    flops=lambda dy, weight, h, *_, **__: _flops(h, dy, weight),
+    traces_twin=False,
+    cases=_cases,
+)
 def grouped_dswiglu(
     dy: Tensor,
     weight: Tensor,
@@ -107,43 +120,33 @@ def grouped_dswiglu(
     index: Tensor | None = None,
     kind: str = "swiglu",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dh, a, dprobs) of a = act(h) * probs for da = dy[rows of e] @ weight[e].T, zeros at padding rows.
-
-    kind: "swiglu" or "srelu".
-    """
+    """(dh, a, dprobs) of a = act(h) * probs for da = dy[rows of e] @ weight[e].T, zeros at padding rows."""
     dh = h.new_empty(h.shape)
-    p = Product(dy, weight, offs, tiles, None, index, probs)
-    return dh, *_backward(dh, p, h, kind)
+    p = ActivationGradient(dy, weight, offs, tiles, probs, index, kind)
+    return dh, *_backward(dh, h, p)
 
 
 @kernel_op(
     twin=_grouped_dswiglu_into,
-    fake=lambda h, dy, weight, *rest: _fake(dy, weight, h, *rest)[1:],
-    flops=lambda h, dy, weight, *_, **__: _flops(dy, weight, h),
+    fake=_fake_into,
+    flops=_flops,
     nbytes=lambda h, dy, weight, *rest: grouped_dswiglu.nbytes(dy, weight, h, *rest),
     mutates=("h",),
     traces_twin=False,
     cases=lambda: ((h, dy, weight, *rest) for dy, weight, h, *rest in islice(_cases(), 1)),
 )
-def grouped_dswiglu_into(
-    h: Tensor,
-    dy: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    probs: Tensor | None = None,
-    index: Tensor | None = None,
-    kind: str = "swiglu",
-) -> tuple[Tensor, Tensor]:
+@of_fields(ActivationGradient)
+def grouped_dswiglu_into(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor]:
     """(a, dprobs) of `grouped_dswiglu`, whose dh is written over h, contiguous; it is the same kernel."""
     if not h.is_contiguous():
         raise FuseOpsError(f"h has strides {h.stride()}, expected contiguous: dh takes its place.")
-    return _backward(h, Product(dy, weight, offs, tiles, None, index, probs), h, kind)
+    return _backward(h, h, p)
 
 
-def _backward(dh: Tensor, p: Product, h: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _backward(dh: Tensor, h: Tensor, given: ActivationGradient) -> tuple[Tensor, Tensor]:
     """Write dh, which may be h.   -> a, dprobs"""
-    dy, weight, offs, rows, (groups, n, k) = p.x, p.weight, p.offs, p.rows, p.weight.shape
+    dy, weight, offs, p, kind = given.dy, given.weight, given.offs, given.product, given.kind
+    rows, (groups, n, k) = p.rows, weight.shape
     if kind not in BACK:
         raise FuseOpsError(f"a product goes back through one of {', '.join(BACK)}, not {kind!r}.")
     width = n * (1 + (kind in GATES))

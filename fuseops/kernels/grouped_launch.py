@@ -19,6 +19,7 @@ from fuseops.kernels.grouped_paths import MM_SPACES, WGRAD_SPACES, mm_path, wgra
 from fuseops.kernels.launch import device, launch, num_sms
 from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.recorder import depends
+from fuseops.kernels.records import Operands
 from fuseops.kernels.tiles import cdiv
 
 Form = tuple[
@@ -30,13 +31,14 @@ TILE_ROWS = (64, 128, 256)  # the row blocks a tile table knows
 
 
 @dataclass
-class Product:
+class Product(Operands):
     """A `Product` has the operands of a grouped GEMM: x[rows of e] @ weight[e].T + bias[e] of groups ending at offs.
 
-    x       (T, K) with contiguous columns; with an index row r of the operand is x[index[r]]
-    weight  (E, N, K) with a contiguous axis 1 or 2
-    tiles   `group_tiles(offs, R)`
-    probs   (R,) multiply the activation that the product ends in, or else the bias
+    x       (R, K), any number of rows with an index; launched with contiguous columns
+    weight  (E, N, K); launched with a contiguous axis 1 or 2
+    tiles   `group_tiles(offs, R)`, made where none is given
+    index   (R,) int32 or int64: row r of the operand is x[index[r]]
+    probs   (R,) float32, multiply the activation that the product ends in, or else the bias
     """
 
     x: Tensor
@@ -153,11 +155,11 @@ def _sizes(p: Product, config: Config, per_sm: int) -> tuple[tuple[int], tuple[i
 
 
 @dataclass
-class Gradient:
+class Gradient(Operands):
     """A `Gradient` has the operands of a weight gradient: dy[rows of e].T @ x[rows of e], by index where one is given.
 
     dw     (E, N, K), which is overwritten or, with accumulate, added to
-    tiles  `group_tiles(offs, R)`
+    tiles  `group_tiles(offs, R)`, made where none is given
     """
 
     dw: Tensor
@@ -165,7 +167,7 @@ class Gradient:
     x: Tensor
     offs: Tensor
     tiles: Tensor | None = None
-    accumulate: bool = False
+    accumulate: bool = True
     dy_index: Tensor | None = None
     x_index: Tensor | None = None
 
