@@ -53,13 +53,7 @@ def _cases() -> Iterator[tuple[Any, ...]]:
             yield add, x, torch.empty(experts, 4096, dtype=dtype, device="meta")
 
 
-def _flops(
-    add: tuple[int, ...], x: tuple[int, ...], weight: tuple[int, ...], *, out_shape: object = None
-) -> int:
-    return 2 * x[0] * x[1] * weight[1]
-
-
-@kernel_op(twin=_add_mm, flops=_flops, cases=_cases)
+@kernel_op(twin=_add_mm, flops=lambda add, x, weight: 2 * x.numel() * weight.shape[1], cases=_cases)
 def add_mm(add: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """add + x @ weight."""
     (m, n), k = add.shape, x.shape[1]

@@ -18,7 +18,6 @@ so traced code and fake tensors see the registered ops.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,25 +121,23 @@ def _mm_fake(p: Product) -> Tensor:
     return p.x.new_empty(p.rows, p.weight.shape[1])
 
 
-def _wgrad_fake(dy: Tensor, x: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tensor:
+def _wgrad_fake(dy: Tensor, x: Tensor, offs: Tensor, *_: Any) -> Tensor:
     return x.new_empty(offs.shape[0], dy.shape[1], x.shape[1])
 
 
-def _mm_flops(x: Any, *_: Any, out_shape: Any, **__: Any) -> int:
-    """Every row counts once, padding too: the counter sees shapes."""
-    return 2 * x[1] * math.prod(out_shape)
+@of_fields(Product)
+def _mm_flops(p: Product) -> int:
+    """Every row counts once, padding too: nobody looks at offs."""
+    return 2 * p.rows * p.x.shape[1] * p.weight.shape[1]
 
 
-def _wgrad_flops(
-    dy: Any, x: Any, offs: Any, tiles: Any = None, dy_index: Any = None, x_index: Any = None, **_: Any
-) -> int:  # fmt: skip
-    return int(2 * (x_index or x)[0] * x[1] * dy[1])
+def _wgrad_flops(dy: Tensor, x: Tensor, offs: Tensor, tiles: Any = None, *index: Any) -> int:
+    return _add_flops(_wgrad_fake(dy, x, offs), dy, x, offs, tiles, False, *index)
 
 
-def _add_flops(
-    dw: Any, dy: Any, x: Any, offs: Any, tiles: Any = None, accumulate: bool = True, *index: Any, **_: Any
-) -> int:  # fmt: skip
-    return _wgrad_flops(dy, x, offs, tiles, *index, **_)
+@of_fields(Gradient)
+def _add_flops(g: Gradient) -> int:
+    return 2 * g.rows * g.dw[0].numel()
 
 
 def _offs(groups: int) -> Tensor:
@@ -271,8 +268,7 @@ def grouped_mm(p: Product) -> Tensor:
 
 @kernel_op(
     twin=_grouped_mm_into,
-    fake=lambda *args, **kwargs: None,
-    flops=lambda y, x, *_, **__: 2 * x[1] * math.prod(y),
+    flops=lambda y, *product: _mm_flops(*product),
     mutates=("y",),
     traces_twin=False,
     cases=_into_cases,
@@ -338,7 +334,6 @@ def grouped_wgrad(
 
 @kernel_op(
     twin=_grouped_wgrad_into,
-    fake=lambda *args, **kwargs: None,
     flops=_add_flops,
     mutates=("dw",),
     traces_twin=False,

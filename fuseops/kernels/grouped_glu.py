@@ -81,8 +81,9 @@ def _fake(p: ActivatedProduct) -> tuple[Tensor, Tensor]:
     return p.x.new_empty(rows if p.need_h else 0, n), p.x.new_empty(rows, _width(n, p.kind))
 
 
-def _flops(x: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> int:
-    return int(2 * out_shape[1][0] * x[1] * weight[1])
+@of_fields(ActivatedProduct)
+def _flops(p: ActivatedProduct) -> int:
+    return 2 * p.product.rows * p.x.shape[1] * p.weight.shape[1]
 
 
 def _width(n: int, kind: str) -> int:

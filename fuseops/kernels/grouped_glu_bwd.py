@@ -85,8 +85,8 @@ def _fake_into(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor]:
     return h.new_empty(h.shape[0], p.weight.shape[1]), sums
 
 
-def _flops(h: Any, dy: Any, weight: Any, *_: Any, **__: Any) -> int:
-    return int(2 * h[0] * dy[1] * weight[1])
+def _flops(h: Tensor, dy: Tensor, weight: Tensor, *_: Any) -> int:
+    return 2 * h.shape[0] * dy.shape[1] * weight.shape[1]
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:
@@ -106,7 +106,7 @@ def _cases() -> Iterator[tuple[Any, ...]]:
 @kernel_op(
     twin=_grouped_dswiglu,
     fake=lambda dy, weight, h, *rest: (torch.empty_like(h), *_fake_into(h, dy, weight, *rest)),
-    flops=lambda dy, weight, h, *_, **__: _flops(h, dy, weight),
+    flops=lambda dy, weight, h, *_: _flops(h, dy, weight),
     traces_twin=False,
     cases=_cases,
 )

@@ -9,7 +9,9 @@ Hardware: sm_100 and later, where it ran nowhere yet: rows of `aot.json` say tha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from fuseops.kernels.formats import E2M1, E4M3, E5M2, dequantize_format, micro_f
 from fuseops.kernels.grouped import grouped_mm, grouped_wgrad
 from fuseops.kernels.groups import column_offs
 from fuseops.kernels.launch import device, launch
+from fuseops.kernels.records import Operands, of_fields
 from fuseops.kernels.registry import DTYPES, arch_of, kernel_op
 from fuseops.kernels.tiles import cdiv, pow2, require
 
@@ -32,38 +35,40 @@ def _micro_values(codes: Tensor, scale: Tensor, offs: Tensor | None = None) -> T
     return dequantize_format(codes, plain.view(form.scale), data, form.block)
 
 
-def _micro_mm(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    offs: Tensor | None = None,
-    whole: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    left, right = _micro_values(x, x_scale, offs), _micro_values(weight, weight_scale)
-    if offs is None:
+@dataclass
+class MicroProduct(Operands):
+    """A `MicroProduct` has the operands of a product in small blocks: rows and a weight, or columns of dy and of x.
+
+    whole  (E,) or (1,) float32
+    """
+
+    a: Tensor
+    a_scale: Tensor
+    b: Tensor
+    b_scale: Tensor
+    offs: Tensor | None = None
+    whole: Tensor | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+
+@of_fields(MicroProduct)
+def _micro_mm(p: MicroProduct) -> Tensor:
+    left, right = _micro_values(p.a, p.a_scale, p.offs), _micro_values(p.b, p.b_scale)
+    if p.offs is None:
         y = left @ right.t()
-        return (y if whole is None else y * whole).to(dtype)
-    right = right if whole is None else right * whole[:, None, None]
-    return grouped_mm.twin(left, right, offs).to(dtype)
+        return (y if p.whole is None else y * p.whole).to(p.dtype)
+    right = right if p.whole is None else right * p.whole[:, None, None]
+    return grouped_mm.twin(left, right, p.offs).to(p.dtype)
 
 
-def _micro_wgrad(
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    offs: Tensor | None = None,
-    whole: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    left, right = _micro_values(dy, dy_scale), _micro_values(x, x_scale)
-    if offs is None:
+@of_fields(MicroProduct)
+def _micro_wgrad(p: MicroProduct) -> Tensor:
+    left, right, whole = _micro_values(p.a, p.a_scale), _micro_values(p.b, p.b_scale), p.whole
+    if p.offs is None:
         dw = left @ right.t()
-        return (dw if whole is None else dw * whole).to(dtype)
-    dw = grouped_wgrad.twin(left.t(), right.t(), column_offs(offs))
-    return (dw if whole is None else dw * whole[:, None, None]).to(dtype)
+        return (dw if whole is None else dw * whole).to(p.dtype)
+    dw = grouped_wgrad.twin(left.t(), right.t(), column_offs(p.offs))
+    return (dw if whole is None else dw * whole[:, None, None]).to(p.dtype)
 
 
 SM_100 = 100
@@ -99,89 +104,53 @@ def _cases(turned: bool) -> Iterator[tuple[Any, ...]]:
             yield *x, *weight, offs, whole
 
 
-def _flops(a: Tensor, a_scale: Tensor, b: Tensor, *rest: Any, **options: Any) -> int:
-    rows, width = a.shape
-    return 2 * rows * width * b.shape[-2] * (2 if b.dtype == torch.uint8 else 1)
+@of_fields(MicroProduct)
+def _flops(p: MicroProduct) -> int:
+    return 2 * p.a.numel() * p.b.shape[-2] * (2 if p.b.dtype == torch.uint8 else 1)
 
 
-def _mm_fake(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, offs: Any = None, whole: Any = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:  # fmt: skip
-    return x.new_empty(x.shape[0], weight.shape[-2], dtype=dtype)
+@of_fields(MicroProduct)
+def _mm_fake(p: MicroProduct) -> Tensor:
+    return p.a.new_empty(p.a.shape[0], p.b.shape[-2], dtype=p.dtype)
 
 
-def _wgrad_fake(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Any = None, whole: Any = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:  # fmt: skip
-    groups = () if offs is None else (len(offs),)
-    return dy.new_empty(*groups, dy.shape[0], x.shape[0], dtype=dtype)
+@of_fields(MicroProduct)
+def _wgrad_fake(p: MicroProduct) -> Tensor:
+    groups = () if p.offs is None else (len(p.offs),)
+    return p.a.new_empty(*groups, p.a.shape[0], p.b.shape[0], dtype=p.dtype)
 
 
-@kernel_op(
-    twin=_micro_mm,
-    fake=_mm_fake,
-    traces_twin=False,
-    flops=_flops,
-    min_arch=SM_100,
-    cases=lambda: _cases(False),
-    dtypes=DTYPES | BYTES,
+micro_op = functools.partial(
+    kernel_op, traces_twin=False, flops=_flops, min_arch=SM_100, dtypes=DTYPES | BYTES
 )
-def micro_mm(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    offs: Tensor | None = None,
-    whole: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """x[rows of e] @ weight[e].T times whole[e], rows behind the last group zero.   (R, K), (E, N, K) -> (R, N)
 
-    whole: (E,) or (1,) float32.
-    """
-    (rows, width), n = x.shape, weight.shape[-2]
-    groups = 0 if offs is None else len(offs)
+
+@micro_op(twin=_micro_mm, fake=_mm_fake, cases=lambda: _cases(False))
+@of_fields(MicroProduct)
+def micro_mm(p: MicroProduct) -> Tensor:
+    """x[rows of e] @ weight[e].T times whole[e], rows behind the last group zero.   (R, K), (E, N, K) -> (R, N)"""
+    (rows, width), n = p.a.shape, p.b.shape[-2]
+    groups = 0 if p.offs is None else len(p.offs)
     require(
-        weight.shape == ((groups, n, width) if groups else (n, width)),
-        f"weight is {tuple(weight.shape)}, expected {(groups, n, width) if groups else (n, width)}.",
+        p.b.shape == ((groups, n, width) if groups else (n, width)),
+        f"weight is {tuple(p.b.shape)}, expected {(groups, n, width) if groups else (n, width)}.",
     )
     blocks = rows // 128 + groups if groups else cdiv(rows, 128)
-    _check(x, x_scale, blocks)
-    _check(weight, weight_scale, cdiv(n, 128))
-    y = _mm_fake(x, x_scale, weight, weight_scale, offs, whole, dtype)
-    return _launched(
-        y, x, x_scale, weight.reshape(-1, width), weight_scale, offs, whole, blocks, False
-    )
+    _check(p.a, p.a_scale, blocks)
+    _check(p.b, p.b_scale, cdiv(n, 128))
+    return _launched(_mm_fake(*p), replace(p, b=p.b.reshape(-1, width)), blocks, False)
 
 
-@kernel_op(
-    twin=_micro_wgrad,
-    fake=_wgrad_fake,
-    traces_twin=False,
-    flops=_flops,
-    min_arch=SM_100,
-    cases=lambda: _cases(True),
-    dtypes=DTYPES | BYTES,
-)
-def micro_wgrad(
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    offs: Tensor | None = None,
-    whole: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+@micro_op(twin=_micro_wgrad, fake=_wgrad_fake, cases=lambda: _cases(True))
+@of_fields(MicroProduct)
+def micro_wgrad(p: MicroProduct) -> Tensor:
     """dy[:, columns of e] @ x[:, columns of e].T times whole[e].   (N, C), (K, C) -> (N, K) or (E, N, K)"""
-    n, width = dy.shape
-    require(x.shape[1] == width, f"x is {tuple(x.shape)}, expected (K, {width}).")
-    _check(dy, dy_scale, cdiv(n, 128))
-    _check(x, x_scale, cdiv(len(x), 128))
-    dw = _wgrad_fake(dy, dy_scale, x, x_scale, offs, whole, dtype)
-    blocks = cdiv(n, 128) * (1 if offs is None else len(offs))
-    return _launched(dw, dy, dy_scale, x, x_scale, offs, whole, blocks, True)
+    n, width = p.a.shape
+    require(p.b.shape[1] == width, f"x is {tuple(p.b.shape)}, expected (K, {width}).")
+    _check(p.a, p.a_scale, cdiv(n, 128))
+    _check(p.b, p.b_scale, cdiv(len(p.b), 128))
+    blocks = cdiv(n, 128) * (1 if p.offs is None else len(p.offs))
+    return _launched(_wgrad_fake(*p), p, blocks, True)
 
 
 def _check(codes: Tensor, scale: Tensor, blocks: int) -> None:
@@ -197,11 +166,9 @@ def _check(codes: Tensor, scale: Tensor, blocks: int) -> None:
     )
 
 
-def _launched(
-    y: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor | None, whole: Tensor | None,
-    blocks: int, turned: bool,
-) -> Tensor:  # fmt: skip
+def _launched(y: Tensor, p: MicroProduct, blocks: int, turned: bool) -> Tensor:
     """Launch a program for each tile of y (..., M, N)."""
+    a, a_scale, b, b_scale, offs, whole, _ = p
     count = 1 if offs is None else len(offs)
     require(
         whole is None or whole.shape == (count,),

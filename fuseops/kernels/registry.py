@@ -154,9 +154,12 @@ class KernelOp(Generic[P, R]):
         lib = library(space)
         lib.define(self.name + torch.library.infer_schema(launcher, mutates_args=mutates))
         lib.impl(self.name, self._dispatched, "CompositeExplicitAutograd")
-        shapes = fake or twin
+        writes_alone = inspect.signature(launcher).return_annotation in (None, "None")
+        shapes = (lambda *_: None) if writes_alone else fake or twin
         torch.library.register_fake(
-            self.label, lambda *args, **kwargs: _packed(shapes(*args, **kwargs)), lib=lib
+            self.label,
+            lambda *args, **kwargs: _packed(shapes(*self._in_order(args, kwargs))),
+            lib=lib,
         )
         self.op = getattr(getattr(torch.ops, space), self.name).default
         self._dispatcher = torch_private.replace_overload(self.op, self._called)
@@ -232,6 +235,10 @@ class KernelOp(Generic[P, R]):
         if self._nbytes is not None:
             return self._nbytes(*args)
         return tensor_bytes(args) + tensor_bytes(self.op(*meta(args)))
+
+    def counted(self, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        """The FLOPs of a call, as `torch.utils.flop_counter` asks."""
+        return 0 if self.flops is None else self.flops(*self._in_order(args, kwargs))
 
     def launches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call runs the launcher: it can, and nobody has to see through it."""
@@ -311,7 +318,7 @@ def kernel_op(
     `torch.library.infer_schema` knows, the first is a Tensor, and what it returns are new tensors.
 
     twin: the same in plain differentiable torch, with the same arguments: it runs wherever the launcher does not.
-    fake: shapes and dtypes alone, where the twin reads values.
+    fake: outputs without values, where the twin reads values; an op that returns nothing needs none.
     flops, nbytes: formulas over the arguments, for profilers.
     cases: arguments on the meta device, for what compiles kernels ahead of time.
     min_arch: the first architecture (80, 90, ...) that can run it; 0 for a launcher without Triton, on any CUDA device.
@@ -475,4 +482,4 @@ def register_flops() -> None:
     for op in KERNEL_OPS.values():
         packet = op.op.overloadpacket
         if op.flops is not None and packet not in flop_registry:
-            register_flop_formula(packet)(op.flops)
+            register_flop_formula(packet, get_raw=True)(op.counted)

@@ -21,11 +21,7 @@ def _wide_mm(x: Tensor, weight: Tensor) -> Tensor:
     return x.to(dtype) @ weight.to(dtype).t()
 
 
-def _flops(x: tuple[int, ...], weight: tuple[int, ...], *, out_shape: object = None) -> int:
-    return 2 * x[0] * x[1] * weight[0]
-
-
-@kernel_op(twin=_wide_mm, flops=_flops, min_arch=0)
+@kernel_op(twin=_wide_mm, flops=lambda x, weight: 2 * x.numel() * weight.shape[0], min_arch=0)
 def wide_mm(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T in float32."""
     if x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16):
