@@ -21,6 +21,7 @@ Hardware: sm_80 and later; the GEMMs are cuBLAS's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from fuseops.kernels.grouped import grouped_wgrad_into, one_group
 from fuseops.kernels.grouped_paths import wgrad_path
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.precision import accumulator, wide
+from fuseops.kernels.records import Operands, of_fields
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import cdiv, pow2, require
 
@@ -70,156 +72,208 @@ def _scaled_to(t: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (wide(t) * scale).to(dtype)
 
 
-def _linear_cross_entropy_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    options: Sequence[float],
-    ignore_index: int,
-    chunk_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@dataclass
+class Criterion:
+    """A `Criterion` is what the loss of some rows of logits is made of: those of the classes from `first` on, of a
+    `vocab`.
+    """
+
+    targets: Tensor
+    class_weights: Tensor | None
+    options: Sequence[float]
+    ignore_index: int
+    first: int = 0
+    vocab: int | None = None
+
+    @property
+    def loss(self) -> Loss:
+        return Loss(*self.options)
+
+    def of(self, rows: slice) -> Criterion:
+        return replace(self, targets=self.targets[rows])
+
+
+class LossOperands(Operands):
+    """`LossOperands` have a `Criterion` among them, of all classes."""
+
+    targets: Tensor
+    class_weights: Tensor | None
+    options: Sequence[float]
+    ignore_index: int
+
+    @property
+    def criterion(self) -> Criterion:
+        return Criterion(self.targets, self.class_weights, self.options, self.ignore_index)
+
+
+@dataclass
+class Head(LossOperands):
+    """A `Head` has the operands of a linear layer and of the loss of its logits.
+
+    options  label smoothing, z_loss, soft cap (0: none), temperature
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    class_weights: Tensor | None
+    options: Sequence[float]
+    ignore_index: int
+
+
+@dataclass
+class ChunkedHead(Head):
+    """A `ChunkedHead` is a `Head` whose logits are at most so many bytes at a time."""
+
+    chunk_bytes: int
+
+
+@dataclass
+class HeadGradient(LossOperands):
+    """A `HeadGradient` has the operands of the gradients of a `ChunkedHead`, each if it is among `needs`.
+
+    grads      of the rows' loss, or of loss, lse, logp and expected
+    main_grad  float32 (V, D), to which the weight's gradient is added; dweight is empty then
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    class_weights: Tensor | None
+    lse: Tensor
+    expected: Tensor
+    grads: Sequence[Tensor]
+    options: Sequence[float]
+    ignore_index: int
+    chunk_bytes: int
+    needs: Sequence[bool]
+    main_grad: Tensor | None = None
+
+
+@dataclass
+class HeadAtOnce(LossOperands):
+    """A `HeadAtOnce` has the operands of a loss whose rows' gradients, `dloss`, are known beforehand."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    class_weights: Tensor | None
+    dloss: Tensor
+    options: Sequence[float]
+    ignore_index: int
+    chunk_bytes: int
+    needs: Sequence[bool]
+
+
+@dataclass
+class HeldClasses(Operands):
+    """`HeldClasses` are the operands of the gradients of logits (n, V) of the classes from `first` on, of a `vocab`.
+
+    targets, class_weights and lse are of the whole vocabulary.
+    dloss           (n,), of the rows' loss
+    dweight, dbias  (V, D) and (V,), float32 sums that are added to; with `begin` dweight is overwritten
+    """
+
+    x: Tensor
+    weight: Tensor
+    targets: Tensor
+    class_weights: Tensor | None
+    lse: Tensor
+    dloss: Tensor
+    options: Sequence[float]
+    ignore_index: int
+    first: int
+    vocab: int
+    need_dx: bool
+    dweight: Tensor | None
+    dbias: Tensor | None
+    begin: bool
+
+    @property
+    def criterion(self) -> Criterion:
+        ends = self.options, self.ignore_index, self.first, self.vocab
+        return Criterion(self.targets, self.class_weights, *ends)
+
+
+@of_fields(ChunkedHead)
+def _linear_cross_entropy_fwd(p: ChunkedHead) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parts = [
-        _results_of(
-            _logits(x[s], weight, bias, options), targets[s], class_weights, options, ignore_index
-        )
-        for s in row_chunks(len(x), len(weight), x.itemsize, chunk_bytes)
+        _results_of(_logits(p, s), p.criterion.of(s))
+        for s in row_chunks(len(p.x), len(p.weight), p.x.itemsize, p.chunk_bytes)
     ]
     loss, lse, logp, expected = (torch.cat(part) for part in zip(*parts, strict=True))
     return loss, lse, logp, expected
 
 
-def _linear_cross_entropy_bwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    lse: Tensor,
-    expected: Tensor,
-    grads: Sequence[Tensor],
-    options: Sequence[float],
-    ignore_index: int,
-    chunk_bytes: int,
-    needs: Sequence[bool],
-    main_grad: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    args = x, weight, bias, targets, class_weights, lse, expected, grads, options
-    dx, dweight, dbias = _gradients(*args, ignore_index, chunk_bytes, needs, main_grad)
-    return dx, dweight.to(weight.dtype) if main_grad is None else x.new_empty(0), dbias
+@of_fields(HeadGradient)
+def _linear_cross_entropy_bwd(p: HeadGradient) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dweight, dbias = _gradients(p, p.lse, p.expected, p.grads, p.main_grad)
+    return dx, dweight.to(p.weight.dtype) if p.main_grad is None else p.x.new_empty(0), dbias
+
+
+@of_fields(HeadAtOnce)
+def _linear_cross_entropy_grads(p: HeadAtOnce) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    head = p.x, p.weight, p.bias, p.targets, p.class_weights, p.options, p.ignore_index
+    loss, lse, _, expected = _linear_cross_entropy_fwd(*head, p.chunk_bytes)
+    with torch.no_grad():
+        return loss, *_gradients(p, lse, expected, [p.dloss])
 
 
 def _gradients(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    class_weights: Tensor | None,
+    p: HeadGradient | HeadAtOnce,
     lse: Tensor,
     expected: Tensor,
     grads: Sequence[Tensor],
-    options: Sequence[float],
-    ignore_index: int,
-    chunk_bytes: int,
-    needs: Sequence[bool],
     main_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, and the sums of dweight (or main_grad, with them added) and dbias unrounded."""
-    dtype = accumulator(x.dtype)
-    dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if needs[0] else x.new_empty(0)
-    dweight = main_grad if main_grad is not None else _zeros(weight, dtype, needs[1])
-    dbias = _zeros(weight[:, 0], dtype, needs[2])
-    for s in row_chunks(len(x), len(weight), x.itemsize, chunk_bytes):
-        dlogits = _dlogits(
-            _logits(x[s], weight, bias, options),
-            targets[s],
-            class_weights,
-            lse[s],
-            expected[s],
-            [g[s] for g in grads],
-            options,
-            ignore_index,
-        ).to(x.dtype)
-        if needs[0]:
+    x, weight, dtype = p.x, p.weight, accumulator(p.x.dtype)
+    need_dx, need_dweight, need_dbias = p.needs
+    dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0)
+    dweight = main_grad if main_grad is not None else _zeros(weight, dtype, need_dweight)
+    dbias = _zeros(weight[:, 0], dtype, need_dbias)
+    for s in row_chunks(len(x), len(weight), x.itemsize, p.chunk_bytes):
+        rows = lse[s], expected[s], [g[s] for g in grads]
+        dlogits = _dlogits(_logits(p, s), p.criterion.of(s), *rows).to(x.dtype)
+        if need_dx:
             dx[s] = dlogits @ weight
-        if needs[1]:
+        if need_dweight:
             dweight += (wide(dlogits).t() @ wide(x[s])).to(dweight.dtype)
-        if needs[2]:
+        if need_dbias:
             dbias += wide(dlogits).sum(0)
     return dx, dweight, dbias
 
 
-def _logits_with_rows(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    options: Sequence[float],
-    ignore_index: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    line = -(-len(weight) // 64) * 64
-    logits = x.new_empty(len(x), line)[:, : len(weight)]
-    logits.copy_(F.linear(x, weight, None if bias is None else bias.to(x.dtype)))
-    divided = _divided(logits, options)
-    return logits, *_results_of(divided, targets, class_weights, options, ignore_index)
+@of_fields(Head)
+def _logits_with_rows(p: Head) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    logits = _logits_buffer(p.x, p.weight)
+    logits.copy_(F.linear(p.x, p.weight, None if p.bias is None else p.bias.to(p.x.dtype)))
+    return logits, *_results_of(_divided(logits, p.options), p.criterion)
 
 
-def _logit_grads_into(
-    logits: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    lse: Tensor,
-    dloss: Tensor,
-    options: Sequence[float],
-    ignore_index: int,
-    first: int,
-    vocab: int,
-    need_dx: bool,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    begin: bool,
-) -> Tensor:
-    divided = _divided(logits, options)
-    ends = options, ignore_index, first, vocab
-    logits.copy_(_dlogits(divided, targets, class_weights, lse, lse, [dloss], *ends))
-    if dweight is not None:
-        product = (wide(logits).t() @ wide(x)).to(dweight.dtype)
-        dweight.copy_(product if begin else dweight + product)
-    if dbias is not None:
-        dbias += wide(logits).sum(0)
-    return logits @ weight if need_dx else x.new_empty(0)
-
-
-def _linear_cross_entropy_grads(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    dloss: Tensor,
-    options: Sequence[float],
-    ignore_index: int,
-    chunk_bytes: int,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    args = x, weight, bias, targets, class_weights
-    ends = options, ignore_index, chunk_bytes
-    loss, lse, _, expected = _linear_cross_entropy_fwd(*args, *ends)
-    with torch.no_grad():
-        return loss, *_gradients(*args, lse, expected, [dloss], *ends, needs)
+@of_fields(HeldClasses)
+def _logit_grads_into(logits: Tensor, p: HeldClasses) -> Tensor:
+    divided, rows = _divided(logits, p.options), (p.lse, p.lse, [p.dloss])
+    logits.copy_(_dlogits(divided, p.criterion, *rows))
+    if p.dweight is not None:
+        product = (wide(logits).t() @ wide(p.x)).to(p.dweight.dtype)
+        p.dweight.copy_(product if p.begin else p.dweight + product)
+    if p.dbias is not None:
+        p.dbias += wide(logits).sum(0)
+    return logits @ p.weight if p.need_dx else p.x.new_empty(0)
 
 
 def _zeros(like: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
     return torch.zeros(like.shape if wanted else (0,), dtype=dtype, device=like.device)
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, options: Sequence[float]) -> Tensor:
+def _logits(p: ChunkedHead | HeadGradient | HeadAtOnce, rows: slice) -> Tensor:
     """(n, V): the logits as a GEMM stores them, then capped and divided in the accumulator's dtype."""
-    return _divided(F.linear(x, weight, None if bias is None else bias.to(x.dtype)), options)
+    bias = None if p.bias is None else p.bias.to(p.x.dtype)
+    return _divided(F.linear(p.x[rows], p.weight, bias), p.options)
 
 
 def _divided(raw: Tensor, options: Sequence[float]) -> Tensor:
@@ -229,29 +283,23 @@ def _divided(raw: Tensor, options: Sequence[float]) -> Tensor:
     return logits / loss.temperature if loss.temperature != 1 else logits
 
 
-def _chosen(targets: Tensor, ignore_index: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+def _chosen(c: Criterion, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
     """(which rows count, their targets within the vocabulary, which targets lie outside of it)."""
-    counts = targets != ignore_index
-    outside = counts & ((targets < 0) | (targets >= vocab))
-    return counts, targets.where(counts & ~outside, 0), outside
+    counts = c.targets != c.ignore_index
+    outside = counts & ((c.targets < 0) | (c.targets >= vocab))
+    return counts, c.targets.where(counts & ~outside, 0), outside
 
 
-def _results_of(
-    logits: Tensor,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    options: Sequence[float],
-    ignore_index: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss, vocab = Loss(*options), logits.shape[1]
-    counts, at, outside = _chosen(targets, ignore_index, vocab)
+def _results_of(logits: Tensor, c: Criterion) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss, vocab = c.loss, logits.shape[1]
+    counts, at, outside = _chosen(c, vocab)
     lse = logits.logsumexp(1)
     logp = logits.gather(1, at[:, None]).squeeze(1) - lse
     p = torch.exp(logits - lse[:, None])
     expected = torch.where(p > 0, p * logits, 0).sum(1)
     hard, smooth = -logp, -(logits - lse[:, None]).sum(1)
-    if class_weights is not None:
-        weights = class_weights.to(logits.dtype)
+    if c.class_weights is not None:
+        weights = c.class_weights.to(logits.dtype)
         hard = hard * weights[at]
         smooth = -((logits - lse[:, None]) * weights).sum(1)
     rows = (1 - loss.smoothing) * hard + loss.z_loss * lse.square()
@@ -263,29 +311,17 @@ def _results_of(
 
 
 def _dlogits(
-    logits: Tensor,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    lse: Tensor,
-    expected: Tensor,
-    grads: Sequence[Tensor],
-    options: Sequence[float],
-    ignore_index: int,
-    first: int = 0,
-    vocab: int | None = None,
+    logits: Tensor, c: Criterion, lse: Tensor, expected: Tensor, grads: Sequence[Tensor]
 ) -> Tensor:
-    """The gradient of the logits that the GEMM gave, those of the classes from `first` on, of a `vocab`.
-
-    grads: of loss, and maybe of lse, logp and expected
-    """
-    loss, width = Loss(*options), logits.shape[1]
-    vocab = vocab or width
-    counts, at, outside = _chosen(targets, ignore_index, vocab)
+    """The gradient of the logits that the GEMM gave.   grads: of loss, and maybe of lse, logp and expected"""
+    loss, width, first = c.loss, logits.shape[1], c.first
+    vocab = c.vocab or width
+    counts, at, outside = _chosen(c, vocab)
     dloss = torch.where(outside, float("nan"), grads[0].to(lse.dtype)).where(counts, 0)
     smooth = dloss * (loss.smoothing / vocab)
     hard, total = dloss * (1 - loss.smoothing), float(vocab)
-    if class_weights is not None:
-        weights = class_weights.to(logits.dtype)
+    if c.class_weights is not None:
+        weights = c.class_weights.to(logits.dtype)
         hard, total = hard * weights[at], weights.sum()  # type: ignore[assignment]
     every = hard + smooth * total + 2 * loss.z_loss * lse * dloss
     p = torch.exp(logits - lse[:, None])
@@ -298,7 +334,7 @@ def _dlogits(
     else:
         d = p * every[:, None]
     if loss.smoothing:
-        d = d - smooth[:, None] * (1 if class_weights is None else weights[first : first + width])
+        d = d - smooth[:, None] * (1 if c.class_weights is None else weights[first : first + width])
     at = at - first
     mine = (at >= 0) & (at < width)
     d = d.scatter_add(1, at.clamp(0, width - 1)[:, None], -hard.where(mine, 0)[:, None])
@@ -363,79 +399,49 @@ def _cases_grads() -> Iterator[tuple[Any, ...]]:
 
 def _flops(products: int) -> Any:
     """2 N D V operations for each of so many products."""
-
-    def formula(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
-        return 2 * products * x[0] * x[1] * weight[0]
-
-    return formula
+    return lambda x, weight, *_: 2 * products * x.numel() * weight.shape[0]
 
 
-def _fake_fwd(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_rows(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a, b, c, d = (x.new_empty(x.shape[0], dtype=accumulator(x.dtype)) for _ in range(4))
     return a, b, c, d
 
 
 def _fake_gradients(
-    x: Tensor, weight: Tensor, needs: Sequence[bool], dtype: torch.dtype
+    p: HeadGradient | HeadAtOnce, dtype: torch.dtype, need_dweight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sums = accumulator(x.dtype)
     return (
-        _empty(x, needs[0], x.dtype),
-        _empty(weight, needs[1], dtype),
-        _empty(weight[:, 0], needs[2], sums),
+        _empty(p.x, p.needs[0], p.x.dtype),
+        _empty(p.weight, need_dweight, dtype),
+        _empty(p.weight[:, 0], p.needs[2], accumulator(p.x.dtype)),
     )
 
 
-def _fake_bwd(
-    x: Tensor, weight: Tensor, *rest: Any, main_grad: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    if len(rest) > 10:
-        main_grad = rest[10]
-    needs = [w and not (place == 1 and main_grad is not None) for place, w in enumerate(rest[9])]
-    return _fake_gradients(x, weight, needs, weight.dtype)
+@of_fields(HeadGradient)
+def _fake_bwd(p: HeadGradient) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_gradients(p, p.weight.dtype, p.needs[1] and p.main_grad is None)
 
 
-def _fake_grads(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sums = accumulator(x.dtype)
-    loss = x.new_empty(x.shape[0], dtype=sums)
-    return loss, *_fake_gradients(x, weight, rest[-1], sums)
+@of_fields(HeadAtOnce)
+def _fake_grads(p: HeadAtOnce) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss, *_ = _fake_rows(p.x)
+    return loss, *_fake_gradients(p, loss.dtype, p.needs[1])
 
 
 @kernel_op(
     twin=_linear_cross_entropy_fwd,
-    fake=_fake_fwd,
+    fake=_fake_rows,
     flops=_flops(1),
     traces_twin=False,  # it counts its chunks by the number of rows
     cases=_cases_fwd,
 )
-def linear_cross_entropy_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    options: Sequence[float],
-    ignore_index: int,
-    chunk_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, lse, logp, expected) of each row.
-
-    options: label smoothing, z_loss, soft cap (0: none), temperature.
-    """
-    _check(x, weight, bias, targets, class_weights)
-    rows = _row_results(x)
-    total = _total(class_weights, x)
-    for s, logits in _row_chunks(x, weight, bias, chunk_bytes):
-        _launch(
-            logits,
-            targets[s],
-            class_weights,
-            total,
-            [r[s] for r in rows],
-            [],
-            options,
-            ignore_index,
-        )
+@of_fields(ChunkedHead)
+def linear_cross_entropy_fwd(p: ChunkedHead) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, lse, logp, expected) of each row."""
+    _check(p)
+    rows, total = _row_results(p.x), _total(p.class_weights, p.x)
+    for s, logits in _row_chunks(p):
+        _launch(logits, p.criterion.of(s), total, [r[s] for r in rows], [])
     return rows[0], rows[1], rows[2], rows[3]
 
 
@@ -447,55 +453,29 @@ def linear_cross_entropy_fwd(
     cases=_cases_bwd,
     mutates=("main_grad",),
 )
-def linear_cross_entropy_bwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    lse: Tensor,
-    expected: Tensor,
-    grads: Sequence[Tensor],
-    options: Sequence[float],
-    ignore_index: int,
-    chunk_bytes: int,
-    needs: Sequence[bool],
-    main_grad: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias), each if it is among `needs`.
-
-    grads: the gradients of the rows' loss, or of loss, lse, logp and expected.
-    main_grad: float32 (V, D), to which the weight's gradient is added; dweight is empty then.
-    """
-    _check(x, weight, bias, targets, class_weights)
-    require(len(grads) in (1, 4), f"got {len(grads)} gradients, expected that of loss or all four.")
-    lse, expected = lse.contiguous(), expected.contiguous()
+@of_fields(HeadGradient)
+def linear_cross_entropy_bwd(p: HeadGradient) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias), each if it is among `needs`."""
+    _check(p)
+    x, weight, count = p.x, p.weight, len(p.grads)
+    require(count in (1, 4), f"got {count} gradients, expected that of loss or all four.")
+    lse, expected = p.lse.contiguous(), p.expected.contiguous()
     rows = [lse, lse, lse, expected]  # loss and logp are not written
-    grads = [g.to(lse.dtype).contiguous() for g in grads]
-    dx = _empty(x, needs[0], torch.float32)
-    dweight = _empty(weight, needs[1] and main_grad is None, weight.dtype)
-    dbias = _empty(weight[:, 0], needs[2], torch.float32)
-    total = _total(class_weights, x)
-    for s, logits in _class_chunks(x, weight, bias, chunk_bytes):
-        _launch(
-            logits,
-            targets,
-            class_weights,
-            total,
-            rows,
-            grads,
-            options,
-            ignore_index,
-            s.start,
-            len(weight),
-        )
-        if needs[0]:
+    grads = [g.to(lse.dtype).contiguous() for g in p.grads]
+    need_dx, need_dweight, need_dbias = p.needs
+    dx = _empty(x, need_dx, torch.float32)
+    dweight = _empty(weight, need_dweight and p.main_grad is None, weight.dtype)
+    dbias = _empty(weight[:, 0], need_dbias, torch.float32)
+    total = _total(p.class_weights, x)
+    for s, logits in _class_chunks(p):
+        _launch(logits, replace(p.criterion, first=s.start, vocab=len(weight)), total, rows, grads)
+        if need_dx:
             add_product(dx, logits, weight[s], first=s.start == 0)
-        if needs[1] and main_grad is not None:
-            add_weight_grad(main_grad[s], logits, x)
-        elif needs[1]:
+        if need_dweight and p.main_grad is not None:
+            add_weight_grad(p.main_grad[s], logits, x)
+        elif need_dweight:
             torch.mm(logits.t(), x, out=dweight[s])
-        if needs[2]:
+        if need_dbias:
             dbias[s] = bias_bwd(logits)
     return dx.to(x.dtype), dweight, dbias
 
@@ -507,32 +487,25 @@ def linear_cross_entropy_bwd(
     traces_twin=False,
     cases=_cases_grads,
 )
-def linear_cross_entropy_grads(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    dloss: Tensor,
-    options: Sequence[float],
-    ignore_index: int,
-    chunk_bytes: int,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@of_fields(HeadAtOnce)
+def linear_cross_entropy_grads(p: HeadAtOnce) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, dx, dweight, dbias), where the gradient of each row's loss, `dloss`, is known beforehand."""
-    _check(x, weight, bias, targets, class_weights)
-    rows, dloss = _row_results(x), dloss.float().contiguous()
-    dx, dweight = _empty(x, needs[0], x.dtype), _empty(weight, needs[1], torch.float32)
-    dbias = torch.zeros(len(weight) if needs[2] else 0, dtype=torch.float32, device=x.device)
-    total = _total(class_weights, x)
-    for s, logits in _row_chunks(x, weight, bias, chunk_bytes):
-        mine = [r[s] for r in rows]
-        _launch(logits, targets[s], class_weights, total, mine, [dloss[s]], options, ignore_index)
-        if needs[0]:
-            torch.mm(logits, weight, out=dx[s])
-        if needs[1]:
-            add_weight_grad(dweight, logits, x[s], first=s.start == 0)
-        if needs[2]:
+    _check(p)
+    rows, dloss, total = (
+        _row_results(p.x),
+        p.dloss.float().contiguous(),
+        _total(p.class_weights, p.x),
+    )
+    need_dx, need_dweight, need_dbias = p.needs
+    dx, dweight = _empty(p.x, need_dx, p.x.dtype), _empty(p.weight, need_dweight, torch.float32)
+    dbias = torch.zeros(len(p.weight) if need_dbias else 0, dtype=torch.float32, device=p.x.device)
+    for s, logits in _row_chunks(p):
+        _launch(logits, p.criterion.of(s), total, [r[s] for r in rows], [dloss[s]])
+        if need_dx:
+            torch.mm(logits, p.weight, out=dx[s])
+        if need_dweight:
+            add_weight_grad(dweight, logits, p.x[s], first=s.start == 0)
+        if need_dbias:
             dbias += bias_bwd(logits)
     return rows[0], dx, dweight, dbias
 
@@ -555,74 +528,48 @@ def _part_cases() -> Iterator[tuple[Any, ...]]:
             yield logits, x, weight, *rows, held, 2 * held, True, *sums, True
 
 
-def _fake_logits(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return _logits_buffer(x, weight), *_fake_fwd(x)
+@of_fields(HeldClasses)
+def _fake_dx(logits: Tensor, p: HeldClasses) -> Tensor:
+    return _empty(p.x, p.need_dx, p.x.dtype)
 
 
 @kernel_op(
     twin=_logits_with_rows,
-    fake=_fake_logits,
+    fake=lambda x, weight, *_: (_logits_buffer(x, weight), *_fake_rows(x)),
     flops=_flops(1),
     cases=_logits_cases,
     traces_twin=False,
 )
-def logits_with_rows(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    options: Sequence[float],
-    ignore_index: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@of_fields(Head)
+def logits_with_rows(p: Head) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(logits as the GEMM stores them, loss, lse, logp, expected) of a chunk of tokens."""
-    _check(x, weight, bias, targets, class_weights)
-    logits = _product(x, weight, bias, _logits_buffer(x, weight))
-    rows, total = _row_results(x), _total(class_weights, x)
-    _launch(logits, targets, class_weights, total, rows, [], options, ignore_index)
+    _check(p)
+    logits = _product(p.x, p.weight, p.bias, _logits_buffer(p.x, p.weight))
+    rows = _row_results(p.x)
+    _launch(logits, p.criterion, _total(p.class_weights, p.x), rows, [])
     return logits, rows[0], rows[1], rows[2], rows[3]
 
 
 @kernel_op(
     twin=_logit_grads_into,
-    fake=lambda logits, x, *rest: x.new_empty(x.shape if rest[9] else (0,)),
-    flops=lambda logits, x, weight, *_, **__: 4 * x[0] * x[1] * weight[0],
+    fake=_fake_dx,
+    flops=lambda logits, x, weight, *_: 4 * x.numel() * weight.shape[0],
     cases=_part_cases,
     mutates=("logits", "dweight", "dbias"),
     traces_twin=False,
 )
-def logit_grads_into(
-    logits: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    lse: Tensor,
-    dloss: Tensor,
-    options: Sequence[float],
-    ignore_index: int,
-    first: int,
-    vocab: int,
-    need_dx: bool,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    begin: bool,
-) -> Tensor:
-    """Write the gradients of logits (n, V) in their place: those of the classes from `first` on, of a `vocab`.   -> dx
-
-    Adds to the sums dweight (V, D) and dbias (V,), float32, or with `begin` overwrites dweight.
-    targets, class_weights and lse are of the whole vocabulary.  dloss: (n,), of the rows' loss
-    """
+@of_fields(HeldClasses)
+def logit_grads_into(logits: Tensor, p: HeldClasses) -> Tensor:
+    """Write the gradients of logits in their place, and add to the sums dweight and dbias.   -> dx, if it is needed"""
     require(logits.stride(-1) == 1, f"logits have strides {logits.stride()}, expected rows.")
-    rows = [lse.contiguous()] * 4  # read, as lse alone is
-    grads, total = [dloss.to(lse.dtype).contiguous()], _total(class_weights, logits)
-    ends = options, ignore_index, first, vocab
-    _launch(logits, targets, class_weights, total, rows, grads, *ends)
-    if dweight is not None:
-        add_weight_grad(dweight, logits, x, first=begin)
-    if dbias is not None:
-        dbias += bias_bwd(logits)
-    return torch.mm(logits, weight) if need_dx else x.new_empty(0)
+    lse = p.lse.contiguous()
+    rows, grads = [lse] * 4, [p.dloss.to(lse.dtype).contiguous()]  # rows are read, as lse alone is
+    _launch(logits, p.criterion, _total(p.class_weights, logits), rows, grads)
+    if p.dweight is not None:
+        add_weight_grad(p.dweight, logits, p.x, first=p.begin)
+    if p.dbias is not None:
+        p.dbias += bias_bwd(logits)
+    return torch.mm(logits, p.weight) if p.need_dx else p.x.new_empty(0)
 
 
 def _scaled_cases() -> Iterator[tuple[Any, ...]]:
@@ -675,10 +622,8 @@ def add_weight_grad(total: Tensor, dy: Tensor, x: Tensor, first: bool = False) -
     grouped_wgrad_into.launcher(total[None], dy, x, *one_group(len(x), x), not first)
 
 
-def _check(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, class_weights: Tensor | None
-) -> None:
-    n, d = x.shape
+def _check(p: Head | HeadGradient | HeadAtOnce) -> None:
+    (n, d), x, weight, targets = p.x.shape, p.x, p.weight, p.targets
     vocab = len(weight)
     require(
         weight.shape == (vocab, d) and x.dtype == weight.dtype,
@@ -689,7 +634,7 @@ def _check(
         targets.shape == (n,) and targets.dtype == torch.int64,
         f"targets are {targets.dtype} of shape {tuple(targets.shape)}, expected int64 of shape ({n},).",
     )
-    for name, t in (("bias", bias), ("class_weights", class_weights)):
+    for name, t in (("bias", p.bias), ("class_weights", p.class_weights)):
         if t is not None and t.shape != (vocab,):
             raise FuseOpsError(f"{name} has shape {tuple(t.shape)}, expected ({vocab},).")
 
@@ -703,26 +648,23 @@ def _total(class_weights: Tensor | None, x: Tensor) -> Tensor:
     return x if class_weights is None else class_weights.sum(dtype=torch.float32).view(1)
 
 
-def _row_chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chunk_bytes: int
-) -> Iterator[tuple[slice, Tensor]]:
+def _row_chunks(p: ChunkedHead | HeadAtOnce) -> Iterator[tuple[slice, Tensor]]:
     """(rows, all of their logits as the GEMM stores them), chunk after chunk in one buffer."""
-    line = cdiv(len(weight), LINE) * LINE
-    chunks = list(row_chunks(len(x), line, x.itemsize, chunk_bytes))
+    x, line = p.x, cdiv(len(p.weight), LINE) * LINE
+    chunks = list(row_chunks(len(x), line, x.itemsize, p.chunk_bytes))
     buffer = x.new_empty(chunks[0].stop, line)
     for s in chunks:
-        yield s, _product(x[s], weight, bias, buffer[: s.stop - s.start, : len(weight)])
+        yield s, _product(x[s], p.weight, p.bias, buffer[: s.stop - s.start, : len(p.weight)])
 
 
-def _class_chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chunk_bytes: int
-) -> Iterator[tuple[slice, Tensor]]:
+def _class_chunks(p: HeadGradient) -> Iterator[tuple[slice, Tensor]]:
     """(classes, their logits of all rows), chunk after chunk in one buffer."""
-    chunks = list(row_chunks(len(weight), len(x), x.itemsize, chunk_bytes, whole=(128, 1)))
+    x = p.x
+    chunks = list(row_chunks(len(p.weight), len(x), x.itemsize, p.chunk_bytes, whole=(128, 1)))
     buffer = x.new_empty(len(x), cdiv(chunks[0].stop, LINE) * LINE)
     for s in chunks:
-        part = None if bias is None else bias[s]
-        yield s, _product(x, weight[s], part, buffer[:, : s.stop - s.start])
+        bias = None if p.bias is None else p.bias[s]
+        yield s, _product(x, p.weight[s], bias, buffer[:, : s.stop - s.start])
 
 
 def _logits_buffer(x: Tensor, weight: Tensor) -> Tensor:
@@ -737,29 +679,20 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ten
 
 
 def _launch(
-    logits: Tensor,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    total: Tensor,
-    rows: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    options: Sequence[float],
-    ignore_index: int,
-    first: int = 0,
-    vocab: int | None = None,
+    logits: Tensor, c: Criterion, total: Tensor, rows: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> None:
-    """rows: loss, lse, logp and expected, written; read where the logits are those from `first` on of a `vocab`."""
-    loss, width = Loss(*options), logits.shape[1]
+    """rows: loss, lse, logp and expected, written; read where the logits are those of some of a `vocab`."""
+    loss, width = c.loss, logits.shape[1]
     loss_rows, lse, logp, expected = rows
     dloss, dlse, dlogp, dexpected = [*grads, *(lse,) * (4 - len(grads))]
-    weights = lse if class_weights is None else class_weights.contiguous()
+    weights = lse if c.class_weights is None else c.class_weights.contiguous()
     launch(
         device("cross_entropy").cross_entropy_kernel, (len(logits),),
-        logits, targets.contiguous(), weights, total,
+        logits, c.targets.contiguous(), weights, total,
         loss_rows, lse, logp, expected, dloss, dlse, dlogp, dexpected,
-        first, width, vocab or width, logits.stride(0), ignore_index,
+        c.first, width, c.vocab or width, logits.stride(0), c.ignore_index,
         float(loss.smoothing), float(loss.z_loss), float(loss.soft_cap), 1.0 / loss.temperature,
-        WEIGHTED=class_weights is not None, SMOOTHED=loss.smoothing != 0, CAPPED=loss.soft_cap != 0,
-        STATISTICS=vocab is None, GRADIENT=bool(grads), OTHERS=len(grads) > 1,
+        WEIGHTED=c.class_weights is not None, SMOOTHED=loss.smoothing != 0, CAPPED=loss.soft_cap != 0,
+        STATISTICS=c.vocab is None, GRADIENT=bool(grads), OTHERS=len(grads) > 1,
         **SPACE.pick(len(logits), (width,), logits),
     )  # fmt: skip
