@@ -70,6 +70,17 @@ def test_flops_of_grouped_gemms_are_counted():
     assert counter.get_total_flops() == 2 * one
 
 
+@pytest.mark.parametrize("name", sorted(name for name, op in KERNEL_OPS.items() if op.flops))
+def test_flops_are_those_of_the_twin(name):
+    """Within a factor of two: formulas look at no values, so that padding counts, and a twin makes logits again."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    op, args = KERNEL_OPS[name], samples()[name]
+    with FlopCounterMode(display=False) as counter:
+        op.twin(*args)
+    assert op.counted(*args) / 2 <= counter.get_total_flops() < 2 * op.counted(*args)
+
+
 @pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_opcheck(name):
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
