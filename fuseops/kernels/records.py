@@ -20,13 +20,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from types import NoneType
+from dataclasses import MISSING, fields
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, get_type_hints, overload
 
 from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+KIND = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 class Operands:
@@ -48,22 +49,39 @@ class _OfFields(Protocol[P]):
     ) -> Callable[Concatenate[Tensor, P], R]: ...
 
 
+@functools.cache
+def _parameters(record: Any) -> tuple[inspect.Parameter, ...]:
+    """The fields of a record as arguments, with types in place of their names."""
+    types = get_type_hints(record)
+    given = [
+        (f.name, inspect.Parameter.empty if f.default is MISSING else f.default)
+        for f in fields(record)
+    ]
+    return tuple(
+        [
+            inspect.Parameter(name, KIND, default=default, annotation=types[name])
+            for name, default in given
+        ]
+    )
+
+
 def of_fields(record: Callable[P, Operands]) -> _OfFields[P]:
     """Decorate a function whose last argument is a record: the fields of that become its arguments."""
-    fields, types = inspect.signature(record).parameters.values(), get_type_hints(record)
 
     def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
-        own = [*inspect.signature(function).parameters.values()][:-1]
-        before, hints = len(own), types | get_type_hints(function)
+        *own, _ = function.__code__.co_varnames[: function.__code__.co_argcount]
+        before = len(own)
 
         @functools.wraps(function)
         def flat(*args: Any, **kwargs: Any) -> Any:
             return function(*args[:before], record(*args[before:], **kwargs))
 
-        returns = hints["return"]
+        tensors = [inspect.Parameter(name, KIND, annotation=Tensor) for name in own]
+        returns = function.__annotations__["return"]
         flat.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [p.replace(annotation=hints[p.name]) for p in (*own, *fields)],
-            return_annotation=None if returns is NoneType else returns,
+            [*tensors, *_parameters(record)],
+            return_annotation=eval(returns, function.__globals__),
+            __validate_parameters__=False,
         )
         return flat
 

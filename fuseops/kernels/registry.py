@@ -140,8 +140,8 @@ class KernelOp(Generic[P, R]):
         space = namespace or _namespace_of(launcher)
         self.label = f"{space}::{self.name}"
         self.launcher, self.twin = launcher, twin
-        signature = inspect.signature(launcher).parameters.values()
-        self._defaults = tuple([(p.name, p.default) for p in signature])
+        signature = inspect.signature(launcher)
+        self._defaults = tuple([(p.name, p.default) for p in signature.parameters.values()])
         self._names = tuple([name for name, _ in self._defaults])
         self.min_arch, self.traces_twin, self.fuses = min_arch, traces_twin, fuses
         self.cases, self._nbytes, self.dtypes = cases, nbytes, dtypes
@@ -154,7 +154,7 @@ class KernelOp(Generic[P, R]):
         lib = library(space)
         lib.define(self.name + torch.library.infer_schema(launcher, mutates_args=mutates))
         lib.impl(self.name, self._dispatched, "CompositeExplicitAutograd")
-        writes_alone = inspect.signature(launcher).return_annotation in (None, "None")
+        writes_alone = signature.return_annotation in (None, "None")
         shapes = (lambda *_: None) if writes_alone else fake or twin
         torch.library.register_fake(
             self.label,
