@@ -35,7 +35,7 @@ from fuseops.kernels.grouped import grouped_wgrad_into, one_group
 from fuseops.kernels.grouped_paths import wgrad_path
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.precision import accumulator, wide
-from fuseops.kernels.records import Operands, of_fields
+from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import cdiv, pow2, require
 
@@ -93,7 +93,7 @@ class Criterion:
         return replace(self, targets=self.targets[rows])
 
 
-class LossOperands(Operands):
+class LossOperands(Arguments):
     """`LossOperands` have a `Criterion` among them, of all classes."""
 
     targets: Tensor
@@ -169,7 +169,7 @@ class HeadAtOnce(LossOperands):
 
 
 @dataclass
-class HeldClasses(Operands):
+class HeldClasses(Arguments):
     """`HeldClasses` are the operands of the gradients of logits (n, V) of the classes from `first` on, of a `vocab`.
 
     targets, class_weights and lse are of the whole vocabulary.

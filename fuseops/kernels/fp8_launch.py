@@ -12,12 +12,12 @@ from fuseops.kernels import fp8_paths
 from fuseops.kernels.configs import Config
 from fuseops.kernels.grouped_launch import count_place, first_entry
 from fuseops.kernels.launch import device, launch, num_sms
-from fuseops.kernels.records import Operands
+from fuseops.kernels.records import Arguments
 from fuseops.kernels.tiles import cdiv
 
 
 @dataclass
-class ScaledProduct(Operands):
+class ScaledProduct(Arguments):
     """A `ScaledProduct` has the operands of a product of codes with their scales; `fuseops.kernels.fp8` has the shapes.
 
     tiles  `group_tiles(offs, R)`, made where there are offs and none is given
@@ -45,7 +45,7 @@ class RoundedProduct(ScaledProduct):
 
 
 @dataclass
-class ScaledColumns(Operands):
+class ScaledColumns(Arguments):
     """`ScaledColumns` are the operands of a weight gradient of codes with their scales; tiles as of `ScaledProduct`."""
 
     dy: Tensor

@@ -26,12 +26,12 @@ from fuseops.kernels.grouped import checked_product, grouped_mm
 from fuseops.kernels.grouped_launch import Form, Product, launch_mm, launch_rings, table_size
 from fuseops.kernels.grouped_paths import ENDS, SWIGLU_SPACES, act_path
 from fuseops.kernels.groups import padding_mask
-from fuseops.kernels.records import Operands, of_fields
+from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import kernel_op, on_meta
 
 
 @dataclass
-class ActivatedProduct(Operands):
+class ActivatedProduct(Arguments):
     """An `ActivatedProduct` has the operands of a `Product` that ends in an activation, and its form.
 
     need_h  False gives an h of no rows

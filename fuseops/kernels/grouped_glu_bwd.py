@@ -33,13 +33,13 @@ from fuseops.kernels.grouped_launch import Product, launch_mm, launch_rings, tab
 from fuseops.kernels.grouped_paths import BACK, SWIGLU_BWD_SPACES, act_bwd_path
 from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.precision import wide
-from fuseops.kernels.records import Operands, of_fields
+from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv
 
 
 @dataclass
-class ActivationGradient(Operands):
+class ActivationGradient(Arguments):
     """An `ActivationGradient` has the operands of a gradient that goes on through an activation, but for its h.
 
     kind  "swiglu" or "srelu"

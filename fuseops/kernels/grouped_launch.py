@@ -19,7 +19,7 @@ from fuseops.kernels.grouped_paths import MM_SPACES, WGRAD_SPACES, mm_path, wgra
 from fuseops.kernels.launch import device, launch, num_sms
 from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.recorder import depends
-from fuseops.kernels.records import Operands
+from fuseops.kernels.records import Arguments
 from fuseops.kernels.tiles import cdiv
 
 Form = tuple[
@@ -31,7 +31,7 @@ TILE_ROWS = (64, 128, 256)  # the row blocks a tile table knows
 
 
 @dataclass
-class Product(Operands):
+class Product(Arguments):
     """A `Product` has the operands of a grouped GEMM: x[rows of e] @ weight[e].T + bias[e] of groups ending at offs.
 
     x       (R, K), any number of rows with an index; launched with contiguous columns
@@ -155,7 +155,7 @@ def _sizes(p: Product, config: Config, per_sm: int) -> tuple[tuple[int], tuple[i
 
 
 @dataclass
-class Gradient(Operands):
+class Gradient(Arguments):
     """A `Gradient` has the operands of a weight gradient: dy[rows of e].T @ x[rows of e], by index where one is given.
 
     dw     (E, N, K), which is overwritten or, with accumulate, added to

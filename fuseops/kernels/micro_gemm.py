@@ -21,7 +21,7 @@ from fuseops.kernels.formats import E2M1, E4M3, E5M2, dequantize_format, micro_f
 from fuseops.kernels.grouped import grouped_mm, grouped_wgrad
 from fuseops.kernels.groups import column_offs
 from fuseops.kernels.launch import device, launch
-from fuseops.kernels.records import Operands, of_fields
+from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import DTYPES, arch_of, kernel_op
 from fuseops.kernels.tiles import cdiv, pow2, require
 
@@ -36,7 +36,7 @@ def _micro_values(codes: Tensor, scale: Tensor, offs: Tensor | None = None) -> T
 
 
 @dataclass
-class MicroProduct(Operands):
+class MicroProduct(Arguments):
     """A `MicroProduct` has the operands of a product in small blocks: rows and a weight, or columns of dy and of x.
 
     whole  (E,) or (1,) float32

@@ -1,7 +1,7 @@
 """Ops of many arguments: a record tells each argument once, and their functions take it.
 
     @dataclass
-    class Product(Operands):
+    class Product(Arguments):
         x: Tensor
         ...
 
@@ -30,8 +30,8 @@ R = TypeVar("R")
 KIND = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
-class Operands:
-    """`Operands` are a dataclass whose fields are the arguments of an op, in their order."""
+class Arguments:
+    """`Arguments` are a dataclass whose fields are the arguments of an op, in their order."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(vars(self).values())
@@ -65,7 +65,7 @@ def _parameters(record: Any) -> tuple[inspect.Parameter, ...]:
     )
 
 
-def of_fields(record: Callable[P, Operands]) -> _OfFields[P]:
+def of_fields(record: Callable[P, Arguments]) -> _OfFields[P]:
     """Decorate a function whose last argument is a record: the fields of that become its arguments."""
 
     def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
