@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lazy_lanes import LazyLanes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +15,6 @@ import fuseops as fo
 from fuseops import offload
 from fuseops.observe import modules
 from fuseops.offload import nesting
-from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.ops import names
 from fuseops.torch_private import top_saved_tensor_hooks
 
@@ -100,7 +100,7 @@ class Pair:
         self, seed: int, lag: int, ahead: int, small: int, least: int, budget: int | None
     ) -> None:
         self.model, self.twin = Model(), Model()
-        self.lanes = CpuLanes(budget, choose=random.Random(seed).randrange, poison=True)
+        self.lanes = LazyLanes(random.Random(seed).randrange, budget)
         policy = offload.Policy(min_bytes=least)
         self.scheduler = offload.Scheduler(
             self.model, "layers.*", policy=policy, lag=lag, ahead=ahead

@@ -65,7 +65,7 @@ def test_three_ops_with_and_without_to_host() -> None:
 
     assert three() <= 116
     assert three(offload.to_host) <= 210  # nothing is large enough to move
-    assert three(lambda: offload.to_host(min_bytes=0)) <= 300  # two of four do
+    assert three(lambda: offload.to_host(min_bytes=0)) <= 294  # two of four do
 
 
 @pytest.mark.uninitialized
@@ -80,7 +80,7 @@ def test_what_offload_adds_to_an_op() -> None:
         return (linears(8, scope) - linears(2, scope)) / 6 - 4
 
     assert (kept := added(1 << 20)) <= 24
-    assert added(0) - kept <= 40  # there and back
+    assert added(0) - kept <= 38  # there and back
 
 
 def test_what_is_added_to_a_chain_adds_its_own_calls_alone() -> None:

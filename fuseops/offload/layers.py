@@ -27,10 +27,10 @@ from . import records
 from .codes import Coding, coding_of, exact_by_name
 from .nesting import belongs_to_checkpoint, enclosing, take_out
 from .policy import Candidate, Policy, Quota
-from .records import Handle, Kept, Mover, Record, Staying
+from .records import Handle, Judged, Kept, Mover, Record, Staying
 from .report import KEPT, Entry
 from .schedule import Decision, LayerRun
-from .scopes import Judged, Scope, dispatch_again, recompute
+from .scopes import Scope, dispatch_again, recompute
 from .storages import StorageMap
 
 T = TypeVar("T")
@@ -196,7 +196,7 @@ class LayerScope(Scope):
     # --- saving
 
     def _named_by_torch(self, t: Tensor) -> Named:
-        running = self._now
+        running = self._thread_calls.running[-1]
         named = running.labels.of_torch(t)
         if running.inputs and t.numel():
             return named._replace(name=running.inputs.pop(0))
@@ -206,12 +206,9 @@ class LayerScope(Scope):
         known = self.mover.schedule.order.predicts
         return None if known else "CUDA graph capture, before a step has shown the order"
 
-    @property
-    def _now(self) -> Running:
-        return self._thread_calls.running[-1]
-
     def _stay(self, t: Tensor, entry: Entry, storage: torch.UntypedStorage | None = None) -> Kept:
-        handle, running, resident = super()._stay(t, entry), self._now, self._resident
+        handle, running = super()._stay(t, entry), self._thread_calls.running[-1]
+        resident = self._resident
         if storage is not None and entry.name not in self._left:
             self.names[entry.name] = "keep"
         if storage is not None and resident is not None and resident.get(storage) != entry.name:
@@ -226,11 +223,11 @@ class LayerScope(Scope):
         return self.mover.on_gpu
 
     def _call_of(self, record: Record) -> LayerRun:
-        call: Any = self._now.call  # the hook pair is there only then
+        call: Any = self._thread_calls.running[-1].call  # the hook pair is there only then
         return cast(LayerRun, call)
 
     def _move(self, t: Tensor, found: Judged) -> Handle | str:
-        handle = self.mover.save(self._now.call, t, found.entry, self._ledger, found.coding)
+        handle = self._mover.save(self._thread_calls.running[-1].call, t, found, self._ledger)
         if not isinstance(handle, str):
             self.names[found.entry.name] = "offload" if found.coding is None else "quantize"
             self._left.add(found.entry.name)
@@ -276,7 +273,7 @@ class LayerScope(Scope):
         if resident is not None:
             return f"in the storage of {resident}, which stays"
         candidate = Candidate.of(t, named.name, named.op, named.also)
-        return self._policy.why_keep(candidate, self._now.quota)
+        return self._policy.why_keep(candidate, self._thread_calls.running[-1].quota)
 
 
 class _Begin:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops.paths import walk
@@ -48,10 +48,10 @@ def start_offload(*tensors: Any) -> None:
             complete.set(t.untyped_storage(), (t._version, event))
 
 
-def ready(t: Tensor) -> Event | None:
-    """When the bytes of t were complete, if that was said and nobody wrote it since."""
-    version, event = complete.get(t.untyped_storage()) or (-1, None)
-    return event if version == t._version else None
+def ready(storage: UntypedStorage, version: int) -> Event | None:
+    """When the bytes of a storage were complete, if that was said at this version of its tensor."""
+    then, event = complete.get(storage) or (-1, None)
+    return event if then == version else None
 
 
 def _mark(values: tuple[Any, ...], mark: str) -> None:

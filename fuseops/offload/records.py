@@ -21,29 +21,41 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from operator import methodcaller
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor, UntypedStorage
 
 from fuseops.errors import InPlaceError
+from fuseops.ops import names
+from fuseops.ops.names import SavedName
 from fuseops.torch_private import alias_of_no_bytes, base_of, share_version_counter, storage_key
 
 from . import marks
 from .codes import Coding, decode, encode
-from .lanes.cuda import CudaLanes
-from .lanes.devices import RealLanes
-from .lanes.protocol import Buf
+from .lanes.protocol import Buf, Event
+from .lanes.real import RealLanes
 from .report import Entry, Ledger
 from .schedule import LAST_GROUP, Item, LayerRun, Schedule
-from .storages import StridedLayout, as_bytes, layout_of, tensor_in
+from .storages import StridedLayout, layout_of, rows_of, tensor_in
+
+
+class Judged(NamedTuple):
+    """A `Judged` is a scope's decision for a saved tensor. It holds for every one of the same name, shape, bytes and
+    the like; what differs from step to step is which tensors share a storage, and whether there is
+    room.
+    """
+
+    entry: Entry  # for the report: moved, or kept for what reason
+    saved: SavedName | None  # its id stands for it and for the modules that save it
+    coding: Coding | None = None  # how it leaves, if not as it is
 
 
 class Mover:
     """A `Mover` runs a schedule for real tensors of one device. Threads take turns."""
 
     def __init__(self, schedule: Schedule, lanes: RealLanes) -> None:
-        self.schedule, self.arena = schedule, lanes.arena
-        self.on_gpu = isinstance(lanes, CudaLanes)
+        self.schedule, self.lanes, self.on_gpu = schedule, lanes, lanes.device.type == "cuda"
         self.ref = weakref.ref(self)  # for records, which the schedule holds
         self.lock = threading.RLock()
         # handles that are gone, and whether they were read: noted by finalizers, so without the lock
@@ -78,37 +90,28 @@ class Mover:
             self.schedule.close()
 
     def save(
-        self,
-        call: LayerRun | None,
-        t: Tensor,
-        entry: Entry,
-        ledger: Ledger,
-        coding: Coding | None = None,
+        self, call: LayerRun | None, t: Tensor, found: Judged, ledger: Ledger
     ) -> "Moved | str":
         """Have the storage of t leave, as codes or as it is; or why it stays.
 
         call: of a layer; None: it leaves by itself.
         """
-        if coding is not None and call is not None and call.soon:
+        if call is not None and call.soon:
             return LAST_GROUP  # before codes are made
         with self.lock:
-            schedule, storage = self.schedule, t.untyped_storage()
-            data = as_bytes(storage) if coding is None else encode(storage, coding)
-            ready = marks.ready(t) if marks.complete.entries and coding is None else None
             if self.dead:
                 self.tidy()
-            source = Buf(entry.name, data.numel(), "device", data, schedule.lanes.compute())
-            record = Record(t, storage, source, entry, ledger, self.ref, coding)
+            record = Record(t, found, ledger, self)
             if call is None:
-                leaves = schedule.depart(record, ready)
+                leaves = self.schedule.depart(record)
             else:
-                leaves = schedule.save(call, record, ready)
+                leaves = self.schedule.save(call, record)
             if not leaves:
                 return str(record.kept)
             record.call = call
-            _thread.note(storage_key(storage), record)
-        ledger.moved(entry, record)
-        return Moved(t, entry, record, call, self, ledger)
+        _thread.note(storage_key(t.untyped_storage()), record)
+        ledger.moved(found.entry, record)
+        return Moved(t, found.entry, record, call, self, ledger)
 
     def share(self, call: LayerRun | None, item: Item) -> None:
         """One more saved tensor lies in a storage that leaves."""
@@ -136,34 +139,44 @@ class Mover:
 
 
 class Record(Item):
-    """A `Record` follows one version of a storage that leaves: writes to it, and for the report what becomes of it."""
+    """A `Record` follows one version of a storage that leaves: writes to it, and for the report what becomes of it.
 
-    __slots__ = (
-        *("__weakref__", "_base", "_live", "_start", "_stream", "call", "coding", "entry"),
-        *("guard", "ledger", "mover", "origin", "version", "whole", "written"),
-    )
+    whole    its bytes; `nbytes` are those on the link
+    written  when a write was first seen
+    call     that saved it, if it does not leave by itself
+    """
 
-    def __init__(
-        self,
-        t: Tensor,
-        storage: UntypedStorage,
-        source: Buf,
-        entry: Entry,
-        ledger: Ledger,
-        mover: "weakref.ref[Mover]",
-        coding: Coding | None,
-    ) -> None:
-        super().__init__(entry.name, source)
-        self.whole = storage.nbytes()  # its item's are those on the link
-        self.entry, self.ledger, self.mover, self.coding = entry, ledger, mover, coding
+    written = ""
+    call: LayerRun | None = None
+    _live: "weakref.ref[UntypedStorage] | None" = None
+    _start = 0
+    _stream: object = None
+
+    def __init__(self, t: Tensor, found: Judged, ledger: Ledger, mover: Mover) -> None:
+        storage = t.untyped_storage()
+        self.origin, self.whole = weakref.ref(storage), storage.nbytes()
+        self.entry, self._promised, self.coding = found
+        if self.coding is not None:
+            storage = encode(storage, self.coding).untyped_storage()
+        name, at, owner = self.entry.name, storage.data_ptr(), mover.lanes.compute()
+        super().__init__(name, Buf(name, storage.nbytes(), "device", storage, at, owner))
+        self.ledger, self.mover = ledger, mover.ref
         self.guard, self.version = alias_of_no_bytes(t), t._version
-        self.written = ""  # when a write was first seen
-        self.call: LayerRun | None = None  # that saved it, if it does not leave by itself
-        self.origin = weakref.ref(storage)
         self._base = weakref.ref(t if t._base is None else t._base)
-        self._live: weakref.ref[UntypedStorage] | None = None
-        self._start = 0
-        self._stream: object = None
+
+    def ready(self) -> Event | None:
+        origin, mover = self.origin(), self.mover()
+        if self.coding is not None or origin is None or mover is None:
+            return None
+        said = marks.ready(origin, self.version) if marks.complete.entries else None
+        frame = names.thread.frame
+        if said is not None or self._promised is None or frame is None or mover.lanes.at_once:
+            return said
+        # a node's tensors are all there before the first of them is saved
+        if frame.complete is None or frame.complete.whose != self.source.owner:
+            frame.complete = mover.lanes.record("compute")
+        point: Event = frame.complete
+        return point
 
     def leaves(self, point: Literal["copy", "release"]) -> None:
         if self.guard._version != self.version and not self.written:
@@ -188,16 +201,18 @@ class Record(Item):
         """A tensor of that layout. While somebody on this stream has the bytes, over the same."""
         storage = None if self._live is None else self._live()
         if storage is None or schedule.lanes.compute() != self._stream:
-            buf, offset = schedule.fetch(self)
-            data: Tensor = buf.data
-            if self.coding is None:
-                storage = data.untyped_storage()
-                self._start = int(data.storage_offset()) + offset
-            else:
-                storage = decode(data[offset : offset + self.nbytes], self.coding)
+            buf, start = schedule.fetch(self)
+            data: UntypedStorage = buf.data
+            if self.coding is not None:
+                coded = rows_of(data, torch.uint8, 1).view(-1)[start : start + self.nbytes]
+                data, start = decode(coded, self.coding), 0
             if self.handles > 1:
-                self._live, self._stream = weakref.ref(storage), schedule.lanes.compute()
-        return tensor_in(storage, layout, self._start)
+                self._live, self._stream = weakref.ref(data), schedule.lanes.compute()
+                self._start = start
+            storage = data
+        else:
+            start = self._start
+        return tensor_in(storage, layout, start)
 
 
 class _RecordsThread(threading.local):

@@ -11,7 +11,7 @@ All points are points of the host program. The lanes are never asked for the tim
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Literal, get_args
 
@@ -109,7 +109,7 @@ class Schedule:
         self.stats.misses += self._fetch_ahead(call)  # ahead no more
         self._pass("backward", call)
 
-    def depart(self, item: Item, ready: Event | None = None) -> bool:
+    def depart(self, item: Item) -> bool:
         """A storage that leaves by itself, in no call of a layer, was saved: a boundary.   -> False if it stays, for
         the reason `kept`, and is the caller's.
         """
@@ -117,7 +117,7 @@ class Schedule:
         self._now += 1
         if self._leaving:
             self._release_due()
-        if not self._send([item], ready):
+        if not self._send([item], item.ready()):
             return False
         last, self._departed = self._departed, item
         item.previous = last if last is not None and last.handles else None
@@ -132,7 +132,7 @@ class Schedule:
         before = item.previous
         for _ in range(self.ahead):
             if before is not None and before.bundle is not None and before.unread:
-                self._bring(before.bundle)
+                self._bring((before.bundle,))
             before = before and before.previous
         if self._leaving:
             self._release_due()
@@ -156,17 +156,16 @@ class Schedule:
 
     # --- saving
 
-    def save(self, call: LayerRun, item: Item, ready: Event | None = None) -> bool:
+    def save(self, call: LayerRun, item: Item) -> bool:
         """A storage that is to leave was saved.   -> False if it stays, for the reason `kept`, and is the caller's.
 
         A small one may learn at the end of the call that it stays; its handles are the schedule's all the same.
-        ready: a point on the compute lane at which its bytes are complete; default: now.
         """
         if call.soon:
             item.kept = LAST_GROUP
             return False
         small = self.manual or (item.nbytes < self.small and item.source.owner == call.owner)
-        if not small and not self._send([item], ready):
+        if not small and not self._send([item], item.ready()):
             return False
         call.handles += 1
         call.items.append(item)
@@ -224,11 +223,8 @@ class Schedule:
         source = first.source
         if len(items) > 1:
             source, ready = self._gather(items, nbytes, offsets)
-        after = [ready]
-        if host.after is not None:
-            after.append(host.after)
-            host.after = None
-        written = self.lanes.copy("d2h", (source,), host, after=after)
+        after, host.after = host.after, None
+        written = self.lanes.copy("d2h", (source,), host, ready=ready, after=after)
         bundle = Bundle(items, nbytes, host, source, self._now + self.lag, written)
         for item, offset in zip(items, offsets, strict=True):
             item.bundle, item.offset = bundle, offset
@@ -255,61 +251,82 @@ class Schedule:
     # --- letting go
 
     def _release_due(self) -> None:
+        due = []
         while self._leaving and self._leaving[0].due <= self._now:
             bundle = self._leaving.popleft()
             if not bundle.wanted:
-                self._release(bundle)
+                due.append(bundle)
+        if due:
+            self._release(due)
 
-    def _release(self, bundle: Bundle) -> None:
-        if bundle.released:
-            return
-        for item in bundle.items:
-            if item.handles:
-                item.leaves("release")
-            item.source = None
-        if bundle.written is not None:
-            self.lanes.wait("compute", bundle.written)
-        self.lanes.free(bundle.source)
-        bundle.released = True
-        if not bundle.handles:
-            self._free_host(bundle)
+    def _release(self, bundles: Iterable[Bundle]) -> None:
+        """Let go of the device bytes of what is on its way out. Copies end in order: compute waits for the last."""
+        gone: list[Bundle] = []
+        last: Event | None = None
+        for bundle in bundles:
+            if bundle.released:
+                continue  # it was due twice
+            bundle.released = True
+            gone.append(bundle)
+            for item in bundle.items:
+                if item.handles:
+                    item.leaves("release")
+                item.source = None
+            written = bundle.written
+            if written is not None and (last is None or written.serial > last.serial):
+                last = written
+        if last is not None:
+            self.lanes.wait("compute", last)
+        for bundle in gone:
+            written = bundle.written
+            if written is not None and last is not None:
+                written.whose, written.since = last.whose, last.since
+            self.lanes.free(bundle.source)
+            if not bundle.handles:
+                self._free_host(bundle)
 
     def close(self) -> None:
         """No boundary will come any more: let go of all that is on its way out."""
         self.closed = True
-        while self._leaving:
-            self._release(self._leaving.popleft())
+        leaving, self._leaving = self._leaving, deque()
+        self._release(leaving)
 
     # --- coming back
 
     def _fetch_ahead(self, call: LayerRun) -> int:
         """Bring back what a call will read, that first which was saved last; -> how many transfers that took."""
-        return 0 if self.manual else sum(map(self._bring, self._bundles(call)))
+        return 0 if self.manual else self._bring(self._bundles(call))
 
-    def _bring(self, bundle: Bundle) -> bool:
-        """Have it on the device when it is read.   -> whether that takes a transfer"""
-        away = bundle.released and bundle.target is None
+    def _bring(self, bundles: Iterable[Bundle]) -> int:
+        """Have them on the device when they are read.   -> how many transfers that takes"""
+        away = []
+        for bundle in bundles:
+            if bundle.released and bundle.target is None:
+                bundle.target = self.lanes.alloc(bundle.nbytes, "device", bundle.items[0].name)
+                away.append(bundle)
+            elif not bundle.released:
+                bundle.wanted = True
         if away:
-            self._reload(bundle)
-        elif not bundle.released:
-            bundle.wanted = True
-        return away
+            # Targets may be memory that compute has still to read: copies come after what it was given by now.
+            ready = self.lanes.record("compute")
+            for bundle in away:
+                self._reload(bundle, ready)
+        return len(away)
 
     def _bundles(self, call: LayerRun) -> list[Bundle]:
         """What moves what a call has still to read, once for each of its items."""
         return [i.bundle for i in reversed(call.items) if i.unread and i.bundle is not None]
 
-    def _reload(self, bundle: Bundle) -> Buf:
-        target = self.lanes.alloc(bundle.nbytes, "device", bundle.items[0].name)
-        # The target may be memory that compute has still to read: copy after all it has been given.
-        after = (None,) if bundle.written is None else (None, bundle.written)
-        bundle.arrived = self.lanes.copy("h2d", (bundle.host,), target, after=after)
-        bundle.target, bundle.awaited = target, False
+    def _reload(self, bundle: Bundle, ready: Event | None = None) -> None:
+        """Start the copy back. ready: a point of compute once the target was there; None: now"""
+        bundle.arrived = self.lanes.copy(
+            "h2d", (bundle.host,), bundle.target, ready=ready, after=bundle.written
+        )
+        bundle.awaited = False
         for item in bundle.items:
             item.comes_back()
             self.stats.back_bytes += item.nbytes
         self.stats.back_count += 1
-        return target
 
     def fetch(self, item: Item) -> tuple[Buf, int]:
         """The bytes of an item for the compute lane: a buffer, and where in it they begin."""
@@ -324,7 +341,9 @@ class Schedule:
             if target is not None:
                 self._let_target_go(bundle, target)
             self.stats.misses += 1
-            target = self._reload(bundle)
+            target = self.lanes.alloc(bundle.nbytes, "device", bundle.items[0].name)
+            bundle.target = target
+            self._reload(bundle)
         if not bundle.awaited and bundle.arrived is not None:
             self.lanes.wait("compute", bundle.arrived)
             bundle.awaited = True
@@ -377,7 +396,7 @@ class Schedule:
         if bundle.released:
             self._free_host(bundle)
         elif self.manual or self.closed:
-            self._release(bundle)
+            self._release((bundle,))
         elif bundle.wanted:  # its copy may still be reading: let go a little later
             bundle.wanted, bundle.due = False, self._now + self.lag
             self._leaving.append(bundle)
@@ -418,13 +437,11 @@ class Schedule:
         """Let go of the device bytes of what `offload` sent."""
         for bundle in [b for b in self._leaving if any(i.bundle is b for i in call.items)]:
             self._leaving.remove(bundle)
-            self._release(bundle)
+            self._release((bundle,))
 
     def reload(self, call: LayerRun) -> None:
         """Bring back what was released."""
-        for bundle in self._bundles(call):
-            if bundle.released and bundle.target is None:
-                self._reload(bundle)
+        self._bring(b for b in self._bundles(call) if b.released)
 
     def calls(self, layer: str) -> list[LayerRun]:
         """The living calls of a layer, oldest first."""

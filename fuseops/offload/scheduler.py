@@ -291,7 +291,7 @@ class Scheduler:
                 yield Entry(path, type(module).__name__, (), None, 0, MISSED, NOT_CALLED)
 
     def _facts(self) -> Iterator[tuple[str, int]]:
-        schedule, arena = self._scope.mover.schedule, self._scope.mover.arena
+        schedule, arena = self._scope.mover.schedule, self._scope.mover.lanes.arena
         yield from vars(schedule.stats).items()
         yield "mispredicted", schedule.order.mispredicted
         yield from (("host_reserved", arena.reserved), ("host_peak", arena.peak))

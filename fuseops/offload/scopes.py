@@ -10,7 +10,7 @@ refuses to run under saved-tensor hooks; under `disabled()` it runs.
 
 import logging
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from .lanes.devices import lanes_of
 from .nesting import Disabled, Guarded, PackHook, belongs_to_checkpoint, enclosing, take_out
 from .policy import DEFAULT_MIN_BYTES, too_small
 from .reasons import HELD_ANYWAY, PARAMETER, Owned, mark_on, why_keep, why_not_plain
-from .records import Handle, Kept, Moved, Mover, Record
+from .records import Handle, Judged, Kept, Moved, Mover, Record
 from .report import KEPT, MISSED, MOVED, SHARED, Entry, Ledger, Report
 from .schedule import LayerRun, Schedule
 from .storages import StorageMap
@@ -43,17 +43,6 @@ log = logging.getLogger("fuseops.offload")
 REMEMBERED = 1 << 15
 KINDS_OF_SCOPES = 16  # whose findings are remembered
 IN_FLIGHT = 6  # copies under way before compute waits for the oldest, to reuse its memory (CUDA)
-
-
-class Judged(NamedTuple):
-    """A `Judged` is a scope's decision for a saved tensor. It holds for every one of the same name, shape, bytes and
-    the like; what differs from step to step is which tensors share a storage, and whether there is
-    room.
-    """
-
-    entry: Entry  # for the report: moved, or kept for what reason
-    saved: SavedName | None  # its id stands for it and for the modules that save it
-    coding: Coding | None = None  # how it leaves, if not as it is
 
 
 # what scopes of one kind found, for the next ones: a step may open a scope of its own
@@ -298,7 +287,7 @@ class _ToHost(Scope):
         if record is not None:
             return self._share(t, found.entry, record)
         mover = self._movers.get(t.device) or self._new_mover(t.device)
-        handle = mover.save(None, t, found.entry, self._ledger)
+        handle = mover.save(None, t, found, self._ledger)
         if isinstance(handle, str):
             log.warning("%s stays: %s", found.entry.name, handle)
         return handle

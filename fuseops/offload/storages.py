@@ -48,20 +48,15 @@ def layout_of(t: Tensor) -> StridedLayout:
 
 
 def tensor_in(storage: torch.UntypedStorage, layout: StridedLayout, start: int = 0) -> Tensor:
-    """The tensor of that layout in the part of `storage` that begins at byte `start`."""
+    """The tensor of that layout in the part of `storage` that begins at byte `start`. The bytes are its own: every
+    dtype and every NaN is as it was.
+    """
     size, stride, offset, dtype, conj, neg = layout
     t = nothing(dtype, storage.device).new_empty(0)
     t.set_(storage, offset + start // dtype.itemsize if start else offset, size, stride)
     if conj:
         t = t.conj()
     return negated_view(t) if neg else t
-
-
-def as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    """The whole storage as a flat tensor of bytes: copying those is exact for every dtype and every
-    NaN.
-    """
-    return nothing(torch.uint8, storage.device).new_empty(0).set_(storage)
 
 
 def rows_of(storage: torch.UntypedStorage, dtype: torch.dtype, width: int) -> Tensor:

@@ -15,31 +15,32 @@ class Item:
 
     source    its bytes on the device, until they are let go
     kept      why it stays after all, once that is known
+    offset    in the bundle
+    unread    saved tensors in this storage that no backward has read; handles: that still exist
     previous  of one that leaves by itself, in no call of a layer: the one before it that did
     begun     whether a backward has read one that left by itself
     """
 
-    __slots__ = (
-        *("begun", "bundle", "handles", "kept", "name", "nbytes", "offset", "previous"),
-        *("source", "unread"),
-    )
+    kept: str | None = None
+    bundle: "Bundle | None" = None
+    offset = 0
+    unread = handles = 1
+    previous: "Item | None" = None
+    begun = False
 
     def __init__(self, name: str, source: Buf) -> None:
         self.name, self.nbytes = name, source.nbytes
         self.source: Any = source  # or None
-        self.kept: str | None = None
-        self.bundle: Bundle | None = None
-        self.offset = 0  # in the bundle
-        self.unread = 1  # saved tensors in this storage that no backward has read
-        self.handles = 1  # ... that still exist
-        self.previous: Item | None = None
-        self.begun = False
 
     @property
     def released(self) -> bool:
         return self.bundle is not None and self.bundle.released
 
-    # --- told by the schedule, to whoever follows this storage
+    # --- told or asked by the schedule, of whoever follows this storage
+
+    def ready(self) -> Event | None:
+        """A point of compute at which its bytes are complete, while it is being saved; None: now."""
+        return None
 
     def leaves(self, point: Literal["copy", "release"]) -> None:
         """Its copy starts, or its bytes on the device are let go."""
@@ -51,23 +52,35 @@ class Item:
         """It does not leave after all."""
 
 
-@dataclass(eq=False, slots=True)
 class Bundle:
-    """A bundle is what one transfer over the link moves: one large storage, or several small ones."""
+    """A bundle is what one transfer over the link moves: one large storage, or several small ones.
 
-    items: list[Item]  # none once the last of them has ended
-    nbytes: int
-    host: Buf
-    source: Buf
-    due: int  # the boundary at which the source is let go
-    written: Event | None  # the host has the bytes; None: now
-    handles: int = 0  # items that have some
-    unread: int = 0  # items that are
-    target: Buf | None = None  # brought back, and not yet read
-    arrived: Event | None = None  # or, where the copy was over at once, None
-    awaited: bool = False  # the owner of the target has waited for that
-    released: bool = False
-    wanted: bool = False  # a backward comes before the release: the source stays
+    items    none once the last of them has ended
+    due      the boundary at which the source is let go
+    written  the host has the bytes; None: now
+    handles  how many items have some; unread: how many are
+    target   brought back, and not yet read
+    arrived  when that is over; None: it was at once
+    awaited  the owner of the target has waited for that
+    wanted   a backward comes before the release: the source stays
+    """
+
+    handles = unread = 0
+    target: Any = None  # or a Buf
+    arrived: Event | None = None
+    awaited = released = wanted = False
+
+    def __init__(
+        self,
+        items: list[Item],
+        nbytes: int,
+        host: Buf,
+        source: Buf,
+        due: int,
+        written: Event | None,
+    ) -> None:
+        self.items, self.nbytes, self.host, self.source = items, nbytes, host, source
+        self.due, self.written = due, written
 
 
 @dataclass(eq=False, slots=True)

@@ -8,7 +8,7 @@ checks that it was promised for this very tensor. Nothing is published while nob
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -25,14 +25,18 @@ class SavedName(NamedTuple):
 
 
 class Frame:
-    """A frame holds the names of what one autograd node is about to save, in save order."""
+    """A frame holds the names of what one autograd node is about to save, in save order.
 
-    __slots__ = ("names", "taken", "tensors")
+    complete  for whoever moves them: a point of the device's stream at which all of them were there
+    """
+
+    __slots__ = ("complete", "names", "taken", "tensors")
 
     def __init__(self) -> None:
         self.names: Sequence[SavedName] = ()
         self.tensors: Sequence[Tensor] = ()
         self.taken = 0
+        self.complete: Any = None
 
     def fill(self, names: Sequence[SavedName], tensors: Sequence[Tensor]) -> None:
         self.names, self.tensors = names, tensors

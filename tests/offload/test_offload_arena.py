@@ -28,24 +28,24 @@ def test_slabs_never_overlap_and_regions_hold_them(steps: list[int]) -> None:
     for step in steps:
         if step > 0:
             slab = arena.take(step)
-            assert slab.nbytes == aligned(step) and slab.offset % ALIGN == 0
-            assert slab.offset + slab.nbytes <= regions[slab.region]
+            assert slab.nbytes == step and slab.room == aligned(step) and slab.offset % ALIGN == 0
+            assert slab.offset + slab.room <= regions[slab.region]
             for other in out:
                 assert (
                     other.region != slab.region
-                    or other.offset + other.nbytes <= slab.offset
-                    or slab.offset + slab.nbytes <= other.offset
+                    or other.offset + other.room <= slab.offset
+                    or slab.offset + slab.room <= other.offset
                 )
             out.append(slab)
         elif out:
-            arena.give(out.pop(-step % len(out)), None)
-    assert arena.used == sum(s.nbytes for s in out) <= arena.peak <= arena.reserved
+            arena.give(out.pop(-step % len(out)))
+    assert arena.used == sum(s.room for s in out) <= arena.peak <= arena.reserved
     assert arena.reserved == sum(regions)
     for slab in out:
-        arena.give(slab, None)
+        arena.give(slab)
     assert arena.used == 0
     for region in sorted(regions, reverse=True):  # all of it is in one piece again
-        assert arena.take(region).nbytes == aligned(region)
+        assert arena.take(region).room == aligned(region)
     assert len(arena.regions) == len(regions)
 
 
@@ -56,7 +56,7 @@ def test_the_same_requests_get_the_same_places(wanted: list[int]) -> None:
     def step() -> list[tuple[int, int]]:
         slabs = [arena.take(nbytes) for nbytes in wanted]
         for slab in slabs:
-            arena.give(slab, None)
+            arena.give(slab)
         return [(s.region, s.offset) for s in slabs]
 
     step()
@@ -80,9 +80,9 @@ def test_a_step_that_takes_and_gives_in_turn_gets_the_same_places(steps: list[in
                 out.append(slab := arena.take(wanted))
                 places.append((slab.region, slab.offset))
             elif out:
-                arena.give(out.pop(-wanted % len(out)), None)
+                arena.give(out.pop(-wanted % len(out)))
         for slab in out:
-            arena.give(slab, None)
+            arena.give(slab)
         return places
 
     step(), step(), step()
@@ -101,7 +101,8 @@ def test_the_next_user_waits_for_the_last_reader_of_all_that_it_covers() -> None
     slabs = [arena.take(REGION // 4) for _ in range(4)]
     events = [Event("h2d") for _ in slabs]
     for k in (2, 0, 3, 1):
-        arena.give(slabs[k], events[k])
+        slabs[k].after = events[k]
+        arena.give(slabs[k])
     assert arena.take(REGION).after is events[3]
 
 
@@ -113,7 +114,7 @@ def test_a_budget_is_a_reason_and_is_never_passed() -> None:
     ):
         arena.take(5 * ALIGN)
     arena.take(4 * ALIGN)
-    arena.give(first, None)
+    arena.give(first)
     arena.take(6 * ALIGN)
     assert arena.reserved <= 10 * ALIGN
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lazy_lanes import LazyLanes
 from torch import Tensor, nn
 
 import fuseops as fo
 from fuseops import offload
 from fuseops.offload.codes import Coding, coded_bytes, coding_of, decode, encode
-from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.offload.planning.hardware import Curve, Hardware
 from fuseops.offload.policy import Candidate
 from fuseops.torch_private import WeakStorage
@@ -168,7 +168,7 @@ def test_gradients_are_those_of_tensors_rounded_by_hand(
     dtype: torch.dtype, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies run as late as they may, and what is let go is overwritten."""
-    lanes = CpuLanes(choose=lambda n: 0, poison=True)
+    lanes = LazyLanes(lambda n: 0)
     monkeypatch.setattr("fuseops.offload.scheduler.make_lanes", lambda *_: lanes)
     model, x = Model().to(dtype), inputs(dtype)
     exact, steps = grads(model, x), []
@@ -214,7 +214,7 @@ def test_the_bytes_of_codes_are_what_moves_and_the_tensors_are_let_go() -> None:
         assert [nbytes for _, nbytes in report.held] == [x.nbytes]
         y.square().sum().backward()
         assert scheduler.report().back_bytes == report.moved_bytes
-    assert scheduler._scope.mover.arena.used == 0
+    assert scheduler._scope.mover.lanes.arena.used == 0
 
 
 def test_what_shares_a_storage_and_may_not_be_rounded_stays_exact() -> None:

@@ -231,7 +231,7 @@ class Counting(CpuLanes):
     def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
         buf = super().alloc(nbytes, device, name)
         if device == "device":
-            self.came.append((WeakStorage(buf.data.untyped_storage()), nbytes))
+            self.came.append((WeakStorage(buf.data), nbytes))
             self.peak = max(self.peak, sum(n for ref, n in self.came if not ref.expired()))
         return buf
 

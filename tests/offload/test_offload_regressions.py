@@ -203,7 +203,7 @@ def once(mode: str, model: nn.Module) -> list[weakref.ref[Any]]:
     with scheduler:
         model(torch.randn(4, 8, requires_grad=True)).sum().backward()
         assert scheduler.report().moved_bytes
-    return [*map(weakref.ref, (scheduler, scheduler._scope, scheduler._scope.mover.arena))]
+    return [*map(weakref.ref, (scheduler, scheduler._scope, scheduler._scope.mover.lanes.arena))]
 
 
 @pytest.mark.parametrize("mode", ["to_host", "keep", "scheduler"])

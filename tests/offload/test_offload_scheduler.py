@@ -4,13 +4,14 @@ import copy
 import gc
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lazy_lanes import LazyLanes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -96,7 +97,7 @@ def compare(
     assert top_saved_tensor_hooks() is None
     gc.collect()
     scheduler._scope.mover.tidy()
-    assert scheduler.report().host_bytes == 0 and scheduler._scope.mover.arena.used == 0
+    assert scheduler.report().host_bytes == 0 and scheduler._scope.mover.lanes.arena.used == 0
     return scheduler
 
 
@@ -478,7 +479,7 @@ def test_law_13_at_most_two_layers_are_back_at_once(monkeypatch: pytest.MonkeyPa
             nonlocal peak
             buf = super().alloc(nbytes, device, name)
             if device == "device":
-                alive.append((WeakStorage(buf.data.untyped_storage()), nbytes))
+                alive.append((WeakStorage(buf.data), nbytes))
                 peak = max(peak, sum(n for ref, n in alive if not ref.expired()))
             return buf
 
@@ -872,19 +873,19 @@ def test_start_offload_is_an_earlier_point_and_exact(monkeypatch: pytest.MonkeyP
     said: list[Event] = []
     waited: list[Event] = []
 
-    class Noting(CpuLanes):
-        def copy(self, lane: Lane, *what: Any, after: Sequence[Event | None] = ()) -> Event | None:
+    class Noting(LazyLanes):
+        def wait(self, lane: Lane, event: Event) -> None:
             if lane == "d2h":
-                waited.extend(event for event in after if event is not None)
-            return super().copy(lane, *what, after=after)
+                waited.append(event)
+            super().wait(lane, event)
 
     class Early(Block):
         def forward(self, x: Tensor) -> Tensor:
             offload.start_offload(x)
-            said.append(marks.ready(x))
+            said.append(marks.ready(x.untyped_storage(), x._version))
             return super().forward(x)
 
-    monkeypatch.setattr("fuseops.offload.scheduler.make_lanes", lambda *_: Noting())
+    monkeypatch.setattr("fuseops.offload.scheduler.make_lanes", lambda *_: Noting(lambda n: n - 1))
     model = nn.Sequential(*(Early() for _ in range(4)))
     plain = copy.deepcopy(model)
     with offload.Scheduler(model, "*", policy=ALL, lag=1) as scheduler:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lazy_lanes import LazyLanes
 from profiles_drawn import LINK, MB, profile_of, transformer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -332,22 +333,18 @@ class Logged:
         super().__init__(*args)
         self.log: list[tuple[Any, ...]] = []
 
-    def copy(self, lane: Lane, sources: Any, target: Any, *how: Any, **after: Any) -> Any:
+    def move(self, lane: Lane, sources: Any, target: Any, offsets: Any) -> Any:
         if lane in ("d2h", "h2d"):
             names = [b.name for b in (*sources, target)]
             self.log.append(("copy", lane, target.nbytes, *names))
-        # None stands for all that compute has been given.
-        lanes = (event.lane if event else "compute" for event in after.get("after", ()))
-        self.log += [("wait", lane, on) for on in lanes]
-        return super().copy(lane, sources, target, *how, **after)  # type: ignore[misc]
+        return super().move(lane, sources, target, offsets)  # type: ignore[misc]
 
     def wait(self, lane: Lane, event: Event) -> None:
-        if lane == "compute":  # the others wait with their copies
-            self.log.append(("wait", lane, event.lane))
+        self.log.append(("wait", lane, event.lane))
         super().wait(lane, event)  # type: ignore[misc]
 
 
-class LoggedCpu(Logged, CpuLanes):
+class LoggedCpu(Logged, LazyLanes):
     pass
 
 
@@ -363,7 +360,7 @@ def test_what_was_simulated_is_what_is_executed(monkeypatch: pytest.MonkeyPatch)
     chosen = [k for k, t in enumerate(plan.tensors) if t.decision == "offload"]
     simulate(plan.profile, chosen, SLOW, plan.settings, lanes=simulated)
     # Lazily: a copy that ran at once leaves nothing to wait for.
-    executed = LoggedCpu(None, lambda queued: 0)
+    executed = LoggedCpu(lambda queued: 0)
     monkeypatch.setattr(scheduler_module, "make_lanes", lambda device, host: executed)
     with offload.Scheduler(model, layers=plan.layers, plan=plan):
         train(model, x, 2)

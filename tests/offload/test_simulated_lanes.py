@@ -52,7 +52,7 @@ def test_a_copy_waits_for_nothing_that_compute_has_waited_for(known: bool) -> No
     if known:
         lanes.wait("compute", written)
     back, before = lanes.alloc(MIB, "device", "back"), len(lanes.waits)
-    lanes.copy("h2d", (host,), back, after=(None, written))
+    lanes.copy("h2d", (host,), back, after=written)
     assert [wait.on for wait in lanes.waits[before:]] == ["compute", "d2h"][: 1 if known else 2]
 
 
@@ -62,7 +62,7 @@ def test_what_compute_has_waited_for_counts_only_beside_all_that_it_was_given() 
     _, host = copy_out(lanes)
     written = lanes.record("d2h")
     lanes.wait("compute", written)
-    lanes.copy("h2d", (host,), lanes.alloc(MIB, "host", "again"), after=(complete, written))
+    lanes.copy("h2d", (host,), lanes.alloc(MIB, "host", "again"), ready=complete, after=written)
     assert [wait.on for wait in lanes.waits[-2:]] == ["compute", "d2h"]
 
 

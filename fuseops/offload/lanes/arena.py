@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Any
 
-from .protocol import Event, NoRoomError
+from .protocol import Buf, Event, NoRoomError
 
 ALIGN = 512
 REGION = 64 << 20  # small buffers share regions of this size
@@ -30,18 +30,18 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-class Slab:
-    """A `Slab` is a part of a region of host memory.
+class Slab(Buf):
+    """A `Slab` is a part of a region of host memory, and the buffer of whoever has it.
 
+    room   bytes, `nbytes` of which were asked for
     after  the last copy that may still read it
-    view   what its users keep of the memory, for the next user of the same slab
     """
 
-    __slots__ = ("after", "nbytes", "offset", "region", "view")
+    __slots__ = ("offset", "region", "room")
 
-    def __init__(self, region: int, offset: int, nbytes: int, after: Event | None) -> None:
-        self.region, self.offset, self.nbytes, self.after = region, offset, nbytes, after
-        self.view: Any = None
+    def __init__(self, region: int, offset: int, room: int, after: Event | None) -> None:
+        super().__init__("", room, "host")
+        self.region, self.offset, self.room, self.after = region, offset, room, after
 
 
 PLACE = attrgetter("region", "offset")
@@ -63,30 +63,27 @@ class Arena:
         self._used = 0  # bytes handed out, each rounded up to ALIGN
         # (bytes, region, offset, slab), the smallest first; none is next to another
         self._free: list[tuple[int, int, int, Slab]] = []
-        self._returned: deque[tuple[Slab, Event | None]] = deque()
+        self._returned: deque[Slab] = deque()
+        # takes a slab back, to be used again after its `after`; no lock: a finalizer may call it, anywhere
+        self.give: Callable[[Slab], None] = self._returned.append
         # by size: those given back as they were, (region, offset, slab), the first in memory on top
         self._parked: dict[int, list[tuple[int, int, Slab]]] = {}
         self._merged = False  # parked ones were made one with others, at some time
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> Slab:
+    def take(self, nbytes: int, name: str = "") -> Slab:
         """A slab of at least so many bytes.  Raises NoRoomError beyond the budget."""
-        wanted = aligned(nbytes)
+        room = -(-nbytes // ALIGN) * ALIGN
         with self._lock:
             if self._returned:
                 self._collect()
-            parked = self._parked.get(wanted)
-            slab = heappop(parked)[2] if parked else self._divide(wanted)
-            self._used += wanted
+            parked = self._parked.get(room)
+            slab = heappop(parked)[2] if parked else self._divide(room)
+            self._used += room
             if self._used > self.peak:
                 self.peak = self._used
-            return slab
-
-    def give(self, slab: Slab, after: Event | None) -> None:
-        """Take a slab back; `after` is the last copy that reads it. Takes no lock: a finalizer may
-        call it, anywhere.
-        """
-        self._returned.append((slab, after))
+        slab.nbytes, slab.name = nbytes, name
+        return slab
 
     @property
     def used(self) -> int:
@@ -97,10 +94,9 @@ class Arena:
 
     def _collect(self) -> None:
         while self._returned:
-            slab, after = self._returned.popleft()
-            slab.after = after
-            self._used -= slab.nbytes
-            parked = self._parked.setdefault(slab.nbytes, [])
+            slab = self._returned.popleft()
+            self._used -= slab.room
+            parked = self._parked.setdefault(slab.room, [])
             heappush(parked, (slab.region, slab.offset, slab))
         if self._merged and not self._used:
             self._merge()
@@ -114,12 +110,12 @@ class Arena:
         free: list[Slab] = []
         for slab in sorted((*parked, *(f[-1] for f in self._free)), key=PLACE):
             last = free[-1] if free else None
-            if last and (last.region, last.offset + last.nbytes) == PLACE(slab):
+            if last and (last.region, last.offset + last.room) == PLACE(slab):
                 after = _later(last.after, slab.after)
-                free[-1] = Slab(last.region, last.offset, last.nbytes + slab.nbytes, after)
+                free[-1] = Slab(last.region, last.offset, last.room + slab.room, after)
             else:
                 free.append(slab)
-        self._free = sorted((slab.nbytes, *PLACE(slab), slab) for slab in free)
+        self._free = sorted((slab.room, *PLACE(slab), slab) for slab in free)
         self._merged = True
 
     def _divide(self, wanted: int) -> Slab:
@@ -127,7 +123,7 @@ class Arena:
         self._merge()
         at = bisect_left(self._free, (wanted,))
         best = self._free.pop(at)[-1] if at < len(self._free) else self._grow(wanted)
-        rest = best.nbytes - wanted
+        rest = best.room - wanted
         if not rest:
             return best
         left = Slab(best.region, best.offset + wanted, rest, best.after)

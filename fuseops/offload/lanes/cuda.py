@@ -16,91 +16,131 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
+from fuseops.errors import FuseOpsError
 
-from .host_memory import DATA, HostMemory, copy_all
-from .protocol import Buf, Event, Lane, Place, not_implied
+from .protocol import Buf, Event, Lane
+from .real import RealLanes
 
 log = logging.getLogger("fuseops.offload")
 
+SHARED = 3  # copies out at most that have one event: who waits for the first waits for all of them
+
 
 class CudaEvent(Event):
-    """A `CudaEvent` is a point of a stream. Its native event is used again once nobody can wait for this one.
+    """A `CudaEvent` is a point of a stream. Its native event is used again once nobody can wait for this one."""
 
-    captured  whether it lies in a graph that was captured
-    """
-
-    __slots__ = ("captured", "unused")
-
-    def __init__(self, lane: Lane, native: Any, captured: bool, unused: list[Any]) -> None:
-        super().__init__(lane, native)
-        self.captured, self.unused = captured, unused
+    __slots__ = ("unused",)
+    unused: list[Any]
 
     def __del__(self) -> None:
-        self.unused.append(self.native)
+        if self.native is not None:
+            self.unused.append(self.native)
 
 
-class CudaLanes:
-    """`CudaLanes` run a schedule's copies on streams of a device; `budget` bytes of host memory, None for no limit."""
+class Streams(dict[Any, torch.cuda.Stream]):
+    """`Streams` finds a stream by what `torch_private.current_stream` says of it: by (id, index, type)."""
+
+    def __missing__(self, which: Any) -> torch.cuda.Stream:
+        number, index, kind = which
+        made = torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)  # type: ignore[no-untyped-call]
+        self[which] = made
+        return made
+
+
+class CudaLanes(RealLanes):
+    """`CudaLanes` run a schedule's copies on streams of a device; `budget` bytes of host memory, None for no limit.
+
+    A few copies out that nothing comes between share an event. It is recorded when somebody waits for it, or before
+    their stream does anything else.
+    """
 
     def __init__(self, device: torch.device, budget: int | None = None) -> None:
-        self.device = device
-        self._host = HostMemory(pinned, budget)
-        self.arena = self._host.arena
-        self._copies: dict[Lane, torch.cuda.Stream] = copy_streams(device)
-        self._streams: dict[Any, torch.cuda.Stream] = {}
+        super().__init__(device, pinned, budget)
+        self._copies = copy_streams(device)
+        self._streams = Streams()
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._unused: list[Any] = []  # native events, to record again
         self._memcpy = memcpy()
+        self._out: CudaEvent | None = None  # of the last copies out, until it is recorded,
+        self._shared = 0  # ... and how many they are
+        self._heard: dict[Lane, Event] = {}  # what each copy lane waited for last
         weakref.finalize(self, unpin, device, self.arena.regions).atexit = False
 
-    def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
-        if device == "device":
-            data = torch_private.nothing(torch.uint8, self.device).new_empty(nbytes)
-            return Buf(name, nbytes, device, data, self.compute())
-        return self._host.alloc(nbytes, name)
+    def hand_over(self, owner: Hashable) -> None:
+        self._streams[owner].wait_stream(self.stream("compute"))
 
-    def free(self, buf: Buf) -> None:
-        if buf.place == "host":
-            self.arena.give(buf.slab, buf.after)
-        elif buf.owner != self.compute():  # another stream will reuse it: after all that we know of
-            self._stream_of(buf.owner).wait_stream(self.stream("compute"))
-        buf.data = None
-
-    def copy(
-        self,
-        lane: Lane,
-        sources: Sequence[Buf],
-        target: Buf,
-        offsets: Sequence[int] = (0,),
-        after: Sequence[Event | None] = (),
+    def move(
+        self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
     ) -> Event:
-        compute, capturing = self._now()
-        stream = self._copies.get(lane, compute)
-        at, starts = target.data.data_ptr(), [source.data.data_ptr() for source in sources]
-        for event in not_implied(after, compute):
-            if event is None:
-                native = self._event()
-                torch_private.record_event(native, compute)
-                torch_private.wait_event(native, stream)
-                self._unused.append(native)
-            else:
-                _wait(stream, event, capturing)
-        if self._memcpy is None or torch_private.current_device() != self._index:
-            with torch.cuda.stream(stream):
-                copy_all(list(map(DATA, sources)), target.data, offsets)
-        else:
-            for source, start, offset in zip(sources, starts, offsets, strict=True):
-                self._memcpy(at + offset, start, source.nbytes, stream.cuda_stream)
-        return self._recorded(lane, stream, capturing)
+        which = torch_private.current_stream(self._index)
+        stream = self._copies.get(lane) or self._streams[which]
+        if torch_private.current_device() != self._index:
+            with torch.cuda.device(self._index):
+                return self.move(lane, sources, target, offsets)
+        at, number = target.at, stream.cuda_stream
+        for source, offset in zip(sources, offsets, strict=True):
+            self._memcpy(at + offset, source.at, source.nbytes, number)
+        capturing = which[0] != 0 and torch_private.is_capturing()
+        if lane != "d2h":
+            return self._event(lane, which if lane == "compute" else None, capturing, stream)
+        event, self._shared = self._out, self._shared + 1
+        if event is None or event.captured != capturing:
+            event = self._out = self._event(lane, None, capturing)
+            self._shared = 1
+        elif self._shared == SHARED:
+            self._end_of_copies_out(capturing)
+        return event
+
+    def _end_of_copies_out(self, capturing: bool) -> None:
+        """What goes out from here on has another event."""
+        event, self._out = (
+            self._out,
+            None,
+        )  # before it is recorded: another thread may copy meanwhile
+        if event is not None and event.captured == capturing:
+            self._record(event, self._copies["d2h"])
 
     def record(self, lane: Lane) -> Event:
-        compute, capturing = self._now()
-        return self._recorded(lane, self._copies.get(lane, compute), capturing)
+        which = torch_private.current_stream(self._index)
+        stream = self._copies.get(lane) or self._streams[which]
+        capturing = which[0] != 0 and torch_private.is_capturing()
+        return self._event(lane, which if lane == "compute" else None, capturing, stream)
+
+    def _event(
+        self,
+        lane: Lane,
+        whose: Hashable,
+        capturing: bool,
+        stream: torch.cuda.Stream | None = None,
+    ) -> CudaEvent:
+        """An event, recorded now if a stream is given."""
+        event = CudaEvent(lane, whose, None, capturing)
+        event.unused = self._unused
+        if stream is not None:
+            self._record(event, stream)
+        return event
+
+    def _record(self, event: Event, stream: torch.cuda.Stream) -> None:
+        event.native = self._unused.pop() if self._unused else torch.cuda.Event()  # type: ignore[no-untyped-call]
+        torch_private.record_event(event.native, stream)
 
     def wait(self, lane: Lane, event: Event) -> None:
-        compute, capturing = self._now()
-        if _wait(self._copies.get(lane, compute), event, capturing) and lane == "compute":
-            event.known = compute
+        which = torch_private.current_stream(self._index)
+        capturing = which[0] != 0 and torch_private.is_capturing()
+        # A captured graph starts after, and ends before, all that its stream is given around it.
+        if event.captured != capturing:
+            return
+        if event.whose == which if lane == "compute" else event is self._heard.get(lane):
+            return  # as before
+        if lane == "d2h" or event is self._out:
+            self._end_of_copies_out(capturing)
+        if event.native is None:
+            self._record(event, self._copies[event.lane])
+        torch_private.wait_event(event.native, self._copies.get(lane) or self._streams[which])
+        if lane == "compute":
+            event.awaited(which)
+        else:
+            self._heard[lane] = event
 
     def compute(self) -> Hashable:
         which: Hashable = torch_private.current_stream(self._index)
@@ -108,52 +148,18 @@ class CudaLanes:
 
     def stream(self, lane: Lane) -> torch.cuda.Stream:
         """What the lane is on this device."""
-        return self._copies.get(lane) or self._stream_of(self.compute())
-
-    def _stream_of(self, which: Any) -> torch.cuda.Stream:
-        stream = self._streams.get(which)
-        if stream is None:
-            number, index, kind = which
-            stream = torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)  # type: ignore[no-untyped-call]
-            self._streams[which] = stream
-        return stream
-
-    def _now(self) -> tuple[torch.cuda.Stream, bool]:
-        """The stream that computes, and whether it is captured into a graph; the default one cannot be."""
-        which = torch_private.current_stream(self._index)
-        return self._stream_of(which), which[0] != 0 and torch_private.is_capturing()
-
-    def _event(self) -> Any:
-        """A native event that nobody waits for."""
-        try:
-            return self._unused.pop()
-        except IndexError:
-            return torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def _recorded(self, lane: Lane, stream: torch.cuda.Stream, capturing: bool) -> Event:
-        native = self._event()
-        torch_private.record_event(native, stream)
-        return CudaEvent(lane, native, capturing, self._unused)
-
-
-def _wait(stream: torch.cuda.Stream, event: Event, capturing: bool) -> bool:
-    """Have a stream wait.   -> whether it has to"""
-    # A captured graph starts after, and ends before, all that its stream is given around it.
-    if not isinstance(event, CudaEvent) or event.captured != capturing:
-        return False
-    torch_private.wait_event(event.native, stream)
-    return True
+        return self._copies.get(lane) or self._streams[self.compute()]
 
 
 @functools.cache
-def memcpy() -> Callable[[int, int, int, int], int] | None:
-    """The driver's copy of (target, source, bytes, stream); None where there is none. A copy by a tensor goes through
-    the dispatcher, and on the current stream.
+def memcpy() -> Callable[[int, int, int, int], int]:
+    """The driver's copy of (target, source, bytes, stream). A copy by a tensor goes through the dispatcher, and on the
+    current stream.  Raises FuseOpsError where there is no such driver.
     """
     try:
         call = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
-    except (OSError, AttributeError):
-        return None
+    except (OSError, AttributeError) as error:
+        raise FuseOpsError(f"offload from CUDA devices needs NVIDIA's driver: {error}.") from None
     call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     call.restype = _no_error
     return call

@@ -6,10 +6,9 @@ import torch
 
 from .cpu import CpuLanes
 from .cuda import CudaLanes
+from .real import RealLanes
 
 KINDS = frozenset({"cpu", "cuda"})
-
-RealLanes = CpuLanes | CudaLanes
 
 
 def make_lanes(device: torch.device, budget: int | None = None) -> RealLanes:

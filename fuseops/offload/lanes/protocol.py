@@ -8,7 +8,7 @@ enqueues the same. Three kinds of lanes speak this protocol: a simulated clock, 
 
 import itertools
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from fuseops.errors import FuseOpsError
 
@@ -32,61 +32,73 @@ class NoRoomError(FuseOpsError):
 class Event:
     """An `Event` is a point in a lane: everything that the lane was given before it was recorded.
 
-    known  the compute lane that waited for it last: what that is given from there on comes after it
+    whose     the compute lane that comes after it: its own, or the one that waited for it last; None: nobody's
+    since     when that one did, to be compared with serials
+    native    what the lanes know it by; None: it has not been recorded
+    captured  whether it lies in a CUDA graph
     """
 
-    __slots__ = ("known", "lane", "native", "serial")
+    __slots__ = ("captured", "lane", "native", "serial", "since", "whose")
 
-    def __init__(self, lane: Lane, native: Any = None) -> None:
-        self.lane, self.native = lane, native
-        self.known: object = Event  # no lane
-        self.serial = next(_serials)  # of two events of one lane the later has the higher number
+    def __init__(
+        self, lane: Lane, whose: Hashable = None, native: Any = None, captured: bool = False
+    ) -> None:
+        self.lane, self.whose, self.native, self.captured = lane, whose, native, captured
+        self.serial = self.since = next(_serials)  # of two events the later has the higher number
 
+    def awaited(self, whose: Hashable) -> None:
+        """A compute lane waits for it."""
+        self.whose, self.since = whose, next(_serials)
 
-def not_implied(after: Sequence[Event | None], compute: object) -> Sequence[Event | None]:
-    """Of what a copy comes after, that which the rest does not imply: a lane that waits for all that compute has been
-    given (None) waits for what compute has waited for.
-    """
-    if None not in after:
-        return after
-    return [event for event in after if event is None or event.known is not compute]
+    def is_before(self, point: "Event") -> bool:
+        """Whether a lane that waits for a point of compute need not wait for this: compute had done so by then."""
+        return self.whose is not None and self.whose == point.whose and self.since < point.serial
 
 
 class Buf:
     """A `Buf` is a buffer of bytes on the device or the host.
 
-    data   what the lanes keep here: a flat uint8 tensor, or nothing in a simulation
-    after  of host bytes that were freed and are used again: the copy that may still read them
-    slab   of host bytes: their place in the arena
+    data   of device bytes: the storage that they are in, as long as they are needed; nothing in a simulation
+    at     their address
     owner  of device bytes: the compute lane that may use them again once they are freed
+    after  of host bytes that were freed and are used again: the copy that may still read them
     """
 
-    __slots__ = ("after", "data", "name", "nbytes", "owner", "place", "slab")
+    __slots__ = ("after", "at", "data", "name", "nbytes", "owner", "place")
 
     def __init__(
-        self, name: str, nbytes: int, place: Place, data: Any = None, owner: Hashable = None
+        self,
+        name: str,
+        nbytes: int,
+        place: Place,
+        data: Any = None,
+        at: int = 0,
+        owner: Hashable = None,
     ) -> None:
         self.name, self.nbytes, self.place = name, nbytes, place
-        self.data, self.owner = data, owner
+        self.data, self.at, self.owner = data, at, owner
         self.after: Event | None = None
-        self.slab: Any = None
 
     def __repr__(self) -> str:
         return f"Buf({self.name!r}, {self.nbytes} bytes, {self.place})"
 
 
-class Lanes(Protocol):
+class Lanes:
     """`Lanes` are the streams of compute and of copies that a schedule gives its work to."""
+
+    at_once = False  # whatever a lane is given is over before the next
 
     def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
         """New bytes; those on the device belong to the compute lane, which may still be reading
         them. Host bytes can have an `after`.  Raises NoRoomError when the host budget is used up.
         """
+        raise NotImplementedError
 
     def free(self, buf: Buf) -> None:
         """Give bytes back. On the device that is a write on the compute lane; host bytes carry
         `after` to their next user.
         """
+        raise NotImplementedError
 
     def copy(
         self,
@@ -94,18 +106,34 @@ class Lanes(Protocol):
         sources: Sequence[Buf],
         target: Buf,
         offsets: Sequence[int] = (0,),
-        after: Sequence[Event | None] = (),
+        ready: Event | None = None,
+        after: Event | None = None,
     ) -> Event | None:
-        """Enqueue a copy of each source to its offset (bytes) in the target, which is free on the compute lane, once
-        the lane has waited for these events; None: for all that compute has been given.   -> the point at which it is
-        over, None if it is already
+        """Enqueue a copy of each source to its offset (bytes) in the target, once the lane has waited for `ready`, a
+        point of compute, and for `after`. ready None: for all that compute has been given.   -> the point at which it
+        is over, None if it is already
         """
+        if lane != "compute" and not self.at_once:
+            ready = ready or self.record("compute")
+            self.wait(lane, ready)
+            if after is not None and not after.is_before(ready):
+                self.wait(lane, after)
+        return self.move(lane, sources, target, offsets)
+
+    def move(
+        self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
+    ) -> Event | None:
+        """`copy`, waiting for nothing."""
+        raise NotImplementedError
 
     def record(self, lane: Lane) -> Event:
         """The point that the lane has been filled up to."""
+        raise NotImplementedError
 
     def wait(self, lane: Lane, event: Event) -> None:
         """All that the lane is given from here on runs after the event."""
+        raise NotImplementedError
 
     def compute(self) -> Hashable:
         """Which compute lane the caller is on: one thread may use several CUDA streams."""
+        return "compute"

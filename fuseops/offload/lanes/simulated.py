@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fuseops.errors import FuseOpsError
 
 from .arena import Arena, Slab
-from .protocol import LANES, Buf, Event, Lane, Place, not_implied
+from .protocol import LANES, Buf, Event, Lane, Lanes, Place
 
 _INDEX = {lane: k for k, lane in enumerate(LANES)}
 
@@ -37,7 +37,7 @@ class Stamp(NamedTuple):
 class SimulatedBuf(Buf):
     """A `SimulatedBuf` is a buffer of the simulation, and knows who touched it last."""
 
-    __slots__ = ("before", "freed", "holders", "read", "written")
+    __slots__ = ("before", "freed", "holders", "read", "slab", "written")
 
     def __init__(self, name: str, nbytes: int, place: Place, slab: Slab | None) -> None:
         super().__init__(name, nbytes, place)
@@ -103,7 +103,7 @@ def _as_given(lane: Lane, cost: float, duplex: bool) -> float:
     return cost
 
 
-class SimulatedLanes:
+class SimulatedLanes(Lanes):
     """Runs a schedule on simulated clocks.
 
     cost      seconds for (lane, cost as the schedule gives it, whether the other copy lane is busy
@@ -130,6 +130,7 @@ class SimulatedLanes:
     def alloc(self, nbytes: int, device: Place, name: str) -> SimulatedBuf:
         slab = self.arena.take(nbytes) if device == "host" else None
         buf = SimulatedBuf(name, nbytes, device, slab)
+        buf.owner = self.compute()
         if slab is not None:
             buf.after = slab.after
             buf.before = self._left_in(slab)
@@ -145,7 +146,8 @@ class SimulatedLanes:
     def free(self, buf: Buf) -> None:
         buf = simulated(buf)
         if buf.slab is not None:
-            self.arena.give(buf.slab, buf.after)
+            buf.slab.after = buf.after
+            self.arena.give(buf.slab)
             self._ghosts.append(buf)
             buf.freed = True
             return
@@ -175,7 +177,11 @@ class SimulatedLanes:
 
     def record(self, lane: Lane) -> SimulatedEvent:
         self._issue(lane)
-        return SimulatedEvent(lane, self.now[lane], tuple(self._clocks[lane]), self._last.get(lane))
+        clock, work = tuple(self._clocks[lane]), self._last.get(lane)
+        event = SimulatedEvent(lane, self.now[lane], clock, work)
+        if lane == "compute":
+            event.awaited(self.compute())
+        return event
 
     def wait(self, lane: Lane, event: Event) -> None:
         if not isinstance(event, SimulatedEvent):
@@ -185,25 +191,15 @@ class SimulatedLanes:
         self._clocks[lane] = [max(pair) for pair in zip(clock, event.clock, strict=True)]
         self.now[lane] = max(before, event.seconds)
         if lane == "compute":
-            event.known = lane
+            event.awaited(self.compute())
         what = "" if event.work is None else event.work.name
         self.waits.append(Wait(lane, event.lane, before, self.now[lane], implied, what))
 
-    def copy(
-        self,
-        lane: Lane,
-        sources: Sequence[Buf],
-        target: Buf,
-        offsets: Sequence[int] = (0,),
-        after: Sequence[Event | None] = (),
+    def move(
+        self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
     ) -> SimulatedEvent:
-        for event in not_implied(after, "compute"):
-            self.wait(lane, event or self.record("compute"))
         self.op(lane, sources, [target], 0.0 if lane == "compute" else target.nbytes, None)
         return self.record(lane)
-
-    def compute(self) -> None:
-        return None
 
     # --- what came of it
 
@@ -262,14 +258,14 @@ class SimulatedLanes:
 
     def _left_in(self, slab: Slab) -> list[Stamp]:
         """Accesses to these host bytes by those who had them before."""
-        end, found = slab.offset + slab.nbytes, []
+        end, found = slab.offset + slab.room, []
         for ghost in list(self._ghosts):
             old = ghost.slab
             if old is None or old.region != slab.region:
                 continue
-            if old.offset < end and slab.offset < old.offset + old.nbytes:
+            if old.offset < end and slab.offset < old.offset + old.room:
                 found += ghost.accesses()
-                if slab.offset <= old.offset and old.offset + old.nbytes <= end:
+                if slab.offset <= old.offset and old.offset + old.room <= end:
                     self._ghosts.remove(ghost)
         return found
 
