@@ -13,8 +13,9 @@ Shapes: R rows, N columns, F gated features, E groups, K the inner size of a GEM
                     and why), grouped_launch, grouped_autograd
     FP8 GEMMs       fp8, fp8_checks, fp8_launch; fp8_paths (which kernel, and why)
     all of them     registry (`@kernel_op`), records (of the arguments of an op), launch, replay (of a
-                    launcher whose operands come again), recorder (of launches), configs (block
-                    sizes), tiles, triton_private
+                    launcher whose operands come again), transcript (of what calls of them, and torch's,
+                    a function came to), recorder (of launches), configs (block sizes), tiles,
+                    triton_private
     by inductor     generated (of elementwise functions, for any number of rows)
     tools           aot (compiled without a GPU), timing, interpreter (Triton's, repaired)
     in twins        precision (of sums), groups (of rows, and of columns), scales (of FP8), formats (of recipes)

@@ -236,7 +236,10 @@ def one_group(rows: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
         return _offs_of_one(rows, like.device), None
     where = like.device
     stream = torch_private.current_stream(where.index)[0] if like.is_cuda else 0
-    return _kept_group(rows, where, stream)
+    kept = _kept_group(rows, where, stream)
+    if thread.unseen is not True:  # somebody writes down what is done
+        thread.unseen.keep(*kept)
+    return kept
 
 
 @functools.lru_cache(maxsize=256)

@@ -72,7 +72,7 @@ class _RegistryThread(threading.local):
         # in every thread's own dict from the start: dynamo guards on what a dict does not hold yet
         self.reference_only = False
         self.as_arch = 0
-        self.unseen = False
+        self.unseen: Any = False  # True, or the `Transcriber` that writes calls down
 
 
 thread = _RegistryThread()
@@ -169,9 +169,12 @@ class KernelOp(Generic[P, R]):
             register_flops()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if thread.unseen:
+        unseen_by = thread.unseen
+        if unseen_by:
             if kwargs:
                 return self(*self._in_order(args, kwargs))  # type: ignore[call-arg]
+            if unseen_by is not True:
+                return unseen_by.called(self, args)
             out = replaying.now.run(self, args)
             if out is not NOT_REPLAYED:
                 return out

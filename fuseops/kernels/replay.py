@@ -83,6 +83,37 @@ class Encoded(dict[int, Any]):
         return found
 
 
+class EncodedPlace(NamedTuple):
+    """An `EncodedPlace` is an operand of a launch that is the tensor map of a place."""
+
+    slot: int
+    maps: Encoded
+
+
+STREAM = object()  # in the place of the stream, among the operands of a launch
+
+
+class Program(NamedTuple):
+    """A `Program` is one launch of a written replay: what launches it, and its operands, places for addresses."""
+
+    raw: Callable[..., None]
+    operands: list[Any]
+
+    def line(self, addresses: Sequence[str], known: dict[str, Any]) -> str:
+        """The launch, as a line of a written function.   addresses: expressions, by slot"""
+        return f" {constant(self.raw, known)}({', '.join([self._text(o, addresses, known) for o in self.operands])})"
+
+    @staticmethod
+    def _text(value: Any, addresses: Sequence[str], known: dict[str, Any]) -> str:
+        if value is STREAM:
+            return "stream"
+        if type(value) is OperandPlace:
+            return addresses[value.slot]
+        if type(value) is EncodedPlace:
+            return f"{constant(value.maps, known)}[{addresses[value.slot]}]"
+        return constant(value, known)
+
+
 class Allocation(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -106,6 +137,10 @@ class Replay:
         self.empty = torch_private.empty_strided(self.device)
         self.programs: list[Launch] | None = None
         self.launcher = launcher
+        # how it launches by itself, once launches have told; `launchable`: they may yet
+        self.launchers: Sequence[Launcher] = ()
+        self.written: list[Program] = []
+        self.launchable = True
         self.again: Callable[..., Any] = self._checked  # what a call comes to
         try:
             self._rehearse(args, tensors)
@@ -166,7 +201,8 @@ class Replay:
         for kernel, grid, args, options in programs:
             given = [_argument(a, tensors) for a in args]
             launchers.append(self.launch(kernel, grid, given, options))  # type: ignore[misc]
-        if launchers and None not in launchers and self.again == self._checked:
+        self.launchable = bool(launchers) and None not in launchers
+        if self.launchable and self.again == self._checked:
             self.again = self._written(programs, launchers, tensors)
 
     def _written(
@@ -175,6 +211,8 @@ class Replay:
         """A function for operands of this kind, written out: it checks, allocates and launches, and nothing else. Loops
         over operands would take several times as long as the launches.
         """
+        self.launchers = launchers
+        self.written = [_program(*each, tensors) for each in zip(launchers, programs, strict=True)]
         given = [f"a{k}" for k in range(self.count)]
         tensors_of = self.tensors_of(given)
         known: dict[str, Any] = {
@@ -188,7 +226,7 @@ class Replay:
         # None first: a tensor in its place takes a while to differ from anything
         scalars = sorted(zip(self.rest_of(given), self.scalars, strict=True), key=_is_something)
         same = [
-            f" and {name} is None" if value is None else f" and {name} == {_constant(value, known)}"
+            f" and {name} is None" if value is None else f" and {name} == {constant(value, known)}"
             for name, value in scalars
         ]
         lines = [
@@ -199,28 +237,15 @@ class Replay:
             f" if hooks.launch_enter_hook.calls: return slow({every})",
             " if index != current_device():",
             f"  with device(index): return again({every})",
+            " stream = stream_of(index)",
         ]
-        made = range(len(tensors_of), len(tensors))
-        for k, (shape, strides, dtype) in zip(made, self.allocations, strict=True):
-            lines.append(f" t{k} = empty({shape}, {strides}, {_constant(dtype, known)})")
-            lines.append(f" p{k} = t{k}.data_ptr()")
-        lines.append(" stream = stream_of(index)")
-        for launcher, (_, grid, args, _) in zip(launchers, programs, strict=True):
-            operands = [_constant(number, known) for number in (*grid, 1, 1)[:3]]
-            operands += ["stream", *[_constant(part, known) for part in launcher.head]]
-            maps = 0
-            for value in (*args, *launcher.constants):
-                operands += _operand(value, launcher, maps, tensors, known)
-                maps += type(value) is Described
-            lines.append(f" {_constant(launcher.raw, known)}({', '.join(operands)})")
-        new = [f"t{slot}" for slot in made]
+        new = [f"t{k}" for k in range(len(tensors_of), len(tensors))]
+        lines += self.lines([f"p{k}" for k in range(len(tensors_of))], new, known)
         if self.outputs is not None:
             every = ", ".join(new)
             new = [
-                new[place.slot]
-                if place == (place.slot, 0, *self.allocations[place.slot][:2])
-                else f"view([{every}], outputs[{k}])"
-                for k, place in enumerate(self.outputs)
+                f"view([{every}], outputs[{k}])" if made is None else new[made]
+                for k, made in enumerate(self.made)
             ]
         if self.returns:
             lines.append(f" return {', '.join(new)}{',' * self.several}")
@@ -228,29 +253,49 @@ class Replay:
         written: Callable[..., Any] = known["again"]
         return written
 
+    @property
+    def made(self) -> list[int | None]:
+        """Which allocation every output is, None for one that is a view of one."""
+        if self.outputs is None:
+            return [*range(len(self.allocations))]
+        return [
+            place.slot if place == (place.slot, 0, *self.allocations[place.slot][:2]) else None
+            for place in self.outputs
+        ]
+
+    def lines(
+        self, addresses: Sequence[str], new: Sequence[str], known: dict[str, Any]
+    ) -> list[str]:
+        """Lines that allocate and launch.   addresses: of operands.  new: names of what is allocated, as "t7" """
+        found = []
+        for name, (shape, strides, dtype) in zip(new, self.allocations, strict=True):
+            found.append(f" {name} = empty({shape}, {strides}, {constant(dtype, known)})")
+            found.append(f" p{name[1:]} = {name}.data_ptr()")
+        addresses = [*addresses, *[f"p{name[1:]}" for name in new]]
+        return [*found, *[program.line(addresses, known) for program in self.written]]
+
 
 def _is_something(named: tuple[str, Any]) -> bool:
     return named[1] is not None
 
 
-def _operand(
-    value: Any, launcher: Launcher, number: int, tensors: Sequence[Tensor], known: dict[str, Any]
-) -> list[str]:
-    """What a written function gives for an operand of a launch: an address, a constant, or the descriptor of this
-    number, encoded.
-    """
-    if type(value) is OperandPlace:
-        return [f"p{value.slot}"]
-    if type(value) is not Described:
-        return [_constant(value, known)]
-    t = tensors[value.place.slot]
-    found = Encoded(launcher, number, value, t.dtype)
-    rest = [_constant(part, known) for part in found.encode(t.data_ptr())[1:]]
-    return [f"{_constant(found, known)}[p{value.place.slot}]", *rest]
+def _program(launcher: Launcher, noted: Launch, tensors: Sequence[Tensor]) -> Program:
+    """A launch of operands that are numbers, on the current stream."""
+    operands: list[Any] = [*(*noted.grid, 1, 1)[:3], STREAM, *launcher.head]
+    number = 0
+    for value in (*noted.args, *launcher.constants):
+        if type(value) is Described:
+            t = tensors[value.place.slot]
+            maps = Encoded(launcher, number, value, t.dtype)
+            operands += [EncodedPlace(value.place.slot, maps), *maps.encode(t.data_ptr())[1:]]
+            number += 1
+        else:
+            operands.append(value)
+    return Program(launcher.raw, operands)
 
 
-def _constant(value: Any, known: dict[str, Any]) -> str:
-    """A name for a value in the written function."""
+def constant(value: Any, known: dict[str, Any]) -> str:
+    """A name for a value in a written function."""
     name = f"c{len(known)}"
     known[name] = value
     return name
@@ -364,6 +409,11 @@ class Replays(dict[tuple[Any, ...], list[Replay]]):
         super().__init__()
         self.under: dict[Any, Replays] = {}
         self.answers: dict[tuple[Any, ...], list[tuple[Callable[..., bool], Any]]] = {}
+
+    def of(self, op: Any, args: tuple[Any, ...]) -> Replay | None:
+        """The replay of an op for these operands."""
+        kinds = self.get((op, len(args), args[0].shape, args[0].dtype), ())
+        return next((replay for replay in kinds if replay.fits(args)), None)
 
     def run(self, op: Any, args: tuple[Any, ...]) -> Any:
         """What the op gives, or NOT_REPLAYED."""

@@ -163,6 +163,9 @@ class Segment:
     own: bool = field(init=False)  # fuseops knows what its ops do: all of them are fuseops' own
     # and none of them changes what kernels depend on, which may run on the device
     quiet: bool = field(init=False)
+    # its calls may be written down, and done again (`run.repeats`), and what is
+    repeatable: bool = field(init=False)
+    repeats: Any = field(init=False, default=None)
     inputs: int = field(init=False)  # how many tensors the node takes besides x
     # where the tensors of `params` are registered, by the name of a dict of each op; none where some are not
     registered: tuple[tuple[Op[Any], str, str], ...] = field(init=False)
@@ -188,6 +191,12 @@ class Segment:
         run = [*self.ops, *(step.target for step in (*self.forward, *self.backward))]
         self.own = all(map(is_own, run))
         self.quiet = self.own and not self.elsewhere and (INTERPRET or self.device != "cpu")
+        self.repeatable = (
+            (self.own and not self.elsewhere and self.device != "meta" and self.path is None)
+            and not self.exports
+            and not any(step.live for step in (*self.forward, *self.backward))
+            and not any(c.precision.roles for step in self.forward for c in step.calls)
+        )
         self.inputs = len(self.reads) + len(self.params)
         owners = [
             (op, kind, name)

@@ -5,8 +5,8 @@ a sequence     composed (its children), splice (what is inside them), runner (it
 a run of ops   run (finds the plan of a call), entries (those it keeps), modes (of ops by themselves), gate
                (where a recipe pays)
 compiled code  compiled (a call as dynamo traces it), traced (how it knows objects)
-its execution  bridge (the autograd Function), steps (what it runs, written out), saving, pure (level-1 ops), draws
-               (their random numbers), ranges (of a profile)
+its execution  bridge (the autograd Function), steps (what it runs, written out), repeats (of calls alike), saving, pure
+               (level-1 ops), draws (their random numbers), ranges (of a profile)
 gradients      weight_grads (main_grad, backward_dw), data_parallel (their ranks), buffers (of the caller),
                second_order (refused)
 errors         first (whether ops keep the contract, at the first call), unfused (what members of a fused op give),

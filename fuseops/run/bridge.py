@@ -14,7 +14,7 @@ from fuseops.ops import names
 from fuseops.plan.segment import Segment, Step
 from fuseops.recipes import Quantized
 
-from . import checks, second_order, weight_grads
+from . import checks, repeats, second_order, weight_grads
 from .checks import describe
 from .first import FirstCall
 from .saving import pack, saved_names, unpack
@@ -47,25 +47,28 @@ class Node(torch.autograd.Function):
     def forward(ctx: Any, which: Segment | int, live: Live | None, x: Any, *inputs: Any) -> Any:
         # traced code passes a constant that stands for the segment
         seg: Segment = TABLE[which] if isinstance(which, int) else which
+        rows: Sequence[Any]
         t, forward = list(inputs), seg.fwd or write_forward(seg)
         if live is None:
             y, kept, entered = forward(x, t, Once())
             y = y.dequantize() if type(y) is Quantized else y
             # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
             y = y.view_as(y)
+            flat, rows = pack(seg, kept, traced=True)
         else:
             if not seg.checked_backward:
                 live.once = live.once._replace(look=FirstCall(seg, inputs))
             here = registry.thread
-            before, here.unseen = here.unseen, seg.quiet and registry.unseen()
+            before, unseen = here.unseen, registry.unseen()
+            here.unseen = seg.quiet and unseen
             arrived, live.crossing = live.crossing, None
             try:
-                y, kept, entered = forward(arrived or x, t, live.once)
+                found = repeats.forward(seg, forward, arrived or x, t, live.once, unseen)
+                y, flat, rows, entered = found
             finally:
                 here.unseen = before
             if type(y) is Quantized:
                 live.crossing, y = y, y.carrier
-        flat, rows = pack(seg, kept, traced=live is None)
         ctx.save_for_backward(*flat)
         if live is not None:
             live.ties = second_order.ties_of(x, inputs, flat)
@@ -92,39 +95,52 @@ class Node(torch.autograd.Function):
         if seg.elsewhere:
             seg = weight_grads.as_asked(seg, ctx.given, ctx.next_functions)
         tensors = ctx.saved_tensors
-        kept = unpack(rows, tensors)
+        saved = [*tensors]
         if not torch.is_grad_enabled():
             del tensors
             if live is not None:
                 torch_private.release_saved(ctx)
-            return _backward_in(seg, live, kept, dy, dsides, entered, seed)
+            return _backward_in(seg, live, rows, saved, dy, dsides, entered, seed)
         with torch.no_grad():
-            grads = _backward_in(seg, live, kept, dy, dsides, entered, seed)
+            grads = _backward_in(seg, live, rows, saved, dy, dsides, entered, seed)
         ties = [*live.ties, *second_order.leaves(ctx), *(d for d in (dy, *dsides) if d is not None)]
         ties += [t for t in tensors if t.requires_grad]
         return tuple(second_order.guard(grads, ties, _no_second_derivative(seg, live)))
 
 
 def _backward_in(
-    seg: Segment, live: Live | None, kept: list[Any], dy: Any, dsides: Any, entered: Any, seed: Any
+    seg: Segment,
+    live: Live | None,
+    rows: Any,
+    saved: list[Tensor],
+    dy: Any,
+    dsides: Any,
+    entered: Any,
+    seed: Any,
 ) -> tuple[Any, ...]:
-    """The backward of a segment with autocast off, and with a note on any error that says where it happened."""
+    """The backward of a segment with autocast off, and with a note on any error that says where it happened.
+
+    saved: what autograd gives back, which is taken out of the list
+    """
     backward = seg.bwd or write_backward(seg)
     once = Once() if live is None else live.once
     if seed is not None:
         once = once._replace(seed=seed)
     if live is None:
+        kept = unpack(rows, saved)
         if torch.compiler.is_dynamo_compiling():  # torch 2.11 cannot trace what sets the flag
             return backward(kept, dy, dsides, entered, once)
         with torch_private.compiling():
             return backward(kept, dy, dsides, entered, once)
     here = registry.thread
-    before, here.unseen = here.unseen, seg.quiet and registry.unseen()
+    before, unseen = here.unseen, registry.unseen()
+    here.unseen = seg.quiet and unseen
+    given = repeats.Returning(rows, saved, dy, dsides, entered)
     try:
         if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
             with torch.autocast(seg.device, enabled=False):
-                return backward(kept, dy, dsides, entered, once)
-        return backward(kept, dy, dsides, entered, once)
+                return repeats.backward(seg, backward, given, once, unseen)
+        return repeats.backward(seg, backward, given, once, unseen)
     except Exception as error:
         unsaved = checks.unsaved(checks.failing_step(error))
         error.add_note(
