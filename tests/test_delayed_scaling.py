@@ -304,7 +304,7 @@ def test_a_history_of_another_length_goes_on_with_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"amax_history_len": 0}, "expected a number of steps"),
+        ({"amax_history_len": 0}, "expected a number, 1 or above"),
         ({"amax_compute_algo": "mean"}, "amax_compute_algo='mean'"),
         ({"group": object()}, "expected the name of a process group"),
         ({"fwd": torch.bfloat16}, "fwd=torch.bfloat16"),

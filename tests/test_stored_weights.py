@@ -194,6 +194,10 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         dense()
     with pytest.raises(fo.FuseOpsError, match="Parameter"), fo.quantized_init(RECIPE):
         fo.ops.GroupedLinear(2, 8, 8, packed=False)
+    with fo.quantized_init(RECIPE):
+        sums = fo.Sequential(fo.ops.GroupedLinear(2, 8, 8, accumulate_into_main_grad=True))
+    with pytest.raises(fo.FuseOpsError, match="masters: 0 has accumulate_into_main_grad"):
+        fo.masters(sums)
     model.fc1.weight.data = model.fc1.weight.data.clone()  # as a wrapper that shards does
     with pytest.raises(fo.FuseOpsError, match="as if it had values"), fo.recipe(RECIPE):
         model(x)

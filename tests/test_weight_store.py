@@ -212,6 +212,22 @@ def test_an_evaluation_makes_the_rows_alone_and_a_frozen_weight_outlives_the_ste
     assert made == ["row "]
 
 
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_a_frozen_weight_that_an_optimizer_still_steps_is_quantized_anew(
+    options: dict[str, bool],
+) -> None:
+    """By the gradient that it had when it was frozen; a fused step moves no version."""
+    model, x = dense(), torch.randn(T, D)
+    gradients(model, x, plain, BLOCK(weights="step"))
+    model.requires_grad_(False)
+    with fo.recipe(BLOCK(weights="step")):
+        model(x)
+        torch.optim.AdamW(model.parameters(), lr=0.1, **options).step()
+        found = model(x)
+    with fo.recipe(BLOCK()):
+        assert torch.equal(found, model(x))
+
+
 def test_stores_do_not_travel_with_the_model() -> None:
     model, x = experts(), torch.randn(T, D)
     cold = set(model.state_dict())

@@ -179,14 +179,21 @@ def masters(model: nn.Module) -> list[nn.Parameter]:
     A master begins as what the codes stand for. The gradients of its weight are moved to it, in float32, after each
     backward; before the next forward reads the codes they are made of it anew, or when `fuseops.weights_changed(model)`
     says so (in place, for a captured graph). It is in the op's state_dict, as `weight_master`.
+    Raises FuseOpsError for an op that adds its gradients to `main_grad`, where a master does not see them.
     """
     if not isinstance(model, nn.Module):
         raise FuseOpsError(f"masters(model) expects an nn.Module, got {type(model).__name__}.")
-    stored = {
-        id(m._parameters["weight"]): s
-        for m in model.modules()
-        if (s := stored_in(m)) is not None and s.lives
-    }
+    stored = {}
+    for name, module in model.named_modules():
+        own = stored_in(module)
+        if own is None or not own.lives:
+            continue
+        if getattr(module, "accumulate_into_main_grad", False):
+            raise FuseOpsError(
+                f"masters: {name or type(module).__name__} has accumulate_into_main_grad, and its gradients would not "
+                "come to the master of its weight: leave it out, the master's own are float32."
+            )
+        stored[id(module._parameters["weight"])] = own
     return [stored[id(p)].with_master() if id(p) in stored else p for p in model.parameters()]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs, matches
 
-from .recipe import BACKWARDS, Recipe, Roles, check_choices
+from .recipe import BACKWARDS, Recipe, Roles, option
 from .scales import ROLES
 from .scaling import Scaling
 from .store import POLICIES
@@ -29,15 +29,15 @@ class ByRole(Recipe):
     """
 
     choose: Choose
-    weights: str = "none"
-    backward: str | None = None
+    weights: str = option(*POLICIES)
+    backward: str | None = option(*BACKWARDS)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not callable(self.choose):
             raise FuseOpsError(
                 f"ByRole expects a function of (op, name, role), got {self.choose!r}."
             )
-        check_choices(self, weights=POLICIES, backward=BACKWARDS)
 
     def roles_of(self, op: Any, name: str) -> Roles:
         x, weight, dy = (self._scaling(op, name, role) for role in ROLES)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 
-from .recipe import Recipe, Roles, check_choices, check_formats
+from .recipe import Recipe, Roles, number, option
 from .scaling import E4M3, E5M2, Scaling
 from .store import POLICIES
 
@@ -37,21 +37,19 @@ class DelayedScaling(Recipe):
     """
 
     margin: int = 0
-    amax_history_len: int = 1024
+    amax_history_len: int = number(1024, 1)
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
     group: str | None = None
-    weights: str = "none"
-    fwd: torch.dtype = E4M3
-    bwd: torch.dtype = E5M2
+    weights: str = option(*POLICIES)
+    fwd: torch.dtype = option(E4M3, E5M2)
+    bwd: torch.dtype = option(E5M2, E4M3)
 
     def __post_init__(self) -> None:
-        check_formats(self, self.fwd, self.bwd)
-        check_choices(self, weights=POLICIES)
-        if not callable(self.amax_compute_algo):
-            check_choices(self, amax_compute_algo=ALGORITHMS)
-        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
+        super().__post_init__()
+        algorithm = self.amax_compute_algo
+        if not callable(algorithm) and algorithm not in ALGORITHMS:
             raise FuseOpsError(
-                f"DelayedScaling(amax_history_len={self.amax_history_len!r}): expected a number of steps, at least 1."
+                f"DelayedScaling(amax_compute_algo={algorithm!r}): expected one of {ALGORITHMS}, or a function."
             )
         if self.group is not None and not isinstance(self.group, str):
             raise FuseOpsError(

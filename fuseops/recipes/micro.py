@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .recipe import BACKWARDS, Recipe, Roles, check_choices, check_formats
-from .scaling import E2M1, E4M3, E8M0, Scaling
+from .recipe import BACKWARDS, Recipe, Roles, option
+from .scaling import E2M1, E4M3, E5M2, E8M0, Scaling
 from .store import POLICIES
 
 
@@ -34,15 +34,11 @@ class MXFP8BlockScaling(Recipe):
     Raises FuseOpsError for another value of any of them.
     """
 
-    square_weights: bool = False
-    weights: str = "none"
-    backward: str | None = None
-    fwd: torch.dtype = E4M3
-    bwd: torch.dtype = E4M3
-
-    def __post_init__(self) -> None:
-        check_formats(self, self.fwd, self.bwd)
-        check_choices(self, weights=POLICIES, backward=BACKWARDS, square_weights=(False, True))
+    square_weights: bool = option(False, True)
+    weights: str = option(*POLICIES)
+    backward: str | None = option(*BACKWARDS)
+    fwd: torch.dtype = option(E4M3, E5M2)
+    bwd: torch.dtype = option(E4M3, E5M2)
 
     def roles(self) -> Roles:
         weight = mxfp8(self.fwd, self.square_weights)
@@ -77,16 +73,11 @@ class NVFP4BlockScaling(Recipe):
     Raises FuseOpsError for another value of any of them.
     """
 
-    hadamard: bool = True
-    stochastic: bool = True
-    square_weights: bool = True
-    weights: str = "none"
-    backward: str | None = None
-
-    def __post_init__(self) -> None:
-        check_choices(self, weights=POLICIES, backward=BACKWARDS)
-        switches = ("hadamard", "stochastic", "square_weights")
-        check_choices(self, **dict.fromkeys(switches, (False, True)))
+    hadamard: bool = option(True, False)
+    stochastic: bool = option(True, False)
+    square_weights: bool = option(True, False)
+    weights: str = option(*POLICIES)
+    backward: str | None = option(*BACKWARDS)
 
     def roles(self) -> Roles:
         return Roles(

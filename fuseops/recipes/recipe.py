@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -13,8 +13,6 @@ from fuseops.errors import FuseOpsError
 from .scaling import COLUMN, E4M3, E5M2, SQUARE, VECTOR, Scaling
 from .store import POLICIES
 
-WGRADS = ("square", "block", "bf16")
-HIDDEN = ("bf16", "float8")
 BACKWARDS = (None, "high_precision", "dequantized")
 
 
@@ -88,12 +86,36 @@ class Roles:
         return self.weight.block != VECTOR  # type: ignore[union-attr]
 
 
+def option(*choices: Any) -> Any:
+    """A field of a recipe that is one of these, by default the first."""
+    return field(default=choices[0], metadata={"choices": choices})
+
+
+def number(default: float, least: float) -> Any:
+    """A field of a recipe that is a finite number, a whole one where the default is."""
+    return field(default=default, metadata={"least": least})
+
+
 @dataclass(frozen=True, eq=False)
 class Recipe:
     """A recipe turns the role of an operand (input, weight or output gradient) into its format; this is their base.
 
-    A subclass that is a frozen dataclass is compared by its fields, any other one by identity.
+    A subclass that is a frozen dataclass is compared by its fields, any other one by identity. What its fields may be
+    is said where they stand, by `option` and `number`, and tried by the laws.
     """
+
+    def __post_init__(self) -> None:
+        """Raise FuseOpsError for a field that is none of its choices, or no number from its least one on."""
+        for f in fields(self):
+            value, wanted = getattr(self, f.name), ""
+            if value not in (choices := f.metadata.get("choices", (value,))):
+                wanted = f"one of {choices}"
+            if (least := f.metadata.get("least")) is not None:
+                kind = int if isinstance(f.default, int) else int | float
+                if not isinstance(value, kind) or not least <= value < math.inf:
+                    wanted = f"a number, {least:g} or above"
+            if wanted:
+                raise FuseOpsError(f"{type(self).__name__}({f.name}={value!r}): expected {wanted}.")
 
     def roles(self) -> Roles:
         """The formats of an op's operands."""
@@ -116,17 +138,13 @@ class Float8CurrentScaling(Recipe):
     Raises FuseOpsError for another value of any of them.
     """
 
-    fwd: torch.dtype = E4M3
-    bwd: torch.dtype = E5M2
-    weights: str = field(default="none", kw_only=True)
-    backward: str | None = field(default=None, kw_only=True)
-    powers_of_two: bool = field(default=False, kw_only=True)
-    epsilon: float = field(default=0.0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_formats(self, self.fwd, self.bwd)
-        check_choices(self, weights=POLICIES, backward=BACKWARDS, powers_of_two=(False, True))
-        check_epsilon(self, self.epsilon)
+    fwd: torch.dtype = option(E4M3, E5M2)
+    bwd: torch.dtype = option(E5M2, E4M3)
+    _: KW_ONLY
+    weights: str = option(*POLICIES)
+    backward: str | None = option(*BACKWARDS)
+    powers_of_two: bool = option(False, True)
+    epsilon: float = number(0.0, 0)
 
     def roles(self) -> Roles:
         options: dict[str, Any] = {"powers": self.powers_of_two, "epsilon": self.epsilon}
@@ -163,21 +181,18 @@ class Float8BlockScaling(Recipe):
     Raises FuseOpsError for another value of any of them.
     """
 
-    wgrad: str = "square"
-    hidden: str = "bf16"
-    weights: str = "none"
-    backward: str | None = None
-    powers_of_two: bool = True
-    epsilon: float = 0.0
-    square_weights: bool = True
-    fwd: torch.dtype = E4M3
-    bwd: torch.dtype = E4M3
+    wgrad: str = option("square", "block", "bf16")
+    hidden: str = option("bf16", "float8")
+    weights: str = option(*POLICIES)
+    backward: str | None = option(*BACKWARDS)
+    powers_of_two: bool = option(True, False)
+    epsilon: float = number(0.0, 0)
+    square_weights: bool = option(True, False)
+    fwd: torch.dtype = option(E4M3, E5M2)
+    bwd: torch.dtype = option(E4M3, E5M2)
 
     def __post_init__(self) -> None:
-        check_formats(self, self.fwd, self.bwd)
-        check_choices(self, wgrad=WGRADS, hidden=HIDDEN, weights=POLICIES, backward=BACKWARDS)
-        check_choices(self, powers_of_two=(False, True), square_weights=(False, True))
-        check_epsilon(self, self.epsilon)
+        super().__post_init__()
         if self.wgrad == "square" and not self.powers_of_two:
             raise FuseOpsError(
                 'Float8BlockScaling(powers_of_two=False): expected wgrad="block" or "bf16", since '
@@ -198,29 +213,3 @@ class Float8BlockScaling(Recipe):
             weights=self.weights,
             backward=self.backward,
         )
-
-
-def check_choices(recipe: Recipe, **choices: tuple[Any, ...]) -> None:
-    """Raise FuseOpsError for an option that is none of its choices."""
-    for name, known in choices.items():
-        if getattr(recipe, name) not in known:
-            raise FuseOpsError(
-                f"{type(recipe).__name__}({name}={getattr(recipe, name)!r}): expected one of {known}."
-            )
-
-
-def check_epsilon(recipe: Recipe, epsilon: float) -> None:
-    """Raise FuseOpsError for a smallest amax that is none."""
-    if not isinstance(epsilon, (int, float)) or not 0 <= epsilon < math.inf:
-        raise FuseOpsError(
-            f"{type(recipe).__name__}(epsilon={epsilon!r}): expected a number, 0 or above."
-        )
-
-
-def check_formats(recipe: Recipe, fwd: torch.dtype, bwd: torch.dtype) -> None:
-    """Raise FuseOpsError for a format of eight bits that is none."""
-    for name, dtype in (("fwd", fwd), ("bwd", bwd)):
-        if dtype not in (E4M3, E5M2):
-            raise FuseOpsError(
-                f"{type(recipe).__name__}({name}={dtype}): expected torch.float8_e4m3fn or torch.float8_e5m2."
-            )

@@ -155,7 +155,8 @@ def kept_bytes(shape: tuple[int, ...], scaling: Scaling, layouts: int) -> int:
 
 def _stamp(source: nn.Parameter, scaling: Scaling) -> tuple[Any, ...]:
     """What changes when a parameter does."""
-    steps = Steps.taken if source.requires_grad else None  # optimizers leave a frozen one alone
+    # optimizers leave alone what is frozen, but for one that has a gradient left
+    steps = Steps.taken if source.requires_grad or source.grad is not None else None
     place = torch_private.storage_key(source.untyped_storage()), source.storage_offset()
     shard = _shards.get(source) if _shards.data else None
     return *place, source.shape, source.stride(), source._version, steps, shard, scaling

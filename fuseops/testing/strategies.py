@@ -2,32 +2,22 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fuseops import recipes as builtin
 from fuseops.layers.sequential import Residual, Sequential
 from fuseops.ops.linear import Linear
 from fuseops.ops.op import Op
 from fuseops.ops.routing import Routing
 from fuseops.ops.structure import Add, Tap
-from fuseops.recipes import (
-    ByRole,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-    Scaling,
-)
+from fuseops.recipes import ByName, ByRole, Recipe, Scaling
 from fuseops.recipes.micro import mxfp8, nvfp4
-from fuseops.recipes.recipe import BACKWARDS, HIDDEN, WGRADS
 from fuseops.recipes.scaling import COLUMN
-from fuseops.recipes.store import POLICIES
 from fuseops.rules.rule import Rule
 
 from .catalogue import Wanted, catalogue, entry
@@ -416,40 +406,30 @@ def _chain(
         yield from found
 
 
-BY_EIGHT_BITS = (Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling)
-DRAWN = (*BY_EIGHT_BITS, NVFP4BlockScaling, DelayedScaling, ByRole)
+BUILTIN = [r for r in vars(builtin).values() if isinstance(r, type) and issubclass(r, Recipe)]
+DRAWN = sorted((r for r in BUILTIN if r not in (Recipe, ByName)), key=lambda r: r.__name__)
+NUMBERS = {"epsilon": [0.0, 0.5], "margin": [0, 1], "amax_history_len": [2]}
 
 
 @st.composite
-def recipes(draw: Draw, hidden: Sequence[str] = HIDDEN[:1]) -> Recipe:
+def recipes(draw: Draw, hidden: Sequence[str] = ("bf16",)) -> Recipe:
     """A built-in recipe with any of its options.
 
     hidden: what may be saved between two GEMMs; with "float8" a fused MLP does not compute what its ops do.
     None rounds at random, so that what is compared draws nothing; DelayedScaling begins without a state, and takes
     the tensors' own scales then.
     """
-    formats = st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2])
-    options: dict[str, Any] = {
-        "weights": draw(st.sampled_from(POLICIES)),
-    }
-    kind = draw(st.sampled_from(DRAWN))
-    if kind is not DelayedScaling:
-        options["backward"] = draw(st.sampled_from(BACKWARDS))
+    kind: Any = draw(st.sampled_from(DRAWN))
+    choices = {f.name: f.metadata["choices"] for f in fields(kind) if "choices" in f.metadata}
+    choices |= {name: values for name, values in NUMBERS.items() if hasattr(kind, name)}
+    choices |= {"hidden": hidden} if "hidden" in choices else {}
+    choices |= {"stochastic": [False]} if "stochastic" in choices else {}
+    options = {name: draw(st.sampled_from(values)) for name, values in choices.items()}
+    if options.get("wgrad") == "square":  # whose codes are shifted by powers of two
+        options["powers_of_two"] = True
     if kind is ByRole:
-        return ByRole(Formats(*(draw(scalings()) for _ in range(3))), **options)
-    if kind in (MXFP8BlockScaling, NVFP4BlockScaling, Float8BlockScaling):
-        options["square_weights"] = draw(st.booleans())
-    if kind is NVFP4BlockScaling:
-        return NVFP4BlockScaling(hadamard=draw(st.booleans()), stochastic=False, **options)
-    if kind in (Float8BlockScaling, Float8CurrentScaling):
-        options["powers_of_two"] = draw(st.booleans())
-        options["epsilon"] = draw(st.sampled_from([0.0, 0.5]))
-    if kind is Float8BlockScaling:
-        wgrads = WGRADS if options["powers_of_two"] else WGRADS[1:]
-        options |= {"wgrad": draw(st.sampled_from(wgrads)), "hidden": draw(st.sampled_from(hidden))}
-    if kind is DelayedScaling:
-        options |= {"amax_history_len": 2, "margin": draw(st.sampled_from([0, 1]))}
-    made: Recipe = kind(fwd=draw(formats), bwd=draw(formats), **options)
+        options["choose"] = Formats(*(draw(scalings()) for _ in range(3)))
+    made: Recipe = kind(**options)
     return made
 
 
