@@ -203,7 +203,7 @@ def _scaled_act_bwd(
 
 
 def _scaled_act_bwd_into(
-    x: Tensor, dy: Tensor, probs: Tensor, kind: str, *options: Any
+    x: Tensor, dy: Tensor, probs: Tensor | None, kind: str, *options: Any
 ) -> tuple[Tensor, Tensor]:
     dx, *rest = _scaled_act_bwd(dy, x, probs, kind, *options)
     x.copy_(dx)
@@ -364,7 +364,7 @@ def scaled_act_bwd(
     cases=lambda: ((x, dy, *rest) for dy, x, *rest in islice(_cases(dy=True, probs=True), 1)),
 )
 def scaled_act_bwd_into(
-    x: Tensor, dy: Tensor, probs: Tensor, kind: str, need_dprobs: bool = True, need_y: bool = False,
+    x: Tensor, dy: Tensor, probs: Tensor | None, kind: str, need_dprobs: bool = True, need_y: bool = False,
     interleave: int = 0, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dprobs, y) of `scaled_act_bwd`, whose dx is written over x, contiguous; it is the same kernel."""

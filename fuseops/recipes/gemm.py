@@ -301,35 +301,13 @@ def wgrad_into(
     """
     if Measuring.numbers and watching():
         wgrad(dy, x, torch.float32, offs, name)
-    _wgrad_into(main_grad, dy, x, offs, accumulate, tiles_of)
-
-
-def _wgrad_into(
-    main_grad: Tensor,
-    dy: Operand,
-    x: Operand,
-    offs: Tensor,
-    accumulate: bool,
-    tiles_of: TilesOf | None,
-) -> None:
     columns = _columns(dy, x, main_grad.dtype)
     if columns is not None:
         tiles = _table(columns[0], offs, tiles_of)
         K.fp8_wgrad_into(main_grad, *columns, offs, tiles, accumulate)
         return
-    if _small(dy, "col", x, "col") and _same_columns(dy, x):
-        dw = _wgrad(dy, x, main_grad.dtype, offs)
-        main_grad.add_(dw) if accumulate else main_grad.copy_(dw)
-        return
-    left, right, whole, ends = _tokens_first(dy, x, offs)
-    if whole is None or not accumulate:
-        K.grouped_wgrad_into(main_grad, left, right, ends, accumulate=accumulate)  # type: ignore[arg-type]
-        if whole is not None:
-            main_grad.mul_(whole.reshape(-1, 1, 1))
-        return
-    dw = torch.empty_like(main_grad)
-    K.grouped_wgrad_into(dw, left, right, ends, accumulate=False)  # type: ignore[arg-type]
-    main_grad.addcmul_(dw, whole.reshape(-1, 1, 1))
+    dw = _wgrad(dy, x, main_grad.dtype, offs)
+    main_grad.add_(dw) if accumulate else main_grad.copy_(dw)
 
 
 def _tokens_first(

@@ -363,13 +363,11 @@ class GroupedMLP(FusedOp):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dh, dprobs and the activation, in one pass over h. dh takes the place of a spare h where a kernel runs."""
         kind, *options = s.form  # type: ignore[misc]
-        probs = s.probs
+        probs = s.probs if self.scaled else None
         if not need_dh:
             return None, K.act_dprobs(da, h, kind, *options), None
-        if not self.scaled:
-            if not need_a:
-                return K.act_bwd(da, h, kind, *options), None, None
-            probs = torch.ones(h.shape[:-1], device=h.device)  # exact
+        if probs is None and not need_a:
+            return K.act_bwd(da, h, kind, *options), None, None
         wanted: Any = (probs, kind, need_dprobs, need_a, *options)
         if spare and h.is_contiguous() and K.scaled_act_bwd_into.launches((h, da, probs), {}):
             dh = h

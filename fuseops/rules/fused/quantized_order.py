@@ -45,20 +45,12 @@ def parts(
     rows, (_, wide, width) = (dy if index is None else index).shape[0], w1.shape
     hidden = w2.shape[2]
     held = Held(dy.shape[0], rows, wide, width, hidden, w2.element_size(), len(w2))
-    by_index = index is not None
-    if copied:
-        if not _spares_copied(held):
-            return 0
-        most = width // BLOCK if _divisible_copies(dy, calls) else 1
-        high = held.high(
-            copies_rows(dy, index, FC1, wide), copies_rows(dy, index, FC2_DSWIGLU, hidden)
-        )
-        return _fewest_copied(held, high, most)
-    most = width // BLOCK if by_index and _divisible(dy, calls) else 0
-    found = _whatever_is_copied(held, by_index, most)
+    most = 0 if index is None else width // BLOCK if _divisible(dy, calls, copied) else int(copied)
+    found = _whatever_is_read(held, copied, index is not None, most)
     if found is None:
-        copies_dy = not by_index or copies_rows(dy, index, FC2_DSWIGLU, hidden)
-        found = _fewest(held, by_index, copies_rows(dy, index, FC1, wide), copies_dy, most)
+        reads_x = copies_rows(dy, index, FC1, wide)
+        reads_dy = index is None or copies_rows(dy, index, FC2_DSWIGLU, hidden)
+        found = _fewest(held, copied, index is not None, most, reads_x, reads_dy)
     return found
 
 
@@ -87,20 +79,17 @@ def _can_wait(calls: tuple[Call, ...], copied: bool) -> bool:
     return both and last.precision.roles.kernels and last.scales is None  # type: ignore[union-attr]
 
 
-def _divisible(dy: Tensor, calls: tuple[Call, ...]) -> bool:
-    """Whether both weight gradients are of squares, whose scales parts of the features keep, and nobody's sums."""
+def _divisible(dy: Tensor, calls: tuple[Call, ...], copied: bool) -> bool:
+    """Whether both weight gradients, which are nobody's sums, are of columns that parts of the features give alike: of
+    squares, whose scales the parts keep, or such as kernels make of copies and multiply.
+    """
     first, _, last = calls
     if dy.dtype not in OUTPUTS or Measuring.numbers or "weight" in (first.out or {}):
         return False
+    if copied:
+        alike = map(_alike, (first.precision.roles, last.precision.roles))
+        return first.scales is None and all(alike)
     return first.precision.roles.squares and last.precision.roles.squares  # type: ignore[union-attr]
-
-
-def _divisible_copies(dy: Tensor, calls: tuple[Call, ...]) -> bool:
-    """Whether both weight gradients are of columns that kernels make of copies and multiply, and nobody's sums."""
-    first, _, last = calls
-    if dy.dtype not in OUTPUTS or Measuring.numbers or "weight" in (first.out or {}):
-        return False
-    return first.scales is None and all(map(_alike, (first.precision.roles, last.precision.roles)))
 
 
 def _alike(roles: Roles | None) -> bool:
@@ -186,38 +175,29 @@ class Held(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _spares_copied(held: Held) -> bool:
-    """Whether fc2's weight gradient, made last, spares bytes that are worth it, where columns are made of copies."""
-    return held.first_copied() > held.last_copied(PARTS[-1]) + SPARE
-
-
-@functools.lru_cache(maxsize=1024)
-def _fewest_copied(held: Held, high: int, most: int) -> int:
-    """`parts` where columns are made of copies."""
-    first = held.first_copied()
-    if first <= high + SPARE:
-        return 0
-    n = next(n for n in PARTS if held.last_copied(n) <= high or 2 * n > most or n == PARTS[-1])
-    return n if first > held.last_copied(n) + SPARE else 0
-
-
-@functools.lru_cache(maxsize=1024)
-def _whatever_is_copied(held: Held, by_index: bool, most: int) -> int | None:
-    """`_fewest`, where it is the same whichever rows are copied."""
+def _whatever_is_read(held: Held, copied: bool, by_index: bool, most: int) -> int | None:
+    """`_fewest`, where it is the same whichever rows high precision copies."""
     either = (False, True)
-    found = {_fewest(held, by_index, x, dy, most) for x in either for dy in either}
+    found = {_fewest(held, copied, by_index, most, x, dy) for x in either for dy in either}
     return found.pop() if len(found) == 1 else None
 
 
 @functools.lru_cache(maxsize=1024)
-def _fewest(held: Held, by_index: bool, copies_x: bool, copies_dy: bool, most: int) -> int:
-    """`parts`, of rows by index or as they lie, and of features that can be had in `most`; 0: in none."""
+def _fewest(
+    held: Held, copied: bool, by_index: bool, most: int, copies_x: bool, copies_dy: bool
+) -> int:
+    """`parts`, of rows by index or as they lie, whose columns are made of copies or of codes, and of features that can
+    be had in `most`; 0: in none.   copies_x, copies_dy: whether high precision copies those rows
+    """
     high = held.high(copies_x, copies_dy)
-    if held.first() <= high + SPARE or held.waits(by_index) >= held.dw2:
+    first = held.first_copied() if copied else held.first()
+    last = held.last_copied if copied else held.last
+    if first <= high + SPARE or (not copied and held.waits(by_index) >= held.dw2):
         return 0
     if not most:
         return 1
-    return next(n for n in PARTS if held.last(n) <= high or 2 * n > most or n == PARTS[-1])
+    n = next(n for n in PARTS if last(n) <= high or 2 * n > most or n == PARTS[-1])
+    return n if not copied or first > last(n) + SPARE else 0
 
 
 # --- a weight gradient
