@@ -13,7 +13,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 
 from .checks import check_targets, check_width
-from .loss_options import ROWS, LossOptions
+from .loss_options import CHUNK_BYTES, IGNORED, ROWS, LossOptions
 from .op import Call, Grads, Op, Out, Shape
 from .vocab_parallel import (
     PartialSoftmax,
@@ -24,29 +24,25 @@ from .vocab_parallel import (
     vocabulary_over,
 )
 
-CHUNK_BYTES = 512 << 20
-IGNORED = -100  # what torch's losses ignore where they are not told
-
 
 class LinearCrossEntropySaved(NamedTuple):
     # of gradients that the forward made
-    dx: Tensor | None  # (..., D) in the dtype of x
-    dweight: Tensor | None  # (V, D) float32
-    dbias: Tensor | None  # (V,) float32
-    unit: Tensor | None  # () float32: how many times too large they are, a power of two
+    dx: Tensor | None = None  # (..., D) in the dtype of x
+    dweight: Tensor | None = None  # (V, D) float32
+    dbias: Tensor | None = None  # (V,) float32
+    unit: Tensor | None = None  # () float32: how many times too large they are, a power of two
     # of those that the backward makes
-    x: Tensor | None  # (..., D)
-    weight: Tensor | None  # the parameter itself
-    bias: Tensor | None  # the parameter itself
-    targets: Tensor | None  # (...) int64
-    class_weights: Tensor | None  # (V,), the buffer itself
-    total: Tensor | None  # () float32: what the sum of the rows' losses is divided by
-    lse: Tensor | None  # (N,) float32
-    expected: Tensor | None  # (N,) float32: the mean logit, of which entropy = lse - expected
-    gathered: (
-        Tensor | None
-    )  # (ranks, 3 or 4, N) float32: of a vocabulary over ranks, whose lse and expected are own
-    ends: tuple[list[float], int, int] | None  # what the kernels were told of the loss
+    x: Tensor | None = None  # (..., D)
+    weight: Tensor | None = None  # the parameter itself
+    bias: Tensor | None = None  # the parameter itself
+    targets: Tensor | None = None  # (...) int64
+    class_weights: Tensor | None = None  # (V,), the buffer itself
+    total: Tensor | None = None  # () float32: what the sum of the rows' losses is divided by
+    lse: Tensor | None = None  # (N,) float32
+    expected: Tensor | None = None  # (N,) float32: the mean logit; entropy = lse - expected
+    # (ranks, 3 or 4, N) float32: of a vocabulary over ranks, whose lse and expected are own
+    gathered: Tensor | None = None
+    ends: tuple[list[float], int, int] | None = None  # what the kernels were told of the loss
 
 
 class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
@@ -111,19 +107,12 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._set_options(
-            LossOptions(
-                *(
-                    IGNORED if ignore_index is None else ignore_index,
-                    label_smoothing,
-                    z_loss,
-                    soft_cap,
-                    temperature,
-                    reduction,
-                ),
-                *(publishes, gradients, chunk_bytes),
-            )
-        )
+        ignored = IGNORED if ignore_index is None else ignore_index
+        options = LossOptions(
+            ignored, label_smoothing, z_loss, soft_cap, temperature, reduction, publishes, gradients,
+            chunk_bytes,
+        )  # fmt: skip
+        self._set_options(options)
         self.rename(targets=targets)
         self.in_features, self.vocab_size = in_features, vocab_size
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -173,10 +162,9 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
 
     def extra_repr(self) -> str:
         said = f"{self.in_features}, {self.vocab_size}, bias={self.bias is not None}"
-        for name, plain in DEFAULTS.items():
-            value = getattr(self, name)
+        for name, plain in LossOptions()._asdict().items():
+            value = getattr(self._options, name)
             said += "" if value == plain else f", {name}={value!r}"
-        said += f", publishes={self.writes}" if self.writes else ""
         return ", ".join([said, *self.renamed()])
 
     def out_shape(self, shape: Shape) -> Shape:
@@ -200,7 +188,8 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             options: Any = {"linear_bias": b, "weight": class_weights, **self._options._asdict()}
             found = linear_cross_entropy(x, w, targets, **options)  # type: ignore[arg-type]
             loss, *rest = found if isinstance(found, tuple) else (found,)
-            return Out(loss, _saved(), dict(zip(self.writes, rest, strict=True)) or None)
+            side = dict(zip(self.writes, rest, strict=True))
+            return Out(loss, LinearCrossEntropySaved(), side or None)
         classes = len(weight) if self.vocabulary is None else self.vocabulary.total
         check_operands("LinearCrossEntropy", x, weight, bias, class_weights, classes)
         self._check_targets(x, targets, classes)
@@ -220,14 +209,12 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             loss, *made = self._with_grads(args, class_weights, unit / total, needs)
             dx, dw, db = (t if need else None for t, need in zip(made, needs, strict=True))
             dx = None if dx is None else dx.view(x.shape)
-            return Out(
-                (loss / total).sum(),
-                _saved(dx=dx, dweight=dw, dbias=db, unit=unit, weight=weight, bias=bias),
-            )
+            saved = LinearCrossEntropySaved(dx, dw, db, unit, weight=weight, bias=bias)
+            return Out((loss / total).sum(), saved)
         loss, published, numbers = self._rows(args, class_weights)
         y = loss.view(targets.shape) if self.reduction == "none" else (loss / total).sum()
         side = {name: published[name].view(targets.shape) for name in self.writes}
-        saved = _saved(
+        saved = LinearCrossEntropySaved(
             x=x, weight=weight, bias=bias, targets=targets, class_weights=class_weights,
             total=total, ends=self._ends, **numbers,
         )  # fmt: skip
@@ -260,17 +247,10 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
 
     @property
     def _options(self) -> LossOptions:
-        return LossOptions(
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            soft_cap=self.soft_cap,
-            temperature=self.temperature,
-            reduction=self.reduction,
-            publishes=self.writes,
-            gradients=self._asked,
-            chunk_bytes=self.chunk_bytes,
-        )
+        """As they are now."""
+        own: dict[str, Any] = {"publishes": self.writes, "gradients": self._asked}
+        names = LossOptions._fields
+        return LossOptions(**own, **{n: getattr(self, n) for n in names if n not in own})
 
     @property
     def _ends(self) -> Any:
@@ -376,16 +356,6 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         return self._by_owner(dx.view(x.shape) if needs[0] else None, params)
 
 
-DEFAULTS = {
-    "ignore_index": IGNORED,
-    "label_smoothing": 0.0,
-    "z_loss": 0.0,
-    "soft_cap": None,
-    "temperature": 1.0,
-    "reduction": "mean",
-}
-
-
 def check_operands(
     who: str,
     x: Tensor,
@@ -430,11 +400,6 @@ def _unit(total: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(total), torch.frexp(total).exponent - 1)
 
 
-def _saved(**fields: Any) -> LinearCrossEntropySaved:
-    nothing = dict.fromkeys(LinearCrossEntropySaved._fields)
-    return LinearCrossEntropySaved(**{**nothing, **fields})
-
-
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -458,17 +423,12 @@ def linear_cross_entropy(
     int64, linear_bias (V,), weight (V,); the others as of the op. -> the loss, with `publishes` a tuple of it and those
     Raises ShapeError for other shapes or dtypes, FuseOpsError for unknown options.
     """
+    ignored = IGNORED if ignore_index is None else ignore_index
+    published = publishes if isinstance(publishes, str) else tuple(publishes)
     options = LossOptions(
-        *(
-            IGNORED if ignore_index is None else ignore_index,
-            label_smoothing,
-            z_loss,
-            soft_cap,
-            temperature,
-            reduction,
-        ),
-        *(publishes if isinstance(publishes, str) else tuple(publishes), gradients, chunk_bytes),
-    )
+        ignored, label_smoothing, z_loss, soft_cap, temperature, reduction, published, gradients,
+        chunk_bytes,
+    )  # fmt: skip
     if weight is not None and weight.requires_grad:
         raise FuseOpsError(
             "linear_cross_entropy: weight wants a gradient and would get none, as in torch: detach it."

@@ -66,54 +66,35 @@ def grouped_linear(
     low_rank: down and up, whose product is added.
     columns: False where the backward makes x again, and of it what a recipe asks for.
     """
-    down, up = low_rank
-    adapted = down is not None
-    y, kept = _whole(x, weight, bias, offs, probs, call, index, out, adapted, columns)
-    if down is None or up is None:
-        return y, kept
-    tiles = tiles_of(call, offs, y.shape[0])
-    through = _down(x, down, offs, tiles, call, index)
-    return _added(y, K.grouped_mm(through, _as(up, through, call), offs, tiles)), kept
-
-
-def _whole(
-    x: Operand,
-    weight: Tensor,
-    bias: Tensor | None,
-    offs: Tensor,
-    probs: Tensor | None,
-    call: Call,
-    index: Tensor | None,
-    out: Tensor | None,
-    adapted: bool,
-    columns: bool,
-) -> tuple[Tensor, Operand]:
-    """The product with the weight itself."""
     rows = index.shape[0] if index is not None else rows_of(x)
     check_splits(offs, rows, offs.device)
-    tiles = tiles_of(call, offs, rows)
-    roles, kept = call.precision.roles, x
+    tiles, (down, up) = tiles_of(call, offs, rows), low_rank
+    roles, kept, in_epilogue = call.precision.roles, x, False
     if roles is not None:
         q = input_operand(x, call, offs, index, columns)
         y = gemm.fprop(q, weight_rows(weight, call), offs, tiles, call.name)
-        kept = saved_operand(x, q, call, row=adapted)
+        kept = saved_operand(x, q, call, row=down is not None)
     else:
         x = cast("Tensor", x)
         w: Tensor = call.precision.cast(weight)  # type: ignore[assignment]
-        b = call.precision.cast(bias)
-        scale = None if bias is None else probs
+        b, scale = call.precision.cast(bias), None if bias is None else probs
         in_epilogue = (b is None or b.dtype is x.dtype) and (
             scale is None or (scale.shape == (rows,) and scale.dtype is torch.float32)
         )
-        if in_epilogue:
-            if out is None or out.dtype is not x.dtype:
-                return K.grouped_mm(x, w, offs, tiles, b, index, scale), x
-            K.grouped_mm_into(out, x, w, offs, tiles, b, index, scale)
-            return out, x
-        y = K.grouped_mm(x, w, offs, tiles, None, index)
-    if probs is not None:
+        end = (b, index, scale) if in_epilogue else (None, index)
+        if not in_epilogue or out is None or out.dtype is not x.dtype:
+            y = K.grouped_mm(x, w, offs, tiles, *end)
+        else:
+            K.grouped_mm_into(out, x, w, offs, tiles, *end)
+            y = out
+    if not in_epilogue and probs is not None:
         check_probs("GroupedLinear", y, probs)
-    return (y if bias is None else K.grouped_bias_fwd(y, bias, offs, probs)), kept
+    if not in_epilogue and bias is not None:
+        y = K.grouped_bias_fwd(y, bias, offs, probs)
+    if down is not None and up is not None:
+        through = _down(kept, down, offs, tiles, call, index)
+        y = _added(y, K.grouped_mm(through, _as(up, through, call), offs, tiles))
+    return y, kept
 
 
 def grouped_linear_bwd(

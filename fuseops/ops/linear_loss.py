@@ -19,7 +19,8 @@ from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.cross_entropy import add_weight_grad, row_chunks
 
 from .checks import is_number
-from .cross_entropy import CHUNK_BYTES, check_operands
+from .cross_entropy import check_operands
+from .loss_options import CHUNK_BYTES
 from .op import Call, Grads, Op, Out, Shape
 
 Loss = Callable[..., Any]

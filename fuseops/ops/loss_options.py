@@ -6,6 +6,8 @@ from fuseops.errors import FuseOpsError
 
 from .checks import check_integers, is_number
 
+CHUNK_BYTES = 512 << 20
+IGNORED = -100  # what torch's losses ignore where they are not told
 ROWS = ("lse", "log_probs", "entropy")
 """What the loss publishes of every token, on request."""
 
@@ -13,15 +15,15 @@ ROWS = ("lse", "log_probs", "entropy")
 class LossOptions(NamedTuple):
     """`LossOptions` hold the options of the loss of a `LinearCrossEntropy` or `linear_cross_entropy`."""
 
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    soft_cap: float | None
-    temperature: float
-    reduction: str
-    publishes: tuple[str, ...]
-    gradients: str | None
-    chunk_bytes: int
+    ignore_index: int = IGNORED
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    soft_cap: float | None = None
+    temperature: float = 1.0
+    reduction: str = "mean"
+    publishes: tuple[str, ...] = ()
+    gradients: str | None = None
+    chunk_bytes: int = CHUNK_BYTES
 
     @property
     def one_number(self) -> bool:

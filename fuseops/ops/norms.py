@@ -6,7 +6,7 @@ L2Norm     y = x / sqrt(sum(x^2) + eps)
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,15 +21,6 @@ from .op import Call, Grads, Op, Out, Shape
 Params = Mapping[str, Tensor | None]
 
 
-def check_last_axes(norm: nn.RMSNorm | nn.LayerNorm, shape: Shape) -> None:
-    """Raise ShapeError unless a shape ends in the `normalized_shape` of the norm."""
-    expected = tuple(norm.normalized_shape)
-    if tuple(shape[-len(expected) :]) != expected:
-        raise ShapeError(
-            f"{type(norm).__name__} expects x to end in {expected}, got shape {tuple(shape)}."
-        )
-
-
 class Normed(NamedTuple):
     """A `Normed` is the result of a norm of x, or of x and a residual in one pass."""
 
@@ -39,10 +30,26 @@ class Normed(NamedTuple):
     rstd: Tensor  # (...) float32
 
 
-class _ZeroCentered:
-    """A `_ZeroCentered` is a norm that may multiply by 1 + weight, the weight beginning at 0."""
+class _Norm:
+    """A `_Norm` is a norm over the last axes that may multiply by 1 + weight, the weight beginning at 0."""
 
+    cut_before = True
+    floats = True
     _weight_offset: float  # what is added to the weight: 1 where it is zero-centered
+    normalized_shape: Any
+    grads: Callable[..., Grads]
+
+    def out_shape(self, shape: Shape) -> Shape:
+        expected = tuple(self.normalized_shape)
+        if tuple(shape[-len(expected) :]) != expected:
+            raise ShapeError(
+                f"{type(self).__name__} expects x to end in {expected}, got shape {tuple(shape)}."
+            )
+        return shape
+
+    def bwd(self, saved: Any, dy: Tensor, *, call: Call) -> Grads:
+        found = self.grads(saved, dy, call.needs)
+        return found if "x" in call.needs else found._replace(x=None)  # some kernels make it
 
     @property
     def zero_centered_gamma(self) -> bool:
@@ -66,7 +73,7 @@ class RMSNormSaved(NamedTuple):
     rstd: Tensor | None  # (...) float32
 
 
-class RMSNorm(_ZeroCentered, Op[RMSNormSaved], nn.RMSNorm):
+class RMSNorm(_Norm, Op[RMSNormSaved], nn.RMSNorm):
     """y = x / sqrt(mean(x^2) + eps) * weight, the mean over the last axes.   x (..., *normalized_shape) -> the same
 
     `torch.nn.RMSNorm` as an op (arXiv 1910.07467): same constructor and state_dict keys. Statistics in float32; y has
@@ -77,8 +84,6 @@ class RMSNorm(_ZeroCentered, Op[RMSNormSaved], nn.RMSNorm):
     """
 
     saves_for = {"x": ("x", "weight", "rstd"), "weight": ("x", "rstd")}
-    cut_before = True
-    floats = True
 
     def __init__(
         self,
@@ -94,10 +99,6 @@ class RMSNorm(_ZeroCentered, Op[RMSNormSaved], nn.RMSNorm):
         self._weight_offset = float(zero_centered_gamma)
         nn.RMSNorm.__init__(self, normalized_shape, eps, elementwise_affine, device, dtype)
 
-    def out_shape(self, shape: Shape) -> Shape:
-        check_last_axes(self, shape)
-        return shape
-
     def epsilon(self, dtype: torch.dtype) -> float:
         """The eps that an x of `dtype` gets."""
         if self.eps is not None:
@@ -108,9 +109,6 @@ class RMSNorm(_ZeroCentered, Op[RMSNormSaved], nn.RMSNorm):
         shape = tuple(self.normalized_shape)
         found = self.normed(x, {"weight": weight}, self.epsilon(x.dtype), None, len(shape))
         return Out(found.y, self.kept(found, weight, shape))
-
-    def bwd(self, saved: RMSNormSaved, dy: Tensor, *, call: Call) -> Grads:
-        return _wanted(self.grads(saved, dy, call.needs), call.needs)
 
     def normed(
         self, x: Tensor, params: Params, eps: float, residual: Tensor | None = None, dims: int = 1
@@ -186,7 +184,7 @@ class LayerNormSaved(NamedTuple):
     shape: tuple[int, ...] | None  # normalized_shape, of the forward
 
 
-class LayerNorm(_ZeroCentered, Op[LayerNormSaved], nn.LayerNorm):
+class LayerNorm(_Norm, Op[LayerNormSaved], nn.LayerNorm):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias.   x (..., *normalized_shape) -> the same
 
     `torch.nn.LayerNorm` as an op (arXiv 1607.06450): same constructor and state_dict keys. Statistics in float32; y has
@@ -199,8 +197,6 @@ class LayerNorm(_ZeroCentered, Op[LayerNormSaved], nn.LayerNorm):
         "weight": ("x", "mean", "rstd"),
         "bias": ("shape",),
     }
-    cut_before = True
-    floats = True
 
     def __init__(
         self,
@@ -217,17 +213,10 @@ class LayerNorm(_ZeroCentered, Op[LayerNormSaved], nn.LayerNorm):
         self._weight_offset = float(zero_centered_gamma)
         nn.LayerNorm.__init__(self, normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
-    def out_shape(self, shape: Shape) -> Shape:
-        check_last_axes(self, shape)
-        return shape
-
     def fwd(self, x: Tensor, *, weight: Tensor | None, bias: Tensor | None) -> Out:
         shape, params = tuple(self.normalized_shape), {"weight": weight, "bias": bias}
         found = self.normed(x, params, self.eps, None, len(shape))
         return Out(found.y, self.kept(found, weight, shape))
-
-    def bwd(self, saved: LayerNormSaved, dy: Tensor, *, call: Call) -> Grads:
-        return _wanted(self.grads(saved, dy, call.needs), call.needs)
 
     def epsilon(self, dtype: torch.dtype) -> float:
         """The eps that an x of `dtype` gets."""
@@ -261,8 +250,3 @@ class LayerNorm(_ZeroCentered, Op[LayerNormSaved], nn.LayerNorm):
         dx, *made = K.layernorm_bwd(*given)
         params = {n: t for n, t in zip(("weight", "bias"), made, strict=True) if n in needs}
         return Grads(dx, params)
-
-
-def _wanted(grads: Grads, needs: frozenset[str]) -> Grads:
-    """Without the dx that nobody needs."""
-    return grads if "x" in needs else grads._replace(x=None)

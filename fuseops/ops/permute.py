@@ -19,7 +19,7 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 
 from .checks import check_integers, check_numbers, check_pos, check_rows
-from .op import Call, Grads, Op, Out, Shape, numel
+from .op import Call, Grads, Op, Out, S, Shape, numel
 from .splits import check_splits
 
 ON_DX = "on_dx"
@@ -138,7 +138,19 @@ def within_capacity(experts: Tensor, num_experts: int, capacity: int) -> Tensor:
     return torch.where((pos >= 0) & (pos - first < capacity), experts, -1)
 
 
-class Permute(Op[RowsSaved]):
+class _Copies(Op[S]):
+    """A `_Copies` has rows on one side that are the `top_k` copies of each token of the other."""
+
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        check_integers(type(self).__name__, 1, top_k=top_k)
+        self.top_k = top_k
+
+    def extra_repr(self) -> str:
+        return f"{self.top_k}"
+
+
+class Permute(_Copies[RowsSaved]):
     """y[r] = x[index[r]]: one row for each copy of a token.   x (T, D) -> (R, D), R = T * top_k
 
     Reads the Routing of the rows. Padding rows are zero. dx[t] is the sum of the rows of t, in the order of k.
@@ -147,14 +159,6 @@ class Permute(Op[RowsSaved]):
     reads = ("index", "pos", "offs")
     saves_for = {"x": ("pos", "offs")}
     autocast = True  # T rows are cast, not R
-
-    def __init__(self, top_k: int) -> None:
-        super().__init__()
-        check_integers("Permute", 1, top_k=top_k)
-        self.top_k = top_k
-
-    def extra_repr(self) -> str:
-        return f"{self.top_k}"
 
     def out_shape(self, shape: Shape) -> Shape:
         return (numel(shape[:-1]) * self.top_k, *shape[-1:])
@@ -169,7 +173,7 @@ class Permute(Op[RowsSaved]):
         return Grads(K.combine_fwd(dy, saved.pos, saved.offs))  # type: ignore[arg-type]
 
 
-class Combine(Op[CombineSaved]):
+class Combine(_Copies[CombineSaved]):
     """y[t] = sum over k of x[pos[t, k]]: the sum of the rows of each token.   x (R, D) -> (T, D), T = R / top_k
 
     In float32 in the order of k with one rounding, so it repeats bit for bit. A copy that was dropped adds nothing, and
@@ -180,14 +184,6 @@ class Combine(Op[CombineSaved]):
     saves_for = {"x": ("pos", "offs", "rows", "dtype")}
     floats = True
     sums: torch.dtype | None = None  # of y, where others are added to it: None for that of x
-
-    def __init__(self, top_k: int) -> None:
-        super().__init__()
-        check_integers("Combine", 1, top_k=top_k)
-        self.top_k = top_k
-
-    def extra_repr(self) -> str:
-        return f"{self.top_k}"
 
     def out_shape(self, shape: Shape) -> Shape:
         return (numel(shape[:-1]) // self.top_k, *shape[-1:])

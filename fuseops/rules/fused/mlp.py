@@ -133,12 +133,12 @@ class DenseMLP(FusedOp):
         """fc1 and the activation of it: h and a."""
         call = calls[self.at]
         roles = call.precision.roles
-        if roles is None and self.why_apart(s, y, call) is None and not _fake(y):
+        if roles is None and self.why_apart(s, y, call) is None and not is_fake(y):  # type: ignore[arg-type]
             rows: Tensor = y.reshape(-1, y.shape[-1])  # type: ignore[union-attr]
             weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
             kind: str = s.form[0]  # type: ignore[index]
             h, a = K.grouped_swiglu(rows, weight[None], *K.one_group(len(rows), rows), kind=kind)
-            return _shaped(h, y), _shaped(a, y)
+            return shaped(h, y), shaped(a, y)
         if roles is None:
             h = linear(y, s.fc1, s.bias, call)[0]  # type: ignore[arg-type]
             return h, K.act_fwd(h, *s.form)  # type: ignore[misc]
@@ -191,14 +191,15 @@ class DenseMLP(FusedOp):
         dh: Operand | None = None
         a: Operand | None = None
         apart = call.precision.roles is not None or self.why_apart_bwd(s, dy, h, call) is not None
-        grads, weight_grad = backward(s.fc2, dy, call if apart else _without_x(call), stays=True)
+        needs = call.needs if apart else call.needs - {"x"}
+        grads, weight_grad = backward(s.fc2, dy, replaced(call, needs=needs), stays=True)
         if not apart:
             weight: Tensor = call.precision.cast(s.fc2)  # type: ignore[assignment]
             rows = dy.reshape(-1, dy.shape[-1])
             given = rows, weight[None].transpose(1, 2), h.reshape(-1, h.shape[-1])
             groups, kind = K.one_group(len(rows), rows), s.form[0]  # type: ignore[index]
             dh, a, _ = K.grouped_dswiglu(*given, *groups, kind=kind)
-            dh, a = _shaped(dh, dy), _shaped(a, dy)
+            dh, a = shaped(dh, dy), shaped(a, dy)
             del rows, given
         else:
             between, grads = [h, grads.x], Grads(None, grads.params)
@@ -269,7 +270,8 @@ class DenseMLP(FusedOp):
         bias = t[self.at + 1]["bias"] if self.biased else first["bias"]
         s = DenseMLPSaved(*FrontSaved(None), None, act, first["weight"], last["weight"], bias)
         dtype = calls[self.at].precision.compute or s.fc1.dtype  # type: ignore[union-attr]
-        y, h, dy = (x.new_empty(len(x), width, dtype=dtype) for width in self._widths(s))
+        widths = s.fc1.shape[1], s.fc1.shape[0], s.fc2.shape[0]  # type: ignore[union-attr]
+        y, h, dy = (x.new_empty(len(x), width, dtype=dtype) for width in widths)
         if calls[self.at].precision.roles is not None:
             return "; ".join(self._producers(x, h, calls))
         name = ENDS.get(act[0], "the activation")
@@ -289,18 +291,10 @@ class DenseMLP(FusedOp):
         else:
             yield f"the activation writes tensors, which are quantized: {why}"
 
-    def _widths(self, s: DenseMLPSaved) -> tuple[int, int, int]:
-        """The widths of the input of fc1, of h and of y."""
-        return s.fc1.shape[1], s.fc1.shape[0], s.fc2.shape[0]  # type: ignore[union-attr]
-
 
 def _rows(x: Any) -> Any:
     """Without leading axes, as codes are."""
     return x.reshape(-1, x.shape[-1]) if isinstance(x, Tensor) else x
-
-
-def _fake(x: Operand) -> bool:
-    return isinstance(x, Tensor) and is_fake(x)
 
 
 def _why_apart(
@@ -358,12 +352,3 @@ def _in_words(gemm: str, act: str, why: str | None) -> str:
     if why is None:
         return f"the GEMM of {gemm} goes on through {act}"
     return f"{act} is a kernel of its own behind {gemm}: {why}"
-
-
-def _without_x(call: Call) -> Call:
-    return replaced(call, needs=call.needs - {"x"})
-
-
-def _shaped(rows: Tensor, like: Any) -> Tensor:
-    """Rows of a product with the leading axes of its operand."""
-    return rows.view(*like.shape[:-1], rows.shape[-1])
