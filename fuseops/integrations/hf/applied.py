@@ -85,8 +85,9 @@ def _bind(module: nn.Module, part: AppliedPart, stand_in: nn.Module) -> None:
     if part is LOSS:
         module.__dict__["forward"] = loss.bind(module, stand_in)
         return
-    if part is not EXPERTS:  # which hang themselves, as they may be built by a call
-        lent.hang(module, stand_in, None)
+    # experts hang themselves, as they may be built by a call
+    if part is not EXPERTS and module.__dict__.get(LENT) is not stand_in:
+        lent.hang(module, stand_in, lent.Said.of(module))
     module.__dict__["forward"] = functools.partial(part.forward, module)
 
 

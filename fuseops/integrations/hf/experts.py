@@ -162,13 +162,19 @@ def built(experts: nn.Module, top_k: int) -> Sequential | None:
         *(said.get("has_gate"), said.get("has_bias"), said.get("is_transposed")),
         *(said.get("act_fn"), experts._modules.get("act_fn")),
         *(said.get("_apply_gate"), getattr(type(experts), "_apply_gate", None)),
-        said.get(SPREAD),
+        *(said.get(SPREAD), _act_hooked(experts)),
+        *[v for v in said.values() if type(v) in (int, float)],
     )
     found: Sequential | None = lent.hung(experts, known)
     if found is None and refused(experts) is None:
         found = _build(experts, top_k)
         lent.hang(experts, found, known)
     return found
+
+
+def _act_hooked(experts: nn.Module) -> bool:
+    act = experts._modules.get("act_fn")
+    return act is not None and lent.hooked(act)
 
 
 @assume_constant_result
@@ -181,7 +187,7 @@ def _build_outside(experts: int, top_k: int) -> int:
 
 
 def _build(experts: Any, top_k: int) -> Sequential:
-    gate = recognise.gate_of(experts)
+    gate = None if _act_hooked(experts) else recognise.gate_of(experts)
     act = None if gate is None else gate.scaled()
     first, last, *_ = _names(experts)
     fc1, fc2 = _projection(experts, first), _projection(experts, last, scale_bias=True)

@@ -7,17 +7,22 @@ built once and hang on the module without being its children.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from fuseops.ops.op import Op
+from fuseops.ops.op import OF_EVERY_MODULE, Op
 from fuseops.ops.paths import LENDER, LENT
-from fuseops.torch_private import is_dtensor
+from fuseops.torch_private import assume_constant_result, is_dtensor
 from fuseops.words import dtype_name
 
 Source = Callable[[Any], Tensor | None]
+log = logging.getLogger("fuseops.fusion")
+_told: set[str] = set()  # which classes have changed after hf.apply, once a process
 
 
 class Lender(NamedTuple):
@@ -64,6 +69,76 @@ def hung(owner: nn.Module, built_for: Any) -> Any:
     """What stands in for the owner's forward, unless it was built for something else."""
     found = owner.__dict__.get(LENT)
     return found if found is not None and found.built_for == built_for else None
+
+
+# --- whether it still computes the same
+
+
+class Said(NamedTuple):
+    """A `Said` is what a module says of itself beside its parameters: its own attributes, and its children without
+    parameters, such as an activation.
+    """
+
+    names: tuple[str, ...]
+    children: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Said:
+        own = module.__dict__
+        names = tuple([n for n in own if n not in OF_EVERY_MODULE and n not in (LENT, "forward")])
+        inner = [n for n, m in module._modules.items() if m is not None and not [*m.parameters()]]
+        said = cls(names, tuple(inner), ())
+        return said._replace(values=said.now(module))
+
+    def now(self, module: nn.Module) -> tuple[Any, ...]:
+        """The values, as the module has them now.  Raises KeyError where one is gone."""
+        own, inner = module.__dict__, module._modules
+        return (*[own[n] for n in self.names], *[inner[n] for n in self.children])
+
+    def still_of(self, module: nn.Module) -> bool:
+        """Whether a module says the same, and nothing hangs on its children being called."""
+        try:
+            now = self.now(module)
+        except KeyError:
+            return False
+        if not all(map(is_, now, self.values)) and not all(map(_alike, now, self.values)):
+            return False
+        return not any(map(hooked, [module._modules[n] for n in self.children]))  # type: ignore[arg-type]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, int | float | str) and a == b)
+
+
+def stands(owner: nn.Module) -> bool:
+    """Whether the owner computes what its stand-in was built for, by what it says of itself. Where not, its own forward
+    runs, until `apply` has looked at it again.
+    """
+    if torch.compiler.is_compiling():
+        return _stands_outside(id(owner)) == 1
+    return _stands(owner)
+
+
+def _stands(owner: nn.Module) -> bool:
+    stand_in: Any = owner.__dict__[LENT]
+    if stand_in.built_for.still_of(owner):
+        return True
+    if (name := type(owner).__name__) not in _told:
+        _told.add(name)
+        log.warning("a %s has changed since hf.apply, and runs as written: apply it again.", name)
+    return False
+
+
+@assume_constant_result
+def _stands_outside(owner: int) -> int:
+    """The same in a trace, outside of it."""
+    from fuseops.run.traced import alive
+
+    return int(_stands(alive(owner)))
+
+
+# --- what may be read
 
 
 def plain(module: nn.Module | None, kind: type[nn.Module]) -> str | None:

@@ -18,11 +18,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuseops import ops
-from fuseops.ops.paths import LENT
+from fuseops.ops.paths import LENDER, LENT
+from fuseops.torch_private import assume_constant_result
 
 from . import lent, recognise
 
-HEAD, SELF = "lm_head", "_without_logits"
+HEAD, SELF, CAP = "lm_head", "_without_logits", "final_logit_softcapping"
+# what the second self of a model has of its own
+OF_SECOND = {
+    "forward",
+    "config",
+    SELF,
+    LENT,
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_loss_function",
+}
 IGNORED = -100
 
 
@@ -82,7 +94,7 @@ def forward(
     skip = self.training if skip_logits is None else skip_logits
     if labels is not None:
         keywords["labels"] = labels
-    if not (wants_loss and skip and _free(self, args, keywords)):
+    if not (wants_loss and skip and _free(self, args, keywords) and _follows(self)):
         return own(self, *args, **keywords)
     stand_in = self.__dict__[SELF]
     for name, module in self._modules.items():
@@ -100,6 +112,36 @@ def _free(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> 
     return by_name and known and lent.plain(head, nn.Linear) is None and not lent.sharded(head)
 
 
+def _follows(model: nn.Module) -> bool:
+    """Whether a model's head and loss are those that its second self was made for, which says of itself now what the
+    model does.
+    """
+    if torch.compiler.is_compiling():
+        return _follows_outside(id(model)) == 1
+    return _followed(model)
+
+
+def _followed(model: Any) -> bool:
+    second = model.__dict__[SELF]
+    mean = second.losses.mean
+    if model._modules[HEAD] is not mean.__dict__[LENDER].owner or why_another_loss(model):
+        return False
+    if getattr(model.config, CAP, None) != mean.soft_cap:
+        return False
+    own = model.__dict__.items()
+    second.__dict__.update({k: v for k, v in own if k not in OF_SECOND})
+    second.__dict__["config"] = model.config if mean.soft_cap is None else _uncapped(model.config)
+    return True
+
+
+@assume_constant_result
+def _follows_outside(model: int) -> int:
+    """The same in a trace, outside of it."""
+    from fuseops.run.traced import alive
+
+    return int(_followed(alive(model)))
+
+
 # --- building
 
 
@@ -110,26 +152,36 @@ def refused(model: nn.Module) -> str | None:
         return f"lm_head {why}"
     if (why := lent.quantized(head.weight)) is not None:  # type: ignore[union-attr, arg-type]
         return f"lm_head {why}"
+    return why_another_loss(model)
+
+
+def why_another_loss(model: nn.Module) -> str | None:
+    """Why the loss of a model is not the cross entropy of the next token, or None."""
     name = getattr(getattr(model, "loss_function", None), "__name__", "unknown")
     return None if name == "ForCausalLMLoss" else f"the loss is {name}"
 
 
 def build(model: Any) -> nn.Module | None:
     """The second self of a model, None where its logits are more than its head's."""
-    soft_cap = getattr(model.config, "final_logit_softcapping", None)
+    soft_cap = getattr(model.config, CAP, None)
     if not _fits(model, model.config, soft_cap):
         return None
     config = model.config
     if soft_cap is not None:
-        config = copy.copy(config)
-        # past the checks of types: Gemma 3n's takes no None
-        object.__setattr__(config, "final_logit_softcapping", None)
+        config = _uncapped(config)
         if not _fits(model, config, None):
             return None
     new = _second(model, config, {**model._modules, HEAD: PassOn()})
     new.__dict__["_loss_function"] = functools.partial(loss_of_hidden, model)
     new.__dict__["losses"] = _losses(model, soft_cap)
     return new
+
+
+def _uncapped(config: Any) -> Any:
+    """A config without a soft cap."""
+    config = copy.copy(config)
+    object.__setattr__(config, CAP, None)  # past the checks of types: Gemma 3n's takes no None
+    return config
 
 
 def _losses(model: Any, soft_cap: float | None) -> nn.Module:

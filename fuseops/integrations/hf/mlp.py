@@ -23,7 +23,7 @@ from fuseops.ops.paths import LENDER, LENT
 
 from . import adapters, lent, packing
 from .adapters import LowRankProduct, lowered
-from .recognise import GATED, PLAIN_MLP, Gate, mlp_of
+from .recognise import GATED, PLAIN_MLP, Gate, gated_by, mlp_of
 
 
 class MLPSaved(NamedTuple):
@@ -224,13 +224,15 @@ def _names(module: nn.Module) -> tuple[str, ...]:
 
 def build(module: nn.Module) -> MLP | None:
     """The op for this module, None where it computes something else."""
-    if packing.packed(module):  # nobody can run its class any more
-        found: MLP = module.__dict__[LENT]
+    packed = packing.packed(module)  # nobody can run its class any more
+    found: MLP | None = module.__dict__[LENT] if packed else None
+    if found is not None and lent.stands(module):
         return found
-    act = mlp_of(module)
+    act = gated_by(module) if packed else mlp_of(module)
     if act is None:
-        return None
-    sizes: Any = [adapters.adapted(module._modules[name]) for name in ("up_proj", "down_proj")]
+        return found
+    first = packing.PACKED if packed else "up_proj"
+    sizes: Any = [adapters.adapted(module._modules[name]) for name in (first, "down_proj")]
     op = MLP(act, sizes[0].in_features, sizes[1].out_features)
     lend(op, module)
     return op
@@ -268,9 +270,9 @@ def _read_factor(child: str, which: int, owner: Any) -> Tensor | None:
 
 def forward(self: nn.Module, x: Tensor) -> Tensor:
     """As the module's own, which runs where a projection cannot be read past its forward at the moment, as with a
-    hook.
+    hook, or where the activation is another one.
     """
-    if all(_readable(self._modules[name]) for name in _names(self)):
+    if lent.stands(self) and all(_readable(self._modules[name]) for name in _names(self)):
         return self.__dict__[LENT](x)
     return _written(self, x) if packing.packed(self) else type(self).forward(self, x)
 

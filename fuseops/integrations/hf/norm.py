@@ -38,6 +38,6 @@ def build(module: nn.Module) -> LentRMSNorm | None:
 
 def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     """As the module's own; in the dtype of the input, rounded once."""
-    if lent.sharded(self):
+    if lent.sharded(self) or not lent.stands(self):
         return type(self).forward(self, hidden_states)
     return self.__dict__[LENT](hidden_states)

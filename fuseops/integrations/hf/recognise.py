@@ -251,6 +251,13 @@ def mlp_of(module: nn.Module) -> Gate | None:
     return Gate(GATED_BY[act.kind], (0,)) if len(names) == 3 else act
 
 
+def gated_by(module: nn.Module) -> Gate | None:
+    """The gate of an MLP whose gate and up are packed, by its activation."""
+    act = activation_of(getattr(module, "act_fn", None))
+    kind = None if act is None else GATED_BY.get(act.kind)
+    return None if kind is None else Gate(kind, (0,))
+
+
 # --- routers
 
 

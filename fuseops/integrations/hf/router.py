@@ -120,7 +120,7 @@ def _correction(owner: Any) -> Any:
 
 def forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As the module's own: logits (T, E), weights (T, K), experts (T, K) int64."""
-    if lent.sharded(self):
+    if lent.sharded(self) or not lent.stands(self):
         return type(self).forward(self, hidden_states)
     op = self.__dict__[LENT]
     logits, weights, experts = op(hidden_states.reshape(-1, op.width))

@@ -1,0 +1,166 @@
+"""What becomes of a model after `hf.apply` is what becomes of a stock one: nothing that it says is kept from before."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, agree, step, stock, tokens
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fuseops.integrations import hf
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+Change = Callable[[Any], None]
+
+
+def pair(name: str, change: Change, **options: Any) -> tuple[Any, Any]:
+    """A model that fuseops runs and a stock one, changed alike."""
+    ours, theirs = stock(name), stock(name)
+    hf.apply(ours, **options)
+    for model in (ours, theirs):
+        model.train()
+        torch.manual_seed(1)
+        change(model)
+    return ours, theirs
+
+
+# --- numbers, of which a module computes
+
+# which describe parameters that are there, draw random numbers, or give other gradients than tensors
+OTHERS = re.compile("_|has_|is_|training|sparse|.*dropout|.*jitter")
+
+
+def numbers(model: nn.Module) -> list[tuple[str, str]]:
+    """(path of a module, name) of those that modules say."""
+    return [
+        (path, name)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | float) and not OTHERS.match(name)
+    ]
+
+
+def another(value: bool | float) -> bool | float:
+    return not value if isinstance(value, bool) else 1.5 * value + 0.01
+
+
+@given(name=st.sampled_from([*FAMILIES]), data=st.data())
+def test_any_number_that_a_module_says(name: str, data: st.DataObject) -> None:
+    at = data.draw(st.lists(st.sampled_from(numbers(stock(name))), min_size=1, max_size=3))
+
+    def change(model: Any) -> None:
+        for path, attribute in dict.fromkeys(at):
+            module = model.get_submodule(path)
+            setattr(module, attribute, another(getattr(module, attribute)))
+
+    ours, theirs = pair(name, change)
+    x = tokens()
+    try:
+        expected = step(theirs, x)
+    except Exception:  # it means another model, which this one is not
+        return
+    agree(step(ours, x), expected)
+
+
+# --- whatever else
+
+
+def every(name: str, value: Callable[[], Any]) -> Change:
+    """Another child or attribute of this name, in every module that has one."""
+
+    def change(model: Any) -> None:
+        for module in [*model.modules()]:
+            if hasattr(module, name):
+                setattr(module, name, value())
+
+    return change
+
+
+def three_experts(model: Any) -> None:
+    for module in model.modules():
+        for name in {"top_k", "num_experts_per_tok"} & vars(module).keys():
+            setattr(module, name, 3)
+
+
+def hooks(model: Any) -> None:
+    for module in model.modules():
+        if type(module).__name__.endswith(
+            ("SiLU", "SiLUActivation", "GELUTanh", "ReLUSquaredActivation")
+        ):
+            module.register_forward_hook(lambda module, args, out: 1.5 * out)
+
+
+def mean_square(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    return logits.square().mean()
+
+
+def another_head(model: Any) -> None:
+    model.lm_head = nn.Linear(32, 64, dtype=torch.float64)
+
+
+def head_of(scale: float) -> Change:
+    def change(model: Any) -> None:
+        model.lm_head.weight = nn.Parameter(scale * model.lm_head.weight.detach())
+
+    return change
+
+
+CHANGES: dict[str, tuple[Change, tuple[str, ...]]] = {
+    "another activation": (every("act_fn", nn.ReLU), ("Llama", "Gemma 2", "Qwen2-MoE", "Mixtral")),
+    "hooks on activations": (hooks, ("Llama", "Nemotron-H", "Mixtral")),
+    "more experts": (three_experts, ("Mixtral", "DeepSeek-V3", "GPT-OSS")),
+    "another loss": (every("loss_function", lambda: mean_square), ("Llama", "Qwen3-MoE")),
+    "another head": (another_head, ("Llama", "Mixtral", "Gemma 2")),
+    "more tokens": (lambda m: m.resize_token_embeddings(80), ("Llama", "Qwen3-MoE")),
+    "another weight of the head": (head_of(1.5), ("Llama", "Gemma 2")),
+    "another soft cap": (
+        lambda m: setattr(m.config, "final_logit_softcapping", 2.0),
+        ("Gemma 2", "Gemma 3"),
+    ),
+    "no soft cap": (lambda m: setattr(m.config, "final_logit_softcapping", None), ("Gemma 2",)),
+    "another weight of the auxiliary loss": (
+        lambda m: setattr(m, "router_aux_loss_coef", 5.0),
+        ("Mixtral", "OLMoE"),
+    ),
+}
+CELLS = [(change, name) for change, (_, names) in CHANGES.items() for name in names]
+
+
+@pytest.mark.parametrize("what, name", CELLS)
+@pytest.mark.parametrize("again", [False, True])
+def test_a_change_is_that_of_a_stock_model(what: str, name: str, again: bool) -> None:
+    """again: `hf.apply` looks at the changed model."""
+    ours, theirs = pair(name, CHANGES[what][0])
+    if again:
+        hf.apply(ours)
+    x = tokens()
+    more = {"output_router_logits": True} if "auxiliary" in what else {}
+    agree(step(ours, x, **more), step(theirs, x, **more))
+    twin = copy.deepcopy(ours)
+    agree(step(twin, x, **more), step(theirs, x, **more))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_packed_mlp_takes_another_activation(again: bool) -> None:
+    ours, theirs = pair("Llama", every("act_fn", nn.ReLU), pack=True)
+    if again:
+        hf.apply(ours, pack=True)
+    x = tokens()
+    found, expected = step(ours, x), step(theirs, x)
+    shared = found.keys() & expected.keys()
+    agree({n: found[n] for n in shared}, {n: expected[n] for n in shared})
+
+
+def test_it_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fuseops.integrations.hf.lent._told", set())
+    ours, _ = pair("Llama", every("act_fn", nn.ReLU))
+    step(ours, tokens())
+    said = "a LlamaMLP has changed since hf.apply, and runs as written: apply it again."
+    assert [record.getMessage() for record in caplog.records] == [said]
