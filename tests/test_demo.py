@@ -82,7 +82,7 @@ def test_a_full_run_that_learns_nothing_fails_and_names_its_report_last(
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1] == str((tmp_path / "report.html").resolve())
     for said in (
-        *("grouped_mlp", "linear_act", "bias_act", "sample", "not fused"),
+        *("by routed_mlp", "by norm_mlp", "sample", "not fused  linear_add at 4:6"),
         "failed: the held-out loss",
     ):
         assert said in printed

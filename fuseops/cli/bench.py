@@ -99,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
         for n, t in times.items()
     ]
     table(["way", "median", "25 %", "75 %", "fused = 1"], rows)
+    if device.type == "cpu":
+        print("on a CPU every op is plain torch: what kernels and fusion gain shows on a GPU")
     if args.plot:
         print(f"wrote {args.plot}")
     return 0

@@ -131,7 +131,7 @@ def _work(
     )
     text = _batch(corpus.train, schedule, config, args.seed, device)
     found = plans.plans_of(model, text[:, :-1])
-    voice.say("\nfusion plan (all of it is in the report)")
+    voice.say("\nfusion plan in short (all of it is in the report)")
     for line in plans.lines(found):
         voice.say(line)
     voice.say("\ntraining (on the way a part of the held-out text is judged)")

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from fuseops.explain import FusionPlan, plans
 from fuseops.explain.html import fragment
-from fuseops.explain.layout import groups, miss_rows
+from fuseops.explain.layout import groups, place
+from fuseops.plan.records import Miss
 from fuseops.words import plural
 
 
@@ -36,8 +37,20 @@ def lines(found: Sequence[FusionPlan]) -> Iterator[str]:
         alone = [str(s) for s in group.plan.forward if s not in fused and s.kind == "op"]
         if alone:
             yield f"    alone      {', '.join(alone)}"
-        for rule, where, reason in miss_rows(group.plan):
-            yield f"    not fused  {rule} at {where}: {reason}"
+        yield from (f"    not fused  {text}" for text in _not_fused(group.plan))
+
+
+def _not_fused(plan: FusionPlan) -> Iterator[str]:
+    """Why ops that run alone did not fuse; rules that say the same of one place share a line."""
+    same: dict[tuple[str, str], list[Miss]] = {}
+    for miss in plan.misses:
+        start, stop = miss.span
+        if not any(s.start <= start and stop <= s.stop for s in plan.fused):
+            key = place(plan, miss), miss.reason.partition(",")[0]
+            same.setdefault(key, []).append(miss)
+    for (where, short), misses in same.items():
+        rules = ", ".join(miss.rule for miss in misses)
+        yield f"{rules} at {where}: {short if len(misses) > 1 else misses[0].reason}"
 
 
 def drawings(found: Sequence[FusionPlan]) -> str:
