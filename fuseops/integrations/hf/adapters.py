@@ -190,6 +190,7 @@ class AdaptedLinearSaved(NamedTuple):
     b: Tensor | None
 
 
+@lent.borrows("weight", "bias", "a", "b")
 class AdaptedLinear(Op[AdaptedLinearSaved]):
     """y = x W^T + bias + (x a^T) b^T, as `LowRankProduct`.   x (..., in) -> (..., out)"""
 
@@ -202,11 +203,6 @@ class AdaptedLinear(Op[AdaptedLinearSaved]):
     }
     floats = True
     autocast = True
-
-    weight = lent.lent("weight")
-    bias = lent.lent("bias")
-    a = lent.lent("a")
-    b = lent.lent("b")
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()

@@ -28,15 +28,11 @@ from . import lent, recognise
 NAME = "fuseops"
 
 
+@lent.borrows("weight", "bias", "down", "up")
 class Projection(ops.GroupedLinear):
     """A `Projection` is a GroupedLinear over the weight and bias of a module of experts."""
 
     saves_for = ops.GroupedLinear._saves_for_low_rank
-
-    weight = lent.lent("weight")
-    bias = lent.lent("bias")
-    down = lent.lent("down")
-    up = lent.lent("up")
 
 
 class Written(nn.Module):

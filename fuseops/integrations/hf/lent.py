@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from fuseops.ops.paths import LENDER, LENT
 from fuseops.torch_private import assume_constant_result, is_dtensor
 from fuseops.words import dtype_name
 
-Source = Callable[[Any], Tensor | None]
+Source = str | Callable[[Any], Tensor | None]  # the owner's attribute, or what reads it there
+C = TypeVar("C", bound=type)
 log = logging.getLogger("fuseops.fusion")
 _told: set[str] = set()  # which classes have changed after hf.apply, once a process
 
@@ -34,12 +35,23 @@ class Lender(NamedTuple):
     def get(self, name: str) -> Tensor | None:
         """A parameter, as the owner has it now."""
         source = self.sources.get(name)
-        return None if source is None else source(self.owner)
+        if callable(source):
+            return source(self.owner)
+        return None if source is None else getattr(self.owner, source)
 
 
-def lent(name: str) -> Any:
-    """The keyword `name` of an op's `fwd`, read from the module that lends it."""
+def borrows(*names: str) -> Callable[[C], C]:
+    """Have these keywords of an op's `fwd` be read from the module that lends them."""
 
+    def borrowing(cls: C) -> C:
+        for name in names:
+            setattr(cls, name, _borrowed(name))
+        return cls
+
+    return borrowing
+
+
+def _borrowed(name: str) -> property:
     def read(op: Any) -> Tensor | None:
         # without a lender, while the op is constructed, torch looks among the parameters
         found: Tensor | None = op._lender.get(name)

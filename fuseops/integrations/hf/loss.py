@@ -47,11 +47,9 @@ class PassOn(nn.Module):
         return hidden_states
 
 
+@lent.borrows("weight", "bias")
 class HeadLoss(ops.LinearCrossEntropy):
     """A `HeadLoss` is a LinearCrossEntropy over the weight and bias of a head."""
-
-    weight = lent.lent("weight")
-    bias = lent.lent("bias")
 
 
 def loss_of_hidden(
@@ -190,17 +188,9 @@ def _losses(model: Any, soft_cap: float | None) -> nn.Module:
     for reduction in ("mean", "sum"):
         sizes = head.in_features, head.out_features, head.bias is not None
         op = HeadLoss(*sizes, soft_cap=soft_cap, reduction=reduction, device="meta")
-        lent.lend(op, head, {"weight": _weight, "bias": _bias})
+        lent.lend(op, head, {"weight": "weight", "bias": "bias"})
         found.add_module(reduction, op)
     return found
-
-
-def _weight(head: Any) -> Any:
-    return head.weight
-
-
-def _bias(head: Any) -> Any:
-    return head.bias
 
 
 def _second(model: nn.Module, config: Any, modules: dict[str, Any]) -> Any:

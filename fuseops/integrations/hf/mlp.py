@@ -46,6 +46,10 @@ class MLPSaved(NamedTuple):
 SUFFIXES = {"weight": "", "bias": "_bias", "a": "_a", "b": "_b"}  # of a product's parameters
 
 
+FIRSTS = "gate", "up"
+
+
+@lent.borrows(*(name + suffix for name in (*FIRSTS, "down") for suffix in SUFFIXES.values()))
 class MLP(Op[MLPSaved]):
     """y = down(act([gate(x) | up(x)])), of weights that a module lends; any of the three with low-rank factors beside
     it.   x (..., D) -> (..., D)
@@ -69,19 +73,6 @@ class MLP(Op[MLPSaved]):
     }
     floats = True
     autocast = True
-
-    gate = lent.lent("gate")
-    up = lent.lent("up")
-    down = lent.lent("down")
-    gate_bias = lent.lent("gate_bias")
-    up_bias = lent.lent("up_bias")
-    down_bias = lent.lent("down_bias")
-    gate_a = lent.lent("gate_a")
-    gate_b = lent.lent("gate_b")
-    up_a = lent.lent("up_a")
-    up_b = lent.lent("up_b")
-    down_a = lent.lent("down_a")
-    down_b = lent.lent("down_b")
 
     def __init__(self, act: Gate, width: int, out: int) -> None:
         super().__init__()
@@ -166,9 +157,6 @@ class MLP(Op[MLPSaved]):
             a = K.act_fwd(h, self.kind, *self.options)
         params |= _named("down", product.bwd(dy, a, through, wanted, through_grad=back)[1])
         return dh
-
-
-FIRSTS = "gate", "up"
 
 
 def _wanted(call: Call, name: str) -> list[str]:

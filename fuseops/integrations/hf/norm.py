@@ -13,14 +13,9 @@ from . import lent
 from .recognise import norm_of
 
 
+@lent.borrows("weight")
 class LentRMSNorm(ops.RMSNorm):
     """A `LentRMSNorm` is an RMSNorm whose weight a module lends."""
-
-    weight = lent.lent("weight")
-
-
-def _weight(owner: Any) -> Any:
-    return owner.weight
 
 
 def build(module: nn.Module) -> LentRMSNorm | None:
@@ -32,7 +27,7 @@ def build(module: nn.Module) -> LentRMSNorm | None:
     op = LentRMSNorm(
         weight.shape[0], eps=found.eps, device="meta", zero_centered_gamma=found.zero_centered
     )
-    lent.lend(op, module, {"weight": _weight})
+    lent.lend(op, module, {"weight": "weight"})
     return op
 
 

@@ -23,6 +23,7 @@ class LentRouterSaved(NamedTuple):
     experts: Tensor | None  # (T, K) int32
 
 
+@lent.borrows("weight", "bias", "expert_bias")
 class LentRouter(Op[LentRouterSaved]):
     """y = x W^T (+ b) in float32; publishes `experts` (T, K) int32 and `weights` (T, K) float32, as `ops.Router`.
 
@@ -37,10 +38,6 @@ class LentRouter(Op[LentRouterSaved]):
         "weight": ("x", "logits", "experts"),
         "bias": ("logits", "experts"),
     }
-
-    weight = lent.lent("weight")
-    bias = lent.lent("bias")
-    expert_bias = lent.lent("expert_bias")
 
     def __init__(self, route: Route, width: int, experts: int) -> None:
         super().__init__()
@@ -97,25 +94,13 @@ def build(module: nn.Module) -> LentRouter | None:
         return None
     weight: Any = module._parameters["weight"]
     op = LentRouter(route, weight.shape[1], weight.shape[0])
-    sources: dict[str, lent.Source] = {"weight": _weight}
+    sources = {"weight": "weight"}
     if module._parameters.get("bias") is not None:
-        sources["bias"] = _bias
+        sources["bias"] = "bias"
     if module._buffers:
-        sources["expert_bias"] = _correction
+        sources["expert_bias"] = "e_score_correction_bias"
     lent.lend(op, module, sources)
     return op
-
-
-def _weight(owner: Any) -> Any:
-    return owner.weight
-
-
-def _bias(owner: Any) -> Any:
-    return owner.bias
-
-
-def _correction(owner: Any) -> Any:
-    return owner.e_score_correction_bias
 
 
 def forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
