@@ -15,10 +15,9 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-import layers
-import measure
 import torch
 import torch.nn.functional as F
+from common import layers, measure
 from torch import Tensor
 
 import fuseops as fo

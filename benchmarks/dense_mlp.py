@@ -20,11 +20,10 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import layers
-import measure
 import torch
 import torch.nn.functional as F
-from measure import rnd
+from common import layers, measure
+from common.measure import rnd
 from torch import Tensor
 
 import fuseops as fo
@@ -259,16 +258,11 @@ def over_compiled(record: dict[str, Any]) -> float:
     return round(saved["fuseops"] / min(saved[name] for name in COMPILED if name in saved), 4)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    layers.add_options(parser, SHAPES)
+def add_options(parser: argparse.ArgumentParser) -> None:
     layers.add_step_options(parser)
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument("--ways", action="store_true", help="time the choices of the fused op")
-    options = parser.parse_args()
-    report = layers.begin(options, "liger-kernel")
-    layers.run_cells(options, report, lambda name: cell(name, options), summary)
 
 
 if __name__ == "__main__":
-    main()
+    layers.main(__doc__, SHAPES, cell, summary, ["liger-kernel"], add_options)

@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import distributed_layout
-import layers
-import measure
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common import layers, measure
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -34,9 +34,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
+from common import measure
 from torch.profiler import ProfilerActivity, profile
 
 import fuseops as fo

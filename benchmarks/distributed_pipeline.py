@@ -20,11 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from offload_stacks import SHAPES, SMALL, block
+from common import measure
+from common.offload_stacks import SHAPES, SMALL, block
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import measure
 import torch
-from grouped_problems import SHAPES, operands, ours, peers, split
+from common import measure
+from common.grouped_problems import SHAPES, operands, ours, peers, split
 
 from fuseops.kernels import grouped
 

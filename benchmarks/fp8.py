@@ -20,11 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import measure
 import torch
-from fp8_problems import Operands, candidates, flops_of, operands, wrong
-from grouped_parts import entry
-from grouped_problems import SHAPES, SPLITS, split
+from common import measure
+from common.fp8_problems import Operands, candidates, flops_of, operands, wrong
+from common.grouped_problems import SHAPES, SPLITS, entry, split
 
 from fuseops.kernels import fp8_paths
 from fuseops.kernels.configs import forced

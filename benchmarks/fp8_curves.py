@@ -21,8 +21,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import measure
 import torch
+from common import measure
 from torch import Tensor
 
 import fuseops as fo

@@ -24,11 +24,10 @@ from typing import Any
 
 import dense_mlp
 import grouped_mlp
-import layers
-import measure
 import moe_layer
 import torch
-from grouped_problems import SPLITS, split
+from common import layers, measure
+from common.grouped_problems import SPLITS, split
 
 import fuseops as fo
 

@@ -17,11 +17,9 @@ import statistics
 from functools import partial
 from typing import Any
 
-import floors
-import layers
-import measure
 import torch
-from measure import rnd
+from common import floors, layers, measure
+from common.measure import rnd
 from torch import Tensor
 
 from fuseops.kernels import operands, routing
@@ -90,9 +88,9 @@ def values(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.to(torch.bfloat16) * spread.to(torch.bfloat16)
 
 
-def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
+def cell(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"errors": {}, "us": {}, "share": {}}
-    for name, case in cases(*sizes).items():
+    for name, case in cases(*SHAPES[shape]).items():
         op, args, nbytes = case
         found["errors"][name] = round(error(case), 6)
         calls = {**copies(nbytes // 2), "pass": partial(op, *args)}
@@ -120,13 +118,5 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
     return {"bar": BARS, **rows}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    layers.add_options(parser, SHAPES)
-    options = parser.parse_args()
-    report = layers.begin(options)
-    layers.run_cells(options, report, lambda name: cell(SHAPES[name], options), summary)
-
-
 if __name__ == "__main__":
-    main()
+    layers.main(__doc__, SHAPES, cell, summary)

@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import layers
-import measure
 import torch
-from grouped_problems import SHAPES, split
+from common import layers, measure
+from common.grouped_problems import SHAPES, split
 from torch import Tensor
 
 from fuseops.kernels import activation, grouped, grouped_glu_bwd
@@ -54,8 +53,9 @@ def calls(t: dict[str, Tensor], gathers: bool) -> dict[str, measure.Call]:
     return {"gemm": gemm, "two_kernels": two, "one_kernel": one}
 
 
-def cell(shape: str, gathers: bool, options: argparse.Namespace) -> dict[str, Any]:
-    t = operands(shape)
+def cell(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    shape, way = name.split("/")
+    t, gathers = operands(shape), way == "by_index"
     found = calls(t, gathers)
     errors = [
         measure.relative_error(one, two.float())
@@ -87,16 +87,7 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    names = {
-        f"{s}/{way}": (s, way == "by_index") for s in SHAPES for way in ("in_order", "by_index")
-    }
-    layers.add_options(parser, names)
-    options = parser.parse_args()
-    report = layers.begin(options)
-    layers.run_cells(options, report, lambda name: cell(*names[name], options), summary)
-
-
 if __name__ == "__main__":
-    main()
+    layers.main(
+        __doc__, [f"{s}/{way}" for s in SHAPES for way in ("in_order", "by_index")], cell, summary
+    )

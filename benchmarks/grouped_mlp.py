@@ -15,11 +15,10 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import layers
-import measure
 import torch
 import torch.nn.functional as F
-from measure import rnd
+from common import layers, measure
+from common.measure import rnd
 from torch import Tensor
 
 import fuseops as fo
@@ -164,9 +163,9 @@ def errors(p: Problem, forward: measure.Call) -> dict[str, float]:
     return worst
 
 
-def cell(shape: tuple[Any, ...], options: argparse.Namespace) -> dict[str, Any]:
+def cell(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One shape: errors, bytes, microseconds, TFLOP/s and ratios of every candidate."""
-    p = Problem(*shape)
+    p = Problem(*SHAPES[name])
     forwards, leaves = p.forwards(), list(p.leaves.values())
     record: dict[str, Any] = {"errors": {n: errors(p, f) for n, f in forwards.items()}}
     steps = {n: layers.training_step(f, p.dy, leaves) for n, f in forwards.items()}
@@ -205,14 +204,5 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    layers.add_options(parser, SHAPES)
-    layers.add_step_options(parser)
-    options = parser.parse_args()
-    report = layers.begin(options)
-    layers.run_cells(options, report, lambda name: cell(SHAPES[name], options), summary)
-
-
 if __name__ == "__main__":
-    main()
+    layers.main(__doc__, SHAPES, cell, summary, more=layers.add_step_options)

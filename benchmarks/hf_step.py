@@ -28,9 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import layers
-import measure
 import torch
+from common import layers, measure
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 

@@ -23,10 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import layers
-import measure
 import torch
 import torch.nn.functional as F
+from common import layers, measure
 from moe_layer import peer as plain_moe
 from torch import Tensor, nn
 

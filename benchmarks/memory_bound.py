@@ -33,11 +33,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import floors
-import layers
-import measure
 import torch
-from memory_cases import Call, Case, cases
+from common import floors, layers, measure
+from common.memory_cases import Call, Case, cases
 from torch.utils._pytree import tree_leaves
 
 from fuseops.kernels.launch import Launch, recording

@@ -27,11 +27,10 @@ import statistics
 import time
 from typing import Any
 
-import layers
-import measure
 import torch
 import torch.nn.functional as F
-from measure import rnd
+from common import layers, measure
+from common.measure import rnd
 from torch import Tensor
 
 import fuseops as fo

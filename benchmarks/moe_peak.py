@@ -17,10 +17,9 @@ import copy
 from typing import Any
 from unittest import mock
 
-import layers
-import measure
 import moe_layer
 import torch
+from common import layers, measure
 
 import fuseops as fo
 from fuseops.kernels import configs
@@ -108,14 +107,9 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    layers.add_options(parser, SHAPES)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm", action="store_true", help="peaks alone, no times")
-    options = parser.parse_args()
-    report = layers.begin(options)
-    layers.run_cells(options, report, lambda name: cell(name, options), summary)
 
 
 if __name__ == "__main__":
-    main()
+    layers.main(__doc__, SHAPES, cell, summary, more=add_options)

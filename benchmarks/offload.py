@@ -31,6 +31,7 @@ import contextlib
 import gc
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -38,15 +39,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import environment, orders
-from offload_bench import LAYERS, Bench
-from offload_report import GIB, Row, bars, say, summary, table
-from offload_stacks import SHAPES, AsyncHooks, stack
+from common.measure import environment, mark, orders, paired
+from common.offload_stacks import SHAPES, AsyncHooks, Stack, stack
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuseops import offload
 from fuseops.offload.lanes.devices import lanes_of
+from fuseops.offload.planning.plan import Limits, OffloadPlan, plan_profile
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 
@@ -56,8 +56,158 @@ DELAY = 20_000_000  # cycles: longer than a block
 LANES = ("compute", "d2h", "h2d")
 
 
-class Parts(Bench):
-    """What the parts find."""
+LAYERS = "blocks.*"
+LINK = 55.0  # GB/s each way, what "carried" bytes are counted for
+HOST_STEPS = 7  # of which two to get in
+
+
+class Bench:
+    """One model, its plans, and the ways to run a step of it."""
+
+    def __init__(self, model: Stack, rows: Tensor, least: int, steps: int) -> None:
+        self.model, self.leaves, self.least, self.steps = model, (rows,), least, steps
+        self.batch = rows.clone  # no leaf: autograd holds those to the end
+        self.cuda = rows.is_cuda
+        self.scheduler = offload.Scheduler(model, LAYERS, plan={})  # one arena for all plans
+        self.plans: dict[str, OffloadPlan] = {}
+        self.base = 0  # bytes before a step
+        self.forward_left = 0  # bytes after the last forward that was looked at
+        self.host: dict[str, Row] = {}  # what the host takes for a step, by way
+        self.ways: dict[str, Callable[[], Any]] = {"nothing": contextlib.nullcontext}
+
+    # --- plans
+
+    def make_plans(self, peaks: list[str]) -> dict[str, Any]:
+        """Plans of one recorded step, by name of the peak."""
+        self.step()
+        self.forget_gradients()
+        machine = offload.Hardware.measure() if self.cuda else offload.Hardware.h200()
+        say("machine measured")
+        options = {"record": True, "hardware": machine, "min_bytes": self.least}
+        self.base = self.active("current")
+        free = offload.plan(self.model, self.batch(), layers=LAYERS, **options)
+        carried = plan_profile(free.profile, machine.with_link(LINK), layers=(LAYERS,))
+        known = {"free": free, "carried": carried}
+        for peak in peaks:
+            if peak in known:
+                plan, name = known[peak], f"plan {peak}"
+            else:
+                limits = Limits(self.base + int(float(peak) * GIB))
+                plan = plan_profile(free.profile, machine, limits, layers=(LAYERS,))
+                name = f"plan {peak} GiB"
+            self.plans[name] = plan
+            self.ways[name] = lambda plan=plan: self.following(plan)
+        return {
+            "machine": machine.to_json(),
+            "recorded_ms": free.before.seconds * 1e3,
+            "recorded_peak_gib": self.above(free.before.peak),
+            "carried_at_55_gbs_gib": carried.free / GIB,
+            "free_plan_gib": free.bytes_of("offload") / GIB,
+            "link_in_forward_gib": forward_seconds(free) * LINK * 1e9 / GIB,
+        }
+
+    @contextlib.contextmanager
+    def following(self, plan: OffloadPlan) -> Iterator[None]:
+        self.scheduler.plan = plan
+        with self.scheduler:
+            yield
+
+    @contextlib.contextmanager
+    def recomputed(self) -> Iterator[None]:
+        self.model.recompute = True
+        try:
+            yield
+        finally:
+            self.model.recompute = False
+
+    # --- steps
+
+    def step(self, look: bool = False) -> None:
+        self.forget_gradients()
+        y = self.model(self.batch())
+        if look:
+            self.forward_left = self.active("current")
+        y.backward(torch.ones_like(y))
+
+    def forget_gradients(self) -> None:
+        for p in (*self.model.parameters(), *self.leaves):
+            p.grad = None
+
+    def active(self, what: str) -> int:
+        return torch.cuda.memory_stats()[f"active_bytes.all.{what}"] if self.cuda else 0
+
+    def above(self, nbytes: float) -> float:
+        return (nbytes - self.base) / GIB
+
+    def visit(self, way: str, steps: int = 0) -> Callable[[], Row]:
+        """A step to get in, and some that count.   -> their time and memory, once it is called: the
+        device has no pause between visits, after which it would run faster for a while.
+        """
+        with self.ways[way]():
+            moved = self.scheduler.report().moved_bytes
+            self.step(look=True)
+            self.forget_gradients()
+            moved = self.scheduler.report().moved_bytes - moved
+            before = self.active("current")
+            found = {
+                "resident_gib": (self.forward_left - before) / GIB,
+                "moved_gib": moved / GIB,
+            }
+            ms = self.launched(steps or self.steps)
+            found["peak_gib"] = (self.active("peak") - before) / GIB
+        return lambda: found | {"ms": ms()}
+
+    def launched(self, steps: int) -> Callable[[], float]:
+        """Launches steps.   -> milliseconds of one, once it is called"""
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        start = self.mark()
+        for _ in range(steps):
+            self.step()
+        end = self.mark()
+        self.forget_gradients()
+        if isinstance(start, float):
+            return lambda: (end - start) * 1e3 / steps
+
+        def read() -> float:
+            end.synchronize()
+            return start.elapsed_time(end) / steps
+
+        return read
+
+    def mark(self) -> Any:
+        """Now, on the device; seconds where there is none."""
+        if not self.cuda:
+            return time.perf_counter()
+        return mark()
+
+    def launching(self, way: str) -> Row:
+        """What the host takes for a step: of an eighth of the rows, so that it never waits for the
+        device. host_us_a_tensor: beyond the plain step, for each saved tensor.
+        """
+        whole, self.batch = self.batch, self.leaves[0][: len(self.leaves[0]) // 8].clone
+        times = []
+        with self.ways[way]():
+            for _ in range(HOST_STEPS):
+                saved = self.saved()
+                if self.cuda:
+                    torch.cuda.synchronize()
+                begun = time.perf_counter()
+                self.step()
+                times.append((time.perf_counter() - begun) * 1e3)
+            saved = self.saved() - saved
+        self.batch = whole
+        found = {"host_ms": statistics.median(times[2:])}
+        if saved:
+            more = found["host_ms"] - self.host["nothing"]["host_ms"]
+            found |= {"saved_tensors": saved, "host_us_a_tensor": more * 1e3 / saved}
+        return found
+
+    def saved(self) -> int:
+        """Saved tensors that the scheduler has seen."""
+        return sum(entry.times for entry in self.scheduler.report().entries)
+
+    # --- the parts
 
     def rounds(self, stop: float, ways: list[str], least: int = 3, steps: int = 0) -> Any:
         """Rounds of these ways, in balanced order, until the clock says `stop`, but so many at least; what is
@@ -217,6 +367,128 @@ class Parts(Bench):
             yield found | {"save_on_cpu": {"ms": self.launched(1)()}}
 
 
+def forward_seconds(plan: OffloadPlan) -> float:
+    return plan.profile.clock[max(call.leave for call in plan.profile.calls)]
+
+
+# --- what is said
+
+
+START = time.perf_counter()
+GIB = 1 << 30
+
+Row = dict[str, float]  # what a visit of a way found
+
+
+def summary(
+    mine: list[Row], base: list[Row], plan: OffloadPlan | None, before: int
+) -> dict[str, Any]:
+    """Of one way over its rounds, beside the plain step of the same rounds.
+
+    plan    that it followed; before: bytes on the device before a step
+    """
+    found: dict[str, Any] = {
+        "rounds": len(mine),
+        **paired([r["ms"] for r in base], [r["ms"] for r in mine]),
+        "ms": statistics.median(r["ms"] for r in mine),
+        "peak_gib": max(r["peak_gib"] for r in mine),
+        "resident_gib": mine[-1]["resident_gib"],
+    }
+    return found if plan is None else found | beside_plan(plan, found, mine[-1], base[-1], before)
+
+
+def beside_plan(
+    plan: OffloadPlan, found: dict[str, Any], mine: Row, base: Row, before: int
+) -> dict[str, Any]:
+    """What was predicted, and how near it came."""
+    lower = base["peak_gib"] - found["peak_gib"]
+    wanted = plan.before.peak - plan.after.peak
+    rest = {
+        "moved_gib": mine["moved_gib"],
+        "predicted": {
+            "before_gib": (plan.before.peak - before) / GIB,
+            "peak_gib": (plan.after.peak - before) / GIB,
+            "ms": plan.after.seconds * 1e3,
+            "ratio": plan.after.seconds / plan.before.seconds,
+            "stall_ms": plan.after.stall * 1e3,
+            "lag": plan.settings.lag,
+            "offload_gib": plan.bytes_of("offload") / GIB,
+            "recomputed": list(plan.recomputed),
+            "warnings": list(plan.warnings),
+        },
+        "lower_over_predicted": lower * GIB / max(wanted, 1),
+        "peak_error": found["peak_gib"] * GIB / max(plan.after.peak - before, 1) - 1,
+        "time_error": found["ms"] / 1e3 / plan.after.seconds - 1,
+    }
+    if mine["moved_gib"] and not plan.recomputed:
+        rest["gone_over_moved"] = lower / mine["moved_gib"]
+    return rest
+
+
+SLOWER = {"plan 12.8 GiB": 1.015, "plan 11 GiB": 1.06, "plan carried": 1.008}  # at most
+
+
+def bars(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the plans are held to, of the parts that ran: what was found, the bar, whether it is met."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def at_most(what: str, value: float, bar: float) -> None:
+        found[what] = {"found": value, "at most": bar, "met": value <= bar}
+
+    def at_least(what: str, value: float, bar: float) -> None:
+        found[what] = {"found": value, "at least": bar, "met": value >= bar}
+
+    rounds = record.get("rounds", {})
+    for way, row in rounds.items():
+        if way in SLOWER:
+            at_most(f"{way}: ratio, upper end of the interval", row["interval"][1], SLOWER[way])
+        if "predicted" not in row:
+            continue
+        at_most(f"{way}: peak beside the prediction", abs(row["peak_error"]), 0.01)
+        at_most(f"{way}: time beside the prediction", abs(row["time_error"]), 0.05)
+        at_least(f"{way}: lower peak over the prediction", row["lower_over_predicted"], 0.997)
+        if "gone_over_moved" in row:
+            at_least(f"{way}: bytes gone over bytes chosen", row["gone_over_moved"], 0.999)
+    if "plan carried" in rounds:
+        row = rounds["plan carried"]
+        at_most("plan carried: host over device, of a step", row["host_ms"] / row["ms"], 0.6)
+        at_most("plan carried: us of the host a saved tensor", row["host_us_a_tensor"], 25)
+        chosen = row["predicted"]["offload_gib"]
+        carried = record["plans"]["carried_at_55_gbs_gib"]
+        at_least("plan carried: GiB chosen over those that 55 GB/s carry for free", chosen, carried)
+    others = record.get("others", {})
+    if "plan 7 GiB" in rounds and "checkpoint" in others:
+        at_most(
+            "plan 7 GiB: ms, less than checkpoint of every block",
+            rounds["plan 7 GiB"]["ms"],
+            others["checkpoint"]["ms"],
+        )
+    return found
+
+
+def say(what: str) -> None:
+    print(f"{time.perf_counter() - START:6.1f} s  {what}", flush=True)
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    lines = [f"{'way':20}{'ms':>9}{'host':>8}{'ratio':>8}{'interval':>16}{'peak':>7}{'moved':>7}"]
+    for way, row in found.items():
+        spread = "{:.4f}-{:.4f}".format(*row["interval"]) if "interval" in row else ""
+        lines.append(
+            f"{way:20}{row['ms']:9.2f}{row.get('host_ms', 0):8.1f}{row.get('ratio', 0):8.4f}{spread:>16}"
+            f"{row.get('peak_gib', 0):7.2f}{row.get('moved_gib', 0):7.2f}"
+        )
+        if "predicted" in row:
+            guess = row["predicted"]
+            lines[-1] += (
+                f"  predicted {guess['peak_gib']:.2f} GiB ({row['peak_error']:+.4f}), "
+                f"{guess['ms']:.2f} ms ({row['time_error']:+.4f}), {guess['ratio']:.4f}; "
+                f"{len(guess['recomputed'])} recomputed; lower {row['lower_over_predicted']:.4f}, "
+                f"gone {row.get('gone_over_moved', 0):.4f}"
+            )
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=20.0, help="of rounds")
@@ -229,7 +501,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    bench = Parts(
+    bench = Bench(
         *stack(args.model, args.small, args.blocks, device),
         least=1 if args.small else 1 << 20,
         steps=args.steps,

@@ -13,9 +13,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import measure
 import torch
 import transformers
+from common import measure
 
 from fuseops import offload
 from fuseops.integrations import hf

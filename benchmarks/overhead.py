@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import measure
 import torch
+from common import measure
 from torch import nn
 
 import fuseops as fo

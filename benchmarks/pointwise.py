@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import layers
-import measure
 import torch
+from common import layers, measure
 from torch import Tensor, nn
 
 import fuseops as fo
@@ -73,12 +72,5 @@ def cell(name: str, options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    layers.add_options(parser, SHAPES)
-    options = parser.parse_args()
-    layers.run_cells(options, layers.begin(options), lambda name: cell(name, options))
-
-
 if __name__ == "__main__":
-    main()
+    layers.main(__doc__, SHAPES, cell)

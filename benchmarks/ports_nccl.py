@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import measure
 import torch
+from common import measure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "ports"))
 

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import measure
 import torch
+from common import measure
 
 import fuseops as fo
 from fuseops.demo.data import read_corpus, windows

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import environment
+from common.measure import environment
 
 import fuseops as fo
 from fuseops.kernels.registry import as_if_on

@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import measure
+from common import measure
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {

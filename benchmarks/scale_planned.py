@@ -16,10 +16,10 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common import measure
 from scale import LINKS, MODELS, PLANNED, RANKS, TOKENS, Sizes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

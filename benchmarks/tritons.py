@@ -49,8 +49,8 @@ class Worker:
 
 def layer(name: str) -> dict[str, Any]:
     """Forward, and forward + backward, of a MoE layer."""
-    import layers
     import moe_layer
+    from common import layers
 
     p = moe_layer.Problem(*moe_layer.SHAPES[name])
     forward = p.forwards([])["fuseops"]
@@ -60,8 +60,8 @@ def layer(name: str) -> dict[str, Any]:
 
 def gemms(name: str) -> dict[str, Any]:
     """The grouped GEMMs of both layers of an expert MLP, in bf16 and FP8."""
-    import fp8_problems
-    import grouped_problems as problems
+    from common import fp8_problems
+    from common import grouped_problems as problems
 
     groups, rows, d, f, _ = problems.SHAPES[name]
     offs = problems.split("uniform", groups, rows)
@@ -78,9 +78,9 @@ def gemms(name: str) -> dict[str, Any]:
 
 def memory_bound(_: str) -> dict[str, Any]:
     """Norm and activation forward + backward."""
-    import layers
     import torch
-    from measure import rnd
+    from common import layers
+    from common.measure import rnd
 
     import fuseops as fo
 
@@ -102,8 +102,8 @@ MAKE = {"layer": layer, "gemms": gemms, "memory_bound": memory_bound}
 
 def work() -> None:
     """Answer the lines of standard input: make (kind, name), check, time (step, seconds), environment."""
-    import measure
     import torch
+    from common import measure
 
     torch.manual_seed(0)
     steps: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def work() -> None:
 
 def compare(workers: dict[str, Worker], kind: str, name: str, options: Any) -> dict[str, Any]:
     """Medians and ratios of each step."""
-    import measure
+    from common import measure
 
     with ThreadPoolExecutor() as pool:  # kernels compile side by side
         asked = list(pool.map(lambda worker: worker.ask("make", kind, name), workers.values()))
@@ -179,7 +179,7 @@ def main() -> None:
         return
     if options.other is None or options.out is None:
         parser.error("--other and --out are needed")
-    import measure
+    from common import measure
 
     started = Worker(None), Worker(str(options.other))
     found = [worker.ask("environment") for worker in started]

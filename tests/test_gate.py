@@ -18,7 +18,7 @@ from fuseops.recipes.gain import Gemm, LinearRun, fewest_rows, ratio
 
 BLOCK, CURRENT = fo.recipes.Float8BlockScaling, fo.recipes.Float8CurrentScaling
 TABLE = Path(__file__).parent.parent / "benchmarks" / "results" / "fp8_h200.json"
-# groups, rows, D, F of benchmarks/grouped_problems.py
+# groups, rows, D, F of benchmarks/common/grouped_problems.py
 SHAPES = {
     "mixtral": (8, 16384, 4096, 14336),
     "deepseek_v3": (32, 65536, 7168, 2048),

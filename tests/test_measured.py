@@ -50,7 +50,7 @@ def loaded(name: str) -> Any:
 
 
 def measure() -> Any:
-    return loaded("measure")
+    return importlib.import_module("common.measure")
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_run_that_was_cut_goes_on_where_it_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What a file holds is not measured again, what failed is; a file of another machine is refused."""
-    layers = loaded("layers")
+    layers = importlib.import_module("common.layers")
     monkeypatch.setattr(layers, "fresh_memory", contextlib.nullcontext)
     options = argparse.Namespace(
         out=tmp_path / "found.json", only=["a", "b", "c"], budget=1e9, resume=True

@@ -102,7 +102,7 @@ LATER = (
 
 
 def stacks() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "offload_stacks.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "common" / "offload_stacks.py"
     spec = importlib.util.spec_from_file_location("offload_stacks", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

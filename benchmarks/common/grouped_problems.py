@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import Call, rnd
 from torch import Tensor
 
 from fuseops.kernels import grouped
 
+from .measure import Call, Rounds, medians, paired, rnd
+
 # name: groups, rows, model width D, expert width F, experts of a token
+Operands = dict[str, Tensor]
 SHAPES = {
     "mixtral": (8, 16384, 4096, 14336, 2),
     "deepseek_v3": (32, 65536, 7168, 2048, 8),
@@ -134,3 +137,17 @@ def wrong(kind: str, t: dict[str, Tensor]) -> str | None:
     if kind != "wgrad_into" and not torch.equal(first, call()):
         return "two runs differ"
     return None
+
+
+def entry(us: Rounds, flops: float) -> dict[str, Any]:
+    """One GEMM: microseconds and TFLOP/s of every candidate, and how many times as fast as each peer we are."""
+    found = medians(us)
+    return {
+        "us": found,
+        "tflops": {name: round(flops / t / 1e6, 1) for name, t in found.items()},
+        "ratios": {name: paired(us["fuseops"], t) for name, t in us.items() if name != "fuseops"},
+    }
+
+
+def flops_of(t: Operands) -> int:
+    return 2 * int(t["offs"][-1]) * t["w"].shape[1] * t["w"].shape[2]

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from measure import rnd
 from torch import Tensor
 
 from fuseops.kernels import (
@@ -26,6 +25,8 @@ from fuseops.kernels import (
     routing,
 )
 from fuseops.kernels.registry import KernelOp
+
+from .measure import rnd
 
 E4M3 = torch.float8_e4m3fn
 SHAPES = ((8192, 4096), (65536, 2048))

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import measure
 import torch
-from measure import Call
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from fuseops.explain import FusionPlan
+
+from . import measure
+from .measure import Call
 
 BEGUN = time.perf_counter()
 
@@ -219,6 +220,26 @@ def begin(options: argparse.Namespace, *peers: str) -> dict[str, Any]:
     found.pop("skipped", None)
     found.setdefault("resumed", []).append(now["command"])
     return found
+
+
+def main(
+    doc: str | None,
+    names: Iterable[str],
+    cell: Callable[[str, argparse.Namespace], dict[str, Any]],
+    summary: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    peers: Iterable[str] = (),
+    more: Callable[[argparse.ArgumentParser], Any] = lambda parser: None,
+) -> None:
+    """The command line of a script that measures one cell for each of the names.
+
+    doc: the script's.  peers: packages whose versions the file names.  more: adds options of its own
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    add_options(parser, names)
+    more(parser)
+    options = parser.parse_args()
+    report = begin(options, *peers)
+    run_cells(options, report, lambda name: cell(name, options), summary)
 
 
 def add_options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import measure
 import torch
 import torch.nn.functional as F
-from measure import Call
 from torch import Tensor
 
 from fuseops.kernels import fp8, grouped, reference
 from fuseops.kernels.groups import column_bounds
+
+from . import measure
+from .measure import Call
 
 E4M3 = torch.float8_e4m3fn
 KINDS = ("fwd", "dgrad", "wgrad", "wgrad_into")
