@@ -1,6 +1,7 @@
 """docs/measured.md and the README say what the committed results say."""
 
 import argparse
+import ast
 import contextlib
 import functools
 import importlib.util
@@ -10,6 +11,7 @@ import math
 import re
 import subprocess
 import sys
+import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -302,6 +304,21 @@ def test_a_chart_is_as_long_as_its_figures() -> None:
     widths = [float(w) for w in re.findall(r'<rect x="\d+" y="\d+" width="([\d.]+)"', text)]
     assert [w / widths[1] for w in widths] == pytest.approx([0.5, 1.0, 0.25], abs=0.01)
     assert "a &lt;group&gt;" in text and text.count(" GiB</text>") == 3
+
+
+SCRIPTS = [*BENCHMARKS.glob("*.py"), *BENCHMARKS.glob("common/[a-z]*.py")]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_finds_what_it_names_in_modules(path: Path) -> None:
+    """Without a GPU nothing else shows that a name in the package has become another one."""
+    script = path.relative_to(BENCHMARKS).with_suffix("")
+    known = vars(importlib.import_module(".".join(script.parts)))
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = known.get(node.value.id)
+            if isinstance(module, types.ModuleType):
+                assert hasattr(module, node.attr), f"{path.name}:{node.lineno}: {ast.unparse(node)}"
 
 
 def test_every_result_is_under_a_subject_and_none_is_superseded() -> None:
