@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from fuseops.explain import FusionPlan, plans
 from fuseops.explain.html import fragment
 from fuseops.explain.layout import groups, place
-from fuseops.plan.records import Miss
+from fuseops.plan.records import Miss, Planned
 from fuseops.words import plural
 
 
@@ -40,7 +40,7 @@ def lines(found: Sequence[FusionPlan]) -> Iterator[str]:
         yield from (f"    not fused  {text}" for text in _not_fused(group.plan))
 
 
-def _not_fused(plan: FusionPlan) -> Iterator[str]:
+def _not_fused(plan: Planned) -> Iterator[str]:
     """Why ops that run alone did not fuse; rules that say the same of one place share a line."""
     same: dict[tuple[str, str], list[Miss]] = {}
     for miss in plan.misses:
