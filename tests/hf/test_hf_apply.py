@@ -346,15 +346,15 @@ def test_what_stands_in_alone_keeps_the_laws(name: str) -> None:
 def test_queries_and_keys_are_turned_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer and direction, with positions that all rows share and with positions of each row."""
     model, x = stock("Llama"), tokens()
+    each = torch.stack([torch.arange(9), torch.arange(9).flip(0)])
+    expected = [step(model, x, **keywords) for keywords in ({}, {"position_ids": each})]
+    hf.apply(model)
     launches: list[str] = []
     for name in ("apply_rope", "apply_rope_pair"):
         own = getattr(fo.kernels, name)
         monkeypatch.setattr(
             fo.kernels, name, lambda *a, own=own, name=name: launches.append(name) or own(*a)
         )
-    each = torch.stack([torch.arange(9), torch.arange(9).flip(0)])
-    expected = [step(model, x, **keywords) for keywords in ({}, {"position_ids": each})]
-    hf.apply(model)
     for keywords, wanted in zip(({}, {"position_ids": each}), expected, strict=True):
         launches.clear()
         agree(step(model.train(), x, skip_logits=False, **keywords), wanted)
