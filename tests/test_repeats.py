@@ -12,6 +12,7 @@ from counted import calls_in
 from torch import Tensor, nn
 
 import fuseops as fo
+from fuseops import kernels as K
 from fuseops.kernels import transcript
 from fuseops.kernels.replay import forget_replays
 from fuseops.kernels.transcript import Transcriber, transcribable, transcribed
@@ -139,6 +140,14 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("why", REFUSED)
 def test_what_cannot_be_written_down(why: str) -> None:
     assert written(REFUSED[why], torch.randn(4, 4)) is None
+
+
+def test_a_kernel_that_writes_into_an_operand_is_not_written_down() -> None:
+    """Another call may have found that somebody else holds it."""
+    h, dy, probs = torch.randn(4, 4), torch.randn(4, 2), torch.rand(4)
+    with torch.no_grad(), transcribed([h, dy, probs]) as seen:
+        K.scaled_act_bwd_into(h, dy, probs, "swiglu")
+    assert seen.why == "scaled_act_bwd_into writes into an operand"
 
 
 def test_a_written_function_does_the_same_for_operands_alike_alone() -> None:

@@ -112,6 +112,8 @@ class Transcriber(TorchDispatchMode):
 
     def called(self, op: KernelOp[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a kernel op for a function that is watched."""
+        if op.op._schema.is_mutable:  # in the next call somebody else may hold it
+            self.why = self.why or f"{op.name} writes into an operand"
         if not op.launches(args, {}):  # its twin is plain torch, whose calls are seen
             if not op.traces_twin:
                 self.why = f"{op.name} reads values"
