@@ -16,7 +16,6 @@ from fuseops import kernels as K
 from fuseops.kernels import transcript
 from fuseops.kernels.replay import forget_replays
 from fuseops.kernels.transcript import Transcriber, transcribable, transcribed
-from fuseops.run.repeats import Repeats
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linears": lambda: fo.Sequential(*(fo.ops.Linear(16, 16, bias=k > 0) for k in range(3))),
@@ -105,16 +104,44 @@ def test_settings_of_launches_and_debug_end_what_is_written() -> None:
     for _ in range(4):
         step(model, x)
     (seg,) = segments(model)
-    written: Repeats = seg.repeats
-    assert written.stand()
+    written = seg.repeats
     with fo.debug():
         looked = calls_in(lambda: step(model, x))
     assert looked > calls_in(lambda: step(model, x))
     assert seg.repeats is written
     forget_replays()
-    assert not written.stand()
     step(model, x)
     assert seg.repeats is not written
+
+
+def test_a_graph_that_is_kept_is_gone_through_again() -> None:
+    model = MODELS["mlp"]()
+    for k in range(5):
+        x, leaves = inputs(k), [*model.parameters()]
+        y = model(x).sum()
+        first = torch.autograd.grad(y, leaves, retain_graph=True)
+        for ours, theirs in zip(torch.autograd.grad(y, leaves), first, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_a_repeated_forward_without_a_graph() -> None:
+    model = MODELS["mlp"]()
+    for k in range(5):
+        x = inputs(k)
+        y = model(x)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert torch.equal(model(x), y)
+
+
+def test_gradients_of_a_batch_of_directions() -> None:
+    """Of legacy vmap, whose tensors have no addresses of their own."""
+    model, x = MODELS["linears"](), inputs(0)
+    for _ in range(4):
+        y = model(x)
+        batched = torch.autograd.grad(y, x, torch.stack([y.detach()] * 2), is_grads_batched=True)
+        (alone,) = torch.autograd.grad(model(x), x, y.detach())
+        torch.testing.assert_close(batched[0][1], alone)
 
 
 # --- what is written down

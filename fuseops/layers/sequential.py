@@ -60,7 +60,7 @@ class Sequential(Composed):
             check_returns(self, runner, returns)
         if not isinstance(x, Tensor):
             check_input(self, x)
-        tokens = tokens_of(self, runner)
+        tokens, versions = tokens_of(self, runner), runner.versions
         outs: dict[str, Buffers] = {}
         if out:
             ops = tuple([name for name, m, *_ in runner.planned if isinstance(m, Op)])
@@ -76,7 +76,8 @@ class Sequential(Composed):
             for at, live in enumerate(living):  # the except reads it
                 name, piece = runner.pieces[at]
                 if isinstance(piece, Run):
-                    x = piece(x, env, tokens, live, path, scratch, outs.get(name) if outs else None)
+                    buffer = outs.get(name) if outs else None
+                    x = piece(x, env, tokens, live, path, scratch, versions, buffer)
                 else:
                     call = torch_private.direct_call(piece)  # blocks in blocks may be deep
                     x = call(x, **{keyword: env[name] for keyword, name in runner.takes[at]})
@@ -164,7 +165,7 @@ def _run_alone(
     if out:
         name = type(op).__name__
         outs = buffers.by_op(name, {f"{name}.{what}": t for what, t in out.items()}, (name,))[name]
-    y = run(x, env, tokens, tuple(op.writes), prefix_of(op) or "", {}, outs)
+    y = run(x, env, tokens, tuple(op.writes), prefix_of(op) or "", {}, runner.versions, outs)
     return (y, *(env[name] for name in op.writes)) if op.writes else y
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain as chained
-from itertools import starmap
+from itertools import repeat, starmap
 from operator import attrgetter, call, getitem, is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from fuseops.ops.op import OF_EVERY_MODULE, Op
-from fuseops.torch_private import GLOBAL_HOOKS, any_autocast, dict_version, tensor_guard
+from fuseops.torch_private import GLOBAL_HOOKS, any_autocast, tensor_guard
 
 from .chain import Chain
 
 Tokens = tuple[int, int, int]  # process, model, scopes
+NONES = repeat(None)
 NEVER = Op.alias  # of the classes whose ops are none
 joined = chained.from_iterable
 DICT = attrgetter("__dict__")
@@ -175,8 +176,8 @@ class Glance:
     """Tells whether a call has the key of an earlier one, in a fifth of the time that the key takes. Eager only.
 
     What it compares of the call are the fields of the key; of ops what their instances hold, object by object, where
-    somebody has written to one since the last look; for parameters torch's guard sees each field of `ParameterFacts`,
-    while the mode is as it was. Loops over ops are C's.
+    somebody may have written to one since the last look, as `Runner.fits` tells; for parameters torch's guard sees each
+    field of `ParameterFacts`, while the mode is as it was. Loops over ops are C's.
     """
 
     def __init__(self, chain: Chain, key: PlanKey, read: Collection[int] = ()) -> None:
@@ -191,23 +192,29 @@ class Glance:
         self.readers = [itemgetter(*_depends_on(own, i in read)) for i, own in enumerate(owns)]
         self.values = [*joined(map(call, self.readers, owns))]
         self.hooked = [*map(any, map(HOOKS, owns))]
-        self.versions: list[object] = []  # of the instances, when they were last found alike
+        self.versions: object = (
+            None  # what the instances had been written when they were last found alike
+        )
         self.hooks: list[Any] = []  # of all ops, then
         self.aliasing = [op for op in chain.ops if op.__class__.alias is not NEVER]
         self.aliases = [op.alias for op in self.aliasing]
-        # where the parameters and buffers are that ops take, each tensor once (the guard wants them so); and the
-        # other places of each, by its number, and those that are None, by -1
+        # where the parameters and buffers are that ops take, each tensor once (the guard wants them so); the other
+        # places of each, by its number; and the places of those that are None
         self.homes: list[dict[str, Any]] = []
         self.names: list[str] = []
         self.again: list[tuple[dict[str, Any], str, int]] = []
-        found: dict[int, int] = {id(None): -1}
+        self.absent: tuple[list[dict[str, Any]], list[str]] = [], []
+        found: dict[int, int] = {}
         for own, names, facts in zip(owns, chain.parameters, key.ops, strict=True):
             if facts.local:
                 raise KeyError(names)
             for name in names:
                 home = own["_parameters"] if name in own["_parameters"] else own["_buffers"]
                 known = found.get(id(home[name]))
-                if known is None:
+                if home[name] is None:
+                    self.absent[0].append(home)
+                    self.absent[1].append(name)
+                elif known is None:
                     found[id(home[name])] = len(self.homes)
                     self.homes.append(home)
                     self.names.append(name)
@@ -219,36 +226,40 @@ class Glance:
             raise KeyError from error
 
     def fits(
-        self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
+        self,
+        x: Tensor,
+        side: Mapping[str, Any],
+        tokens: Tokens,
+        live: tuple[str, ...],
+        versions: object = None,
     ) -> bool:
-        """Whether `PlanKey.of` would give the key again, and what conditions have read is the same."""
-        ops = self.chain.ops
+        """Whether `PlanKey.of` would give the key again, and what conditions have read is the same.
+
+        versions: another object where somebody may have written to an op since; None: look in any case
+        """
         if call_facts(self.chain.outside, x, side, tokens, live) != self.key.call:
             return False
-        owns = [*map(DICT, ops)]
-        versions = [*map(dict_version, owns)]
-        if [*map(type, ops)] != self.kinds:
-            return False
         try:
-            if (versions != self.versions or any(self.hooks)) and not self._alike(owns, versions):
-                return False
-            if self.aliasing and [op.alias for op in self.aliasing] != self.aliases:
+            looked = versions is not None and versions is self.versions and not any(self.hooks)
+            if not (looked or self._alike(versions)):
                 return False
             tensors = [*map(getitem, self.homes, self.names)]
-            return self.alike(*tensors) and (
-                not self.again
-                or all(h[name] is (None if k < 0 else tensors[k]) for h, name, k in self.again)
-            )
+            if not (self.alike(*tensors) and all(map(is_, map(getitem, *self.absent), NONES))):
+                return False
+            return not self.again or all(h[name] is tensors[k] for h, name, k in self.again)
         except KeyError:  # one went, another came
             return False
 
-    def _alike(self, owns: Sequence[Mapping[str, Any]], versions: list[object]) -> bool:
-        """Whether the instances, given as their `__dict__`, hold what they held.   versions: from before this look"""
-        if [*map(frozenset, owns)] != self.held:
+    def _alike(self, versions: object) -> bool:
+        """Whether the ops are of the kinds that they were, and hold what they held.   versions: before this look"""
+        owns = [*map(DICT, self.chain.ops)]
+        if [*map(type, self.chain.ops)] != self.kinds or [*map(frozenset, owns)] != self.held:
             return False
         if not all(map(is_, joined(map(call, self.readers, owns)), self.values)):
             return False
         if [*map(any, map(HOOKS, owns))] != self.hooked:
+            return False
+        if self.aliasing and [op.alias for op in self.aliasing] != self.aliases:
             return False
         self.versions, self.hooks = versions, [*joined(map(HOOKS, owns))]
         return True

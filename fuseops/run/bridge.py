@@ -63,8 +63,9 @@ class Node(torch.autograd.Function):
             here.unseen = seg.quiet and unseen
             arrived, live.crossing = live.crossing, None
             try:
-                found = repeats.forward(seg, forward, arrived or x, t, live.once, unseen)
-                y, flat, rows, entered = found
+                y, flat, rows, entered = repeats.forward(
+                    seg, forward, arrived or x, t, live.once, unseen
+                )
             finally:
                 here.unseen = before
             if type(y) is Quantized:
@@ -135,12 +136,12 @@ def _backward_in(
     here = registry.thread
     before, unseen = here.unseen, registry.unseen()
     here.unseen = seg.quiet and unseen
-    given = repeats.Returning(rows, saved, dy, dsides, entered)
+    given = dy, dsides, entered
     try:
         if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
             with torch.autocast(seg.device, enabled=False):
-                return repeats.backward(seg, backward, given, once, unseen)
-        return repeats.backward(seg, backward, given, once, unseen)
+                return repeats.backward(seg, backward, rows, saved, given, once, unseen)
+        return repeats.backward(seg, backward, rows, saved, given, once, unseen)
     except Exception as error:
         unsaved = checks.unsaved(checks.failing_step(error))
         error.add_note(

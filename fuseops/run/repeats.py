@@ -8,9 +8,9 @@ changes, and operands are alike (`kernels.transcript`). Nobody may have to see t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from fuseops.kernels.replay import replaying
@@ -27,17 +27,6 @@ FIRST = 1  # calls of a kind that go before, beside that which looks at the cont
 MOST_TRIES = 8  # of a kind
 MOST_WRITTEN = 4  # of one shape: strides may differ
 MOST_SHAPES = 64
-
-
-class Forward(NamedTuple):
-    """A `Forward` says what a node computes: y, what autograd saves, where each kept field is among that, and dtypes of
-    x before its ops.
-    """
-
-    y: Any
-    flat: Sequence[Tensor]
-    rows: Sequence[Any]
-    entered: tuple[torch.dtype, ...]
 
 
 class Alike:
@@ -63,56 +52,57 @@ class Repeats:
     """`Repeats` hold what is written down of one segment."""
 
     def __init__(self, seg: Segment) -> None:
-        self.replays = replaying.now  # which settings of launches change
+        self.replays = replaying.now  # other ones, once a setting of launches has changed
         self.owns = [*map(DICT, seg.ops)]
         self.versions = [*map(dict_version, self.owns)]
-        self.shapes: dict[Any, Alike] = {}
+        self.kinds: dict[Any, Alike] = {}
 
-    def stand(self) -> bool:
-        """Whether nothing was written to an op since, and the settings of launches are the same."""
-        if self.replays is not replaying.now:
-            return False
-        return [*map(dict_version, self.owns)] == self.versions
-
-    def of(self, kind: Any) -> Alike:
-        found = self.shapes.get(kind)
-        if found is None:
-            if len(self.shapes) >= MOST_SHAPES:
-                self.shapes.clear()
-            found = self.shapes[kind] = Alike()
+    def new(self, kind: Any) -> Alike:
+        """Calls of a kind that is seen for the first time."""
+        if len(self.kinds) >= MOST_SHAPES:
+            self.kinds.clear()
+        found = self.kinds[kind] = Alike()
         return found
 
 
-def _repeats(seg: Segment, once: Once, unseen: bool) -> Repeats | None:
-    """What is written down of a segment; None while somebody looks at its calls."""
+def repeats_of(seg: Segment, once: Once, unseen: bool) -> Repeats | None:
+    """What is written down of a segment, until an op is written to or a setting of launches changes. None while
+    somebody looks at its calls.   unseen: nobody has to see those of kernels
+    """
     if not (unseen and seg.repeatable) or once.look is not None:
         return None
     if scopes.thread.inside.debug is not None:
         return None
     found: Repeats | None = seg.repeats
-    if found is None or not found.stand():
+    if (
+        found is None
+        or found.replays is not replaying.now
+        or [*map(dict_version, found.owns)] != found.versions
+    ):
         found = seg.repeats = Repeats(seg)
     return found
 
 
-def forward(seg: Segment, run: Written, x: Any, t: list[Any], once: Once, unseen: bool) -> Forward:
-    """Run the forward of a segment.
+def forward(
+    seg: Segment, run: Written, x: Any, t: list[Any], once: Once, unseen: bool
+) -> tuple[Any, Sequence[Tensor], Sequence[Any], Any]:
+    """Run the forward of a segment.   -> y, what autograd saves, where each kept field is among that, dtypes of x
 
-    run: its steps (`steps.write_forward`), on t.  unseen: nobody has to see calls of kernels
+    run: its steps (`steps.write_forward`), on t.
     """
-    repeats = _repeats(seg, once, unseen)
+    repeats = repeats_of(seg, once, unseen)
     if repeats is None:
         y, kept, entered = run(x, t, once)
-        return Forward(y, *pack(seg, kept), entered)
+        return y, *pack(seg, kept), entered
     operands = [x, *[given for given in t if given is not None]]
-    alike = repeats.of(x.shape)
-    for again, said in alike.again:
+    alike = repeats.kinds.get(x.shape) or repeats.new(x.shape)
+    for again, (rows, entered) in alike.again:
         out = again(operands)
         if out is not None:
-            return Forward(*out, *said)
+            return *out, rows, entered
     if not alike.due(operands):
         y, kept, entered = run(x, t, once)
-        return Forward(y, *pack(seg, kept), entered)
+        return y, *pack(seg, kept), entered
     with transcribed(operands) as seen:
         y, kept, entered = run(x, t, once)
     flat, rows = pack(seg, kept)
@@ -120,42 +110,38 @@ def forward(seg: Segment, run: Written, x: Any, t: list[Any], once: Once, unseen
         written = seen.written((y, (*flat,)))
         if written is not None:
             alike.again.append((written, (rows, entered)))
-    return Forward(y, flat, rows, entered)
+    return y, flat, rows, entered
 
 
-class Returning(NamedTuple):
-    """A `Returning` is what a backward of a segment is given: where the kept fields are among what autograd `saved`,
-    and that, which is taken out of the list; and what `Segment.bwd` takes.
+def backward(
+    seg: Segment,
+    run: Written,
+    rows: Sequence[Any],
+    saved: list[Tensor],
+    given: tuple[Any, Any, Any],
+    once: Once,
+    unseen: bool,
+) -> Any:
+    """Run the backward of a segment.   run: its steps (`steps.write_backward`)
+
+    rows: where the kept fields are among what autograd `saved`, which is taken out of the list.  given: dy, dsides and
+    the dtypes of x, which its steps take
     """
-
-    rows: Sequence[Any]
-    saved: list[Tensor]
-    dy: Any
-    dsides: Any
-    entered: Any
-
-
-def backward(seg: Segment, run: Written, given: Returning, once: Once, unseen: bool) -> Any:
-    """Run the backward of a segment: `forward`, on the way back."""
-    rows, saved, dy, dsides, entered = given
-    repeats = _repeats(seg, once, unseen)
+    repeats, dy = repeats_of(seg, once, unseen), given[0]
     if repeats is None or type(rows) is not Rows or dy is None:
-        return run(_taken(rows, saved), dy, dsides, entered, once)
-    alike = repeats.of((dy.shape, id(rows), entered))
-    operands = [dy, *saved]
-    saved.clear()
+        return run(_taken(rows, saved), *given, once)
+    kind = dy.shape, id(rows), given[2]
+    alike = repeats.kinds.get(kind) or repeats.new(kind)
+    saved.insert(0, dy)
     for again, _ in alike.again:
-        out = again(operands)
+        out = again(saved)
         if out is not None:
             return out
-    saved += operands[1:]
-    if not alike.due(operands):
-        operands.clear()
-        return run(_taken(rows, saved), dy, dsides, entered, once)
-    with transcribed(operands) as seen:
-        operands.clear()
-        grads = run(_taken(rows, saved), dy, dsides, entered, once)
-    written = seen.written(grads)
+    due = alike.due(saved)
+    with transcribed(saved) if due else nullcontext() as seen:
+        del saved[0]
+        grads = run(_taken(rows, saved), *given, once)
+    written = None if seen is None else seen.written(grads)
     if written is not None:
         alike.again.append((written, rows))  # held: its number is nobody else's meanwhile
     return grads

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from fuseops import kernels
 from fuseops.errors import FuseOpsError
+from fuseops.kernels import registry
 from fuseops.ops import scopes
 from fuseops.ops.halves import check_halves
 from fuseops.ops.local import unwrapped
@@ -42,7 +43,7 @@ from fuseops.rules.builtin_rules import BUILTIN_RULES, POINTWISE
 from fuseops.rules.rule import Conditions, RunPosition
 from fuseops.torch_private import is_dtensor, is_nested
 
-from . import bridge, buffers, checks, ranges
+from . import bridge, buffers, checks, ranges, repeats
 from .bridge import Live
 from .buffers import Buffers
 from .checks import check_dtype, check_meta, describe, dtype_mismatch
@@ -88,11 +89,16 @@ class Run:
         return plan
 
     def repeated(
-        self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
+        self,
+        x: Tensor,
+        side: Mapping[str, Any],
+        tokens: Tokens,
+        live: tuple[str, ...],
+        versions: object,
     ) -> RunPlan | None:
-        """The plan of a call like the last one, if nothing that it depends on has changed."""
+        """The plan of a call like the last one, if nothing that it depends on has changed.   versions: of its ops"""
         last = self.last  # once: another thread may put its own there
-        if last is None or not last.plans or not last.glance.fits(x, side, tokens, live):
+        if last is None or not last.plans or not last.glance.fits(x, side, tokens, live, versions):
             return None
         try:
             return last.plans.get(x.shape)
@@ -289,11 +295,13 @@ class Run:
         live: tuple[str, ...],
         path: str,
         scratch: dict[str, Any],
+        versions: object,
         out: Buffers | None = None,
     ) -> Any:
         """Run the ops on x; side tensors are read from, and published to, `env`.
 
-        out: the caller's buffers for "y" and "dx" of an op that is by itself.
+        versions: of what the ops hold, as of `Runner`.  out: the caller's buffers for "y" and "dx" of an op that is by
+        itself.
         """
         given = x
         if type(x) is Quantized:  # planned as the tensor that it stands for
@@ -302,7 +310,7 @@ class Run:
             given = x = unwrapped(x, self.chain.layout)
         watchers = scopes.thread.inside.watchers
         if out is None and not watchers:
-            repeated = self.repeated(x, env, tokens, live)
+            repeated = self.repeated(x, env, tokens, live, versions)
             if repeated is not None:
                 return run_segments(repeated.segments, given, env, path, Once(scratch))
         parametrized = any(op.__dict__["_modules"] for op in self.ops)
@@ -403,7 +411,9 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) ->
     once = Once() if live is None else live.once
     if live is not None and not seg.checked_forward:
         once = once._replace(look=FirstCall(seg, inputs))
-    if seg.kind == "node" or seg.aliases:
+    if seg.kind == "node" and live is not None:
+        y, *_ = repeats.forward(seg, forward, x, inputs, once, registry.unseen())
+    elif seg.kind == "node" or seg.aliases:
         # alias ops call no kernel; traced code writes nothing, since checkpoint refuses to trace a write
         y, _, _ = forward(x, inputs, once)
     else:
