@@ -185,7 +185,7 @@ def test_launchers_of_a_repeated_step_are_replayed_on_a_gpu(
 
 @on_cpus
 @pytest.mark.parametrize(
-    ("model", "most", "quantized"), [("mlp", 105, 392), ("linears", 195, 1090), ("moe", 332, 600)]
+    ("model", "most", "quantized"), [("mlp", 100, 392), ("linears", 191, 1090), ("moe", 332, 600)]
 )
 def test_calls_of_a_step_on_a_gpu(
     as_gpu: dict[str, dict[str, Any]], model: str, most: int, quantized: int
