@@ -34,15 +34,26 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """All of K lies in one tile, so more experts leave less room for loads ahead, or wide blocks."""
+    """All of K lies in one tile, so more experts leave less room for loads ahead, or wide blocks. The last are for so
+    few rows that a program takes one block of columns, or a few.
+    """
     k = pow2(dims[0], least=16)
     tiles = [(2, 64, 4), (2, 64, 3), (4, 64, 3)] if k <= 128 else [(2, 32, 4), (2, 64, 2)]
-    tiles += [(1, 128, 3)] * (k <= 64)
+    tiles += [*[(1, 128, 3)] * (k <= 64), (8, 64, 2), (64, 32, 2)]
     fixed = {"BLOCK_M": 64, "BLOCK_K": k, "num_warps": 4}
     return [{"SPLITS": s, "BLOCK_N": n, "STAGES": stages, **fixed} for s, n, stages in tiles]
 
 
-ADD_MM = Space("add_mm", _candidates, dims=("k", "n"))
+def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    """More programs for each 64 rows where there are few of those."""
+    candidates = _candidates(dims, itemsize)
+    if rows > 4096:
+        return candidates[0]
+    most = 4 if rows > 1024 else 8 if rows > 256 else 64
+    return next(c for c in candidates if c["SPLITS"] >= most)
+
+
+ADD_MM = Space("add_mm", _candidates, _default, dims=("k", "n"))
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:

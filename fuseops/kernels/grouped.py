@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -192,6 +193,18 @@ def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
     yield on_meta(rows, 65), on_meta(rows, 33), offs, tiles
 
 
+def _few_cases() -> Iterator[tuple[Any, ...]]:
+    """Groups of a few rows, whose weight gradients are a kernel's of their own."""
+    groups, rows, n, k = 8, 64, 4096, 2048
+    offs, tiles = _offs(groups), on_meta(table_size(rows, groups), dtype=torch.int32)
+    index = on_meta(rows, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float16):
+        dy, x = on_meta(rows, n, dtype=dtype), on_meta(rows, k, dtype=dtype)
+        yield dy, x, offs, tiles
+        yield dy, x, offs, tiles, index
+        yield dy, x, offs, tiles, None, index
+
+
 def _add_cases() -> Iterator[tuple[Any, ...]]:
     for number, (dy, x, offs, tiles, *index) in enumerate(_wgrad_cases()):
         main_grad = on_meta(len(offs), dy.shape[1], x.shape[1], dtype=torch.float32)
@@ -316,7 +329,7 @@ def checked_product(p: Product) -> Product:
     fake=_wgrad_fake,
     flops=_wgrad_flops,
     traces_twin=False,
-    cases=_wgrad_cases,
+    cases=lambda: chain(_wgrad_cases(), _few_cases()),
 )
 def grouped_wgrad(
     dy: Tensor,

@@ -16,7 +16,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.activation import GATES
 from fuseops.kernels.configs import Config
 from fuseops.kernels.grouped_paths import MM_SPACES, WGRAD_SPACES, mm_path, wgrad_path
-from fuseops.kernels.launch import device, launch, num_sms
+from fuseops.kernels.launch import device, launch, num_sms, overlap
 from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.recorder import depends
 from fuseops.kernels.records import Arguments
@@ -98,14 +98,15 @@ def launch_rings(
     module, transposed = device("grouped_pingpong"), p.weight.stride(2) != 1
     kind, interleave, *options = form
     halves = kind in GATES and h is None and not interleave
-    config = {"SLOTS": 0, "PART": config["BLOCK_M"] // (1 + config["COOPERATIVE"]), **config}
-    y_block = [config.pop("PART"), 64]
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
+    config = {"SLOTS": 0, "PART": block_m // (1 + config["COOPERATIVE"]), "BOX": block_m, **config}
+    x_block = [config.pop("BOX"), 64]
+    y_block = [config.pop("PART"), 64]
     groups, n, k = p.weight.shape
     inner = n if transposed else k
     left, index = p.x, p.index
     if index is None:
-        left = module.Descriptor(p.x, p.x.shape, p.x.stride(), [block_m, 64])
+        left = module.Descriptor(p.x, p.x.shape, p.x.stride(), x_block)
         index = p.offs
     w_block = [64 if transposed else block_n // (1 + halves), 64]
     w = module.Descriptor(p.weight, (groups * n * k // inner, inner), (inner, 1), w_block)
@@ -198,9 +199,14 @@ def launch_wgrad(g: Gradient) -> None:
         if not g.accumulate:
             g.dw.zero_()
         return
+    groups = len(g.dw) if g.dw.dtype.itemsize == 2 else None
+    path = wgrad_path(g.dy, g.x, g.dy_index, g.x_index, groups)
+    if path == "few":
+        _launch_few(g)
+        return
     if g.dy_index is not None and g.x_index is not None:
         g = g.gathered()
-    path = wgrad_path(g.dy, g.x, g.dy_index, g.x_index)
+        path = wgrad_path(g.dy, g.x, g.dy_index, g.x_index)
     if g.dw.data_ptr() % 16:  # a part of somebody's buffer
         path = "pointer"
     if g.index is not None and path != "gather":
@@ -248,6 +254,20 @@ def _launch_wgrad_rings(g: Gradient, path: str, config: Config) -> None:
         g.offs, g.tiles, out, left, index, right, g.rows, groups, m, width, a.stride(0),
         GATHER=path == "gather", TRANSPOSED=swap, ACCUMULATE=g.accumulate, **config,
         num_warps=4, maxnreg=168,
+    )  # fmt: skip
+
+
+def _launch_few(g: Gradient) -> None:
+    """Run the kernel of groups of a few rows, which reads both operands by index where they have one."""
+    groups, n, k = g.dw.shape
+    config = WGRAD_SPACES["few"].pick(g.rows, (groups, n, k), g.x)
+    launch(
+        device("grouped_few").grouped_wgrad_few_kernel,
+        (groups * cdiv(n, config["BLOCK_M"]) * config["SPLITS"],),
+        g.dw, g.dy, g.x, *(g.offs if index is None else index for index in (g.dy_index, g.x_index)),
+        g.offs, g.rows, n, k, g.dy.stride(0), g.x.stride(0),
+        DY_INDEXED=g.dy_index is not None, X_INDEXED=g.x_index is not None, ACCUMULATE=g.accumulate,
+        PRECISION=precision(g.x), **overlap(g.dw.device), **config,
     )  # fmt: skip
 
 

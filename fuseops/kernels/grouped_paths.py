@@ -5,6 +5,7 @@ Paths, best first:
   alone reads rows by index (rows a multiple of 32 bytes), for the others they are copied first;
 * tma: Triton with tensor descriptors, sm_90 and sm_100, bf16 and fp16, rows of a multiple of 16 bytes;
 * pointer: Triton, everything else.
+Weight gradients of groups of a few rows on Hopper take "few", Triton that stores more than it multiplies.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from fuseops.words import dtype_name
 
 TMA_ARCHS = (90, 100)
 FEW_ROWS = 4096  # of which a copy is shorter than what a GEMM that reads weights most of its time loses by gathering
+FEW_A_GROUP = 32  # rows, on average, of a group whose GEMM is all reading of weights
+WGRAD_FEW = 16  # the same of one whose weight gradient is all stores
 GATHER_BELOW = 4096  # columns of the other operand: for wider ones a copy of the rows costs less
 GLUON_TESTED = ("3.6", "3.8", "3.9")
 # activations that a product can end in, and those that it can go back through
@@ -80,8 +83,14 @@ def _ring(m: int, n: int, cooperative: int, stages: int, band: int = 1024) -> Co
 WIDE_RING = _ring(128, 256, 1, 4, 2048)
 
 
+FEW_RING = {**_ring(64, 128, 0, 8), "BOX": 16}
+"""For groups of a few rows: half as wide as small tiles, and of 64 rows only those boxes of 16 are read that the group
+has. A GEMM that is all reading of weights ends with fewer of them on their way, and reads less besides.
+"""
+
+
 def _pingpong_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_ring(64, 256, 0, 5), _ring(128, 128, 0, 6), WIDE_RING]
+    return [_ring(64, 256, 0, 5), _ring(128, 128, 0, 6), WIDE_RING, FEW_RING]
 
 
 def _pingpong_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
@@ -89,7 +98,9 @@ def _pingpong_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config
     nothing hides them, wide tiles read least; square ones are between, and waste less at some N.
     """
     groups, n, k = dims
-    small, square, wide = _pingpong_candidates(dims, itemsize)
+    small, square, wide, few = _pingpong_candidates(dims, itemsize)
+    if rows <= FEW_A_GROUP * groups:
+        return few
     many = rows >= 1024 * groups
     if k >= 8192 or (many and k <= 256):
         return wide
@@ -103,12 +114,14 @@ def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 def _swiglu_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """Small tiles hide the activation as well."""
-    return [_ring(64, 256, 0, 5), WIDE_RING, _ring(128, 128, 0, 6)]
+    return [_ring(64, 256, 0, 5), WIDE_RING, _ring(128, 128, 0, 6), FEW_RING]
 
 
 def _swiglu_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     """Square tiles where the last small one is half empty or more, and there are few beside it."""
-    small, _, square = _swiglu_candidates(dims, itemsize)
+    small, _, square, few = _swiglu_candidates(dims, itemsize)
+    if rows <= FEW_A_GROUP * dims[0]:
+        return few
     return square if 0 < dims[1] % 256 <= 128 and dims[1] < 4096 else small
 
 
@@ -146,6 +159,20 @@ def _wgrad_gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Confi
     return [_wgrad_ring(WIDE_RING)]
 
 
+def _few(k: int, splits: int) -> Config:
+    return {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": k, "SPLITS": splits, "num_warps": 4}
+
+
+def _wgrad_few_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [_few(16, 2), _few(32, 1)]
+
+
+def _wgrad_few_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    """Steps of twice as many rows as a group has on average hold nearly all groups whole."""
+    short, long = _wgrad_few_candidates(dims, itemsize)
+    return short if 2 * rows <= short["BLOCK_K"] * dims[0] else long
+
+
 GEMM = ("groups", "n", "k")
 MM_GATHER = Space("grouped_mm_gather", _gather_candidates, dims=GEMM)
 MM_PINGPONG = Space("grouped_mm_pingpong", _pingpong_candidates, _pingpong_default, dims=GEMM)
@@ -172,6 +199,7 @@ SWIGLU_BWD_SPACES = {
 WGRAD_SPACES = {
     **{"gather": WGRAD_GATHER, "pingpong": WGRAD_PINGPONG},
     **{"tma": WGRAD_TMA, "pointer": WGRAD_POINTER},
+    "few": Space("grouped_wgrad_few", _wgrad_few_candidates, _wgrad_few_default, dims=GEMM),
 }
 
 forced_path: str | None = None
@@ -255,18 +283,33 @@ def act_bwd_path(dy: Tensor, weight: Tensor, h: Tensor, index: Tensor | None = N
 
 
 def wgrad_path(
-    dy: Tensor, x: Tensor, dy_index: Tensor | None = None, x_index: Tensor | None = None
+    dy: Tensor,
+    x: Tensor,
+    dy_index: Tensor | None = None,
+    x_index: Tensor | None = None,
+    groups: int | None = None,
 ) -> str:
-    """Which kernel takes the weight gradient of these: "gather", "pingpong", "tma" or "pointer"."""
-    return wgrad_choice(dy, x, dy_index, x_index).path
+    """Which kernel takes the weight gradient of these: "few", "gather", "pingpong", "tma" or "pointer".
+
+    groups: of a 16-bit gradient; None where it is float32, or nothing is known of the groups.
+    """
+    return wgrad_choice(dy, x, dy_index, x_index, groups).path
 
 
 def wgrad_choice(
-    dy: Tensor, x: Tensor, dy_index: Tensor | None = None, x_index: Tensor | None = None
+    dy: Tensor,
+    x: Tensor,
+    dy_index: Tensor | None = None,
+    x_index: Tensor | None = None,
+    groups: int | None = None,
 ) -> KernelPath:
     """`wgrad_path`, and why not a better one."""
     if forced_path is not None:
         return KernelPath(forced_path)
+    rows = (x if x_index is None else x_index).shape[0]
+    few = groups is not None and rows <= WGRAD_FEW * groups and x.dtype.itemsize == 2
+    if few and current_arch(x.device) == 90:
+        return KernelPath("few")
     n, k = dy.shape[1], x.shape[1]
     other = n if x_index is not None else k if dy_index is not None else None
     sides = dy.stride(), x.stride(), _aligned(dy, x)

@@ -52,7 +52,7 @@ def words(x: Tensor, weight: Tensor, index: Tensor | None, form: tuple[str, int]
     forward = mm_choice(x, weight, index).words
     ends = f" with {ENDS[form[0]]} at its end" if form and act_path(x, weight, index, *form) else ""
     dgrad = mm_choice(dy, weight.transpose(1, 2)).words
-    wgrad = wgrad_choice(dy, x, None, index).words
+    wgrad = wgrad_choice(dy, x, None, index, len(weight)).words
     backward = f"dgrad {dgrad}, wgrad {wgrad}" if dgrad != wgrad else dgrad
     rest = "" if backward == forward else f"; backward {backward}"
     return f"grouped GEMM N {n}, K {k}: {forward}{ends}{rest}"

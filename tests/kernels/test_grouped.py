@@ -137,6 +137,30 @@ def test_wgrad(problem, with_tiles, accumulate):
     torch.testing.assert_close(got.cpu(), want, rtol=2e-5, atol=1e-3)
 
 
+@given(problems(), SEEDS, st.booleans(), st.booleans(), st.booleans())
+@few
+def test_weight_gradients_by_the_kernel_of_a_few_rows(problem, seed, of_dy, of_x, accumulate):
+    """Of any number of rows, those of either operand by index; neighbours and padding are never read."""
+    x, dy, _, offs = problem
+    sides = []
+    for rows, indexed in ((dy, of_dy), (x, of_x)):
+        index = None
+        if indexed:
+            rows, index = gathered(len(rows), rows.shape[1], rows.dtype, seed + len(sides))
+            index[int(offs[-1]) :] = 1 << 30
+        sides.append((rows, index))
+    (dy, dy_index), (x, x_index) = sides
+    args = dy, x, offs, None, dy_index, x_index
+    with grouped_paths.on_path("few"):
+        dw = assert_matches(k.grouped_wgrad, *args, sums=True)
+        assert torch.equal(dw, run(k.grouped_wgrad, *args))
+        got = torch.randn(dw.shape).to(DEVICE)
+        want = got.cpu().clone()
+        run_in_place(k.grouped_wgrad_into, got, *args[:4], accumulate, *args[4:])
+    k.grouped_wgrad_into.twin(want, *args[:4], accumulate, *args[4:])
+    torch.testing.assert_close(got.cpu(), want, rtol=2e-5, atol=1e-3)
+
+
 def gathered(rows, size, dtype, seed):
     """x (T, size), and an index of `rows` of its rows; T is 1 to 90."""
     count = 1 + seed % 90
@@ -251,6 +275,7 @@ def test_paths():
     if DEVICE == "cpu":
         assert grouped_paths.mm_path(x, w) == "tma" == grouped_paths.mm_path(x, w.transpose(1, 2))
         assert grouped_paths.wgrad_path(x, x) == "tma"
+        assert grouped_paths.wgrad_path(x, x, groups=2) == "few"
         assert grouped_paths.mm_path(x[:, :63], w[:, :, :63]) == "tma"
     assert grouped_paths.mm_path(x.float(), w.float()) == "pointer"
     assert grouped_paths.mm_path(x, w[:, :63]) == "pointer"

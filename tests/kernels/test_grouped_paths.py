@@ -105,7 +105,8 @@ def test_explain_names_the_op_and_the_path(fused):
         said = [n for n in notes if "grouped GEMM" in n]
         assert all(note in model.explain(x, routing) for note in said)
     assert len(said) == 2
-    assert said[0].endswith("grouped GEMM N 48, K 16: tma (the interpreter runs no Gluon)")
+    way = "tma (the interpreter runs no Gluon)"
+    assert said[0].endswith(f"grouped GEMM N 48, K 16: {way}; backward dgrad {way}, wgrad few")
     assert "N 33, K 24: pointer (rows of y are 66 bytes, not a multiple of 16)" in said[1]
     apart = "the backward of the activation is a kernel of its own: no path of the GEMM"
     assert any(apart in note for note in notes) == fused

@@ -90,6 +90,25 @@ def load_weight(
 
 
 @gluon.jit
+def load_boxes(x, row, size, k, full, tile, OTHERS: gl.constexpr):
+    """A tile of rows, of which boxes that begin beyond the group's `size` are left out: their rows of the product are
+    never stored. `full` waits for what is loaded and OTHERS bytes.
+    """
+    ROWS: gl.constexpr = x.block_type.shape[0]
+    BYTES: gl.constexpr = x.block_type.nbytes
+    if tile.shape[0] == ROWS:
+        mbarrier.expect(full, BYTES + OTHERS)
+        load_tile(x, [row, k], full, tile)
+    else:
+        boxes = gl.minimum((size + ROWS - 1) // ROWS, tile.shape[0] // ROWS)
+        for i in gl.static_range(tile.shape[0] // ROWS):
+            mbarrier.expect(full, (i + 1) * BYTES + OTHERS, pred=boxes == i + 1)
+        for i in gl.static_range(tile.shape[0] // ROWS):
+            box = tile.slice(i * ROWS, ROWS, 0)
+            load_tile(x, [row + i * ROWS, k], full, box, pred=i < boxes)
+
+
+@gluon.jit
 def load_tiles(
     x, weight, problem, ring,
     TRANSPOSED: gl.constexpr, HALVES: gl.constexpr, GROUP: gl.constexpr,
@@ -104,14 +123,13 @@ def load_tiles(
     entry = entry_of(gl.program_id(0), problem)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
         following = entry_of(tile + gl.num_programs(0), problem)
-        group, start, _, block_m, block_n = locate(tile, entry, problem, BLOCK_M, GROUP)
+        group, start, size, block_m, block_n = locate(tile, entry, problem, BLOCK_M, GROUP)
+        row = block_m * BLOCK_M
         for k in range(0, K, BLOCK_K):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
             full = ready.index(slot)
-            mbarrier.expect(full, x.block_type.nbytes + W_BYTES)
-            rows = [start + block_m * BLOCK_M, k]
-            load_tile(x, rows, full, x_ring.index(slot))
+            load_boxes(x, start + row, size - row, k, full, x_ring.index(slot), W_BYTES)
             tile_w = w_ring.index(slot)
             load_weight(weight, tile_w, full, group, k, block_n, N, K, TRANSPOSED, HALVES)
             step += 1
