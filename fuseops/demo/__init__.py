@@ -2,14 +2,16 @@
 
 import argparse
 
-from .defaults import DEFAULT_STEPS
+from fuseops.cli.arguments import positive
+
+DEFAULT_STEPS = 300  # what the bar on the held-out loss is set for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options. Light: nothing is imported before `run`."""
     parser.add_argument(
         "--steps",
-        type=_positive,
+        type=positive,
         default=DEFAULT_STEPS,
         metavar="N",
         help=f"training steps (default {DEFAULT_STEPS}); with fewer no loss is required",
@@ -35,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ranks",
-        type=_positive,
+        type=positive,
         default=1,
         metavar="N",
         help="with more than one: pretrain over so many processes instead, examples/pretrain.py",
@@ -54,10 +56,3 @@ def run(args: argparse.Namespace) -> int:
     from .job import run_job
 
     return run_job(args)
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least one step, got {text}")
-    return value

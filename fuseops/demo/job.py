@@ -1,7 +1,6 @@
 """The demo from start to end."""
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -13,17 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fuseops.cli.show import as_json
 from fuseops.words import size
 
-from . import plans, report
+from . import DEFAULT_STEPS, plans, report
 from .checks import Checked, check
 from .data import Corpus, batch, bigram_log_probs, bigram_loss, read_corpus, windows
-from .defaults import DEFAULT_STEPS
 from .model import ByteModel, Config
 from .progress import Voice
 from .train import History, LearningRate, evaluate, printable, sample, train
 
-SCHEMA_VERSION = 1
 MARGIN = 0.15  # nats a byte that the model must be below the bigram model
 GLANCES = 64  # about as many held-out windows are looked at on the way
 PROMPT = b"class Reader:\n    def __init__(self, "
@@ -76,7 +74,7 @@ def run_job(args: argparse.Namespace) -> int:
         voice.say(line)
     path = report.write(_report(outcome, found), Path(args.out))
     if args.json:
-        print(json.dumps(as_json(outcome, path), indent=2))
+        as_json("demo", **in_json(outcome, path))
     voice.say(f"report: {path}" if args.json else str(path))
     return 1 if outcome.failures else 0
 
@@ -235,12 +233,10 @@ def _report(o: Outcome, found: list[Any]) -> report.Page:
     )
 
 
-def as_json(o: Outcome, path: Path) -> dict[str, Any]:
-    """Plain data, with a schema_version."""
+def in_json(o: Outcome, path: Path) -> dict[str, Any]:
+    """What it found as plain data."""
     c = o.checked
     return {
-        "schema_version": SCHEMA_VERSION,
-        "command": "demo",
         "passed": not o.failures,
         "failures": o.failures,
         "steps": o.args.steps,
