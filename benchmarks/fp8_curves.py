@@ -16,7 +16,6 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -164,18 +163,6 @@ def verdict(runs: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def joined(files: Sequence[Path]) -> dict[str, Any]:
-    """The runs of several files, made side by side on one machine, judged together."""
-    reports = [json.loads(file.read_text()) for file in files]
-    models: dict[str, Any] = {}
-    for name in dict.fromkeys(name for report in reports for name in report["models"]):
-        runs: dict[str, Any] = {}
-        for report in reports:
-            runs |= report["models"].get(name, {}).get("runs", {})
-        models[name] = {"runs": runs, "verdict": verdict(runs)}
-    return written({**reports[0], "models": models})
-
-
 def written(report: dict[str, Any]) -> dict[str, Any]:
     """A report with its table: the end of every run beside bf16's of the same seed."""
     curves = {}
@@ -201,14 +188,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
     parser.add_argument("--resume", action="store_true", help="make the runs that --out lacks")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; no new run after it")
-    parser.add_argument("--join", type=Path, nargs="*", default=[], help="files with more runs")
     options = parser.parse_args()
     report: dict[str, Any] = measure.environment() | {"models": {}}
     if options.resume and options.out.exists():
         report["models"] = json.loads(options.out.read_text())["models"]
-    if options.join:
-        options.out.write_text(json.dumps(joined(options.join)) + "\n")
-        return
     corpus, begun = read_corpus(), time.perf_counter()
     for name in options.models:
         found = report["models"].setdefault(name, {"runs": {}})

@@ -17,6 +17,7 @@ from typing import Any
 
 import cross_entropy
 import dense_mlp
+import fp8_curves
 import grouped_mlp
 import moe_layer
 
@@ -289,6 +290,16 @@ def passes_missed(found: Any) -> Found:
         for layer, row in found["summary"].items()
         for name, bar in bars.items()
         if row is not bars and row[name]["ratio"] < bar
+    }
+
+
+def curves_missed(found: Any) -> Found:
+    return {
+        f"{model} {run}, {'end' if what == 'end' else 'held out'}": f"{share:.2%}, at most {of['allowed']:.2%}"
+        for model, said in found["models"].items()
+        for what, of in said["verdict"].items()
+        for run, share in of["off"].items()
+        if share > of["allowed"]
     }
 
 
@@ -573,6 +584,8 @@ SUBJECTS = {
             Table("run", lambda found: found["curves"], "fp8_curves_h200"),
             Table("recipe", lambda found: found["curves"], "recipe_curves_h200"),
         ),
+        f"of FP8 no more above bf16 than its seeds differ, or {fp8_curves.TOLERANCE:.1%}",
+        curves_missed,
     ),
     "Memory under recipes": Subject(
         "MoE layer {MoE layer, peak of a step} MiB at the peak, bf16 {bf16|MoE layer, peak of a step}",

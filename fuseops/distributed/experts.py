@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fuseops import ops, torch_private
+from fuseops import ops
 from fuseops.errors import FuseOpsError
 from fuseops.ops.local import Local
 from fuseops.ops.paths import SPREAD, path_of
@@ -27,7 +27,7 @@ from .dispatch import ExpertArrive, ExpertCollect, ExpertDispatch
 from .dispatch.bounded import check_limits
 from .dispatch.choose import Way, choose
 from .dispatch.exchange import check_mesh
-from .tensor import placed
+from .tensor import check_whole, placed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -129,7 +129,7 @@ class ExpertParallel(ParallelStyle):
 
     def _spread_lent(self, experts: Any, mesh: DeviceMesh) -> None:
         check_mesh(mesh, experts.num_experts)
-        _check_whole(experts)
+        check_whole("ExpertParallel", experts)
         _shard_first(experts, mesh)
         experts.__dict__[SPREAD] = partial(self._spread, mesh=mesh)
 
@@ -147,18 +147,7 @@ def _check(op: ops.GroupedLinear) -> None:
             + ("one Parameter a group" if not op.packed else "gradients in main_grad")
             + ", which DTensors have no place for: build it without."
         )
-    _check_whole(op)
-
-
-def _check_whole(module: nn.Module) -> None:
-    """Raise FuseOpsError where weights are spread already."""
-    for name, p in module._parameters.items():
-        if torch_private.is_dtensor(type(p)):
-            held: Any = p
-            raise FuseOpsError(
-                f"ExpertParallel: {name} of {path_of(module) or type(module).__name__} is a DTensor already, over "
-                f"{held.device_mesh}: spread experts once, and before fully_shard."
-            )
+    check_whole("ExpertParallel", op)
 
 
 def _shard_first(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -31,6 +31,7 @@ from fuseops.ops.checks import check_integers
 from fuseops.ops.halves import is_gate
 from fuseops.ops.local import Local, Ranks, halved
 from fuseops.ops.op import Op
+from fuseops.ops.paths import path_of
 from fuseops.ops.vocab_parallel import vocabulary_over
 from fuseops.run.composed import Composed
 
@@ -58,13 +59,7 @@ class _Style(ParallelStyle):
                 f"{type(module).__name__}(accumulate_into_main_grad=True) has buffers of its own, which are no "
                 "DTensors: leave it off under tensor parallelism."
             )
-        for name, parameter in module._parameters.items():
-            if torch_private.is_dtensor(type(parameter)):
-                held: Any = parameter
-                raise FuseOpsError(
-                    f"{type(self).__name__}: {name} of {type(module).__name__} is a DTensor already, over "
-                    f"{held.device_mesh}: lay it out once, and before fully_shard."
-                )
+        check_whole(type(self).__name__, module)
         self._lay_out(module, device_mesh)
         return module
 
@@ -86,6 +81,17 @@ class _Style(ParallelStyle):
         source = getattr(self, "src_data_rank", 0)
         op._parameters[name] = placed(parameter, whole, mesh, placement, source)
         op._local = {**op._local, name: local}
+
+
+def check_whole(style: str, module: nn.Module) -> None:
+    """Raise FuseOpsError where parameters are spread already."""
+    for name, p in module._parameters.items():
+        if torch_private.is_dtensor(type(p)):
+            held: Any = p
+            raise FuseOpsError(
+                f"{style}: {name} of {path_of(module) or type(module).__name__} is a DTensor already, over "
+                f"{held.device_mesh}: spread it once, and before fully_shard."
+            )
 
 
 def placed(
