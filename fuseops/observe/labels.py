@@ -7,7 +7,6 @@ that made it ("leaf" without one; "compiled" for all that a compiled region save
 """
 
 from collections import defaultdict
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.globs import matches
 from fuseops.ops import names
+from fuseops.ops.names import SavedName
 from fuseops.ops.op import Op
 from fuseops.ops.paths import prefix_of, stripped, walk
 from fuseops.run.composed import Composed
@@ -22,16 +22,6 @@ from fuseops.run.composed import Composed
 from . import modules
 
 ATTENTION = "ScaledDotProductAttentionBackward0"
-
-
-class Named(NamedTuple):
-    """A `Named` is a saved tensor's names, the class of the op that saves it, and the modules around."""
-
-    name: str
-    also: tuple[str, ...]  # its other names
-    op: str
-    is_param: bool
-    owners: tuple[nn.Module, ...]  # the modules that save it, as far as they are known
 
 
 def paths_under(root: nn.Module) -> dict[int, str]:
@@ -51,11 +41,7 @@ class Labels:
     def start_again(self) -> None:
         self._numbers.clear()
 
-    def name(self, t: Tensor) -> Named:
-        """Names the tensor that is being packed. To be called once for each, in order."""
-        return as_named(names.take(t) or self.of_torch(t))
-
-    def of_torch(self, t: Tensor) -> Named:
+    def of_torch(self, t: Tensor) -> SavedName:
         """Names a tensor that no op of fuseops saves."""
         running = modules.thread.running
         made_by = "leaf" if t.grad_fn is None else _node_name(t.grad_fn.name())
@@ -69,7 +55,7 @@ class Labels:
         stem = f"{path}.{made_by}" if path else made_by
         number, self._numbers[stem] = self._numbers[stem], self._numbers[stem] + 1
         op = type(running[-1]).__name__ if running else made_by
-        return Named(f"{stem}.{number}", (), op, False, tuple(running[-1:]))
+        return SavedName((f"{stem}.{number}",), False, op, tuple(running[-1:]))
 
 
 def _node_name(name: str) -> str:
@@ -77,17 +63,12 @@ def _node_name(name: str) -> str:
     return ATTENTION if name.startswith(ATTENTION.partition("Attention")[0]) else name
 
 
-def as_named(saved: names.SavedName | Named) -> Named:
-    """Adds the modules that own a tensor, which the bridge does not name, to its names."""
-    if isinstance(saved, Named):
-        return saved
-    return Named(saved.names[0], saved.names[1:], saved.op, saved.is_param, _owners(saved.names))
-
-
-def _owners(saved_names: tuple[str, ...]) -> tuple[nn.Module, ...]:
-    """The ops behind names that the bridge published: children of the Sequential that runs, or an
-    op called alone.
+def owners_of(saved: SavedName) -> tuple[nn.Module, ...]:
+    """The modules that save a tensor that is being packed. Behind names of the bridge's they are children of the
+    Sequential that runs, or an op that is called alone.
     """
+    if saved.owners is not None:
+        return saved.owners
     running = modules.thread.running
     if not running:
         return ()
@@ -100,7 +81,7 @@ def _owners(saved_names: tuple[str, ...]) -> tuple[nn.Module, ...]:
     if prefix is None:
         outermost = names.thread.outermost
         prefix = "" if outermost is None else outermost.prefix(module)
-    children = (_child(module, name.removeprefix(prefix)) for name in saved_names)
+    children = (_child(module, name.removeprefix(prefix)) for name in saved.names)
     return tuple(child for child in children if child is not None)
 
 

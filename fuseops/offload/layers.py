@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from fuseops import torch_private
 from fuseops.observe import modules
-from fuseops.observe.labels import Labels, Named
+from fuseops.observe.labels import Labels
 from fuseops.observe.memory import tensors_in
 from fuseops.ops import names
+from fuseops.ops.names import SavedName
 from fuseops.words import dtype_name
 
 from . import records
@@ -195,11 +196,11 @@ class LayerScope(Scope):
 
     # --- saving
 
-    def _named_by_torch(self, t: Tensor) -> Named:
+    def _named_by_torch(self, t: Tensor) -> SavedName:
         running = self._thread_calls.running[-1]
         named = running.labels.of_torch(t)
         if running.inputs and t.numel():
-            return named._replace(name=running.inputs.pop(0))
+            return named._replace(names=(running.inputs.pop(0),))
         return named
 
     def _why_not_captured(self) -> str | None:
@@ -233,9 +234,8 @@ class LayerScope(Scope):
             self._left.add(found.entry.name)
         return handle
 
-    def _coding(self, t: Tensor, named: Named) -> Coding | str:
-        candidate = Candidate.of(t, named.name, named.op, named.also)
-        return coding_of(candidate, self._globs_of_codes(named.name))
+    def _coding(self, t: Tensor, named: SavedName) -> Coding | str:
+        return coding_of(Candidate.of(t, named), self._globs_of_codes(named.name))
 
     def _globs_of_codes(self, name: str) -> tuple[str, ...]:
         """What may be rounded: all in a storage of which a plan says so, else what the policy says."""
@@ -244,7 +244,7 @@ class LayerScope(Scope):
             return ("**",) if planned == "quantize" else ()
         return () if self._policy is None else tuple(self._policy.quantize)
 
-    def _share(self, t: Tensor, named: Named | Entry, record: Record) -> Handle:
+    def _share(self, t: Tensor, named: SavedName | Entry, record: Record) -> Handle:
         why = self._why_not_rounded(t, (named.name, *named.also), record)
         if why is None:
             return super()._share(t, named, record)
@@ -260,10 +260,10 @@ class LayerScope(Scope):
             why = exact_by_name(names, self._globs_of_codes(record.name))
         return None if why is None else f"its storage leaves as codes; {why}"
 
-    def _by_policy(self, t: Tensor, named: Named) -> tuple[str | None, str]:
+    def _by_policy(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
         return self._why_not_chosen(t, named), "policy"
 
-    def _why_not_chosen(self, t: Tensor, named: Named) -> str | None:
+    def _why_not_chosen(self, t: Tensor, named: SavedName) -> str | None:
         planned = self.mover.schedule.decisions.get(named.name)
         if planned is not None:
             return None if planned in ("offload", "quantize") else "planned"
@@ -272,8 +272,7 @@ class LayerScope(Scope):
         resident = self._resident.get(t.untyped_storage())
         if resident is not None:
             return f"in the storage of {resident}, which stays"
-        candidate = Candidate.of(t, named.name, named.op, named.also)
-        return self._policy.why_keep(candidate, self._thread_calls.running[-1].quota)
+        return self._policy.why_keep(Candidate.of(t, named), self._thread_calls.running[-1].quota)
 
 
 class _Begin:

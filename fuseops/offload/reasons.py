@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from fuseops.observe.labels import Named
+from fuseops.observe.labels import owners_of
+from fuseops.ops.names import SavedName
 from fuseops.torch_private import base_of, is_functorch_wrapped
 
 from . import marks
@@ -79,7 +80,9 @@ def is_cast_of_parameter(t: Tensor, owned: Owned) -> bool:
     return False
 
 
-def why_keep(t: Tensor, named: Named, owned: Owned, mark: str | None, on_gpu: bool) -> str | None:
+def why_keep(
+    t: Tensor, named: SavedName, owned: Owned, mark: str | None, on_gpu: bool
+) -> str | None:
     """Why a plain tensor is not moved, or None. A mark lifts all but the hard reasons.
 
     on_gpu: the scope has seen CUDA tensors
@@ -100,9 +103,9 @@ def why_keep(t: Tensor, named: Named, owned: Owned, mark: str | None, on_gpu: bo
     return CAST if is_cast_of_parameter(t, owned) else None
 
 
-def mark_on(t: Tensor, named: Named) -> str | None:
+def mark_on(t: Tensor, named: SavedName) -> str | None:
     """The mark that decides: the tensor's own, else of the modules that save it (keep first)."""
     own = marks.mark_of(t)
     if own is not None:
         return own
-    return min((m for m in map(marks.mark_of_module, named.owners) if m), default=None)
+    return min((m for m in map(marks.mark_of_module, owners_of(named)) if m), default=None)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe import modules
-from fuseops.observe.labels import Labels, Named, as_named, paths_under
+from fuseops.observe.labels import Labels, paths_under
 from fuseops.ops import names
 from fuseops.ops import scopes as settings
 from fuseops.ops.names import SavedName
@@ -126,20 +126,21 @@ class Scope(Guarded):
         """The pack hook: name the tensor, decide, do it, report it. What is the same in every step
         is found out once.
         """
-        known = names.take(t) or self._named_by_torch(t)
+        promised = names.take(t)
+        known = promised or self._named_by_torch(t)
         aside = why_not_plain(t)
         if aside is None and (t.is_cuda or torch_private.backward_now() != NO_BACKWARD):
             aside = self._why_aside(t)
         if aside is not None:
-            return self._keep(t, as_named(known), aside, _bytes_of(t))
+            return self._keep(t, known, aside, _bytes_of(t))
         record = records.find(t) if self._goes_along else None
         if record is not None:
-            return self._share(t, as_named(known), record)
+            return self._share(t, known, record)
         storage = t.untyped_storage()
         which: int | str = id(known)
         mark = marks.marked.get(storage) if marks.marked.entries else None
         changes, judged, resident = marks.module_changes, self._judged_promised, self._resident
-        if isinstance(known, Named):
+        if promised is None:
             which, mark, changes, judged = known.name, mark_on(t, known), 0, self._judged
         facts = (
             *(which, mark, changes, self._owned.storages.get(storage), self._on_gpu),
@@ -148,7 +149,7 @@ class Scope(Guarded):
         )
         found = judged.get(facts)
         if found is None:
-            found = self._judge(t, known)
+            found = self._judge(t, known, promised)
             if len(judged) >= REMEMBERED:
                 judged.clear()
             if self._lasting:
@@ -163,13 +164,12 @@ class Scope(Guarded):
             entry = entry._replace(nbytes=0)
         return self._stay(t, entry, storage)
 
-    def _named_by_torch(self, t: Tensor) -> Named:
+    def _named_by_torch(self, t: Tensor) -> SavedName:
         if self._ledger.take_backward_seen():
             self._labels.start_again()
         return self._labels.of_torch(t)
 
-    def _judge(self, t: Tensor, known: SavedName | Named) -> Judged:
-        named = as_named(known)
+    def _judge(self, t: Tensor, named: SavedName, promised: SavedName | None) -> Judged:
         reason, why = self._reason(t, named)
         nbytes = 0 if reason in HELD_ANYWAY else t.untyped_storage().nbytes()
         decision = MOVED if reason is None else KEPT
@@ -177,14 +177,13 @@ class Scope(Guarded):
         if coding:
             why += "; as float8 codes" if isinstance(coding, Coding) else f"; exact: {coding}"
         entry = self._entry(t, named, decision, reason or why, nbytes)
-        saved = known if isinstance(known, SavedName) else None
-        return Judged(entry, saved, coding if isinstance(coding, Coding) else None)
+        return Judged(entry, promised, coding if isinstance(coding, Coding) else None)
 
-    def _coding(self, t: Tensor, named: Named) -> Coding | str:
+    def _coding(self, t: Tensor, named: SavedName) -> Coding | str:
         """How t is quantized before it leaves, or why it is not: "" where nobody asks for it."""
         return ""
 
-    def _reason(self, t: Tensor, named: Named) -> tuple[str | None, str]:
+    def _reason(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
         """Why t stays, or None; and why it is moved then."""
         mark = mark_on(t, named)
         reason = why_keep(t, named, self._owned, mark, self._moves_from_cuda(t))
@@ -196,7 +195,7 @@ class Scope(Guarded):
         """Whether what leaves, t included, lies on CUDA devices: what lies on the CPU stays then."""
         raise NotImplementedError
 
-    def _by_policy(self, t: Tensor, named: Named) -> tuple[str | None, str]:
+    def _by_policy(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
         """The same, of what neither a mark nor the model decides."""
         raise NotImplementedError
 
@@ -208,7 +207,7 @@ class Scope(Guarded):
         """The call that saves one more tensor in the storage of a record."""
         return record.call
 
-    def _share(self, t: Tensor, named: Named | Entry, record: Record) -> Handle:
+    def _share(self, t: Tensor, named: SavedName | Entry, record: Record) -> Handle:
         """One more saved tensor lies in a storage that leaves."""
         call, why = self._call_of(record), f"in the storage of {record.name}"
         entry = self._entry(t, named, SHARED, why, 0)
@@ -234,7 +233,7 @@ class Scope(Guarded):
         self._counted.set(storage, True)
         return True
 
-    def _keep(self, t: Tensor, named: Named | Entry, reason: str, nbytes: int) -> Handle:
+    def _keep(self, t: Tensor, named: SavedName | Entry, reason: str, nbytes: int) -> Handle:
         return self._stay(t, self._entry(t, named, KEPT, reason, nbytes))
 
     def _stay(self, t: Tensor, entry: Entry, storage: torch.UntypedStorage | None = None) -> Kept:
@@ -243,7 +242,7 @@ class Scope(Guarded):
         return Kept(t, entry, self._ledger)
 
     def _entry(
-        self, t: Tensor, named: Named | Entry, decision: str, reason: str, nbytes: int
+        self, t: Tensor, named: SavedName | Entry, decision: str, reason: str, nbytes: int
     ) -> Entry:
         if self.in_checkpoint and decision == MOVED:
             reason += "; instead of recompute by checkpoint"
@@ -278,7 +277,7 @@ class _ToHost(Scope):
         self._on_gpu = self._on_gpu or t.is_cuda
         return self._on_gpu
 
-    def _by_policy(self, t: Tensor, named: Named) -> tuple[str | None, str]:
+    def _by_policy(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
         small = too_small(t.untyped_storage().nbytes(), self._min_bytes)
         return small, f"min_bytes={self._min_bytes} reached"
 
@@ -297,7 +296,7 @@ class _Keep(Scope):
     def __str__(self) -> str:
         return "keep()"
 
-    def _reason(self, t: Tensor, named: Named) -> tuple[str | None, str]:
+    def _reason(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
         instead = "; instead of recompute by checkpoint" if self.in_checkpoint else ""
         return self._owned.why(t, named.is_param) or f"{self}{instead}", ""
 

@@ -16,12 +16,26 @@ from fuseops.errors import FuseOpsError
 
 
 class SavedName(NamedTuple):
-    """A `SavedName` says under which names an op saves a tensor."""
+    """A `SavedName` says under which names a tensor is saved.
 
-    # every `<path>.<field>` under which this tensor is saved; the first is its own
+    names   all of them, such as `<path>.<field>`; the first is its own
+    op      class name of the op that saves it
+    owners  the modules that save it, as far as they are known; None: the bridge names it, and knows no modules
+    """
+
     names: tuple[str, ...]
     is_param: bool
-    op: str  # class name of the op that saves it
+    op: str
+    owners: tuple[nn.Module, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def also(self) -> tuple[str, ...]:
+        """Its other names."""
+        return self.names[1:]
 
 
 class Frame:

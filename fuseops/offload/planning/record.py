@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fuseops import torch_private
 from fuseops.observe import modules
-from fuseops.observe.labels import Labels, Named
+from fuseops.observe.labels import Labels
 from fuseops.observe.memory import Meter, Ops, outside_bytes, stored, tensors_in
 from fuseops.observe.travel import TRAVEL
 from fuseops.offload.codes import Coding, coded_bytes, coding_of, exact_by_name
@@ -32,6 +32,8 @@ from fuseops.offload.records import Handle, Kept
 from fuseops.offload.report import KEPT
 from fuseops.offload.scopes import Scope
 from fuseops.offload.storages import StorageMap
+from fuseops.ops import names
+from fuseops.ops.names import SavedName
 from fuseops.torch_private import WeakStorage
 from fuseops.words import dtype_name
 
@@ -48,7 +50,7 @@ class _Storage:
     """A `_Storage` describes a saved storage while the step runs."""
 
     def __init__(
-        self, t: Tensor, named: Named, call: int, at: int, why: str | None, codes: int
+        self, t: Tensor, named: SavedName, call: int, at: int, why: str | None, codes: int
     ) -> None:
         storage = t.untyped_storage()
         self.name, self.op, self.call, self.at, self.why = named.name, named.op, call, at, why
@@ -123,7 +125,7 @@ class _Recording(Scope):
         self._labels = Labels(self._labels.paths)
 
     def pack(self, t: Tensor) -> Handle:
-        named = self._labels.name(t)
+        named = names.take(t) or self._labels.of_torch(t)
         odd = None if torch_private.is_fake(t) else why_not_plain(t)
         if odd is None and torch_private.in_backward():
             odd = "recomputed by checkpoint"
@@ -134,15 +136,15 @@ class _Recording(Scope):
             handle.storage = self._recorder.saved(t, named, self)
         return handle
 
-    def why(self, t: Tensor, named: Named) -> str | None:
+    def why(self, t: Tensor, named: SavedName) -> str | None:
         """Why t would stay under any plan."""
         return self._recorder.owner_of(t) or self._reason(t, named)[0]
 
     def _moves_from_cuda(self, t: Tensor) -> bool:
         return self._recorder.on_gpu
 
-    def _by_policy(self, t: Tensor, named: Named) -> tuple[str | None, str]:
-        return self._recorder.by_policy(Candidate.of(t, named.name, named.op, named.also)), ""
+    def _by_policy(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
+        return self._recorder.by_policy(Candidate.of(t, named)), ""
 
 
 class Recorder:
@@ -224,7 +226,7 @@ class Recorder:
 
     # --- what the hooks tell
 
-    def saved(self, t: Tensor, named: Named, scope: _Recording) -> _Storage:
+    def saved(self, t: Tensor, named: SavedName, scope: _Recording) -> _Storage:
         """A tensor is packed."""
         storage = t.untyped_storage()
         known = self._by_storage.get(storage)
@@ -250,15 +252,15 @@ class Recorder:
         known.handles += 1
         return known
 
-    def _codes(self, t: Tensor, named: Named) -> int:
-        candidate = Candidate.of(t, named.name, named.op, named.also)
+    def _codes(self, t: Tensor, named: SavedName) -> int:
+        candidate = Candidate.of(t, named)
         coding = coding_of(candidate, tuple(self.policy.quantize))
         return coded_bytes(candidate.nbytes, t.dtype) if isinstance(coding, Coding) else 0
 
-    def _may_round(self, t: Tensor, named: Named, known: _Storage) -> bool:
+    def _may_round(self, t: Tensor, named: SavedName, known: _Storage) -> bool:
         """Whether what lies in a storage that may leave as codes may be rounded with it."""
-        names, globs = (named.name, *named.also), tuple(self.policy.quantize)
-        return dtype_name(t.dtype) == known.dtype and exact_by_name(names, globs) is None
+        globs = tuple(self.policy.quantize)
+        return dtype_name(t.dtype) == known.dtype and exact_by_name(named.names, globs) is None
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.intercept is not None:
