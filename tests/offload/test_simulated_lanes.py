@@ -16,18 +16,18 @@ MIB = 1 << 20
 def copy_out(lanes: SimulatedLanes, *, ordered: bool = True) -> tuple[Any, Any]:
     """A tensor written by compute and copied to the host.   -> (source, host buffer)"""
     x = lanes.alloc(MIB, "device", "x")
-    lanes.op("compute", (), (x,), 1.0, None)
+    lanes.op("compute", (), (x,), 1.0)
     host = lanes.alloc(MIB, "host", "x")
     if ordered:
         lanes.wait("d2h", lanes.record("compute"))
-    lanes.op("d2h", (x,), (host,), 2.0, None)
+    lanes.op("d2h", (x,), (host,), 2.0)
     return x, host
 
 
 def test_lanes_run_side_by_side() -> None:
     lanes = SimulatedLanes()
     x, _ = copy_out(lanes)
-    lanes.op("compute", (x,), (), 1.5, None)
+    lanes.op("compute", (x,), (), 1.5)
     assert lanes.now == {"host": 0.0, "compute": 2.5, "d2h": 3.0, "h2d": 0.0, "network": 0.0}
     assert lanes.seconds == 3.0 and not lanes.stalls()
 
@@ -36,7 +36,7 @@ def test_a_wait_stalls_for_what_is_left() -> None:
     lanes = SimulatedLanes()
     x, _ = copy_out(lanes)
     copied = lanes.record("d2h")
-    lanes.op("compute", (x,), (), 1.5, None)
+    lanes.op("compute", (x,), (), 1.5)
     lanes.wait("compute", copied)
     (stall,) = lanes.stalls()
     assert (stall.on, stall.start, stall.end, stall.implied) == ("d2h", 2.5, 3.0, False)
@@ -96,9 +96,9 @@ def test_reading_what_is_still_being_copied_back_is_refused() -> None:
     back = lanes.alloc(MIB, "device", "back")
     lanes.wait("h2d", lanes.record("compute"))
     lanes.wait("h2d", lanes.record("d2h"))
-    lanes.op("h2d", (host,), (back,), 1.0, None)
+    lanes.op("h2d", (host,), (back,), 1.0)
     with pytest.raises(OrderError, match="on compute"):
-        lanes.op("compute", (back,), (), 1.0, None)
+        lanes.op("compute", (back,), (), 1.0)
 
 
 def test_a_target_that_compute_has_not_given_yet_is_refused() -> None:
@@ -107,7 +107,7 @@ def test_a_target_that_compute_has_not_given_yet_is_refused() -> None:
     lanes.wait("h2d", lanes.record("d2h"))  # which knows nothing of the allocation that follows
     back = lanes.alloc(MIB, "device", "back")
     with pytest.raises(OrderError, match="alloc back"):
-        lanes.op("h2d", (host,), (back,), 1.0, None)
+        lanes.op("h2d", (host,), (back,), 1.0)
 
 
 def test_use_after_free_is_refused() -> None:
@@ -115,7 +115,7 @@ def test_use_after_free_is_refused() -> None:
     x = lanes.alloc(MIB, "device", "x")
     lanes.free(x)
     with pytest.raises(OrderError, match="after its free"):
-        lanes.op("compute", (x,), (), 1.0, None)
+        lanes.op("compute", (x,), (), 1.0)
 
 
 def test_host_bytes_are_not_written_again_under_a_copy_that_reads_them() -> None:
@@ -124,13 +124,13 @@ def test_host_bytes_are_not_written_again_under_a_copy_that_reads_them() -> None
     back = lanes.alloc(MIB, "device", "back")
     lanes.wait("h2d", lanes.record("compute"))
     lanes.wait("h2d", lanes.record("d2h"))
-    lanes.op("h2d", (host,), (back,), 1.0, None)
+    lanes.op("h2d", (host,), (back,), 1.0)
     host.after = lanes.record("h2d")
     lanes.free(host)
     again = lanes.alloc(MIB, "host", "again")
     assert again.after is host.after  # the arena hands it on
     with pytest.raises(OrderError, match="both use again"):
-        lanes.op("d2h", (x,), (again,), 1.0, None)
+        lanes.op("d2h", (x,), (again,), 1.0)
 
 
 def test_what_two_hold_is_gone_after_the_second() -> None:
@@ -138,7 +138,7 @@ def test_what_two_hold_is_gone_after_the_second() -> None:
     x = lanes.alloc(MIB, "device", "x")
     lanes.hold(x)
     lanes.free(x)
-    lanes.op("compute", (x,), (), 1.0, None)
+    lanes.op("compute", (x,), (), 1.0)
     lanes.free(x)
     assert [level.nbytes for level in lanes.levels] == [0, MIB, 0]
 
@@ -152,7 +152,7 @@ def test_the_host_budget_holds() -> None:
 
 def test_an_unknown_lane_is_refused() -> None:
     with pytest.raises(FuseOpsError, match="no lane 'nvlink'"):
-        SimulatedLanes().op("nvlink", (), (), 1.0, None)
+        SimulatedLanes().op("nvlink", (), (), 1.0)
 
 
 # Any program: accesses, events and waits in any order. The oracle is the transitive closure of
@@ -204,7 +204,7 @@ def test_law_19_exactly_the_races_are_refused(program: list[tuple[str, str, int]
             elif what in ("read", "write"):
                 touched = (buffers[n],)
                 reads, writes = (touched, ()) if what == "read" else ((), touched)
-                lanes.op(lane, reads, writes, 1.0, None)
+                lanes.op(lane, reads, writes, 1.0)
         except OrderError:
             refused = k
             break

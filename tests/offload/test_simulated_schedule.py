@@ -177,7 +177,7 @@ def test_law_06_host_bytes_wait_for_their_reader_however_early_the_next_is_ready
 
     def made(name: str) -> SimulatedBuf:
         buf = lanes.alloc(MB, "device", name)
-        lanes.op("compute", (), (buf,), 1.0, None)
+        lanes.op("compute", (), (buf,), 1.0)
         return buf
 
     early, ready = made("b.x"), lanes.record("compute")

@@ -163,7 +163,6 @@ class SimulatedLanes(Lanes):
         reads: Sequence[Buf],
         writes: Sequence[Buf],
         cost: float,
-        fn: Callable[[], None] | None,
         name: str = "",
     ) -> None:
         name = name or ", ".join(dict.fromkeys(buf.name for buf in (*writes, *reads)))
@@ -198,7 +197,7 @@ class SimulatedLanes(Lanes):
     def move(
         self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
     ) -> SimulatedEvent:
-        self.op(lane, sources, [target], 0.0 if lane == "compute" else target.nbytes, None)
+        self.op(lane, sources, [target], 0.0 if lane == "compute" else target.nbytes)
         return self.record(lane)
 
     # --- what came of it

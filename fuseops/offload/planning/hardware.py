@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -25,23 +25,13 @@ from . import measure
 
 SCHEMA_VERSION = 1
 
-# What scaled_dot_product_attention saves besides q, k, v and its output, by backend: name -> bytes
-# for (batch, heads, queries, keys, bytes of an element). The dry run uses torch's CPU kernel, which
-# saves the log-sum-exp as flash attention does.
-ATTENTION_SAVES: Mapping[str, Mapping[str, Callable[[int, int, int, int, int], int]]] = {
-    "flash": {
-        "logsumexp": lambda b, h, q, k, e: 4 * b * h * q,
-        "rng_state": lambda b, h, q, k, e: 16,
-    },
-    "cudnn": {
-        "logsumexp": lambda b, h, q, k, e: 4 * b * h * q,
-        "rng_state": lambda b, h, q, k, e: 16,
-    },
-    "efficient": {
-        "logsumexp": lambda b, h, q, k, e: 4 * b * h * (-(-q // 32) * 32),
-        "rng_state": lambda b, h, q, k, e: 16,
-    },
-    "math": {"probabilities": lambda b, h, q, k, e: e * b * h * q * k},
+# What scaled_dot_product_attention saves besides q, k, v and its output, by backend. The dry run uses torch's CPU
+# kernel, which saves the log-sum-exp as flash attention does.
+ATTENTION_SAVES: Mapping[str, tuple[str, ...]] = {
+    "flash": ("logsumexp", "rng_state"),
+    "cudnn": ("logsumexp", "rng_state"),
+    "efficient": ("logsumexp", "rng_state"),
+    "math": ("probabilities",),
 }
 
 

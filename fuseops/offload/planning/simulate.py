@@ -164,7 +164,7 @@ class _Step:
             host = max(host, lanes.arena.used)
             again = self.again.get(position, 0.0)
             if again:
-                lanes.op("compute", (), (), again, None, "recompute")
+                lanes.op("compute", (), (), again, "recompute")
                 recompute += again
             if position == len(profile.ops):
                 if travelling:
@@ -177,10 +177,10 @@ class _Step:
                 lanes.wait("compute", travelling[k])
             reads = [self.read[k] for k in self.wanted]
             travels = op.lane == "network"
-            lanes.op("compute", reads, (), 0.0 if travels else op.seconds, None, op.name)
+            lanes.op("compute", reads, (), 0.0 if travels else op.seconds, op.name)
             if travels:
                 lanes.wait("network", lanes.record("compute"))
-                lanes.op("network", (), (), op.seconds, None, op.name)
+                lanes.op("network", (), (), op.seconds, op.name)
                 travelling[position] = lanes.record("network")
             for call, k in self.done:
                 self.schedule.drop(self.calls[call], self.items[k])
@@ -246,7 +246,7 @@ class _Step:
     def _code(self, seconds: float, source: Buf, target: Buf) -> None:
         """Codes are made, or read."""
         self.coding_seconds += seconds
-        self.lanes.op("compute", (source,), (target,), seconds, None, "codes")
+        self.lanes.op("compute", (source,), (target,), seconds, "codes")
 
     def _held(self, k: int, _: int) -> None:
         self.lanes.free(self.made.pop(k))
