@@ -33,7 +33,7 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_rows, cdiv, require
+from fuseops.kernels.tiles import as_rows, cdiv, check_shape, require
 
 SQRT_HALF, SQRT_2_OVER_PI, GELU_CUBIC = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
 
@@ -452,17 +452,12 @@ def _form(x: Tensor, kind: str, interleave: int, *shape: float) -> tuple[dict[st
 
 
 def _grad_rows(dy: Tensor, x: Tensor, n: int) -> Tensor:
-    require(
-        dy.shape == (*x.shape[:-1], n), f"dy is {tuple(dy.shape)}, expected {(*x.shape[:-1], n)}."
-    )
+    check_shape("dy", dy, (*x.shape[:-1], n))
     return as_rows(dy)
 
 
 def _probs_of(probs: Tensor, x: Tensor) -> Tensor:
-    require(
-        probs.shape == x.shape[:-1],
-        f"probs is {tuple(probs.shape)}, expected {tuple(x.shape[:-1])}.",
-    )
+    check_shape("probs", probs, x.shape[:-1])
     return probs.to(torch.float32).contiguous()
 
 

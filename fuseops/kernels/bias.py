@@ -23,7 +23,7 @@ from fuseops.kernels.groups import group_of_row
 from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.precision import accumulator, wide
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2
 
 
 def _bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
@@ -121,20 +121,15 @@ def _cases(*, grouped: bool, backward: bool) -> Iterator[tuple[Any, ...]]:
 @kernel_op(twin=_bias_fwd, fuses=True, cases=lambda: _cases(grouped=False, backward=False))
 def bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
     """x + bias."""
-    require(
-        bias.shape == x.shape[-1:], f"bias is {tuple(bias.shape)}, expected {tuple(x.shape[-1:])}."
-    )
+    check_shape("bias", bias, x.shape[-1:])
     return _forward(x, bias.contiguous(), None, None)
 
 
 @kernel_op(twin=_grouped_bias_fwd, cases=lambda: _cases(grouped=True, backward=False))
 def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
     """x + bias[group] (* probs); padding rows become zero."""
-    require(x.dim() == 2, f"x is {tuple(x.shape)}, expected (R, N).")
-    require(
-        bias.shape == (len(offs), x.shape[1]),
-        f"bias is {tuple(bias.shape)}, expected {(len(offs), x.shape[1])}.",
-    )
+    check_axes("x", x, "(R, N)")
+    check_shape("bias", bias, (len(offs), x.shape[1]))
     return _forward(x, bias.contiguous(), offs.contiguous(), probs)
 
 
@@ -149,7 +144,7 @@ def grouped_bias_bwd(
     dy: Tensor, offs: Tensor, probs: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(dbias (E, N) float32, dprobs (R,) float32 if bias is given, else empty)."""
-    require(dy.dim() == 2, f"dy is {tuple(dy.shape)}, expected (R, N).")
+    check_axes("dy", dy, "(R, N)")
     return _grouped_backward(as_rows(dy), offs.contiguous(), probs, bias)
 
 

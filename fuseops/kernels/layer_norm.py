@@ -29,7 +29,7 @@ from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.norm import MAX_WIDTH, check_weight, width
 from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_heads, as_rows, cdiv, pow2, require
+from fuseops.kernels.tiles import as_heads, as_rows, cdiv, check_shape, pow2, require
 
 
 def _layernorm_fwd(
@@ -161,10 +161,7 @@ def add_layernorm_fwd(
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, h, mean, rstd): h = x + residual as stored, the others of h."""
-    require(
-        residual.shape == x.shape,
-        f"residual is {tuple(residual.shape)}, expected {tuple(x.shape)}.",
-    )
+    check_shape("residual", residual, x.shape)
     if x.shape[-1] > MAX_WIDTH:
         return _add_layernorm_fwd(x, residual, weight, bias, eps, weight_offset)
     return _forward(x, residual, weight, bias, eps, weight_offset, 1)
@@ -183,7 +180,7 @@ def layernorm_bwd(
     dims = x.dim() - rstd.dim()
     n, shape = width(x, dims), x.shape[rstd.dim() :]
     check_weight(weight, shape)
-    require(dy.shape == x.shape, f"dy is {tuple(dy.shape)}, expected {tuple(x.shape)}.")
+    check_shape("dy", dy, x.shape)
     require(
         dims > 0 and mean.shape == rstd.shape == x.shape[: rstd.dim()],
         f"mean and rstd are {tuple(mean.shape)} and {tuple(rstd.shape)}, expected the leading axes of "

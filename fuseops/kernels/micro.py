@@ -36,7 +36,7 @@ from fuseops.kernels.groups import column_offs, columns_of, padding_mask
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.quantize import FORMATS, fp8_op, too_large
 from fuseops.kernels.registry import on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, require
 
 
 def _quantize_micro(
@@ -121,7 +121,7 @@ def quantize_micro(
     swizzle: scales are (ceil(high/128), ceil(S/4), 32, 4, 4), zeros where there is none.
     """
     four, groups = data is E2M1, 0 if offs is None else len(offs)
-    require(x.dim() == 2, f"x is {tuple(x.shape)}, expected (R, K).")
+    check_axes("x", x, "(R, K)")
     require(layout in LAYOUTS, f"layout is '{layout}', expected one of {', '.join(LAYOUTS)}.")
     require(four or data in FORMATS, f"data is {data}, expected e4m3, e5m2 or e2m1.")
     shape = () if offs is None else (groups,)

@@ -23,7 +23,7 @@ from fuseops.kernels.groups import column_offs
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import DTYPES, arch_of, kernel_op
-from fuseops.kernels.tiles import cdiv, pow2, require
+from fuseops.kernels.tiles import cdiv, check_shape, pow2, require
 
 
 def _micro_values(codes: Tensor, scale: Tensor, offs: Tensor | None = None) -> Tensor:
@@ -170,10 +170,7 @@ def _launched(y: Tensor, p: MicroProduct, blocks: int, turned: bool) -> Tensor:
     """Launch a program for each tile of y (..., M, N)."""
     a, a_scale, b, b_scale, offs, whole, _ = p
     count = 1 if offs is None else len(offs)
-    require(
-        whole is None or whole.shape == (count,),
-        f"whole is {whole if whole is None else tuple(whole.shape)}, expected ({count},).",
-    )
+    check_shape("whole", whole, (count,))
     if not (y.numel() and a.numel() and b.numel()):
         return y.zero_()
     module, (m, n) = device("micro_gemm"), y.shape[-2:]

@@ -28,7 +28,7 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_heads, as_rows, cdiv, pow2, require
+from fuseops.kernels.tiles import as_heads, as_rows, cdiv, check_shape, pow2, require
 
 
 def _rmsnorm_fwd(
@@ -160,10 +160,7 @@ def add_rmsnorm_fwd(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, h, rstd): h = x + residual as stored, y and rstd of h."""
-    require(
-        residual.shape == x.shape,
-        f"residual is {tuple(residual.shape)}, expected {tuple(x.shape)}.",
-    )
+    check_shape("residual", residual, x.shape)
     if x.shape[-1] > MAX_WIDTH:
         return _add_rmsnorm_fwd(x, residual, weight, eps, weight_offset)
     return _forward(x, residual, weight, eps, weight_offset, 1, True)
@@ -182,7 +179,7 @@ def rmsnorm_bwd(
     dims = x.dim() - rstd.dim()
     n, shape = width(x, dims), x.shape[rstd.dim() :]
     check_weight(weight, shape)
-    require(dy.shape == x.shape, f"dy is {tuple(dy.shape)}, expected {tuple(x.shape)}.")
+    check_shape("dy", dy, x.shape)
     require(
         dims > 0 and rstd.shape == x.shape[: rstd.dim()],
         f"rstd is {tuple(rstd.shape)}, expected the leading axes of {tuple(x.shape)}.",
@@ -237,7 +234,4 @@ def width(x: Tensor, dims: int) -> int:
 
 def check_weight(weight: Tensor | None, shape: torch.Size) -> None:
     """Raise FuseOpsError unless a weight has the shape of what is normed."""
-    require(
-        weight is None or weight.shape == shape,
-        f"weight is {weight is not None and tuple(weight.shape)}, expected {tuple(shape)}.",
-    )
+    check_shape("weight", weight, shape)

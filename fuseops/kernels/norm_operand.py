@@ -25,7 +25,7 @@ from fuseops.kernels.operands import SHIFT, fp8_op, quantize_operand, uneven
 from fuseops.kernels.precision import wide
 from fuseops.kernels.quantize import quantize_vectors
 from fuseops.kernels.registry import tensor_bytes
-from fuseops.kernels.tiles import as_rows, cdiv, require
+from fuseops.kernels.tiles import as_rows, cdiv, check_shape, require
 
 
 def _rmsnorm_operand(
@@ -101,10 +101,7 @@ def rmsnorm_operand(
     """(rows, their scales, h, rstd) of x normed, or of h = x + residual, which is empty without one."""
     n = x.shape[-1]
     check_weight(weight, x.shape[-1:])
-    require(
-        residual is None or residual.shape == x.shape,
-        f"residual is {residual is not None and tuple(residual.shape)}, expected {tuple(x.shape)}.",
-    )
+    check_shape("residual", residual, x.shape)
     x2 = as_rows(x)
     added = x2 if residual is None else as_rows(residual)
     if not x.numel() or n > MAX_WIDTH or uneven(n, x2, added):

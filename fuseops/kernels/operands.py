@@ -30,7 +30,7 @@ from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.quantize import FORMATS, SM_89, matrix_shape, quantize_vectors
 from fuseops.kernels.registry import kernel_op, on_meta, tensor_bytes
 from fuseops.kernels.scales import SMALLEST, inverse_scale, magnitude, saturate
-from fuseops.kernels.tiles import as_rows, cdiv, require
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, require
 
 
 def _quantize_operand(x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True) -> Four:
@@ -243,10 +243,7 @@ def permute_operand(
     data = _rows(data, data.dtype)
     tokens, n = data.shape
     rows = tokens if index is None else index.shape[0]
-    require(
-        scale.shape == (cdiv(n, BLOCK), tokens),
-        f"scale is {tuple(scale.shape)}, expected {(cdiv(n, BLOCK), tokens)}.",
-    )
+    check_shape("scale", scale, (cdiv(n, BLOCK), tokens))
     if not (data.numel() and rows and (row or col)) or uneven(n, data):
         return _permute_operand(data, scale, index, offs, row, col)
     out, blocks = _outputs(data, rows, n, offs, data.dtype, row, col)
@@ -320,7 +317,7 @@ def dswiglu_operand(
     """
     da, h = _rows(da, dtype), _rows(h, a_dtype)
     rows, n = da.shape
-    require(h.shape == (rows, 2 * n), f"h is {tuple(h.shape)}, expected {(rows, 2 * n)}.")
+    check_shape("h", h, (rows, 2 * n))
     if (
         not h.numel() or n % BLOCK or da.itemsize != 2 or h.itemsize > 2
         or uneven(n, h, da) or not _split(h, h_scale)
@@ -408,7 +405,7 @@ def _outputs(
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    require(x.dim() == 2, f"x is {tuple(x.shape)}, expected (R, K).")
+    check_axes("x", x, "(R, K)")
     require(dtype in FORMATS, f"dtype is {dtype}, expected one of {', '.join(map(str, FORMATS))}.")
     return as_rows(x)
 
@@ -416,7 +413,7 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _probs(probs: Tensor | None, h: Tensor) -> Tensor:
     if probs is None:
         return h
-    require(probs.shape == (len(h),), f"probs is {tuple(probs.shape)}, expected {(len(h),)}.")
+    check_shape("probs", probs, (len(h),))
     return probs.to(torch.float32).contiguous()
 
 

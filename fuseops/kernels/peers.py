@@ -31,7 +31,7 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import INTERPRET, kernel_op
-from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2
 
 ExchangeSizes = list[int]
 
@@ -272,7 +272,7 @@ def token_slots(experts: Tensor, num_experts: int, world: int) -> tuple[Tensor, 
 
     experts (T, K) int of num_experts, of which every rank has as many; -1 goes nowhere.
     """
-    require(experts.dim() == 2, f"experts is {tuple(experts.shape)}, expected (T, K).")
+    check_axes("experts", experts, "(T, K)")
     tokens, k = experts.shape
     slots = torch.empty(tokens, world, dtype=torch.int32, device=experts.device)
     counts = torch.empty(world, dtype=torch.int32, device=experts.device)

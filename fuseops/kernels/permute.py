@@ -28,7 +28,7 @@ from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op, tensor_bytes
-from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require
 
 
 def _scatter_rows(
@@ -167,7 +167,7 @@ def scatter_rows(
 def gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
     """y[r] = x[index[r]] (* probs[r]), zeros at padding rows.   x (T, N), index (R,) -> y (R, N)"""
     x2 = _checked(x, "x")
-    require(index.dim() == 1, f"index is {tuple(index.shape)}, expected (R,).")
+    check_axes("index", index, "(R,)")
     _check_rest(offs, probs, len(index))
     rows, n = len(index), x.shape[1]
     y = x.new_empty(rows, n)
@@ -207,7 +207,7 @@ def combine_fwd(
 @kernel_op(twin=_values_of_copies, cases=lambda: _cases("values"))
 def values_of_copies(values: Tensor, pos: Tensor, offs: Tensor) -> Tensor:
     """values[pos[t, k]], zero where there is no such copy.   values (R,), pos (T, K) -> (T, K)"""
-    require(values.dim() == 1, f"values is {tuple(values.shape)}, expected (R,).")
+    check_axes("values", values, "(R,)")
     _check_pos(pos, None)
     found = combine_fwd.launcher(values[:, None], pos.reshape(-1, 1), offs)
     return found.view(pos.shape)
@@ -235,5 +235,5 @@ def _check_rest(offs: Tensor, probs: Tensor | None, rows: int) -> None:
     require(offs.dim() == 1 and len(offs) > 0, f"offs is {tuple(offs.shape)}, expected (E,).")
     require(0 <= rows < 1 << 31, f"there are {rows} rows, expected fewer than 2^31.")
     if probs is not None:
-        require(probs.shape == (rows,), f"probs is {tuple(probs.shape)}, expected ({rows},).")
+        check_shape("probs", probs, (rows,))
         require(probs.dtype == torch.float32, f"probs is {probs.dtype}, expected torch.float32.")

@@ -25,7 +25,7 @@ from fuseops.kernels.groups import BLOCK, group_of_row, padding_mask
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.scales import inverse_scale, magnitude, saturate
-from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, require
 
 
 def _quantize_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ def quantize_group_blocks(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[
 
 def fp8_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x (R, N) with contiguous columns.  Raises FuseOpsError for another shape, or a format that is not FP8."""
-    require(x.dim() == 2, f"x is {tuple(x.shape)}, expected (R, N).")
+    check_axes("x", x, "(R, N)")
     require(dtype in FORMATS, f"dtype is {dtype}, expected one of {', '.join(map(str, FORMATS))}.")
     return as_rows(x)
 

@@ -26,7 +26,7 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require
 
 TINY = 1e-20
 
@@ -179,10 +179,7 @@ def router_fwd(
     tokens, experts = logits.shape
     if experts > MAX_EXPERTS or k > MAX_K:
         return _router_fwd(logits, k, score, normalize, scale, bias, groups, top_groups)
-    require(
-        bias is None or bias.shape == (experts,),
-        f"bias is {bias is not None and tuple(bias.shape)}, expected ({experts},).",
-    )
+    check_shape("bias", bias, (experts,))
     require(
         experts % groups == 0 and 1 <= top_groups <= groups,
         f"there are {top_groups} of {groups} groups of {experts} experts.",
@@ -246,6 +243,6 @@ def router_bwd(
 
 
 def _check(logits: Tensor, k: int, score: str) -> None:
-    require(logits.dim() == 2, f"logits is {tuple(logits.shape)}, expected (T, E).")
+    check_axes("logits", logits, "(T, E)")
     require(score in SCORES, f"unknown score '{score}'. Known: {', '.join(SCORES)}.")
     require(1 <= k <= logits.shape[1], f"k is {k}, expected 1 to {logits.shape[1]}.")

@@ -24,7 +24,7 @@ from fuseops.kernels.launch import chain, device, launch
 from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.router import MAX_EXPERTS, SCORES, TINY, scores_of
-from fuseops.kernels.tiles import as_rows, cdiv, pow2, require, row_splits
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require, row_splits
 
 
 def _router_loss(
@@ -131,10 +131,7 @@ def router_loss_bwd(
 ) -> Tensor:  # fmt: skip
     """dlogits, plus the gradient of the logits from that of the loss, ()."""
     _check(logits, counts, score)
-    require(
-        dlogits.shape == logits.shape,
-        f"dlogits is {tuple(dlogits.shape)}, expected {tuple(logits.shape)}.",
-    )
+    check_shape("dlogits", dlogits, logits.shape)
     tokens, experts = logits.shape
     wide = logits.dtype is not torch.float32 or dlogits.dtype is not torch.float32
     if experts > MAX_EXPERTS or wide:
@@ -158,9 +155,6 @@ def _slopes(tokens: int, experts: int, k: int, balance: float, z: float) -> tupl
 
 
 def _check(logits: Tensor, counts: Tensor | None, score: str) -> None:
-    require(logits.dim() == 2, f"logits is {tuple(logits.shape)}, expected (T, E).")
+    check_axes("logits", logits, "(T, E)")
     require(score in SCORES, f"unknown score '{score}'. Known: {', '.join(SCORES)}.")
-    require(
-        counts is None or counts.shape == logits.shape[1:],
-        f"counts is {counts is not None and tuple(counts.shape)}, expected ({logits.shape[1]},).",
-    )
+    check_shape("counts", counts, logits.shape[1:])

@@ -26,7 +26,7 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch
 from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import cdiv, pow2, require
+from fuseops.kernels.tiles import cdiv, check_shape, pow2, require
 
 
 def _route(
@@ -100,11 +100,7 @@ def route(
     )
     require(num_experts > 0, f"num_experts is {num_experts}, expected at least 1.")
     require(experts.numel() < 1 << 30, f"{experts.numel()} copies, expected fewer than 2^30.")
-    require(
-        weights is None or weights.shape == experts.shape,
-        f"weights is {weights is not None and tuple(weights.shape)}, "
-        f"expected {tuple(experts.shape)}.",
-    )
+    check_shape("weights", weights, experts.shape)
     if num_experts > MAX_EXPERTS:
         return _route(experts, num_experts, weights)
     experts, rows, k = experts.contiguous(), experts.numel(), experts.shape[1]

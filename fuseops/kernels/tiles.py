@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -53,6 +53,18 @@ def require(condition: bool, message: str) -> None:
     """Raise a FuseOpsError unless the condition holds."""
     if not condition:
         raise FuseOpsError(message)
+
+
+def check_shape(name: str, t: Tensor | None, shape: Sequence[int]) -> None:
+    """Raise a FuseOpsError unless a tensor that is given has this shape."""
+    if t is not None and t.shape != tuple(shape):
+        raise FuseOpsError(f"{name} is {tuple(t.shape)}, expected {tuple(shape)}.")
+
+
+def check_axes(name: str, t: Tensor, axes: str) -> None:
+    """Raise a FuseOpsError unless a tensor has as many axes as are named, as in "(T, E)"."""
+    if t.dim() != len(axes.strip("(,)").split(",")):
+        raise FuseOpsError(f"{name} is {tuple(t.shape)}, expected {axes}.")
 
 
 def wide_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
