@@ -32,7 +32,7 @@ from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.precision import wide
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import floats, kernel_op, on_meta
 from fuseops.kernels.tiles import as_rows, cdiv, check_shape, require
 
 SQRT_HALF, SQRT_2_OVER_PI, GELU_CUBIC = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
@@ -254,9 +254,9 @@ def _cases(*, dy: bool = False, probs: bool = False) -> Iterator[tuple[Any, ...]
         ("swiglu", torch.bfloat16, 100, 0),
     ]
     for kind, dtype, n, interleave in forms:
-        x = torch.empty(8192, n * (1 + (kind in GATES)), dtype=dtype, device="meta")
-        args = [torch.empty(8192, n, dtype=dtype, device="meta")] * dy + [x]
-        args += [torch.empty(8192, device="meta")] * probs
+        x = on_meta(8192, n * (1 + (kind in GATES)), dtype=dtype)
+        args = [on_meta(8192, n, dtype=dtype)] * dy + [x]
+        args += [floats(8192)] * probs
         tail = (True, True) if dy and probs else ()
         yield (*args, kind, *tail, interleave)
 

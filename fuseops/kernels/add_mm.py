@@ -20,7 +20,7 @@ from torch import Tensor
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.precision import wide
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import floats, kernel_op, on_meta
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
 
@@ -59,9 +59,9 @@ ADD_MM = Space("add_mm", _candidates, _default, dims=("k", "n"))
 def _cases() -> Iterator[tuple[Any, ...]]:
     for dtype in HALVES:
         for experts in (8, 64, 128, 256) if dtype is torch.bfloat16 else (128,):
-            add = torch.empty(8192, 4096, dtype=dtype, device="meta")
-            x = torch.empty(8192, experts, device="meta")
-            yield add, x, torch.empty(experts, 4096, dtype=dtype, device="meta")
+            add = on_meta(8192, 4096, dtype=dtype)
+            x = floats(8192, experts)
+            yield add, x, on_meta(experts, 4096, dtype=dtype)
 
 
 @kernel_op(twin=_add_mm, flops=lambda add, x, weight: 2 * x.numel() * weight.shape[1], cases=_cases)

@@ -26,7 +26,7 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.groups import BLOCK
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, matrix_shape, too_large
-from fuseops.kernels.registry import on_meta, tensor_bytes
+from fuseops.kernels.registry import ints, on_meta, tensor_bytes
 from fuseops.kernels.scales import (
     columns_in_groups,
     expert_quantize,
@@ -75,7 +75,7 @@ QUANTIZE = Space("quantize_groups", _candidates)
 
 def _group_cases() -> Iterator[tuple[Any, ...]]:
     for dtype, fmt in ((torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float32, 0)):
-        for offs in (None, on_meta(64, dtype=torch.int32)):
+        for offs in (None, ints(64)):
             yield on_meta(8190, 4096, dtype=dtype), offs, FORMATS[fmt], True, True
 
 

@@ -22,7 +22,7 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.groups import group_of_row
 from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.precision import accumulator, wide
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import floats, ints, kernel_op, on_meta
 from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2
 
 
@@ -98,18 +98,11 @@ BWD = Space("bias_bwd", _bwd_candidates, _bwd_default)
 GROUPED_BWD = Space("grouped_bias_bwd", _grouped_bwd_candidates)
 
 
-def _rows(n: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(8192, n, dtype=dtype, device="meta")
-
-
 def _cases(*, grouped: bool, backward: bool) -> Iterator[tuple[Any, ...]]:
     for dtype in DTYPES:
         for n in (2048, 100):
-            x, bias = _rows(n, dtype), torch.empty(*(64,) * grouped, n, dtype=dtype, device="meta")
-            offs, probs = (
-                torch.empty(64, dtype=torch.int32, device="meta"),
-                torch.empty(8192, device="meta"),
-            )
+            x, bias = on_meta(8192, n, dtype=dtype), on_meta(*(64,) * grouped, n, dtype=dtype)
+            offs, probs = ints(64), floats(8192)
             if not grouped:
                 yield (x,) if backward else (x, bias)
             elif not backward:

@@ -36,7 +36,7 @@ from fuseops.kernels.grouped_paths import wgrad_path
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.precision import accumulator, wide
 from fuseops.kernels.records import Arguments, of_fields
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import floats, kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv, pow2, require
 
 
@@ -363,19 +363,19 @@ SCALED = Space("scaled_to", lambda dims, itemsize: [{"BLOCK": 4096, "num_warps":
 
 def _operands() -> Iterator[tuple[Any, ...]]:
     for dtype, vocab in ((torch.bfloat16, 128256), (torch.bfloat16, 50257), (torch.float16, 32000)):
-        x = torch.empty(8192, 4096, dtype=dtype, device="meta")
-        weight = torch.empty(vocab, 4096, dtype=dtype, device="meta")
-        yield x, weight, None, torch.empty(8192, dtype=torch.int64, device="meta")
+        x = on_meta(8192, 4096, dtype=dtype)
+        weight = on_meta(vocab, 4096, dtype=dtype)
+        yield x, weight, None, on_meta(8192, dtype=torch.int64)
 
 
 def _rows() -> Tensor:
-    return torch.empty(8192, device="meta")
+    return floats(8192)
 
 
 def _variants(vocab: int) -> Iterator[tuple[Tensor | None, list[float]]]:
     yield None, [0.0, 0.0, 0.0, 1.0]
     if vocab == 128256:
-        yield torch.empty(vocab, device="meta"), [0.1, 1e-4, 30.0, 0.5]
+        yield floats(vocab), [0.1, 1e-4, 30.0, 0.5]
 
 
 def _cases_fwd() -> Iterator[tuple[Any, ...]]:
@@ -520,10 +520,10 @@ def _part_cases() -> Iterator[tuple[Any, ...]]:
     """A rank's half of the classes."""
     for x, weight, _, targets in _operands():
         held = len(weight)
-        logits, bias = x.new_empty(len(x), held), torch.empty(held, device="meta")
+        logits, bias = x.new_empty(len(x), held), floats(held)
         for weights, options in _variants(held):
-            whole = None if weights is None else torch.empty(2 * held, device="meta")
-            sums = torch.empty(weight.shape, device="meta"), bias
+            whole = None if weights is None else floats(2 * held)
+            sums = floats(*weight.shape), bias
             rows = targets, whole, _rows(), _rows(), options, -100
             yield logits, x, weight, *rows, held, 2 * held, True, *sums, True
 
@@ -573,7 +573,7 @@ def logit_grads_into(logits: Tensor, p: HeldClasses) -> Tensor:
 
 
 def _scaled_cases() -> Iterator[tuple[Any, ...]]:
-    scale = torch.empty((), device="meta")
+    scale = floats()
     for made, dtype in (
         (torch.float32, torch.bfloat16),
         (torch.float32, torch.float16),
@@ -581,7 +581,7 @@ def _scaled_cases() -> Iterator[tuple[Any, ...]]:
         (torch.bfloat16, torch.bfloat16),
         (torch.float16, torch.float16),
     ):
-        yield torch.empty(8192, 4096, dtype=made, device="meta"), scale, dtype
+        yield on_meta(8192, 4096, dtype=made), scale, dtype
 
 
 @kernel_op(twin=_scaled_to, cases=_scaled_cases)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv, require
 
 EACH = 8  # draws of a counter
@@ -81,10 +81,10 @@ SPACE = Space("dropout", _candidates, dims=())
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:
-    seed = torch.empty(1, dtype=torch.int64, device="meta")
+    seed = on_meta(1, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for columns in (4096, 4095):
-            yield torch.empty(8191, columns, dtype=dtype, device="meta"), seed, 0.1
+            yield on_meta(8191, columns, dtype=dtype), seed, 0.1
 
 
 @kernel_op(twin=_apply_dropout, cases=_cases)

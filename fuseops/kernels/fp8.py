@@ -46,7 +46,7 @@ from fuseops.kernels.grouped_launch import table_size
 from fuseops.kernels.groups import BLOCK, column_bounds, column_offs, group_of_row
 from fuseops.kernels.quantize import quantize_vectors
 from fuseops.kernels.records import of_fields
-from fuseops.kernels.registry import kernel_op, on_meta
+from fuseops.kernels.registry import floats, ints, kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv, require
 
 
@@ -155,51 +155,46 @@ def _wgrad_flops(dy: Tensor, dy_scale: Tensor, x: Tensor, *_: Any) -> int:
     return 2 * dy.numel() * x.shape[0]
 
 
-_meta = functools.partial(on_meta, dtype=torch.float32)
 _codes = functools.partial(on_meta, dtype=torch.float8_e4m3fn)
 
 
 def _mm_cases() -> Iterator[tuple[Any, ...]]:
     e, rows, n, k = 8, 16384, 4096, 2048
-    offs, tiles = _meta(e, dtype=torch.int32), _meta(table_size(rows, e), dtype=torch.int32)
-    x, w, vectors, squares = (
-        _codes(rows, k),
-        _codes(e, n, k),
-        _meta(k // 128, rows),
-        (n // 128, k // 128),
-    )
-    bias = _meta(e, n, dtype=torch.bfloat16)
-    blocks = x, vectors, w, _meta(e, *squares), "block"
+    offs, tiles = ints(e), ints(table_size(rows, e))
+    x, w = _codes(rows, k), _codes(e, n, k)
+    vectors, squares = floats(k // 128, rows), (n // 128, k // 128)
+    bias = on_meta(e, n)
+    blocks = x, vectors, w, floats(e, *squares), "block"
     for dtype in OUTPUTS:
         yield *blocks, offs, tiles, None, dtype
     yield *blocks, offs, tiles, bias
     yield _codes(rows, k, dtype=torch.float8_e5m2), *blocks[1:], offs, tiles
-    dense = x, vectors, w[0], _meta(*squares), "block"
+    dense = x, vectors, w[0], floats(*squares), "block"
     yield dense
     yield *dense, None, None, bias[0]
     for fast in (False, True):
-        yield x, _meta(), w, _meta(e), "tensor", offs, tiles, None, torch.bfloat16, fast
-        yield x, _meta(), w[0], _meta(), "tensor", None, None, None, torch.bfloat16, fast
-        yield x, _meta(), w[0], _meta(), "tensor", None, None, bias[0], torch.bfloat16, fast
-        yield x, _meta(rows), w, _meta(e, n), "row", offs, tiles, None, torch.bfloat16, fast
+        yield x, floats(), w, floats(e), "tensor", offs, tiles, None, torch.bfloat16, fast
+        yield x, floats(), w[0], floats(), "tensor", None, None, None, torch.bfloat16, fast
+        yield x, floats(), w[0], floats(), "tensor", None, None, bias[0], torch.bfloat16, fast
+        yield x, floats(rows), w, floats(e, n), "row", offs, tiles, None, torch.bfloat16, fast
 
 
 def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
     e, columns, n, k = 8, 17408, 4096, 2048
-    offs, tiles = _meta(e, dtype=torch.int32), _meta(4096, dtype=torch.int32)
+    offs, tiles = ints(e), ints(4096)
     dy, x, blocks = _codes(n, columns), _codes(k, columns), columns // 128
-    squares = dy, _meta(n // 128, blocks), x, _meta(k // 128, blocks), "square"
+    squares = dy, floats(n // 128, blocks), x, floats(k // 128, blocks), "square"
     yield *squares, offs, tiles
     yield squares
-    yield dy, _meta(blocks, n), x, _meta(blocks, k), "block", offs, tiles
-    yield dy, _meta(e), x, _meta(e), "tensor", offs, tiles
-    yield dy, _meta(), x, _meta(), "tensor"
+    yield dy, floats(blocks, n), x, floats(blocks, k), "block", offs, tiles
+    yield dy, floats(e), x, floats(e), "tensor", offs, tiles
+    yield dy, floats(), x, floats(), "tensor"
     yield _codes(n, columns, dtype=torch.float8_e5m2), *squares[1:], offs, tiles
 
 
 def _into_cases() -> Iterator[tuple[Any, ...]]:
     for case in _wgrad_cases():
-        main_grad, g = _meta(*_wgrad_fake(*case).shape), ScaledColumns(*case)
+        main_grad, g = floats(*_wgrad_fake(*case).shape), ScaledColumns(*case)
         yield main_grad, *g, True
         if g.scaling == "square":
             yield main_grad, *g, False

@@ -32,7 +32,7 @@ from fuseops.kernels.groups import bounds_of
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.precision import wide
 from fuseops.kernels.records import of_fields
-from fuseops.kernels.registry import kernel_op, on_meta, thread
+from fuseops.kernels.registry import floats, ints, kernel_op, on_meta, thread
 from fuseops.kernels.tiles import as_rows, pow2
 
 
@@ -141,30 +141,26 @@ def _add_flops(g: Gradient) -> int:
     return 2 * g.rows * g.dw[0].numel()
 
 
-def _offs(groups: int) -> Tensor:
-    return on_meta(groups, dtype=torch.int32)
-
-
 def _tiles_cases() -> Iterator[tuple[Any, ...]]:
-    yield from ((_offs(groups), 65536) for groups in (8, 32, 64, 128, 1024))
+    yield from ((ints(groups), 65536) for groups in (8, 32, 64, 128, 1024))
 
 
 def _mm_cases() -> Iterator[tuple[Any, ...]]:
     groups, rows, n, k = 8, 16384, 4096, 2048
-    offs, tiles = _offs(groups), on_meta(table_size(rows, groups), dtype=torch.int32)
+    offs, tiles = ints(groups), ints(table_size(rows, groups))
     for dtype in DTYPES:
         x, w = on_meta(rows, k, dtype=dtype), on_meta(groups, n, k, dtype=dtype)
         yield x, w, offs, tiles
         yield x, on_meta(groups, k, n, dtype=dtype).transpose(1, 2), offs, tiles
         if dtype.itemsize == 2:
-            tokens, index = on_meta(rows // 2, k, dtype=dtype), on_meta(rows, dtype=torch.int32)
+            tokens, index = on_meta(rows // 2, k, dtype=dtype), ints(rows)
             narrow = on_meta(groups, n // 2, k, dtype=dtype)
             yield tokens, narrow, offs, tiles, None, index
             narrow = on_meta(groups, k, n // 2, dtype=dtype).transpose(1, 2)
             yield tokens, narrow, offs, tiles, None, index
             bias = on_meta(groups, n, dtype=dtype)
             yield x, w, offs, tiles, bias
-            yield x, w, offs, tiles, bias, None, on_meta(rows, dtype=torch.float32)
+            yield x, w, offs, tiles, bias, None, floats(rows)
     x, w, bias = on_meta(rows, k + 32), on_meta(groups, n, k + 32), on_meta(groups, n)
     yield x, w, offs, tiles
     yield x, w, offs, tiles, bias
@@ -180,8 +176,8 @@ def _into_cases() -> Iterator[tuple[Any, ...]]:
 
 def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
     groups, rows, n, k = 8, 16384, 4096, 2048
-    offs, tiles = _offs(groups), on_meta(table_size(rows, groups), dtype=torch.int32)
-    index = on_meta(rows, dtype=torch.int32)
+    offs, tiles = ints(groups), ints(table_size(rows, groups))
+    index = ints(rows)
     for dtype in DTYPES:
         wide, narrow = on_meta(rows, n, dtype=dtype), on_meta(rows, k, dtype=dtype)
         yield wide, narrow, offs, tiles
@@ -207,7 +203,7 @@ def _few_cases() -> Iterator[tuple[Any, ...]]:
 
 def _add_cases() -> Iterator[tuple[Any, ...]]:
     for number, (dy, x, offs, tiles, *index) in enumerate(_wgrad_cases()):
-        main_grad = on_meta(len(offs), dy.shape[1], x.shape[1], dtype=torch.float32)
+        main_grad = floats(len(offs), dy.shape[1], x.shape[1])
         yield main_grad, dy, x, offs, tiles, True, *index
         if number < 4:
             yield main_grad, dy, x, offs, tiles, False, *index

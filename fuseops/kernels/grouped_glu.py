@@ -12,7 +12,6 @@ Hardware: sm_80 and later.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,7 @@ from fuseops.kernels.grouped_launch import Form, Product, launch_mm, launch_ring
 from fuseops.kernels.grouped_paths import ENDS, SWIGLU_SPACES, act_path
 from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.records import Arguments, of_fields
-from fuseops.kernels.registry import kernel_op, on_meta
+from fuseops.kernels.registry import floats, ints, kernel_op, on_meta
 
 
 @dataclass
@@ -93,19 +92,18 @@ def _width(n: int, kind: str) -> int:
 
 def _cases() -> Iterator[tuple[Any, ...]]:
     groups, rows, k = 8, 16384, 2048
-    make = functools.partial(on_meta, dtype=torch.int32)
-    offs, tiles = make(groups), make(table_size(rows, groups))
-    probs, index = make(rows, dtype=torch.float32), make(rows)
+    offs, tiles = ints(groups), ints(table_size(rows, groups))
+    probs, index = floats(rows), ints(rows)
     for dtype in (torch.bfloat16, torch.float16):
-        x = make(rows, k, dtype=dtype)
-        narrow, wide = (make(groups, n, k, dtype=dtype) for n in (2048, 4096))
+        x = on_meta(rows, k, dtype=dtype)
+        narrow, wide = (on_meta(groups, n, k, dtype=dtype) for n in (2048, 4096))
         yield x, wide, offs, tiles, probs
         yield x, narrow, offs, tiles, probs, index
         yield x, narrow, offs, tiles, probs, index, False
         for need_h in (True, False):
             rest = offs, tiles, probs, None, need_h
             yield x, narrow, *rest, None, "srelu"
-            yield x, narrow, *rest, make(groups, 2048, dtype=dtype), "clamped_swiglu", 1
+            yield x, narrow, *rest, on_meta(groups, 2048, dtype=dtype), "clamped_swiglu", 1
     yield x, wide, offs, tiles
 
 

@@ -16,7 +16,6 @@ Hardware: sm_80 and later.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -34,7 +33,7 @@ from fuseops.kernels.grouped_paths import BACK, SWIGLU_BWD_SPACES, act_bwd_path
 from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.precision import wide
 from fuseops.kernels.records import Arguments, of_fields
-from fuseops.kernels.registry import kernel_op, on_meta
+from fuseops.kernels.registry import floats, ints, kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv
 
 
@@ -91,15 +90,14 @@ def _flops(h: Tensor, dy: Tensor, weight: Tensor, *_: Any) -> int:
 
 def _cases() -> Iterator[tuple[Any, ...]]:
     groups, rows, k, n = 8, 16384, 2048, 1024
-    make = functools.partial(on_meta, dtype=torch.int32)
-    offs, tiles = make(groups), make(table_size(rows, groups))
-    probs, index = make(rows, dtype=torch.float32), make(rows)
+    offs, tiles = ints(groups), ints(table_size(rows, groups))
+    probs, index = floats(rows), ints(rows)
     for dtype in (torch.bfloat16, torch.float16):
-        dy, h = make(rows, k, dtype=dtype), make(rows, 2 * n, dtype=dtype)
-        weight = make(groups, k, n, dtype=dtype).transpose(1, 2)
+        dy, h = on_meta(rows, k, dtype=dtype), on_meta(rows, 2 * n, dtype=dtype)
+        weight = on_meta(groups, k, n, dtype=dtype).transpose(1, 2)
         yield dy, weight, h, offs, tiles, probs
         yield dy, weight, h, offs, tiles, probs, index
-        yield dy, weight, make(rows, n, dtype=dtype), offs, tiles, probs, None, "srelu"
+        yield dy, weight, on_meta(rows, n, dtype=dtype), offs, tiles, probs, None, "srelu"
     yield dy, weight, h, offs, tiles
 
 

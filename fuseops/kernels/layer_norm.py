@@ -28,7 +28,7 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.norm import MAX_WIDTH, check_weight, width
 from fuseops.kernels.precision import wide
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import floats, kernel_op, on_meta
 from fuseops.kernels.tiles import as_heads, as_rows, cdiv, check_shape, pow2, require
 
 
@@ -127,16 +127,16 @@ ADD_BWD = Space("add_layernorm_bwd", partial(_bwd_candidates, residual=True))
 def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple[Any, ...]]:
     sizes = [(torch.bfloat16, n) for n in (100, 2048, 4096, 16384)]
     for dtype, n in [*sizes, (torch.float16, 4096), (torch.float32, 4096)]:
-        x = torch.empty(8192, n, dtype=dtype, device="meta")
-        weight, row = torch.empty(n, dtype=dtype, device="meta"), torch.empty(8192, device="meta")
+        x = on_meta(8192, n, dtype=dtype)
+        weight, row = on_meta(n, dtype=dtype), floats(8192)
         for w in (weight, None) if n == 4096 else (weight,):
             if backward:
                 needs = w is not None, w is not None
                 yield from ((x, x, w, row, row, dres, *needs) for dres in (None, x))
             else:
                 yield (x, *(x,) * residual, w, w, 1e-5)
-    q = torch.empty(8192, 48, 128, dtype=torch.bfloat16, device="meta")[:, :32]
-    w, row = q.new_empty(128), torch.empty(8192, 32, device="meta")
+    q = on_meta(8192, 48, 128)[:, :32]
+    w, row = q.new_empty(128), floats(8192, 32)
     if backward:
         yield q, q, w, row, row, None, True, False
     elif not residual:

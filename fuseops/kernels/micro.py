@@ -14,7 +14,6 @@ Hardware: sm_89 and later, which convert to FP8; others run the twin, as sizes a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +34,7 @@ from fuseops.kernels.formats import (
 from fuseops.kernels.groups import column_offs, columns_of, padding_mask
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.quantize import FORMATS, fp8_op, too_large
-from fuseops.kernels.registry import on_meta
+from fuseops.kernels.registry import floats, ints, on_meta
 from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, require
 
 
@@ -79,17 +78,16 @@ NVFP4 = _space("quantize_nvfp4", (64, 8), (32, 4))
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:
-    meta = functools.partial(on_meta, dtype=torch.float32)
-    offs, one, many = meta(64, dtype=torch.int32), meta(), meta(64)
+    offs, one, many = ints(64), floats(), floats(64)
     for data in (*FORMATS, E2M1):
         four = data is E2M1
         for layout in LAYOUTS:
             for swizzle in (False, True):
-                x = meta(8192, 4096, dtype=torch.bfloat16)
+                x = on_meta(8192, 4096)
                 yield x, data, layout, None, one if four else None, swizzle
                 yield x, data, layout, offs, many if four else None, swizzle
-    yield meta(8192, 4096), FORMATS[0], "row", None, None, False
-    yield meta(8191, 100, dtype=torch.bfloat16), E2M1, "row", None, one, False
+    yield floats(8192, 4096), FORMATS[0], "row", None, None, False
+    yield on_meta(8191, 100), E2M1, "row", None, one, False
 
 
 def _fake(

@@ -22,7 +22,7 @@ from fuseops.kernels.grouped import grouped_mm, grouped_wgrad
 from fuseops.kernels.groups import column_offs
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import Arguments, of_fields
-from fuseops.kernels.registry import DTYPES, arch_of, kernel_op
+from fuseops.kernels.registry import DTYPES, arch_of, floats, ints, kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv, check_shape, pow2, require
 
 
@@ -83,18 +83,16 @@ def multiplies(x: Tensor) -> bool:
 
 def _operands(rows: int, width: int, data: torch.dtype, groups: int = 0) -> tuple[Tensor, Tensor]:
     four = data is E2M1
-    codes = torch.empty(
-        rows, width // (2 if four else 1), dtype=torch.uint8 if four else data, device="meta"
-    )
+    codes = on_meta(rows, width // (2 if four else 1), dtype=torch.uint8 if four else data)
     shape = cdiv(rows, 128) + groups, cdiv(width, 64 if four else 128), 32, 4, 4
-    return codes, torch.empty(shape, dtype=torch.uint8, device="meta")
+    return codes, on_meta(*shape, dtype=torch.uint8)
 
 
 def _cases(turned: bool) -> Iterator[tuple[Any, ...]]:
     for a, b in ((E4M3, E4M3), (E5M2, E4M3), (E2M1, E2M1)):
         for groups in (0, 64):
-            offs = torch.empty(64, dtype=torch.int32, device="meta") if groups else None
-            whole = torch.empty(max(groups, 1), device="meta") if a is E2M1 else None
+            offs = ints(64) if groups else None
+            whole = floats(max(groups, 1)) if a is E2M1 else None
             if turned:
                 yield *_operands(4096, 16384, a), *_operands(2048, 16384, b), offs, whole
                 continue

@@ -27,7 +27,7 @@ from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.precision import wide
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import floats, kernel_op, on_meta
 from fuseops.kernels.tiles import as_heads, as_rows, cdiv, check_shape, pow2, require
 
 
@@ -125,18 +125,15 @@ def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple[
         (torch.float32, 4096),
     ]
     for dtype, n in sizes:
-        x, weight = (
-            torch.empty(8192, n, dtype=dtype, device="meta"),
-            torch.empty(n, dtype=dtype, device="meta"),
-        )
-        rstd = torch.empty(8192, device="meta")
+        x, weight = on_meta(8192, n, dtype=dtype), on_meta(n, dtype=dtype)
+        rstd = floats(8192)
         for w in (weight, None) if n == 4096 else (weight,):
             if backward:
                 yield from ((x, x, w, rstd, dres, w is not None, 0.0) for dres in (None, x))
             else:
                 yield (x, *(x,) * residual, w, 1e-6, 0.0)
-    q = torch.empty(8192, 48, 128, dtype=torch.bfloat16, device="meta")[:, :32]
-    w, rstd = q.new_empty(128), torch.empty(8192, 32, device="meta")
+    q = on_meta(8192, 48, 128)[:, :32]
+    w, rstd = q.new_empty(128), floats(8192, 32)
     for of_heads, mean in ((w, True), (None, False)):
         if backward:
             yield q, q, of_heads, rstd, None, mean, 0.0, None, mean

@@ -24,7 +24,7 @@ from fuseops.kernels.norm import FWD, MAX_WIDTH, add_rmsnorm_fwd, check_weight, 
 from fuseops.kernels.operands import SHIFT, fp8_op, quantize_operand, uneven
 from fuseops.kernels.precision import wide
 from fuseops.kernels.quantize import quantize_vectors
-from fuseops.kernels.registry import tensor_bytes
+from fuseops.kernels.registry import floats, on_meta, tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, check_shape, require
 
 
@@ -77,9 +77,9 @@ def _cases(*, columns: bool = False) -> Iterator[tuple[Any, ...]]:
         (torch.bfloat16, 7168, FORMAT),
         (torch.float32, 4096, FORMAT),
     ):
-        x, weight = (torch.empty(*size, n, dtype=dtype, device="meta") for size in ((8190,), ()))
+        x, weight = (on_meta(*size, n, dtype=dtype) for size in ((8190,), ()))
         if columns:
-            yield x, weight, torch.empty(8190, device="meta"), fmt, 0.0
+            yield x, weight, floats(8190), fmt, 0.0
             continue
         for residual in (None, x):
             yield x, residual, weight, 1e-6, fmt, 0.0

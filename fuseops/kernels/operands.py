@@ -28,7 +28,7 @@ from fuseops.kernels.fp8 import dequantize
 from fuseops.kernels.groups import BLOCK, columns_of, padding_mask, place_of_row
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.quantize import FORMATS, SM_89, matrix_shape, quantize_vectors
-from fuseops.kernels.registry import kernel_op, on_meta, tensor_bytes
+from fuseops.kernels.registry import floats, ints, kernel_op, on_meta, tensor_bytes
 from fuseops.kernels.scales import SMALLEST, inverse_scale, magnitude, saturate
 from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, require
 
@@ -167,39 +167,38 @@ WEIGHT = _space("quantize_weight", _tile(4), _tile(8))
 fp8_op = functools.partial(kernel_op, min_arch=SM_89)
 
 
-_OFFS = functools.partial(on_meta, 64, dtype=torch.int32)
 _SIZES = ((torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float32, 0))  # and the format
 
 
 def _quantize_cases() -> Iterator[tuple[Any, ...]]:
     for dtype, fmt in _SIZES:
-        for offs in (None, _OFFS()):
+        for offs in (None, ints(64)):
             yield on_meta(8190, 4096, dtype=dtype), offs, FORMATS[fmt], True
 
 
 def _permute_cases() -> Iterator[tuple[Any, ...]]:
-    data, scale = on_meta(8190, 4096, dtype=FORMATS[0]), on_meta(32, 8190, dtype=torch.float32)
-    index = on_meta(65530, dtype=torch.int32)
+    data, scale = on_meta(8190, 4096, dtype=FORMATS[0]), floats(32, 8190)
+    index = ints(65530)
     for by, row, col in ((index, True, True), (index, True, False), (None, False, True)):
-        yield data, scale, by, _OFFS(), row, col
+        yield data, scale, by, ints(64), row, col
 
 
 def _swiglu_cases() -> Iterator[tuple[Any, ...]]:
     for dtype, fmt in _SIZES:
-        h, probs = on_meta(8190, 8192, dtype=dtype), on_meta(8190, dtype=torch.float32)
+        h, probs = on_meta(8190, 8192, dtype=dtype), floats(8190)
         yield h, probs, None, FORMATS[fmt], True, False
-        yield h, None, _OFFS(), FORMATS[fmt], True, True
+        yield h, None, ints(64), FORMATS[fmt], True, True
     codes = on_meta(8190, 8192, dtype=FORMATS[0])
-    yield codes, probs, None, FORMATS[0], True, False, on_meta(64, 8190, dtype=torch.float32)
+    yield codes, probs, None, FORMATS[0], True, False, floats(64, 8190)
 
 
 def _dswiglu_cases() -> Iterator[tuple[Any, ...]]:
-    da, h, probs = on_meta(8190, 4096), on_meta(8190, 8192), on_meta(8190, dtype=torch.float32)
+    da, h, probs = on_meta(8190, 4096), on_meta(8190, 8192), floats(8190)
     for fmt in FORMATS:
-        yield da, h, probs, _OFFS(), fmt, FORMATS[0]
+        yield da, h, probs, ints(64), fmt, FORMATS[0]
     yield da, h, None, None, FORMATS[0], FORMATS[0]
-    scale, codes = on_meta(64, 8190, dtype=torch.float32), on_meta(8190, 8192, dtype=FORMATS[0])
-    yield da, codes, probs, _OFFS(), FORMATS[0], FORMATS[0], True, True, True, scale
+    scale, codes = floats(64, 8190), on_meta(8190, 8192, dtype=FORMATS[0])
+    yield da, codes, probs, ints(64), FORMATS[0], FORMATS[0], True, True, True, scale
 
 
 def _weight_cases() -> Iterator[tuple[Any, ...]]:

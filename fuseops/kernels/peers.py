@@ -30,7 +30,7 @@ from torch import Tensor
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.precision import wide
-from fuseops.kernels.registry import INTERPRET, kernel_op
+from fuseops.kernels.registry import INTERPRET, floats, ints, kernel_op, on_meta
 from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2
 
 ExchangeSizes = list[int]
@@ -198,23 +198,19 @@ def _aligned(nbytes: int) -> int:
 
 
 def _cases(what: str) -> Iterator[tuple[Any, ...]]:
-    meta: dict[str, Any] = {"device": "meta"}
-    table, uses = (
-        torch.empty(WORLD, dtype=torch.int64, **meta),
-        torch.empty(1, dtype=torch.int64, **meta),
-    )
-    flag, ints = torch.empty(1, dtype=torch.int32, **meta), {"dtype": torch.int32, **meta}
+    table, uses = (on_meta(n, dtype=torch.int64) for n in (WORLD, 1))
+    flag = ints(1)
     tokens, room, experts, k = 8192, 8192, 128, 8
-    offs = torch.empty(experts // WORLD, **ints)
-    chosen, slots = torch.empty(tokens, k, **ints), torch.empty(tokens, WORLD, **ints)
-    counts, weights = torch.empty(WORLD, **ints), torch.empty(tokens, k, **meta)
+    offs = ints(experts // WORLD)
+    chosen, slots = ints(tokens, k), ints(tokens, WORLD)
+    counts, weights = ints(WORLD), floats(tokens, k)
     if what == "slots":
         yield chosen, experts, WORLD
     if what == "bound":
         yield offs, flag, 65536
     for dtype in (torch.bfloat16, torch.float32):
-        x = torch.empty(tokens, 2048, dtype=dtype, **meta)
-        there = torch.empty(WORLD * room, 2048, dtype=dtype, **meta)
+        x = on_meta(tokens, 2048, dtype=dtype)
+        there = on_meta(WORLD * room, 2048, dtype=dtype)
         *at, half = layout(WORLD, room, k, 2048 * dtype.itemsize, 4)
         place = [1, room, experts, k, half, *at]
         if what == "send":
@@ -224,7 +220,7 @@ def _cases(what: str) -> Iterator[tuple[Any, ...]]:
             yield x, table, uses, place, None, weights
             yield x, table, uses, place, counts
         if what == "return":
-            yield there, table, uses, flag, place, counts, torch.empty(WORLD * room, k, **meta)
+            yield there, table, uses, flag, place, counts, floats(WORLD * room, k)
             yield there, table, uses, flag, place, counts
         if what == "add":
             yield x, slots, table, uses, flag, place, chosen, weights

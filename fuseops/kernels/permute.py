@@ -27,7 +27,7 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.precision import wide
-from fuseops.kernels.registry import kernel_op, tensor_bytes
+from fuseops.kernels.registry import floats, ints, kernel_op, on_meta, tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require
 
 
@@ -118,11 +118,11 @@ def _cases(what: str) -> Iterator[tuple[Any, ...]]:
     ]  # the last: probs
     for dtype, n, k in sizes:
         rows = TOKENS * k
-        tokens, routed = (torch.empty(r, n, dtype=dtype, device="meta") for r in (TOKENS, rows))
-        pos = torch.empty(TOKENS, k, dtype=torch.int32, device="meta")
-        index = torch.empty(rows, dtype=torch.int64, device="meta")
-        offs = torch.empty(EXPERTS, dtype=torch.int32, device="meta")
-        probs = torch.empty(rows, device="meta")
+        tokens, routed = (on_meta(r, n, dtype=dtype) for r in (TOKENS, rows))
+        pos = ints(TOKENS, k)
+        index = on_meta(rows, dtype=torch.int64)
+        offs = ints(EXPERTS)
+        probs = floats(rows)
         for p in (None,) if n == 1 else (probs, None) if (dtype, n) == _USUAL else (probs,):
             if what == "scatter":
                 yield tokens, pos, offs, rows, p

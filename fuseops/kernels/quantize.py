@@ -23,7 +23,7 @@ from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.groups import BLOCK, group_of_row, padding_mask
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import ints, kernel_op, on_meta
 from fuseops.kernels.scales import inverse_scale, magnitude, saturate
 from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, require
 
@@ -93,12 +93,12 @@ def _cases() -> Iterator[tuple[Any, ...]]:
     ]
     for dtype, n in sizes:
         for fmt in FORMATS if dtype == torch.bfloat16 else FORMATS[:1]:
-            yield torch.empty(8192 - (n == 100), n, dtype=dtype, device="meta"), fmt
+            yield on_meta(8192 - (n == 100), n, dtype=dtype), fmt
 
 
 def _group_cases() -> Iterator[tuple[Any, ...]]:
     for x, fmt in _cases():
-        yield x, torch.empty(64, dtype=torch.int32, device="meta"), fmt
+        yield x, ints(64), fmt
 
 
 fp8_op = functools.partial(kernel_op, min_arch=SM_89)

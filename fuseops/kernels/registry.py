@@ -366,6 +366,10 @@ def on_meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+ints = functools.partial(on_meta, dtype=torch.int32)
+floats = functools.partial(on_meta, dtype=torch.float32)
+
+
 def meta(value: Any) -> Any:
     """The same value with its tensors on the meta device."""
     if isinstance(value, Tensor):

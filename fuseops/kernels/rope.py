@@ -20,7 +20,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.precision import wide
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import floats, kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv, pow2, require
 
 
@@ -63,16 +63,16 @@ SPACE = Space("rope", _candidates, dims=("pairs",))
 
 def _cases() -> Iterator[tuple[Any, ...]]:
     for dtype in (torch.bfloat16, torch.float32):
-        x = torch.empty(2, 4096, 32, 128, dtype=dtype, device="meta")
+        x = on_meta(2, 4096, 32, 128, dtype=dtype)
         for interleaved, pairs in ((False, 64), (True, 64), (False, 32)):
-            angles = torch.empty(4096, pairs, device="meta")
+            angles = floats(4096, pairs)
             yield from ((x, angles, angles, interleaved, inverse) for inverse in (False, True))
 
 
 def _pair_cases() -> Iterator[tuple[Any, ...]]:
-    angles = torch.empty(4096, 64, device="meta")
+    angles = floats(4096, 64)
     for dtype in (torch.bfloat16, torch.float32):
-        q, k = (torch.empty(2, 4096, h, 128, dtype=dtype, device="meta") for h in (32, 8))
+        q, k = (on_meta(2, 4096, h, 128, dtype=dtype) for h in (32, 8))
         yield from ((q, k, angles, angles, False, inverse) for inverse in (False, True))
 
 

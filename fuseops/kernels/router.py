@@ -25,7 +25,7 @@ from torch import Tensor
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.precision import wide
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import floats, ints, kernel_op, on_meta
 from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require
 
 TINY = 1e-20
@@ -155,9 +155,9 @@ def _cases(*, backward: bool) -> Iterator[tuple[Any, ...]]:
     forms += [(f32, 256, 8, "sigmoid", True), (f32, 8, 2, "softmax", False)]
     forms += [(bf16, 128, 8, "softmax", True), (torch.float16, 128, 8, "softmax", True)]
     for dtype, experts, k, score, normalize in forms:
-        logits = torch.empty(8192, experts, dtype=dtype, device="meta")
-        weights, bias = torch.empty(8192, k, device="meta"), torch.empty(experts, device="meta")
-        chosen = torch.empty(8192, k, dtype=torch.int32, device="meta")
+        logits = on_meta(8192, experts, dtype=dtype)
+        weights, bias = floats(8192, k), floats(experts)
+        chosen = ints(8192, k)
         if not backward:
             correction = bias if score == "sigmoid" else None
             yield logits, k, score, normalize, 1.5, correction

@@ -22,7 +22,7 @@ from torch import Tensor
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch
 from fuseops.kernels.precision import wide
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import floats, ints, kernel_op
 from fuseops.kernels.router import MAX_EXPERTS, SCORES, TINY, scores_of
 from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require, row_splits
 
@@ -85,8 +85,8 @@ def _cases(*, backward: bool) -> Iterator[tuple[Any, ...]]:
         (256, "sigmoid", 0.1, 0.0),
         (8, "softmax", 0.0, 0.1),
     ):
-        logits = torch.empty(8192, experts, device="meta")
-        counts = torch.empty(experts, dtype=torch.int32, device="meta") if balance else None
+        logits = floats(8192, experts)
+        counts = ints(experts) if balance else None
         if backward:
             yield logits, logits, counts, logits.new_empty(()), 8, score, balance, z
         else:

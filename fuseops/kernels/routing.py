@@ -25,7 +25,7 @@ from fuseops import torch_private
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch
 from fuseops.kernels.precision import wide
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import floats, kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv, check_shape, pow2, require
 
 
@@ -82,8 +82,8 @@ def _cases() -> Iterator[tuple[Any, ...]]:
         (8192, 2, 8, torch.int32),
         (8192, 4, 64, torch.int64),
     ):
-        experts = torch.empty(tokens, k, dtype=dtype, device="meta")
-        yield experts, num_experts, torch.empty(tokens, k, device="meta")
+        experts = on_meta(tokens, k, dtype=dtype)
+        yield experts, num_experts, floats(tokens, k)
     yield experts, num_experts
 
 
