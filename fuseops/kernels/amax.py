@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels import tiles
-from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.configs import Space
 from fuseops.kernels.groups import BLOCK
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, matrix_shape, too_large
@@ -64,13 +64,11 @@ SPAN = 1024
 Three = tuple[Tensor, Tensor, Tensor]
 
 
-def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Lines of 128 bytes on both sides: 64 columns of two bytes, 128 rows of one."""
-    return [{"BLOCK_R": BLOCK, "BLOCK_N": 64, "num_warps": warps} for warps in (4, 8)]
-
-
-AMAX = Space("group_amax", lambda dims, itemsize: _candidates(dims, itemsize)[::-1])
-QUANTIZE = Space("quantize_groups", _candidates)
+AMAX, QUANTIZE = (
+    Space(name, [{"BLOCK_R": BLOCK, "BLOCK_N": 64, "num_warps": n} for n in warps])
+    for name, warps in (("group_amax", (8, 4)), ("quantize_groups", (4, 8)))
+)
+"""Lines of 128 bytes on both sides: 64 columns of two bytes, 128 rows of one."""
 
 
 def _group_cases() -> Iterator[tuple[Any, ...]]:

@@ -13,7 +13,7 @@ import functools
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -38,21 +38,22 @@ _asked: list[tuple[Space, tuple[Any, ...]]] | None = None
 class Space:
     """A `Space` holds the configurations of one kernel.
 
-    ``candidates(dims, itemsize)`` lists those for given weight dimensions; ``default(rows, dims,
-    itemsize)`` is one of them, the first if not given. Both are pure functions of sizes. ``dims``
-    names the dimensions, in the order in which they are given and stand in a table's keys.
+    ``candidates`` are those for all weight dimensions, or a function ``(dims, itemsize)`` that lists those for given
+    ones; ``default(rows, dims, itemsize)`` is one of them, the first if not given. Both are pure functions of sizes.
+    ``dims`` names the dimensions, in the order in which they are given and stand in a table's keys.
     """
 
     def __init__(
         self,
         name: str,
-        candidates: Callable[..., Iterable[Config]],
+        candidates: Callable[..., Iterable[Config]] | Sequence[Config],
         default: Callable[..., Config] | None = None,
         dims: tuple[str, ...] = ("columns",),
     ) -> None:
         if name in SPACES:
             raise FuseOpsError(f"configuration space '{name}' is declared twice")
-        self.name, self._candidates = name, candidates
+        self.name = name
+        self._candidates = candidates if callable(candidates) else lambda dims, itemsize: candidates
         self.default, self.dims = default or self._first, dims
         self.forced: Config | None = None
         self._memo: dict[tuple[Any, ...], Config] = {}
@@ -106,10 +107,7 @@ class Switch(Space):
         self.what = what
         ways = [{what: 0}, {what: 1}]
         super().__init__(
-            name,
-            lambda dims, itemsize: ways,
-            lambda rows, dims, itemsize: ways[bool(default(rows, dims))],
-            dims,
+            name, ways, lambda rows, dims, itemsize: ways[bool(default(rows, dims))], dims
         )
 
     def says(self, rows: int, dims: tuple[int, ...], like: torch.Tensor) -> bool:

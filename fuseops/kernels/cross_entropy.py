@@ -358,7 +358,7 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 SPACE = Space("cross_entropy", _candidates)
 
 
-SCALED = Space("scaled_to", lambda dims, itemsize: [{"BLOCK": 4096, "num_warps": 8}], dims=())
+SCALED = Space("scaled_to", [{"BLOCK": 4096, "num_warps": 8}], dims=())
 
 
 def _operands() -> Iterator[tuple[Any, ...]]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.configs import Space
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.registry import kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv, require
@@ -73,11 +73,9 @@ def _apply_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     return torch.where(dropout_mask(seed, x, p), x * scale, 0)
 
 
-def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [{"COUNTERS": 256, "num_warps": 4}, {"COUNTERS": 512, "num_warps": 8}]
-
-
-SPACE = Space("dropout", _candidates, dims=())
+SPACE = Space(
+    "dropout", [{"COUNTERS": 256, "num_warps": 4}, {"COUNTERS": 512, "num_warps": 8}], dims=()
+)
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:

@@ -34,10 +34,6 @@ def _tile(m: int, n: int, stages: int, band: int = 2048) -> Config:
 TALL, WIDE, SQUARE = _tile(256, 128, 3), _tile(128, 256, 3), _tile(128, 128, 5)
 
 
-def _mm_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [TALL, WIDE, SQUARE]
-
-
 def _mm_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     """Tall tiles waste more at the ends of groups, wide ones at the end of N. On an H200 wide ones were 3 to 6 % faster
     where sums are long.
@@ -48,28 +44,16 @@ def _mm_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     return TALL if rows >= 1024 * groups and k < 8192 else WIDE
 
 
-def _fast_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_tile(128, 256, 4)]
-
-
-def _wgrad_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [TALL, WIDE, SQUARE]
-
-
 def _wgrad_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     _, n, _ = dims
     return WIDE if 0 < n % 256 <= 128 else TALL
 
 
-def _vector_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """With scales of rows and of columns, wide tiles do not fit into registers."""
-    return [TALL]
-
-
-MM = Space("fp8_mm", _mm_candidates, _mm_default, dims=GEMM)
-MM_FAST = Space("fp8_mm_fast", _fast_candidates, dims=GEMM)
-WGRAD = Space("fp8_wgrad", _wgrad_candidates, _wgrad_default, dims=GEMM)
-WGRAD_VECTORS = Space("fp8_wgrad_vectors", _vector_candidates, dims=GEMM)
+MM = Space("fp8_mm", [TALL, WIDE, SQUARE], _mm_default, GEMM)
+MM_FAST = Space("fp8_mm_fast", [_tile(128, 256, 4)], dims=GEMM)
+WGRAD = Space("fp8_wgrad", [TALL, WIDE, SQUARE], _wgrad_default, GEMM)
+WGRAD_VECTORS = Space("fp8_wgrad_vectors", [TALL], dims=GEMM)
+"""With scales of rows and of columns, wide tiles do not fit into registers."""
 
 
 def path_of(*reasons: str | None) -> str:

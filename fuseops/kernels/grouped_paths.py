@@ -46,10 +46,7 @@ def _tile(m: int, n: int, k: int, group: int, parts: int, per_sm: int, warps: in
 
 WIDE = _tile(128, 256, 64, 8, 1, 1, 8)
 TWO_AN_SM = _tile(128, 128, 64, 8, 2, 2, 4)  # one program stores while the other multiplies
-
-
-def _tma_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [WIDE, TWO_AN_SM]
+WIDE_IN_PARTS = {**WIDE, "SUBTILES": 2}
 
 
 def _mm_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
@@ -58,12 +55,8 @@ def _mm_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     return WIDE if k > 768 and rows >= 1024 * groups else TWO_AN_SM
 
 
-def _wgrad_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [{**WIDE, "SUBTILES": 2}, TWO_AN_SM]
-
-
 def _wgrad_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _wgrad_candidates(dims, itemsize)[rows < 2048 * dims[0]]
+    return TWO_AN_SM if rows < 2048 * dims[0] else WIDE_IN_PARTS
 
 
 def _pointer_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -80,17 +73,20 @@ def _ring(m: int, n: int, cooperative: int, stages: int, band: int = 1024) -> Co
     return dict(zip(names, (m, n, cooperative, band // m, stages), strict=True))
 
 
+SMALL_RING, SQUARE_RING = _ring(64, 256, 0, 5), _ring(128, 128, 0, 6)
 WIDE_RING = _ring(128, 256, 1, 4, 2048)
-
-
 FEW_RING = {**_ring(64, 128, 0, 8), "BOX": 16}
 """For groups of a few rows: half as wide as small tiles, and of 64 rows only those boxes of 16 are read that the group
 has. A GEMM that is all reading of weights ends with fewer of them on their way, and reads less besides.
 """
-
-
-def _pingpong_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_ring(64, 256, 0, 5), _ring(128, 128, 0, 6), WIDE_RING, FEW_RING]
+GATHERED = [_ring(128, 256, 1, 4)]
+"""Wide: programs that gather drift apart, and smaller tiles would read too much."""
+ACTIVATED = [SMALL_RING, WIDE_RING, SQUARE_RING, FEW_RING]
+"""Small tiles hide the activation as well."""
+ACTIVATED_GATHERED = [_ring(64, 256, 0, 4), WIDE_RING]
+"""Rows by index take longer than a fifth stage makes up for."""
+BACKWARDS = [{**_ring(128, 128, 0, 5), "PART": 32, "SLOTS": 2}]
+"""SLOTS parts of PART rows of h are on their way for each consumer."""
 
 
 def _pingpong_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
@@ -98,108 +94,76 @@ def _pingpong_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config
     nothing hides them, wide tiles read least; square ones are between, and waste less at some N.
     """
     groups, n, k = dims
-    small, square, wide, few = _pingpong_candidates(dims, itemsize)
     if rows <= FEW_A_GROUP * groups:
-        return few
+        return FEW_RING
     many = rows >= 1024 * groups
     if k >= 8192 or (many and k <= 256):
-        return wide
-    return square if (many and k <= 512) or 0 < n % 256 <= 128 else small
-
-
-def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Wide tiles: programs that gather drift apart, and smaller ones would read too much."""
-    return [_ring(128, 256, 1, 4)]
-
-
-def _swiglu_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Small tiles hide the activation as well."""
-    return [_ring(64, 256, 0, 5), WIDE_RING, _ring(128, 128, 0, 6), FEW_RING]
+        return WIDE_RING
+    return SQUARE_RING if (many and k <= 512) or 0 < n % 256 <= 128 else SMALL_RING
 
 
 def _swiglu_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     """Square tiles where the last small one is half empty or more, and there are few beside it."""
-    small, _, square, few = _swiglu_candidates(dims, itemsize)
-    if rows <= FEW_A_GROUP * dims[0]:
-        return few
-    return square if 0 < dims[1] % 256 <= 128 and dims[1] < 4096 else small
-
-
-def _swiglu_gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Rows by index take longer than a fifth stage makes up for."""
-    return [_ring(64, 256, 0, 4), WIDE_RING]
-
-
-def _swiglu_bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """SLOTS parts of PART rows of h are on their way for each consumer."""
-    return [{**_ring(128, 128, 0, 5), "PART": 32, "SLOTS": 2}]
+    groups, n, _ = dims
+    if rows <= FEW_A_GROUP * groups:
+        return FEW_RING
+    return SQUARE_RING if 0 < n % 256 <= 128 and n < 4096 else SMALL_RING
 
 
 def _wgrad_ring(tile: Config) -> Config:
     return {name: value for name, value in tile.items() if name != "BLOCK_N"}
 
 
-def _wgrad_ring_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """The last is for groups of a few rows, whose weight gradient is all stores: steps of 16 rows leave room for a
-    whole tile on its way out.
-    """
-    few = {**_ring(64, 256, 0, 8), "BLOCK_K": 16, "STORES": 4}
-    return [_wgrad_ring(WIDE_RING), _wgrad_ring(_ring(64, 256, 0, 5)), _wgrad_ring(few)]
+WIDE_WGRAD, SMALL_WGRAD = _wgrad_ring(WIDE_RING), _wgrad_ring(SMALL_RING)
+FEW_WGRAD = _wgrad_ring({**_ring(64, 256, 0, 8), "BLOCK_K": 16, "STORES": 4})
+"""For groups of a few rows, whose weight gradient is all stores: steps of 16 rows leave room for a whole tile on its
+way out."""
 
 
 def _wgrad_ring_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     """Wide tiles where groups are long: on an H200 at its power limit 2 to 6 % less time than small ones,
     which are as fast while it is cool. Small ones hide their stores, where products are short.
     """
-    wide, small, few = _wgrad_ring_candidates(dims, itemsize)
-    return few if rows <= 64 * dims[0] else small if rows < 512 * dims[0] else wide
+    groups, _, _ = dims
+    return FEW_WGRAD if rows <= 64 * groups else SMALL_WGRAD if rows < 512 * groups else WIDE_WGRAD
 
 
-def _wgrad_gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_wgrad_ring(WIDE_RING)]
-
-
-def _few(k: int, splits: int) -> Config:
-    return {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": k, "SPLITS": splits, "num_warps": 4}
-
-
-def _wgrad_few_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_few(16, 2), _few(32, 1)]
+FEW_SHORT, FEW_LONG = (
+    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": k, "SPLITS": splits, "num_warps": 4}
+    for k, splits in ((16, 2), (32, 1))
+)
 
 
 def _wgrad_few_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     """Steps of twice as many rows as a group has on average hold nearly all groups whole."""
-    short, long = _wgrad_few_candidates(dims, itemsize)
-    return short if 2 * rows <= short["BLOCK_K"] * dims[0] else long
+    return FEW_SHORT if 2 * rows <= FEW_SHORT["BLOCK_K"] * dims[0] else FEW_LONG
 
 
 GEMM = ("groups", "n", "k")
-MM_GATHER = Space("grouped_mm_gather", _gather_candidates, dims=GEMM)
-MM_PINGPONG = Space("grouped_mm_pingpong", _pingpong_candidates, _pingpong_default, dims=GEMM)
-MM_TMA = Space("grouped_mm_tma", _tma_candidates, _mm_default, dims=GEMM)
-MM_POINTER = Space("grouped_mm", _pointer_candidates, dims=GEMM)
-WGRAD_GATHER = Space("grouped_wgrad_gather", _wgrad_gather_candidates, dims=GEMM)
-WGRAD_PINGPONG = Space(
-    "grouped_wgrad_pingpong", _wgrad_ring_candidates, _wgrad_ring_default, dims=GEMM
-)
-WGRAD_TMA = Space("grouped_wgrad_tma", _wgrad_candidates, _wgrad_default, dims=GEMM)
-WGRAD_POINTER = Space("grouped_wgrad", _pointer_candidates, dims=GEMM)
-MM_SPACES = {"gather": MM_GATHER, "pingpong": MM_PINGPONG, "tma": MM_TMA, "pointer": MM_POINTER}
+MM_SPACES = {
+    "gather": Space("grouped_mm_gather", GATHERED, dims=GEMM),
+    "pingpong": Space(
+        "grouped_mm_pingpong", [SMALL_RING, SQUARE_RING, WIDE_RING, FEW_RING], _pingpong_default, GEMM
+    ),
+    "tma": Space("grouped_mm_tma", [WIDE, TWO_AN_SM], _mm_default, GEMM),
+    "pointer": Space("grouped_mm", _pointer_candidates, dims=GEMM),
+}
 SWIGLU_SPACES = {
-    "pingpong": Space("grouped_swiglu", _swiglu_candidates, _swiglu_default, dims=GEMM),
-    "gather": Space("grouped_swiglu_gather", _swiglu_gather_candidates, dims=GEMM),
+    "pingpong": Space("grouped_swiglu", ACTIVATED, _swiglu_default, GEMM),
+    "gather": Space("grouped_swiglu_gather", ACTIVATED_GATHERED, dims=GEMM),
 }
 SWIGLU_BWD_SPACES = {
-    path: Space(name, _swiglu_bwd_candidates, dims=GEMM)
-    for path, name in (
-        ("pingpong", "grouped_swiglu_bwd"),
-        ("gather", "grouped_swiglu_bwd_gather"),
-    )
+    "pingpong": Space("grouped_swiglu_bwd", BACKWARDS, dims=GEMM),
+    "gather": Space("grouped_swiglu_bwd_gather", BACKWARDS, dims=GEMM),
 }
 WGRAD_SPACES = {
-    **{"gather": WGRAD_GATHER, "pingpong": WGRAD_PINGPONG},
-    **{"tma": WGRAD_TMA, "pointer": WGRAD_POINTER},
-    "few": Space("grouped_wgrad_few", _wgrad_few_candidates, _wgrad_few_default, dims=GEMM),
+    "gather": Space("grouped_wgrad_gather", [WIDE_WGRAD], dims=GEMM),
+    "pingpong": Space(
+        "grouped_wgrad_pingpong", [WIDE_WGRAD, SMALL_WGRAD, FEW_WGRAD], _wgrad_ring_default, GEMM
+    ),
+    "tma": Space("grouped_wgrad_tma", [WIDE_IN_PARTS, TWO_AN_SM], _wgrad_default, GEMM),
+    "pointer": Space("grouped_wgrad", _pointer_candidates, dims=GEMM),
+    "few": Space("grouped_wgrad_few", [FEW_SHORT, FEW_LONG], _wgrad_few_default, GEMM),
 }
 
 forced_path: str | None = None

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.configs import Space
 from fuseops.kernels.formats import (
     E2M1,
     LARGEST,
@@ -65,15 +65,13 @@ def _quantize_micro(
 LAYOUTS = ("row", "col")
 
 
-def _space(name: str, *forms: tuple[int, int]) -> Space:
-    def candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-        return [{"BLOCK_N": n, "num_warps": warps} for n, warps in forms]
-
-    return Space(name, candidates)
-
-
-MXFP8 = _space("quantize_mxfp8", (128, 8), (64, 4))
-NVFP4 = _space("quantize_nvfp4", (64, 8), (32, 4))
+MXFP8, NVFP4 = (
+    Space(name, [{"BLOCK_N": n, "num_warps": warps} for n, warps in forms])
+    for name, forms in (
+        ("quantize_mxfp8", ((128, 8), (64, 4))),
+        ("quantize_nvfp4", ((64, 8), (32, 4))),
+    )
+)
 """128 tokens and so many features, fewer where what a thread holds of them would spill."""
 
 

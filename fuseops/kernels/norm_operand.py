@@ -57,10 +57,7 @@ def _rmsnorm_columns(
 
 FORMAT = torch.float8_e4m3fn
 COLUMNS = Space(
-    "rmsnorm_columns",
-    lambda dims, itemsize: [
-        {"BLOCK_R": BLOCK, "BLOCK_N": BLOCK, "num_warps": warps} for warps in (8, 16)
-    ],
+    "rmsnorm_columns", [{"BLOCK_R": BLOCK, "BLOCK_N": BLOCK, "num_warps": w} for w in (8, 16)]
 )
 
 

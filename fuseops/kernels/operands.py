@@ -145,24 +145,21 @@ Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _tile(warps: int, rows: int = BLOCK, **more: int) -> Config:
+    """A tile with columns is a square; on an H200 the first choice was the faster one."""
     return {"BLOCK_R": rows, "BLOCK_N": BLOCK, "num_warps": warps, **more}
 
 
-def _space(name: str, *choices: Config) -> Space:
-    """A tile with columns is a square; on an H200 the first choice was the faster one."""
-    return Space(name, lambda dims, itemsize: choices)
-
-
-QUANTIZE = _space("quantize_operand", _tile(8), _tile(16))
-PERMUTE = _space(
-    "permute_operand", _tile(4, SPAN=1, maxnreg=96), _tile(4, SPAN=2, maxnreg=96), _tile(8, SPAN=2)
+QUANTIZE = Space("quantize_operand", [_tile(8), _tile(16)])
+PERMUTE = Space(
+    "permute_operand",
+    [_tile(4, SPAN=1, maxnreg=96), _tile(4, SPAN=2, maxnreg=96), _tile(8, SPAN=2)],
 )
-SWIGLU = _space("swiglu_operand", _tile(8), _tile(16))
-SWIGLU_ROWS = _space("swiglu_operand_rows", _tile(4, 64), _tile(8, 64))
-SWIGLU_ONCE = _space("swiglu_operand_once", {"SLICES": 4}, {"SLICES": 2})
-DSWIGLU = _space("dswiglu_operand", _tile(16))
-DSWIGLU_ONCE = _space("dswiglu_operand_once", {"SPAN": 2}, {"SPAN": 1}, {"SPAN": 4})
-WEIGHT = _space("quantize_weight", _tile(4), _tile(8))
+SWIGLU = Space("swiglu_operand", [_tile(8), _tile(16)])
+SWIGLU_ROWS = Space("swiglu_operand_rows", [_tile(4, 64), _tile(8, 64)])
+SWIGLU_ONCE = Space("swiglu_operand_once", [{"SLICES": 4}, {"SLICES": 2}])
+DSWIGLU = Space("dswiglu_operand", [_tile(16)])
+DSWIGLU_ONCE = Space("dswiglu_operand_once", [{"SPAN": 2}, {"SPAN": 1}, {"SPAN": 4}])
+WEIGHT = Space("quantize_weight", [_tile(4), _tile(8)])
 
 fp8_op = functools.partial(kernel_op, min_arch=SM_89)
 

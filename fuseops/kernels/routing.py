@@ -60,18 +60,16 @@ SCAN = 1 << 10
 """Chunks that are scanned at once."""
 
 
-def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """BLOCK_S: the copies of a chunk"""
-    return [{"BLOCK_S": 256, "num_warps": 1}, {"BLOCK_S": 512, "num_warps": 4}]
+CHUNKS = {"BLOCK_S": 256, "num_warps": 1}, {"BLOCK_S": 512, "num_warps": 4}
+"""BLOCK_S: the copies of a chunk."""
 
 
 def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     """Larger chunks, whose copies of an expert are stored side by side, where there are many."""
-    small, large = _candidates(dims, itemsize)
-    return small if rows <= 1 << 17 else large
+    return CHUNKS[rows > 1 << 17]
 
 
-ROUTE = Space("route", _candidates, _default, dims=("experts",))
+ROUTE = Space("route", CHUNKS, _default, dims=("experts",))
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:

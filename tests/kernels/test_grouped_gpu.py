@@ -214,7 +214,7 @@ def test_weight_gradients_of_any_width(n, size, number):
     offs = splits(5000, 7, 1, padding=5)
     make = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
     x, dy = poison(make(5000, size), offs), poison(make(5000, n), offs)
-    ends, space = offs.tolist(), grouped_paths.WGRAD_PINGPONG
+    ends, space = offs.tolist(), grouped_paths.WGRAD_SPACES["pingpong"]
     main = torch.ones(7, n, size, device="cuda")
     with forced(space, space.candidates((7, n, size), 2)[number]):
         dw = k.grouped_wgrad(dy, x, offs.cuda())

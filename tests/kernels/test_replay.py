@@ -295,7 +295,7 @@ def test_what_is_written_out_gives_kernels_what_the_launcher_does(name, monkeypa
 
 
 def test_replays_of_an_override_are_its_own_and_are_kept():
-    first, second = grouped_paths.MM_TMA, grouped_paths.WGRAD_TMA
+    first, second = grouped_paths.MM_SPACES["tma"], grouped_paths.WGRAD_SPACES["tma"]
     config = first.candidates((2, 64, 64), 2)[0]
     outside = replaying.now
     with configs.forced(first, config):
@@ -322,11 +322,11 @@ def test_replays_of_an_override_are_its_own_and_are_kept():
 
 def test_new_tables_forget_replays(monkeypatch):
     monkeypatch.setattr(replaying, "now", Replays())
-    with configs.forced(grouped_paths.MM_TMA, {"BLOCK_M": 1}):
+    with configs.forced(grouped_paths.MM_SPACES["tma"], {"BLOCK_M": 1}):
         replaying.now["kind"] = []
     replaying.now["kind"] = []
     configs.reload_tables()
-    with configs.forced(grouped_paths.MM_TMA, {"BLOCK_M": 1}):
+    with configs.forced(grouped_paths.MM_SPACES["tma"], {"BLOCK_M": 1}):
         assert "kind" not in replaying.now
     assert "kind" not in replaying.now
 
