@@ -11,7 +11,7 @@ Shapes: R rows, N columns, F gated features, E groups, K the inner size of a GEM
                     micro, micro_gemm, operands, peers, permute, quantize, rope, router, router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel,
                     and why), grouped_launch, grouped_autograd
-    FP8 GEMMs       fp8, fp8_checks, fp8_launch; fp8_paths (which kernel, and why)
+    FP8 GEMMs       fp8, fp8_launch; fp8_paths (which kernel, and why)
     all of them     registry (`@kernel_op`), records (of the arguments of an op), launch, replay (of a
                     launcher whose operands come again), transcript (of what calls of them, and torch's,
                     a function came to), recorder (of launches), configs (block sizes), tiles,

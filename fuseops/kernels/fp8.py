@@ -30,13 +30,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels.fp8_checks import checked_mm, checked_wgrad
 from fuseops.kernels.fp8_launch import (
     AddedColumns,
     RoundedColumns,
     RoundedProduct,
     ScaledColumns,
     ScaledProduct,
+    checked_mm,
+    checked_wgrad,
     launch_mm,
     launch_wgrad,
 )
