@@ -32,6 +32,7 @@ from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.precision import wide
+from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import floats, kernel_op, on_meta
 from fuseops.kernels.tiles import as_rows, cdiv, check_shape, require
 
@@ -112,19 +113,18 @@ def join_gate(gate: Tensor, linear: Tensor, interleave: int = 0) -> Tensor:
 
 
 class ActivationForm(NamedTuple):
-    """An `ActivationForm` holds the constants of an activation, as kernels take them behind `kind`; each kind reads
-    those that its formula has.
-    """
+    """An `ActivationForm` holds a kind of activation, of KINDS, and the constants of which its formula reads some."""
 
+    kind: str
     interleave: int = 0
     alpha: float = 1.702
     limit: float = 7.0
     offset: float = 1.0
 
 
-def _halves(gate: Tensor, linear: Tensor, kind: str, form: ActivationForm) -> tuple[Tensor, Tensor]:
+def _halves(gate: Tensor, linear: Tensor, form: ActivationForm) -> tuple[Tensor, Tensor]:
     """(f(gate), l(linear)), whose product is y."""
-    _, alpha, limit, offset = form
+    kind, _, alpha, limit, offset = form
     if kind == "clamped_swiglu":
         h = gate.clamp(max=limit)
         return h * torch.sigmoid(alpha * h), linear.clamp(-limit, limit) + offset
@@ -135,10 +135,10 @@ def _halves(gate: Tensor, linear: Tensor, kind: str, form: ActivationForm) -> tu
 
 
 def _half_slopes(
-    gate: Tensor, linear: Tensor, kind: str, form: ActivationForm
+    gate: Tensor, linear: Tensor, form: ActivationForm
 ) -> tuple[Tensor, Tensor | float]:
     """(f'(gate), l'(linear))."""
-    _, alpha, limit, _ = form
+    kind, _, alpha, limit, _ = form
     if kind == "clamped_swiglu":
         slope = _silu_slope(gate.clamp(max=limit), alpha).masked_fill(gate > limit, 0.0)
         inside = torch.where((linear > limit) | (linear < -limit), 0.0, torch.ones_like(linear))
@@ -149,41 +149,39 @@ def _half_slopes(
     return SLOPES[GATES[kind]](gate), 1.0
 
 
-def _value(x: Tensor, kind: str, *options: Any) -> Tensor:
+def _value(x: Tensor, form: ActivationForm) -> Tensor:
     """f(x), or f(gate) * l(linear), of a wide x."""
-    if kind not in GATES:
-        return VALUES[kind](x)
-    form = ActivationForm(*options)
-    f, linear = _halves(*split_gate(x, form.interleave), kind, form)
+    if form.kind not in GATES:
+        return VALUES[form.kind](x)
+    f, linear = _halves(*split_gate(x, form.interleave), form)
     return f * linear
 
 
-def _gradient(dy: Tensor, x: Tensor, kind: str, *options: Any) -> Tensor:
+def _gradient(dy: Tensor, x: Tensor, form: ActivationForm) -> Tensor:
     """dx of `_value`."""
-    if kind not in GATES:
-        return dy * SLOPES[kind](x)
-    form = ActivationForm(*options)
+    if form.kind not in GATES:
+        return dy * SLOPES[form.kind](x)
     halves = split_gate(x, form.interleave)
-    f, linear = _halves(*halves, kind, form)
-    df, dlinear = _half_slopes(*halves, kind, form)
+    f, linear = _halves(*halves, form)
+    df, dlinear = _half_slopes(*halves, form)
     return join_gate(dy * df * linear, dy * f * dlinear, form.interleave)
 
 
-def _act_fwd(x: Tensor, kind: str, *options: Any) -> Tensor:
-    return _value(wide(x), kind, *options).to(x.dtype)
+def _act_fwd(x: Tensor, *form: Any) -> Tensor:
+    return _value(wide(x), ActivationForm(*form)).to(x.dtype)
 
 
-def _scaled_act_fwd(x: Tensor, probs: Tensor, kind: str, *options: Any) -> Tensor:
-    y = _value(wide(x), kind, *options)
+def _scaled_act_fwd(x: Tensor, probs: Tensor, *form: Any) -> Tensor:
+    y = _value(wide(x), ActivationForm(*form))
     return (y * probs.to(y.dtype).unsqueeze(-1)).to(x.dtype)
 
 
-def _act_bwd(dy: Tensor, x: Tensor, kind: str, *options: Any) -> Tensor:
-    return _gradient(wide(dy), wide(x), kind, *options).to(x.dtype)
+def _act_bwd(dy: Tensor, x: Tensor, *form: Any) -> Tensor:
+    return _gradient(wide(dy), wide(x), ActivationForm(*form)).to(x.dtype)
 
 
-def _act_bwd_bias(dy: Tensor, x: Tensor, kind: str, *options: Any) -> tuple[Tensor, Tensor]:
-    dx = _gradient(wide(dy), wide(x), kind, *options)
+def _act_bwd_bias(dy: Tensor, x: Tensor, *form: Any) -> tuple[Tensor, Tensor]:
+    dx = _gradient(wide(dy), wide(x), ActivationForm(*form))
     return dx.to(x.dtype), dx.reshape(-1, dx.shape[-1]).sum(0)
 
 
@@ -191,12 +189,12 @@ def _scaled_act_bwd(
     dy: Tensor, x: Tensor, probs: Tensor | None, kind: str, need_dprobs: bool = True, need_y: bool = False,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    full, grad = wide(x), wide(dy)
+    full, grad, form = wide(x), wide(dy), ActivationForm(kind, *options)
     scale = 1 if probs is None else probs.to(full.dtype).unsqueeze(-1)
-    dx = _gradient(grad * scale, full, kind, *options).to(x.dtype)
+    dx = _gradient(grad * scale, full, form).to(x.dtype)
     dprobs, y = full.new_empty(0), x.new_empty(0)
     if need_dprobs or need_y:
-        value = _value(full, kind, *options)
+        value = _value(full, form)
         dprobs = (grad * value).sum(-1) if need_dprobs else dprobs
         y = (value * scale).to(x.dtype) if need_y else y
     return dx, dprobs, y
@@ -210,8 +208,8 @@ def _scaled_act_bwd_into(
     return rest[0], rest[1]
 
 
-def _act_dprobs(dy: Tensor, x: Tensor, kind: str, *options: Any) -> Tensor:
-    return (wide(dy) * _value(wide(x), kind, *options)).sum(-1)
+def _act_dprobs(dy: Tensor, x: Tensor, *form: Any) -> Tensor:
+    return (wide(dy) * _value(wide(x), ActivationForm(*form))).sum(-1)
 
 
 def _bias_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -262,70 +260,45 @@ def _cases(*, dy: bool = False, probs: bool = False) -> Iterator[tuple[Any, ...]
 
 
 @kernel_op(twin=_act_fwd, fuses=True, cases=_cases)
-def act_fwd(
-    x: Tensor,
-    kind: str,
-    interleave: int = 0,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    offset: float = 1.0,
-) -> Tensor:
+@of_fields(ActivationForm)
+def act_fwd(x: Tensor, form: ActivationForm) -> Tensor:
     """f(x), or f(gate) * linear."""
-    return _forward(x, None, kind, interleave, alpha, limit, offset)
+    return _forward(x, None, form)
 
 
 @kernel_op(twin=_scaled_act_fwd, cases=lambda: _cases(probs=True))
-def scaled_act_fwd(
-    x: Tensor,
-    probs: Tensor,
-    kind: str,
-    interleave: int = 0,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    offset: float = 1.0,
-) -> Tensor:
+@of_fields(ActivationForm)
+def scaled_act_fwd(x: Tensor, probs: Tensor, form: ActivationForm) -> Tensor:
     """act_fwd(x) * probs[..., None] with one rounding."""
-    return _forward(x, probs, kind, interleave, alpha, limit, offset)
+    return _forward(x, probs, form)
 
 
 @kernel_op(twin=_act_bwd, fuses=True, cases=lambda: _cases(dy=True))
-def act_bwd(
-    dy: Tensor,
-    x: Tensor,
-    kind: str,
-    interleave: int = 0,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    offset: float = 1.0,
-) -> Tensor:
+@of_fields(ActivationForm)
+def act_bwd(dy: Tensor, x: Tensor, form: ActivationForm) -> Tensor:
     """dx of act_fwd."""
-    form, n = _form(x, kind, interleave, alpha, limit, offset)
+    constants, n = _constants(x, form)
     x2, dy2, dx = as_rows(x), _grad_rows(dy, x, n), _like(x)
-    space = CLAMPED_BWD if kind == "clamped_swiglu" else GATE_BWD if kind in GATES else BWD
+    space = (
+        CLAMPED_BWD if form.kind == "clamped_swiglu" else GATE_BWD if form.kind in GATES else BWD
+    )
     config = space.pick(len(x2), (n,), x)
     grid = tiles.tile_grid(len(x2), n, config)
     kernel = device("activation").act_bwd_kernel
     sizes = (len(x2), n, dy2.stride(0), x2.stride(0))
-    launch(kernel, grid, dy2, x2, dx, *sizes, **form, **overlap(x.device), **config)
+    launch(kernel, grid, dy2, x2, dx, *sizes, **constants, **overlap(x.device), **config)
     return dx
 
 
 @kernel_op(twin=_act_bwd_bias, fuses=True, cases=lambda: _cases(dy=True))
-def act_bwd_bias(
-    dy: Tensor,
-    x: Tensor,
-    kind: str,
-    interleave: int = 0,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    offset: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+@of_fields(ActivationForm)
+def act_bwd_bias(dy: Tensor, x: Tensor, form: ActivationForm) -> tuple[Tensor, Tensor]:
     """(dx, dbias float32) where x had a bias added: one pass, then the fixed-order sum of the
     partial sums.
     """
-    form, n = _form(x, kind, interleave, alpha, limit, offset)
+    constants, n = _constants(x, form)
     x2, dy2, dx = as_rows(x), _grad_rows(dy, x, n), _like(x)
-    config = dict((GATE_BWD_BIAS if kind in GATES else BWD_BIAS).pick(len(x2), (n,), x))
+    config = dict((GATE_BWD_BIAS if form.kind in GATES else BWD_BIAS).pick(len(x2), (n,), x))
     blocks = cdiv(n, config["BLOCK_N"])
     programs = tiles.row_programs(len(x2), blocks, config, x)
     partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
@@ -333,7 +306,7 @@ def act_bwd_bias(
     sizes = (len(x2), n, dy2.stride(0), x2.stride(0))
     launch(
         kernel, (blocks, programs), dy2, x2, dx, partial, *sizes,
-        **form, **chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,
+        **constants, **chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,
     )  # fmt: skip
     return dx, sum_partials(partial)
 
@@ -352,8 +325,8 @@ def scaled_act_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dprobs float32, y) of scaled_act_fwd in one pass; what is not needed is empty. probs: None for ones."""
     dx = _like(x)
-    shape = interleave, alpha, limit, offset
-    return dx, *_scaled_bwd(dx, dy, x, probs, kind, need_dprobs, need_y, *shape)
+    form = ActivationForm(kind, interleave, alpha, limit, offset)
+    return dx, *_scaled_bwd(dx, dy, x, probs, need_dprobs, need_y, form)
 
 
 @kernel_op(
@@ -371,16 +344,15 @@ def scaled_act_bwd_into(
     require(
         x.is_contiguous(), f"x has strides {x.stride()}, expected contiguous: dx takes its place."
     )
-    shape = interleave, alpha, limit, offset
-    return _scaled_bwd(x, dy, x, probs, kind, need_dprobs, need_y, *shape)
+    form = ActivationForm(kind, interleave, alpha, limit, offset)
+    return _scaled_bwd(x, dy, x, probs, need_dprobs, need_y, form)
 
 
 def _scaled_bwd(
-    dx: Tensor, dy: Tensor, x: Tensor, probs: Tensor | None, kind: str, need_dprobs: bool, need_y: bool,
-    interleave: int, *shape: float,
+    dx: Tensor, dy: Tensor, x: Tensor, probs: Tensor | None, need_dprobs: bool, need_y: bool, form: ActivationForm
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write dx, which may be x: a program has read an element, and those that go with it, before it writes them."""
-    form, n = _form(x, kind, interleave, *shape)
+    constants, n = _constants(x, form)
     x2, dy2 = as_rows(x), _grad_rows(dy, x, n)
     scale = x if probs is None else _probs_of(probs, x)
     dprobs = x.new_empty(x.shape[:-1] if need_dprobs else 0, dtype=torch.float32)
@@ -389,7 +361,7 @@ def _scaled_bwd(
     launch(
         device("activation").scaled_act_bwd_kernel, (cdiv(len(x2), config["BLOCK_R"]),),
         dy2, x2, scale, dx, dprobs, y, len(x2), n, dy2.stride(0), x2.stride(0),
-        **form, SCALED=probs is not None, NEED_DPROBS=need_dprobs, NEED_Y=need_y, **overlap(x.device), **config,
+        **constants, SCALED=probs is not None, NEED_DPROBS=need_dprobs, NEED_Y=need_y, **overlap(x.device), **config,
     )  # fmt: skip
     return dprobs, y
 
@@ -399,42 +371,36 @@ def _scaled_bwd(
     fuses=True,
     cases=lambda: (c for c in _cases(dy=True) if c[2] == "swiglu"),
 )
-def act_dprobs(
-    dy: Tensor,
-    x: Tensor,
-    kind: str,
-    interleave: int = 0,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    offset: float = 1.0,
-) -> Tensor:
+@of_fields(ActivationForm)
+def act_dprobs(dy: Tensor, x: Tensor, form: ActivationForm) -> Tensor:
     """dprobs float32 of scaled_act_fwd alone, which does not depend on probs."""
-    form, n = _form(x, kind, interleave, alpha, limit, offset)
+    constants, n = _constants(x, form)
     x2, dy2 = as_rows(x), _grad_rows(dy, x, n)
     dprobs = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     config = SCALED_BWD.pick(len(x2), (n,), x)
     launch(
         device("activation").act_dprobs_kernel, (cdiv(len(x2), config["BLOCK_R"]),),
-        dy2, x2, dprobs, len(x2), n, dy2.stride(0), x2.stride(0), **form, **config,
+        dy2, x2, dprobs, len(x2), n, dy2.stride(0), x2.stride(0), **constants, **config,
     )  # fmt: skip
     return dprobs
 
 
-def _forward(x: Tensor, probs: Tensor | None, kind: str, interleave: int, *shape: float) -> Tensor:
-    form, n = _form(x, kind, interleave, *shape)
+def _forward(x: Tensor, probs: Tensor | None, form: ActivationForm) -> Tensor:
+    constants, n = _constants(x, form)
     x2, y = as_rows(x), x.new_empty(*x.shape[:-1], n)
     scale = x if probs is None else _probs_of(probs, x)
-    config = (GATE_FWD if kind in GATES else FWD).pick(len(x2), (n,), x)
+    config = (GATE_FWD if form.kind in GATES else FWD).pick(len(x2), (n,), x)
     grid = tiles.tile_grid(len(x2), n, config)
     launch(
         device("activation").act_fwd_kernel, grid, x2, scale, y, len(x2), n, x2.stride(0),
-        SCALED=probs is not None, **form, **overlap(x.device), **config,
+        SCALED=probs is not None, **constants, **overlap(x.device), **config,
     )  # fmt: skip
     return y
 
 
-def _form(x: Tensor, kind: str, interleave: int, *shape: float) -> tuple[dict[str, Any], int]:
+def _constants(x: Tensor, form: ActivationForm) -> tuple[dict[str, Any], int]:
     """(constexprs of the kind, output width), after checking the arguments."""
+    kind, interleave, *shape = form
     require(kind in KINDS, f"unknown activation '{kind}'. Known: {', '.join(KINDS)}.")
     gated, width = kind in GATES, x.shape[-1]
     step = 2 * max(interleave, 1)
@@ -447,8 +413,13 @@ def _form(x: Tensor, kind: str, interleave: int, *shape: float) -> tuple[dict[st
     )
     read = {"clamped_swiglu": 3, "situglu": 2}.get(kind, 0)  # of alpha, limit and offset
     given = zip(("ALPHA", "LIMIT", "OFFSET"), (*shape[:read], 0.0, 0.0, 0.0), strict=False)
-    form = {"ACT": GATES.get(kind, kind), "GATED": gated, "INTERLEAVE": interleave, **dict(given)}
-    return form, width // 2 if gated else width
+    constants = {
+        "ACT": GATES.get(kind, kind),
+        "GATED": gated,
+        "INTERLEAVE": interleave,
+        **dict(given),
+    }
+    return constants, width // 2 if gated else width
 
 
 def _grad_rows(dy: Tensor, x: Tensor, n: int) -> Tensor:

@@ -20,14 +20,24 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, get_type_hints, overload
+from dataclasses import MISSING, fields, is_dataclass
+from typing import (
+    Any,
+    Concatenate,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    cast,
+    get_type_hints,
+    overload,
+)
 
 from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
-KIND = inspect.Parameter.POSITIONAL_OR_KEYWORD
+KIND, EMPTY = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
 
 
 class Arguments:
@@ -38,7 +48,7 @@ class Arguments:
 
 
 class _OfFields(Protocol[P]):
-    """An `_OfFields` makes a function of the fields of a record, behind a tensor that is no part of it or not."""
+    """An `_OfFields` makes a function of the fields of a record, behind up to two tensors that are no part of it."""
 
     @overload
     def __call__(self, function: Callable[[Any], R]) -> Callable[P, R]: ...
@@ -48,25 +58,33 @@ class _OfFields(Protocol[P]):
         self, function: Callable[[Tensor, Any], R]
     ) -> Callable[Concatenate[Tensor, P], R]: ...
 
+    @overload
+    def __call__(
+        self, function: Callable[[Tensor, Tensor, Any], R]
+    ) -> Callable[Concatenate[Tensor, Tensor, P], R]: ...
+
 
 @functools.cache
 def _parameters(record: Any) -> tuple[inspect.Parameter, ...]:
     """The fields of a record as arguments, with types in place of their names."""
     types = get_type_hints(record)
-    given = [
-        (f.name, inspect.Parameter.empty if f.default is MISSING else f.default)
-        for f in fields(record)
-    ]
+    if is_dataclass(record):
+        given = {f.name: EMPTY if f.default is MISSING else f.default for f in fields(record)}
+    else:
+        given = {name: record._field_defaults.get(name, EMPTY) for name in record._fields}
     return tuple(
         [
             inspect.Parameter(name, KIND, default=default, annotation=types[name])
-            for name, default in given
+            for name, default in given.items()
         ]
     )
 
 
-def of_fields(record: Callable[P, Arguments]) -> _OfFields[P]:
-    """Decorate a function whose last argument is a record: the fields of that become its arguments."""
+def of_fields(record: Callable[P, Arguments | NamedTuple]) -> _OfFields[P]:
+    """Decorate a function whose last argument is a record: the fields of that become its arguments.
+
+    record: a dataclass of Arguments, or a NamedTuple, which Python makes in less time
+    """
 
     def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
         *own, _ = function.__code__.co_varnames[: function.__code__.co_argcount]
