@@ -31,7 +31,7 @@ from torch import Tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.bias import bias_bwd
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.grouped import grouped_wgrad_into, one_group
+from fuseops.kernels.grouped import gemm_op, grouped_wgrad_into, one_group
 from fuseops.kernels.grouped_paths import wgrad_path
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.precision import accumulator, wide
@@ -361,40 +361,25 @@ SPACE = Space("cross_entropy", _candidates)
 SCALED = Space("scaled_to", [{"BLOCK": 4096, "num_warps": 8}], dims=())
 
 
-def _operands() -> Iterator[tuple[Any, ...]]:
-    for dtype, vocab in ((torch.bfloat16, 128256), (torch.bfloat16, 50257), (torch.float16, 32000)):
-        x = on_meta(8192, 4096, dtype=dtype)
-        weight = on_meta(vocab, 4096, dtype=dtype)
-        yield x, weight, None, on_meta(8192, dtype=torch.int64)
-
-
-def _rows() -> Tensor:
-    return floats(8192)
-
-
-def _variants(vocab: int) -> Iterator[tuple[Tensor | None, list[float]]]:
-    yield None, [0.0, 0.0, 0.0, 1.0]
-    if vocab == 128256:
-        yield floats(vocab), [0.1, 1e-4, 30.0, 0.5]
-
-
 def _cases_fwd() -> Iterator[tuple[Any, ...]]:
-    for operands in _operands():
-        for weights, options in _variants(len(operands[1])):
-            yield *operands, weights, options, -100, 1 << 29
+    for dtype, vocab in ((torch.bfloat16, 128256), (torch.bfloat16, 50257), (torch.float16, 32000)):
+        x, weight = on_meta(8192, 4096, dtype=dtype), on_meta(vocab, 4096, dtype=dtype)
+        head = x, weight, None, on_meta(8192, dtype=torch.int64)
+        yield *head, None, [0.0, 0.0, 0.0, 1.0], -100, 1 << 29
+        if vocab == 128256:
+            yield *head, floats(vocab), [0.1, 1e-4, 30.0, 0.5], -100, 1 << 29
 
 
 def _cases_bwd() -> Iterator[tuple[Any, ...]]:
-    for operands in _operands():
-        for weights, options in _variants(len(operands[1])):
-            grads = [_rows()] * (1 if weights is None else 4)
-            yield *operands, weights, _rows(), _rows(), grads, options, -100, 1 << 29, [True] * 3
+    row = floats(8192)
+    for *head, weights, options, ignored, chunk in _cases_fwd():
+        grads = [row] * (1 if weights is None else 4)
+        yield *head, weights, row, row, grads, options, ignored, chunk, [True] * 3
 
 
 def _cases_grads() -> Iterator[tuple[Any, ...]]:
-    for operands in _operands():
-        for weights, options in _variants(len(operands[1])):
-            yield *operands, weights, _rows(), options, -100, 1 << 29, [True] * 3
+    for *head, options, ignored, chunk in _cases_fwd():
+        yield *head, floats(8192), options, ignored, chunk, [True] * 3
 
 
 def _flops(products: int) -> Any:
@@ -428,13 +413,7 @@ def _fake_grads(p: HeadAtOnce) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return loss, *_fake_gradients(p, loss.dtype, p.needs[1])
 
 
-@kernel_op(
-    twin=_linear_cross_entropy_fwd,
-    fake=_fake_rows,
-    flops=_flops(1),
-    traces_twin=False,  # it counts its chunks by the number of rows
-    cases=_cases_fwd,
-)
+@gemm_op(twin=_linear_cross_entropy_fwd, fake=_fake_rows, flops=_flops(1), cases=_cases_fwd)
 @of_fields(ChunkedHead)
 def linear_cross_entropy_fwd(p: ChunkedHead) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, lse, logp, expected) of each row."""
@@ -445,11 +424,10 @@ def linear_cross_entropy_fwd(p: ChunkedHead) -> tuple[Tensor, Tensor, Tensor, Te
     return rows[0], rows[1], rows[2], rows[3]
 
 
-@kernel_op(
+@gemm_op(
     twin=_linear_cross_entropy_bwd,
     fake=_fake_bwd,
     flops=_flops(3),
-    traces_twin=False,
     cases=_cases_bwd,
     mutates=("main_grad",),
 )
@@ -480,13 +458,7 @@ def linear_cross_entropy_bwd(p: HeadGradient) -> tuple[Tensor, Tensor, Tensor]:
     return dx.to(x.dtype), dweight, dbias
 
 
-@kernel_op(
-    twin=_linear_cross_entropy_grads,
-    fake=_fake_grads,
-    flops=_flops(3),
-    traces_twin=False,
-    cases=_cases_grads,
-)
+@gemm_op(twin=_linear_cross_entropy_grads, fake=_fake_grads, flops=_flops(3), cases=_cases_grads)
 @of_fields(HeadAtOnce)
 def linear_cross_entropy_grads(p: HeadAtOnce) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, dx, dweight, dbias), where the gradient of each row's loss, `dloss`, is known beforehand."""
@@ -510,22 +482,15 @@ def linear_cross_entropy_grads(p: HeadAtOnce) -> tuple[Tensor, Tensor, Tensor, T
     return rows[0], dx, dweight, dbias
 
 
-def _logits_cases() -> Iterator[tuple[Any, ...]]:
-    for operands in _operands():
-        for weights, options in _variants(len(operands[1])):
-            yield *operands, weights, options, -100
-
-
 def _part_cases() -> Iterator[tuple[Any, ...]]:
     """A rank's half of the classes."""
-    for x, weight, _, targets in _operands():
+    row = floats(8192)
+    for x, weight, _, targets, weights, options, ignored, _ in _cases_fwd():
         held = len(weight)
-        logits, bias = x.new_empty(len(x), held), floats(held)
-        for weights, options in _variants(held):
-            whole = None if weights is None else floats(2 * held)
-            sums = floats(*weight.shape), bias
-            rows = targets, whole, _rows(), _rows(), options, -100
-            yield logits, x, weight, *rows, held, 2 * held, True, *sums, True
+        whole = None if weights is None else floats(2 * held)
+        rows = targets, whole, row, row, options, ignored, held, 2 * held
+        sums = floats(*weight.shape), floats(held)
+        yield x.new_empty(len(x), held), x, weight, *rows, True, *sums, True
 
 
 @of_fields(HeldClasses)
@@ -533,12 +498,11 @@ def _fake_dx(logits: Tensor, p: HeldClasses) -> Tensor:
     return _empty(p.x, p.need_dx, p.x.dtype)
 
 
-@kernel_op(
+@gemm_op(
     twin=_logits_with_rows,
     fake=lambda x, weight, *_: (_logits_buffer(x, weight), *_fake_rows(x)),
     flops=_flops(1),
-    cases=_logits_cases,
-    traces_twin=False,
+    cases=lambda: (case[:-1] for case in _cases_fwd()),
 )
 @of_fields(Head)
 def logits_with_rows(p: Head) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -550,13 +514,12 @@ def logits_with_rows(p: Head) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return logits, rows[0], rows[1], rows[2], rows[3]
 
 
-@kernel_op(
+@gemm_op(
     twin=_logit_grads_into,
     fake=_fake_dx,
     flops=lambda logits, x, weight, *_: 4 * x.numel() * weight.shape[0],
     cases=_part_cases,
     mutates=("logits", "dweight", "dbias"),
-    traces_twin=False,
 )
 @of_fields(HeldClasses)
 def logit_grads_into(logits: Tensor, p: HeldClasses) -> Tensor:

@@ -42,12 +42,12 @@ from fuseops.kernels.fp8_launch import (
     launch_wgrad,
 )
 from fuseops.kernels.fp8_paths import COOPERATIVE, E4M3, OUTPUTS, mm_path, wgrad_path
-from fuseops.kernels.grouped import add_or_write, grouped_mm, grouped_wgrad_into, one_group
+from fuseops.kernels.grouped import add_or_write, gemm_op, grouped_mm, grouped_wgrad_into, one_group
 from fuseops.kernels.grouped_launch import table_size
 from fuseops.kernels.groups import BLOCK, column_bounds, column_offs, group_of_row
 from fuseops.kernels.quantize import quantize_vectors
 from fuseops.kernels.records import of_fields
-from fuseops.kernels.registry import floats, ints, kernel_op, on_meta
+from fuseops.kernels.registry import floats, ints, on_meta
 from fuseops.kernels.tiles import cdiv, require
 
 
@@ -208,7 +208,7 @@ def _codes_cases() -> Iterator[tuple[Any, ...]]:
             yield tuple(operands)
 
 
-@kernel_op(twin=_fp8_mm, fake=_mm_fake, flops=_mm_flops, traces_twin=False, cases=_mm_cases)
+@gemm_op(twin=_fp8_mm, fake=_mm_fake, flops=_mm_flops, cases=_mm_cases)
 @of_fields(RoundedProduct)
 def fp8_mm(given: RoundedProduct) -> Tensor:
     """x[rows of e] @ weight[e].T (+ bias[e]), padding rows zero.   -> (R, N) of `dtype`"""
@@ -220,13 +220,7 @@ def fp8_mm(given: RoundedProduct) -> Tensor:
     return y
 
 
-@kernel_op(
-    twin=_fp8_mm_operand,
-    fake=_codes_fake,
-    flops=_mm_flops,
-    traces_twin=False,
-    cases=_codes_cases,
-)
+@gemm_op(twin=_fp8_mm_operand, fake=_codes_fake, flops=_mm_flops, cases=_codes_cases)
 @of_fields(ScaledProduct)
 def fp8_mm_operand(p: ScaledProduct) -> tuple[Tensor, Tensor]:
     """`fp8_mm` in bf16, as e4m3 codes (R, N) with a power of two for 128 columns of a row (ceil(N/128), R)."""
@@ -239,13 +233,7 @@ def fp8_mm_operand(p: ScaledProduct) -> tuple[Tensor, Tensor]:
     return y, y_scale
 
 
-@kernel_op(
-    twin=_fp8_wgrad,
-    fake=_wgrad_fake,
-    flops=_wgrad_flops,
-    traces_twin=False,
-    cases=_wgrad_cases,
-)
+@gemm_op(twin=_fp8_wgrad, fake=_wgrad_fake, flops=_wgrad_flops, cases=_wgrad_cases)
 @of_fields(RoundedColumns)
 def fp8_wgrad(g: RoundedColumns) -> Tensor:
     """dy[:, columns of e] @ x[:, columns of e].T.   (N, C), (K, C) -> (E, N, K), or (N, K) without offs"""
@@ -254,11 +242,10 @@ def fp8_wgrad(g: RoundedColumns) -> Tensor:
     return dw
 
 
-@kernel_op(
+@gemm_op(
     twin=_fp8_wgrad_into,
     flops=lambda main_grad, *columns: _wgrad_flops(*columns),
     mutates=("main_grad",),
-    traces_twin=False,
     cases=_into_cases,
 )
 @of_fields(AddedColumns)

@@ -209,7 +209,11 @@ def _add_cases() -> Iterator[tuple[Any, ...]]:
             yield main_grad, dy, x, offs, tiles, False, *index
 
 
-@kernel_op(twin=_group_tiles, fake=_tiles_fake, traces_twin=False, cases=_tiles_cases)
+gemm_op = functools.partial(kernel_op, traces_twin=False)
+"""Registers an op whose twin is a loop over groups, whose ends it reads, or over as many chunks as there are rows."""
+
+
+@gemm_op(twin=_group_tiles, fake=_tiles_fake, cases=_tiles_cases)
 def group_tiles(offs: Tensor, rows: int) -> Tensor:
     """The tile table of `rows` rows in groups that end at `offs`: pass it to every GEMM over them.
 
@@ -263,13 +267,7 @@ def _offs_of_one(rows: int, where: torch.device) -> Tensor:
     return torch.full((1,), rows, dtype=torch.int32, device=where)
 
 
-@kernel_op(
-    twin=_grouped_mm,
-    fake=_mm_fake,
-    flops=_mm_flops,
-    traces_twin=False,
-    cases=_mm_cases,
-)
+@gemm_op(twin=_grouped_mm, fake=_mm_fake, flops=_mm_flops, cases=_mm_cases)
 @of_fields(Product)
 def grouped_mm(p: Product) -> Tensor:
     """x[rows of e] @ weight[e].T + bias[e] (* probs), padding rows zero.   -> (R, N)"""
@@ -278,11 +276,10 @@ def grouped_mm(p: Product) -> Tensor:
     return y
 
 
-@kernel_op(
+@gemm_op(
     twin=_grouped_mm_into,
     flops=lambda y, *product: _mm_flops(*product),
     mutates=("y",),
-    traces_twin=False,
     cases=_into_cases,
 )
 @of_fields(Product)
@@ -320,11 +317,10 @@ def checked_product(p: Product) -> Product:
     return Product(as_rows(x), weight, offs, tiles, *rest)
 
 
-@kernel_op(
+@gemm_op(
     twin=_grouped_wgrad,
     fake=_wgrad_fake,
     flops=_wgrad_flops,
-    traces_twin=False,
     cases=lambda: chain(_wgrad_cases(), _few_cases()),
 )
 def grouped_wgrad(
@@ -344,13 +340,7 @@ def grouped_wgrad(
     return dw
 
 
-@kernel_op(
-    twin=_grouped_wgrad_into,
-    flops=_add_flops,
-    mutates=("dw",),
-    traces_twin=False,
-    cases=_add_cases,
-)
+@gemm_op(twin=_grouped_wgrad_into, flops=_add_flops, mutates=("dw",), cases=_add_cases)
 @of_fields(Gradient)
 def grouped_wgrad_into(g: Gradient) -> None:
     """Add `grouped_wgrad` to the float32 dw (E, N, K), a main_grad, unrounded, or overwrite it."""

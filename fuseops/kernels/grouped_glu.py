@@ -21,12 +21,12 @@ from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.activation import GATES, act_fwd, scaled_act_fwd
-from fuseops.kernels.grouped import checked_product, grouped_mm
+from fuseops.kernels.grouped import checked_product, gemm_op, grouped_mm
 from fuseops.kernels.grouped_launch import Form, Product, launch_mm, launch_rings, table_size
 from fuseops.kernels.grouped_paths import ENDS, SWIGLU_SPACES, act_path
 from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.records import Arguments, of_fields
-from fuseops.kernels.registry import floats, ints, kernel_op, on_meta
+from fuseops.kernels.registry import floats, ints, on_meta
 
 
 @dataclass
@@ -107,7 +107,7 @@ def _cases() -> Iterator[tuple[Any, ...]]:
     yield x, wide, offs, tiles
 
 
-@kernel_op(twin=_grouped_swiglu, fake=_fake, flops=_flops, traces_twin=False, cases=_cases)
+@gemm_op(twin=_grouped_swiglu, fake=_fake, flops=_flops, cases=_cases)
 @of_fields(ActivatedProduct)
 def grouped_swiglu(given: ActivatedProduct) -> tuple[Tensor, Tensor]:
     """(h, a): x[rows of e] @ weight[e].T (+ bias[e]), and its activation times probs, zeros at padding rows."""

@@ -27,13 +27,13 @@ from torch import Tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.activation import GATES, scaled_act_bwd, scaled_act_bwd_into
 from fuseops.kernels.bias import sum_partials
-from fuseops.kernels.grouped import checked_product, grouped_mm
+from fuseops.kernels.grouped import checked_product, gemm_op, grouped_mm
 from fuseops.kernels.grouped_launch import Product, launch_mm, launch_rings, table_size
 from fuseops.kernels.grouped_paths import BACK, SWIGLU_BWD_SPACES, act_bwd_path
 from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.precision import wide
 from fuseops.kernels.records import Arguments, of_fields
-from fuseops.kernels.registry import floats, ints, kernel_op, on_meta
+from fuseops.kernels.registry import floats, ints, on_meta
 from fuseops.kernels.tiles import cdiv
 
 
@@ -101,11 +101,10 @@ def _cases() -> Iterator[tuple[Any, ...]]:
     yield dy, weight, h, offs, tiles
 
 
-@kernel_op(
+@gemm_op(
     twin=_grouped_dswiglu,
     fake=lambda dy, weight, h, *rest: (torch.empty_like(h), *_fake_into(h, dy, weight, *rest)),
     flops=lambda dy, weight, h, *_: _flops(h, dy, weight),
-    traces_twin=False,
     cases=_cases,
 )
 def grouped_dswiglu(
@@ -124,13 +123,12 @@ def grouped_dswiglu(
     return dh, *_backward(dh, h, p)
 
 
-@kernel_op(
+@gemm_op(
     twin=_grouped_dswiglu_into,
     fake=_fake_into,
     flops=_flops,
     nbytes=lambda h, dy, weight, *rest: grouped_dswiglu.nbytes(dy, weight, h, *rest),
     mutates=("h",),
-    traces_twin=False,
     cases=lambda: ((h, dy, weight, *rest) for dy, weight, h, *rest in islice(_cases(), 1)),
 )
 @of_fields(ActivationGradient)
