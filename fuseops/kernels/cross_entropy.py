@@ -21,7 +21,7 @@ Hardware: sm_80 and later; the GEMMs are cuBLAS's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +90,8 @@ class Criterion:
         return Loss(*self.options)
 
     def of(self, rows: slice) -> Criterion:
-        return replace(self, targets=self.targets[rows])
+        ends = self.class_weights, self.options, self.ignore_index, self.first, self.vocab
+        return Criterion(self.targets[rows], *ends)
 
 
 class LossOperands(Arguments):
@@ -419,8 +420,9 @@ def linear_cross_entropy_fwd(p: ChunkedHead) -> tuple[Tensor, Tensor, Tensor, Te
     """(loss, lse, logp, expected) of each row."""
     _check(p)
     rows, total = _row_results(p.x), _total(p.class_weights, p.x)
+    criterion = p.criterion
     for s, logits in _row_chunks(p):
-        _launch(logits, p.criterion.of(s), total, [r[s] for r in rows], [])
+        _launch(logits, criterion.of(s), total, [r[s] for r in rows], [])
     return rows[0], rows[1], rows[2], rows[3]
 
 
@@ -444,9 +446,11 @@ def linear_cross_entropy_bwd(p: HeadGradient) -> tuple[Tensor, Tensor, Tensor]:
     dx = _empty(x, need_dx, torch.float32)
     dweight = _empty(weight, need_dweight and p.main_grad is None, weight.dtype)
     dbias = _empty(weight[:, 0], need_dbias, torch.float32)
-    total = _total(p.class_weights, x)
+    total, criterion = _total(p.class_weights, x), p.criterion
+    criterion.vocab = len(weight)
     for s, logits in _class_chunks(p):
-        _launch(logits, replace(p.criterion, first=s.start, vocab=len(weight)), total, rows, grads)
+        criterion.first = s.start
+        _launch(logits, criterion, total, rows, grads)
         if need_dx:
             add_product(dx, logits, weight[s], first=s.start == 0)
         if need_dweight and p.main_grad is not None:
@@ -471,8 +475,9 @@ def linear_cross_entropy_grads(p: HeadAtOnce) -> tuple[Tensor, Tensor, Tensor, T
     need_dx, need_dweight, need_dbias = p.needs
     dx, dweight = _empty(p.x, need_dx, p.x.dtype), _empty(p.weight, need_dweight, torch.float32)
     dbias = torch.zeros(len(p.weight) if need_dbias else 0, dtype=torch.float32, device=p.x.device)
+    criterion = p.criterion
     for s, logits in _row_chunks(p):
-        _launch(logits, p.criterion.of(s), total, [r[s] for r in rows], [dloss[s]])
+        _launch(logits, criterion.of(s), total, [r[s] for r in rows], [dloss[s]])
         if need_dx:
             torch.mm(logits, p.weight, out=dx[s])
         if need_dweight:

@@ -130,19 +130,16 @@ def _fp8_wgrad_into(main_grad: Tensor, g: AddedColumns) -> None:
     add_or_write(main_grad, _fp8_wgrad(*operands, torch.float32), g.accumulate)
 
 
-@of_fields(RoundedProduct)
-def _mm_fake(p: RoundedProduct) -> Tensor:
+def _product(p: RoundedProduct) -> Tensor:
     return p.x.new_empty(p.x.shape[0], p.weight.shape[-2], dtype=p.dtype)
 
 
-@of_fields(ScaledProduct)
-def _codes_fake(p: ScaledProduct) -> tuple[Tensor, Tensor]:
+def _codes_of(p: ScaledProduct) -> tuple[Tensor, Tensor]:
     rows, n = p.x.shape[0], p.weight.shape[-2]
     return p.x.new_empty(rows, n, dtype=E4M3), p.x_scale.new_empty(cdiv(n, 128), rows)
 
 
-@of_fields(RoundedColumns)
-def _wgrad_fake(g: RoundedColumns) -> Tensor:
+def _weight_grad(g: RoundedColumns) -> Tensor:
     groups = () if g.offs is None else g.offs.shape
     return g.x.new_empty(*groups, g.dy.shape[0], g.x.shape[0], dtype=g.dtype)
 
@@ -195,7 +192,7 @@ def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
 
 def _into_cases() -> Iterator[tuple[Any, ...]]:
     for case in _wgrad_cases():
-        main_grad, g = floats(*_wgrad_fake(*case).shape), ScaledColumns(*case)
+        main_grad, g = floats(*_weight_grad(RoundedColumns(*case)).shape), ScaledColumns(*case)
         yield main_grad, *g, True
         if g.scaling == "square":
             yield main_grad, *g, False
@@ -208,19 +205,24 @@ def _codes_cases() -> Iterator[tuple[Any, ...]]:
             yield tuple(operands)
 
 
-@gemm_op(twin=_fp8_mm, fake=_mm_fake, flops=_mm_flops, cases=_mm_cases)
+@gemm_op(twin=_fp8_mm, fake=of_fields(RoundedProduct)(_product), flops=_mm_flops, cases=_mm_cases)
 @of_fields(RoundedProduct)
 def fp8_mm(given: RoundedProduct) -> Tensor:
     """x[rows of e] @ weight[e].T (+ bias[e]), padding rows zero.   -> (R, N) of `dtype`"""
     p = checked_mm(given)
     if mm_path(p.x, p.weight, given.dtype) != COOPERATIVE:
         return _multiplied(p, given.dtype)
-    y = _mm_fake(*given)
+    y = _product(given)
     launch_mm(p, y, fast=given.fast)
     return y
 
 
-@gemm_op(twin=_fp8_mm_operand, fake=_codes_fake, flops=_mm_flops, cases=_codes_cases)
+@gemm_op(
+    twin=_fp8_mm_operand,
+    fake=of_fields(ScaledProduct)(_codes_of),
+    flops=_mm_flops,
+    cases=_codes_cases,
+)
 @of_fields(ScaledProduct)
 def fp8_mm_operand(p: ScaledProduct) -> tuple[Tensor, Tensor]:
     """`fp8_mm` in bf16, as e4m3 codes (R, N) with a power of two for 128 columns of a row (ceil(N/128), R)."""
@@ -228,16 +230,21 @@ def fp8_mm_operand(p: ScaledProduct) -> tuple[Tensor, Tensor]:
     if mm_path(p.x, p.weight, E4M3) != COOPERATIVE:
         data, scale = quantize_vectors(_multiplied(p, torch.bfloat16), E4M3)
         return data, scale
-    y, y_scale = _codes_fake(*p)
+    y, y_scale = _codes_of(p)
     launch_mm(p, y, y_scale)
     return y, y_scale
 
 
-@gemm_op(twin=_fp8_wgrad, fake=_wgrad_fake, flops=_wgrad_flops, cases=_wgrad_cases)
+@gemm_op(
+    twin=_fp8_wgrad,
+    fake=of_fields(RoundedColumns)(_weight_grad),
+    flops=_wgrad_flops,
+    cases=_wgrad_cases,
+)
 @of_fields(RoundedColumns)
 def fp8_wgrad(g: RoundedColumns) -> Tensor:
     """dy[:, columns of e] @ x[:, columns of e].T.   (N, C), (K, C) -> (E, N, K), or (N, K) without offs"""
-    dw = _wgrad_fake(*g)
+    dw = _weight_grad(g)
     _into(dw, g, False)
     return dw
 

@@ -136,7 +136,8 @@ WGRAD_SCALINGS = ("square", "block", "tensor")
 
 def checked_mm(p: ScaledProduct) -> ScaledProduct:
     """The operands as `launch_mm` takes them."""
-    x, x_scale, weight, weight_scale, scaling, offs, tiles, bias, *_ = p
+    x, x_scale, weight, weight_scale = p.x, p.x_scale, p.weight, p.weight_scale
+    scaling, offs, tiles, bias = p.scaling, p.offs, p.tiles, p.bias
     require(scaling in MM_SCALINGS, f"scaling is '{scaling}', expected one of {MM_SCALINGS}.")
     groups = 1 if offs is None else groups_of(offs)
     rank = 2 if offs is None else 3
@@ -177,7 +178,8 @@ def checked_mm(p: ScaledProduct) -> ScaledProduct:
 
 def checked_wgrad(dw: Tensor, g: ScaledColumns) -> ScaledColumns:
     """The operands as `launch_wgrad` takes them."""
-    dy, dy_scale, x, x_scale, scaling, offs, tiles, *_ = g
+    dy, dy_scale, x, x_scale = g.dy, g.dy_scale, g.x, g.x_scale
+    scaling, offs, tiles = g.scaling, g.offs, g.tiles
     require(scaling in WGRAD_SCALINGS, f"scaling is '{scaling}', expected one of {WGRAD_SCALINGS}.")
     groups = 1 if offs is None else groups_of(offs)
     if dy.dim() != 2 or x.dim() != 2 or dy.shape[1] != x.shape[1]:

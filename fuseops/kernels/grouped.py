@@ -117,8 +117,7 @@ def _tiles_fake(offs: Tensor, rows: int) -> Tensor:
     return offs.new_empty(table_size(rows, len(offs)))
 
 
-@of_fields(Product)
-def _mm_fake(p: Product) -> Tensor:
+def _output(p: Product) -> Tensor:
     return p.x.new_empty(p.rows, p.weight.shape[1])
 
 
@@ -267,11 +266,11 @@ def _offs_of_one(rows: int, where: torch.device) -> Tensor:
     return torch.full((1,), rows, dtype=torch.int32, device=where)
 
 
-@gemm_op(twin=_grouped_mm, fake=_mm_fake, flops=_mm_flops, cases=_mm_cases)
+@gemm_op(twin=_grouped_mm, fake=of_fields(Product)(_output), flops=_mm_flops, cases=_mm_cases)
 @of_fields(Product)
 def grouped_mm(p: Product) -> Tensor:
     """x[rows of e] @ weight[e].T + bias[e] (* probs), padding rows zero.   -> (R, N)"""
-    p, y = checked_product(p), _mm_fake(*p)
+    p, y = checked_product(p), _output(p)
     launch_mm(p, y)
     return y
 

@@ -76,18 +76,18 @@ def _grouped_swiglu(p: ActivatedProduct) -> tuple[Tensor, Tensor]:
 
 @of_fields(ActivatedProduct)
 def _fake(p: ActivatedProduct) -> tuple[Tensor, Tensor]:
-    rows, n = p.product.rows, p.weight.shape[1]
-    return p.x.new_empty(rows if p.need_h else 0, n), p.x.new_empty(rows, _width(n, p.kind))
+    return _outputs(p, p.product.rows)
+
+
+def _outputs(p: ActivatedProduct, rows: int) -> tuple[Tensor, Tensor]:
+    n = p.weight.shape[1]
+    h, width = p.x.new_empty(rows if p.need_h else 0, n), n // 2 if p.kind in GATES else n
+    return h, p.x.new_empty(rows, width)
 
 
 @of_fields(ActivatedProduct)
 def _flops(p: ActivatedProduct) -> int:
     return 2 * p.product.rows * p.x.shape[1] * p.weight.shape[1]
-
-
-def _width(n: int, kind: str) -> int:
-    """Columns of the activation of n columns."""
-    return n // 2 if kind in GATES else n
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:
@@ -111,7 +111,7 @@ def _cases() -> Iterator[tuple[Any, ...]]:
 @of_fields(ActivatedProduct)
 def grouped_swiglu(given: ActivatedProduct) -> tuple[Tensor, Tensor]:
     """(h, a): x[rows of e] @ weight[e].T (+ bias[e]), and its activation times probs, zeros at padding rows."""
-    x, weight, offs, *_ = given
+    x, weight, offs = given.x, given.weight, given.offs
     kind, form, (groups, n, k) = given.kind, given.form, weight.shape
     if kind not in ENDS:
         raise FuseOpsError(f"a product ends in one of {', '.join(ENDS)}, not in {kind!r}.")
@@ -127,7 +127,7 @@ def grouped_swiglu(given: ActivatedProduct) -> tuple[Tensor, Tensor]:
         launch_mm(replace(p, probs=None), h)
         return h if given.need_h else h[:0], _activation(h, p, form)
     p = p if path == "gather" else p.gathered()
-    h, a = _fake(*given)
+    h, a = _outputs(given, p.rows)
     config = SWIGLU_SPACES[path].pick(p.rows, tuple(weight.shape), x)
     form = form if kind == "clamped_swiglu" else form[:2]  # that reads the others
     launch_rings(p, path, config, h if given.need_h else a, form=form, act=a)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from fuseops.kernels.formats import E2M1, E4M3, E5M2, dequantize_format, micro_f
 from fuseops.kernels.grouped import grouped_mm, grouped_wgrad
 from fuseops.kernels.groups import column_offs
 from fuseops.kernels.launch import device, launch
-from fuseops.kernels.records import Arguments, of_fields
+from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import DTYPES, arch_of, floats, ints, kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv, check_shape, pow2, require
 
@@ -35,8 +34,7 @@ def _micro_values(codes: Tensor, scale: Tensor, offs: Tensor | None = None) -> T
     return dequantize_format(codes, plain.view(form.scale), data, form.block)
 
 
-@dataclass
-class MicroProduct(Arguments):
+class MicroProduct(NamedTuple):
     """A `MicroProduct` has the operands of a product in small blocks: rows and a weight, or columns of dy and of x.
 
     whole  (E,) or (1,) float32
@@ -107,13 +105,11 @@ def _flops(p: MicroProduct) -> int:
     return 2 * p.a.numel() * p.b.shape[-2] * (2 if p.b.dtype == torch.uint8 else 1)
 
 
-@of_fields(MicroProduct)
-def _mm_fake(p: MicroProduct) -> Tensor:
+def _product(p: MicroProduct) -> Tensor:
     return p.a.new_empty(p.a.shape[0], p.b.shape[-2], dtype=p.dtype)
 
 
-@of_fields(MicroProduct)
-def _wgrad_fake(p: MicroProduct) -> Tensor:
+def _weight_grad(p: MicroProduct) -> Tensor:
     groups = () if p.offs is None else (len(p.offs),)
     return p.a.new_empty(*groups, p.a.shape[0], p.b.shape[0], dtype=p.dtype)
 
@@ -123,7 +119,7 @@ micro_op = functools.partial(
 )
 
 
-@micro_op(twin=_micro_mm, fake=_mm_fake, cases=lambda: _cases(False))
+@micro_op(twin=_micro_mm, fake=of_fields(MicroProduct)(_product), cases=lambda: _cases(False))
 @of_fields(MicroProduct)
 def micro_mm(p: MicroProduct) -> Tensor:
     """x[rows of e] @ weight[e].T times whole[e], rows behind the last group zero.   (R, K), (E, N, K) -> (R, N)"""
@@ -136,10 +132,10 @@ def micro_mm(p: MicroProduct) -> Tensor:
     blocks = rows // 128 + groups if groups else cdiv(rows, 128)
     _check(p.a, p.a_scale, blocks)
     _check(p.b, p.b_scale, cdiv(n, 128))
-    return _launched(_mm_fake(*p), replace(p, b=p.b.reshape(-1, width)), blocks, False)
+    return _launched(_product(p), p, blocks, False)
 
 
-@micro_op(twin=_micro_wgrad, fake=_wgrad_fake, cases=lambda: _cases(True))
+@micro_op(twin=_micro_wgrad, fake=of_fields(MicroProduct)(_weight_grad), cases=lambda: _cases(True))
 @of_fields(MicroProduct)
 def micro_wgrad(p: MicroProduct) -> Tensor:
     """dy[:, columns of e] @ x[:, columns of e].T times whole[e].   (N, C), (K, C) -> (N, K) or (E, N, K)"""
@@ -148,7 +144,7 @@ def micro_wgrad(p: MicroProduct) -> Tensor:
     _check(p.a, p.a_scale, cdiv(n, 128))
     _check(p.b, p.b_scale, cdiv(len(p.b), 128))
     blocks = cdiv(n, 128) * (1 if p.offs is None else len(p.offs))
-    return _launched(_wgrad_fake(*p), p, blocks, True)
+    return _launched(_weight_grad(p), p, blocks, True)
 
 
 def _check(codes: Tensor, scale: Tensor, blocks: int) -> None:
@@ -174,7 +170,7 @@ def _launched(y: Tensor, p: MicroProduct, blocks: int, turned: bool) -> Tensor:
     module, (m, n) = device("micro_gemm"), y.shape[-2:]
     groups, pack = 0 if offs is None else len(offs), 2 if a.dtype == torch.uint8 else 1
     width = a.shape[1]
-    a_desc, b_desc = (_described(module, t, 128 // pack) for t in (a, b))
+    a_desc, b_desc = (_described(module, t, 128 // pack) for t in (a, b.reshape(-1, width)))
     ends, over = (y if t is None else t.contiguous() for t in (offs, whole))
     launch(
         module.micro_mm_kernel, (blocks * cdiv(n, 128),),
