@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fuseops.errors import FuseOpsError
 from fuseops.kernels import tiles
 from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.configs import Config, Space
@@ -34,7 +35,7 @@ from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.precision import wide
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import floats, kernel_op, on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, check_shape, require
+from fuseops.kernels.tiles import as_rows, cdiv, check_shape
 
 SQRT_HALF, SQRT_2_OVER_PI, GELU_CUBIC = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
 
@@ -341,9 +342,8 @@ def scaled_act_bwd_into(
     interleave: int = 0, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dprobs, y) of `scaled_act_bwd`, whose dx is written over x, contiguous; it is the same kernel."""
-    require(
-        x.is_contiguous(), f"x has strides {x.stride()}, expected contiguous: dx takes its place."
-    )
+    if not x.is_contiguous():
+        raise FuseOpsError(f"x has strides {x.stride()}, expected contiguous: dx takes its place.")
     form = ActivationForm(kind, interleave, alpha, limit, offset)
     return _scaled_bwd(x, dy, x, probs, need_dprobs, need_y, form)
 
@@ -401,16 +401,14 @@ def _forward(x: Tensor, probs: Tensor | None, form: ActivationForm) -> Tensor:
 def _constants(x: Tensor, form: ActivationForm) -> tuple[dict[str, Any], int]:
     """(constexprs of the kind, output width), after checking the arguments."""
     kind, interleave, *shape = form
-    require(kind in KINDS, f"unknown activation '{kind}'. Known: {', '.join(KINDS)}.")
+    if kind not in KINDS:
+        raise FuseOpsError(f"unknown activation '{kind}'. Known: {', '.join(KINDS)}.")
     gated, width = kind in GATES, x.shape[-1]
     step = 2 * max(interleave, 1)
-    require(
-        not gated or width % step == 0,
-        f"{kind}: last axis of x is {width}, expected a multiple of {step}.",
-    )
-    require(
-        gated or not interleave, f"{kind} has no gate, so interleave={interleave} has no meaning."
-    )
+    if gated and width % step != 0:
+        raise FuseOpsError(f"{kind}: last axis of x is {width}, expected a multiple of {step}.")
+    if not gated and interleave:
+        raise FuseOpsError(f"{kind} has no gate, so interleave={interleave} has no meaning.")
     read = {"clamped_swiglu": 3, "situglu": 2}.get(kind, 0)  # of alpha, limit and offset
     given = zip(("ALPHA", "LIMIT", "OFFSET"), (*shape[:read], 0.0, 0.0, 0.0), strict=False)
     constants = {

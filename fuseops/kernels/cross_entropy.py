@@ -37,7 +37,7 @@ from fuseops.kernels.launch import device, launch
 from fuseops.kernels.precision import accumulator, wide
 from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import floats, kernel_op, on_meta
-from fuseops.kernels.tiles import cdiv, pow2, require
+from fuseops.kernels.tiles import cdiv, pow2
 
 
 class Loss(NamedTuple):
@@ -74,24 +74,13 @@ def _scaled_to(t: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class Criterion:
-    """A `Criterion` is what the loss of some rows of logits is made of: those of the classes from `first` on, of a
-    `vocab`.
-    """
+    """A `Criterion` is what the loss of logits is made of, those of the classes from `first` on, of a `vocab`."""
 
-    targets: Tensor
     class_weights: Tensor | None
     options: Sequence[float]
     ignore_index: int
     first: int = 0
     vocab: int | None = None
-
-    @property
-    def loss(self) -> Loss:
-        return Loss(*self.options)
-
-    def of(self, rows: slice) -> Criterion:
-        ends = self.class_weights, self.options, self.ignore_index, self.first, self.vocab
-        return Criterion(self.targets[rows], *ends)
 
 
 class LossOperands(Arguments):
@@ -104,7 +93,7 @@ class LossOperands(Arguments):
 
     @property
     def criterion(self) -> Criterion:
-        return Criterion(self.targets, self.class_weights, self.options, self.ignore_index)
+        return Criterion(self.class_weights, self.options, self.ignore_index)
 
 
 @dataclass
@@ -196,13 +185,13 @@ class HeldClasses(Arguments):
     @property
     def criterion(self) -> Criterion:
         ends = self.options, self.ignore_index, self.first, self.vocab
-        return Criterion(self.targets, self.class_weights, *ends)
+        return Criterion(self.class_weights, *ends)
 
 
 @of_fields(ChunkedHead)
 def _linear_cross_entropy_fwd(p: ChunkedHead) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parts = [
-        _results_of(_logits(p, s), p.criterion.of(s))
+        _results_of(_logits(p, s), p.targets[s], p.criterion)
         for s in row_chunks(len(p.x), len(p.weight), p.x.itemsize, p.chunk_bytes)
     ]
     loss, lse, logp, expected = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -238,7 +227,7 @@ def _gradients(
     dbias = _zeros(weight[:, 0], dtype, need_dbias)
     for s in row_chunks(len(x), len(weight), x.itemsize, p.chunk_bytes):
         rows = lse[s], expected[s], [g[s] for g in grads]
-        dlogits = _dlogits(_logits(p, s), p.criterion.of(s), *rows).to(x.dtype)
+        dlogits = _dlogits(_logits(p, s), p.targets[s], p.criterion, *rows).to(x.dtype)
         if need_dx:
             dx[s] = dlogits @ weight
         if need_dweight:
@@ -252,13 +241,13 @@ def _gradients(
 def _logits_with_rows(p: Head) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     logits = _logits_buffer(p.x, p.weight)
     logits.copy_(F.linear(p.x, p.weight, None if p.bias is None else p.bias.to(p.x.dtype)))
-    return logits, *_results_of(_divided(logits, p.options), p.criterion)
+    return logits, *_results_of(_divided(logits, p.options), p.targets, p.criterion)
 
 
 @of_fields(HeldClasses)
 def _logit_grads_into(logits: Tensor, p: HeldClasses) -> Tensor:
     divided, rows = _divided(logits, p.options), (p.lse, p.lse, [p.dloss])
-    logits.copy_(_dlogits(divided, p.criterion, *rows))
+    logits.copy_(_dlogits(divided, p.targets, p.criterion, *rows))
     if p.dweight is not None:
         product = (wide(logits).t() @ wide(p.x)).to(p.dweight.dtype)
         p.dweight.copy_(product if p.begin else p.dweight + product)
@@ -284,16 +273,18 @@ def _divided(raw: Tensor, options: Sequence[float]) -> Tensor:
     return logits / loss.temperature if loss.temperature != 1 else logits
 
 
-def _chosen(c: Criterion, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+def _chosen(targets: Tensor, c: Criterion, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
     """(which rows count, their targets within the vocabulary, which targets lie outside of it)."""
-    counts = c.targets != c.ignore_index
-    outside = counts & ((c.targets < 0) | (c.targets >= vocab))
-    return counts, c.targets.where(counts & ~outside, 0), outside
+    counts = targets != c.ignore_index
+    outside = counts & ((targets < 0) | (targets >= vocab))
+    return counts, targets.where(counts & ~outside, 0), outside
 
 
-def _results_of(logits: Tensor, c: Criterion) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss, vocab = c.loss, logits.shape[1]
-    counts, at, outside = _chosen(c, vocab)
+def _results_of(
+    logits: Tensor, targets: Tensor, c: Criterion
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss, vocab = Loss(*c.options), logits.shape[1]
+    counts, at, outside = _chosen(targets, c, vocab)
     lse = logits.logsumexp(1)
     logp = logits.gather(1, at[:, None]).squeeze(1) - lse
     p = torch.exp(logits - lse[:, None])
@@ -312,12 +303,17 @@ def _results_of(logits: Tensor, c: Criterion) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def _dlogits(
-    logits: Tensor, c: Criterion, lse: Tensor, expected: Tensor, grads: Sequence[Tensor]
+    logits: Tensor,
+    targets: Tensor,
+    c: Criterion,
+    lse: Tensor,
+    expected: Tensor,
+    grads: Sequence[Tensor],
 ) -> Tensor:
     """The gradient of the logits that the GEMM gave.   grads: of loss, and maybe of lse, logp and expected"""
-    loss, width, first = c.loss, logits.shape[1], c.first
+    loss, width, first = Loss(*c.options), logits.shape[1], c.first
     vocab = c.vocab or width
-    counts, at, outside = _chosen(c, vocab)
+    counts, at, outside = _chosen(targets, c, vocab)
     dloss = torch.where(outside, float("nan"), grads[0].to(lse.dtype)).where(counts, 0)
     smooth = dloss * (loss.smoothing / vocab)
     hard, total = dloss * (1 - loss.smoothing), float(vocab)
@@ -422,7 +418,7 @@ def linear_cross_entropy_fwd(p: ChunkedHead) -> tuple[Tensor, Tensor, Tensor, Te
     rows, total = _row_results(p.x), _total(p.class_weights, p.x)
     criterion = p.criterion
     for s, logits in _row_chunks(p):
-        _launch(logits, criterion.of(s), total, [r[s] for r in rows], [])
+        _launch(logits, p.targets[s], criterion, total, [r[s] for r in rows], [])
     return rows[0], rows[1], rows[2], rows[3]
 
 
@@ -438,7 +434,8 @@ def linear_cross_entropy_bwd(p: HeadGradient) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias), each if it is among `needs`."""
     _check(p)
     x, weight, count = p.x, p.weight, len(p.grads)
-    require(count in (1, 4), f"got {count} gradients, expected that of loss or all four.")
+    if count not in (1, 4):
+        raise FuseOpsError(f"got {count} gradients, expected that of loss or all four.")
     lse, expected = p.lse.contiguous(), p.expected.contiguous()
     rows = [lse, lse, lse, expected]  # loss and logp are not written
     grads = [g.to(lse.dtype).contiguous() for g in p.grads]
@@ -450,7 +447,7 @@ def linear_cross_entropy_bwd(p: HeadGradient) -> tuple[Tensor, Tensor, Tensor]:
     criterion.vocab = len(weight)
     for s, logits in _class_chunks(p):
         criterion.first = s.start
-        _launch(logits, criterion, total, rows, grads)
+        _launch(logits, p.targets, criterion, total, rows, grads)
         if need_dx:
             add_product(dx, logits, weight[s], first=s.start == 0)
         if need_dweight and p.main_grad is not None:
@@ -477,7 +474,7 @@ def linear_cross_entropy_grads(p: HeadAtOnce) -> tuple[Tensor, Tensor, Tensor, T
     dbias = torch.zeros(len(p.weight) if need_dbias else 0, dtype=torch.float32, device=p.x.device)
     criterion = p.criterion
     for s, logits in _row_chunks(p):
-        _launch(logits, criterion.of(s), total, [r[s] for r in rows], [dloss[s]])
+        _launch(logits, p.targets[s], criterion, total, [r[s] for r in rows], [dloss[s]])
         if need_dx:
             torch.mm(logits, p.weight, out=dx[s])
         if need_dweight:
@@ -515,7 +512,7 @@ def logits_with_rows(p: Head) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check(p)
     logits = _product(p.x, p.weight, p.bias, _logits_buffer(p.x, p.weight))
     rows = _row_results(p.x)
-    _launch(logits, p.criterion, _total(p.class_weights, p.x), rows, [])
+    _launch(logits, p.targets, p.criterion, _total(p.class_weights, p.x), rows, [])
     return logits, rows[0], rows[1], rows[2], rows[3]
 
 
@@ -529,10 +526,11 @@ def logits_with_rows(p: Head) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 @of_fields(HeldClasses)
 def logit_grads_into(logits: Tensor, p: HeldClasses) -> Tensor:
     """Write the gradients of logits in their place, and add to the sums dweight and dbias.   -> dx, if it is needed"""
-    require(logits.stride(-1) == 1, f"logits have strides {logits.stride()}, expected rows.")
+    if logits.stride(-1) != 1:
+        raise FuseOpsError(f"logits have strides {logits.stride()}, expected rows.")
     lse = p.lse.contiguous()
     rows, grads = [lse] * 4, [p.dloss.to(lse.dtype).contiguous()]  # rows are read, as lse alone is
-    _launch(logits, p.criterion, _total(p.class_weights, logits), rows, grads)
+    _launch(logits, p.targets, p.criterion, _total(p.class_weights, logits), rows, grads)
     if p.dweight is not None:
         add_weight_grad(p.dweight, logits, p.x, first=p.begin)
     if p.dbias is not None:
@@ -555,7 +553,8 @@ def _scaled_cases() -> Iterator[tuple[Any, ...]]:
 @kernel_op(twin=_scaled_to, cases=_scaled_cases)
 def scaled_to(t: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """t * scale, one number on the device, in another dtype, at the speed of memory, unlike torch.mul of two dtypes."""
-    require(scale.numel() == 1, f"scale has shape {tuple(scale.shape)}, expected one number.")
+    if scale.numel() != 1:
+        raise FuseOpsError(f"scale has shape {tuple(scale.shape)}, expected one number.")
     t = t.contiguous()
     y = torch.empty_like(t, dtype=dtype)
     config = SCALED.pick(t.numel(), (), t)
@@ -593,15 +592,15 @@ def add_weight_grad(total: Tensor, dy: Tensor, x: Tensor, first: bool = False) -
 def _check(p: Head | HeadGradient | HeadAtOnce) -> None:
     (n, d), x, weight, targets = p.x.shape, p.x, p.weight, p.targets
     vocab = len(weight)
-    require(
-        weight.shape == (vocab, d) and x.dtype == weight.dtype,
-        f"x is {x.dtype} of shape {tuple(x.shape)} and weight {weight.dtype} of shape {tuple(weight.shape)}, "
-        "expected (N, D) and (V, D) of one dtype.",
-    )
-    require(
-        targets.shape == (n,) and targets.dtype == torch.int64,
-        f"targets are {targets.dtype} of shape {tuple(targets.shape)}, expected int64 of shape ({n},).",
-    )
+    if weight.shape != (vocab, d) or x.dtype != weight.dtype:
+        raise FuseOpsError(
+            f"x is {x.dtype} of shape {tuple(x.shape)} and weight {weight.dtype} of shape {tuple(weight.shape)}, "
+            "expected (N, D) and (V, D) of one dtype."
+        )
+    if targets.shape != (n,) or targets.dtype != torch.int64:
+        raise FuseOpsError(
+            f"targets are {targets.dtype} of shape {tuple(targets.shape)}, expected int64 of shape ({n},)."
+        )
     for name, t in (("bias", p.bias), ("class_weights", p.class_weights)):
         if t is not None and t.shape != (vocab,):
             raise FuseOpsError(f"{name} has shape {tuple(t.shape)}, expected ({vocab},).")
@@ -647,16 +646,21 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ten
 
 
 def _launch(
-    logits: Tensor, c: Criterion, total: Tensor, rows: Sequence[Tensor], grads: Sequence[Tensor]
+    logits: Tensor,
+    targets: Tensor,
+    c: Criterion,
+    total: Tensor,
+    rows: Sequence[Tensor],
+    grads: Sequence[Tensor],
 ) -> None:
     """rows: loss, lse, logp and expected, written; read where the logits are those of some of a `vocab`."""
-    loss, width = c.loss, logits.shape[1]
+    loss, width = Loss(*c.options), logits.shape[1]
     loss_rows, lse, logp, expected = rows
     dloss, dlse, dlogp, dexpected = [*grads, *(lse,) * (4 - len(grads))]
     weights = lse if c.class_weights is None else c.class_weights.contiguous()
     launch(
         device("cross_entropy").cross_entropy_kernel, (len(logits),),
-        logits, c.targets.contiguous(), weights, total,
+        logits, targets.contiguous(), weights, total,
         loss_rows, lse, logp, expected, dloss, dlse, dlogp, dexpected,
         c.first, width, c.vocab or width, logits.stride(0), c.ignore_index,
         float(loss.smoothing), float(loss.z_loss), float(loss.soft_cap), 1.0 / loss.temperature,

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fuseops.errors import FuseOpsError
 from fuseops.kernels.fp8_launch import (
     AddedColumns,
     RoundedColumns,
@@ -48,7 +49,7 @@ from fuseops.kernels.groups import BLOCK, column_bounds, column_offs, group_of_r
 from fuseops.kernels.quantize import quantize_vectors
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import floats, ints, on_meta
-from fuseops.kernels.tiles import cdiv, require
+from fuseops.kernels.tiles import cdiv
 
 
 def dequantize(
@@ -262,11 +263,11 @@ def fp8_wgrad_into(main_grad: Tensor, g: AddedColumns) -> None:
     What is overwritten may have another dtype, and be some rows or columns of larger matrices.
     """
     rounded = not g.accumulate and main_grad.dtype in OUTPUTS and main_grad.stride(-1) == 1
-    require(
-        rounded or (main_grad.dtype == torch.float32 and main_grad.is_contiguous()),
-        f"main_grad is {main_grad.dtype} with strides {main_grad.stride()}, "
-        "expected a contiguous float32 buffer.",
-    )
+    if not rounded and (main_grad.dtype != torch.float32 or not main_grad.is_contiguous()):
+        raise FuseOpsError(
+            f"main_grad is {main_grad.dtype} with strides {main_grad.stride()}, "
+            "expected a contiguous float32 buffer."
+        )
     _into(main_grad, g, g.accumulate)
 
 

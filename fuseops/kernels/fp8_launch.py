@@ -18,7 +18,7 @@ from fuseops.kernels.grouped import group_tiles, groups_of
 from fuseops.kernels.grouped_launch import count_place, first_entry, table_size
 from fuseops.kernels.launch import device, launch, num_sms
 from fuseops.kernels.records import Arguments
-from fuseops.kernels.tiles import cdiv, require
+from fuseops.kernels.tiles import cdiv
 from fuseops.words import dtype_name
 
 
@@ -138,7 +138,8 @@ def checked_mm(p: ScaledProduct) -> ScaledProduct:
     """The operands as `launch_mm` takes them."""
     x, x_scale, weight, weight_scale = p.x, p.x_scale, p.weight, p.weight_scale
     scaling, offs, tiles, bias = p.scaling, p.offs, p.tiles, p.bias
-    require(scaling in MM_SCALINGS, f"scaling is '{scaling}', expected one of {MM_SCALINGS}.")
+    if scaling not in MM_SCALINGS:
+        raise FuseOpsError(f"scaling is '{scaling}', expected one of {MM_SCALINGS}.")
     groups = 1 if offs is None else groups_of(offs)
     rank = 2 if offs is None else 3
     if x.dim() != 2 or weight.dim() != rank or x.shape[1] != weight.shape[-1]:
@@ -148,9 +149,8 @@ def checked_mm(p: ScaledProduct) -> ScaledProduct:
         )
     rows, (n, k) = x.shape[0], weight.shape[-2:]
     lead = weight.shape[:-2]
-    require(
-        lead in ((), (groups,)), f"weight is {tuple(weight.shape)} and offs has {groups} groups."
-    )
+    if lead not in ((), (groups,)):
+        raise FuseOpsError(f"weight is {tuple(weight.shape)} and offs has {groups} groups.")
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {
         "block": ((cdiv(k, 128), rows), (*lead, cdiv(n, 128), cdiv(k, 128))),
         "row": ((rows,), (*lead, n)),
@@ -180,7 +180,8 @@ def checked_wgrad(dw: Tensor, g: ScaledColumns) -> ScaledColumns:
     """The operands as `launch_wgrad` takes them."""
     dy, dy_scale, x, x_scale = g.dy, g.dy_scale, g.x, g.x_scale
     scaling, offs, tiles = g.scaling, g.offs, g.tiles
-    require(scaling in WGRAD_SCALINGS, f"scaling is '{scaling}', expected one of {WGRAD_SCALINGS}.")
+    if scaling not in WGRAD_SCALINGS:
+        raise FuseOpsError(f"scaling is '{scaling}', expected one of {WGRAD_SCALINGS}.")
     groups = 1 if offs is None else groups_of(offs)
     if dy.dim() != 2 or x.dim() != 2 or dy.shape[1] != x.shape[1]:
         raise FuseOpsError(
@@ -193,12 +194,9 @@ def checked_wgrad(dw: Tensor, g: ScaledColumns) -> ScaledColumns:
             "multiple of 128."
         )
     shape = (*dw.shape[:-2], dy.shape[0], x.shape[0])
-    require(
-        dw.shape == shape
-        and dw.dim() == (2 if offs is None else 3)
-        and dw.shape[:-2] in ((), (groups,)),
-        f"main_grad is {tuple(dw.shape)}, expected {shape if offs is None else (groups, *shape[-2:])}.",
-    )
+    lead = () if offs is None else (groups,)
+    if dw.shape != shape or dw.shape[:-2] != lead:
+        raise FuseOpsError(f"main_grad is {tuple(dw.shape)}, expected {(*lead, *shape[-2:])}.")
     for name, codes, scale in (("dy", dy, dy_scale), ("x", x, x_scale)):
         blocks, size = cdiv(columns, 128), codes.shape[0]
         if scaling == "tensor":

@@ -295,7 +295,7 @@ def grouped_mm_into(y: Tensor, p: Product) -> None:
 
 def checked_product(p: Product) -> Product:
     """The operands as `launch_mm` takes them. Raises FuseOpsError for those that nothing can take."""
-    x, weight = p.x, p.weight
+    x, weight, probs, rows = p.x, p.weight, p.probs, p.rows
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise FuseOpsError(
             f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, expected (R, K) and (E, N, K)."
@@ -304,16 +304,15 @@ def checked_product(p: Product) -> Product:
     _check_dtypes(x, weight)
     if p.bias is not None and p.bias.shape != weight.shape[:2]:
         raise FuseOpsError(f"bias is {tuple(p.bias.shape)}, expected {tuple(weight.shape[:2])}.")
-    probs = p.probs
-    if probs is not None and (probs.shape != (p.rows,) or probs.dtype != torch.float32):
+    if probs is not None and (probs.shape != (rows,) or probs.dtype != torch.float32):
         raise FuseOpsError(
-            f"probs is {probs.dtype}{tuple(probs.shape)}, expected float32 ({p.rows},)."
+            f"probs is {probs.dtype}{tuple(probs.shape)}, expected float32 ({rows},)."
         )
     if 1 not in weight.stride()[1:]:
         weight = weight.contiguous()
-    offs, tiles = _checked_groups(p.offs, p.tiles, weight.shape[0], p.rows)
-    rest = _contiguous(p.bias), _contiguous(p.index), _contiguous(probs)
-    return Product(as_rows(x), weight, offs, tiles, *rest)
+    groups = _checked_groups(p.offs, p.tiles, weight.shape[0], rows)
+    rest = [t if t is None else t.contiguous() for t in (p.bias, p.index, probs)]
+    return Product(as_rows(x), weight, *groups, *rest)
 
 
 @gemm_op(
@@ -352,10 +351,10 @@ def grouped_wgrad_into(g: Gradient) -> None:
 
 def _checked_gradient(g: Gradient) -> Gradient:
     """The operands as `launch_wgrad` takes them. Raises FuseOpsError for those that nothing can take."""
-    dy, x, groups = g.dy, g.x, g.offs.numel()
+    dy, x, groups, rows = g.dy, g.x, g.offs.numel(), g.rows
     _check_index(g.dy_index, "dy_index")
     _check_index(g.x_index, "x_index")
-    if x.dim() != 2 or dy.dim() != 2 or g.rows != (x if g.x_index is None else g.x_index).shape[0]:
+    if x.dim() != 2 or dy.dim() != 2 or rows != (x if g.x_index is None else g.x_index).shape[0]:
         raise FuseOpsError(
             f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}, expected (R, N) and (R, K), "
             "or an index of R rows."
@@ -364,13 +363,9 @@ def _checked_gradient(g: Gradient) -> Gradient:
     if g.dw.shape != shape:
         raise FuseOpsError(f"main_grad is {tuple(g.dw.shape)}, expected {shape}.")
     _check_dtypes(x, dy)
-    offs, tiles = _checked_groups(g.offs, g.tiles, groups, g.rows)
-    rest = g.accumulate, _contiguous(g.dy_index), _contiguous(g.x_index)
-    return Gradient(g.dw, as_rows(dy), as_rows(x), offs, tiles, *rest)
-
-
-def _contiguous(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.contiguous()
+    offs, tiles = _checked_groups(g.offs, g.tiles, groups, rows)
+    index = [t if t is None else t.contiguous() for t in (g.dy_index, g.x_index)]
+    return Gradient(g.dw, as_rows(dy), as_rows(x), offs, tiles, g.accumulate, *index)
 
 
 def _check_index(index: Tensor | None, name: str) -> None:

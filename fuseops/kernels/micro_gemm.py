@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fuseops.errors import FuseOpsError
 from fuseops.kernels.formats import E2M1, E4M3, E5M2, dequantize_format, micro_format, unswizzled
 from fuseops.kernels.grouped import grouped_mm, grouped_wgrad
 from fuseops.kernels.groups import column_offs
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import DTYPES, arch_of, floats, ints, kernel_op, on_meta
-from fuseops.kernels.tiles import cdiv, check_shape, pow2, require
+from fuseops.kernels.tiles import cdiv, check_shape, pow2
 
 
 def _micro_values(codes: Tensor, scale: Tensor, offs: Tensor | None = None) -> Tensor:
@@ -125,10 +126,7 @@ def micro_mm(p: MicroProduct) -> Tensor:
     """x[rows of e] @ weight[e].T times whole[e], rows behind the last group zero.   (R, K), (E, N, K) -> (R, N)"""
     (rows, width), n = p.a.shape, p.b.shape[-2]
     groups = 0 if p.offs is None else len(p.offs)
-    require(
-        p.b.shape == ((groups, n, width) if groups else (n, width)),
-        f"weight is {tuple(p.b.shape)}, expected {(groups, n, width) if groups else (n, width)}.",
-    )
+    check_shape("weight", p.b, (groups, n, width) if groups else (n, width))
     blocks = rows // 128 + groups if groups else cdiv(rows, 128)
     _check(p.a, p.a_scale, blocks)
     _check(p.b, p.b_scale, cdiv(n, 128))
@@ -140,7 +138,8 @@ def micro_mm(p: MicroProduct) -> Tensor:
 def micro_wgrad(p: MicroProduct) -> Tensor:
     """dy[:, columns of e] @ x[:, columns of e].T times whole[e].   (N, C), (K, C) -> (N, K) or (E, N, K)"""
     n, width = p.a.shape
-    require(p.b.shape[1] == width, f"x is {tuple(p.b.shape)}, expected (K, {width}).")
+    if p.b.shape[1] != width:
+        raise FuseOpsError(f"x is {tuple(p.b.shape)}, expected (K, {width}).")
     _check(p.a, p.a_scale, cdiv(n, 128))
     _check(p.b, p.b_scale, cdiv(len(p.b), 128))
     blocks = cdiv(n, 128) * (1 if p.offs is None else len(p.offs))
@@ -152,12 +151,10 @@ def _check(codes: Tensor, scale: Tensor, blocks: int) -> None:
     wide = codes.shape[-1] * (2 if codes.dtype == torch.uint8 else 1)
     tiles = cdiv(wide, 64 if codes.dtype == torch.uint8 else 128)
     expected = (*codes.shape[:-2], blocks, tiles, 32, 4, 4)
-    require(
-        scale.shape == expected, f"scale is {tuple(scale.shape)}, expected {expected}, as swizzled."
-    )
-    require(
-        codes.dtype in NAMES, f"codes are {codes.dtype}, expected e4m3, e5m2, or e2m1 in bytes."
-    )
+    if scale.shape != expected:
+        raise FuseOpsError(f"scale is {tuple(scale.shape)}, expected {expected}, as swizzled.")
+    if codes.dtype not in NAMES:
+        raise FuseOpsError(f"codes are {codes.dtype}, expected e4m3, e5m2, or e2m1 in bytes.")
 
 
 def _launched(y: Tensor, p: MicroProduct, blocks: int, turned: bool) -> Tensor:
