@@ -87,8 +87,9 @@ def launch_mm(
     space = fp8_paths.MM_FAST if in_place else fp8_paths.MM
     config = space.pick(rows, (groups, n, k), p.x)
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
-    num_m, table = cdiv(rows, block_m), (0, 0)
-    if p.offs is not None:
+    if p.offs is None:
+        num_m, table = cdiv(rows, block_m), (0, 0)
+    else:
         num_m = rows // block_m + groups
         table = first_entry(rows, groups, block_m), count_place(rows, groups, block_m)
     module = device("fp8_gemm")
@@ -151,16 +152,15 @@ def checked_mm(p: ScaledProduct) -> ScaledProduct:
     lead = weight.shape[:-2]
     if lead not in ((), (groups,)):
         raise FuseOpsError(f"weight is {tuple(weight.shape)} and offs has {groups} groups.")
-    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
-        "block": ((cdiv(k, 128), rows), (*lead, cdiv(n, 128), cdiv(k, 128))),
-        "row": ((rows,), (*lead, n)),
-    }
+    blocks = cdiv(k, 128)
     if scaling == "tensor":
         _check_tensor_scales(groups, x_scale=x_scale, weight_scale=weight_scale)
+    elif scaling == "row":
+        _check_shape("x_scale", x_scale, (rows,))
+        _check_shape("weight_scale", weight_scale, (*lead, n))
     else:
-        of_x, of_weight = shapes[scaling]
-        _check_shape("x_scale", x_scale, of_x)
-        _check_shape("weight_scale", weight_scale, of_weight)
+        _check_shape("x_scale", x_scale, (blocks, rows))
+        _check_shape("weight_scale", weight_scale, (*lead, cdiv(n, 128), blocks))
     if bias is not None:
         _check_shape("bias", bias, (*lead, n))
         bias = bias.contiguous()

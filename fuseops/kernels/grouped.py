@@ -191,8 +191,8 @@ def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
 def _few_cases() -> Iterator[tuple[Any, ...]]:
     """Groups of a few rows, whose weight gradients are a kernel's of their own."""
     groups, rows, n, k = 8, 64, 4096, 2048
-    offs, tiles = _offs(groups), on_meta(table_size(rows, groups), dtype=torch.int32)
-    index = on_meta(rows, dtype=torch.int32)
+    offs, tiles = ints(groups), ints(table_size(rows, groups))
+    index = ints(rows)
     for dtype in (torch.bfloat16, torch.float16):
         dy, x = on_meta(rows, n, dtype=dtype), on_meta(rows, k, dtype=dtype)
         yield dy, x, offs, tiles

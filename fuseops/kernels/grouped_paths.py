@@ -143,7 +143,10 @@ GEMM = ("groups", "n", "k")
 MM_SPACES = {
     "gather": Space("grouped_mm_gather", GATHERED, dims=GEMM),
     "pingpong": Space(
-        "grouped_mm_pingpong", [SMALL_RING, SQUARE_RING, WIDE_RING, FEW_RING], _pingpong_default, GEMM
+        "grouped_mm_pingpong",
+        [SMALL_RING, SQUARE_RING, WIDE_RING, FEW_RING],
+        _pingpong_default,
+        GEMM,
     ),
     "tma": Space("grouped_mm_tma", [WIDE, TWO_AN_SM], _mm_default, GEMM),
     "pointer": Space("grouped_mm", _pointer_candidates, dims=GEMM),

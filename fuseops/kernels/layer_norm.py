@@ -26,7 +26,7 @@ from fuseops.kernels import norm, tiles
 from fuseops.kernels.bias import bias_bwd, sum_all_partials
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch, overlap
-from fuseops.kernels.norm import MAX_WIDTH, check_weight, width
+from fuseops.kernels.norm import MAX_WIDTH, width
 from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import floats, kernel_op, on_meta
 from fuseops.kernels.tiles import as_heads, as_rows, cdiv, check_shape, pow2, require
@@ -179,7 +179,7 @@ def layernorm_bwd(
     """
     dims = x.dim() - rstd.dim()
     n, shape = width(x, dims), x.shape[rstd.dim() :]
-    check_weight(weight, shape)
+    check_shape("weight", weight, shape)
     check_shape("dy", dy, x.shape)
     require(
         dims > 0 and mean.shape == rstd.shape == x.shape[: rstd.dim()],
@@ -218,8 +218,8 @@ def _forward(
     dims: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n = width(x, dims)
-    check_weight(weight, x.shape[-dims:])
-    check_weight(bias, x.shape[-dims:])
+    check_shape("weight", weight, x.shape[-dims:])
+    check_shape("bias", bias, x.shape[-dims:])
     x3 = as_heads(x, dims)
     residual2 = x if residual is None else as_rows(residual)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -175,7 +175,7 @@ def rmsnorm_bwd(
     """
     dims = x.dim() - rstd.dim()
     n, shape = width(x, dims), x.shape[rstd.dim() :]
-    check_weight(weight, shape)
+    check_shape("weight", weight, shape)
     check_shape("dy", dy, x.shape)
     require(
         dims > 0 and rstd.shape == x.shape[: rstd.dim()],
@@ -206,7 +206,7 @@ def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, dims: int, mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     n = width(x, dims)
-    check_weight(weight, x.shape[-dims:])
+    check_shape("weight", weight, x.shape[-dims:])
     x3 = as_heads(x, dims)
     residual2 = x if residual is None else as_rows(residual)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -227,8 +227,3 @@ def _forward(
 def width(x: Tensor, dims: int) -> int:
     """Columns of x whose last `dims` axes are normed."""
     return x.shape[-1] if dims == 1 else x.shape[-dims:].numel()
-
-
-def check_weight(weight: Tensor | None, shape: torch.Size) -> None:
-    """Raise FuseOpsError unless a weight has the shape of what is normed."""
-    check_shape("weight", weight, shape)

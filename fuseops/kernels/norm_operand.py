@@ -20,10 +20,10 @@ from torch import Tensor
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.groups import BLOCK
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.norm import FWD, MAX_WIDTH, add_rmsnorm_fwd, check_weight, rmsnorm_fwd
-from fuseops.kernels.operands import SHIFT, fp8_op, quantize_operand, uneven
+from fuseops.kernels.norm import FWD, MAX_WIDTH, add_rmsnorm_fwd, rmsnorm_fwd
+from fuseops.kernels.operands import SHIFT, quantize_operand, uneven
 from fuseops.kernels.precision import wide
-from fuseops.kernels.quantize import quantize_vectors
+from fuseops.kernels.quantize import fp8_op, quantize_vectors
 from fuseops.kernels.registry import floats, on_meta, tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, check_shape, require
 
@@ -97,7 +97,7 @@ def rmsnorm_operand(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(rows, their scales, h, rstd) of x normed, or of h = x + residual, which is empty without one."""
     n = x.shape[-1]
-    check_weight(weight, x.shape[-1:])
+    check_shape("weight", weight, x.shape[-1:])
     check_shape("residual", residual, x.shape)
     x2 = as_rows(x)
     added = x2 if residual is None else as_rows(residual)
@@ -126,7 +126,7 @@ def rmsnorm_columns(
 ) -> tuple[Tensor, Tensor]:
     """(columns, their scales) of the codes that `rmsnorm_operand` made rows of."""
     n = x.shape[-1]
-    check_weight(weight, x.shape[-1:])
+    check_shape("weight", weight, x.shape[-1:])
     require(
         rstd.shape == x.shape[:-1],
         f"rstd is {tuple(rstd.shape)}, expected the leading axes of {tuple(x.shape)}.",

@@ -12,7 +12,6 @@ Hardware: sm_89 and later convert; older ones run the twin, as sizes and strides
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -27,8 +26,8 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.fp8 import dequantize
 from fuseops.kernels.groups import BLOCK, columns_of, padding_mask, place_of_row
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.quantize import FORMATS, SM_89, matrix_shape, quantize_vectors
-from fuseops.kernels.registry import floats, ints, kernel_op, on_meta, tensor_bytes
+from fuseops.kernels.quantize import FORMATS, fp8_op, matrix_shape, quantize_vectors
+from fuseops.kernels.registry import floats, ints, on_meta, tensor_bytes
 from fuseops.kernels.scales import SMALLEST, inverse_scale, magnitude, saturate
 from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, require
 
@@ -160,9 +159,6 @@ SWIGLU_ONCE = Space("swiglu_operand_once", [{"SLICES": 4}, {"SLICES": 2}])
 DSWIGLU = Space("dswiglu_operand", [_tile(16)])
 DSWIGLU_ONCE = Space("dswiglu_operand_once", [{"SPAN": 2}, {"SPAN": 1}, {"SPAN": 4}])
 WEIGHT = Space("quantize_weight", [_tile(4), _tile(8)])
-
-fp8_op = functools.partial(kernel_op, min_arch=SM_89)
-
 
 _SIZES = ((torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float32, 0))  # and the format
 

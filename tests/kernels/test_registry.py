@@ -315,3 +315,17 @@ def test_errors_name_what_was_given():
     op = KERNEL_OPS["bias_fwd"]
     with pytest.raises(FuseOpsError, match=r"bias is \(4,\), expected \(3,\)"):
         op.launcher(torch.ones(2, 3), torch.ones(4))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_an_op_of_a_record_takes_its_fields_by_position_and_by_name():
+    op, (x, weight, offs) = KERNEL_OPS["grouped_mm"], samples()["grouped_mm"]
+    bias = torch.randn(weight.shape[:2])
+    want = op(x, weight, offs, None, bias)
+    assert torch.equal(op(x, offs=offs, weight=weight, bias=bias), want)
+    assert torch.equal(op.op(x, weight, offs, bias=bias), want)
+    assert torch.equal(
+        op.twin(x, weight, bias=bias, offs=offs), op.twin(x, weight, offs, None, bias)
+    )
+    with pytest.raises(TypeError, match="unexpected keyword argument 'biases'"):
+        op.launcher(x, weight, offs, biases=bias)
