@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import distributed_layout
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -283,10 +282,7 @@ def main() -> None:
     parser.add_argument("--span", type=float, default=0.2)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path)
-    options = distributed_layout.options_of(parser).parse_args()
-    if options.layout:
-        distributed_layout.run(options)
-        return
+    options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("ep",))

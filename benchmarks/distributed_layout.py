@@ -5,9 +5,9 @@
     fsdp       FSDP2 over all ranks, each with all experts
     experts    experts over all ranks, FSDP2 of the rest: tokens travel, copies and compute share a step
 
-    python benchmarks/distributed.py --layout reference --out FILE                        (eight CUDA devices)
-    python benchmarks/distributed.py --layout reference --backend gloo --ranks 8 --small  (eight CPU processes)
-    python benchmarks/distributed.py --layout fsdp --out FILE                             (any number of them)
+    python benchmarks/distributed_layout.py --layout reference --out FILE                        (eight CUDA devices)
+    python benchmarks/distributed_layout.py --layout reference --backend gloo --ranks 8 --small  (eight CPU processes)
+    python benchmarks/distributed_layout.py --layout fsdp --out FILE                             (any number of them)
 
 Built with `examples/pretrain.py`: whole steps, optimizer included, in turn without offload and with the Scheduler that
 follows the rank's plan of `offload.plan_pipeline`. What was to leave is the decrease of the peak that it predicts.
@@ -362,18 +362,19 @@ def run(options: argparse.Namespace) -> None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def options_of(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """What a layout takes besides `--out`."""
-    parser.add_argument("--layout", choices=LAYOUTS, help="distributed_layout.py, without torchrun")
+def main() -> None:
+    """The command, and what `torchrun` starts of it on every rank."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(".")[0])
+    parser.add_argument("--layout", choices=LAYOUTS, required=True)
     parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
     parser.add_argument("--ranks", type=int, default=0, help="all GPUs unless it is given")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--steps", type=int, default=2, help="of a visit")
     parser.add_argument("--seconds", type=float, default=60, help="of rounds, of each way")
-    return parser
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    (on_every_rank if "LOCAL_RANK" in os.environ else run)(options)
 
 
 if __name__ == "__main__":
-    whole = options_of(argparse.ArgumentParser())
-    whole.add_argument("--out", type=Path)
-    on_every_rank(whole.parse_args())
+    main()

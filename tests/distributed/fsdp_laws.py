@@ -225,7 +225,7 @@ def law_pretraining_resumes_bit_for_bit() -> None:
 
 
 def law_the_reference_layout_moves_what_its_plans_say() -> None:
-    """`benchmarks/distributed.py --layout reference` on half the ranks: gradients to the bit, all that was planned."""
+    """`distributed_layout.py --layout reference` on half the ranks: gradients to the bit, all that was planned."""
     layout_moves_what_its_plans_say("reference", (2, 1, 2))
 
 

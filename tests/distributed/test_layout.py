@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "distributed.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "distributed_layout.py"
 
 
 @pytest.mark.slow
