@@ -258,3 +258,24 @@ def test_a_coefficient_that_is_set_later_publishes_the_loss() -> None:
     moe["router"].z_loss = 0.5
     _, loss = moe(x, returns="router_loss")
     assert loss > 0
+
+
+@pytest.mark.parametrize("disabled", [(), ("norm_linear",), ("norm_linear", "norm_add")])
+def test_a_tap_that_is_renamed_before_the_backward_keeps_its_gradient(
+    disabled: tuple[str, ...],
+) -> None:
+    """By each rule over a Tap, and by none."""
+
+    def step(renamed: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        ops = fo.ops.Tap("a"), fo.ops.Linear(8, 8, bias=False), fo.ops.Add("a")
+        model = fo.Sequential(*ops, fo.ops.Tap("b"), fo.ops.RMSNorm(8), fo.ops.Linear(8, 8))
+        x = torch.randn(4, 8).requires_grad_()
+        with fo.fusion(disable=disabled):
+            y, h = model(x, returns="b")
+            if renamed:
+                model[0].writes, model[3].writes = ("c",), ("d",)
+            (y.sum() + h.square().sum()).backward()
+        return [x.grad, *(p.grad for p in model.parameters())]
+
+    check_equal(step(True), step(False))

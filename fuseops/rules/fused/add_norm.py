@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fuseops.ops.linear import LinearSaved, linear
 from fuseops.ops.op import Call, FusedOp, Grads, Out
-from fuseops.ops.structure import AddSaved, NothingSaved
+from fuseops.ops.structure import AddSaved, NothingSaved, of_tap
 
 
 class AddNorm(FusedOp):
@@ -47,8 +47,8 @@ class NormAdd(FusedOp):
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        add, tap, norm = cast(Any, self.members)
-        dh, needs = dside.get(tap.writes[0]), calls[2].needs
+        add, _, norm = cast(Any, self.members)
+        dh, needs = of_tap(dside), calls[2].needs
         params = dict.fromkeys(needs - {"x"})
         if dy is not None:
             found = norm.grads(saved[2], dy, needs, dh)

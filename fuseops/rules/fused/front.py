@@ -14,7 +14,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.ops.norms import LayerNorm, Normed, RMSNorm
 from fuseops.ops.op import Call, Grads, Op
-from fuseops.ops.structure import Add, AddSaved, Tap
+from fuseops.ops.structure import Add, AddSaved, Tap, of_tap
 from fuseops.recipes import Layout, Quantized, Scaling
 from fuseops.recipes.numbers import Measuring, watching
 from fuseops.recipes.scaling import SQUARE, VECTOR
@@ -135,7 +135,7 @@ class Front:
         if self.norm is None:
             return ()
         needs = calls[-1].needs
-        dh = dside.get(self.tap.writes[0]) if self.tap is not None else None
+        dh = of_tap(dside)
         params = dict.fromkeys(needs - {"x"})
         if dy is not None:
             if s.x is not None and s.x.dtype is not dy.dtype:

@@ -39,7 +39,6 @@ from fuseops.ops.linear import (
     input_operand,
     saved_input,
     weight_rows,
-    wgrad_input,
 )
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.ops.splits import check_splits
@@ -48,11 +47,11 @@ from fuseops.recipes import Operand
 from fuseops.torch_private import held_once, is_fake
 
 from . import coded_swiglu, dswiglu, quantized_order
+from .activated import WEIGHTS, through_activation
 
 Tensors = Mapping[str, Tensor]
 # a tensor, and the index of its rows: None for all, in order
 Rows = tuple[Operand | None, Tensor | None]
-WEIGHTS = frozenset({"weight", "down", "up"})
 SUMS = frozenset({"bias", "probs"})  # gradients that sum dy as it is
 Source = Callable[..., Rows]
 Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
@@ -215,8 +214,8 @@ class GroupedMLP(FusedOp):
         call = calls[0]
         if call.precision.roles is not None:
             h = self.hidden(s, call, index)
-            kept = h if need_h else None
-            if self.why_not_codes(s, h, calls) is None:
+            kept, reads_dh = h if need_h else None, not call.needs.isdisjoint(SUMS)
+            if coded_swiglu.why_apart(s.form, h, call, calls[2], reads_dh) is None:
                 probs = s.probs if self.scaled else None
                 return kept, coded_swiglu.forward(h, probs, s.offs, calls[2])
             return kept, self.activation(high(h), s)
@@ -232,11 +231,6 @@ class GroupedMLP(FusedOp):
             return K.grouped_swiglu(x, weight, offs, tiles, probs, index, need_h, bias, *form)
         h = self.hidden(s, call, index)
         return h if need_h else None, self.activation(h, s)  # type: ignore[arg-type]
-
-    def why_not_codes(self, s: GroupedMLPSaved, h: Operand, calls: tuple[Call, ...]) -> str | None:
-        """Why SwiGLU and its backward write tensors; None where they write the operands of the GEMMs around them."""
-        reads_dh = not calls[0].needs.isdisjoint(SUMS)
-        return coded_swiglu.why_apart(s.form, h, calls[0], calls[2], reads_dh)
 
     def output(self, s: GroupedMLPSaved, a: Operand, call: Call) -> Tensor:
         """y = fc2(a), in the precision of its call."""
@@ -298,8 +292,10 @@ class GroupedMLP(FusedOp):
             dh, a, dprobs = dswiglu.run(operands, dy, h, dy_index, last, spare)
         else:
             between, above = [h, above.x], replaced(above, x=None)
-            h = None
-            dh, a, dprobs = self._through_activation(s, between, calls, spare)
+            h, probs = None, s.probs if self.scaled else None
+            need_dh, reads_dh = bool(first.needs), not first.needs.isdisjoint(SUMS)
+            given = s.form, probs, s.offs, between, calls, need_dh, reads_dh, spare
+            dh, a, dprobs = through_activation(*given)
         taken, of_a = [dh], [(a, None)]
         width = None if dh is None else dh.shape[1]
         del h, dh, a, dy
@@ -317,64 +313,6 @@ class GroupedMLP(FusedOp):
         if parts:
             weight2(of_a.pop, parts)
         return below, Grads(side={"probs": dprobs} if "probs" in act.needs else None), above
-
-    def _through_activation(
-        self, s: GroupedMLPSaved, between: list[Any], calls: tuple[Call, ...], spare: bool
-    ) -> tuple[Operand | None, Operand | None, Tensor | None]:
-        """dh, the activation as fc2's weight gradient reads it, dprobs.   between: h and da, which are taken out
-
-        One pass over h makes what is wanted, but for tensors that a recipe quantizes: there the peak would be, and the
-        activation is made when da has gone.
-        """
-        first, act, last = calls
-        roles = last.precision.roles
-        da, h = between.pop(), between.pop()
-        if h is None:
-            return None, None, None
-        dh: Tensor | None = None
-        a: Any = None
-        dprobs: Tensor | None = None
-        if roles is not None:
-            codes = da is not None and first.needs and self.why_not_codes(s, h, calls) is None
-            if codes and coded_swiglu.whole_squares(da):
-                probs = s.probs if self.scaled else None
-                return coded_swiglu.backward(da, h, probs, s.offs, first, last)
-            h = high(h)
-        need_a = not last.needs.isdisjoint(WEIGHTS)
-        if da is not None:
-            wanted = bool(first.needs), "probs" in act.needs, need_a and roles is None
-            dh, dprobs, a = self.activation_bwd(da, h, s, *wanted, spare)
-            del da
-        if need_a and a is None:
-            a = self.activation(h, s)
-            del h
-            a = a if roles is None else wgrad_input(a, last, s.offs)
-        return dh, a, dprobs
-
-    def activation_bwd(
-        self,
-        da: Tensor,
-        h: Tensor,
-        s: GroupedMLPSaved,
-        need_dh: bool,
-        need_dprobs: bool,
-        need_a: bool,
-        spare: bool = False,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """dh, dprobs and the activation, in one pass over h. dh takes the place of a spare h where a kernel runs."""
-        kind, *options = s.form  # type: ignore[misc]
-        probs = s.probs if self.scaled else None
-        if not need_dh:
-            return None, K.act_dprobs(da, h, kind, *options), None
-        if probs is None and not need_a:
-            return K.act_bwd(da, h, kind, *options), None, None
-        wanted: Any = (probs, kind, need_dprobs, need_a, *options)
-        if spare and h.is_contiguous() and K.scaled_act_bwd_into.launches((h, da, probs), {}):
-            dh = h
-            dprobs, a = K.scaled_act_bwd_into(h, da, *wanted)
-        else:
-            dh, dprobs, a = K.scaled_act_bwd(da, h, *wanted)
-        return dh, dprobs, a if need_a else None
 
 
 def without_h(saved: GroupedMLPSaved) -> tuple[GroupedMLPSaved, list[Any]]:

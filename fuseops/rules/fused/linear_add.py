@@ -13,7 +13,7 @@ from torch import Tensor
 from fuseops.ops.elementwise import ConstantScale, ConstantScaleSaved
 from fuseops.ops.linear import LinearSaved
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
-from fuseops.ops.structure import Add, AddSaved
+from fuseops.ops.structure import Add, AddSaved, of_tap
 
 from .halves import backward
 
@@ -90,7 +90,7 @@ class TapLinear(FusedOp):
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
         tap, _ = self.members
-        published, weight = dside[tap.writes[0]], saved[1].weight
+        published, weight = of_tap(dside), saved[1].weight
         call = calls[1]
         joins = dy is not None and published is not None and "x" in call.needs
         if joins and published.dtype is dy.dtype:  # type: ignore[union-attr]

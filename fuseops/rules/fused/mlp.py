@@ -30,13 +30,13 @@ from fuseops.ops.linear import (
     linear,
     saved_input,
     weight_rows,
-    wgrad_input,
 )
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, new, numel, replaced
 from fuseops.recipes import Operand
 from fuseops.torch_private import is_fake
 
 from . import coded_swiglu
+from .activated import flat, through_activation
 from .front import Front, FrontSaved, Tensors
 from .halves import backward, shaped
 
@@ -144,14 +144,13 @@ class DenseMLP(FusedOp):
             return h, K.act_fwd(h, *s.form)  # type: ignore[misc]
         hidden = self.hidden(s, y, call)
         if self.why_not_codes(s.form, hidden, calls) is None:
-            return hidden, coded_swiglu.forward(_rows(hidden), None, None, calls[-1])
+            return hidden, coded_swiglu.forward(flat(hidden), None, None, calls[-1])
         return hidden, K.act_fwd(high(hidden), *s.form)  # type: ignore[misc]
 
     def why_not_codes(self, form: Form | None, h: Operand, calls: tuple[Call, ...]) -> str | None:
         """Why SwiGLU and its backward write tensors; None where they write the operands of the GEMMs around them."""
-        biases = (call for call in calls[self.at : self.last] if "bias" in call.needs)
-        reads_dh = next(biases, None) is not None
-        return coded_swiglu.why_apart(form, _rows(h), calls[self.at], calls[-1], reads_dh)
+        reads_dh = any("bias" in call.needs for call in calls[self.at : self.last])
+        return coded_swiglu.why_apart(form, flat(h), calls[self.at], calls[-1], reads_dh)
 
     def bwd(
         self,
@@ -204,45 +203,14 @@ class DenseMLP(FusedOp):
         else:
             between, grads = [h, grads.x], Grads(None, grads.params)
             del h
-            dh, a = self._activation_bwd(s.form, between, calls)
+            trio = first, calls[self.last - 1], call
+            reads_dh = any("bias" in call.needs for call in calls[self.at : self.last])
+            dh, a, _ = through_activation(s.form, None, None, between, trio, True, reads_dh)
             h = None
         del h, dy
         if weight_grad is not None:
             grads.params["weight"] = weight_grad(a)  # type: ignore[index, arg-type]
         return [dh], grads
-
-    def _activation_bwd(
-        self, form: Form | None, between: list[Any], calls: tuple[Call, ...]
-    ) -> tuple[Operand | None, Operand | None]:
-        """dh and the activation.   between: h and da, which are taken out
-
-        One pass over h makes both where both are wanted, but for tensors that a recipe quantizes: there the peak would
-        be, and a is made when da has gone.
-        """
-        first, last = calls[self.at], calls[-1]
-        da, h = between.pop(), between.pop()
-        if h is None or form is None:
-            return None, None
-        codes = da is not None and first.needs and first.precision.roles
-        if codes and self.why_not_codes(form, h, calls) is None:
-            rows = _rows(da)
-            if coded_swiglu.whole_squares(rows):
-                return coded_swiglu.backward(rows, _rows(h), None, None, first, last)[:2]
-        need_a, dh, h = "weight" in last.needs, None, high(h)
-        if da is not None:
-            if h.dim() != da.dim():
-                h = h.reshape(*da.shape[:-1], h.shape[-1])
-            if need_a and last.precision.roles is None:
-                kind, *options = form
-                dh, _, a = K.scaled_act_bwd(da, h, None, kind, False, True, *options)
-                return dh, a
-            dh = K.act_bwd(da, h, *form)
-            del da
-        if not need_a:
-            return dh, None
-        a, roles = K.act_fwd(h, *form), last.precision.roles
-        del h
-        return dh, a if roles is None else wgrad_input(a, last)
 
     def _bias_grads(self, dh: Any, calls: tuple[Call, ...]) -> tuple[Grads, ...]:
         """The Grads of the Bias op."""
@@ -292,11 +260,6 @@ class DenseMLP(FusedOp):
             yield f"the activation writes tensors, which are quantized: {why}"
 
 
-def _rows(x: Any) -> Any:
-    """Without leading axes, as codes are."""
-    return x.reshape(-1, x.shape[-1]) if isinstance(x, Tensor) else x
-
-
 def _why_apart(
     y: Any,
     weight: Tensor,
@@ -315,7 +278,7 @@ def _why_apart(
     if not SWIGLU.says(numel(y.shape[:-1]), tuple(weight.shape), y):
         return SLOWER
     kind: str = form[0]  # type: ignore[index]
-    return None if act_path(_rows(y), weight[None], kind=kind) else NO_PATH
+    return None if act_path(flat(y), weight[None], kind=kind) else NO_PATH
 
 
 def _why_apart_bwd(
@@ -328,7 +291,7 @@ def _why_apart_bwd(
         return "the reference runs"
     if not DSWIGLU.says(numel(dy.shape[:-1]), tuple(weight.shape[::-1]), dy):
         return SLOWER
-    path = act_bwd_path(_rows(dy), weight[None].transpose(1, 2), _rows(h))
+    path = act_bwd_path(flat(dy), weight[None].transpose(1, 2), flat(h))
     return None if path else NO_PATH
 
 
