@@ -1,8 +1,7 @@
 """What models are composed with: Sequential and Residual, and layers that are Sequentials: MoE."""
 
-from .moe import MoE as MoE
-from .sequential import Residual as Residual
-from .sequential import Sequential as Sequential
+from .moe import MoE
+from .sequential import Residual, Sequential
 
 __all__ = [
     "MoE",

@@ -57,11 +57,11 @@ def check_experts(chosen: Tensor, count: int) -> None:
     """Raise ShapeError unless a Router is given numbers of experts; beyond `count` is seen on the CPU only, where it
     costs no synchronisation, and not in traced code.
     """
-    if chosen.is_floating_point() or chosen.is_complex() or chosen.dtype is torch.bool:
+    if not integers(chosen):
         raise ShapeError(
             f"Router expects chosen of an int dtype, numbers of experts, got {chosen.dtype}."
         )
-    if _seen(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < count:
+    if seen(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < count:
         raise ShapeError(
             f"Router expects chosen from 0 to {count - 1}, of its {count} experts, got {int(chosen.min())} to "
             f"{int(chosen.max())}."
@@ -70,7 +70,7 @@ def check_experts(chosen: Tensor, count: int) -> None:
 
 def check_targets(op: str, targets: Tensor, classes: int, ignored: int) -> None:
     """Raise ShapeError for a target that is neither a class nor ignored, where that is seen, as of experts."""
-    if not _seen(targets):
+    if not seen(targets):
         return
     wrong = targets[((targets < 0) | (targets >= classes)) & (targets != ignored)]
     if wrong.numel():
@@ -80,8 +80,13 @@ def check_targets(op: str, targets: Tensor, classes: int, ignored: int) -> None:
         )
 
 
-def _seen(values: Tensor) -> bool:
-    """Whether there are values, which cost no synchronisation to look at."""
+def integers(t: Tensor) -> bool:
+    """Whether a tensor is of an int dtype."""
+    return not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+
+
+def seen(values: Tensor) -> bool:
+    """Whether there are values, which cost no synchronisation to look at, and no guard in traced code."""
     if torch.compiler.is_compiling() or type(values) not in PLAIN or values.device.type != "cpu":
         return False
     return values.numel() > 0 and not torch_private.is_batched(values)

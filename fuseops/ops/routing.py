@@ -8,6 +8,8 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
 
+from .checks import integers, seen
+
 
 class Routing(NamedTuple):
     """A `Routing` describes rows sorted by expert. A NamedTuple, so it is a pytree; fields are side inputs by name.
@@ -40,7 +42,7 @@ class Routing(NamedTuple):
         """
         counts = _as_counts(tokens_per_expert)
         ends = counts.cumsum(0, dtype=torch.int64)
-        if _checkable(counts):
+        if seen(counts):
             _check_counts(counts.long(), int(ends[-1]), probs)
         return cls(ends.to(device=device or counts.device, dtype=torch.int32), probs)
 
@@ -61,7 +63,7 @@ class Routing(NamedTuple):
                 f"from_topk expects experts and weights of one shape (tokens, k), got {tuple(experts.shape)} and "
                 f"{tuple(weights.shape)}."
             )
-        if not _integers(experts) or not weights.is_floating_point():
+        if not integers(experts) or not weights.is_floating_point():
             raise ShapeError(
                 "from_topk expects experts of an int dtype and weights of a float dtype, got "
                 f"{experts.dtype} and {weights.dtype}."
@@ -70,7 +72,7 @@ class Routing(NamedTuple):
             num_experts = int(experts.max()) + 1 if experts.numel() else 0
             if num_experts == 0:
                 raise ShapeError("from_topk: no copy has an expert, so pass num_experts.")
-        if _checkable(experts):
+        if seen(experts):
             for expert in (int(experts.min()), int(experts.max())):
                 if not -1 <= expert < num_experts:
                     raise ShapeError(f"from_topk: there is no expert {expert} among {num_experts}.")
@@ -97,7 +99,7 @@ class Routing(NamedTuple):
             )
         by_expert = chosen.t()
         size = int(chosen.sum()) if rows is None else rows
-        if _checkable(chosen) and size < int(chosen.sum()):
+        if seen(chosen) and size < int(chosen.sum()):
             raise ShapeError(f"from_multihot: {int(chosen.sum())} rows are chosen, rows={size}.")
         place = by_expert.flatten().cumsum(0).view_as(by_expert)  # 1 for the first row
         offs = place[:, -1] if place.numel() else place.new_zeros(len(by_expert))
@@ -114,13 +116,9 @@ def _as_counts(given: Any) -> Tensor:
         counts = torch.as_tensor(given, dtype=torch.int64 if empty else None)
     except (TypeError, ValueError, RuntimeError):
         raise ShapeError(f"{expected} {type(given).__name__}: {given!r}.") from None
-    if counts.dim() != 1 or not _integers(counts):
+    if counts.dim() != 1 or not integers(counts):
         raise ShapeError(f"{expected} {counts.dtype} of shape {tuple(counts.shape)}.")
     return counts
-
-
-def _integers(t: Tensor) -> bool:
-    return not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
 
 
 def _check_counts(counts: Tensor, total: int, probs: Tensor | None) -> None:
@@ -140,13 +138,6 @@ def _check_tensors(builder: str, **given: Any) -> None:
     for name, t in given.items():
         if not isinstance(t, Tensor):
             raise ShapeError(f"{builder} expects {name} to be a tensor, got {type(t).__name__}.")
-
-
-def _checkable(t: Tensor) -> bool:
-    """Whether a look at the values costs no synchronisation, and there are some."""
-    if torch.compiler.is_compiling():  # where a size may be unknown
-        return False
-    return t.device.type == "cpu" and bool(t.numel())
 
 
 def _of_rows(weights: Tensor, pos: Tensor, index: Tensor) -> Tensor:

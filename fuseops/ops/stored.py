@@ -178,7 +178,8 @@ def masters(model: nn.Module) -> list[nn.Parameter]:
 
     A master begins as what the codes stand for. The gradients of its weight are moved to it, in float32, after each
     backward; before the next forward reads the codes they are made of it anew, or when `fuseops.weights_changed(model)`
-    says so (in place, for a captured graph). It is in the op's state_dict, as `weight_master`.
+    says so (in place, for a captured graph). It is in the op's state_dict, as `weight_master`, and no parameter of the
+    model: zero and clip the gradients of what the optimizer has, not of `model.parameters()`.
     Raises FuseOpsError for an op that adds its gradients to `main_grad`, where a master does not see them.
     """
     if not isinstance(model, nn.Module):

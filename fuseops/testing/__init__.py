@@ -3,10 +3,9 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .contract import assert_bwd_is_vjp as assert_bwd_is_vjp
-from .fused import assert_fused_matches_unfused as assert_fused_matches_unfused
-from .fused import bisect as bisect
-from .shadowed import assert_no_rule_is_shadowed as assert_no_rule_is_shadowed
+from .contract import assert_bwd_is_vjp
+from .fused import assert_fused_matches_unfused, bisect
+from .shadowed import assert_no_rule_is_shadowed
 
 if TYPE_CHECKING:
     from . import strategies as strategies
