@@ -102,6 +102,7 @@ class MoE(Sequential):
             expert_bias=expert_bias, groups=groups, top_groups=top_groups, balance_loss=balance_loss,
             z_loss=z_loss, replay=replay, **where,
         )  # fmt: skip
+        injects = aux == "inject" and "router_loss" in route.writes
         linear = {
             "accumulate_into_main_grad": accumulate_into_main_grad,
             "delay_wgrad": delay_wgrad,
@@ -111,7 +112,7 @@ class MoE(Sequential):
             "shared": shared,
             "swap": ops.Swap("tokens", "shared") if shared else None,
             "router": route,
-            "inject": ops.InjectLoss().to(device) if _injects(aux, route) else None,
+            "inject": ops.InjectLoss().to(device) if injects else None,
             "dispatch": dispatch or ops.Dispatch(num_experts, capacity_factor),
             "permute": ops.Permute(top_k),
             **_experts(dispatch, num_experts, dim, ffn, act, bias, linear | where),
@@ -265,14 +266,6 @@ def scaled(activation: str | ScaledActivation) -> ScaledActivation:
     return ACTIVATIONS[activation][0]()
 
 
-def _gated(act: Activation | ScaledActivation) -> bool:
-    return act.kind in K.GATES
-
-
-def _injects(aux: str, router: ops.Router) -> bool:
-    return aux == "inject" and "router_loss" in router.writes
-
-
 def _experts(
     dispatch: Op[Any] | None,
     num_experts: int,
@@ -285,7 +278,9 @@ def _experts(
     """The MLPs of the experts that are here: all of them, or those of the dispatcher."""
     here: int = num_experts if dispatch is None else dispatch.num_experts  # type: ignore[assignment]
     return {
-        "fc1": ops.GroupedLinear(here, dim, ffn * (1 + _gated(act)), bias=bias, **options),
+        "fc1": ops.GroupedLinear(
+            here, dim, ffn * (1 + (act.kind in K.GATES)), bias=bias, **options
+        ),
         "act": act,
         "fc2": ops.GroupedLinear(here, ffn, dim, bias=bias, scale_bias=True, **options),
     }
@@ -315,7 +310,7 @@ def _shared(
     hidden = shared * ffn
     return Sequential(
         {
-            "fc1": ops.Linear(dim, hidden * (1 + _gated(act)), bias=bias, **where),
+            "fc1": ops.Linear(dim, hidden * (1 + (act.kind in K.GATES)), bias=bias, **where),
             "act": act,
             "fc2": ops.Linear(hidden, dim, bias=bias, **where),
         }

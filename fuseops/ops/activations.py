@@ -12,7 +12,7 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 
 from .checks import check_probs, refuse_inplace
-from .op import Call, Grads, Op, Out, Shape
+from .op import Call, Grads, Op, Out, S, Shape
 
 Form = tuple[Any, ...]  # what the kernels take of an activation: its kind, and its options
 
@@ -31,20 +31,33 @@ class ScaledActivationSaved(NamedTuple):
     form: Form | None = None  # as above
 
 
-class Activation(Op[ActivationSaved]):
-    """y = act(x), elementwise, or gated.   (..., F) -> (..., F), or (..., 2F) -> (..., F)
+class _Act(Op[S]):
+    """An `_Act` is an activation of a kind, one of `kernels.activation.KINDS`, with its options."""
 
-    A member of the family sets `kind`, one of `kernels.activation.KINDS`.
-    """
-
-    saves_for = {"x": ("x", "form")}
     floats = True
     kind: str
     # what the kernels take behind `kind`: interleave, alpha, limit, offset
     options: tuple[Any, ...] = ()
 
     def out_shape(self, shape: Shape) -> Shape:
-        return after_activation(self, shape, self.kind, self.options)
+        if self.kind not in K.GATES:
+            return shape
+        step = 2 * max(self.options[0] if self.options else 0, 1)
+        if not shape or shape[-1] % step:
+            raise ShapeError(
+                f"{type(self).__name__} expects [gate | up] on the last axis, a multiple of {step}, got shape "
+                f"{tuple(shape)}."
+            )
+        return (*shape[:-1], shape[-1] // 2)
+
+
+class Activation(_Act[ActivationSaved]):
+    """y = act(x), elementwise, or gated.   (..., F) -> (..., F), or (..., 2F) -> (..., F)
+
+    A member of the family sets `kind`.
+    """
+
+    saves_for = {"x": ("x", "form")}
 
     def fwd(self, x: Tensor) -> Out:
         form = form_of(self)
@@ -55,7 +68,7 @@ class Activation(Op[ActivationSaved]):
         return Grads(K.act_bwd(dy, saved.x, *form))  # type: ignore[arg-type]
 
 
-class ScaledActivation(Op[ScaledActivationSaved]):
+class ScaledActivation(_Act[ScaledActivationSaved]):
     """y = act(x) * probs, one probability a row, with one rounding.   x (R, F) or (R, 2F), probs (R,) -> (R, F)
 
     A member of the family sets `kind` and `options`, as of `Activation`.
@@ -63,9 +76,6 @@ class ScaledActivation(Op[ScaledActivationSaved]):
 
     reads = ("probs",)
     saves_for = {"x": ("x", "probs", "form"), "probs": ("x", "form")}
-    floats = True
-    kind: str
-    options: tuple[Any, ...] = ()
 
     def __init__(self, *, probs: str = "probs") -> None:
         """probs: the name that the Sequential knows the probabilities by."""
@@ -74,9 +84,6 @@ class ScaledActivation(Op[ScaledActivationSaved]):
 
     def extra_repr(self) -> str:
         return ", ".join(self.renamed())
-
-    def out_shape(self, shape: Shape) -> Shape:
-        return after_activation(self, shape, self.kind, self.options)
 
     def fwd(self, x: Tensor, *, probs: Tensor) -> Out:
         check_probs(type(self).__name__, x, probs)
@@ -97,19 +104,6 @@ class ScaledActivation(Op[ScaledActivationSaved]):
 def form_of(act: Any) -> Form:
     """What the kernels take of an activation as it is now."""
     return (act.kind, *act.options)
-
-
-def after_activation(op: Op[Any], shape: Shape, kind: str, options: tuple[Any, ...]) -> Shape:
-    """Shape after an activation.  Raises ShapeError for a width that has no gate and up."""
-    if kind not in K.GATES:
-        return shape
-    step = 2 * max(options[0] if options else 0, 1)
-    if not shape or shape[-1] % step:
-        raise ShapeError(
-            f"{type(op).__name__} expects [gate | up] on the last axis, a multiple of {step}, got shape "
-            f"{tuple(shape)}."
-        )
-    return (*shape[:-1], shape[-1] // 2)
 
 
 class SiLU(Activation, nn.SiLU):

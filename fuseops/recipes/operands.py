@@ -140,7 +140,8 @@ def _operand(
         rows, columns = (None if t is None else Layout(t, scale) for t in (data, turned))
         return Quantized(rows, columns, scaling, offs, x.dtype)
     if scaling.block is None:
-        rows, columns = _by_tensor(x, scaling, offs, row, col, amax)
+        data, turned, scale = K.quantize_groups(x, offs, scaling.data, row, col, amax)
+        rows, columns = Layout(data, scale) if row else None, Layout(turned, scale) if col else None
     else:
         rows, columns = _by_vector(x, scaling, offs, row, col)
     return Quantized(rows, columns, scaling, offs, x.dtype)
@@ -171,19 +172,6 @@ def amax_of_rows(x: Tensor, scaling: Scaling, offs: Tensor, index: Tensor) -> Te
     if scaling.block is not None:
         return None
     return K.amax_of_groups(K.amax_of_tokens(x, 1)[index], offs)
-
-
-def _by_tensor(
-    x: Tensor,
-    scaling: Scaling,
-    offs: Tensor | None,
-    row: bool,
-    col: bool,
-    amax: Tensor | None,
-) -> Layouts:
-    """One scale of the tensor's own, or one a group, for both layouts."""
-    data, columns, scale = K.quantize_groups(x, offs, scaling.data, row, col, amax)
-    return Layout(data, scale) if row else None, Layout(columns, scale) if col else None
 
 
 def _by_format(

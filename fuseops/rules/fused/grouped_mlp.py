@@ -262,13 +262,10 @@ class GroupedMLP(FusedOp):
         held: h and dy, which are taken out. source: the rows of x, for a product of that many features. finish: what
         becomes of dx (R, D). dh is written over an h that nobody else holds. Another one goes before the gradients of
         weights are made, dy when fc2's is there, and the rows of dx before the last of them: there the peak would be.
-        dx_first: fc2's waits, with a and dy, until `finish` has had dx, which may travel then. Where the peak of a
-        recipe would be above that of high precision, it is made last (`quantized_order`).
+        dx_first: fc2's waits, with a and dy, until `finish` has had dx, which may travel then. A recipe may make it
+        last, for its peak (`quantized_order`).
         """
-        first, act, last = calls
-        scale1, scale2 = (s.probs if scaled else None for scaled in (self.scale1, self.scale2))
-        fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, scale1, s.down1, s.up1)
-        fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, scale2, s.down2, s.up2)
+        (first, act, last), (fc1, fc2) = calls, self._gemms(s)
         dy: Any = held.pop()
         quantized, parts, fused = first.precision.roles is not None, 0, False
         spare = not (quantized or torch.compiler.is_compiling())
@@ -301,8 +298,9 @@ class GroupedMLP(FusedOp):
         del h, dh, a, dy
         if not (dx_first or parts):
             weight2(of_a.pop)
-        below, weight1 = Grads(), None
-        if width is not None:
+        if width is None:
+            below, weight1 = Grads(), None
+        else:
             below, weight1 = _backward(fc1, taken.pop(), first)  # type: ignore[arg-type]
             if below.x is not None:
                 below = replaced(below, x=finish(below.x, dprobs))
@@ -313,6 +311,14 @@ class GroupedMLP(FusedOp):
         if parts:
             weight2(of_a.pop, parts)
         return below, Grads(side={"probs": dprobs} if "probs" in act.needs else None), above
+
+    def _gemms(self, s: GroupedMLPSaved) -> tuple[GroupedLinearSaved, GroupedLinearSaved]:
+        """What fc1 and fc2 have saved, but for x."""
+        scale1, scale2 = (s.probs if scaled else None for scaled in (self.scale1, self.scale2))
+        return (
+            GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, scale1, s.down1, s.up1),
+            GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, scale2, s.down2, s.up2),
+        )
 
 
 def without_h(saved: GroupedMLPSaved) -> tuple[GroupedMLPSaved, list[Any]]:
