@@ -6,8 +6,8 @@ fp8_amax_history  (L, 3, G)  those of the last steps, the latest first
 fp8_scale         (3, G)     what x is multiplied by before it is rounded; 0 before the first step
 The state advances once a step: when the optimizer of the op's parameters has stepped (see `_follow`), or at
 `fuseops.weights_changed`. A step that saw nothing,
-or zeros alone, leaves it as it is, so that whoever comes second advances nothing. A recomputation sees what its forward
-saw. Everything stays on the device.
+or zeros alone, or an infinity, leaves it as it is, so that whoever comes second advances nothing. A recomputation sees
+what its forward saw. Everything stays on the device.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from fuseops.errors import FuseOpsError
 
 from .scaling import Scaling
 
+INFINITE = torch.finfo(torch.float32).max  # the amax of what holds an infinity: see `magnitude`
 ROLES = ("input", "weight", "grad_output")
 AMAX, HISTORY, SCALE = "fp8_amax", "fp8_amax_history", "fp8_scale"
 See = Callable[[Tensor], Tensor]
@@ -107,7 +108,7 @@ class ScaleState:
         amax, history, scale = (self.buffers[name] for name in (AMAX, HISTORY, SCALE))
         if amax is None or history is None or scale is None:
             return
-        seen = amax > 0
+        seen = (amax > 0) & (amax < INFINITE)  # of an infinity, by which all else rounds to zero
         history.copy_(torch.where(seen, torch.cat([amax[None], history[:-1]]), history))
         wanted = recipe.amax_of(history)
         usable = seen & (wanted > 0) & wanted.isfinite()
