@@ -236,3 +236,35 @@ def test_a_transcriber_knows_a_tensor_by_itself() -> None:
     number = id(x)
     del x
     assert seen.slots[number][0]() is None
+
+
+# --- on a GPU, where launches are written down
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [64, 512])
+@pytest.mark.parametrize("name", ["mlp", "linears"])
+def test_a_repeated_step_on_a_gpu(name: str, rows: int) -> None:
+    """On another stream too, and for operands that lie elsewhere in memory; 512 rows take kernels of grouped GEMMs."""
+    where: Any = {"device": "cuda", "dtype": torch.bfloat16}
+    ops = (
+        fo.ops.RMSNorm(512, **where),
+        fo.ops.Linear(512, 2048, bias=False, **where),
+        fo.ops.SwiGLU(),
+        fo.ops.Linear(1024, 512, bias=False, **where),
+    )
+    chain = (fo.ops.Linear(512, 512, **where) for _ in range(4))
+    model = fo.Residual(*ops) if name == "mlp" else fo.Sequential(*chain)
+    other = torch.cuda.Stream()
+    for k in range(24):
+        memory = torch.randn(rows * 512 + 8, **where)
+        x = memory[(k % 3 == 2) :][: rows * 512].view(rows, 512).requires_grad_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other if k % 8 > 4 else torch.cuda.current_stream()):
+            found = step(model, x), step(copy.deepcopy(model), x)
+            torch.cuda.synchronize()
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours, theirs)
+    (seg,) = segments(model)
+    written = [len(alike.again) for alike in seg.repeats.kinds.values()]
+    assert len(written) == 2 and all(written)
