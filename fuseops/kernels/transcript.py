@@ -84,11 +84,13 @@ class Transcriber(TorchDispatchMode):
         self.kept: dict[int, Tensor] = {}  # by slot: what is kept for one stream
         self.why: str | None = None
         self.early = False
-        self.operands, self.index = len(operands), operands[0].get_device()
+        self.index = operands[0].get_device()
         self.stream = torch_private.current_stream(self.index)[0] if self.index >= 0 else 0
-        for t in operands:
+        distinct = [*{id(t): t for t in operands}.values()]
+        for t in distinct:
             self._put(t)
-        self.check = torch_private.tensor_guard(operands)
+        self.given = [self.slots[id(t)][1] for t in operands]  # the slot of each operand
+        self.operands, self.check = len(distinct), torch_private.tensor_guard(distinct)
 
     # --- what is seen
 
@@ -159,7 +161,7 @@ class Transcriber(TorchDispatchMode):
         number, at = len(self.memory), None if base is None else self._slot(base)
         root = number if at is None else self.memory[at].root
         self.begins.append(t.data_ptr())
-        self.memory.append(Memory(root, t.data_ptr() - self.begins[root]))
+        self.memory.append(Memory(root, t.data_ptr() - self.begins[root] if t.numel() else 0))
         self.slots[id(t)] = weakref.ref(t), number
         return number
 
@@ -226,8 +228,15 @@ class _Writer:
             for s in _slots_in([s.args for s in self.steps if _stands(s)])
         ):
             return None
-        lines = ["def again(given):", " if not check(*given): return None"]
-        lines += [f" {', '.join(f't{k}' for k in range(seen.operands))}, = given"]
+        first = [seen.given.index(k) for k in range(seen.operands)]
+        fits = [
+            f"given[{at}] is given[{first[k]}]" for at, k in enumerate(seen.given) if first[k] < at
+        ]
+        fits.append(
+            f"check({', '.join(f'given[{at}]' for at in first)})" if fits else "check(*given)"
+        )
+        lines = ["def again(given):", f" if not ({' and '.join(fits)}): return None"]
+        lines += [f" {', '.join(f't{k}' for k in seen.given)}, = given"]
         lines += [*self._ready(), " given.clear()"]
         last = self._last_uses()
         lines += self._let_go(last, -1)
@@ -350,14 +359,11 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def transcribable(operands: Sequence[Tensor]) -> bool:
-    """Whether these are plain tensors, whose addresses say which memory they are."""
+    """Whether these are plain tensors, which have addresses of their own."""
     return all(
-        type(t) in PLAIN
-        and t.layout is torch.strided
-        and t.numel()
-        and not torch_private.is_batched(t)
+        type(t) in PLAIN and t.layout is torch.strided and not torch_private.is_batched(t)
         for t in operands
-    ) and len({*map(id, operands)}) == len(operands)
+    )
 
 
 @contextmanager

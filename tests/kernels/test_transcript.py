@@ -77,8 +77,9 @@ def ops_of(kind):
     }[kind]
 
 
+@pytest.mark.parametrize("rows", [6, 1, 0])
 @pytest.mark.parametrize("kind", ["mlp", "norms", "linears"])
-def test_a_repeated_step_launches_what_its_ops_do(kind, by_address, monkeypatch):
+def test_a_repeated_step_launches_what_its_ops_do(kind, rows, by_address):
     model = fo.Residual(*ops_of(kind))
 
     def step(of, x):
@@ -88,7 +89,7 @@ def test_a_repeated_step_launches_what_its_ops_do(kind, by_address, monkeypatch)
 
     per_step = []
     for k in range(6):
-        x = torch.randn(6, 16, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(rows, 16, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         by_address.clear()
         found = step(model, x)
         per_step.append(len(by_address))
@@ -97,10 +98,12 @@ def test_a_repeated_step_launches_what_its_ops_do(kind, by_address, monkeypatch)
         for ours, theirs in zip(found, expected, strict=True):
             assert torch.equal(ours, theirs)
         assert len(by_address) == per_step[-1], k
-    assert per_step[-1] == per_step[-2] > 0
+    assert per_step[-1] == per_step[-2]
     (run,) = (piece for _, piece in model._runner.pieces)
     nodes = [seg for seg in next(iter(run.last.plans.values())).segments if seg.kind == "node"]
     kinds = [alike for seg in nodes for alike in seg.repeats.kinds.values()]
     assert len(kinds) == 2 * len(nodes) and all(alike.again for alike in kinds)
     launching = [a for alike in kinds for a, _ in alike.again if "stream_of" in a.__code__.co_names]
-    assert len(launching) >= (1 if kind == "linears" else 2)  # whose forward is a product alone
+    assert len(launching) >= (1 if kind == "linears" else 2) * (
+        rows > 0
+    )  # whose forward is a product alone
