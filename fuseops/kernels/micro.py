@@ -15,11 +15,12 @@ Hardware: sm_89 and later, which convert to FP8; others run the twin, as sizes a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fuseops.errors import FuseOpsError
 from fuseops.kernels.configs import Space
 from fuseops.kernels.formats import (
     E2M1,
@@ -34,18 +35,30 @@ from fuseops.kernels.formats import (
 from fuseops.kernels.groups import column_offs, columns_of, padding_mask
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.quantize import FORMATS, fp8_op, too_large
+from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import floats, ints, on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, require
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2
 
 
-def _quantize_micro(
-    x: Tensor,
-    data: torch.dtype,
-    layout: str = "row",
-    offs: Tensor | None = None,
-    amax: Tensor | None = None,
-    swizzle: bool = False,
-) -> tuple[Tensor, Tensor]:
+class MicroLayout(NamedTuple):
+    """A `MicroLayout` says of what codes and scales in small blocks are made, and how they lie: "row" or "col".
+
+    offs     (E,) int32 row ends of groups
+    amax     of NVFP4, the largest magnitude of x, (), or of each group, (E,)
+    swizzle  scales are (ceil(high/128), ceil(S/4), 32, 4, 4), zeros where there is none
+    """
+
+    x: Tensor
+    data: torch.dtype
+    layout: str = "row"
+    offs: Tensor | None = None
+    amax: Tensor | None = None
+    swizzle: bool = False
+
+
+@of_fields(MicroLayout)
+def _quantize_micro(p: MicroLayout) -> tuple[Tensor, Tensor]:
+    x, data, layout, offs, amax, swizzle = p
     rows, form, turn = x.shape[0], micro_format(data), layout == "col"
     tokens = rows
     if turn:
@@ -88,9 +101,8 @@ def _cases() -> Iterator[tuple[Any, ...]]:
     yield on_meta(8191, 100), E2M1, "row", None, one, False
 
 
-def _fake(
-    x: Tensor, data: torch.dtype, layout: str = "row", offs: Any = None, amax: Any = None, swizzle: bool = False
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _outputs(p: MicroLayout) -> tuple[Tensor, Tensor]:
+    x, data, layout, offs, _, swizzle = p
     (rows, k), form, four, turned = x.shape, micro_format(data), data is E2M1, layout == "col"
     columns = cdiv(rows, 128) * 128 if offs is None else (rows // 128 + len(offs)) * 128
     high, wide = (k, columns) if turned else (rows, k)
@@ -101,37 +113,28 @@ def _fake(
     return codes, x.new_empty(scale, dtype=torch.uint8)
 
 
-@fp8_op(twin=_quantize_micro, fake=_fake, cases=_cases)
-def quantize_micro(
-    x: Tensor,
-    data: torch.dtype,
-    layout: str = "row",
-    offs: Tensor | None = None,
-    amax: Tensor | None = None,
-    swizzle: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of one layout, "row" or "col"; scales as bytes, in their format E8M0 or E4M3.
-
-    offs: (E,) int32 row ends of groups.
-    amax: of NVFP4, the largest magnitude of x, (), or of each group, (E,).
-    swizzle: scales are (ceil(high/128), ceil(S/4), 32, 4, 4), zeros where there is none.
-    """
+@fp8_op(twin=_quantize_micro, fake=of_fields(MicroLayout)(_outputs), cases=_cases)
+@of_fields(MicroLayout)
+def quantize_micro(p: MicroLayout) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of one layout, "row" or "col"; scales as bytes, in their format E8M0 or E4M3."""
+    x, data, layout, offs, amax, swizzle = p
     four, groups = data is E2M1, 0 if offs is None else len(offs)
     check_axes("x", x, "(R, K)")
-    require(layout in LAYOUTS, f"layout is '{layout}', expected one of {', '.join(LAYOUTS)}.")
-    require(four or data in FORMATS, f"data is {data}, expected e4m3, e5m2 or e2m1.")
+    if layout not in LAYOUTS:
+        raise FuseOpsError(f"layout is '{layout}', expected one of {', '.join(LAYOUTS)}.")
+    if not four and data not in FORMATS:
+        raise FuseOpsError(f"data is {data}, expected e4m3, e5m2 or e2m1.")
     shape = () if offs is None else (groups,)
     given = None if amax is None else tuple(amax.shape)
-    require(
-        given == (shape if four else None), f"amax is {given}, expected {shape if four else None}."
-    )
+    if given != shape if four else None:
+        raise FuseOpsError(f"amax is {given}, expected {shape if four else None}.")
     x = as_rows(x)
     turned = layout == "col"
     if not x.numel() or too_large(x):
-        return _quantize_micro(x, data, layout, offs, amax, swizzle)
+        return _quantize_micro(*p)
     rows, k = x.shape
     columns = (rows // 128 + groups if groups else cdiv(rows, 128)) * 128
-    codes, scale = _fake(x, data, layout, offs, amax, swizzle)
+    codes, scale = _outputs(p)
     config = (NVFP4 if four else MXFP8).pick(rows, (k,), x)
     ends, whole = (scale if t is None else t.contiguous() for t in (offs, amax))
     launch(

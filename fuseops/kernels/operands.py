@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,12 @@ from fuseops.kernels.fp8 import dequantize
 from fuseops.kernels.groups import BLOCK, columns_of, padding_mask, place_of_row
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.quantize import FORMATS, fp8_op, matrix_shape, quantize_vectors
+from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import floats, ints, on_meta, tensor_bytes
 from fuseops.kernels.scales import SMALLEST, inverse_scale, magnitude, saturate
 from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, require
+
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _quantize_operand(x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True) -> Four:
@@ -97,15 +100,24 @@ def _values(h: Tensor, scale: Tensor | None) -> Tensor:
     return h if scale is None else dequantize(h, scale, "block", torch.bfloat16)
 
 
-def _swiglu_operand(
-    h: Tensor,
-    probs: Tensor | None,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-    row: bool = True,
-    col: bool = False,
-    h_scale: Tensor | None = None,
-) -> Four:
+class HiddenOperand(NamedTuple):
+    """A `HiddenOperand` is what an operand is made of that is swiglu(h) (* probs).
+
+    h_scale  (ceil(2F/128), R) of an h that is codes, and stands for bfloat16 values
+    """
+
+    h: Tensor
+    probs: Tensor | None
+    offs: Tensor | None
+    dtype: torch.dtype
+    row: bool = True
+    col: bool = False
+    h_scale: Tensor | None = None
+
+
+@of_fields(HiddenOperand)
+def _swiglu_operand(p: HiddenOperand) -> Four:
+    h, probs, offs, dtype, row, col, h_scale = p
     h = _values(h, h_scale)
     a = act_fwd.twin(h, "swiglu") if probs is None else scaled_act_fwd.twin(h, probs, "swiglu")
     if col:
@@ -114,18 +126,29 @@ def _swiglu_operand(
     return data, scale, data.new_empty(0), scale.new_empty(0)
 
 
+class GradientOperands(NamedTuple):
+    """`GradientOperands` are what operands are made of that are dh and a of a = swiglu(h) (* probs).
+
+    h_scale  (2F/128, R) of an h that is codes, and stands for bfloat16 values
+    """
+
+    da: Tensor
+    h: Tensor
+    probs: Tensor | None
+    offs: Tensor | None
+    dtype: torch.dtype
+    a_dtype: torch.dtype
+    row: bool = True
+    col: bool = True
+    act: bool = True
+    h_scale: Tensor | None = None
+
+
+@of_fields(GradientOperands)
 def _dswiglu_operand(
-    da: Tensor,
-    h: Tensor,
-    probs: Tensor | None,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-    a_dtype: torch.dtype,
-    row: bool = True,
-    col: bool = True,
-    act: bool = True,
-    h_scale: Tensor | None = None,
+    p: GradientOperands,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    da, h, probs, offs, dtype, a_dtype, row, col, act, h_scale = p
     h = _values(h, h_scale)
     by = torch.ones(h.shape[0], device=h.device) if probs is None else probs
     dh, dprobs, a = scaled_act_bwd.twin(da, h, by, "swiglu", probs is not None, True)
@@ -140,7 +163,6 @@ def _dswiglu_operand(
 
 SHIFT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 """The formats end at 1.75 * 2^SHIFT."""
-Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _tile(warps: int, rows: int = BLOCK, **more: int) -> Config:
@@ -252,23 +274,14 @@ def permute_operand(
 
 
 @fp8_op(twin=_swiglu_operand, cases=_swiglu_cases)
-def swiglu_operand(
-    h: Tensor,
-    probs: Tensor | None,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-    row: bool = True,
-    col: bool = False,
-    h_scale: Tensor | None = None,
-) -> Four:
-    """`quantize_operand` of swiglu(h) (* probs), rounded as h is.   (R, 2F), (R,) -> over (R, F)
-
-    h_scale: (ceil(2F/128), R) of an h that is codes, and stands for bfloat16 values.
-    """
+@of_fields(HiddenOperand)
+def swiglu_operand(p: HiddenOperand) -> Four:
+    """`quantize_operand` of swiglu(h) (* probs), rounded as h is.   (R, 2F), (R,) -> over (R, F)"""
+    h, probs, offs, dtype, row, col, h_scale = p
     h = _rows(h, dtype)
     rows, n = h.shape[0], h.shape[1] // 2
     if not h.numel() or not (row or col) or uneven(n, h) or not _split(h, h_scale):
-        return _swiglu_operand(h, probs, offs, dtype, row, col, h_scale)
+        return _swiglu_operand(*p)
     out, blocks = _outputs(h, rows, n, offs, dtype, row, col)
     if not col and n % BLOCK == 0 and fp8_paths.act_path(h, h, dtype) == "once":
         config = SWIGLU_ONCE.pick(rows, (n,), h)
@@ -291,22 +304,12 @@ def swiglu_operand(
 
 
 @fp8_op(twin=_dswiglu_operand, cases=_dswiglu_cases)
+@of_fields(GradientOperands)
 def dswiglu_operand(
-    da: Tensor,
-    h: Tensor,
-    probs: Tensor | None,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-    a_dtype: torch.dtype,
-    row: bool = True,
-    col: bool = True,
-    act: bool = True,
-    h_scale: Tensor | None = None,
+    p: GradientOperands,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(`quantize_operand` of dh, columns of a with their scales, dprobs) of a = swiglu(h) (* probs).
-
-    h_scale: (2F/128, R) of an h that is codes, and stands for bfloat16 values.
-    """
+    """(`quantize_operand` of dh, columns of a with their scales, dprobs) of a = swiglu(h) (* probs)."""
+    da, h, probs, offs, dtype, a_dtype, row, col, act, h_scale = p
     da, h = _rows(da, dtype), _rows(h, a_dtype)
     rows, n = da.shape
     check_shape("h", h, (rows, 2 * n))
@@ -314,7 +317,7 @@ def dswiglu_operand(
         not h.numel() or n % BLOCK or da.itemsize != 2 or h.itemsize > 2
         or uneven(n, h, da) or not _split(h, h_scale)
     ):  # a square lies in one half  # fmt: skip
-        return _dswiglu_operand(da, h, probs, offs, dtype, a_dtype, row, col, act, h_scale)
+        return _dswiglu_operand(*p)
     out, blocks = _outputs(h, rows, 2 * n, offs, dtype, row, col)
     (_, _, a, a_scale), _ = _outputs(h, rows, n, offs, a_dtype, False, act)
     if probs is None:
