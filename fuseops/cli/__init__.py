@@ -95,6 +95,7 @@ def _parser(
     ):
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         module.add_arguments(command)
+        command.add_argument("--json", action="store_true", help="print as JSON")
         command.set_defaults(run=module.run)
     text = "train a small mixture-of-experts language model, check it, and write a report"
     command = commands.add_parser("demo", help=text, description=f"{text[0].upper()}{text[1:]}.")

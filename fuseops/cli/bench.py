@@ -26,18 +26,13 @@ from fuseops.words import plural
 from .arguments import positive
 from .progress import Told, progress
 from .show import as_json, table
-from .target import Target, UsageError, load
+from .target import Target, add_target, load, writing
 
 Step = Callable[[], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target",
-        nargs="?",
-        metavar="PATH_OR_MODULE",
-        help="defines build() -> (model, args, side); left out: eight small Linears",
-    )
+    add_target(parser, instead="eight small Linears")
     parser.add_argument(
         "--rounds",
         type=positive,
@@ -61,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the times to FILE, an SVG image"
     )
-    parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,10 +110,8 @@ def _draw(title: str, times: Mapping[str, Mapping[str, float]], path: Path) -> N
         for way, t in times.items()
     ]
     note = "microseconds, forward and backward; medians with quartiles, shorter is faster"
-    try:
+    with writing(path):
         path.write_text(bar_chart("A training step", note, {title: bars}, room=64), "utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}.") from None
 
 
 def ways(target: Target) -> dict[str, Step]:

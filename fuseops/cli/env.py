@@ -32,7 +32,6 @@ PACKAGES = ("triton", "numpy", "transformers", "peft", "accelerate")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.add_argument(
         "--measure",
         action="store_true",

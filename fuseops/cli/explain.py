@@ -6,14 +6,11 @@ from pathlib import Path
 from fuseops.explain import Explanation, plans
 
 from .show import as_json
-from .target import UsageError, load
+from .target import add_target, load, writing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target", metavar="PATH_OR_MODULE", help="defines build() -> (model, args, side)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the plans as JSON")
+    add_target(parser)
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page with drawings to FILE"
     )
@@ -23,11 +20,9 @@ def run(args: argparse.Namespace) -> int:
     target = load(args.target)
     said = Explanation(plans(target.model, *target.args, **target.side))
     if args.html is not None:
-        try:
+        with writing(args.html):
             page = said.to_html(f"Fusion plan of {target.name}")
             args.html.write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot write {args.html}: {error.strerror}.") from None
     if args.json:
         html = None if args.html is None else str(args.html)
         as_json("explain", target=target.name, **said.to_json(), html=html)

@@ -4,8 +4,7 @@ what it costs. Without a target it plans an example; no GPU is needed.
 
 import argparse
 import shutil
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from .arguments import amount, positive
 from .example import example
 from .progress import progress
 from .show import as_json, table
-from .target import UsageError, load
+from .target import UsageError, add_target, load, writing
 
 FAILED = 1
 
@@ -33,12 +32,7 @@ class Files(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target",
-        nargs="?",
-        metavar="PATH_OR_MODULE",
-        help="defines build() -> (model, args, side); left out: an example of twelve blocks",
-    )
+    add_target(parser, instead="an example of twelve blocks")
     parser.add_argument(
         "--peak",
         type=amount,
@@ -68,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wide", action="store_true", help="with times on the link; takes 120 columns"
     )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a timeline page to FILE")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a Chrome/Perfetto trace to FILE"
@@ -160,7 +153,8 @@ def _write_files(plans: Sequence[OffloadPlan], args: argparse.Namespace) -> list
     """Write the page of all plans and the trace of each that were asked for.   -> the files of every plan"""
     if args.html is not None:
         text = plans[0].to_html() if len(plans) == 1 else page_of_ranks(plans)
-        _told(partial(args.html.write_text, text, "utf-8"), args.html)
+        with writing(args.html):
+            args.html.write_text(text, "utf-8")
     traces = _traces(plans, args.trace)
     return [Files(args.html, trace) for trace in traces]
 
@@ -172,16 +166,9 @@ def _traces(plans: Sequence[OffloadPlan], path: Path | None) -> list[Path | None
     several = len(plans) > 1
     paths = [path.with_stem(f"{path.stem}.rank{k}") if several else path for k in range(len(plans))]
     for plan, file in zip(plans, paths, strict=True):
-        _told(partial(plan.save_trace, file), file)
+        with writing(file):
+            plan.save_trace(file)
     return [*paths]
-
-
-def _told(write: Callable[[], Any], file: Path) -> None:
-    """Write a file.  Raises UsageError where that cannot be."""
-    try:
-        write()
-    except OSError as error:
-        raise UsageError(f"cannot write {file}: {error.strerror}.") from None
 
 
 def _with_files(plan: OffloadPlan, files: Files) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """PATH_OR_MODULE: imports `build() -> (model, args, side)` from a file or a module."""
 
+import argparse
 import importlib
 import importlib.util
 import inspect
@@ -34,6 +35,26 @@ class Target(NamedTuple):
     model: nn.Module
     args: tuple[Any, ...]
     side: dict[str, Any]
+
+
+def add_target(parser: argparse.ArgumentParser, where: str = "", instead: str = "") -> None:
+    """The model that a command is about.   instead: what it takes where there is none"""
+    left_out = f"; left out: {instead}" if instead else ""
+    parser.add_argument(
+        "target",
+        nargs="?" if instead else None,
+        metavar="PATH_OR_MODULE",
+        help=f"defines build() -> (model, args, side){where}{left_out}",
+    )
+
+
+@contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Raises UsageError where the file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"cannot write {file}: {error.strerror}.") from None
 
 
 def load(name: str) -> Target:

@@ -11,14 +11,11 @@ from fuseops.kernels.registry import Call, meta, watching
 from .bench import training_step
 from .progress import progress
 from .show import as_json
-from .target import UsageError, load
+from .target import UsageError, add_target, load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target", metavar="PATH_OR_MODULE", help="defines build() -> (model, args, side), on CUDA"
-    )
-    parser.add_argument("--json", action="store_true", help="print as JSON")
+    add_target(parser, where=", on CUDA")
 
 
 def run(args: argparse.Namespace) -> int:
