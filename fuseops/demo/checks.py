@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuseops import offload
 from fuseops.run.config import fusion
+from fuseops.words import plural, size
 
 from .model import ByteModel, objective
 from .plans import fused_spans, plans_of, saved_bytes
@@ -36,7 +37,7 @@ class StepDifference(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A `Checked` holds what the checks found. An empty `failures` is a pass."""
+    """A `Checked` holds what the checks found."""
 
     fused_spans: int
     fusion: StepDifference
@@ -45,12 +46,28 @@ class Checked(NamedTuple):
     offload_unequal: tuple[str, ...]  # tensors that are not equal bit for bit
     saved_unfused: int
     saved_fused: int
-    failures: tuple[str, ...]
 
     @property
     def saved_offloaded(self) -> int:
         """Saved bytes that stay on the device."""
         return self.saved_fused - self.offloaded_bytes
+
+    def verdicts(self) -> Iterator[tuple[bool, str]]:
+        """(passed, sentence) for each thing that was to be shown."""
+        worst, where = (
+            self.fusion.relative,
+            f" in the {self.fusion.where}" * bool(self.fusion.where),
+        )
+        yield (
+            worst <= self.tolerance,
+            f"fused equals unfused: outputs and all gradients differ by at most {worst:.1e} of a tensor's largest "
+            f"value{where} (allowed {self.tolerance:.0e})",
+        )
+        unequal = f", but for {', '.join(self.offload_unequal)}" if self.offload_unequal else ""
+        yield not unequal, f"offloaded equals resident, bit for bit{unequal}"
+        yield self.fused_spans > 0, plural(self.fused_spans, "span") + " fused"
+        moved = self.offloaded_bytes
+        yield moved > 0, f"{size(moved)} ({moved} bytes) offloaded"
 
 
 def forward_backward(
@@ -121,7 +138,7 @@ def check(model: ByteModel, text: Tensor) -> Checked:
             plain = plans_of(model, text[:, :-1])
         moved, moved_bytes = offloaded(model, text)
         found = plans_of(model, text[:, :-1])
-    result = Checked(
+    return Checked(
         fused_spans=fused_spans(found),
         fusion=difference(fused.tensors, unfused.tensors),
         tolerance=TOLERANCE[text.device.type],
@@ -129,20 +146,4 @@ def check(model: ByteModel, text: Tensor) -> Checked:
         offload_unequal=unequal(moved.tensors, fused.tensors),
         saved_unfused=saved_bytes(plain),
         saved_fused=saved_bytes(found),
-        failures=(),
     )
-    return result._replace(failures=tuple(_failures(result)))
-
-
-def _failures(r: Checked) -> Iterator[str]:
-    if not r.fusion.relative <= r.tolerance:
-        yield (
-            f"fused differs from unfused by {r.fusion.relative:.1e} of the largest value in the "
-            f"{r.fusion.where}; at most {r.tolerance:.1e} is rounding"
-        )
-    if r.offload_unequal:
-        yield f"offloaded differs from resident in {', '.join(r.offload_unequal)}"
-    if not r.fused_spans:
-        yield "no span was fused"
-    if not r.offloaded_bytes:
-        yield "no byte was offloaded"

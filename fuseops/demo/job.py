@@ -53,10 +53,7 @@ class Outcome(NamedTuple):
 
     @property
     def failures(self) -> list[str]:
-        found = list(self.checked.failures)
-        if self.enforced and not self.held_out <= self.bar:
-            found.append(f"the held-out loss {self.held_out:.3f} is above its bar {self.bar:.3f}")
-        return found
+        return [sentence for passed, sentence in verdicts(self) if passed is False]
 
 
 def run_job(args: argparse.Namespace) -> int:
@@ -176,15 +173,7 @@ def described(device: torch.device) -> str:
 
 def verdicts(o: Outcome) -> Iterator[tuple[bool | None, str]]:
     """(passed, sentence) for each thing that the demo must show; None where nothing is owed."""
-    c = o.checked
-    yield (
-        c.fusion.relative <= c.tolerance,
-        f"fused equals unfused: outputs and all gradients differ by at most "
-        f"{c.fusion.relative:.1e} of a tensor's largest value (allowed {c.tolerance:.0e})",
-    )
-    yield not c.offload_unequal, "offloaded equals resident, bit for bit"
-    yield c.fused_spans > 0, f"{c.fused_spans} spans fused"
-    yield c.offloaded_bytes > 0, f"{size(c.offloaded_bytes)} ({c.offloaded_bytes} bytes) offloaded"
+    yield from o.checked.verdicts()
     reached = o.held_out <= o.bar
     yield (
         reached if o.enforced else None,
@@ -202,8 +191,6 @@ def verdict_lines(o: Outcome) -> Iterator[str]:
         f"        saved for the backward: {size(c.saved_unfused)} unfused, {size(c.saved_fused)} "
         f"fused, {size(c.saved_offloaded)} fused and offloaded"
     )
-    for failure in o.failures:
-        yield f"failed: {failure}"
     yield f"        {o.seconds:.0f} s, of which {o.history.seconds:.0f} s training"
 
 
