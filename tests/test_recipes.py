@@ -1,7 +1,7 @@
 """Recipes through the whole path, against quantize and dequantize written a second time, here."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from fuseops.ops import scopes
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.testing import assert_fused_matches_unfused
 from fuseops.testing.strategies import (
+    DRAWN,
     Case,
     Split,
     chains,
@@ -497,11 +498,17 @@ def test_another_format_is_refused(recipe: Any, role: str) -> None:
         recipe(**{role: torch.float16})
 
 
-@pytest.mark.parametrize("option", [{"wgrad": "fp8"}, {"hidden": "fp8"}, {"weights": "epoch"}])
-def test_an_option_that_is_not_there_is_refused(option: dict[str, Any]) -> None:
-    (name,) = option
-    with pytest.raises(fo.FuseOpsError, match=rf"Float8BlockScaling\({name}="):
-        fo.recipes.Float8BlockScaling(**option)
+@pytest.mark.parametrize("recipe", DRAWN, ids=lambda recipe: recipe.__name__)
+def test_an_option_that_is_not_there_is_refused(recipe: Any) -> None:
+    """Each of every recipe, by its name and with what it may be."""
+    needed = {"choose": lambda *_: None} if recipe is fo.recipes.ByRole else {}
+    wrong = {f.name: "other" for f in fields(recipe) if f.metadata}
+    assert recipe(**needed) == recipe(**needed) and "weights" in wrong
+    for name, value in wrong.items():
+        with pytest.raises(
+            fo.FuseOpsError, match=rf"{recipe.__name__}\({name}='other'\): expected "
+        ):
+            recipe(**needed, **{name: value})
 
 
 def test_a_bias_alone_in_need_of_a_gradient_asks_for_no_layout() -> None:

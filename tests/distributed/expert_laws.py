@@ -26,7 +26,7 @@ from fuseops.distributed import ExpertParallel, check_overflow, expert_placement
 from fuseops.distributed.dispatch import FixedCapacity, device_counts, overflow, symmetric
 from fuseops.integrations import hf
 from fuseops.observe.memory import outside_bytes
-from fuseops.rules.fused import grouped_mlp
+from fuseops.rules.fused import gemm_bwd
 from fuseops.rules.fused.routed_mlp import RoutedMLP
 from fuseops.words import size
 
@@ -264,7 +264,7 @@ def law_tokens_travel_beside_other_kernels() -> None:
     that runs in line makes fc2's weight gradient first, whatever is preferred.
     """
     x = batch(tokens(5, 4))[dist.get_rank()]
-    weights = grouped_mlp._weight
+    weights = gemm_bwd.grouped_weight
     both, one = ["leave", "leave", "weight", "weight"], ["weight", "leave", "leave", "weight"]
     for way, prefer, home in (
         ("host_counts", "speed", both),
@@ -284,13 +284,13 @@ def law_tokens_travel_beside_other_kernels() -> None:
             if exchange.beside:
                 exchange._begun = partial(travels, exchange._begun, waits, said)
             moe["shared"].register_forward_hook(lambda *_, said=said: said.append("shared"))
-            grouped_mlp._weight = lambda *a, said=said: said.append("weight") or weights(*a)  # type: ignore[func-returns-value]
+            gemm_bwd.grouped_weight = lambda *a, said=said: said.append("weight") or weights(*a)  # type: ignore[func-returns-value]
             given = x.clone().requires_grad_()
             try:
                 y = moe(given)
                 y.square().sum().backward()
             finally:
-                grouped_mlp._weight = weights
+                gemm_bwd.grouped_weight = weights
             if not waits and exchange.beside:
                 there = ["leave", "shared", "arrive"]
                 assert apart(said) == [*there, *home, "arrive", "arrive"], (way, said)

@@ -21,7 +21,7 @@ import fuseops as fo
 from fuseops import offload
 from fuseops.distributed import ExpertParallel, expert_placement, overlap_pairs, pairs
 from fuseops.distributed.pairs import BACKWARD, FORWARD
-from fuseops.rules.fused import grouped_mlp
+from fuseops.rules.fused import gemm_bwd
 
 WAYS = ("host_counts", "fixed_capacity")
 CASES = (("host_counts", False, True), ("fixed_capacity", True, False), ("host_counts", True, True))
@@ -113,12 +113,12 @@ def law_the_all_to_all_of_one_lies_under_the_products_of_the_other() -> None:
             )
         if isinstance(op, fo.Sequential):
             op.register_forward_pre_hook(lambda *_: said.append((side(), "computes")))
-    weights = grouped_mlp._weight
-    grouped_mlp._weight = lambda *a: said.append((side(), "computes")) or weights(*a)  # type: ignore[func-returns-value]
+    weights = gemm_bwd.grouped_weight
+    gemm_bwd.grouped_weight = lambda *a: said.append((side(), "computes")) or weights(*a)  # type: ignore[func-returns-value]
     try:
         pipes.train(run, model, 1, True, True, dist.get_rank())
     finally:
-        grouped_mlp._weight = weights
+        gemm_bwd.grouped_weight = weights
     covered = {FORWARD: 0, BACKWARD: 0}
     for i, (mine, what) in enumerate(said):
         if what == "leave":
@@ -188,7 +188,7 @@ class Dropped(nn.Module):
 
 def law_an_error_of_one_ends_the_other() -> None:
     """It comes up, of whichever side, and no thread is left."""
-    mesh, weights, threads = meshes(1, 1, 2), grouped_mlp._weight, threading.active_count()
+    mesh, weights, threads = meshes(1, 1, 2), gemm_bwd.grouped_weight, threading.active_count()
 
     def fails(wanted: str, *_: Any) -> None:
         if pairs._now is not None and side() == wanted:
@@ -200,7 +200,7 @@ def law_an_error_of_one_ends_the_other() -> None:
         if wanted == FORWARD:
             next(iter(model.values()))[3].register_forward_pre_hook(partial(fails, FORWARD))
         else:
-            grouped_mlp._weight = lambda *a: fails(BACKWARD) or weights(*a)  # type: ignore[func-returns-value]
+            gemm_bwd.grouped_weight = lambda *a: fails(BACKWARD) or weights(*a)  # type: ignore[func-returns-value]
         try:
             pipes.train(run, model, 1, True, True, dist.get_rank())
         except (ValueError, RuntimeError) as error:
@@ -208,7 +208,7 @@ def law_an_error_of_one_ends_the_other() -> None:
         else:
             raise AssertionError("nothing was raised")
         finally:
-            grouped_mlp._weight = weights
+            gemm_bwd.grouped_weight = weights
         assert pairs._now is None and threading.active_count() == threads
 
 

@@ -14,8 +14,8 @@ from fuseops.ops.op import Call
 from fuseops.recipes import Operand
 
 from . import coded_swiglu
+from .gemm_bwd import WEIGHTS
 
-WEIGHTS = frozenset({"weight", "down", "up"})  # of a GEMM: what multiplies
 Through = tuple[Operand | None, Operand | None, Tensor | None]
 
 

@@ -28,13 +28,9 @@ from fuseops.ops.checks import check_offs, check_probs
 from fuseops.ops.grouped_linear import (
     GroupedLinearSaved,
     grouped_linear,
-    grouped_linear_bwd,
-    input_gradient,
     rows_of,
-    weight_gradient,
 )
 from fuseops.ops.linear import (
-    grad_in_turn,
     high,
     input_operand,
     saved_input,
@@ -47,13 +43,10 @@ from fuseops.recipes import Operand
 from fuseops.torch_private import held_once, is_fake
 
 from . import coded_swiglu, dswiglu, quantized_order
-from .activated import WEIGHTS, through_activation
+from .activated import through_activation
+from .gemm_bwd import SUMS, WEIGHTS, Source, grouped_backward
 
 Tensors = Mapping[str, Tensor]
-# a tensor, and the index of its rows: None for all, in order
-Rows = tuple[Operand | None, Tensor | None]
-SUMS = frozenset({"bias", "probs"})  # gradients that sum dy as it is
-Source = Callable[..., Rows]
 Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
 
 
@@ -282,7 +275,7 @@ class GroupedMLP(FusedOp):
             operands, facts = self.operands(s), dswiglu.facts_of(calls)
             fused = dswiglu.why_apart(operands, dy, h, dy_index, facts, rows) is None
         call = replaced(last, needs=last.needs - {"x"}) if fused else last
-        above, weight2 = _backward(fc2, dy, call, dy_index, True, parts > 0)
+        above, weight2 = grouped_backward(fc2, dy, call, dy_index, True, parts > 0)
         dh: Operand | None = None
         a: Operand | None = None
         if fused:
@@ -301,7 +294,7 @@ class GroupedMLP(FusedOp):
         if width is None:
             below, weight1 = Grads(), None
         else:
-            below, weight1 = _backward(fc1, taken.pop(), first)  # type: ignore[arg-type]
+            below, weight1 = grouped_backward(fc1, taken.pop(), first)  # type: ignore[arg-type]
             if below.x is not None:
                 below = replaced(below, x=finish(below.x, dprobs))
         if dx_first and not parts:
@@ -355,59 +348,3 @@ def _in_epilogue(
         return False
     dims = (*weight.shape, index is not None, need_h)
     return EPILOGUE.says(rows, dims, x)
-
-
-# --- the backward of one GEMM in two halves
-
-WeightGrads = Callable[..., None]
-"""Makes the gradients of weights, of the rows of x, which it asks for, and in how many parts their columns are made."""
-
-
-def _backward(
-    saved: GroupedLinearSaved,
-    dy: Tensor,
-    call: Call,
-    dy_index: Tensor | None = None,
-    stays: bool = False,
-    by_token: bool = False,
-) -> tuple[Grads, WeightGrads]:
-    """What dy and the weight give of what the call needs, and what adds the rest to it when x is there.
-
-    stays, by_token: as of `grad_in_turn`.
-    """
-    quantized, left = call.precision.roles is not None, (dy, dy_index)
-    needs = call.needs & SUMS if quantized else call.needs - WEIGHTS
-    found = grouped_linear_bwd(saved, dy, call, dy_index=dy_index, needs=needs)
-    if quantized:
-        offs: Tensor = saved.offs  # type: ignore[assignment]
-        q, left = grad_in_turn(dy, call, offs, dy_index, stays, by_token)  # type: ignore[assignment]
-        del dy
-        if "x" in call.needs:
-            found = replaced(found, x=input_gradient(q, saved.weight, offs, call))  # type: ignore[arg-type]
-    waits = [] if call.needs.isdisjoint(WEIGHTS) else [left]
-    return found, partial(_weight, saved, waits, call, found.params)
-
-
-def _weight(
-    saved: GroupedLinearSaved,
-    left: list[Any],
-    call: Call,
-    params: Any,
-    source: Source,
-    parts: int = 0,
-) -> None:
-    """Puts the gradients of what multiplies into `params`.   left: dy, which is taken out, where there are any"""
-    if not left:
-        return
-    if call.precision.roles is None:
-        (dy, dy_index), (x, x_index) = left.pop(), source()
-        given, needs = replaced(saved, x=x), call.needs & WEIGHTS
-        params.update(grouped_linear_bwd(given, dy, call, x_index, dy_index, needs).params)
-        return
-    weight, offs = saved.weight, saved.offs
-    if parts > 1:
-        params["weight"] = quantized_order.in_parts(weight, left, source, offs, call, parts)  # type: ignore[arg-type]
-        return
-    dy, dy_index = quantized_order.columns(left.pop(), offs, call)  # type: ignore[arg-type]
-    x, x_index = source()
-    params["weight"] = weight_gradient(dy, x, offs, call, x_index, dy_index)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from fuseops.ops.linear import LinearSaved
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.ops.structure import Add, AddSaved, of_tap
 
-from .halves import backward
+from .gemm_bwd import backward
 
 Tensors = Mapping[str, Tensor]
 

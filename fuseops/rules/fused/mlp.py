@@ -38,7 +38,7 @@ from fuseops.torch_private import is_fake
 from . import coded_swiglu
 from .activated import flat, through_activation
 from .front import Front, FrontSaved, Tensors
-from .halves import backward, shaped
+from .gemm_bwd import backward, shaped
 
 # Whether the activation is the end of the GEMM. On an H200 both together gain 1 to 2 % of a training step of the MLPs
 # of Llama-3.1-8B and Qwen3-8B at 8192 rows and more. At 512 rows that of fc2 gains 2 %, and that of fc1 loses 7 %: its

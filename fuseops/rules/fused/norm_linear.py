@@ -13,7 +13,7 @@ from fuseops.ops.linear import linear
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 
 from .front import Front, Tensors
-from .halves import backward, shaped
+from .gemm_bwd import backward, shaped
 
 
 class NormLinearSaved(NamedTuple):

@@ -27,8 +27,8 @@ from fuseops.recipes import Operand
 from fuseops.words import size
 
 from . import dswiglu, quantized_order
-from .activated import WEIGHTS
-from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Rows, Tensors, without_h
+from .gemm_bwd import WEIGHTS, Rows
+from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Tensors, without_h
 from .routed_copies import FC1, FC2_BWD, FC2_DSWIGLU, copies_rows
 
 OTHER = {"speed": "memory", "memory": "speed"}
