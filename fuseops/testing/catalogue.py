@@ -1,6 +1,7 @@
 """How to draw an instance of every registered op. One entry an op; the laws then cover it without a new test."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,14 @@ def register(
     their "copies".
     """
     _entries[op] = OpEntry(op, make, width, flat, heads, routing)
+
+
+def _each(
+    classes: Iterable[type[Any]], make: Callable[[Any, Wanted], Op[Any]], *, width: str = "keeps"
+) -> None:
+    """Add ops that are drawn alike: make(op, wanted)."""
+    for op in classes:
+        register(op, partial(make, op), width=width)
 
 
 def entry(op: type) -> OpEntry:
@@ -142,30 +151,6 @@ def _reshape(w: Wanted) -> Op[Any]:
     return ops.Reshape(*w.choose((-1, w.width), (-1, 1, w.width)))
 
 
-def _plain(op: type) -> Callable[[Wanted], Op[Any]]:
-    return lambda w: op()
-
-
-def _glu(op: type) -> Callable[[Wanted], Op[Any]]:
-    return lambda w: op(interleave=w.choose(0, 1))
-
-
-def _geglu(op: type) -> Callable[[Wanted], Op[Any]]:
-    return lambda w: op(w.choose("none", "tanh"))
-
-
-def _collective(op: type) -> Callable[[Wanted], Op[Any]]:
-    return lambda w: op(None)
-
-
-def _clamped(op: type) -> Callable[[Wanted], Op[Any]]:
-    return lambda w: op(w.choose(7.0, 0.5), alpha=w.choose(1.702, 1.0), offset=w.choose(1.0, 0.0))
-
-
-def _situ(op: type) -> Callable[[Wanted], Op[Any]]:
-    return lambda w: op(w.choose(4.0, 0.5), w.choose(25.0, 0.75), interleave=w.choose(0, 1))
-
-
 def _router(w: Wanted) -> Op[Any]:
     options = {
         "score": w.choose("softmax", "sigmoid"),
@@ -192,18 +177,16 @@ register(ops.GroupedLinear, _grouped, width="maps", flat=True)
 register(ops.RMSNorm,       _norm)
 register(ops.LayerNorm,     _layer_norm)
 register(ops.L2Norm,        lambda w: ops.L2Norm(1e-6 if w.width > 1 else 1e3))
-for act in types_of(ACTS):
-    register(act,           _plain(act))
+_each(types_of(ACTS),       lambda op, w: op())
 register(ops.GELU,          lambda w: ops.GELU(w.choose("none", "tanh")))
 register(ops.ScaledSReLU,   lambda w: ops.ScaledSReLU())
-for glu in types_of(GATED | SCALED_GATED):  # those with more options below
-    register(glu,           _glu(glu), width="halves")
-for situ in (ops.SiTUGLU, ops.ScaledSiTUGLU):
-    register(situ,          _situ(situ), width="halves")
-for gelu in (ops.GEGLU, ops.ScaledGEGLU):
-    register(gelu,          _geglu(gelu), width="halves")
-for clamped in (ops.ClampedSwiGLU, ops.ScaledClampedSwiGLU):
-    register(clamped,       _clamped(clamped), width="halves")
+# those with more options below
+_each(types_of(GATED | SCALED_GATED), lambda op, w: op(interleave=w.choose(0, 1)), width="halves")
+_each((ops.SiTUGLU, ops.ScaledSiTUGLU),
+      lambda op, w: op(w.choose(4.0, 0.5), w.choose(25.0, 0.75), interleave=w.choose(0, 1)), width="halves")
+_each((ops.GEGLU, ops.ScaledGEGLU), lambda op, w: op(w.choose("none", "tanh")), width="halves")
+_each((ops.ClampedSwiGLU, ops.ScaledClampedSwiGLU),
+      lambda op, w: op(w.choose(7.0, 0.5), alpha=w.choose(1.702, 1.0), offset=w.choose(1.0, 0.0)), width="halves")
 register(ops.Router,        _router, flat=True, routing="tokens")
 register(ops.Dispatch,      lambda w: ops.Dispatch(w.groups, w.choose(None, 0.5)), flat=True, routing="tokens")
 register(ops.Permute,       lambda w: ops.Permute(w.top_k), flat=True, routing="tokens")
@@ -219,6 +202,5 @@ register(ops.Reshape,       _reshape)
 register(ops.Tap,           lambda w: ops.Tap(w.choose("residual", "skip")))
 register(ops.Swap,          lambda w: ops.Swap("residual", "skip"))
 register(ops.Add,           lambda w: ops.Add(w.choose("residual", "skip")))
-for collective in (ops.AllGather, ops.ReduceScatter, ops.AllReduce):  # one rank: what it sends is tested on ranks
-    register(collective,    _collective(collective))
+_each((ops.AllGather, ops.ReduceScatter, ops.AllReduce), lambda op, w: op(None))  # what it sends is tested on ranks
 # fmt: on
