@@ -6,6 +6,7 @@ forward calls is followed for the rest of the step, and the report says how ofte
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 
@@ -26,12 +27,13 @@ class Boundary(NamedTuple):
 class Order:
     """An `Order` compares the forwards and backwards of layers in the running step with those of the last complete
     one, which predict what comes next.
+
+    recorded  of the last complete step, if it is known
     """
 
-    def __init__(self) -> None:
-        self.recorded: tuple[Boundary, ...] = ()  # of the last complete step
+    def __init__(self, recorded: Iterable[Boundary] = ()) -> None:
         self.mispredicted = 0
-        self._places: dict[Boundary, int] = {}
+        self._learn(recorded)
         self._running: list[Boundary] = []
         self._ordinals: defaultdict[str, int] = defaultdict(int)
         self._follows = True  # the running step has been as recorded so far
@@ -39,11 +41,14 @@ class Order:
     def start(self, complete: bool) -> None:
         """A step begins. complete: all that the one before ran forward, it ran backward."""
         if complete and self._running:
-            self.recorded = tuple(self._running)
-            self._places = {boundary: i for i, boundary in enumerate(self.recorded)}
+            self._learn(self._running)
         self._running = []
         self._ordinals.clear()
         self._follows = True
+
+    def _learn(self, recorded: Iterable[Boundary]) -> None:
+        self.recorded = tuple(recorded)
+        self._places = {boundary: i for i, boundary in enumerate(self.recorded)}
 
     def key(self, layer: str) -> OrderKey:
         """The key of the next call of a layer."""

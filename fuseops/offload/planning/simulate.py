@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fuseops.offload.lanes.protocol import Buf, Event
 from fuseops.offload.lanes.simulated import (
@@ -115,8 +115,52 @@ class _Timed(Item):
             self.at_release = self.lanes.now["compute"]
 
 
-class _Step:
-    """A `_Step` plays the program's part in one simulated step: what hooks and ops would tell the schedule."""
+class Program:
+    """A `Program` plays the program's part in one step: it tells a schedule what hooks and ops would."""
+
+    def __init__(self, profile: Profile, schedule: Schedule) -> None:
+        self.profile, self.schedule = profile, schedule
+        self.calls: dict[int, LayerRun] = {}
+        self.items: dict[int, Any] = {}  # by saved index
+
+    def tell(self, happening: Happening) -> None:
+        getattr(self, f"_{happening.what}")(happening.which, happening.call)
+
+    def _enter(self, k: int, _: int) -> None:
+        call = self.profile.calls[k]
+        self.calls[k] = self.schedule.enter(call.layer)
+        if call.backward >= 0:
+            self.schedule.keep(self.calls[k])  # its call lives until its backward
+
+    def _leave(self, k: int, _: int) -> None:
+        self.schedule.leave(self.calls[k])
+
+    def _backward(self, k: int, _: int) -> None:
+        self.schedule.backward(self.calls[k])
+        self.schedule.drop(self.calls[k])
+
+    def _save(self, k: int, _: int) -> None:
+        raise NotImplementedError
+
+    def _share(self, k: int, call: int) -> None:
+        if k in self.items and self.items[k].kept is None:  # else it is not the schedule's
+            self.schedule.share(self.calls[call], self.items[k])
+
+    def _read(self, k: int, _: int) -> None:
+        self._reread(k, self.profile.saved[k].call)
+
+    def _reread(self, k: int, call: int) -> None:
+        raise NotImplementedError
+
+    def _held(self, k: int, _: int) -> None:
+        """Autograd alone holds it."""
+
+    def _freed(self, k: int, _: int) -> None:
+        """It is gone."""
+
+
+class _Step(Program):
+    """A `_Step` is one simulated step."""
 
     def __init__(
         self,
@@ -127,7 +171,8 @@ class _Step:
         recompute: set[int],
         coding: Mapping[int, tuple[float, float]],
     ) -> None:
-        self.profile, self.schedule, self.lanes = profile, schedule, lanes
+        super().__init__(profile, schedule)
+        self.lanes = lanes
         self.coding, self.coding_seconds = coding, 0.0
         groups = [profile.recompute[k] for k in recompute]
         self.dropped: dict[int, int] = {}  # saved -> bytes that are not there
@@ -143,8 +188,6 @@ class _Step:
         for happening in profile.happenings:
             if happening.what in ("enter", "leave", "backward") or happening.which in self.offload:
                 self.by_position[happening.position].append(happening)
-        self.calls: dict[int, LayerRun] = {}
-        self.items: dict[int, _Timed] = {}
         self.made: dict[int, SimulatedBuf] = {}
         self.read: dict[int, SimulatedBuf] = {}
         self.as_codes: set[int] = set()
@@ -160,7 +203,7 @@ class _Step:
         travelling: dict[int, Event] = {}
         for position in range(len(profile.ops) + 1):
             for happening in self.by_position.get(position, ()):
-                getattr(self, f"_{happening.what}")(happening.which, happening.call)
+                self.tell(happening)
             host = max(host, lanes.arena.used)
             again = self.again.get(position, 0.0)
             if again:
@@ -209,19 +252,6 @@ class _Step:
 
     # --- happenings
 
-    def _enter(self, k: int, _: int) -> None:
-        call = self.profile.calls[k]
-        self.calls[k] = self.schedule.enter(call.layer)
-        if call.backward >= 0:
-            self.schedule.keep(self.calls[k])  # its call lives until its backward
-
-    def _leave(self, k: int, _: int) -> None:
-        self.schedule.leave(self.calls[k])
-
-    def _backward(self, k: int, _: int) -> None:
-        self.schedule.backward(self.calls[k])
-        self.schedule.drop(self.calls[k])
-
     def _save(self, k: int, _: int) -> None:
         saved = self.profile.saved[k]
         source = self.lanes.alloc(saved.nbytes, "device", saved.name)
@@ -250,13 +280,6 @@ class _Step:
 
     def _held(self, k: int, _: int) -> None:
         self.lanes.free(self.made.pop(k))
-
-    def _share(self, k: int, call: int) -> None:
-        if self.items[k].kept is None:  # else it is not the schedule's
-            self.schedule.share(self.calls[call], self.items[k])
-
-    def _read(self, k: int, _: int) -> None:
-        self._reread(k, self.profile.saved[k].call)
 
     def _reread(self, k: int, call: int) -> None:
         item, before = self.items[k], self.lanes.now["compute"]

@@ -1,15 +1,22 @@
-"""A `Timetable` foretells where the schedule would send, release and fetch every saved tensor of a step."""
+"""A `Timetable` says where the schedule sends, releases and fetches every saved tensor of a step, if all leave: the
+schedule itself, run on lanes that take no time.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Literal, NamedTuple
+
+from fuseops.offload.lanes.protocol import Buf, Event, Lane, Lanes, Place
+from fuseops.offload.order import Boundary, Order, OrderKey
+from fuseops.offload.schedule import Item, Schedule
 
 from .profile import Profile, Saved
-from .simulate import LinkSettings
+from .simulate import LinkSettings, Program
 
 SEND, RELEASE, FETCH, READ, LAST, AGAIN = range(6)  # LAST: the last read
+WAYS: dict[str, Literal["forward", "backward"]] = {"enter": "forward", "backward": "backward"}
 
 
 class Hole(NamedTuple):
@@ -20,66 +27,118 @@ class Hole(NamedTuple):
     nbytes: int
 
 
-class Timetable:
-    """A `Timetable` foretells at which op the schedule would send, release and fetch every saved tensor: it follows
-    schedule.py.
+class TimelessLanes(Lanes):
+    """`TimelessLanes` copy nothing, in no time."""
+
+    at_once = True
+
+    def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
+        return Buf(name, nbytes, device, owner=self.compute())
+
+    def free(self, buf: Buf) -> None:
+        """It held nothing."""
+
+    def move(
+        self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
+    ) -> Event | None:
+        return None
+
+    def record(self, lane: Lane) -> Event:
+        return Event(lane)
+
+
+class TracedItem(Item):
+    """A `TracedItem` tells a timetable what the schedule does with a saved storage."""
+
+    def __init__(self, table: Timetable, k: int) -> None:
+        name, nbytes = table.profile.saved[k].name, table.nbytes[k]
+        super().__init__(name, table.lanes.alloc(nbytes, "device", name))
+        self.table, self.k = table, k
+
+    def leaves(self, point: Literal["copy", "release"]) -> None:
+        self.table.note(SEND if point == "copy" else RELEASE, self.k)
+
+    def comes_back(self) -> None:
+        self.table.note(FETCH, self.k)
+
+
+class Timetable(Program):
+    """A `Timetable` says at which op the schedule sends, releases and fetches every saved tensor.
+
+    events   kind, saved and position, in the order in which the host program reaches them
+    movable  saved storages that can be away for a while; stays: saved -> why not, of others that may leave
     """
 
     def __init__(
         self, profile: Profile, settings: LinkSettings, coded: Collection[str] = ()
     ) -> None:
-        self.profile, self.settings = profile, settings
+        self.lanes, self.small = TimelessLanes(), settings.small
+        alone = settings._replace(bundle=1 << 62)  # the small ones of a call leave at its end
+        super().__init__(profile, Schedule(self.lanes, **alone._asdict()))
+        self.schedule.order = Order(_order(profile))
         # bytes on the link, and of them those of codes
         self.codes = {
             k: s.codes for k, s in enumerate(profile.saved) if s.name in coded and s.codes
         }
         self.nbytes = [self.codes.get(k, s.nbytes) for k, s in enumerate(profile.saved)]
-        self.events: list[tuple[int, int, int]] = []  # kind, saved, position
+        self.events: list[tuple[int, int, int]] = []
+        self._at: dict[tuple[int, int], int] = {}  # kind, saved -> position
+        for happening in profile.happenings:
+            self._position = happening.position
+            self.tell(happening)
         self.holes: dict[int, list[Hole]] = {}
         self.movable: list[int] = []
         self.stays: dict[int, str] = {}
-        boundaries = profile.boundaries
-        number = {(b.what, b.which): n + 1 for n, b in enumerate(boundaries)}
-        sends: dict[int, tuple[int, int]] = {}  # saved -> position, boundaries passed by then
-        mine: dict[int, list[int]] = defaultdict(list)  # call -> saved, in the order of saving
-        now = 0
-        for position, what, k, by in profile.happenings:
-            if what in ("enter", "backward"):
-                now += 1
-            elif what == "share" and k in mine[profile.saved[k].call]:
-                mine[by].append(k)
-            elif what == "save" and self._may_leave(k, number):
-                mine[profile.saved[k].call].append(k)
-                if not self.is_small(k):
-                    sends[k] = (position, now)
-            elif what == "leave":
-                for saved in mine[k]:
-                    sends.setdefault(saved, (position, now))
-        at = [b.position for b in boundaries]
-        for k, (position, passed) in sends.items():
-            own = number["backward", profile.saved[k].call]
-            others = [number["backward", call] for call in _others(profile.saved[k])]
-            due, fetch = passed + settings.lag, min([own, *others]) - settings.ahead
-            if due >= fetch:
-                self.stays[k] = "read again too soon"
-            else:
-                self._add(k, position, at[due - 1], at[fetch - 1])
-        self.movable.sort()
-        self._order(sends, mine, number)
+        for k in sorted(self.items):
+            self._judge(k)
+        self.events = [event for event in self.events if event[1] in self.holes]
+
+    def note(self, kind: int, k: int) -> None:
+        """The schedule is where it does this with a saved storage."""
+        self.events.append((kind, k, self._position))
+        self._at[kind, k] = self._position
 
     def is_small(self, k: int) -> bool:
-        return self.nbytes[k] < self.settings.small
+        return self.nbytes[k] < self.small
 
-    def _may_leave(self, k: int, number: dict[tuple[str, int], int]) -> bool:
-        saved = self.profile.saved[k]
+    def _save(self, k: int, _: int) -> None:
+        if self._may_leave(k):
+            self.items[k] = TracedItem(self, k)
+            left = self.schedule.save(self.calls[self.profile.saved[k].call], self.items[k])
+            if left and not self.is_small(k):
+                self.note(SEND, k)
+
+    def _reread(self, k: int, call: int) -> None:
+        if k in self.items and self.items[k].kept is None:
+            self.schedule.fetch(self.items[k])
+            self.schedule.used(self.items[k])
+            self.schedule.drop(self.calls[call], self.items[k])
+            self.note(LAST if self._position == max(self.profile.saved[k].reads) else READ, k)
+
+    def _may_leave(self, k: int) -> bool:
+        saved, calls = self.profile.saved[k], self.profile.calls
+        mine = (saved.call, *_others(saved))
         return (
             saved.why is None
             and saved.nbytes > 0
             and saved.call >= 0
-            and all(("backward", call) in number for call in (saved.call, *_others(saved)))
+            and all(calls[call].backward >= 0 for call in mine)
         )
 
-    def _add(self, k: int, sent: int, released: int, fetched: int) -> None:
+    def _judge(self, k: int) -> None:
+        """Where the bytes of a storage that was to leave are away, or why it stays."""
+        released, fetched = self._at.get((RELEASE, k)), self._at.get((FETCH, k))
+        if released is None or fetched is None:
+            self.stays[k] = "read again too soon"
+            return
+        holes = self._holes(k, self._at[SEND, k], released, fetched)
+        if any(h.nbytes > 0 for h in holes):
+            self.holes[k] = holes
+            self.movable.append(k)
+        else:
+            self.stays[k] = "held by another reference until it is read"
+
+    def _holes(self, k: int, sent: int, released: int, fetched: int) -> list[Hole]:
         saved = self.profile.saved[k]
         holes = []
         back = fetched  # where its bytes are there again
@@ -98,52 +157,21 @@ class Timetable:
             holes.append(Hole(max(released, saved.held), fetched, saved.nbytes))
         # While somebody else holds the original, what came back is a second copy.
         holes.append(Hole(back, min(saved.held, saved.freed), -saved.nbytes))
-        self.holes[k] = [h for h in holes if h.start < h.end]
-        if any(h.nbytes > 0 for h in self.holes[k]):
-            self.movable.append(k)
-        else:
-            self.stays[k] = "held by another reference until it is read"
+        return [h for h in holes if h.start < h.end]
 
-    def _order(
-        self,
-        sends: dict[int, tuple[int, int]],
-        mine: dict[int, list[int]],
-        number: dict[tuple[str, int], int],
-    ) -> None:
-        """Events in the order in which the host program reaches them."""
-        lag, ahead = self.settings.lag, self.settings.ahead
-        movable = set(self.movable)
-        fetches: dict[int, list[int]] = defaultdict(list)
-        releases: dict[int, list[int]] = defaultdict(list)
-        fetched: set[int] = set()
-        for call in sorted(mine, key=lambda call: number["backward", call]):
-            due, saved = number["backward", call] - ahead, mine[call]
-            saved = [k for k in saved if k not in fetched]
-            fetched.update(saved)
-            # Last saved, first read; the transfer of small ones comes where its last one would.
-            large = [k for k in reversed(saved) if k in movable]
-            small = [k for k in large if self.is_small(k)]
-            first = next((n for n, k in enumerate(large) if self.is_small(k)), 0)
-            rest = [k for k in large[first:] if not self.is_small(k)]
-            fetches[due] += [*large[:first], *small, *rest]
-        for k, (_, passed) in sends.items():
-            if k in movable:
-                releases[passed + lag].append(k)
-        now = 0
-        for position, what, k, _ in self.profile.happenings:
-            if what in ("enter", "backward"):
-                now += 1
-                self.events += [(FETCH, saved, position) for saved in fetches[now]]
-                self.events += [(RELEASE, saved, position) for saved in releases[now]]
-            elif what == "save" and k in movable and not self.is_small(k):
-                self.events.append((SEND, k, position))
-            elif what == "leave":
-                own = [s for s in mine[k] if self.profile.saved[s].call == k]
-                small = [s for s in own if s in movable and self.is_small(s)]
-                self.events += [(SEND, saved, position) for saved in small]
-            elif what in ("read", "reread") and k in movable:
-                last = position == max(self.profile.saved[k].reads)
-                self.events.append((LAST if last else READ, k, position))
+
+def _order(profile: Profile) -> list[Boundary]:
+    """The order of the step, as the schedule knows it from the one before."""
+    keys: dict[int, OrderKey] = {}
+    ordinals: dict[str, int] = defaultdict(int)
+    found = []
+    for boundary in profile.boundaries:
+        layer = profile.calls[boundary.which].layer
+        if boundary.what == "enter":
+            keys[boundary.which] = OrderKey(layer, ordinals[layer])
+            ordinals[layer] += 1
+        found.append(Boundary(WAYS[boundary.what], keys[boundary.which]))
+    return found
 
 
 def _others(saved: Saved) -> list[int]:
