@@ -262,7 +262,7 @@ class Schedule:
     def _release(self, bundles: Iterable[Bundle]) -> None:
         """Let go of the device bytes of what is on its way out. Copies end in order: compute waits for the last."""
         gone: list[Bundle] = []
-        last: Event | None = None
+        last: dict[bool, Event] = {}  # of those in a graph that is captured, and of others
         for bundle in bundles:
             if bundle.released:
                 continue  # it was due twice
@@ -273,14 +273,17 @@ class Schedule:
                     item.leaves("release")
                 item.source = None
             written = bundle.written
-            if written is not None and (last is None or written.serial > last.serial):
-                last = written
-        if last is not None:
-            self.lanes.wait("compute", last)
+            if written is not None:
+                later = last.setdefault(written.captured, written)
+                if written.serial > later.serial:
+                    last[written.captured] = written
+        for event in last.values():
+            self.lanes.wait("compute", event)
         for bundle in gone:
             written = bundle.written
-            if written is not None and last is not None:
-                written.whose, written.since = last.whose, last.since
+            if written is not None:
+                event = last[written.captured]
+                written.whose, written.since = event.whose, event.since
             self.lanes.free(bundle.source)
             if not bundle.handles:
                 self._free_host(bundle)

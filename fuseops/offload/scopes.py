@@ -129,8 +129,11 @@ class Scope(Guarded):
         promised = names.take(t)
         known = promised or self._named_by_torch(t)
         aside = why_not_plain(t)
-        if aside is None and (t.is_cuda or torch_private.backward_now() != NO_BACKWARD):
-            aside = self._why_aside(t)
+        if aside is None:
+            if t.is_cuda and torch_private.is_capturing():
+                aside = self._why_not_captured()
+            elif torch_private.backward_now() != NO_BACKWARD:
+                aside = "recomputed by checkpoint" if self.in_checkpoint else "inside backward"
         if aside is not None:
             return self._keep(t, known, aside, _bytes_of(t))
         record = records.find(t) if self._goes_along else None
@@ -215,13 +218,6 @@ class Scope(Guarded):
         mover = cast(Mover, record.mover())
         mover.share(call, record)
         return Moved(t, entry, record, call, mover, self._ledger)
-
-    def _why_aside(self, t: Tensor) -> str | None:
-        if t.is_cuda and torch_private.is_capturing():
-            return self._why_not_captured()
-        if torch_private.backward_now() == NO_BACKWARD:
-            return None
-        return "recomputed by checkpoint" if self.in_checkpoint else "inside backward"
 
     def _why_not_captured(self) -> str | None:
         return "CUDA graph capture"

@@ -198,6 +198,29 @@ def test_law_06_host_bytes_wait_for_their_reader_however_early_the_next_is_ready
     assert lanes.arena.reserved == reserved and schedule.stats.out_count == 2
 
 
+def test_what_is_let_go_together_is_waited_for_once_for_each_kind_of_event() -> None:
+    """The last copy out implies those before it, unless one of the two lies in a graph that is captured."""
+    waited: list[Event] = []
+
+    class Noting(SimulatedLanes):
+        def wait(self, lane: Lane, event: Event) -> None:
+            if lane == "compute":
+                waited.append(event)
+            super().wait(lane, event)
+
+    for captured, times in ((False, 1), (True, 2)):
+        lanes = Noting()
+        schedule = Schedule(lanes, lag=9, small=0, keep_last=False)
+        items = [Item(name, lanes.alloc(MB, "device", name)) for name in "abc"]
+        for item in items:
+            assert schedule.depart(item)
+        assert items[1].bundle is not None and items[1].bundle.written is not None
+        items[1].bundle.written.captured = captured
+        waited.clear()
+        schedule.close()
+        assert len(waited) == times and {item.released for item in items} == {True}
+
+
 # --- the planner's prediction
 
 

@@ -115,8 +115,8 @@ class _Timed(Item):
             self.at_release = self.lanes.now["compute"]
 
 
-class Program:
-    """A `Program` plays the program's part in one step: it tells a schedule what hooks and ops would."""
+class PlayedStep:
+    """A `PlayedStep` plays the program's part in one step: it tells a schedule what hooks and ops would."""
 
     def __init__(self, profile: Profile, schedule: Schedule) -> None:
         self.profile, self.schedule = profile, schedule
@@ -159,7 +159,7 @@ class Program:
         """It is gone."""
 
 
-class _Step(Program):
+class _Step(PlayedStep):
     """A `_Step` is one simulated step."""
 
     def __init__(

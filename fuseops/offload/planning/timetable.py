@@ -13,7 +13,7 @@ from fuseops.offload.order import Boundary, Order, OrderKey
 from fuseops.offload.schedule import Item, Schedule
 
 from .profile import Profile, Saved
-from .simulate import LinkSettings, Program
+from .simulate import LinkSettings, PlayedStep
 
 SEND, RELEASE, FETCH, READ, LAST, AGAIN = range(6)  # LAST: the last read
 WAYS: dict[str, Literal["forward", "backward"]] = {"enter": "forward", "backward": "backward"}
@@ -62,7 +62,7 @@ class TracedItem(Item):
         self.table.note(FETCH, self.k)
 
 
-class Timetable(Program):
+class Timetable(PlayedStep):
     """A `Timetable` says at which op the schedule sends, releases and fetches every saved tensor.
 
     events   kind, saved and position, in the order in which the host program reaches them
