@@ -126,7 +126,7 @@ def quantize_micro(p: MicroLayout) -> tuple[Tensor, Tensor]:
         raise FuseOpsError(f"data is {data}, expected e4m3, e5m2 or e2m1.")
     shape = () if offs is None else (groups,)
     given = None if amax is None else tuple(amax.shape)
-    if given != shape if four else None:
+    if given != (shape if four else None):
         raise FuseOpsError(f"amax is {given}, expected {shape if four else None}.")
     x = as_rows(x)
     turned = layout == "col"

@@ -90,6 +90,10 @@ def test_groups_have_scale_tiles_of_their_own():
 
 def test_bad_arguments_are_refused():
     x = torch.randn(4, 32)
-    for args in ((x[0], DATA[0]), (x, torch.float32), (x, DATA[0], "both"), (x, E2M1)):
+    amax = torch.ones(())  # which NVFP4 needs, and nothing else takes
+    for args in (
+        *((x[0], DATA[0]), (x, torch.float32), (x, DATA[0], "both")),
+        *((x, E2M1), (x, DATA[0], "row", None, amax), (x, E2M1, "row", None, amax[None])),
+    ):
         with pytest.raises(FuseOpsError, match="expected"):
             micro.quantize_micro.launcher(*args)
