@@ -227,18 +227,25 @@ class Scheduler:
     ) -> None:
         self.detach()
         if error is None:
-            self._check_globs()
+            self._check_names()
 
-    def _check_globs(self) -> None:
+    def _check_names(self) -> None:
+        """Raise FuseOpsError where a policy's globs, or names of decisions that users wrote, meant nothing."""
         globs = () if self.policy is None else self.policy.globs
-        entries = self._scope.report().entries if globs else ()
+        written = () if isinstance(self.plan, OffloadPlan) else self._decisions.items()
+        names = [name for name, decision in written if decision not in MADE_AGAIN]
+        entries = self._scope.report().entries if globs or names else ()
         seen = {name for entry in entries for name in (entry.name, *entry.also)}
         idle = [g for g in globs if not any(matches(g, name) for name in seen)]
-        if seen and idle:
-            raise FuseOpsError(
-                f"the policy's globs {idle} matched no saved tensor. Names are such as "
-                f"{sorted(seen)[:3]}; scheduler.report() lists all."
-            )
+        for what, wrong in (
+            ("policy's globs", idle),
+            ("plan's names", [name for name in names if name not in seen]),
+        ):
+            if seen and wrong:
+                raise FuseOpsError(
+                    f"the {what} {wrong} matched no saved tensor. Names are such as {sorted(seen)[:3]}; "
+                    "scheduler.report() lists all."
+                )
 
     # --- by hand
 

@@ -593,6 +593,21 @@ def test_globs_that_match_nothing_raise() -> None:
         one_step(model)
 
 
+def test_names_of_a_plan_that_mean_nothing_raise() -> None:
+    """Of one that users wrote: what a step of another shape does not save, a plan may name."""
+    model = Model()
+    with offload.Scheduler(model, "blocks.*", policy=offload.Policy(min_bytes=1)) as scheduler:
+        one_step(model)
+    saved = scheduler.report().entries[0].name
+    with offload.Scheduler(model, "blocks.*", plan={saved: "offload", "blocks.0": "recompute"}):
+        one_step(model)
+    with (
+        pytest.raises(FuseOpsError, match=r"plan's names \['blocks.7.x'\] matched no saved"),
+        offload.Scheduler(model, "blocks.*", plan={saved: "keep", "blocks.7.x": "keep"}),
+    ):
+        one_step(model)
+
+
 @pytest.mark.parametrize("glob", ["**.router.x", "**.fc1.x"])
 def test_a_tensor_of_two_names_is_matched_by_either(glob: str) -> None:
     """What the router and the experts of a layer both save is one tensor."""
