@@ -10,11 +10,9 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from subjects import Rows, measured, page, span, table
+from subjects import Rows, measured, overview, page, span, table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, README, HUGGINGFACE = (
@@ -23,7 +21,12 @@ PAGE, README, HUGGINGFACE = (
     ROOT / "docs/huggingface.md",
 )
 PROJECT, TRIED = ROOT / "pyproject.toml", ROOT / ".ci" / "rows.json"
-NEAR = 0.9  # of the bandwidth of a copy
+MEASURED = "https://github.com/fuseops/fuseops/blob/main/docs/measured.md"
+TOLD = (  # of the subjects by the README
+    "Models of transformers", "A MoE layer", "The MLP of experts", "Grouped GEMMs in bf16", "Grouped GEMMs in FP8",
+    "Memory-bound kernels", "The loss of a head", "Saved tensors to the host: dense blocks",
+    "Saved tensors to the host: MoE blocks", "Experts over two GPUs",
+)  # fmt: skip
 
 
 def readme(text: str) -> str:
@@ -32,7 +35,7 @@ def readme(text: str) -> str:
         "headline": headline(),
         "versions": "\n".join(table(versions())),
         "models": "\n".join(table(models())),
-        "figures": "\n".join(table(figures())),
+        "figures": "\n".join(table([row[:2] for row in overview(TOLD, MEASURED)])),
     }
     for name, made in made_of.items():
         block = re.compile(rf"(<!-- {name}: .*? -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -89,108 +92,10 @@ def models() -> Rows:
     return [["", *parts], *([", ".join(names), *cells] for cells, names in found.items())]
 
 
-def figures() -> Rows:
-    rows = [*model_figures(), *moe_figures(), *kernel_figures(), *offload_figures()]
-    return [["what", "beside", "measured"], *rows]
-
-
-def model_figures() -> Iterator[list[str]]:
-    """Of a model of transformers whose modules `hf.apply` has replaced."""
-    step = measured("hf_step_h200")["steps"]["qwen3_moe"]
-    over, peak = step["over_fuseops"], step["peak_gib"]
-    yield [
-        "Qwen3-MoE of transformers (4 layers, 16k tokens) after `hf.apply`, forward and backward",
-        "as it is; the same compiled",
-        f"{over['stock']['ratio']:.2f} and {over['stock_compiled']['ratio']:.2f} times its speed; a peak of "
-        f"{peak['fuseops']:.1f} instead of {peak['stock']:.1f} and {peak['stock_compiled']:.1f} GiB",
-    ]
-
-
-def moe_figures() -> Iterator[list[str]]:
-    layer, mlp = measured("moe_layer_h200"), measured("grouped_mlp_h200")
-    saved = [cell["saved_bytes"] for cell in layer["cells"].values() if "saved_bytes" in cell]
-    sonic = f"SonicMoE {layer['environment']['sonic-moe']}"
-    yield [
-        f"MoE layer, forward and backward, {len(steps(layer))} shapes",
-        f"the best of {sonic} (default and autotuned tiles) and `torch.compile`",
-        f"{moe_layer()} its speed",
-    ]
-    yield [
-        "the same, bytes saved for the backward",
-        "SonicMoE; `torch.compile`",
-        f"{span(share(saved, 'sonic'))} of SonicMoE's; {span(share(saved, 'compile'))} of compile's",
-    ]
-    yield [
-        f"expert MLP, forward and backward, {len(steps(mlp))} shapes",
-        "`torch.compile` over `F.grouped_mm`",
-        f"{grouped_mlp()} its speed",
-    ]
-
-
-def kernel_figures() -> Iterator[list[str]]:
-    summary = measured("grouped_gemm_h200")["summary"]
-    gemm = [summary[f"{kind}/torch/settled"] for kind in ("fwd", "dgrad", "wgrad")]
-    means = ", ".join(f"{found['geomean']:.2f}" for found in gemm)
-    least = min(found["least"][-1] for found in gemm)
-    yield [
-        "grouped GEMM: forward, gradients of input and weight",
-        "`F.grouped_mm`",
-        f"{means} times its speed (geometric means; least {least:.2f})",
-    ]
-    fp8 = measured("fp8_h200")["settled"]
-    found = {
-        kind: times([c["ratios"]["bf16"]["ratio"] for n, c in fp8.items() if f"/{kind}/" in n])
-        for kind in ("fwd", "dgrad", "wgrad")
-    }
-    yield [
-        f"the same in FP8 with block scales, operands quantized before, {len(fp8)} products",
-        "our own bf16",
-        f"{found['fwd']}, {found['dgrad']} and {found['wgrad']} its speed",
-    ]
-    cells = measured("memory_bound_h200")["bandwidth"]
-    near = sum((cell.get("share_of_copy") or 0) >= NEAR for cell in cells)
-    behind = sum(bool(cell.get("faster_peers")) for cell in cells)
-    yield [
-        f"memory-bound kernels, {len(cells)} cases",
-        "`torch.compile`, Liger-Kernel, eager torch",
-        f"{f'a peer is faster in {behind}' if behind else 'no peer is faster in any'}; "
-        f"{near} reach {NEAR} of the bandwidth of a copy",
-    ]
-
-
-def offload_figures() -> Iterator[list[str]]:
-    """Beside other ways to train, where the file holds them."""
-    dense, moe = measured("offload_dense_h200"), measured("offload_moe_h200")
-    if slow := dense.get("others", {}).get("checkpoint"):
-        plan = min(
-            dense["rounds"].values(), key=lambda plan: abs(plan["peak_gib"] - slow["peak_gib"])
-        )
-        before = dense["rounds"]["nothing"]["peak_gib"]
-        yield [
-            f"12 dense blocks that peak at {before:.1f} GiB, held to {plan['peak_gib']:.1f}",
-            f"`torch.utils.checkpoint` of every block: {slow['peak_gib']:.1f} GiB, {slow['ratio']:.2f} times the step",
-            f"{plan['ratio']:.2f} times the step",
-        ]
-    if hooks := moe.get("others", {}).get("async hooks"):
-        yield [
-            "32 MoE blocks, saved tensors to the host",
-            f"hooks with `record_stream`: {hooks['peak_gib']:.1f} GiB, {hooks['ratio']:.2f} times the step",
-            offload("moe"),
-        ]
-
-
-def steps(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What a file says of forward and backward, shape by shape."""
-    rows = result["summary"].items()
-    return [row for name, row in rows if name.endswith("/fwd+bwd")]
-
-
 def moe_layer() -> str:
-    return times([row["fuseops"]["ratio"] for row in steps(measured("moe_layer_h200"))])
-
-
-def grouped_mlp() -> str:
-    return times([row["eager"]["ratio"] for row in steps(measured("grouped_mlp_h200"))])
+    rows = measured("moe_layer_h200")["summary"].items()
+    steps = [row["fuseops"]["ratio"] for name, row in rows if name.endswith("/fwd+bwd")]
+    return f"{span(steps)} times"
 
 
 def offload(model: str) -> str:
@@ -201,14 +106,6 @@ def offload(model: str) -> str:
         f"the peak falls from {rounds['nothing']['peak_gib']:.1f} to {plan['peak_gib']:.1f} GiB, and the step "
         f"takes {100 * (plan['ratio'] - 1):.1f} % longer"
     )
-
-
-def share(saved: Sequence[Mapping[str, int]], peer: str) -> list[float]:
-    return [cell["fuseops"] / cell[peer] for cell in saved if peer in cell]
-
-
-def times(ratios: Sequence[float]) -> str:
-    return f"{span(ratios)} times"
 
 
 def main() -> int:
