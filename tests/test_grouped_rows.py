@@ -144,8 +144,8 @@ def test_what_nobody_wants_is_neither_computed_nor_saved(
 def test_a_size_that_is_not_positive_is_refused(size: int) -> None:
     for sizes, name in (
         ((size, D, F), "num_groups"),
-        ((2, size, F), "in_f"),
-        ((2, D, size), "out_f"),
+        ((2, size, F), "in_features"),
+        ((2, D, size), "out_features"),
     ):
-        with pytest.raises(fo.FuseOpsError, match=f"{name}.* must be positive, got {size}"):
+        with pytest.raises(fo.FuseOpsError, match=f"{name} is {size}, expected an integer from 1"):
             fo.ops.GroupedLinear(*sizes)

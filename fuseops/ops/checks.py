@@ -124,6 +124,13 @@ def check_numbers(op: str, least: float = -math.inf, **options: Any) -> None:
             raise FuseOpsError(f"{op}: {name} is {value!r}, expected {wanted}.")
 
 
+def check_positive(op: str, **options: Any) -> None:
+    """Raise FuseOpsError for an option of `op` that is no finite number above 0."""
+    for name, value in options.items():
+        if not (is_number(value) and value > 0):
+            raise FuseOpsError(f"{op}: {name} is {value!r}, expected a finite number above 0.")
+
+
 def check_integers(op: str, least: int | None = None, **options: Any) -> None:
     """Raise FuseOpsError for an option of `op` that is no integer from `least` on."""
     for name, value in options.items():

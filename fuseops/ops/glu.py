@@ -7,10 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from fuseops.errors import FuseOpsError
-
 from .activations import Activation, Approximated, ScaledActivation, check_approximate
-from .checks import check_integers, check_numbers, is_number
+from .checks import check_integers, check_numbers, check_positive
 
 
 class _Gated:
@@ -66,12 +64,9 @@ class _Clamped(_Gated):
         **sides: str,
     ) -> None:
         """limit, alpha, offset: of the formula.  interleave, sides: as of SwiGLU."""
-        numbers = {"alpha": alpha, "offset": offset}
+        check_numbers(type(self).__name__, alpha=alpha, offset=offset)
         if limit != math.inf:  # no limit
-            numbers["limit"] = limit
-        check_numbers(type(self).__name__, **numbers)
-        if not limit > 0:
-            raise FuseOpsError(f"{type(self).__name__}: limit is {limit}, expected more than 0.")
+            check_positive(type(self).__name__, limit=limit)
         super().__init__(interleave=interleave, **sides)
         self._set_options(interleave, float(alpha), float(limit), float(offset))
 
@@ -87,11 +82,7 @@ class _SiTU(_Gated):
         self, beta1: float = 4.0, beta2: float = 25.0, *, interleave: int = 0, **sides: str
     ) -> None:
         """beta1, beta2: of the formula, finite and above 0.  interleave, sides: as of SwiGLU."""
-        for name, beta in (("beta1", beta1), ("beta2", beta2)):
-            if not (is_number(beta) and beta > 0):
-                raise FuseOpsError(
-                    f"{type(self).__name__}: {name} is {beta}, expected a finite number above 0."
-                )
+        check_positive(type(self).__name__, beta1=beta1, beta2=beta2)
         super().__init__(interleave=interleave, **sides)
         self._set_options(interleave, float(beta1), float(beta2))
 

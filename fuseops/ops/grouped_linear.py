@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import kernels as K
-from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.errors import ShapeError
 from fuseops.recipes import Operand, Quantized, gemm
 
 from .checks import check_integers, check_offs, check_probs, check_width
@@ -295,15 +295,8 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        for name, size in (
-            ("num_groups", num_groups),
-            ("in_features", in_features),
-            ("out_features", out_features),
-            ("low_rank", 1 if low_rank is None else low_rank),
-        ):
-            check_integers("GroupedLinear", **{name: size})
-            if size <= 0:
-                raise FuseOpsError(f"GroupedLinear: {name} must be positive, got {size}.")
+        sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
+        check_integers("GroupedLinear", 1, **sizes, low_rank=1 if low_rank is None else low_rank)
         super().__init__()
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.scale_bias = scale_bias and bias

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.errors import ShapeError
 
-from .checks import check_integers, check_numbers, check_pos, check_rows
+from .checks import check_integers, check_pos, check_positive, check_rows
 from .op import Call, Grads, Op, Out, S, Shape, numel
 from .splits import check_splits
 
@@ -89,12 +89,9 @@ class Dispatch(Op[RowsSaved]):
 
     def __init__(self, num_experts: int, capacity_factor: float | None = None) -> None:
         super().__init__()
-        check_integers("Dispatch", num_experts=num_experts)
-        check_numbers("Dispatch", capacity_factor=1 if capacity_factor is None else capacity_factor)
-        if num_experts <= 0 or not (capacity_factor is None or capacity_factor > 0):
-            raise FuseOpsError(
-                f"Dispatch: num_experts and capacity_factor must be positive, got {num_experts} and {capacity_factor}."
-            )
+        check_integers("Dispatch", 1, num_experts=num_experts)
+        if capacity_factor is not None:
+            check_positive("Dispatch", capacity_factor=capacity_factor)
         self.num_experts, self.capacity_factor = num_experts, capacity_factor
 
     def extra_repr(self) -> str:

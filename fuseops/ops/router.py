@@ -148,10 +148,9 @@ class Router(Op[RouterSaved]):
         return WITH_LOSS if loses else WITHOUT_LOSS
 
     def _check(self) -> None:
-        whole = ("dim", "num_experts", "top_k", "groups", "top_groups")
+        whole = ("num_experts", "top_k", "groups", "top_groups")
         check_integers("Router", **{name: getattr(self, name) for name in whole})
-        if self.dim <= 0:
-            raise FuseOpsError(f"Router: dim must be positive, got {self.dim}.")
+        check_integers("Router", 1, dim=self.dim)
         if not 1 <= self.top_k <= self.num_experts:
             raise FuseOpsError(
                 f"Router: top_k is {self.top_k}, expected 1 to {self.num_experts}, the number of experts."
