@@ -235,7 +235,9 @@ class LayerScope(Scope):
         return handle
 
     def _coding(self, t: Tensor, named: SavedName) -> Coding | str:
-        return coding_of(Candidate.of(t, named), self._globs_of_codes(named.name))
+        return coding_of(
+            Candidate.of(t, named.name, named.op, named.also), self._globs_of_codes(named.name)
+        )
 
     def _globs_of_codes(self, name: str) -> tuple[str, ...]:
         """What may be rounded: all in a storage of which a plan says so, else what the policy says."""
@@ -272,7 +274,9 @@ class LayerScope(Scope):
         resident = self._resident.get(t.untyped_storage())
         if resident is not None:
             return f"in the storage of {resident}, which stays"
-        return self._policy.why_keep(Candidate.of(t, named), self._thread_calls.running[-1].quota)
+        return self._policy.why_keep(
+            Candidate.of(t, named.name, named.op, named.also), self._thread_calls.running[-1].quota
+        )
 
 
 class _Begin:

@@ -8,7 +8,6 @@ import torch
 
 from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs, matches
-from fuseops.ops.names import SavedName
 
 from .arguments import whole_number
 
@@ -28,10 +27,8 @@ class Candidate(NamedTuple):
     also: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, t: torch.Tensor, saved: SavedName) -> "Candidate":
-        """A tensor that is being saved under some names."""
-        shape, nbytes = tuple(t.shape), t.untyped_storage().nbytes()
-        return cls(saved.name, saved.op, shape, t.dtype, nbytes, saved.also)
+    def of(cls, t: torch.Tensor, name: str, op: str, also: tuple[str, ...]) -> "Candidate":
+        return cls(name, op, tuple(t.shape), t.dtype, t.untyped_storage().nbytes(), also)
 
     def matches(self, glob: str) -> bool:
         """Whether the glob matches one of the names."""

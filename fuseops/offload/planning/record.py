@@ -144,7 +144,7 @@ class _Recording(Scope):
         return self._recorder.on_gpu
 
     def _by_policy(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
-        return self._recorder.by_policy(Candidate.of(t, named)), ""
+        return self._recorder.by_policy(Candidate.of(t, named.name, named.op, named.also)), ""
 
 
 class Recorder:
@@ -253,7 +253,7 @@ class Recorder:
         return known
 
     def _codes(self, t: Tensor, named: SavedName) -> int:
-        candidate = Candidate.of(t, named)
+        candidate = Candidate.of(t, named.name, named.op, named.also)
         coding = coding_of(candidate, tuple(self.policy.quantize))
         return coded_bytes(candidate.nbytes, t.dtype) if isinstance(coding, Coding) else 0
 
