@@ -309,6 +309,16 @@ def shard_placement_on(mesh: Any) -> tuple[Any, Any]:
     )
 
 
+class DispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A `DispatchMode` sees ops as torch's own does, in eager code: torch would import dynamo to keep it out,
+    half a second, at the first op.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def without_modes() -> AbstractContextManager[Any]:
     """Inside, no dispatch mode sees an op."""
     return _python_dispatch._disable_current_modes()

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from counted import calls_in
@@ -88,6 +89,22 @@ def test_what_is_written_to_an_op_is_seen_by_the_next_call(steps: int) -> None:
     new = copy.deepcopy(model)
     for ours, theirs in zip(step(model, x), step(new, x), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_what_is_written_down_imports_no_compiler() -> None:
+    """Dynamo is half a second of an import, for a step that never compiles."""
+    code = """
+import sys, torch, fuseops as fo
+model, x = fo.Sequential(fo.ops.Linear(8, 8), fo.ops.Linear(8, 8)), torch.randn(2, 8, requires_grad=True)
+for _ in range(4):
+    model(x).sum().backward()
+(_, run), = model._runner.pieces
+(seg,) = next(iter(run.last.plans.values())).segments
+assert all(alike.again for alike in seg.repeats.kinds.values())
+assert "torch._dynamo" not in sys.modules
+"""
+    ran = fresh.run("-c", code)
+    assert not ran.returncode, ran.stderr
 
 
 def test_inputs_of_another_kind_are_no_repetition() -> None:

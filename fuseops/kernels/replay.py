@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops import torch_private
 from fuseops.kernels.recorder import Launch, LaunchRecorder, ReplayError, noting
@@ -301,7 +300,7 @@ def constant(value: Any, known: dict[str, Any]) -> str:
     return name
 
 
-class _Stage(TorchDispatchMode):
+class _Stage(torch_private.DispatchMode):
     """The stage of a rehearsal knows every tensor by its storage, and lets a launcher allocate and take views only."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -6,7 +6,7 @@ function does what that call did, and none of its Python runs. Ops of ATen are c
 stand there as their replays have them (`replay`), and what is only looked at by address is no tensor.
 
 A function that reads values, draws random numbers, writes into a tensor, or takes a tensor from elsewhere cannot be
-written down. Neither can one that depends on what may change between two calls of one kind: it says so by `depends`.
+written down. What depends on more than its operands must be a launcher, which says so by `depends`: it is called again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops import torch_private
 from fuseops.kernels.registry import PLAIN, KernelOp, thread
@@ -69,7 +68,7 @@ class NotedCall(NamedTuple):
     looks: bool = False
 
 
-class Transcriber(TorchDispatchMode):
+class Transcriber(torch_private.DispatchMode):
     """A `Transcriber` watches a call of a function, which runs as ever, and writes down what it does.
 
     why: what stands against writing it down.  early: a launcher has no replay yet
