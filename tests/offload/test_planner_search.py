@@ -18,8 +18,9 @@ from fuseops.offload.planning.cost_model import Choice, CostModel
 from fuseops.offload.planning.hardware import Hardware
 from fuseops.offload.planning.plan import plan_profile
 from fuseops.offload.planning.planner import NOTHING, Limits, Solution, judge, solve
-from fuseops.offload.planning.profile import Profile
+from fuseops.offload.planning.profile import Again, Profile
 from fuseops.offload.planning.simulate import LinkSettings, simulate
+from fuseops.offload.planning.timetable import Timetable
 from fuseops.offload.planning.together import shares
 
 
@@ -250,6 +251,24 @@ def test_ranks_share_one_budget(budget: int, needs: list[int]) -> None:
         assert share >= min(need, budget // len(needs))
         assert share >= need or sum(needs) > budget
     assert sorted(found) == [share for _, share in sorted(zip(needs, found, strict=True))]
+
+
+@pytest.mark.parametrize("lag", range(1, 6))
+def test_a_storage_can_leave_whatever_else_may(lag: int) -> None:
+    """One that a later layer reads soon holds back no other that would share a transfer with it."""
+    profile = profile_of(4, 2, lambda layer, n: MB, lambda layer: 4e-3)
+    for call in range(1, 4):
+        at, read = profile.calls[call].enter + 1, profile.calls[call].backward + 1
+        shared = profile.saved[0]._replace(again=(Again(call, at, read),))
+        saved = [shared, *profile.saved[1:]]
+        for small in (0, 1 << 40):
+            link = LinkSettings(lag=lag, small=small)
+            movable = Timetable(replace(profile, saved=tuple(saved)), link).movable
+            for k in range(len(saved)):
+                others = [s._replace(why="it stays") for s in saved]
+                others[k] = saved[k]
+                alone = Timetable(replace(profile, saved=tuple(others)), link).movable
+                assert alone == [k] * (k in movable), (call, small, k)
 
 
 def test_what_others_hold_until_it_is_read_does_not_leave() -> None:

@@ -47,6 +47,16 @@ class TimelessLanes(Lanes):
         return Event(lane)
 
 
+class ItemByItem(Schedule):
+    """An `ItemByItem` sends the small storages of a call when it ends, as ever, but each by itself: which of them share
+    a transfer is what a plan chooses, and one that is read soon would hold back the others.
+    """
+
+    def _send_waiting(self, items: list[Item]) -> None:
+        for item in items:
+            super()._send_waiting([item])
+
+
 class TracedItem(Item):
     """A `TracedItem` tells a timetable what the schedule does with a saved storage."""
 
@@ -74,7 +84,7 @@ class Timetable(PlayedStep):
     ) -> None:
         self.lanes, self.small = TimelessLanes(), settings.small
         alone = settings._replace(bundle=1 << 62)  # the small ones of a call leave at its end
-        super().__init__(profile, Schedule(self.lanes, **alone._asdict()))
+        super().__init__(profile, ItemByItem(self.lanes, **alone._asdict()))
         self.schedule.order = Order(_order(profile))
         # bytes on the link, and of them those of codes
         self.codes = {
