@@ -44,7 +44,7 @@ types: $(STAMP)
 package: $(STAMP)   ## build wheel and sdist, look into them, and use the wheel outside of the repository
 	$(PY) scripts/check_package.py
 
-docs: $(STAMP)   ## build the site strictly and run the notebooks, where `pip install -e ".[docs]"` was done
+docs: $(STAMP)   ## build the site strictly, where `pip install -e ".[docs]"` was done
 	$(PY) scripts/check_docs.py
 
 fmt: $(STAMP)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import layers, measure
+from common import layers, measure, runs
 from torch import Tensor
 
 import fuseops as fo
@@ -93,13 +93,7 @@ def steps(x: Tensor, weight: Tensor, targets: Tensor, peers: list[str]) -> dict[
 def beyond(call: measure.Call, *given: Tensor) -> float:
     """MiB at the peak of a step beyond what was there and the gradients of `given`."""
     call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()["active_bytes.all.current"]
-    call()
-    torch.cuda.synchronize()
-    peak = torch.cuda.memory_stats()["active_bytes.all.peak"]
-    return round((peak - before - sum(t.nbytes for t in given)) / MIB, 1)
+    return round((layers.active_bytes(call) - sum(t.nbytes for t in given)) / MIB, 1)
 
 
 def into_main_grad(x: Tensor, weight: Tensor, targets: Tensor, gradients: str, mib: int) -> float:
@@ -175,14 +169,15 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    layers.add_options(parser, NAMES)
+    parser = runs.parser_of(__doc__)
+    runs.add_options(parser, NAMES)
     parser.add_argument("--peers", nargs="*", default=["compile", "liger"])
     options = parser.parse_args()
-    report = layers.begin(options, "liger-kernel")
-    if "errors_of_dx_dw_at_logits_of_30" not in report:
-        report["errors_of_dx_dw_at_logits_of_30"] = errors()
-    layers.run_cells(options, report, lambda name: cell(name, options), summary)
+    run = runs.Run(options, "liger-kernel")
+    run.summary = lambda report: summary(report["cells"])
+    if "errors_of_dx_dw_at_logits_of_30" not in run.report:
+        run.report["errors_of_dx_dw_at_logits_of_30"] = errors()
+    run.each(lambda name: cell(name, options), options.only)
 
 
 if __name__ == "__main__":

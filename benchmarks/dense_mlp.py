@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import layers, measure
+from common import layers, measure, runs
 from common.measure import rnd
 from torch import Tensor
 
@@ -157,16 +157,9 @@ def exact(p: Problem) -> list[Tensor]:
 
 
 def errors(p: Problem, forward: measure.Call, right: list[Tensor]) -> dict[str, float]:
-    layers.training_step(forward, p.dy, p.leaves)()
-    got = [forward().detach(), *(leaf.grad for leaf in p.leaves)]
     names = ("y", "x", "norm", "fc1", "fc2")
-    found = {
-        name: round(measure.relative_error(mine, theirs), 5)
-        for name, mine, theirs in zip(names, got, right, strict=True)
-    }
-    for leaf in p.leaves:
-        leaf.grad = None
-    return found
+    pairs = zip(names, layers.results(forward, p.dy, p.leaves), right, strict=True)
+    return {name: round(measure.relative_error(mine, theirs), 5) for name, mine, theirs in pairs}
 
 
 def cell(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -259,10 +252,10 @@ def over_compiled(record: dict[str, Any]) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    layers.add_step_options(parser)
+    runs.add_step_options(parser)
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument("--ways", action="store_true", help="time the choices of the fused op")
 
 
 if __name__ == "__main__":
-    layers.main(__doc__, SHAPES, cell, summary, ["liger-kernel"], add_options)
+    runs.main(__doc__, SHAPES, cell, summary, ["liger-kernel"], add_options)

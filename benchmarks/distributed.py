@@ -120,8 +120,7 @@ def titan(x: Tensor, wr: Tensor, w1: Tensor, w2: Tensor, k: int, group: Any) -> 
 def errors(p: Problem, forward: measure.Call, leaves: list[Tensor], mesh: DeviceMesh) -> Any:
     """Relative errors to a layer that has everything: of y and dx here, of the experts' gradients here."""
     rank, world = mesh.get_local_rank(), mesh.size()
-    layers.training_step(forward, p.dy, leaves)()
-    y, grads = forward().detach(), [local(leaf.grad) for leaf in leaves]
+    y, *grads = map(local, layers.results(forward, p.dy, leaves))
     xs = [torch.empty_like(p.x) for _ in range(world)]
     dys = [torch.empty_like(p.dy) for _ in range(world)]
     dist.all_gather(xs, p.x.detach())
@@ -133,7 +132,6 @@ def errors(p: Problem, forward: measure.Call, leaves: list[Tensor], mesh: Device
     right = [whole[n].weight.grad.chunk(world)[rank] for n in ("fc1", "fc2")]
     pairs = {"y": (y, want[rows]), "x": (grads[0], x.grad[rows])}
     pairs |= {"fc1": (grads[2], right[0]), "fc2": (grads[3], right[1])}
-    clear(leaves)
     return {n: slowest(measure.relative_error(a.float(), b.float())) for n, (a, b) in pairs.items()}
 
 

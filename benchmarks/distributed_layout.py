@@ -20,7 +20,6 @@ many tokens on each, is the weak scaling.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
@@ -29,7 +28,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import measure
+from common.offload_ranks import GIB, OffloadedRank
 from torch.profiler import ProfilerActivity, profile
 
 import fuseops as fo
@@ -44,7 +43,6 @@ from fuseops import offload
 
 ROOT = Path(__file__).resolve().parent.parent
 PRETRAIN = ROOT / "examples" / "pretrain.py"
-GIB = 2**30
 LARGE = {
     "dim": 2048, "heads": 16, "layers": 16, "ffn": 768, "experts": 64, "top-k": 8, "context": 4096,
     "batch": 16, "micro-batches": 8, "dense-every": 2,
@@ -64,7 +62,7 @@ MODULES = {  # what may leave, by module
     "activations of experts and of dense layers": "blocks.*.mlp.**",
 }
 BARS = {
-    "decrease_over_planned": {"at least": 0.997},
+    "left_of_it": {"at least": 0.997},
     "step_ratio": {"at most": 1.0033},
     "peak_error_over_moved": {"at most": 0.02},
     "stall_not_predicted_ms": {"at most": 1.0},
@@ -86,49 +84,19 @@ def words(sizes: dict[str, Any], **more: Any) -> list[str]:
 # --- what a rank does
 
 
-class Rank:
+class Rank(OffloadedRank):
     """A rank of the layout under one way of the dispatch, with its plan."""
 
     def __init__(self, way: str | None, options: argparse.Namespace, device: torch.device) -> None:
-        self.options, self.cuda = options, device.type == "cuda"
+        super().__init__(options, device)
         sizes = SMALL if options.small else LARGE
         more = LAYOUTS[options.layout] | ({} if way is None else {"way": way})
         self.run = pretrain().Run(pretrain().parsed(words({**sizes, **more})), device)
+        self.step = self.run.train
         least = 1 if options.small else 1 << 20
         policy = offload.Policy(offload=tuple(MODULES.values()), min_bytes=least)
-        plans = self.run.plans(policy=policy)
-        self.plan = plans[self.run.mesh.get_local_rank("pp")]
-        self.scheduler = offload.Scheduler(self.run.model, "blocks.*", plan=self.plan)
-
-    def way(self, name: str) -> Any:
-        return self.scheduler if name == "offload" else contextlib.nullcontext()
-
-    def sync(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-        dist.barrier()
-
-    def visit(self, name: str) -> dict[str, float]:
-        """A step to get in, and some that count: ms of one, bytes at the peak (CUDA), bytes moved in one."""
-        with self.way(name):
-            self.run.train()
-            self.sync()
-            if self.cuda:
-                torch.cuda.reset_peak_memory_stats()
-            moved, begun = self.moved(), time.perf_counter()
-            for _ in range(self.options.steps):
-                self.run.train()
-            self.sync()
-            ms = (time.perf_counter() - begun) * 1e3 / self.options.steps
-            peak = torch.cuda.memory_stats()["active_bytes.all.peak"] if self.cuda else 0
-            return {
-                "ms": ms,
-                "peak": peak,
-                "moved": (self.moved() - moved) / self.options.steps,
-            }
-
-    def moved(self) -> int:
-        return int(dict(self.scheduler.report().schedule)["out_bytes"])
+        self.plan = self.run.plans(policy=policy)[self.run.mesh.get_local_rank("pp")]
+        self.follow("offload", self.run.model, self.plan)
 
     def gradients(self, name: str) -> list[torch.Tensor]:
         """Of one batch, from the weights as they are."""
@@ -139,45 +107,25 @@ class Rank:
         with self.way(name):
             self.run.backward(text, text)
         found = [p.grad for p in self.run.model.parameters()]
-        return [g.to_local().clone() if hasattr(g, "to_local") else g.clone() for g in found]
-
-    def exact(self) -> dict[str, bool]:
-        """Whether gradients repeat to the bit, and with offload too: under deterministic kernels."""
-        torch.use_deterministic_algorithms(True)
-        first, again, moved = (self.gradients(n) for n in ("nothing", "nothing", "offload"))
-        torch.use_deterministic_algorithms(False)
         self.run.optimizer.zero_grad()
-        same = lambda a, b: all(map(torch.equal, a, b))  # noqa: E731
-        return {
-            "repeats_bit_equal": same(first, again),
-            "gradients_bit_equal": same(first, moved),
-        }
-
-    def rounds(self) -> dict[str, list[dict[str, float]]]:
-        found: dict[str, list[dict[str, float]]] = {"nothing": [], "offload": []}
-        orders, end, go = measure.orders(found), time.perf_counter() + self.options.seconds, True
-        while go:
-            for name in next(orders):
-                found[name].append(self.visit(name))
-            more = torch.tensor([time.perf_counter() < end], device=self.run.device).int()
-            dist.broadcast(more, 0)
-            go = bool(more)
-        return found
+        return [g.to_local().clone() if hasattr(g, "to_local") else g.clone() for g in found]
 
     def trace(self, name: str) -> dict[str, float]:
         """Of one step: ms of it, ms without any kernel, GB/s of copies out and back."""
         with self.way(name), tempfile.TemporaryDirectory() as folder:
-            self.run.train()
+            self.step()
             self.sync()
             with profile(activities=[ProfilerActivity.CUDA]) as seen:
-                self.run.train()
+                self.step()
                 self.sync()
             seen.export_chrome_trace(path := str(Path(folder) / "trace.json"))
             return of_trace(json.loads(Path(path).read_text())["traceEvents"])
 
     def found(self) -> dict[str, Any]:
         """Everything that this rank measured."""
-        record = summary(self.rounds(), self.plan) | self.exact()
+        leave = {name: leaving(self.plan, glob) / GIB for name, glob in MODULES.items()}
+        record = self.summary(self.rounds(), "offload") | {"leave": leave}
+        record |= self.same(self.gradients)["offload"]
         if self.cuda:
             traces = {name: self.trace(name) for name in ("nothing", "offload")}
             idle = traces["offload"]["idle_ms"] - traces["nothing"]["idle_ms"]
@@ -188,13 +136,12 @@ class Rank:
                 "planned_rate_gb_s": link,
                 "rate_over_planned": traces["offload"]["out_gb_s"] / link,
             }
-        record["schedule"] = dict(self.scheduler.report().schedule)
         record["not_as_planned"] = self.differences()
         return record
 
     def differences(self) -> list[str]:
         try:
-            self.scheduler.assert_matched()
+            self.schedulers["offload"].assert_matched()
         except fo.FuseOpsError as error:
             return str(error).splitlines()[1:]
         return []
@@ -213,35 +160,6 @@ def of_trace(events: list[dict[str, Any]]) -> dict[str, float]:
         took = sum(e["dur"] for e in large)
         found[f"{name}_gb_s"] = sum(e["args"]["bytes"] for e in large) / took / 1e3 if took else 0.0
     return found
-
-
-def summary(rounds: dict[str, list[dict[str, float]]], plan: Any) -> dict[str, Any]:
-    base, moved = rounds["nothing"], rounds["offload"]
-    before, after = (max(r["peak"] for r in rows) for rows in (base, moved))
-    planned, to_move = plan.before.peak - plan.after.peak, plan.bytes_of("offload")
-    ratios = [b["ms"] / a["ms"] for a, b in zip(base, moved, strict=True)]
-    row = {
-        "ms": statistics.median(r["ms"] for r in base),
-        "ms_with_offload": statistics.median(r["ms"] for r in moved),
-        "step_ratio": statistics.median(ratios),
-        "step_ratio_interval": measure.median_interval(ratios),
-        "rounds": len(ratios),
-        "planned_decrease_gib": planned / GIB,
-        "planned_moves_gib": to_move / GIB,
-        "moves_over_planned": statistics.median(r["moved"] for r in moved) / max(to_move, 1),
-        "planned_peak_gib": plan.before.peak / GIB,
-        "planned_ms": plan.before.seconds * 1e3,
-        "planned_stall_ms": plan.after.stall * 1e3,
-        "leave": {name: leaving(plan, glob) / GIB for name, glob in MODULES.items()},
-    }
-    if before:
-        row |= {
-            "peak_gib": before / GIB,
-            "peak_with_offload_gib": after / GIB,
-            "decrease_over_planned": (before - after) / max(planned, 1),
-            "peak_error_over_moved": abs(before - after - planned) / max(to_move, 1),
-        }
-    return row
 
 
 def leaving(plan: Any, glob: str) -> int:

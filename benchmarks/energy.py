@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
+import itertools
 import statistics
 import time
-from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import measure
+from common import measure, runs
 from common.grouped_problems import SHAPES, operands, ours, peers, split
 
 from fuseops.kernels import grouped
@@ -109,7 +107,7 @@ def watched(meter: Meter, call: measure.Call, heat: int, laps: int, span: float)
     return Turn(us, (last - first) / (ended - began), statistics.median(clocks))
 
 
-def candidates(kind: str, shape: str, layer: str) -> tuple[dict[str, measure.Call], float]:
+def candidates(shape: str, layer: str, kind: str) -> tuple[dict[str, measure.Call], float]:
     """(what runs, its flops)"""
     groups, rows, d, f, k = SHAPES[shape]
     n, depth = (2 * f, d) if layer == "fc1" else (d, f)
@@ -124,71 +122,44 @@ def candidates(kind: str, shape: str, layer: str) -> tuple[dict[str, measure.Cal
     return calls, 2.0 * rows * n * depth
 
 
-def compare(
-    meter: Meter, calls: Mapping[str, measure.Call], flops: float, options: argparse.Namespace
-) -> dict[str, Any]:
+def cell(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Microseconds, TFLOP/s, watts, MHz and pJ/FLOP of each, and how many times as fast as each peer the first is."""
+    calls, flops = candidates(*name.split("/"))
+    meter = Meter()
     for call in calls.values():
         call()
     timers = {n: partial(turn, meter, c, options.settle, options.span) for n, c in calls.items()}
     turns = measure.in_rounds(timers, options.rounds, heat=0)
     us = {name: [each.us for each in found] for name, found in turns.items()}
     medians = measure.medians(us)
-    of = lambda field: {  # noqa: E731
-        name: round(statistics.median(getattr(each, field) for each in found), 1)
-        for name, found in turns.items()
-    }
-    tflops = {name: round(flops / t / 1e6, 1) for name, t in medians.items()}
-    pj = {
-        name: round(statistics.median(e.watts * e.us / flops * 1e6 for e in found), 4)
-        for name, found in turns.items()
-    }
     mine, *others = us
     return {
-        **{
-            "us": medians,
-            "tflops": tflops,
-            "watts": of("watts"),
-            "mhz": of("mhz"),
-            "pj_per_flop": pj,
+        "us": medians,
+        "tflops": {name: round(flops / t / 1e6, 1) for name, t in medians.items()},
+        "watts": {name: _median(found, "watts") for name, found in turns.items()},
+        "mhz": {name: _median(found, "mhz") for name, found in turns.items()},
+        "pj_per_flop": {
+            name: round(statistics.median(e.watts * e.us / flops * 1e6 for e in found), 4)
+            for name, found in turns.items()
         },
         "ratios": {name: measure.paired(us[mine], us[name]) for name in others},
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", default=SHAPES_ASKED, choices=tuple(SHAPES))
-    parser.add_argument("--layers", nargs="*", default=("fc1", "fc2"))
-    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS)
-    parser.add_argument("--rounds", type=int, default=3)
+def _median(turns: list[Turn], field: str) -> float:
+    return round(statistics.median(getattr(turn, field) for turn in turns), 1)
+
+
+def names() -> list[str]:
+    """The cells: rows are gathered before fc1 alone."""
+    every = itertools.product(SHAPES_ASKED, ("fc1", "fc2"), KINDS)
+    return ["/".join(each) for each in every if each[1:] != ("fc2", "gathered")]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--settle", type=float, default=0.3, help="seconds before a span")
-    parser.add_argument("--span", type=float, default=0.5, help="seconds under the counter")
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds; nothing new after it")
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    meter, begun = Meter(), time.perf_counter()
-    report: dict[str, Any] = {"environment": measure.environment(), "cells": {}, "failed": {}}
-    for shape in options.only:
-        for layer in options.layers:
-            for kind in options.kinds:
-                name = f"{shape}/{layer}/{kind}"
-                if kind == "gathered" and layer == "fc2":
-                    continue
-                if time.perf_counter() - begun > options.budget:
-                    report["failed"][name] = "no time left"
-                    continue
-                calls, flops = candidates(kind, shape, layer)
-                try:
-                    report["cells"][name] = compare(meter, calls, flops, options)
-                except RuntimeError as error:
-                    report["failed"][name] = str(error)[:300]
-                del calls
-                torch.cuda.empty_cache()
-                print(name, report["cells"].get(name, report["failed"].get(name)), flush=True)
-                options.out.write_text(json.dumps(report, indent=1) + "\n")
+    parser.set_defaults(rounds=3, span=0.5, budget=300.0)
 
 
 if __name__ == "__main__":
-    main()
+    runs.main(__doc__, names(), cell, more=add_options)

@@ -13,15 +13,14 @@ block. TFLOP/s count the rows inside groups.
 
 from __future__ import annotations
 
-import argparse
 import json
-import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import measure
+from common import measure, runs
 from common.fp8_problems import Operands, candidates, flops_of, operands, wrong
 from common.grouped_problems import SHAPES, SPLITS, entry, split
 
@@ -32,60 +31,41 @@ PARTS = ("settled", "into", "splits", "tiles")
 Mixes = dict[str, dict[str, measure.Call]]
 
 
-class Run:
-    """What was found so far; each part is printed and written at once, until the time is over."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.begun = options, time.perf_counter()
-        self.report: dict[str, Any] = {
-            "environment": measure.environment(), "wrong": {}, "failed": {}, "skipped": [],
-            **{part: {} for part in PARTS},
-        }  # fmt: skip
-        if options.resume and options.out.exists():
-            before = json.loads(options.out.read_text())
-            self.report |= {key: before[key] for key in ("wrong", *PARTS)}
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self.begun
+class FP8Run(runs.Run):
+    """The parts of every shape."""
 
     def shapes(self) -> None:
         for shape in (name for name in SHAPES if name in self.options.shapes):
-            if self.seconds() > self.options.budget:
-                self.report["skipped"].append(shape)
-                continue
-            try:
-                self.shape(shape)
-            except Exception as error:  # reported, not hidden
-                self.report["failed"][shape] = f"{type(error).__name__}: {error}"[:500]
-                print(shape, self.report["failed"][shape], flush=True)
-            self.write()
-            torch.cuda.empty_cache()
+            for kind_of_split in SPLITS if "splits" in self.options.parts else SPLITS[:1]:
+                if parts := self.lacking(shape, kind_of_split):
+                    self.shape(shape, kind_of_split, parts)
+                    torch.cuda.empty_cache()
 
-    def shape(self, shape: str) -> None:
+    def shape(self, shape: str, kind_of_split: str, parts: list[str]) -> None:
+        """Some parts of one shape and split, whose operands are compared first."""
+        title, t = f"{shape}/{kind_of_split}", dict[str, Operands]()
+        self.note("wrong", "", partial(self.compared, t, shape, kind_of_split), title)
+        if not t:
+            return
+        name = partial("{}/{}/{}/{}".format, shape)
+        mixes: dict[str, Callable[[], Mixes]] = {
+            "settled": lambda: self.mixes(t, "wgrad", None, kind_of_split, name),
+            "into": lambda: self.mixes(t, "wgrad_into", None, kind_of_split, name),
+            "splits": lambda: self.mixes(t, "wgrad", ("fp8", "bf16"), kind_of_split, name),
+            "tiles": lambda: self.tiles(t, kind_of_split, name),
+        }
+        for part in parts:
+            self.note(part, "", partial(self.timed, part, mixes[part], t), title)
+
+    def compared(self, t: dict[str, Operands], shape: str, kind_of_split: str) -> dict[str, str]:
+        """Puts the operands of both layers into `t`.   -> what is wrong with their products"""
         groups, rows, d, f, _ = SHAPES[shape]
-        sizes = {"fc1": (groups, rows, 2 * f, d), "fc2": (groups, rows, d, f)}
-        for kind_of_split in SPLITS if "splits" in self.options.parts else SPLITS[:1]:
-            parts = self.lacking(shape, kind_of_split)
-            if not parts:
-                continue
-            offs = split(kind_of_split, groups, rows)
-            t = {layer: operands(*each, offs) for layer, each in sizes.items()}
-            for layer in t:
-                bad = wrong(t[layer])
-                self.report["wrong"] |= {
-                    f"{shape}/{layer}/{k}/{kind_of_split}": bad[k] for k in bad
-                }
-            name = partial("{}/{}/{}/{}".format, shape)
-            if kind_of_split != SPLITS[0]:
-                mixes = self.mixes(t, "wgrad", ("fp8", "bf16"), kind_of_split, name)
-                self.note("splits", mixes, t)
-                continue
-            if "settled" in parts:
-                self.note("settled", self.mixes(t, "wgrad", None, kind_of_split, name), t)
-            if "into" in parts:
-                self.note("into", self.mixes(t, "wgrad_into", None, kind_of_split, name), t)
-            if "tiles" in parts:
-                self.note("tiles", self.tiles(t, kind_of_split, name), t)
+        offs, found = split(kind_of_split, groups, rows), {}
+        for layer, (n, k) in {"fc1": (2 * f, d), "fc2": (d, f)}.items():
+            t[layer] = operands(groups, rows, n, k, offs)
+            bad = wrong(t[layer])
+            found |= {f"{shape}/{layer}/{kind}/{kind_of_split}": bad[kind] for kind in bad}
+        return found
 
     def lacking(self, shape: str, kind_of_split: str) -> list[str]:
         """The parts of a shape and a split that are wanted and not there."""
@@ -105,9 +85,9 @@ class Run:
                 for candidate, call in candidates(kind, each).items():
                     if only is None or candidate in only:
                         mixes.setdefault(candidate, {})[name(layer, kind, kind_of_split)] = call
-        return {candidate: mix for candidate, mix in mixes.items() if self.runs(candidate, mix)}
+        return {candidate: mix for candidate, mix in mixes.items() if self.works(candidate, mix)}
 
-    def runs(self, candidate: str, mix: dict[str, measure.Call]) -> bool:
+    def works(self, candidate: str, mix: dict[str, measure.Call]) -> bool:
         try:
             measure.run(mix)
             torch.cuda.synchronize()
@@ -133,51 +113,36 @@ class Run:
             for number in words
         }
 
-    def note(self, part: str, mixes: Mixes, t: dict[str, Operands]) -> None:
-        us = measure.mixes_in_turn(mixes, self.options.rounds, self.options.settle)
+    def timed(
+        self, part: str, mixes: Callable[[], Mixes], t: dict[str, Operands]
+    ) -> dict[str, Any]:
+        """Of every GEMM of the mixes, the rate of each tile, or times, rates and ratios."""
+        found = {}
+        us = measure.mixes_in_turn(mixes(), self.options.rounds, self.options.settle)
         for name, each in us.items():
             flops = flops_of(t[name.split("/")[1]])
             if part == "tiles":
                 medians = measure.medians(each)
-                record: Any = {tile: round(flops / m / 1e6, 1) for tile, m in medians.items()}
+                found[name] = {tile: round(flops / m / 1e6, 1) for tile, m in medians.items()}
             else:
-                renamed = {
-                    "fuseops" if peer == "fp8" else peer: times for peer, times in each.items()
-                }
-                record = entry(renamed, flops)
-            self.report[part][name] = record
-            print(f"{self.seconds():.0f} s", part, name, short(record), flush=True)
-        self.write()
-
-    def write(self) -> None:
-        self.options.out.parent.mkdir(parents=True, exist_ok=True)
-        self.options.out.write_text(json.dumps(self.report, indent=1) + "\n")
-
-
-def short(record: dict[str, Any]) -> str:
-    rates = record.get("tflops", record)
-    ratios = {name: r["ratio"] for name, r in record.get("ratios", {}).items()}
-    return " ".join(f"{name} {rate:.0f}" for name, rate in rates.items()) + (
-        "  times " + " ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
-        if ratios
-        else ""
-    )
+                ours = {"fp8": "fuseops"}
+                found[name] = entry({ours.get(peer, peer): u for peer, u in each.items()}, flops)
+        return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = runs.parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", nargs="*", default=tuple(SHAPES), choices=tuple(SHAPES))
     parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--settle", type=float, default=0.2, help="seconds of a mix in a round")
-    parser.add_argument(
-        "--budget", type=float, default=200.0, help="seconds; no new shape after it"
-    )
+    parser.add_argument("--budget", type=float, default=200.0, help="seconds; no new part after it")
     parser.add_argument("--resume", action="store_true", help="make the parts that --out lacks")
     options = parser.parse_args()
     torch.manual_seed(0)
-    run = Run(options)
+    parts: dict[str, Any] = {part: {} for part in PARTS}
+    run = FP8Run(options, wrong={}, **parts)
     run.shapes()
     run.write()
     print(json.dumps({key: run.report[key] for key in ("wrong", "failed", "skipped")}))

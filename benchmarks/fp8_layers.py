@@ -26,7 +26,7 @@ import dense_mlp
 import grouped_mlp
 import moe_layer
 import torch
-from common import layers, measure
+from common import layers, measure, runs
 from common.grouped_problems import SPLITS, split
 
 import fuseops as fo
@@ -120,18 +120,14 @@ class Cell:
             built = functools.cache(partial(torchao, self.p))
             self.forwards["torchao"] = lambda: built()()
 
-    def results(self, forward: measure.Call) -> list[torch.Tensor]:
-        layers.training_step(forward, self.p.dy, self.leaves)()
-        grads = [leaf.grad for leaf in self.leaves]
-        for leaf in self.leaves:
-            leaf.grad = None
-        return [forward().detach(), *grads]
+    def results(self, name: str) -> list[torch.Tensor]:
+        return layers.results(self.forwards[name], self.p.dy, self.leaves)
 
     def errors(self, record: dict[str, Any]) -> dict[str, list[float]]:
-        right, found = self.results(self.forwards["bf16"]), {}
+        right, found = self.results("bf16"), {}
         for name in list(self.forwards):
             try:
-                got = self.results(self.forwards[name])
+                got = self.results(name)
                 pairs = zip(got, right, strict=True)
                 found[name] = [round(measure.relative_error(a, b), 5) for a, b in pairs]
             except Exception as error:  # reported, not hidden
@@ -145,7 +141,7 @@ def cell(name: str, options: argparse.Namespace) -> dict[str, Any]:
     c = Cell(name)
     record: dict[str, Any] = {"failed": {}}
     record["errors"] = c.errors(record)
-    forwards = {n: f for n, f in c.forwards.items() if n in options.candidates}
+    forwards = {n: f for n, f in c.forwards.items() if n in ("bf16", *options.candidates)}
     steps = {n: layers.training_step(f, c.p.dy, c.leaves) for n, f in forwards.items()}
     record["saved_bytes"] = {n: layers.held_bytes(f) for n, f in forwards.items()}
     record["peak_bytes"] = {n: layers.peak_bytes(s, c.leaves) for n, s in steps.items()}
@@ -176,17 +172,11 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    layers.add_options(parser, names())
-    layers.add_step_options(parser)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    runs.add_step_options(parser)
     every = ("bf16", *RECIPES, "torch", "torchao")
     parser.add_argument("--candidates", nargs="*", default=every, choices=every)
-    options = parser.parse_args()
-    options.candidates = {"bf16", *options.candidates}
-    report = layers.begin(options)
-    layers.run_cells(options, report, lambda name: cell(name, options), summary)
 
 
 if __name__ == "__main__":
-    main()
+    runs.main(__doc__, names(), cell, summary, more=add_options)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import floors, layers, measure
+from common import floors, layers, measure, runs
 from common.measure import rnd
 from torch import Tensor
 
@@ -119,4 +119,4 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    layers.main(__doc__, SHAPES, cell, summary)
+    runs.main(__doc__, SHAPES, cell, summary)

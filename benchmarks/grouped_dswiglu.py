@@ -13,7 +13,7 @@ import argparse
 from typing import Any
 
 import torch
-from common import layers, measure
+from common import measure, runs
 from common.grouped_problems import SHAPES, split
 from torch import Tensor
 
@@ -48,7 +48,7 @@ def calls(t: dict[str, Tensor], gathers: bool) -> dict[str, measure.Call]:
         return dh, a, dprobs
 
     def one() -> tuple[Tensor, ...]:
-        return grouped_glu_bwd.grouped_dswiglu(dy, weight, t["h"], offs, tiles, t["probs"], index)
+        return grouped_glu_bwd.grouped_dswiglu(t["h"], dy, weight, offs, tiles, t["probs"], index)
 
     return {"gemm": gemm, "two_kernels": two, "one_kernel": one}
 
@@ -88,6 +88,6 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    layers.main(
+    runs.main(
         __doc__, [f"{s}/{way}" for s in SHAPES for way in ("in_order", "by_index")], cell, summary
     )

@@ -22,13 +22,13 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import layers, measure
+from common import layers, measure, runs
 from common.grouped_problems import (
     EDGES,
     NEXT,
@@ -88,46 +88,14 @@ def row(ratios: dict[str, tuple[float, float]]) -> dict[str, Any]:
     }
 
 
-class Run:
-    """What was found so far; each part is printed and written at once, until the time is over."""
+class GEMMRun(runs.Run):
+    """The parts, each with its own GEMMs."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.begun = options, time.perf_counter()
-        self.report: dict[str, Any] = {
-            "environment": measure.environment(), "summary": {}, "skipped": [], "failed": {},
-            "checks": {},
-            **{part: {} for part in PARTS},
-        }  # fmt: skip
+        super().__init__(options, summary={}, checks={}, **{part: {} for part in PARTS})
+        self.summary = summary
         for path in filter(Path.exists, options.checked):
             self.report["checks"] |= json.loads(path.read_text())["checks"]
-
-    def note(self, part: str, name: str, make: Callable[[], dict[str, Any]]) -> None:
-        """Keep what `make` finds as this record of the part; without a name, as all of its records."""
-        if self.late(f"{part} {name}"):
-            return
-        try:
-            found = make()
-        except Exception as error:  # reported, not hidden
-            torch.cuda.synchronize()
-            found = f"{type(error).__name__}: {error}"[:500]
-            self.report["failed"][f"{part} {name}"] = found
-        else:
-            self.report[part] |= {name: found} if name else found
-            found = found.get("tflops", found)
-        print(f"{time.perf_counter() - self.begun:.1f} s", part, name, found, flush=True)
-        self.write()
-
-    def late(self, what: str) -> bool:
-        """Whether it is too late to begin this."""
-        late = time.perf_counter() - self.begun > self.options.budget
-        if late:
-            self.report["skipped"].append(what)
-        return late
-
-    def write(self) -> None:
-        self.report["summary"] = summary(self.report)
-        self.options.out.parent.mkdir(parents=True, exist_ok=True)
-        self.options.out.write_text(json.dumps(self.report, indent=1) + "\n")
 
     def right(self, name: str, kind: str, t: Operands) -> bool:
         """Whether this GEMM may be timed: compared once, whatever the split."""
@@ -374,7 +342,7 @@ def again(call: measure.Call, times: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = runs.parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="shapes whose name contains this, or edges")
     parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
@@ -389,7 +357,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.manual_seed(0)
-    run = Run(options)
+    run = GEMMRun(options)
     for part in ("check",) if options.check else options.parts:
         getattr(run, part)()
     run.write()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from common import layers, measure
+from common import layers, measure, runs
 from common.measure import rnd
 from torch import Tensor
 
@@ -150,16 +150,14 @@ def exact(p: Problem, e: int) -> tuple[slice, list[Tensor]]:
 
 def errors(p: Problem, forward: measure.Call) -> dict[str, float]:
     """Worst relative error over some experts, of y and every gradient."""
-    layers.training_step(forward, p.dy, p.leaves.values())()
-    found = {"y": forward().detach(), **{name: leaf.grad for name, leaf in p.leaves.items()}}
+    got = layers.results(forward, p.dy, p.leaves.values())
+    found = dict(zip(("y", *p.leaves), got, strict=True))
     worst = dict.fromkeys(found, 0.0)
     for e in sorted({0, 1, len(p.offs) // 2, len(p.offs) - 1}):
         rows, right = exact(p, e)
         for (name, got), theirs in zip(found.items(), right, strict=True):
-            mine = got[rows] if name in ("y", "x", "probs") else got[e]  # type: ignore[index]
+            mine = got[rows] if name in ("y", "x", "probs") else got[e]
             worst[name] = max(worst[name], measure.relative_error(mine, theirs))
-    for leaf in p.leaves.values():
-        leaf.grad = None
     return worst
 
 
@@ -205,4 +203,4 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    layers.main(__doc__, SHAPES, cell, summary, more=layers.add_step_options)
+    runs.main(__doc__, SHAPES, cell, summary, more=runs.add_step_options)

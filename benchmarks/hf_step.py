@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import layers, measure
+from common import layers, measure, runs
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -203,12 +203,7 @@ def candidate(name: str, stock: nn.Module, tokens: torch.Tensor) -> tuple[Any, A
 def peak(step: Any) -> float:
     """GiB at once in a step, beyond what is resident before it."""
     gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["active_bytes.all.current"]
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.memory_stats()["active_bytes.all.peak"] - before) / 2**30
+    return layers.active_bytes(step) / 2**30
 
 
 def measured(kind: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -251,17 +246,16 @@ def main() -> None:
     parser.add_argument("--candidates", nargs="+", default=list(CANDIDATES), choices=CANDIDATES)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
-    layers.add_run_options(parser)
+    runs.add_run_options(parser)
     parser.add_argument("--warm", action="store_true", help="compile, time nothing")
     parser.add_argument("--checks", nargs="*", default=list(CHECKED), choices=list(CHECKED))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    report = layers.begin(options, "transformers", "liger-kernel")
-    report["tokens"] = options.batch * options.length
-    layers.run_cells(options, report, check, part="checks", names=options.checks)
-    of_model = partial(measured, options=options)
-    layers.run_cells(options, report, of_model, part="steps", names=options.models)
+    run = runs.Run(options, "transformers", "liger-kernel")
+    run.report["tokens"] = options.batch * options.length
+    run.each(check, options.checks, part="checks")
+    run.each(partial(measured, options=options), options.models, part="steps")
 
 
 if __name__ == "__main__":

@@ -30,16 +30,16 @@ from moe_layer import peer as plain_moe
 from torch import Tensor, nn
 
 import fuseops as fo
+from fuseops.recipes import Float8BlockScaling, Float8CurrentScaling
 
 CALLS = 20  # few enough that no launch waits for a place in the queue
 RATIOS = ("eager", "compiled")  # what ours is a ratio of
-Block, Current = fo.recipes.Float8BlockScaling, fo.recipes.Float8CurrentScaling
 RECIPES = {
-    "block": Block(),
-    "block_kept": Block(weights="step"),
-    "block_hidden": Block(weights="step", hidden="float8"),
-    "current": Current(),
-    "current_kept": Current(weights="step"),
+    "block": Float8BlockScaling(),
+    "block_kept": Float8BlockScaling(weights="step"),
+    "block_hidden": Float8BlockScaling(weights="step", hidden="float8"),
+    "current": Float8CurrentScaling(),
+    "current_kept": Float8CurrentScaling(weights="step"),
 }
 CHOSEN = ("block", "current")  # of those, what runs as users set it too
 
@@ -98,9 +98,9 @@ def linears(device: str) -> Step:
     return _step(ours, plain, 64, 512)
 
 
-def moe(device: str) -> Step:
-    ours = fo.MoE(1024, 512, 32, 4, device=device, dtype=torch.bfloat16)
-    return _step(ours, PlainMoE(ours, 4), 64, 1024)
+def moe(device: str, width: int = 1024, hidden: int = 512, experts: int = 32) -> Step:
+    ours = fo.MoE(width, hidden, experts, 4, device=device, dtype=torch.bfloat16)
+    return _step(ours, PlainMoE(ours, 4), 64, width)
 
 
 def _step(ours: nn.Module, plain: nn.Module, rows: int, width: int) -> Step:

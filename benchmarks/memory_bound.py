@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import floors, layers, measure
+from common import floors, measure, runs
 from common.memory_cases import Call, Case, cases
 from torch.utils._pytree import tree_leaves
 
@@ -286,7 +286,7 @@ def named(record: dict[str, Any]) -> list[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = runs.parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=Path("memory_bound.json"))
     parser.add_argument("--only", default="", help="cases whose name contains one of these")
     parser.add_argument("--rounds", type=int, default=9)
@@ -299,22 +299,20 @@ def main() -> None:
     parser.add_argument("--warm", action="store_true", help="compile, time nothing")
     parser.add_argument("--resume", action="store_true", help="keep the cases that --out has")
     options = parser.parse_args()
-    begun = time.time()
-    options.compile_until = begun + options.budget * (1.0 if options.warm else 0.5)
+    options.compile_until = time.time() + options.budget * (1.0 if options.warm else 0.5)
     for name in ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # each of the jobs
-    empty: dict[str, Any] = {"summary": {}, "bandwidth": [], "small": []}
-    report = empty | layers.begin(options, "liger-kernel") | {"skipped": []}
+    run = runs.Run(options, "liger-kernel", summary={}, bandwidth=[], small=[])
+    run.summary, report = summary, run.report
     options.done = [[part, *named(record)] for part in TIMED for record in report[part]]
     every = cells(options)
     report["launch_us"] = options.launch_us = launch_us()
     pipes = [begin(options, list(range(first, len(every), options.jobs)))
              for first in range(min(options.jobs, len(every)))]  # fmt: skip
     print(f"{sum(ask(pipe) or 0 for pipe in pipes)} of {len(every)} compiled", flush=True)
-    report["compile_seconds"] = round(time.time() - begun, 1)
+    report["compile_seconds"] = round(run.seconds(), 1)
     for number, (part, case, shape) in enumerate(() if options.warm else every):
-        if time.time() - begun > options.budget:
-            report["skipped"].append([part, case.name, *shape])
+        if run.late([part, case.name, *shape]):
             continue
         record = ask(pipes[number % len(pipes)], number)
         if record is None:
@@ -322,13 +320,13 @@ def main() -> None:
             continue
         report[part].append(record)
         print(json.dumps(record), flush=True)
-        save(report, options.out)
+        run.write()
     for pipe in pipes:
         with contextlib.suppress(OSError):
             pipe.send(None)
     if not options.warm:
-        save(report, options.out)  # what was skipped last
-    print(f"{time.time() - begun:.0f} s", json.dumps(report["summary"]))
+        run.write()  # what was skipped last
+    print(f"{run.seconds():.0f} s", json.dumps(report["summary"]))
 
 
 def begin(options: argparse.Namespace, mine: list[int]) -> Connection:
@@ -347,12 +345,6 @@ def ask(pipe: Connection, *numbers: int) -> Any:
             pipe.send(number)
         return pipe.recv()
     return None
-
-
-def save(report: dict[str, Any], out: Path) -> None:
-    """After each case: a run that is cut off leaves what it has."""
-    report["summary"] = summary(report)
-    layers.write(report, out)
 
 
 if __name__ == "__main__":

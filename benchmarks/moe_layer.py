@@ -11,7 +11,8 @@ router's logits to bf16, so that they choose other experts for some tokens, and 
 forward leaves allocated beyond its inputs and its output, measured the same way for all. TFLOP/s are useful ones:
 6 T K n d forward.
 
-    python benchmarks/moe_layer.py --short --span 0.1 --out benchmarks/results/moe_layer_short_h200.json
+    python benchmarks/moe_layer.py --short --peers compile sonic --span 0.1 \\
+        --out benchmarks/results/moe_layer_short_h200.json
 
 The layers of SHORT have so few tokens that reading the weights is most of their work. Captured graphs run in turn,
 whose kernels are all that counts, beside a copy of as many bytes as a forward reads of the weights, and as a step reads
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import layers, measure
+from common import layers, measure, runs
 from common.measure import rnd
 from torch import Tensor
 
@@ -152,20 +153,15 @@ def exact(p: Problem) -> list[Tensor]:
 
 def errors(p: Problem, forward: measure.Call, right: list[Tensor]) -> dict[str, float]:
     """Relative errors of y and every gradient."""
-    layers.training_step(forward, p.dy, p.leaves)()
-    got = [forward().detach(), *(leaf.grad for leaf in p.leaves)]
-    for leaf in p.leaves:
-        leaf.grad = None
     names = ("y", "x", "router", "fc1", "fc2")
-    pairs = zip(names, got, right, strict=True)
+    pairs = zip(names, layers.results(forward, p.dy, p.leaves), right, strict=True)
     return {name: measure.relative_error(mine, theirs) for name, mine, theirs in pairs}
 
 
-def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
-    """One shape: errors, bytes, microseconds, TFLOP/s and kernels of every candidate."""
-    p = Problem(*sizes)
+def ready(p: Problem, peers: list[str]) -> tuple[dict[str, measure.Call], dict[str, Any]]:
+    """The candidates that run here, with their errors, those that failed, and the seconds of a first step."""
     record: dict[str, Any] = {"failed": {}, "errors": {}, "warm_s": {}}
-    forwards, right = p.forwards(options.peers), exact(p)
+    forwards, right = p.forwards(peers), exact(p)
     for name in list(forwards):
         begun = time.perf_counter()
         try:
@@ -177,7 +173,13 @@ def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
             record["failed"][name] = f"{type(error).__name__}: {error}"[:500]
             del forwards[name]
         record["warm_s"][name] = round(time.perf_counter() - begun, 1)
-    del right
+    return forwards, record
+
+
+def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
+    """One shape: errors, bytes, microseconds, TFLOP/s and kernels of every candidate."""
+    p = Problem(*sizes)
+    forwards, record = ready(p, options.peers)
     steps = {n: layers.training_step(f, p.dy, p.leaves) for n, f in forwards.items()}
     record |= layers.memory(p.moe.plan(p.x), forwards, steps, p.leaves, (p.x,))
     if not options.warm:
@@ -191,8 +193,7 @@ def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
 def short(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
     """A layer of few tokens: errors, and of captured graphs microseconds and ratios; kernels of the steps."""
     p = Problem(*sizes)
-    forwards, right = p.forwards(options.peers), exact(p)
-    record: dict[str, Any] = {"errors": {n: errors(p, f, right) for n, f in forwards.items()}}
+    forwards, record = ready(p, options.peers)
     steps = {n: layers.training_step(f, p.dy, p.leaves) for n, f in forwards.items()}
     if options.warm:
         return record
@@ -247,21 +248,22 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    layers.add_options(parser, SHAPES)
-    layers.add_step_options(parser)
+    parser = runs.parser_of(__doc__)
+    runs.add_options(parser, SHAPES)
+    runs.add_step_options(parser)
     parser.add_argument("--peers", nargs="*", default=["compile"], choices=PEERS)
     parser.add_argument(
         "--short", nargs="*", choices=SHORT, help="these layers of few tokens, or all"
     )
     options = parser.parse_args()
     packages = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")
-    report = layers.begin(options, *packages)
+    run = runs.Run(options, *packages)
     if options.short is None:
-        layers.run_cells(options, report, lambda name: cell(SHAPES[name], options), summary)
+        run.summary = lambda report: summary(report["cells"])
+        run.each(lambda name: cell(SHAPES[name], options), options.only)
     else:
-        make = lambda name: short(SHORT[name], options)  # noqa: E731
-        layers.run_cells(options, report, make, short_summary, names=options.short or SHORT)
+        run.summary = lambda report: short_summary(report["cells"])
+        run.each(lambda name: short(SHORT[name], options), options.short or SHORT)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from unittest import mock
 
 import moe_layer
 import torch
-from common import layers, measure
+from common import layers, measure, runs
 
 import fuseops as fo
 from fuseops.kernels import configs
@@ -112,4 +112,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    layers.main(__doc__, SHAPES, cell, summary, more=add_options)
+    runs.main(__doc__, SHAPES, cell, summary, more=add_options)

@@ -470,25 +470,6 @@ def say(what: str) -> None:
     print(f"{time.perf_counter() - START:6.1f} s  {what}", flush=True)
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
-    lines = [f"{'way':20}{'ms':>9}{'host':>8}{'ratio':>8}{'interval':>16}{'peak':>7}{'moved':>7}"]
-    for way, row in found.items():
-        spread = "{:.4f}-{:.4f}".format(*row["interval"]) if "interval" in row else ""
-        lines.append(
-            f"{way:20}{row['ms']:9.2f}{row.get('host_ms', 0):8.1f}{row.get('ratio', 0):8.4f}{spread:>16}"
-            f"{row.get('peak_gib', 0):7.2f}{row.get('moved_gib', 0):7.2f}"
-        )
-        if "predicted" in row:
-            guess = row["predicted"]
-            lines[-1] += (
-                f"  predicted {guess['peak_gib']:.2f} GiB ({row['peak_error']:+.4f}), "
-                f"{guess['ms']:.2f} ms ({row['time_error']:+.4f}), {guess['ratio']:.4f}; "
-                f"{len(guess['recomputed'])} recomputed; lower {row['lower_over_predicted']:.4f}, "
-                f"gone {row.get('gone_over_moved', 0):.4f}"
-            )
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=20.0, help="of rounds")
@@ -535,9 +516,7 @@ def main() -> int:
                 write(part, found)
         except Exception as error:  # reported; the other parts are worth their time without
             write(f"{part} failed", f"{type(error).__name__}: {error}"[:500])
-        if part in record:
-            shown = table(record[part]) if part in ("rounds", "others") else record[part]
-        say(f"{part}\n{shown if part in record else record[f'{part} failed']}")
+        say(f"{part} {json.dumps(record.get(part, record.get(f'{part} failed')), indent=1)}")
         write("bars", bars(record))
         write("schedule", dict(bench.scheduler.report().schedule))  # of all steps so far
     say("\n".join(f"{what}: {found}" for what, found in record["bars"].items()))

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from subjects import measured
 
 import fuseops as fo
-from fuseops.explain.charts import COLORS, ChartBar, bar_chart, sheet
+from fuseops.explain.charts import COLORS, ChartBar, ChartLine, bar_chart, line_chart
 from fuseops.explain.drawing import svg
 from fuseops.explain.html import STYLE as PAGE
 
@@ -88,7 +86,7 @@ def curves() -> str:
         "fp8_block": "FP8, direct columns", "fp8_bf16_wgrad": "FP8, bf16 weight gradients",
     }  # fmt: skip
     large = [
-        Line(label, _means(runs[name]["train"]), "other" if name.startswith("bf16") else name)
+        ChartLine(label, _means(runs[name]["train"]), quiet=name.startswith("bf16"))
         for name, label in names.items()
     ]
     found = measured("recipe_curves_h200")["runs"]
@@ -98,12 +96,12 @@ def curves() -> str:
         "mxfp8": "MXFP8", "nvfp4": "NVFP4",
     }  # fmt: skip
     small = [
-        Line(label, found[f"{name}/0"]["held_out"][2:], "other" if name == "bf16" else name)
+        ChartLine(label, found[f"{name}/0"]["held_out"][2:], quiet=name == "bf16")
         for name, label in recipes.items()
     ]
     return line_chart(
         "Loss of training in bf16 and FP8, nats a byte",
-        "155 M parameters, 12 MoE layers, mean of 50 steps (left); the demo's model, held-out text (right)",
+        "by steps: 155 M parameters, 12 MoE layers, mean of 50 (left); the demo's model, held-out text (right)",
         (large, small),
     )
 
@@ -128,72 +126,3 @@ def plan() -> str:
         f'<rect x="0.5" y="0.5" width="{width + 31:.0f}" height="{height + 27:.0f}" rx="8" '
         f'style="fill:var(--paper);stroke:var(--line)"/>{placed}</svg>\n'
     )
-
-
-# --- lines, in the manner of the bars of `fuseops.explain.charts`
-
-PANEL, HEIGHT, TOP, EDGE, LEGEND = 320, 190, 60, 44, 18
-LINE_COLORS = {
-    "other": "#9aa7b6",
-    "fp8_square": "#0f766e",
-    "float8_block": "#0f766e",
-    "fp8_block": "#c2670c",
-    "float8_current": "#c2670c",
-    "fp8_bf16_wgrad": "#6d4bc3",
-    "float8_delayed": "#b4487c",
-    "mxfp8": "#6d4bc3",
-    "nvfp4": "#4f7a1f",
-}
-
-
-class Line(NamedTuple):
-    """A line, and its name in the legend, "" where another line of its colour has it."""
-
-    label: str
-    points: Sequence[tuple[float, float]]
-    kind: str  # a key of LINE_COLORS
-
-
-def line_chart(title: str, note: str, panels: Sequence[Sequence[Line]]) -> str:
-    """Panels of lines side by side, each with axes of its own, as the text of an SVG file."""
-    parts: list[str] = []
-    for number, lines in enumerate(panels):
-        parts += _panel(lines, EDGE + number * (PANEL + EDGE))
-    width = len(panels) * (PANEL + EDGE) + 14
-    height = TOP + HEIGHT + 34 + LEGEND * max(sum(bool(line.label) for line in p) for p in panels)
-    return sheet(title, note, width, height, parts)
-
-
-def _panel(lines: Sequence[Line], left: float) -> list[str]:
-    xs = [x for line in lines for x, _ in line.points]
-    ys = [y for line in lines for _, y in line.points]
-    low, high, bottom = min(ys), max(ys), TOP + HEIGHT
-    wide, tall = (PANEL - 30) / (max(xs) - min(xs)), HEIGHT / (high - low)
-    parts = []
-    for value in (low, (low + high) / 2, high):
-        y = bottom - (value - low) * tall
-        parts += [
-            f'<line x1="{left}" x2="{left + PANEL - 30}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e4e9ef"/>',
-            f'<text class="soft" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.2f}</text>',
-        ]
-    for value, anchor in ((min(xs), "start"), (max(xs), "end")):
-        x = left + (value - min(xs)) * wide
-        text = f"step {value:.0f}"
-        parts.append(
-            f'<text class="soft" x="{x:.1f}" y="{bottom + 17}" text-anchor="{anchor}">{text}</text>'
-        )
-    legend = bottom + 36
-    for line in lines:
-        color = LINE_COLORS[line.kind]
-        at = " ".join(
-            f"{left + (x - min(xs)) * wide:.1f},{bottom - (y - low) * tall:.1f}"
-            for x, y in line.points
-        )
-        parts.append(f'<polyline points="{at}" fill="none" stroke="{color}" stroke-width="1.5"/>')
-        if line.label:
-            parts += [
-                f'<rect x="{left}" y="{legend - 8}" width="18" height="4" fill="{color}"/>',
-                f'<text class="soft" x="{left + 25}" y="{legend}">{escape(line.label)}</text>',
-            ]
-            legend += LEGEND
-    return parts

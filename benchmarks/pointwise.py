@@ -12,7 +12,7 @@ import argparse
 from typing import Any
 
 import torch
-from common import layers, measure
+from common import layers, measure, runs
 from torch import Tensor, nn
 
 import fuseops as fo
@@ -73,4 +73,4 @@ def cell(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    layers.main(__doc__, SHAPES, cell)
+    runs.main(__doc__, SHAPES, cell)

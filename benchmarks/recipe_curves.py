@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -96,38 +97,29 @@ def main() -> None:
         return
     found = json.loads(given.out.read_text()) if given.out.exists() else measure.environment()
     found |= {"steps": given.steps, "runs": found.get("runs", {})}
-    todo = [(name, seed) for seed in range(given.seeds) for name in given.only]
-    todo = [job for job in todo if "/".join(map(str, job)) not in found["runs"]]
-    running: dict[str, subprocess.Popen[str]] = {}
-    while todo or running:
-        while todo and len(running) < given.jobs:
-            name, seed = todo.pop(0)
-            command = [
-                sys.executable,
-                __file__,
-                "--out",
-                str(given.out),
-                "--steps",
-                str(given.steps),
-            ]
-            command += ["--one", name, str(seed)]
-            running[f"{name}/{seed}"] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        time.sleep(0.2)
-        for key in [key for key, process in running.items() if process.poll() is not None]:
-            process = running.pop(key)
-            out = process.stdout.read() if process.stdout else ""
-            if process.returncode:
+    todo = [f"{name}/{seed}" for seed in range(given.seeds) for name in given.only]
+    with ThreadPoolExecutor(given.jobs) as pool:
+        jobs = {pool.submit(alone, key, given): key for key in todo if key not in found["runs"]}
+        for job in as_completed(jobs):
+            key = jobs[job]
+            try:
+                found["runs"][key] = job.result()
+            except subprocess.CalledProcessError:
                 print(f"{key} failed", file=sys.stderr)
                 continue
-            found["runs"][key] = json.loads(out.splitlines()[-1])
             found["curves"] = ends(found["runs"])
             given.out.write_text(json.dumps(found, indent=1) + "\n")
-            print(
-                key,
-                f"{found['runs'][key]['end']:.4f}",
-                f"{found['runs'][key]['seconds']} s",
-                flush=True,
-            )
+            said = found["runs"][key]
+            print(key, f"{said['end']:.4f}", f"{said['seconds']} s", flush=True)
+
+
+def alone(key: str, given: argparse.Namespace) -> dict[str, Any]:
+    """A run in a process of its own."""
+    command = [sys.executable, __file__, "--out", str(given.out), "--steps", str(given.steps)]
+    command += ["--one", *key.split("/")]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
 
 
 if __name__ == "__main__":

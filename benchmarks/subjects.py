@@ -232,7 +232,7 @@ def layers_missed(found: Any) -> Found:
 
 
 def few_tokens(found: Any) -> dict[str, Found]:
-    columns = ("fuseops", "over compile", "over copy")
+    columns = ("fuseops", "over compile", "over sonic", "over copy")
     return joined(*(by_last(pick(found["summary"], c), f"{{}}, {c}") for c in columns))
 
 
@@ -473,13 +473,14 @@ def dispatch_missed(found: Any) -> Found:
 
 PIPELINE = (
     "peak_gib", "peak_with_offload_gib", "predicted_peak_gib", "to_leave_gib", "left_of_it", "plan_moves_gib_a_step",
-    "ms", "ms_with_offload", "step_ratio", "step_ratio_quartiles", "gradients_bit_equal", "repeats_bit_equal",
+    "ms", "ms_with_offload", "step_ratio", "step_ratio_quartiles", "step_ratio_interval", "gradients_bit_equal",
+    "repeats_bit_equal",
 )  # fmt: skip
 
 
 def pipeline(found: Any) -> dict[str, Found]:
     rows = turned(found["summary"])
-    return {name.replace("_", " "): rows[name] for name in PIPELINE}
+    return {name.replace("_", " "): rows[name] for name in PIPELINE if name in rows}
 
 
 def together(found: Any) -> dict[str, Found]:
@@ -499,6 +500,11 @@ def sanitized(found: Any) -> dict[str, Found]:
         )
         rows.setdefault(run["group"], {})[run["tool"]] = said
     return rows  # fmt: skip
+
+
+def slower_with_the_newer(found: Any) -> Found:
+    ratios = {name: cell["ratios"]["3.9.0"]["ratio"] for name, cell in found["settled"].items()}
+    return {name: ratio for name, ratio in ratios.items() if ratio > 1.01}
 
 
 def reports(found: Any) -> Found:
@@ -532,7 +538,7 @@ SUBJECTS = {
         "{saved} of SonicMoE's bytes",
         (
             Table("layer", layers, "moe_layer_h200"),
-            Table("layer/tokens", few_tokens, "moe_layer_short_h200"),
+            Table("layer/tokens", few_tokens, "moe_layer_short_h200", "moe_layer_short_sonic_h200"),
         ),
         f"forward {span([*moe_layer.LEAST['fwd'].values()])}, with the backward "
         f"{span([*moe_layer.LEAST['fwd+bwd'].values()])} of the best peer's speed, at most {moe_layer.SAVED} "
@@ -672,8 +678,10 @@ SUBJECTS = {
     "A pipeline of two GPUs with offload": Subject("", (Table("", pipeline, "pipeline_h200x2"),)),
     "What was tried together on two GPUs": Subject("", (Table("", together, "ports_nccl_h200x2"),)),
     "Two releases of Triton": Subject(
-        "3.9 takes {time of 3.9.0 over the other} of the older one's time",
-        (Table("microseconds", of_cells("us", ratios="time of {} over the other"), "tritons_h200"),),
+        "3.9 takes {time of 3.9.0 over 3.6.0} of the older one's time",
+        (Table("microseconds", of_cells("us", ratios="time of {} over 3.6.0"), "tritons_h200"),),
+        "at most 1.01 of the older one's time",
+        slower_with_the_newer,
     ),
     "Kernels under compute-sanitizer": Subject(
         "",

@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import measure
+from distributed import in_turn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -28,7 +29,7 @@ import fuseops as fo
 from fuseops import distributed
 
 SHAPES = ((8192, 4096, 14336), (16384, 2048, 6144), (32768, 4096, 14336))  # T, D, F
-ROUNDS, CALLS = 6, 5
+ROUNDS, SPAN = 6, 0.2
 
 
 def mlp(d: int, f: int) -> nn.Module:
@@ -43,10 +44,6 @@ def step(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     y = model(x)
     y.backward(x.detach())
     return y.detach(), x.grad
-
-
-def error(a: Tensor, b: Tensor) -> float:
-    return float((a - b).float().norm() / b.float().norm())
 
 
 def compared(mesh: DeviceMesh, shape: tuple[int, int, int]) -> dict[str, Any]:
@@ -72,31 +69,14 @@ def compared(mesh: DeviceMesh, shape: tuple[int, int, int]) -> dict[str, Any]:
     for name, (model, given) in ways.items():
         got, dgot = step(model, given)
         part = (lambda t: t) if given is x else lambda t: t.chunk(2)[mesh.get_local_rank()]
-        grads = [
-            error(p.grad.full_tensor().reshape(q.shape), q.grad)  # type: ignore[union-attr]
-            for p, q in zip(model.parameters(), whole.parameters(), strict=True)
-            if model is not whole
-        ]
-        found["error"][name] = max(error(got, part(y)), error(dgot, part(dx)), *grads, 0.0)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    orders = measure.orders(ways)
-    for _ in range(ROUNDS):
-        for name in next(orders):
-            times[name].append(timed(lambda way=ways[name]: step(*way)))
-    found["ms"] = {name: statistics.median(ms) for name, ms in times.items()}
+        pairs = [(got, part(y)), (dgot, part(dx))]
+        if model is not whole:
+            of_both = zip(model.parameters(), whole.parameters(), strict=True)
+            pairs += [(p.grad.full_tensor().reshape(q.shape), q.grad) for p, q in of_both]  # type: ignore[union-attr]
+        found["error"][name] = max(measure.relative_error(a, b.float()) for a, b in pairs)
+    us = in_turn({name: partial(step, *way) for name, way in ways.items()}, ROUNDS, SPAN)
+    found["ms"] = {name: statistics.median(times) / 1e3 for name, times in us.items()}
     return found
-
-
-def timed(call: Callable[[], Any]) -> float:
-    call()
-    torch.cuda.synchronize()
-    dist.barrier()
-    start = measure.mark()
-    for _ in range(CALLS):
-        call()
-    end = measure.mark()
-    end.synchronize()
-    return start.elapsed_time(end) / CALLS
 
 
 def run(rank: int, store: str, out: Path | None) -> None:

@@ -5,7 +5,8 @@
 A process cannot hold two Tritons, so each has a worker of its own on the same GPU, told span by span when to run: no
 two run at once, and none waits long enough to cool the GPU. The steps are whole MoE layers (`moe_layer.py`), the GEMMs
 of their experts (`grouped_problems.py`) and kernels bound by memory. Ratios are the other Triton's time over that of
-the installed one, round by round, with the interval of their median: below 1 the other is faster.
+the installed one, round by round, with the interval of their median: below 1 the other is faster. A third worker has
+the installed Triton once more, as control: its ratio is what processes alone differ by.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+CONTROL = "the same again"
 LAYERS = ("qwen3_30b", "sonic_30b", "mixtral", "sonic_7b")
 GEMMS = ("qwen3_30b", "mixtral")
 ROWS, WIDTH = 65536, 4096  # of the kernels bound by memory
@@ -157,36 +159,38 @@ def compare(workers: dict[str, Worker], kind: str, name: str, options: Any) -> d
             for release, worker in workers.items()
         }
         us = measure.in_rounds(timers, options.rounds, heat=1)
-        (_, mine), (other, theirs) = us.items()
-        ratios = {other: measure.paired(mine, theirs)}
+        (_, mine), *others = us.items()
+        ratios = {release: measure.paired(mine, theirs) for release, theirs in others}
         found[f"{name}/{step}"] = {"us": measure.medians(us), "ratios": ratios}
-        print(f"{name}/{step}", found[f"{name}/{step}"], flush=True)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.set_defaults(budget=float("inf"))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--other", type=Path, help="folder that holds another triton")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--parts", nargs="*", default=tuple(MAKE), choices=tuple(MAKE))
     parser.add_argument("--only", nargs="*", default=LAYERS, help="layers and GEMMs of these sizes")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--span", type=float, default=0.2, help="seconds of a step in a round")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--span", type=float, default=0.4, help="seconds of a step in a round")
     options = parser.parse_args()
     if options.worker:
         work()
         return
     if options.other is None or options.out is None:
         parser.error("--other and --out are needed")
-    from common import measure
+    from common import measure, runs
 
     started = Worker(None), Worker(str(options.other))
     found = [worker.ask("environment") for worker in started]
     workers = {each["triton"]: worker for each, worker in zip(found, started, strict=True)}
     command = measure.environment()["command"]
     environment = {**found[0], "triton": " and ".join(workers), "command": command}
-    report: dict[str, Any] = {"environment": environment, "settled": {}, "failed": {}}
+    workers[CONTROL] = Worker(None)
+    run = runs.Run(options, settled={})
+    run.report["environment"] = environment
     names = {
         "layer": [name for name in LAYERS if name in options.only],
         "gemms": [name for name in GEMMS if name in options.only],
@@ -194,12 +198,8 @@ def main() -> None:
     }
     for kind in options.parts:
         for name in names[kind]:
-            try:
-                report["settled"] |= compare(workers, kind, name, options)
-            except RuntimeError as error:
-                report["failed"][f"{kind}/{name}"] = str(error)
-                print(kind, name, error, flush=True)
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
+            make = partial(compare, workers, kind, name, options)
+            run.note("settled", "", make, title=f"{kind}/{name}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,7 +96,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-def seeded(seed: int, place: int, make: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def seeded(seed: int, place: int, make: Any, *args: Any, **options: Any) -> Any:
     """A module whose first weights are the same whoever makes it."""
     torch.manual_seed(seed * 1_000_003 + place)
     return make(*args, **options)
@@ -134,17 +133,14 @@ class Part(nn.Module):
 
     def __init__(self, stages: list[Stage]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({k: m for s in stages for k, m in s.blocks.items()})
         for name, module in (pair for stage in stages for pair in stage.named_children()):
-            if name != "blocks":
-                self.add_module(name, module)
+            self.add_module(name, module)
+        self.blocks = nn.ModuleDict({k: m for s in stages for k, m in s.blocks.items()})
 
 
 def stages_of(c: argparse.Namespace, rank: int, bf16: bool) -> list[Stage]:
-    """Those of a rank, of `c.pp * c.chunks` equal parts of the blocks: dealt out in turn, or in a V."""
-    each, rest = divmod(c.layers, c.pp * c.chunks)
-    if rest:
-        raise SystemExit(f"--layers {c.layers} is no multiple of {c.pp * c.chunks} stages")
+    """Those of a rank, of `c.stages` equal parts of the blocks: dealt out in turn, or in a V."""
+    each = c.layers // c.stages
     mine = [rank, 2 * c.pp - 1 - rank] if c.pairs else [rank + c.pp * k for k in range(c.chunks)]
     return [Stage(c, range(k * each, k * each + each), bf16) for k in mine]
 
@@ -166,21 +162,16 @@ def spread_experts(model: nn.Module, c: argparse.Namespace, mesh: DeviceMesh) ->
 
 
 def spread(stage: Stage, c: argparse.Namespace, mesh: DeviceMesh, every: DeviceMesh) -> None:
-    """Experts over `ep` ranks, everything over all that have this stage."""
+    """Experts over `ep` ranks, everything over all that have this stage: gathered once a step by a pipeline."""
     spread_experts(stage, c, mesh)
     place, ignored = None, set[nn.Parameter]()
     if mesh["dp"].size() == 1:  # nobody holds the same experts
         ignored |= {p for p in stage.parameters() if type(p.data) is DTensor}
     elif mesh["ep"].size() > 1:
         place = fd.expert_placement(mesh["dp"])
+    options: Any = {"shard_placement_fn": place, "ignored_params": ignored}
     for module in [*stage.blocks.values(), stage]:
-        fully_shard(
-            module,
-            mesh=every,
-            shard_placement_fn=place,
-            ignored_params=ignored,
-            reshard_after_forward=c.pp == 1,  # once a step, not once a micro-batch
-        )
+        fully_shard(module, mesh=every, reshard_after_forward=c.pp == 1, **options)
 
 
 def loss_of(logits: Tensor, text: Tensor) -> Tensor:
@@ -197,7 +188,7 @@ class Run:
         with device:
             self.stages = stages_of(c, self.mesh.get_local_rank("pp"), device.type == "cuda")
         self.model = Part(self.stages)
-        self.active = sum(p.numel() for p in self.model.parameters())
+        self.size = self.active = sum(p.numel() for p in self.model.parameters())
         experts = sum(p.numel() for p in self.model.parameters() if p.dim() == 3)
         self.active -= experts * (c.experts - c.top_k) // c.experts
         for stage in self.stages:
@@ -208,11 +199,9 @@ class Run:
         self.text = read_corpus().train
 
     def pipeline(self) -> Any:
-        c, group = self.c, self.mesh["pp"].get_group()
-        stages = [
-            pipelining.PipelineStage(s, s.number, c.pp * c.chunks, self.device, group=group)
-            for s in self.stages
-        ]
+        c = self.c
+        where: Any = {"device": self.device, "group": self.mesh["pp"].get_group()}
+        stages = [pipelining.PipelineStage(s, s.number, c.stages, **where) for s in self.stages]
         if c.chunks == 1:
             return pipelining.Schedule1F1B(stages[0], c.micro_batches, loss_fn=loss_of)
         kind = pipelining.ScheduleDualPipeV if c.pairs else pipelining.ScheduleInterleaved1F1B
@@ -243,21 +232,20 @@ class Run:
             loss = loss_of(self.stages[0](text), targets)
             torch.autograd.backward(loss)
             return loss.detach()
-        losses: list[Tensor] = []
-        target = targets if last else None
+        losses, target = list[Tensor](), targets if last else None
         self.schedule.step(*[text] * first, target=target, losses=losses, return_outputs=False)
         found = torch.stack(losses) if last else torch.zeros(1, device=self.device)
         return found.mean().detach()
 
-    def scheduler(self) -> offload.Scheduler:
+    def scheduler(self) -> Any:
         """What keeps a step within `c.memory` GiB: of a pipeline by the plan of this rank."""
-        budget = float(self.c.memory)
+        budget = int(self.c.memory * 2**30)
         if self.schedule is None:
-            return offload.Scheduler(self.stages[0], layers="blocks.*", peak=f"{budget}GiB")
+            return offload.Scheduler(self.stages[0], layers="blocks.*", peak=budget)
         # The plan has weights and gradients whole, as in a step. Shards and AdamW's moments come on top.
         mine = [p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters()]
         held = sum(4 * p.numel() * p.element_size() for p in mine)
-        plan = self.plans(peak=int(budget * 2**30) - held)[self.mesh.get_local_rank("pp")]
+        plan = self.plans(peak=max(budget - held, 0))[self.mesh.get_local_rank("pp")]
         return offload.Scheduler(self.model, layers="blocks.*", plan=plan)
 
     def plans(
@@ -283,9 +271,8 @@ class Run:
 
     def hardware(self) -> offload.Hardware:
         """That of the rank with the slowest link while all of them copy: all ranks plan for the same."""
-        if self.device.type != "cuda":
-            return offload.Hardware.h200()
-        return offload.Hardware.measure(dist.group.WORLD)
+        cuda = self.device.type == "cuda"
+        return offload.Hardware.measure(dist.group.WORLD) if cuda else offload.Hardware.h200()
 
     def save(self) -> None:
         """All of it, in a folder that has its name once it is whole."""
@@ -299,7 +286,7 @@ class Run:
 
     def resume(self) -> None:
         """Go on from the last whole checkpoint, if there is one, on whatever mesh it was written."""
-        found = sorted(p for p in self.c.out.glob("step-*") if not p.suffix)
+        found = sorted(p for p in self.c.out.glob("step-*") if not p.suffix) if self.c.out else []
         if not found:
             return
         model, optimizer = get_state_dict(self.model, self.optimizer, options=FLAT)
@@ -309,14 +296,18 @@ class Run:
         self.step = int(found[-1].name.removeprefix("step-"))
 
 
+def tell(said: str) -> None:
+    if dist.get_rank() == 0:
+        print(said, flush=True)
+
+
 def log(run: Run, loss: float, seconds: float) -> None:
     rate = run.c.batch * run.c.context / seconds
     said = f"step {run.step} loss {loss:.6f} {rate / run.c.pp:,.0f} tokens/s a rank"
     if run.device.type == "cuda":
         peak = torch.cuda.memory_stats()["active_bytes.all.peak"] / 2**30
         said += f" MFU {6 * run.active * rate / PEAK_FLOPS:.1%} peak {peak:.2f} GiB"
-    if dist.get_rank() == 0:
-        print(said, flush=True)
+    tell(said)
 
 
 def parsed(args: list[str] | None = None) -> argparse.Namespace:
@@ -324,33 +315,42 @@ def parsed(args: list[str] | None = None) -> argparse.Namespace:
     for name, value in (
         ("steps", 6), ("dim", 64), ("heads", 4), ("layers", 2), ("ffn", 64), ("experts", 8), ("top-k", 2),
         ("context", 64), ("batch", 4), ("ep", 0), ("every", 100), ("seed", 0), ("dense-every", 0),
-        ("pp", 1), ("chunks", 1), ("micro-batches", 1),
+        ("pp", 1), ("chunks", 1), ("micro-batches", 1), ("show", 1),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--way", help="how tokens travel to their experts")
     parser.add_argument("--capacity", type=float, default=1.5, help="of that, over even routing")
     parser.add_argument("--out", type=Path, help="folder of checkpoints")
-    parser.add_argument("--memory", metavar="GiB", help="what a step may take, with offload")
+    parser.add_argument("--memory", type=float, metavar="GiB", help="of a step, with offload")
     parser.add_argument("--pairs", action="store_true", help="stages in a V, run in turns")
     parser.add_argument("--stock", action="store_true", help="experts of plain torch everywhere")
     c = parser.parse_args(args)
     if (c.micro_batches > 1 or c.pairs) and c.pp == 1:
         parser.error("--micro-batches and --pairs go through a pipeline: --pp")
     c.chunks = 2 if c.pairs else c.chunks
+    c.stages = c.pp * c.chunks
+    for size, parts in (("dim", "heads"), ("batch", "micro_batches"), ("layers", "stages")):
+        if vars(c)[size] % vars(c)[parts]:
+            parser.error(f"--{size} {vars(c)[size]} is no multiple of {vars(c)[parts]} {parts}")
     return c
 
 
 def train(c: argparse.Namespace, device: torch.device) -> list[float]:
     """The losses of the steps up to `c.steps`."""
     run, losses = Run(c, device), []
-    if c.out:
-        run.resume()
-    with run.scheduler() if c.memory else contextlib.nullcontext():
+    run.resume()
+    size, share = f"{run.size:,} parameters a stage", f"{run.active:,} of them for a token"
+    mesh = "stages {} x replicas {} x parts of the experts {}".format(*run.mesh.shape)
+    tell(f"{mesh}: {size}, {share}; {run.step} of {c.steps} steps are done")
+    with run.scheduler() if c.memory else contextlib.nullcontext() as scheduler:
         while run.step < c.steps:
             begun = time.perf_counter()
             losses.append(run.train())
-            log(run, losses[-1], time.perf_counter() - begun)
+            if scheduler and len(losses) == 1:  # it is made at the first forward
+                tell("\n".join([repr(scheduler.plan), *scheduler.plan.warnings]))
+            if run.step % c.show == 0 or run.step == c.steps:
+                log(run, losses[-1], time.perf_counter() - begun)
             if c.out and (run.step % c.every == 0 or run.step == c.steps):
                 run.save()
     return losses

@@ -463,22 +463,31 @@ class WeakStorage:
         return 0 if found is None else int(torch._C._storage_Use_Count(found._cdata)) - 1
 
 
-def uses(held: list[Any]) -> tuple[int, ...]:
-    """How often the first tensor of a list is held, and its storage: in Python, and by what lies below it."""
-    storage = held[0].untyped_storage()
-    below = held[0]._use_count(), int(torch._C._storage_Use_Count(storage._cdata))
-    return sys.getrefcount(held[0]), sys.getrefcount(storage), *below
+def uses(held: list[Any], at: int = 0) -> tuple[int, ...]:
+    """How often a tensor of a list is held, and its storage: in Python, and by what lies below it."""
+    storage = held[at].untyped_storage()
+    below = held[at]._use_count(), int(torch._C._storage_Use_Count(storage._cdata))
+    return sys.getrefcount(held[at]), sys.getrefcount(storage), *below
 
 
 # of a tensor that nothing but its list holds: how Python counts its own frames differs by release
 _ONCE = uses([torch.empty(0)])
 
 
-def held_once(held: list[Any]) -> bool:
-    """Whether the only tensor of a list is held by nothing else, no view of it either: no name, hook or graph. What
-    it has been read for last may be written over it.
+def held_once(held: list[Any], at: int = 0) -> bool:
+    """Whether a tensor of a list is held by nothing else, no view of it either: no name, hook or graph. What it has
+    been read for last may be written over it.
     """
-    return uses(held) == _ONCE
+    return uses(held, at) == _ONCE
+
+
+def is_only_view(y: torch.Tensor) -> bool:
+    """Whether nothing but a view holds what it is a view of: no name, list or other view."""
+    return uses([y._base]) == _ONLY_VIEW
+
+
+_VIEW = torch.empty(1).view(1)
+_ONLY_VIEW = uses([_VIEW._base])
 
 
 def occupy_device(cycles: int) -> None:
@@ -561,7 +570,8 @@ def compiled_region() -> list[torch.nn.Module] | None:
         return frame.f_globals.get("__name__") or ""
 
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not home(frame).startswith("torch."):
+    # without a call for each frame: scopes ask for every tensor that torch saves
+    while frame is not None and not (frame.f_globals.get("__name__") or "").startswith("torch."):
         frame = frame.f_back
     if frame is not None and home(frame) == "torch.autograd.function":
         frame = frame.f_back
@@ -596,7 +606,8 @@ def alias_of_no_bytes(t: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of no elements, made once: to make others by, of any size on its device, in half the time."""
-    return torch.empty(0, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # whoever asks for it first
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def assert_async(condition: torch.Tensor, message: str) -> None:
@@ -628,12 +639,6 @@ def unsafe_view(t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """`t.view(shape)` that autograd takes for no view: for a t that nobody else holds or has saved."""
     view: torch.Tensor = torch.ops.aten._unsafe_view(t, shape)
     return view
-
-
-def storage_users(t: torch.Tensor) -> int:
-    """How many tensors lie in the storage of t, those of the C++ side included."""
-    storage = t.untyped_storage()  # a Python object that counts once itself
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

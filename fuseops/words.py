@@ -1,4 +1,6 @@
-"""Words for people, in every text, page and error: sizes, numbers of things, dtypes."""
+"""Words for people, in every text, page and error: sizes, numbers of things, dtypes, tables."""
+
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -21,3 +23,15 @@ def plural(n: int, word: str) -> str:
 def dtype_name(dtype: torch.dtype | None) -> str:
     """torch.bfloat16 -> bfloat16; nothing of None."""
     return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """The lines of a table, whose columns are two spaces apart.   right: which are aligned right"""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(w) if k in right else cell.ljust(w)
+            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,10 +1,12 @@
 """The Python of steps as an H200's host runs it, on a CPU: its decisions and its launchers, and launches of nothing.
 
     python tests/as_gpu.py
+    python tests/as_gpu.py compiled
 
 prints, of a repeated step under each recipe, the Python functions that are called, and the kernel ops whose launchers
-run anew, since nothing replays them; of a compiled step, the kernels of the compiler and the ops that the dispatcher is
-asked for besides. What is computed is nonsense. A process of its own: what it replaces stays so.
+run anew, since nothing replays them; of a compiled step, and of the same model's in plain torch, the calls, the kernels
+of the compiler, and the ops that the dispatcher is asked for besides. The models are those of `benchmarks/host.py`.
+What is computed is nonsense. A process of its own: what it replaces stays so.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,7 +33,14 @@ from fuseops.kernels import fp8_paths, registry, replay
 from fuseops.ops import splits
 from fuseops.plan import segment
 
-BF16 = torch.bfloat16
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import host
+
+STEPS: dict[str, Callable[[], host.Step]] = {
+    "mlp": partial(host.mlp, "cpu", rows=64, width=512, hidden=1536),
+    "linears": partial(host.linears, "cpu"),
+    "moe": partial(host.moe, "cpu"),
+}
 launch: Any = importlib.import_module("fuseops.kernels.launch")  # not the function of this name
 anew: Counter[str] = Counter()  # launchers that ran, by name of the op
 RECIPES = {
@@ -106,7 +117,9 @@ def pretend() -> torch.library.Library:
     torch.Tensor.is_cuda = property(lambda t: t.device.type == "cpu")  # type: ignore[assignment, method-assign]
     facts: dict[str, Any] = {
         "get_device_capability": lambda device=None: (9, 0),
-        "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            multi_processor_count=132, gcnArchName=""
+        ),
         "current_device": lambda: None,
         "is_current_stream_capturing": lambda: False,
     }
@@ -131,26 +144,6 @@ def pretend() -> torch.library.Library:
     return library
 
 
-def mlp() -> tuple[nn.Module, Tensor]:
-    ops = (
-        fo.ops.RMSNorm(512),
-        fo.ops.Linear(512, 3072, False),
-        fo.ops.SwiGLU(),
-        fo.ops.Linear(1536, 512, False),
-    )
-    return fo.Residual(*ops).to(BF16), torch.randn(64, 512)
-
-
-def linears() -> tuple[nn.Module, Tensor]:
-    return fo.Sequential(*(fo.ops.Linear(512, 512) for _ in range(8))).to(BF16), torch.randn(
-        64, 512
-    )
-
-
-def moe() -> tuple[nn.Module, Tensor]:
-    return fo.MoE(1024, 512, 32, 4, dtype=BF16), torch.randn(64, 1024)
-
-
 def noting(names: list[str], op: registry.KernelOp[..., Any]) -> Callable[..., Any]:
     """What asks the dispatcher for an op, and notes its name."""
     ask = op._dispatcher
@@ -162,24 +155,22 @@ def noting(names: list[str], op: registry.KernelOp[..., Any]) -> Callable[..., A
     return noted
 
 
-def compiled(make: Callable[[], tuple[nn.Module, Tensor]]) -> dict[str, Any]:
-    """Of a compiled step: calls, launches of the compiler's own kernels, ops that went through the dispatcher."""
+def compiling() -> list[str]:
+    """Have the kernels of the compiler launch nothing, and what compiled code launches besides noted: their names."""
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
 
     config.force_disable_caches = True  # which ask for more of a device
-    AsyncCompile.cpp_pybinding = lambda *_, **__: lambda *_: launched.append("its own")  # type: ignore[method-assign]
     launched: list[str] = []
+    AsyncCompile.cpp_pybinding = lambda *_, **__: lambda *_: launched.append("its own")  # type: ignore[method-assign]
     for op in registry.KERNEL_OPS.values():
         op._dispatcher = noting(launched, op)  # type: ignore[method-assign]
-    model, x = make()
-    leaf, run = x.to(BF16).requires_grad_(), torch.compile(model, dynamic=False)
-    leaves = [leaf, *model.parameters()]
+    return launched
 
-    def step() -> None:
-        y = run(leaf)
-        torch.autograd.grad(y, leaves, torch.ones_like(y))
 
+def compiled(model: nn.Module, x: Tensor, launched: list[str]) -> dict[str, Any]:
+    """Of a compiled step: calls, launches of the compiler's own kernels, ops that went through the dispatcher."""
+    step = step_of(torch.compile(model, dynamic=False), [x, *model.parameters()])
     with torch.autograd.set_multithreading_enabled(False), replay.apart():
         for _ in range(5):
             step()
@@ -189,15 +180,9 @@ def compiled(make: Callable[[], tuple[nn.Module, Tensor]]) -> dict[str, Any]:
         return {"calls": min(calls_in(step) for _ in range(3)), "launched": found}
 
 
-def counted(make: Callable[[], tuple[nn.Module, Tensor]], recipe: Any) -> dict[str, Any]:
-    model, x = make()
-    leaf = x.to(BF16).requires_grad_()
-
-    def step() -> None:
-        with nullcontext() if recipe is None else fo.recipe(recipe, strict=True):
-            y = model(leaf)
-        torch.autograd.grad(y, [leaf, *model.parameters()], torch.ones_like(y))
-
+def counted(make: Callable[[], host.Step], recipe: Any) -> dict[str, Any]:
+    ours, _, x = make()
+    step = step_of(ours, [x, *ours.parameters()], recipe)
     with torch.autograd.set_multithreading_enabled(False):
         for _ in range(5):
             step()
@@ -207,12 +192,36 @@ def counted(make: Callable[[], tuple[nn.Module, Tensor]], recipe: Any) -> dict[s
         return {"calls": min(calls_in(step) for _ in range(3)), "anew": found}
 
 
+def step_of(model: Any, leaves: list[Tensor], recipe: Any = None) -> Callable[[], None]:
+    """Forward and backward of a model over the first of the leaves."""
+
+    def step() -> None:
+        with nullcontext() if recipe is None else fo.recipe(recipe, strict=True):
+            y = model(leaves[0])
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    return step
+
+
+def all_compiled() -> dict[str, Any]:
+    launched, found = compiling(), {}
+    for name, make in STEPS.items():
+        ours, _, x = make()
+        # a CPU takes seconds for a grouped GEMM, and counts are those of any size
+        _, plain, few = host.moe("cpu", 64, 32, 4) if name == "moe" else make()
+        found[name] = {
+            "fuseops": compiled(ours, x, launched),
+            "plain": compiled(plain, few, launched),
+        }
+    return found
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     library = pretend()
-    found = {
-        f"{m.__name__} {name}": counted(m, r)
-        for m in (mlp, linears, moe)
-        for name, r in RECIPES.items()
-    }
-    print(json.dumps(found | {"moe compiled": compiled(moe)}, indent=1))
+    found = (
+        all_compiled()
+        if sys.argv[1:] == ["compiled"]
+        else {f"{n} {name}": counted(m, r) for n, m in STEPS.items() for name, r in RECIPES.items()}
+    )
+    print(json.dumps(found, indent=1))

@@ -25,6 +25,12 @@ import torch._dynamo.trace_rules
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
+# Of a kind of device that is not there torch keeps each seed, with the text of the stack that set it: that took most of
+# the time of laws over draws.
+for kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not kind.is_available():
+        vars(kind)["manual_seed_all"] = lambda seed: None
+
 
 class TorchRandom:
     """Lets Hypothesis seed torch before each example, so that a failing one can be replayed."""

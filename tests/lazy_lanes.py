@@ -36,15 +36,19 @@ class LazyLanes(CpuLanes):
                 self._put("d2h", buf.after)
             self._put("d2h", partial(poison, buf.at, buf.nbytes))
         elif isinstance(buf.data, UntypedStorage) and not WeakStorage(buf.data).holders():
-            poison(buf.at, buf.nbytes)
+            poison(buf.data.data_ptr(), buf.data.nbytes())
         super().free(buf)
 
     def move(
         self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
     ) -> Event | None:
-        held = [source.data for source in sources]  # they may be freed before it runs
-        parts = [(s.at, s.nbytes, target.at + o) for s, o in zip(sources, offsets, strict=True)]
-        self._put(lane, partial(copy, parts, held))
+        at = target.at or target.data.data_ptr()
+        parts = [
+            # what it is in may be freed before it runs, or get other memory
+            (source.data, source.at, source.nbytes, at + offset)
+            for source, offset in zip(sources, offsets, strict=True)
+        ]
+        self._put(lane, partial(copy, parts, target.data))
         return self.record(lane)
 
     def record(self, lane: Lane) -> Event:
@@ -86,9 +90,11 @@ class LazyLanes(CpuLanes):
             self._step(event.lane)
 
 
-def copy(parts: Sequence[tuple[int, int, int]], held: object) -> None:
-    for source, nbytes, target in parts:
-        ctypes.memmove(target, source, nbytes)
+def copy(parts: Sequence[tuple[UntypedStorage | None, int, int, int]], held: object) -> None:
+    for storage, at, nbytes, target in parts:
+        if storage is not None:
+            at, nbytes = storage.data_ptr(), min(nbytes, storage.nbytes())
+        ctypes.memmove(target, at, nbytes)
 
 
 def poison(at: int, nbytes: int) -> None:

@@ -58,7 +58,7 @@ def plain_moe(
     for t in range(tokens):
         chosen = choose(router, scores[t])
         weights = scores[t, chosen]
-        weights = weights / weights.sum() if router.normalize else weights
+        weights = weights / (weights.sum() + 1e-20) if router.normalize else weights
         y = torch.zeros_like(x[t])
         for e, w in zip(chosen, weights * router.scale, strict=True):
             load[e] += 1

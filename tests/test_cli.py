@@ -1,10 +1,13 @@
 """The command line: exit codes, JSON with a schema_version, and errors that say what was expected."""
 
 import argparse
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,9 @@ import pytest
 import torch
 
 import fuseops as fo
-import fuseops.demo
 from fuseops import kernels
-from fuseops.cli import bench, main, show
-from fuseops.cli.progress import progress
+from fuseops.cli import bench, demo, main, terminal
+from fuseops.cli.terminal import progress
 from fuseops.cli.tune import distinct
 from fuseops.kernels import aot, configs
 from fuseops.offload.planning.hardware import Hardware
@@ -334,18 +336,65 @@ def test_demo_gets_its_arguments_and_gives_the_exit_code(monkeypatch: pytest.Mon
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--steps", type=int)
 
-    monkeypatch.setattr(fuseops.demo, "add_arguments", add_arguments, raising=False)
-    monkeypatch.setattr(
-        fuseops.demo, "run", lambda args: 1 if args.steps == 3 else 0, raising=False
-    )
+    monkeypatch.setattr(demo, "add_arguments", add_arguments)
+    monkeypatch.setattr(demo, "run", lambda args: 1 if args.steps == 3 else 0)
     assert main(["demo", "--steps", "3"]) == 1
     assert main(["demo", "--steps", "4"]) == 0
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has a script of sh stand in for the Python that commands start."""
+
+    def stand_in(script: str) -> None:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return stand_in
+
+
+def test_demo_over_ranks_ends_without_a_word_when_its_output_is_closed(
+    python: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    python(
+        "trap 'echo a traceback >&2; exit 1' TERM; for k in 1 2 3 4 5 6; do echo; sleep 0.2; done; exit 1"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["demo", "--ranks", "2"]) == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_demo_over_ranks_runs_pretrain_with_options_that_it_takes(
+    python: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    python("echo $@; echo a warning >&2; exit 3")
+    assert main(["demo", "--ranks", "2", "--steps", "40"]) == 3
+    printed = capsys.readouterr()
+    assert printed.err == "a warning\n"
+    command = printed.out.split()
+    spec: Any = importlib.util.spec_from_file_location("pretrain", demo.PRETRAIN)
+    spec.loader.exec_module(pretrain := importlib.util.module_from_spec(spec))
+    c = pretrain.parsed(command[command.index(str(demo.PRETRAIN)) + 1 :])
+    assert (c.steps, c.show) == (40, 4)
+    assert main(["demo", "--ranks", "2", "--json"]) == 2
+    assert "leave out --ranks" in capsys.readouterr().err
+    for given in ("--dim 30", "--layers 3 --pp 2", "--batch 3 --pp 2 --micro-batches 2"):
+        with pytest.raises(SystemExit):
+            pretrain.parsed(given.split())
+        assert f"{' '.join(given.split()[:2])} is no multiple of" in capsys.readouterr().err
 
 
 def test_only_demo_imports_the_demo() -> None:
     probe = (
         "import sys; from fuseops.cli import main; main(['env', '--json']); "
-        "sys.exit('fuseops.demo' in sys.modules)"
+        "sys.exit('fuseops.demo.job' in sys.modules)"
     )
     run = fresh.run("-c", probe, cwd=ROOT)
     assert run.returncode == 0, run.stderr
@@ -356,7 +405,7 @@ def test_a_table_cuts_nothing_off(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "10")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    show.table(["way", "median"], [["[fused] and more", "1.5"], ["plain", "10.5"]])
+    terminal.table([["way", "median"], ["[fused] and more", "1.5"], ["plain", "10.5"]])
     assert capsys.readouterr().out.splitlines() == [
         "way               median",
         "[fused] and more     1.5",
@@ -365,9 +414,9 @@ def test_a_table_cuts_nothing_off(
 
 
 def test_kernels_prints_what_each_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = as_json(capsys, "kernels", "--arch", "90", "--kernel", "rmsnorm")["kernels"]
-    assert {r["kernel"] for r in rows} >= {"rmsnorm_fwd_kernel", "rmsnorm_bwd_kernel"}
-    assert all("rmsnorm" in r["kernel"] for r in rows)
+    rows = as_json(capsys, "kernels", "--arch", "90", "--kernel", "norm_")["kernels"]
+    assert {r["kernel"] for r in rows} >= {"norm_fwd_kernel", "norm_bwd_kernel"}
+    assert all("norm_" in r["kernel"] for r in rows)
     assert all(r["arch"] == 90 and r["regs"] > 0 and r["shared"] >= 0 for r in rows)
     here = configs.triton_release()  # the pinned one's rows show what its own table lacks
     mine = {key.partition(" ")[0] for key in aot.read_table(here)}
@@ -379,12 +428,12 @@ def test_kernels_prints_what_each_takes(capsys: pytest.CaptureFixture[str]) -> N
     )
     assert str(worst) in shown and "reference (needs sm_89)" in shown
     assert max(map(len, shown.splitlines())) <= 120
-    header, *lines = output(capsys, "kernels", "--kernel", "rmsnorm", "--variants").splitlines()
+    header, *lines = output(capsys, "kernels", "--kernel", "norm_", "--variants").splitlines()
     assert header.split()[-1] == "variant" and all(
         "BLOCK_" in line or "reference" in line for line in lines
     )
     assert "give one of them" in output(capsys, "kernels", "--check", "--rebuild", code=2)
-    assert "rmsnorm_fwd_kernel" in output(capsys, "kernels", "--kernel", "nosuch", code=2)
+    assert "norm_fwd_kernel" in output(capsys, "kernels", "--kernel", "nosuch", code=2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")

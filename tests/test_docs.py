@@ -3,6 +3,7 @@
 import ast
 import json
 import linecache
+import pkgutil
 import re
 import socket
 from collections.abc import Iterator
@@ -121,7 +122,6 @@ def test_a_notebook_runs(book: Path) -> None:
 
 
 @pytest.mark.cxx
-@pytest.mark.usefixtures("one_process")
 @pytest.mark.filterwarnings("ignore")  # of transformers and torch, not ours
 def test_a_model_of_transformers_is_adopted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -155,6 +155,27 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / file).resolve() if file else page
         assert target.exists(), f"{page.name}: {link}"
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+ROOTS = {
+    "fo": "fuseops",
+    "fuseops": "fuseops",
+    "offload": "fuseops.offload",
+    "hf": "fuseops.integrations.hf",
+}
+FOLDERS = [DOCS.parent / at for at in (".", "fuseops", "fuseops/kernels", "docs", "benchmarks")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_and_files_in_the_text_are_there(page: Path) -> None:
+    if page.name == "CHANGELOG.md":  # of every version
+        return
+    for code in re.findall(r"`([^`\n]+)`", page.read_text("utf-8")):
+        for file in re.findall(r"^(?:[\w.-]+/)+[\w-]+\.(?:py|json|md)$", code):
+            assert any((folder / file).exists() for folder in FOLDERS), file
+        for root, names in re.findall(r"(?<![\w./-])(\w+)((?:\.[A-Za-z_]\w*)+)(?![\w/])", code):
+            if root in ROOTS and not names.endswith((".py", ".json", ".html", ".md")):
+                pkgutil.resolve_name(f"{ROOTS[root]}{names}")
 
 
 def test_offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

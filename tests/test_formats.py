@@ -71,11 +71,11 @@ def test_codes_stand_for_what_is_near(scaling: Scaling) -> None:
     """Of every format there is: what is read in other blocks than it was written in is far away."""
     sizes = [(torch.arange(n) // 16 % 3).exp2() for n in (130, 200)]
     x = filled((130, 200), torch.float32, "normal", 0) * sizes[0][:, None] * sizes[1]
-    made = weight_operand if scaling.square else operand
-    q = made(x, scaling, row=True, col=True)
-    for layout, wanted in (("row", x), ("col", x.t())):
-        error = values(q, layout)[: len(wanted), : wanted.shape[1]] - wanted
-        assert error.norm() < NEAR[scaling.data] * x.norm(), layout
+    for made in (weight_operand,) if scaling.square else (weight_operand, operand):
+        q = made(x, scaling, row=True, col=True)
+        for layout, wanted in (("row", x), ("col", x.t())):
+            error = values(q, layout)[: len(wanted), : wanted.shape[1]] - wanted
+            assert error.norm() < NEAR[scaling.data] * x.norm(), (made, layout)
 
 
 @pytest.mark.parametrize("scaling", [s for s in EVERY if s.square], ids=str)
@@ -254,6 +254,18 @@ def test_float32_scales_of_weights_are_those_of_the_oracle(options: Any, block: 
             found = by_float32(m, scaling, block or m.shape)
             scale = found.scale[0, 0] if block is None else found.scale
             like([t[k] for t in layout], found.codes, scale.T if block == (1, 128) else scale)
+
+
+@pytest.mark.parametrize("data", [E4M3, E5M2], ids=str)
+@given(ends=st.lists(st.integers(0, 9), min_size=1, max_size=4).map(sorted))
+def test_rows_of_no_group_are_zeros_whatever_lies_there(data: torch.dtype, ends: list[int]) -> None:
+    """A kernel that scales by groups writes no codes of theirs."""
+    x, offs = torch.randn(9, 5), torch.tensor(ends, dtype=torch.int32)
+    q = operand(x, Scaling(data, None, None), offs, row=True, col=False)
+    expected = q.dequantize().clone()
+    assert q.row is not None
+    q.row.data.view(torch.uint8)[ends[-1] :] = 0x7F  # NaN
+    assert torch.equal(q.dequantize(), expected) and not expected[ends[-1] :].any()
 
 
 PAIRS = [

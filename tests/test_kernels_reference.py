@@ -1,7 +1,9 @@
 """The reference kernels are the specification: checked against torch's own ops and autograd, in float64."""
 
+import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,11 +16,15 @@ import fuseops as fo
 from fuseops import kernels as K
 from fuseops.kernels.activation import KINDS
 from fuseops.kernels.dropout import dropout_mask
-from fuseops.kernels.scales import expert_quantize, grouped_quantize, tensor_quantize
 from fuseops.testing.strategies import Split, filled, group_splits, row_counts, widths
 
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 every_fp8 = pytest.mark.parametrize("dtype", FP8, ids=str)
+
+
+def quantized(x: Tensor, dtype: torch.dtype, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    data, _, scale = K.quantize_groups.twin(x, offs, dtype)
+    return data, scale
 
 
 def close(mine: Tensor, theirs: Tensor) -> None:
@@ -169,7 +175,7 @@ def test_saturate_at_and_beyond_the_edge(dtype: torch.dtype) -> None:
 @given(rows=row_counts(), seed=st.integers(0, 99), hard=st.sampled_from(["none", "nan", "inf"]))
 def test_quantize(dtype: torch.dtype, rows: int, seed: int, hard: str) -> None:
     x = filled((rows, 17), torch.float32, "normal" if hard == "none" else hard, seed)
-    data, scale = tensor_quantize(x, dtype)
+    data, scale = quantized(x, dtype)
     most, largest = torch.finfo(dtype).max, torch.finfo(torch.float32).max
     expected = x.abs().nan_to_num(nan=0.0, posinf=largest).max() if rows else torch.zeros(())
     inv = torch.tensor(most) / expected if expected > 0 else torch.ones(())
@@ -184,33 +190,60 @@ def test_quantize(dtype: torch.dtype, rows: int, seed: int, hard: str) -> None:
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 3e38])
 @every_fp8
 def test_quantize_of_the_smallest_and_the_largest(dtype: torch.dtype, value: float) -> None:
-    data, scale = tensor_quantize(torch.tensor([[value, -value]]), dtype)
+    data, scale = quantized(torch.tensor([[value, -value]]), dtype)
     assert scale > 0 and data.float().isfinite().all()
 
 
 @every_fp8
 @given(split=group_splits(), k=widths())
-def test_grouped_quantize_is_quantize_of_every_group(
-    dtype: torch.dtype, split: Split, k: int
-) -> None:
+def test_a_split_is_quantized_group_by_group(dtype: torch.dtype, split: Split, k: int) -> None:
     x = filled((split.rows, k), torch.float32, "normal", 1)
     end = sum(split.counts)
     x[end:] = float("nan")
-    data, scale = grouped_quantize(x, split.offs, dtype)
+    data, scale = quantized(x, dtype, split.offs)
     assert not data[end:].float().any()
     for e, part in enumerate(x[:end].split(split.counts)):
         mine = data[:end].split(split.counts)[e]
-        expected, expected_scale = tensor_quantize(part, dtype)
+        expected, expected_scale = quantized(part, dtype)
         assert torch.equal(mine.float(), expected.float()) and scale[e] == expected_scale
 
 
 @every_fp8
-def test_expert_quantize_is_quantize_of_every_expert(dtype: torch.dtype) -> None:
+def test_experts_are_quantized_one_by_one(dtype: torch.dtype) -> None:
     weight = randn(3, 5, 7).float() * torch.tensor([1.0, 0.0, 1e4])[:, None, None]
-    data, scale = expert_quantize(weight, dtype)
+    data, _, scale = K.quantize_matrices.twin(weight, dtype)
     for e, w in enumerate(weight):
-        expected, expected_scale = tensor_quantize(w, dtype)
+        expected, expected_scale = quantized(w, dtype)
         assert torch.equal(data[e].float(), expected.float()) and scale[e] == expected_scale
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@every_fp8
+def test_a_gemm_of_codes_is_in_range_where_its_result_is(dtype: torch.dtype, grouped: bool) -> None:
+    """Of operands of any magnitude, by numpy in float64."""
+    offs = torch.tensor([5], dtype=torch.int32) if grouped else None
+    for powers in itertools.product((-120, -60, 0, 60, 120, 126), repeat=2):
+        tensors = [
+            randn(5, 128, seed=k).float().clamp(-1, 1) * 2.0**p for k, p in enumerate(powers)
+        ]
+        (a, a_scale), (b, b_scale) = (quantized(t, dtype) for t in tensors)
+        values = [
+            q.double().numpy() * scale.item()
+            for q, scale in ((a.float(), a_scale), (b.float(), b_scale))
+        ]
+        exact = values[0] @ values[1].T
+        largest = np.abs(exact).max()
+        if not 1e-30 < largest < torch.finfo(torch.float32).max:
+            continue
+        scales = (a_scale[None], b_scale[None]) if grouped else (a_scale, b_scale)
+        weight, ends = (b, None) if offs is None else (b[None], torch.full_like(offs, 128))
+        y = K.fp8_mm.twin(
+            a, scales[0], weight, scales[1], "tensor", offs, None, dtype=torch.float32
+        )
+        dw = K.fp8_wgrad.twin(a, scales[0], b, scales[1], "tensor", ends, None, torch.float32)
+        for got in (y, dw):
+            error = np.abs(got.double().numpy() - exact).max()
+            assert error <= 1e-5 * largest, (powers, error, largest)
 
 
 @given(split=group_splits(), n=widths(), k=widths(), bias=st.booleans())

@@ -1,5 +1,7 @@
 """The loss of a head beside torch's, on own and on given weights; memory, main_grad, refusals."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fuseops as fo
+from fuseops.ops import cross_entropy
+from fuseops.ops.cross_entropy import MOST_GIVEN
 
 D, V = 12, 37
 
@@ -208,6 +212,8 @@ def test_the_function_is_traced_without_a_break() -> None:
         ({"weight": torch.ones(5)}, r"class weights of a float dtype and shape \(37,\)"),
         ({"weight": torch.ones(V, dtype=torch.int64)}, "class weights of a float dtype"),
         ({"weight": torch.ones(V, requires_grad=True)}, "wants a gradient"),
+        ({"linear_weight": None}, "linear_weight to be a tensor, got NoneType"),
+        ({"weight": [1.0] * V}, "weight to be a tensor, got list"),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
@@ -215,6 +221,38 @@ def test_operands_that_do_not_fit_are_refused(change: dict[str, Any], message: s
     given = {"linear_weight": weight, **change}
     with pytest.raises(fo.FuseOpsError, match=message):
         fo.linear_cross_entropy(x, target=targets, **given)
+
+
+@pytest.mark.parametrize("gradients", [None, "backward"])
+@given(exponent=st.integers(-30, 37), ignored=st.booleans())
+def test_logits_as_large_as_float32_holds_have_torchs_loss(
+    gradients: Any, exponent: int, ignored: bool
+) -> None:
+    """No power of them is made that nobody asked for."""
+    x = torch.tensor([[1.0, 2.0], [0.5, -1.0]]) * 10.0**exponent
+    weight, targets = torch.eye(3, 2), torch.tensor([2, -100 if ignored else 0])
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    found = fo.linear_cross_entropy(x, weight, targets, gradients=gradients)
+    expected = torch.nn.functional.cross_entropy(x @ weight.t(), targets)
+    torch.testing.assert_close(found, expected)
+    mine, theirs = (torch.autograd.grad(loss, leaves) for loss in (found, expected))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_an_option_that_is_another_in_each_step_keeps_no_more_and_more_ops() -> None:
+    x, weight, _, targets = operands()
+    kept = weakref.WeakSet[Any]()
+    for step in range(3 * MOST_GIVEN):
+        temperature = 1 + step / 100
+        loss = fo.linear_cross_entropy(x, weight, targets, temperature=temperature)
+        kept.update(op for op in vars(cross_entropy._GIVEN).values() if isinstance(op, fo.Op))
+    expected = torch.nn.functional.cross_entropy(
+        (x @ weight.t() / temperature).flatten(0, -2), targets.flatten()
+    )
+    torch.testing.assert_close(loss, expected)
+    gc.collect()
+    assert len(kept) < 2 * MOST_GIVEN
 
 
 def test_a_step_holds_no_whole_logits() -> None:

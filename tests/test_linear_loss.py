@@ -1,10 +1,14 @@
 """A loss of one's own over chunks of logits equals the same over whole ones."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import fuseops as fo
@@ -112,6 +116,52 @@ def test_without_gradients_and_in_plain_torch() -> None:
     torch.testing.assert_close(mine, theirs)
 
 
+@given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=6), st.sampled_from([1, 1 << 20]))
+def test_chunks_whose_loss_does_not_depend_on_their_logits_have_no_gradient(
+    counts: list[float], chunk_bytes: int
+) -> None:
+    x, weight, _, targets = operands(len(counts))
+    mask = torch.tensor(counts, dtype=x.dtype)
+
+    def masked(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+        if not mask.any():
+            return mask.sum()
+        return (F.cross_entropy(logits, targets, reduction="none") * mask).sum()
+
+    assume(mask.any())
+    found = fo.linear_loss(masked, x, weight, targets, mask, chunk_bytes=chunk_bytes)
+    same(found, masked(F.linear(x, weight), targets, mask), [x, weight])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_tensor_that_wants_a_gradient_is_found_in_any_chunk(first: bool) -> None:
+    x, weight, *_ = operands(4)
+    scale = torch.ones((), dtype=x.dtype, requires_grad=True)
+    counts = torch.tensor([first, False, False, not first], dtype=x.dtype)
+
+    def scaled(logits: Tensor, counts: Tensor) -> Tensor:
+        return logits.sum() * scale if counts.any() else logits.sum()
+
+    with pytest.raises(fo.FuseOpsError, match="wants a gradient, and would get none"):
+        fo.linear_loss(scaled, x, weight, counts, chunk_bytes=1)
+
+
+def test_what_a_loss_holds_goes_with_its_caller() -> None:
+    """Not with a garbage collector, which may take a while."""
+    x, weight, *_ = operands(4)
+
+    def call() -> weakref.ref[Tensor]:
+        held = torch.ones(4, dtype=x.dtype)
+        fo.linear_loss(lambda logits: (logits.sum(-1) * held).sum(), x, weight).backward()
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert call()() is None
+    finally:
+        gc.enable()
+
+
 def total(logits: Tensor, *rows: Tensor) -> Tensor:
     return logits.sum()
 
@@ -142,3 +192,11 @@ def test_what_it_cannot_do_right_is_refused() -> None:
         fo.linear_loss(lambda logits: torch.ones(()), x, weight)
     with pytest.raises(ShapeError, match="expects input"):
         fo.linear_loss(total, x, weight.T.contiguous())
+    for taken in ((None, weight), (x, None), (x, weight, None), (x, weight, [1] * 6)):
+        with pytest.raises(ShapeError, match=r"linear_loss expects .* to be a tensor"):
+            fo.linear_loss(total, *taken)
+    with pytest.raises(fo.FuseOpsError, match="loss to be a function, got int"):
+        fo.linear_loss(3, x, weight)
+    with pytest.raises(ShapeError, match="expects input"):
+        fo.linear_loss(total, torch.ones(()), weight, targets)
+    assert fo.linear_loss(total, x[:, :0], weight[:, :0]) == 0

@@ -86,11 +86,9 @@ def test_a_run_that_was_cut_goes_on_where_it_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What a file holds is not measured again, what failed is; a file of another machine is refused."""
-    layers = importlib.import_module("common.layers")
-    monkeypatch.setattr(layers, "fresh_memory", contextlib.nullcontext)
-    options = argparse.Namespace(
-        out=tmp_path / "found.json", only=["a", "b", "c"], budget=1e9, resume=True
-    )
+    runs = importlib.import_module("common.runs")
+    monkeypatch.setattr(runs, "fresh_memory", contextlib.nullcontext)
+    options = argparse.Namespace(out=tmp_path / "found.json", budget=1e9, resume=True)
     asked: list[str] = []
 
     def cell(name: str) -> dict[str, Any]:
@@ -99,20 +97,22 @@ def test_a_run_that_was_cut_goes_on_where_it_ended(
             raise RuntimeError("cut")
         return {"us": len(asked)}
 
-    layers.run_cells(
-        argparse.Namespace(**{**vars(options), "only": "ab"}), layers.begin(options), cell
-    )
-    assert "failed" in json.loads(options.out.read_text())["cells"]["b"]
-    layers.run_cells(options, layers.begin(options), cell, lambda cells: {"n": len(cells)})
-    found = json.loads(options.out.read_text())
-    assert asked == ["a", "b", "b", "c"] and found["summary"] == {"n": 3}
+    def ran(names: str) -> Any:
+        run = runs.Run(options)
+        run.summary = lambda report: {"n": len(report["cells"])}
+        run.each(cell, names)
+        return run.report
+
+    assert ran("ab")["failed"] == {"cells b": "RuntimeError: cut"}
+    found = ran("abc")
+    assert json.loads(options.out.read_text()) == found
+    assert asked == ["a", "b", "b", "c"] and found["summary"] == {"n": 3} and not found["failed"]
     assert found["cells"] == {"a": {"us": 1}, "b": {"us": 3}, "c": {"us": 4}}
-    options.budget, options.only = -1.0, ["a", "d"]
-    layers.run_cells(options, report := layers.begin(options), cell)
-    assert report["skipped"] == ["d"] and asked[-1] == "c"
+    options.budget = -1.0
+    assert ran("ad")["skipped"] == ["cells d"] and asked[-1] == "c"
     options.out.write_text(json.dumps({**found, "environment": {"torch": "0.1"}}))
     with pytest.raises(SystemExit, match=r"torch 0\.1"):
-        layers.begin(options)
+        runs.Run(options)
 
 
 @given(st.integers(1, 40), st.floats(0.5, 0.99))

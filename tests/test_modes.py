@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +22,7 @@ from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.testing.catalogue import exported
 from fuseops.testing.compare import difference, tolerance
 from fuseops.testing.strategies import Case, chains, op_cases, rule_cases
+from fuseops.torch_private import storage_id
 
 SOFT = ("normal", "normal", "constant", "zeros")
 Call = Callable[..., Any]
@@ -260,6 +261,30 @@ def test_gradients_after_a_write_in_place_are_refused_or_right(case: Case, writt
         assert "inplace" in str(error) or "in place" in str(error)
         return
     assert_same(list(found), expected[len(ys) :])
+
+
+@given(case=models())
+def test_a_result_may_be_written_in_place_where_plain_torch_lets_it(case: Case) -> None:
+    """With the gradients of what was written, or refused since it is saved; whatever axes x has."""
+
+    def tripled(in_place: bool) -> Call:
+        def call(x: Tensor, **side: Tensor) -> Any:
+            own = x.clone(), *[t.clone() for t in side.values()]
+            y, *others = results(case.model(own[0], **dict(zip(side, own[1:], strict=True))))
+            assume(not {storage_id(y)} & {*map(storage_id, own)})  # Dispatch gives its x
+            return (y.mul_(3) if in_place else y * 3, *others)
+
+        return call
+
+    try:
+        with fo.reference():
+            run(case, tripled(True))
+        expected = run(case, tripled(False))
+        found = run(case, tripled(True))
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        return
+    assert_same(found, expected)
 
 
 # --- dtypes

@@ -538,7 +538,7 @@ def test_a_dispatcher_of_your_own() -> None:
         ({"groups": 3}, "groups is 3.*divide the 8 experts"),
         ({"groups": 0}, "groups is 0.*divide the 8 experts"),
         ({"dim": 0}, "dim is 0, expected an integer from 1 on"),
-        ({"shared_experts": -1}, "shared_experts must not be negative"),
+        ({"shared_experts": -1}, "shared_experts is -1, expected an integer from 0 on"),
         ({"groups": 8, "top_groups": 1}, "hold 1 experts, fewer than top_k = 2"),
         ({"capacity_factor": 0.0}, "capacity_factor is 0.0, expected a finite number above 0"),
         ({"capacity_factor": 1.0, "dispatch": fo.ops.Dispatch(E)}, "its own capacity_factor"),

@@ -6,8 +6,10 @@ tests have inductor compile them.
 
 import copy
 import pickle
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,6 +173,80 @@ def test_more_rows_trace_nothing_anew(graphs: list[Any], by_choice: None) -> Non
     assert assert_fused_matches_unfused(model, data(3, D), probs=torch.rand(3)) == ("pointwise",)
 
 
+def test_a_step_that_is_repeated_runs_its_kernels(
+    monkeypatch: pytest.MonkeyPatch, graphs: list[Any], by_choice: None
+) -> None:
+    ran: list[Any] = []
+
+    def generated(graph: Any, tensors: Any) -> Any:
+        return lambda *given: ran.append(graph) or graph(*given)
+
+    monkeypatch.setattr(torch_private, "generated", generated)
+    model = fo.Sequential(fo.ops.SiLU(), fo.ops.ConstantScale(0.7), fo.ops.GELU("tanh"))
+    for k in range(6):
+        x = data(3, D)
+        y = model(x)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        assert len(ran) == 2 * (k + 1)
+        with fo.reference():
+            torch.testing.assert_close(y, expected := model(x))
+            torch.testing.assert_close(dx, *torch.autograd.grad(expected.sum(), x))
+
+
+LOUD = SimpleNamespace(gain=2.0)
+
+
+def louder(x: Tensor) -> Tensor:
+    return x * GAIN
+
+
+class Loud(fo.Op):
+    """What it computes stands in many places."""
+
+    slope = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = 0.0
+
+    @property
+    def steep(self) -> float:
+        return self.slope + self.shift
+
+    def fwd(self, x: Tensor) -> Tensor:
+        return louder(x) * self.steep + (1.0 if self.training else 2.0)
+
+
+GAIN = 2.0
+CHANGES: dict[str, Callable[[fo.Op, pytest.MonkeyPatch], Any]] = {
+    "of the instance": lambda op, m: setattr(op, "shift", 3.0),
+    "of the class": lambda op, m: m.setattr(Loud, "slope", 3.0),
+    "of the module": lambda op, m: m.setattr(sys.modules[__name__], "GAIN", 3.0),
+    "the mode": lambda op, m: op.eval(),
+}
+
+
+@pytest.mark.usefixtures("graphs", "by_choice")
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_an_op_computes_with_may_change(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = fo.Sequential(Loud(), Tanh()), data(3, D)
+    for _ in range(2):
+        assert assert_fused_matches_unfused(model, x) == ("pointwise",)
+        CHANGES[what](model[0], monkeypatch)
+
+
+@pytest.mark.usefixtures("graphs", "by_choice")
+def test_an_attribute_that_is_another_in_each_step_keeps_no_more_and_more_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pointwise, "MOST_KNOWN", 4)
+    model, x = fo.Sequential(Loud(), Tanh()), data(3, D)
+    for step in range(9):
+        model[0].shift = float(step)
+        assert assert_fused_matches_unfused(model, x) == ("pointwise",)
+        assert 0 < len(pointwise.KNOWN) <= 4
+
+
 def op_of(compute: Any, **own: Any) -> fo.Op:
     kind = type("Mine", (fo.Op,), {"fwd": lambda self, x: compute(x, self)})
     made = kind()
@@ -188,6 +264,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "rows": (lambda x, op: x * 2 if x.shape[0] > 100 else x * 3, "depends on the number of rows"),
     "nothing": (lambda x, op: x[:, :4], "computes nothing"),
     "tensor": (lambda x, op: x * torch.tensor([2.0] * D), "does not come by keyword"),
+    "elsewhere": (lambda x, op: x * LOUD.gain, "LOUD' is a SimpleNamespace, and may change"),
     "detached": (lambda x, op: x.detach() * 2, "no gradient reaches"),
 }
 

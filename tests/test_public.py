@@ -228,7 +228,7 @@ def test_plans_and_scopes_are_shown_in_a_line() -> None:
         assert (
             repr(moved).endswith(" open>") and "keep()" in repr(kept) and "disabled()" in repr(off)
         )
-    assert repr(model[0].plan(x)) == "<FusionPlan of 0: 1 fused, 2 not fused, saves 288 B>"
+    assert repr(model[0].plan(x)) == "<FusionPlan of 0: 1 fused, 0 not fused, saves 288 B>"
     scheduler = offload.Scheduler(model, layers=["0", "1"])
     assert repr(scheduler) == "<offload.Scheduler of Sequential, 2 layers, detached>"
     with scheduler:

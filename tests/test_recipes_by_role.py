@@ -157,7 +157,7 @@ def test_what_is_no_recipe_is_refused_with_what_was_meant(recipe: Any, meant: st
 def test_globs_need_a_model_and_a_function_gives_formats() -> None:
     with pytest.raises(fo.FuseOpsError, match="needs the model"):
         fo.configure(recipe={"**": MX()})
-    with pytest.raises(fo.FuseOpsError, match="expects a function"):
+    with pytest.raises(fo.FuseOpsError, match="expected a function"):
         fo.recipes.ByRole(MX())  # type: ignore[arg-type]
     with pytest.raises(
         fo.FuseOpsError, match=r"'0.fc1' \(Linear\), input: the function gave 'fp8'"

@@ -1,9 +1,10 @@
 """What is refused, by which op, and in which words; and how deep Sequentials nest."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from typing import get_args, get_type_hints
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fuseops as fo
+from fuseops import distributed, offload
 from fuseops.testing.catalogue import Wanted, entry, exported
 from fuseops.testing.strategies import op_cases
 
@@ -33,6 +35,32 @@ def test_counts_in_the_place_of_offs_are_told_how_to_become_offs(
     counts = case.side["offs"].long()
     with pytest.raises(fo.FuseOpsError, match=r"offs .*Routing\.from_(counts|topk)"):
         case.model(case.x, **{**case.side, "offs": counts})
+
+
+OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "complex": lambda t: t.to(torch.complex64),
+    "bool": lambda t: t.bool(),
+    "integers": lambda t: t.long(),
+    "floats": lambda t: t.float(),
+    "a number": lambda t: torch.ones((), dtype=t.dtype),
+    "one axis more": lambda t: t[None],
+    "one axis less": lambda t: t.flatten(),
+    "twice as long": lambda t: torch.cat([t, t]) if t.dim() else t.expand(2),
+    "meta": lambda t: t.to("meta"),
+}
+
+
+@pytest.mark.parametrize("op", [op for op in exported() if op.reads], ids=lambda op: op.__name__)
+@given(data=st.data())
+def test_a_side_input_of_another_kind_is_refused_in_our_words_or_taken(
+    op: type, data: st.DataObject
+) -> None:
+    case = data.draw(op_cases(op))
+    assume(case.side)
+    name = data.draw(st.sampled_from([*case.side]))
+    other = OTHERS[data.draw(st.sampled_from([*OTHERS]))](case.side[name])
+    with suppress(fo.FuseOpsError):
+        case.model(case.x, **{**case.side, name: other})
 
 
 @pytest.mark.parametrize("op", [fo.ops.Linear, fo.ops.GroupedLinear], ids=lambda op: op.__name__)
@@ -121,17 +149,13 @@ def test_an_option_of_a_loss_that_is_no_number_is_refused_where_it_is_given(
                 made(**{name: given})
 
 
-TORCH_CHECKS = ("in_features", "vocab_size", "normalized_shape", "shape")
-
-
 def numeric_options() -> Iterator[tuple[type, str]]:
-    """Options of ops that are numbers: (op, its parameter). Sizes of weights are refused by torch, in its words."""
+    """Options of ops that are numbers: (op, its parameter)."""
     for op in exported():
         hints = get_type_hints(op.__init__)
-        for name in signature(op).parameters:
+        for name, parameter in signature(op).parameters.items():
             numeric = {int, float} & {hints.get(name), *get_args(hints.get(name))}
-            of_torch = op in (fo.ops.Linear, fo.ops.Bias) or name in TORCH_CHECKS
-            if numeric and not of_torch:
+            if numeric and parameter.kind is not parameter.VAR_POSITIONAL:
                 yield op, name
 
 
@@ -157,6 +181,92 @@ def test_an_option_that_is_no_number_is_refused_where_it_is_given(
     made = entry(op).make(Wanted(lambda *of: of[0], 8, 8, 4, 2))
     with pytest.raises(fo.FuseOpsError, match=rf"{op.__name__}.*\b{name}\b"):
         with_option(made, name, value)
+
+
+class Fused(fo.FusedOp):
+    """The least that a rule may build."""
+
+
+CURVE = offload.Hardware.h200().d2h
+BASES: dict[Callable[..., object], dict[str, object]] = {
+    fo.MoE: {"dim": 8, "ffn": 8, "num_experts": 4, "top_k": 2},
+    fo.Rule: {"name": "mine", "pattern": (fo.ops.Linear,), "build": Fused},
+    fo.quantize: {"x": torch.randn(4, 32), "scaling": fo.recipes.Float8CurrentScaling().roles().input},
+    fo.Routing.from_counts: {"tokens_per_expert": [1, 2]},
+    fo.Routing.from_topk: {"experts": torch.tensor([[0], [1]]), "weights": torch.rand(2, 1)},
+    fo.Routing.from_multihot: {"chosen": torch.eye(2).bool(), "probs": torch.rand(2, 2)},
+    fo.linear_cross_entropy: {
+        "input": torch.randn(3, 4), "linear_weight": torch.randn(5, 4), "target": torch.tensor([1, 2, 3])
+    },
+    fo.recipes.ByRole: {"choose": lambda op, name, role: None},
+    offload.Scheduler: {"model": nn.Sequential(nn.Linear(4, 4)), "layers": "*"},
+    offload.Hardware: {"name": "mine", "d2h": CURVE, "h2d": CURVE, "both": CURVE, "memory": 1.0},
+}  # fmt: skip
+"""What is made of arguments besides ops, with those that it needs."""
+
+FREE = [
+    *(fo.recipes.Float8CurrentScaling, fo.recipes.Float8BlockScaling, fo.recipes.DelayedScaling),
+    *(fo.recipes.MXFP8BlockScaling, fo.recipes.NVFP4BlockScaling, fo.recipes.Scaling),
+    *(distributed.ColwiseParallel, distributed.RowwiseParallel, distributed.SequenceParallel),
+    *(distributed.ExpertParallel, offload.Policy, offload.to_host),
+]
+"""The same of what needs none."""
+
+
+def needed(op: type) -> dict[str, object]:
+    """Arguments that an op needs."""
+    made = entry(op).make(Wanted(lambda *of: of[0], 8, 8, 4, 2))
+    given = signature(op).parameters.values()
+    names = [
+        p.name
+        for p in given
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    return {name: getattr(made, name, name) for name in names}
+
+
+def arguments_of_another_type(made: Callable[..., object]) -> Iterator[tuple[str, object]]:
+    """(parameter, a value that its annotation excludes)."""
+    for name, parameter in signature(made).parameters.items():
+        words = {*re.findall(r"\w+", str(parameter.annotation))}
+        if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) or "Any" in words:
+            continue
+        yield name, object()
+        if not words & {"str", "Way"}:
+            yield name, "wrong"
+        if not words & {"int", "float", "bool", "device", "Operand"}:
+            yield name, 3
+
+
+@pytest.mark.parametrize("made", [*exported(), *BASES, *FREE], ids=lambda made: made.__qualname__)
+def test_an_argument_of_another_type_is_refused_by_its_name(made: Callable[..., object]) -> None:
+    base = BASES.get(made) or needed(made) if made not in FREE else {}  # type: ignore[arg-type]
+    for name, wrong in arguments_of_another_type(made):
+        with pytest.raises((fo.FuseOpsError, TypeError, ValueError), match=rf"\b{name}\b"):
+            made(**{**base, name: wrong})
+
+
+@pytest.mark.parametrize("sizes", [("a",), (2.5, 2), (4, None), (-2,)], ids=repr)
+def test_sizes_of_a_reshape_that_are_no_integers_are_refused(sizes: tuple) -> None:
+    with pytest.raises(fo.FuseOpsError, match=r"Reshape.*\bshape\b"):
+        fo.ops.Reshape(*sizes)
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 2, 3, 6, -1]), max_size=3).filter(lambda s: s.count(-1) < 2),
+    st.lists(st.sampled_from([0, 1, 2, 3, 6]), max_size=3),
+)
+def test_a_reshape_takes_what_torch_would_and_refuses_the_rest_by_name(
+    sizes: list[int], shape: list[int]
+) -> None:
+    op, x = fo.ops.Reshape(*sizes), torch.ones(shape)
+    try:
+        expected = x.reshape(sizes)
+    except RuntimeError:
+        with pytest.raises(fo.FuseOpsError, match=r"Reshape.*does not fit"):
+            op.out_shape(tuple(shape))
+    else:
+        assert op.out_shape(tuple(shape)) == expected.shape
 
 
 @every_option

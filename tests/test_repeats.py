@@ -7,16 +7,23 @@ from collections.abc import Callable
 from typing import Any
 
 import fresh
+import plain_moe
 import pytest
 import torch
 from counted import calls_in
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import kernels as K
+from fuseops import offload
 from fuseops.kernels import transcript
+from fuseops.kernels.registry import called_again
 from fuseops.kernels.replay import forget_replays
 from fuseops.kernels.transcript import Transcriber, transcribable, transcribed
+from fuseops.ops.op import NothingSaved
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linears": lambda: fo.Sequential(*(fo.ops.Linear(16, 16, bias=k > 0) for k in range(3))),
@@ -25,6 +32,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "norms": lambda: fo.Sequential(fo.ops.LayerNorm(16), fo.ops.GELU(), fo.ops.Linear(16, 8)),
     "residual": lambda: fo.Residual(fo.ops.LayerNorm(16), fo.ops.Linear(16, 16)),
+    "blocks": lambda: fo.Sequential(*(MODELS["mlp"]() for _ in range(3))),
     "alone": lambda: fo.ops.Linear(16, 8),
     "dropout": lambda: fo.Sequential(fo.ops.Linear(16, 16), fo.ops.Dropout(0.5)),
 }
@@ -61,20 +69,26 @@ def test_a_repeated_step_gives_what_a_first_one_gives(name: str, autocast: bool)
                 [p.add_(torch.randn_like(p)) for p in model.parameters()]
 
 
-def test_a_repeated_step_runs_nothing_of_an_op() -> None:
-    model, x = MODELS["mlp"](), inputs(0)
+def frames_of(run: Callable[[], Any]) -> set[str]:
+    """The Python functions that run, the backward in this thread too."""
     ran: set[str] = set()
 
     def see(frame: Any, event: str, arg: Any) -> None:
-        ran.add(frame.f_code.co_name)
+        ran.add(frame.f_code.co_qualname)
+
+    with torch.autograd.set_multithreading_enabled(False):
+        sys.setprofile(see)
+        run()
+        sys.setprofile(None)
+    return ran
+
+
+def test_a_repeated_step_runs_nothing_of_an_op() -> None:
+    model, x = MODELS["mlp"](), inputs(0)
 
     def methods() -> set[str]:
-        ran.clear()
-        with torch.autograd.set_multithreading_enabled(False):
-            sys.setprofile(see)
-            model(x).sum().backward()
-            sys.setprofile(None)
-        return ran & {"fwd", "bwd"}
+        ran = frames_of(lambda: model(x).sum().backward())
+        return {name for name in ran if name.endswith((".fwd", ".bwd"))}
 
     assert methods() and methods() and methods()
     assert not methods()
@@ -115,6 +129,43 @@ def test_inputs_of_another_kind_are_no_repetition() -> None:
         model = model.to(x.dtype)
         for ours, theirs in zip(step(model, x), step(copy.deepcopy(model), x), strict=True):
             assert torch.equal(ours, theirs)
+
+
+@given(
+    counts=st.lists(st.integers(-3, 5), min_size=1, max_size=3),
+    behind=st.sampled_from(["", "act", "experts"]),
+    training=st.booleans(),
+)
+def test_what_is_refused_is_refused_in_a_repeated_call(
+    counts: list[int], behind: str, training: bool
+) -> None:
+    """Ends of groups, which are looked at on a CPU: in the same words; ends that are right are repeated."""
+    ops: dict[str, list[fo.Op[Any]]] = {
+        "act": [fo.ops.ScaledSwiGLU()],
+        "experts": [fo.ops.GroupedLinear(len(counts), 4, 3)],
+    }
+    model = fo.Sequential(fo.ops.Permute(1), *ops.get(behind, []))
+    x = torch.randn(6, 4, requires_grad=training)
+    pos = torch.arange(6, dtype=torch.int32)[:, None]
+    right = torch.full((len(counts),), 6, dtype=torch.int32)
+    drawn = torch.tensor(counts).cumsum(0).to(torch.int32)
+    side = {"index": torch.arange(6), "pos": pos, "probs": torch.rand(6)}
+    side = {name: t for name, t in side.items() if name in model.reads}
+
+    def refused(of: nn.Module, offs: Tensor) -> list[str]:
+        try:
+            with torch.set_grad_enabled(training):
+                y = of(x, offs=offs, **side)
+        except fo.FuseOpsError as error:
+            return [str(error), *error.__notes__]
+        if training:
+            torch.autograd.grad(y.sum(), x)
+        return []
+
+    for _ in range(4):
+        assert not refused(model, right)
+    assert refused(model, drawn) == refused(copy.deepcopy(model), drawn)
+    assert not refused(model, right)
 
 
 def test_settings_of_launches_and_debug_end_what_is_written() -> None:
@@ -162,6 +213,207 @@ def test_gradients_of_a_batch_of_directions() -> None:
         torch.testing.assert_close(batched[0][1], alone)
 
 
+def test_buffers_of_the_caller_are_written_to_after_calls_without_any() -> None:
+    op, x = MODELS["alone"](), inputs(0)
+    y, dx = [t.detach() for t in step(op, x)[:2]]
+    for _ in range(4):
+        step(op, x)
+    buffers = {"y": torch.zeros_like(y), "dx": torch.zeros_like(dx)}
+    found = op(x, out=buffers)
+    torch.autograd.grad(found, x, torch.cos(y))
+    assert torch.equal(buffers["y"], y) and torch.equal(buffers["dx"], dx)
+
+
+# --- a layer of experts
+
+
+Way = Callable[[fo.MoE, Tensor], Any]
+
+
+def twice(moe: fo.MoE, x: Tensor) -> Any:
+    x = x.detach().requires_grad_()
+    y = moe(x) + moe(2 * x)
+    wanted = [x, *(p for p in moe.parameters() if p.requires_grad)]
+    return [y, *torch.autograd.grad(y.square().sum(), wanted)]
+
+
+def from_a_kept_graph(moe: fo.MoE, x: Tensor) -> Any:
+    x = x.detach().requires_grad_()
+    y = moe(x)
+    wanted = [x, *(p for p in moe.parameters() if p.requires_grad)]
+    loss = y.square().sum()
+    return [
+        y,
+        *torch.autograd.grad(loss, wanted, retain_graph=True),
+        *torch.autograd.grad(loss, wanted),
+    ]
+
+
+def checkpointed(moe: fo.MoE, x: Tensor) -> Any:
+    x = x.detach().requires_grad_()
+    y = checkpoint(moe, x, use_reentrant=False, context_fn=fo.checkpoint_contexts)
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *moe["fc2"].parameters()][:1])]
+
+
+def alone(moe: fo.MoE, x: Tensor) -> Any:
+    with torch.no_grad():
+        return [moe(x)]
+
+
+def inside(scope: Callable[[], Any]) -> Way:
+    def way(moe: fo.MoE, x: Tensor) -> Any:
+        with scope():
+            return plain_moe.step(moe, x)
+
+    return way
+
+
+def hooked(moe: fo.MoE, x: Tensor) -> Any:
+    handle = moe["act"].register_forward_hook(lambda op, args, y: 2 * y)
+    try:
+        return plain_moe.step(moe, x)
+    finally:
+        handle.remove()
+
+
+WAYS: dict[str, Way] = {
+    "a step": plain_moe.step,
+    "a step without its loss": lambda moe, x: plain_moe.step(moe, x, returned=False),
+    "a layer used twice": twice,
+    "a graph gone through twice": from_a_kept_graph,
+    "a checkpoint": checkpointed,
+    "a forward alone": alone,
+    "to the host": inside(lambda: offload.to_host(min_bytes=0)),
+    "h made again": inside(offload.recompute),
+    "no fusion": inside(lambda: fo.fusion(False)),
+    "autocast": inside(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "a hook": hooked,
+}
+
+
+def replace(moe: fo.MoE) -> None:
+    moe["router"].weight = nn.Parameter(moe["router"].weight.detach().flip(0))
+
+
+def swap(moe: fo.MoE) -> None:
+    moe["fc2"].weight.data = moe["fc2"].weight.data.flip(0)
+
+
+def rescale(moe: fo.MoE) -> None:
+    moe["router"].scale += 0.5
+
+
+def limit(moe: fo.MoE) -> None:
+    moe["dispatch"].capacity_factor = None if moe["dispatch"].capacity_factor else 0.75
+
+
+def move(moe: fo.MoE) -> None:
+    if moe["router"].expert_bias is not None:
+        moe["router"].update_expert_bias(0.5)
+
+
+EDITS: dict[str, Callable[[fo.MoE], Any]] = {
+    "frozen": lambda moe: moe["fc1"].weight.requires_grad_(not moe["fc1"].weight.requires_grad),
+    "evaluated": lambda moe: moe.train(not moe.training),
+    "replaced": replace,
+    "swapped": swap,
+    "rescaled": rescale,
+    "limited": limit,
+    "moved": move,
+}
+
+
+def tensors_in(found: Any) -> list[Tensor]:
+    if isinstance(found, Tensor):
+        return [found]
+    return [
+        t
+        for item in (found.values() if isinstance(found, dict) else found)
+        for t in tensors_in(item)
+    ]
+
+
+def assert_same(way: Way, moe: fo.MoE, x: Tensor) -> None:
+    """As a copy, which repeats nothing, and counts as much."""
+    new = copy.deepcopy(moe)
+    ours, theirs = tensors_in(way(moe, x)), tensors_in(way(new, x))
+    assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+    if moe["router"].expert_bias is not None:
+        assert torch.equal(moe["router"].tokens_per_expert, new["router"].tokens_per_expert)
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(st.data())
+def test_a_repeated_layer_of_experts_gives_what_a_first_one_gives(data: st.DataObject) -> None:
+    """Whatever happens to it between its steps, for any routing, of any number of tokens."""
+
+    def choose(*values: Any) -> Any:
+        return data.draw(st.sampled_from(values))
+
+    torch.manual_seed(choose(*range(99)))
+    kind, top_k = choose("even", "zipf", "one expert"), choose(2, 1, 3)
+    moe = plain_moe.built(kind, top_k, **plain_moe.options(choose))
+    for _ in range(data.draw(st.integers(1, 6))):
+        way, rows = WAYS[choose(*WAYS)], choose(7, 7, 1, 0)
+        for _ in range(4):
+            assert_same(way, moe, torch.randn(rows, plain_moe.D, dtype=torch.float64))
+        EDITS[choose(*EDITS)](moe)
+        assert_same(way, moe, torch.randn(rows, plain_moe.D, dtype=torch.float64))
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(st.data())
+def test_a_repeated_layer_of_experts_runs_nothing_of_an_op(data: st.DataObject) -> None:
+    options = plain_moe.options(lambda *values: data.draw(st.sampled_from(values)))
+    moe, x = plain_moe.built("even", 2, **options), torch.randn(7, plain_moe.D, dtype=torch.float64)
+    for _ in range(3):
+        plain_moe.step(moe, x)
+    methods = {"Router.fwd", "RoutedMLP.fwd", "RoutedMLP.bwd", "Router.bwd"}
+    assert methods & frames_of(lambda: plain_moe.step(copy.deepcopy(moe), x)) == methods
+    assert not methods & frames_of(lambda: plain_moe.step(moe, x))
+
+
+class Fails(fo.Op[NothingSaved]):
+    """The identity, whose backward raises what it is told to."""
+
+    __module__ = "fuseops.ops.elementwise"  # others are not repeated
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def fwd(self, x: Tensor) -> fo.Out:
+        return fo.Out(x * 1, NothingSaved())
+
+    def bwd(self, saved: NothingSaved, dy: Tensor) -> fo.Grads:
+        return fo.Grads(called_again(self.looked, dy))
+
+    def looked(self, dy: Tensor) -> Tensor:
+        if self.told:
+            raise ValueError(*self.told)
+        return dy * 1
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_an_error_in_a_repeated_backward_names_its_op(at: int) -> None:
+    model = fo.Sequential(*(Fails() for _ in range(3)), fo.ops.Linear(16, 16))
+
+    def notes(tried: fo.Sequential) -> list[str]:
+        y = tried(inputs(0)).sum()
+        tried[at].told.append("told")
+        with pytest.raises(ValueError, match="told") as raised:
+            y.backward()
+        return raised.value.__notes__
+
+    for _ in range(4):
+        model(inputs(0)).sum().backward()
+    bwd = Fails.bwd.__qualname__
+    assert bwd not in frames_of(lambda: model(inputs(0)).sum().backward())
+    new = copy.deepcopy(model)
+    assert notes(model) == notes(new)
+    assert f"'{at}' (Fails)" in "".join(notes(model))
+
+
 # --- what is written down
 
 
@@ -172,27 +424,49 @@ def written(function: Callable[..., Any], *operands: Tensor) -> Any:
 
 
 ELSEWHERE = torch.ones(4, 4)
+
+
+def offs_of(x: Tensor) -> Tensor:
+    return x.new_full((1,), len(x), dtype=torch.int32)
+
+
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "reads values": lambda x: x * x.sum().item(),
     "a size by values": lambda x: x[x > 0],
     "draws": lambda x: x + torch.rand_like(x),
     "writes": lambda x: x.clone().add_(1),
+    "writes by a kernel op": lambda x: K.grouped_mm_into(x, x + 1, x[None] + 1, offs_of(x)),
     "takes what is elsewhere": lambda x: x + ELSEWHERE,
     "gives what is elsewhere": lambda x: ELSEWHERE,
 }
 
 
+def test_what_is_called_again_takes_what_lives_for_one_call() -> None:
+    """Asked twice, it is called once; a dict that lives longer would be that of the first call."""
+
+    def count(own: dict[str, Any], x: Tensor) -> Tensor:
+        own["calls"] = own.get("calls", 0) + 1
+        own.setdefault("x", x + own["calls"])
+        found: Tensor = own["x"]
+        return found
+
+    def function(x: Tensor) -> Tensor:
+        return called_again(count, own, x) + called_again(count, own, x)
+
+    x, shared = torch.randn(4, 4), {"a": {}, "b": (own := {})}
+    with torch.no_grad(), transcribed([x], shared) as seen:
+        y = function(x)
+    again, later = seen.written(y), {"b": {"calls": 4}}
+    assert again is not None and torch.equal(again([x], later), 2 * (x + 5))
+    assert later["b"]["calls"] == 5
+    with torch.no_grad(), transcribed([x], {"a": {}}) as seen:
+        y = function(x)
+    assert seen.written(y) is None and seen.why == "a dict comes from elsewhere"
+
+
 @pytest.mark.parametrize("why", REFUSED)
 def test_what_cannot_be_written_down(why: str) -> None:
     assert written(REFUSED[why], torch.randn(4, 4)) is None
-
-
-def test_a_kernel_that_writes_into_an_operand_is_not_written_down() -> None:
-    """Another call may have found that somebody else holds it."""
-    h, dy, probs = torch.randn(4, 4), torch.randn(4, 2), torch.rand(4)
-    with torch.no_grad(), transcribed([h, dy, probs]) as seen:
-        K.scaled_act_bwd_into(h, dy, probs, "swiglu")
-    assert seen.why == "scaled_act_bwd_into writes into an operand"
 
 
 def test_a_written_function_does_the_same_for_operands_alike_alone() -> None:
@@ -272,7 +546,7 @@ def test_a_transcriber_knows_a_tensor_by_itself() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [64, 512])
-@pytest.mark.parametrize("name", ["mlp", "linears"])
+@pytest.mark.parametrize("name", ["mlp", "linears", "moe"])
 def test_a_repeated_step_on_a_gpu(name: str, rows: int) -> None:
     """On another stream too, and for operands that lie elsewhere in memory; 512 rows take kernels of grouped GEMMs."""
     where: Any = {"device": "cuda", "dtype": torch.bfloat16}
@@ -284,6 +558,8 @@ def test_a_repeated_step_on_a_gpu(name: str, rows: int) -> None:
     )
     chain = (fo.ops.Linear(512, 512, **where) for _ in range(4))
     model = fo.Residual(*ops) if name == "mlp" else fo.Sequential(*chain)
+    if name == "moe":  # whose backward writes over h, but where the graph is kept
+        model = fo.MoE(512, 256, 16, 4, **where)
     other = torch.cuda.Stream()
     for k in range(24):
         memory = torch.randn(rows * 512 + 8, **where)

@@ -1,6 +1,7 @@
 """The laws of the rules: fused equals unfused, every rule fires somewhere, and what does not fire says why."""
 
 import itertools
+import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, find, given, settings
+from hypothesis import Phase, find, given, seed, settings
 from hypothesis import strategies as st
 from norm_linear import NORM_LINEAR, NormLinear
 from torch import Tensor
@@ -77,14 +78,16 @@ def test_fused_equals_unfused_for_hard_values(rule: fo.Rule, data: st.DataObject
 
 
 @every_rule
-@settings(max_examples=settings.default.max_examples // 4)  # each example runs every subset
+@settings(max_examples=settings.default.max_examples // 4)  # each example runs several subsets
 @given(data=st.data())
-def test_fused_equals_unfused_for_every_frozen_subset(rule: fo.Rule, data: st.DataObject) -> None:
+def test_fused_equals_unfused_for_any_frozen_subsets(rule: fo.Rule, data: st.DataObject) -> None:
     case, mixed = data.draw(rule_cases(rule, kinds=SOFT)), data.draw(st.booleans())
     sides = [t for t in case.side.values() if t.is_floating_point()]
     leaves = [case.x, *sides, *case.model.parameters()]
     tol = tolerance([case.x.bfloat16() if mixed else case.x])
-    for wanted in subsets(len(leaves)):
+    every = list(subsets(len(leaves)))
+    some = st.lists(st.sampled_from(every), min_size=min(8, len(every)), max_size=8, unique=True)
+    for wanted in data.draw(some):
         for leaf, want in zip(leaves, wanted, strict=True):
             leaf.requires_grad_(want)
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
@@ -284,6 +287,9 @@ def test_every_spelling_of_a_rule_fires(rule: fo.Rule, types: tuple[type, ...]) 
 # --- a rule earns its place
 
 
+IDLE = ("detach", "empty", "empty_like", "new_empty", "_unsafe_view")
+
+
 class Launches(TorchDispatchMode):
     """Counts what a device would launch: calls of registered kernels, and torch's ops beside them that write anew."""
 
@@ -311,7 +317,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         view = any(r.alias_info is not None for r in func._schema.returns)
-        idle = func.overloadpacket.__name__ in ("detach", "empty", "empty_like", "new_empty")
+        idle = func.overloadpacket.__name__ in IDLE
         self.count += self.depth == 0 and not (view or idle)
         return func(*args, **(kwargs or {}))
 
@@ -326,11 +332,18 @@ def cost(case: Case) -> dict[str, int]:
 
 
 def saves(rule: fo.Rule, enough: set[str]) -> set[str]:
-    """What a rule makes less, in samples of what its pattern spells out, until that is `enough`."""
+    """What a rule makes less, in samples of what its pattern spells out, until that is `enough`.
+
+    In turns, since a few draws may be of no rows, say, and not in the order of the pattern, where spellings that begin
+    alike save alike.
+    """
     found: set[str] = set()
     others = [r.name for r in BUILTIN_RULES if r is not rule]
-    for types in expansions(rule):
+    spellings = list(expansions(rule))
+    random.Random(0).shuffle(spellings)
+    for turn, types in itertools.product(range(5 if enough else 1), spellings):
 
+        @seed(turn)  # CI draws the same in every turn otherwise
         @settings(max_examples=3, phases=[Phase.generate])
         @given(case=rule_cases(rule, torch.float32, ["normal"], types))
         def sample(case: Case) -> None:
@@ -341,10 +354,9 @@ def saves(rule: fo.Rule, enough: set[str]) -> set[str]:
                 plain = cost(case)
             found.update(name for name, n in fused.items() if n < plain[name])
 
-        for _ in range(5 if enough else 1):  # a few draws may be of no rows, say
-            sample()
-            if enough and enough <= found:
-                return found
+        sample()
+        if enough and enough <= found:
+            break
     return found
 
 

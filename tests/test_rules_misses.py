@@ -1,15 +1,18 @@
 """What does not fuse, and what is said about it: conditions, near misses, overlaps, overridden ops."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given
 from norm_linear import NORM_LINEAR
 from torch import Tensor
 
 import fuseops as fo
+from fuseops.explain import FusionPlan
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 from fuseops.ops.structure import Add
@@ -18,7 +21,8 @@ from fuseops.rules.fused.bias_act import BiasAct
 from fuseops.rules.fused.linear_act import LinearAct
 from fuseops.testing.catalogue import Wanted, entry
 from fuseops.testing.shadowed import expansions
-from fuseops.testing.strategies import readable
+from fuseops.testing.strategies import Case, chains, readable
+from fuseops.words import plural
 
 OFFS = torch.tensor([2, 2, 5], dtype=torch.int32)
 POS = torch.tensor([[3], [0], [-1], [4], [1], [2]], dtype=torch.int32)
@@ -221,19 +225,18 @@ def test_conditions_see_the_call() -> None:
 @pytest.mark.parametrize(
     ("ops", "rule", "why"),
     [
-        (
-            (fo.ops.Linear(4, 4), fo.ops.Dropout(0.5), fo.ops.SiLU()),
-            "linear_act",
-            "op 1 is Dropout",
-        ),
-        ((fo.ops.Linear(4, 4), fo.ops.Bias(4)), "linear_act", "the sequence ends, wanted SiLU"),
-        ((fo.ops.Bias(4), torch.nn.Tanh(), fo.ops.SiLU()), "bias_act", "is Tanh, a plain module"),
-        ((fo.ops.Bias(4), fo.Sequential()), "bias_act", "the sequence ends, wanted SiLU"),
-        ((fo.ops.Bias(4), fo.ops.SwiGLU()), "bias_act", "op 1 is SwiGLU, wanted SiLU"),
+        ((fo.ops.Dropout(0.5), fo.ops.SiLU()), "linear_act", "op 2 is Dropout"),
+        ((), "linear_act", "the sequence ends, wanted SiLU"),
+        ((torch.nn.Tanh(), fo.ops.SiLU()), "linear_act", "is Tanh, a plain module"),
+        ((torch.nn.SiLU(),), "bias_act", "is SiLU, a plain module, wanted SiLU"),
+        ((fo.Sequential(),), "linear_act", "the sequence ends, wanted SiLU"),
+        ((fo.ops.SwiGLU(),), "linear_act", "op 2 is SwiGLU, wanted SiLU"),
     ],
 )
 def test_the_longest_prefix_is_a_miss(ops: tuple[Any, ...], rule: str, why: str) -> None:
-    found = planned(fo.Sequential(*ops), torch.randn(3, 4))
+    """Behind a Linear and a Bias."""
+    first = fo.ops.Linear(4, 4, bias=False), fo.ops.Bias(4)
+    found = planned(fo.Sequential(*first, *ops), torch.randn(3, 4))
     assert len(found.misses[rule]) == 1 and why in found.misses[rule][0], found
 
 
@@ -270,6 +273,32 @@ def test_what_is_switched_off_is_a_miss(scope: Callable[[], Any], why: str) -> N
     with scope():
         found = planned(model, torch.randn(3, 4))
     assert "linear_act" not in found.fired and found.misses["linear_act"] == [why]
+
+
+def test_an_overlap_is_what_would_have_fired_alone_and_the_first_line_counts_the_others() -> None:
+    seen: Counter[bool] = Counter()
+
+    @given(case=chains(BUILTIN_RULES, torch.float32))
+    def law(case: Case) -> None:
+        every = list(case.model.plan(case.x, **case.side).walk())
+        alone: dict[str, list[FusionPlan]] = {}
+        for rule in {miss.rule for plan in every for miss in plan.misses}:
+            with fo.fusion(disable={r.name for r in BUILTIN_RULES} - {rule}):
+                alone[rule] = list(case.model.plan(case.x, **case.side).walk())
+        for at, plan in enumerate(every):
+            for miss in plan.misses:
+                fired = [(s.start, s.stop) for s in alone[miss.rule][at].fused]
+                seen[miss in plan.not_fused] += 1
+                if miss in plan.not_fused:
+                    assert miss.span not in fired
+                else:
+                    assert any(a < miss.span[1] and miss.span[0] < b for a, b in fired), miss
+        first = fo.explain(case.model, case.x, **case.side).partition("\n")[0]
+        count = sum(len(plan.not_fused) for plan in every)
+        assert not len(case.model) or f", {plural(count, 'miss')};" in first
+
+    law()
+    assert seen[True] and seen[False]
 
 
 # --- overridden ops

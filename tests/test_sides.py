@@ -162,10 +162,11 @@ def test_passing_what_is_written_is_an_error() -> None:
         fo.Sequential(Tap("a"), Add("a"))(torch.ones(2), a=torch.ones(2))
 
 
-@pytest.mark.parametrize("ops", [[Tap(3), Add(3)], [Add(None)]])  # type: ignore[arg-type]
-def test_a_side_name_that_is_no_string_is_refused(ops: list) -> None:
+@pytest.mark.parametrize(("op", "attribute"), [(Add("a"), "reads"), (Tap("a"), "writes")])
+def test_a_side_name_that_is_no_string_is_refused(op: fo.Op, attribute: str) -> None:
+    setattr(op, attribute, (3,))
     with pytest.raises(fo.SideInputError, match=r"op '0' .* no string"):
-        fo.Sequential(*ops)(torch.ones(2))
+        fo.Sequential(op)(torch.ones(2))
 
 
 @pytest.mark.parametrize("name", ["returns", "call"])
@@ -375,6 +376,22 @@ def test_from_topk_is_the_naive_loop(case: tuple[Tensor, Tensor, int]) -> None:
     assert_inverse(routing, chosen >= 0)
     assert routing.offs.tolist() == naive_offs([sum(e == i for e, _, _ in rows) for i in range(E)])
     assert routing.offs.dtype is torch.int32 and routing.probs.dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+@given(case=top_k(), spare=st.integers(0, 200))
+def test_experts_may_be_of_any_dtype_that_holds_them(
+    dtype: torch.dtype, case: tuple[Tensor, Tensor, int], spare: int
+) -> None:
+    chosen, weights, E = case
+    E = min(E + spare, torch.iinfo(dtype).max + 1)
+    chosen = chosen if dtype.is_signed else chosen.clamp(min=0)
+    wide, narrow = (
+        fo.Routing.from_topk(experts, weights, num_experts=E)
+        for experts in (chosen, chosen.to(dtype))
+    )
+    for field in ("offs", "probs", "index", "pos"):
+        assert torch.equal(getattr(narrow, field), getattr(wide, field))
 
 
 @given(st.integers(0, 7), st.integers(1, 5), st.integers(0, 2**20), st.integers(0, 4))

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import fuseops as fo
 from fuseops.ops.linear import Linear
 from fuseops.ops.norms import RMSNorm
-from fuseops.ops.structure import Add, AddSaved, NothingSaved, Tap
+from fuseops.ops.op import NothingSaved
+from fuseops.ops.structure import Add, AddSaved, Tap
 from fuseops.run.bridge import Node
 
 D, ROWS = 8, 5

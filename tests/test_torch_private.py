@@ -528,15 +528,21 @@ def test_negated_view_flips_the_bit_over_the_same_bytes() -> None:
     assert n.is_neg() and n.data_ptr() == t.data_ptr() and n.tolist() == [-1, -1]
 
 
-def test_users_of_a_storage_are_counted() -> None:
-    t = torch.ones(4)
-    assert torch_private.storage_users(t) == 1
-    view = t[1:]
-    assert torch_private.storage_users(t) == torch_private.storage_users(view) == 2
-    storage = t.untyped_storage()  # its Python object is no tensor
-    assert torch_private.storage_users(t) == 2
-    del view, storage
-    assert torch_private.storage_users(t) == 1
+def test_a_view_knows_whether_it_alone_holds_what_it_is_a_view_of() -> None:
+    whole = torch.ones(4)
+    view = whole.view(2, 2)
+    assert not torch_private.is_only_view(view)
+    held = [whole]
+    del whole
+    assert not torch_private.is_only_view(view)
+    held.clear()
+    assert torch_private.is_only_view(view) and torch_private.is_only_view(view)
+    other = view[1:]
+    assert not torch_private.is_only_view(view) and not torch_private.is_only_view(other)
+    with torch.no_grad():  # made below Python
+        view = torch.nn.functional.linear(torch.ones(2, 3, 4), torch.ones(5, 4), torch.ones(5))
+    alone = view._base is None or torch_private.is_only_view(view)
+    assert alone
 
 
 def test_a_dtensor_is_known_by_the_name_of_its_class() -> None:

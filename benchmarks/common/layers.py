@@ -1,15 +1,11 @@
-"""What the benchmarks of layers share: steps, captured graphs, memory held, time by kernel, cells."""
+"""What the benchmarks of layers share: steps, captured graphs, memory held, time by kernel."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import re
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +17,6 @@ from fuseops.explain import FusionPlan
 from . import measure
 from .measure import Call
 
-BEGUN = time.perf_counter()
-
 
 def training_step(forward: Call, dy: Tensor, leaves: Iterable[Tensor]) -> Call:
     """Forward and backward; gradients are made anew every time."""
@@ -33,6 +27,16 @@ def training_step(forward: Call, dy: Tensor, leaves: Iterable[Tensor]) -> Call:
         forward().backward(dy)
 
     return step
+
+
+def results(forward: Call, dy: Tensor, leaves: Iterable[Tensor]) -> list[Any]:
+    """y, and the gradients of all leaves, which keep none."""
+    leaves = list(leaves)
+    training_step(forward, dy, leaves)()
+    grads = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return [forward().detach(), *grads]
 
 
 def inference(forward: Call) -> Call:
@@ -77,6 +81,16 @@ def peak_bytes(step: Call, leaves: Iterable[Tensor]) -> int:
     step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+def active_bytes(step: Call) -> int:
+    """Bytes that live at once in a step, at the most, beyond those that are there before it: what plans count."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_stats()["active_bytes.all.peak"] - before
 
 
 def kernels(step: Call, steps: int = 5, least: float = 5.0) -> list[dict[str, Any]]:
@@ -149,120 +163,3 @@ def times(
         found["ratios"][what] = ratios(us)
         del calls  # and the memory of its graphs
     return found
-
-
-@contextlib.contextmanager
-def fresh_memory() -> Any:
-    """Frees what a cell held, compiled code and its graphs included."""
-    try:
-        yield
-    finally:
-        torch._dynamo.reset()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-
-def run_cells(
-    options: argparse.Namespace,
-    report: dict[str, Any],
-    cell: Callable[[str], dict[str, Any]],
-    summary: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    part: str = "cells",
-    names: Iterable[str] | None = None,
-) -> None:
-    """One cell for each of `names` (of `options.only`) within `options.budget` seconds, printed, and written to
-    `options.out` after each: a run that is cut off leaves what it has, and `--resume` goes on from there.
-    """
-    cells = report.setdefault(part, {})
-    torch.manual_seed(0)
-    for name in options.only if names is None else names:
-        if name in cells and "failed" not in cells[name]:
-            continue
-        if time.perf_counter() - BEGUN > options.budget:
-            report.setdefault("skipped", []).append(name)
-            continue
-        try:
-            with fresh_memory():
-                record = cell(name)
-        except Exception as error:  # reported, not hidden
-            record = {"failed": f"{type(error).__name__}: {error}"[:500]}
-        cells[name] = record
-        shown = {k: v for k, v in record.items() if k != "kernels"}
-        print(f"{time.perf_counter() - BEGUN:.0f} s", name, json.dumps(shown), flush=True)
-        if summary is not None:
-            report["summary"] = summary(cells)
-        write(report, options.out)
-    print(json.dumps(report.get("summary", {})))
-
-
-def write(report: dict[str, Any], out: Path | None) -> None:
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-MACHINE = ("gpu", "torch", "triton", "liger-kernel", "transformers")  # of which one file speaks
-
-
-def begin(options: argparse.Namespace, *peers: str) -> dict[str, Any]:
-    """The report of a run: a new one, or with `--resume` what is in `options.out`.
-
-    peers: packages beside, whose versions it names.  Raises SystemExit where that file is of another machine.
-    """
-    now = measure.environment(*peers)
-    if not (options.resume and options.out and options.out.exists()):
-        return {"environment": now}
-    found: dict[str, Any] = json.loads(options.out.read_text())
-    then = found["environment"]
-    if others := [key for key in MACHINE if then.get(key) != now.get(key)]:
-        said = ", ".join(f"{key} {then.get(key)}, here {now.get(key)}" for key in others)
-        raise SystemExit(f"{options.out} was written with {said}: name another --out.")
-    found.pop("skipped", None)
-    found.setdefault("resumed", []).append(now["command"])
-    return found
-
-
-def main(
-    doc: str | None,
-    names: Iterable[str],
-    cell: Callable[[str, argparse.Namespace], dict[str, Any]],
-    summary: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    peers: Iterable[str] = (),
-    more: Callable[[argparse.ArgumentParser], Any] = lambda parser: None,
-) -> None:
-    """The command line of a script that measures one cell for each of the names.
-
-    doc: the script's.  peers: packages whose versions the file names.  more: adds options of its own
-    """
-    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    add_options(parser, names)
-    more(parser)
-    options = parser.parse_args()
-    report = begin(options, *peers)
-    run_cells(options, report, lambda name: cell(name, options), summary)
-
-
-def add_options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """What every benchmark of cells is told."""
-    names = list(names)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", default=names, choices=names)
-    add_run_options(parser)
-
-
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """How long, and whether from the begin."""
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument(
-        "--span", type=float, default=0.3, help="seconds timed of a candidate in a round"
-    )
-    parser.add_argument("--budget", type=float, default=1e9, help="seconds; no new cell after it")
-    parser.add_argument("--resume", action="store_true", help="keep the cells that --out has")
-
-
-def add_step_options(parser: argparse.ArgumentParser) -> None:
-    """What benchmarks of training steps are told beside."""
-    parser.add_argument("--what", nargs="+", default=["fwd", "fwd+bwd"], choices=("fwd", "fwd+bwd"))
-    parser.add_argument("--graphs", action="store_true", help="captured graphs beside eager")
-    parser.add_argument("--profile", action="store_true", help="time by kernel")
-    parser.add_argument("--warm", action="store_true", help="compile and check, time nothing")

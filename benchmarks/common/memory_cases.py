@@ -4,6 +4,7 @@ same work.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from fuseops.kernels import (
     amax,
     bias,
     dropout,
-    layer_norm,
     norm,
     permute,
     quantize,
@@ -81,28 +81,30 @@ def offs(r: int) -> Tensor:
     return torch.cat([cuts, torch.tensor([r])]).to("cuda", torch.int32)
 
 
-def liger_swiglu() -> Call:
-    from liger_kernel.ops.swiglu import swiglu_fused_gate_up_forward
-
-    return lambda x, *_: swiglu_fused_gate_up_forward(x)
-
-
-def liger_swiglu_bwd() -> Call:
-    from liger_kernel.ops.swiglu import swiglu_fused_gate_up_backward
-
-    return lambda dy, x, *_: swiglu_fused_gate_up_backward(x, dy)
+def liger(module: str, name: str, adapted: Callable[[Call], Call]) -> Callable[[], Call]:
+    """What gives a kernel of Liger-Kernel, to be called as ours is."""
+    return lambda: adapted(getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name))
 
 
-def liger_rmsnorm() -> Call:
-    from liger_kernel.ops.rms_norm import rms_norm_forward
-
-    return lambda x, w, eps: rms_norm_forward(x, w, eps, 0.0, "gemma", None)[:3:2]
-
-
-def liger_add_rmsnorm() -> Call:
-    from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_forward
-
-    return lambda x, r, w, eps: fused_add_rms_norm_forward(x, r, w, eps, 0.0, "gemma")[:3]
+liger_swiglu = liger("swiglu", "swiglu_fused_gate_up_forward", lambda f: lambda x, *_: f(x))
+liger_swiglu_bwd = liger(
+    "swiglu", "swiglu_fused_gate_up_backward", lambda f: lambda dy, x, *_: f(x, dy)
+)
+liger_rmsnorm = liger(
+    "rms_norm", "rms_norm_forward",
+    lambda f: lambda x, w, eps: f(x, w, eps, 0.0, "gemma", None)[:3:2],
+)  # fmt: skip
+liger_add_rmsnorm = liger(
+    "fused_add_rms_norm", "fused_add_rms_norm_forward",
+    lambda f: lambda x, r, w, eps: f(x, r, w, eps, 0.0, "gemma")[:3],
+)  # fmt: skip
+liger_layernorm = liger(
+    "layer_norm", "layer_norm_forward", lambda f: lambda x, w, b, eps: f(x, w, b, eps)[0]
+)
+liger_layernorm_bwd = liger(
+    "layer_norm", "layer_norm_backward",
+    lambda f: lambda dy, x, w, mean, rstd, *_: f(dy, x, w, w, mean, rstd),
+)  # fmt: skip
 
 
 def liger_rmsnorm_bwd() -> Call:
@@ -165,18 +167,6 @@ def add_layernorm(x: Tensor, r: Tensor, w: Tensor, b: Tensor, eps: float) -> tup
     return F.layer_norm(h, [x.shape[1]], w, b, eps), h
 
 
-def liger_layernorm() -> Call:
-    from liger_kernel.ops.layer_norm import layer_norm_forward
-
-    return lambda x, w, b, eps: layer_norm_forward(x, w, b, eps)[0]
-
-
-def liger_layernorm_bwd() -> Call:
-    from liger_kernel.ops.layer_norm import layer_norm_backward
-
-    return lambda dy, x, w, mean, rstd, *_: layer_norm_backward(dy, x, w, w, mean, rstd)
-
-
 def layernorm_bwd_args(r: int, n: int) -> tuple:
     x = rnd(r, n)
     return rnd(r, n), x, rnd(n), x.float().mean(1), 1 / x.float().std(1)
@@ -211,7 +201,7 @@ def turned_back(x: Tensor, cos: Tensor, sin: Tensor, *_: Any) -> Tensor:
 
 def block_cases() -> Iterator[Case]:
     """What stands between the GEMMs of a block."""
-    ln, rms, eager_ln = layer_norm, norm, lambda x, w, b, eps: F.layer_norm(x, w.shape, w, b, eps)
+    ln, rms, eager_ln = norm, norm, lambda x, w, b, eps: F.layer_norm(x, w.shape, w, b, eps)
     args = lambda r, n: (rnd(r, n), rnd(n), rnd(n), 1e-5)  # noqa: E731
     yield Case("layernorm_fwd", ln.layernorm_fwd, args, eager_ln, liger_layernorm)
     bwd = ln.layernorm_bwd, layernorm_bwd_args, eager_layernorm_bwd, liger_layernorm_bwd
@@ -288,10 +278,6 @@ def gather_args(r: int, n: int) -> tuple:
 def combine_args(r: int, n: int) -> tuple:
     offs, index, pos, probs = routed(r, n)
     return rnd(len(index), n), pos, offs, probs
-
-
-def combine_bwd_args(r: int, n: int) -> tuple:
-    return rnd(r, n), *combine_args(r, n)
 
 
 def router_bwd_args(r: int, n: int) -> tuple:

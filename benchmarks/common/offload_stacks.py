@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
+from fuseops.cli.example import ExampleAttention
 
 
 class Shape(NamedTuple):
@@ -34,25 +35,9 @@ SMALL = {
 }
 
 
-class Attention(nn.Module):
-    """Causal attention over one packed buffer of queries, keys and values."""
-
-    def __init__(self, heads: int, sequences: int) -> None:
-        super().__init__()
-        self.heads, self.sequences = heads, sequences
-
-    def forward(self, qkv: Tensor) -> Tensor:
-        rows, width = qkv.shape
-        q, k, v = qkv.view(self.sequences, -1, 3, self.heads, width // 3 // self.heads).permute(
-            2, 0, 3, 1, 4
-        )
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return y.transpose(1, 2).reshape(rows, width // 3)
-
-
 def block(s: Shape) -> fo.Sequential:
     linear = lambda i, o: fo.ops.Linear(i, o, bias=False)  # noqa: E731
-    attention = (linear(s.d, 3 * s.d), Attention(s.heads, s.sequences), linear(s.d, s.d))
+    attention = (linear(s.d, 3 * s.d), ExampleAttention(s.heads, s.sequences), linear(s.d, s.d))
     mlp: tuple[nn.Module, ...] = (
         (fo.MoE(s.d, s.f, s.experts, s.top_k),)
         if s.experts

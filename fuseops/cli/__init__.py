@@ -6,14 +6,13 @@ well, 1 a check or the user's model failed, 2 the command was called wrongly.
 """
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from fuseops.errors import FuseOpsError
 
-from . import bench, env, explain, kernels, offload_plan, tune
+from . import bench, demo, env, explain, kernels, offload_plan, tune
 from .env import version
 from .target import UsageError, mistake_of, shown
 
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     """The arguments of a command.  What is unknown is an error of that command, with its usage."""
-    parser, commands = _parser(with_demo="demo" in argv)
+    parser, commands = _parser()
     if not argv:
         parser.print_help(sys.stderr)
         parser.exit(USAGE)
@@ -64,9 +63,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _parser(
-    with_demo: bool,
-) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """-> the parser, and that of every command"""
     parser = argparse.ArgumentParser(
         prog="fuseops", description="Compose a model from small ops; see what was fused."
@@ -92,15 +89,10 @@ def _parser(
             "what to keep on the device, to move to the host and to recompute, and what it costs",
         ),
         ("env", env, "versions, devices, settings, and which backends can run here"),
+        ("demo", demo, "train a small mixture-of-experts model, check it, and write a report"),
     ):
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print as JSON")
         command.set_defaults(run=module.run)
-    text = "train a small mixture-of-experts language model, check it, and write a report"
-    command = commands.add_parser("demo", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    if with_demo:  # it is the largest part, and only its own command pays for it
-        demo = importlib.import_module("fuseops.demo")
-        demo.add_arguments(command)
-        command.set_defaults(run=demo.run)
     return parser, commands.choices

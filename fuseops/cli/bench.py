@@ -23,39 +23,20 @@ from fuseops.ops import Linear
 from fuseops.run.config import fusion, reference
 from fuseops.words import plural
 
-from .arguments import positive
-from .progress import Told, progress
-from .show import as_json, table
 from .target import Target, add_target, load, writing
+from .terminal import Told, as_json, file_option, number_option, progress, table
 
 Step = Callable[[], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser, instead="eight small Linears")
-    parser.add_argument(
-        "--rounds",
-        type=positive,
-        default=20,
-        metavar="N",
-        help="rounds; each times every way once (default 20)",
+    number_option(parser, "--rounds", "rounds; each times every way once", 20)
+    number_option(parser, "--calls", "training steps of each way in a round", 10)
+    number_option(
+        parser, "--threads", "CPU threads of torch (default: torch's; 1 without a target)"
     )
-    parser.add_argument(
-        "--calls",
-        type=positive,
-        default=10,
-        metavar="N",
-        help="training steps of each way in a round (default 10)",
-    )
-    parser.add_argument(
-        "--threads",
-        type=positive,
-        metavar="N",
-        help="CPU threads of torch (default: torch's; 1 without a target)",
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the times to FILE, an SVG image"
-    )
+    file_option(parser, "--plot", "draw the times to FILE, an SVG image")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         [n, *(f"{t[k]:.1f}" for k in ("median", "low", "high")), fastest[n]]
         for n, t in times.items()
     ]
-    table(["way", "median", "25 %", "75 %", "fused = 1"], rows)
+    table([["way", "median", "25 %", "75 %", "fused = 1"], *rows])
     if device.type == "cpu":
         print("on a CPU every op is plain torch: what kernels and fusion gain shows on a GPU")
     if args.plot:
@@ -109,7 +90,7 @@ def _draw(title: str, times: Mapping[str, Mapping[str, float]], path: Path) -> N
         )
         for way, t in times.items()
     ]
-    note = "microseconds, forward and backward; medians with quartiles, shorter is faster"
+    note = "microseconds, forward and backward; medians with quartiles"
     with writing(path):
         path.write_text(bar_chart("A training step", note, {title: bars}, room=64), "utf-8")
 

@@ -17,7 +17,7 @@ from fuseops.kernels import configs
 from fuseops.offload.planning.hardware import Hardware
 from fuseops.ops import scopes
 
-from .show import as_json
+from .terminal import as_json
 
 VARIABLES = (
     "FUSEOPS_FUSION",

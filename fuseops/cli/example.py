@@ -15,13 +15,15 @@ from .target import Target
 class ExampleAttention(nn.Module):
     """An `ExampleAttention` is causal attention over one packed buffer of queries, keys and values."""
 
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, sequences: int = 1) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.sequences = heads, sequences
 
     def forward(self, qkv: Tensor) -> Tensor:
         tokens, width = qkv.shape
-        q, k, v = qkv.view(1, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.view(self.sequences, -1, 3, self.heads, width // 3 // self.heads).permute(
+            2, 0, 3, 1, 4
+        )
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return y.transpose(1, 2).reshape(tokens, width // 3)
 

@@ -1,19 +1,16 @@
 """`fuseops explain PATH_OR_MODULE`."""
 
 import argparse
-from pathlib import Path
 
 from fuseops.explain import Explanation, plans
 
-from .show import as_json
 from .target import add_target, load, writing
+from .terminal import as_json, file_option
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with drawings to FILE"
-    )
+    file_option(parser, "--html", "write a page with drawings to FILE")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,9 +7,8 @@ from typing import Any
 from fuseops.kernels import aot, configs
 from fuseops.kernels.registry import HAS_TRITON
 
-from .arguments import positive
-from .show import as_json, table
 from .target import UsageError
+from .terminal import as_json, number_option, table
 
 MEASURED = ("registers", "spilled B", "shared B", "tensor cores", "note")
 
@@ -27,18 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="fail on a stale or missing row, compile a sample"
     )
-    parser.add_argument(
-        "--sample",
-        type=positive,
-        default=12,
-        metavar="N",
-        help="rows that --check compiles (default 12)",
-    )
+    number_option(parser, "--sample", "rows that --check compiles", 12)
     parser.add_argument("--rebuild", action="store_true", help="compile the rows that changed")
     parser.add_argument("--all", action="store_true", help="with --rebuild: every row")
-    parser.add_argument(
-        "--jobs", type=positive, default=1, metavar="N", help="processes that compile (default 1)"
-    )
+    number_option(parser, "--jobs", "processes that compile", 1)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,9 +56,9 @@ def run(args: argparse.Namespace) -> int:
         as_json("kernels", triton=configs.versions()["triton"], kernels=rows)
         return 0
     if args.variants:  # a variant is long, so it comes last
-        table(("kernel", "arch", "triton", *MEASURED, "variant"), _each(rows))
+        table([("kernel", "arch", "triton", *MEASURED, "variant"), *_each(rows)])
     else:
-        table(("kernel", "arch", "triton", "variants", *MEASURED), _summary(rows))
+        table([("kernel", "arch", "triton", "variants", *MEASURED), *_summary(rows)])
     return 0
 
 

@@ -6,29 +6,19 @@ import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from fuseops import offload
 from fuseops.errors import FuseOpsError
 from fuseops.offload.planning.hardware import Hardware
 from fuseops.offload.planning.html import page_of_ranks
 from fuseops.offload.planning.plan import OffloadPlan
-from fuseops.words import size
+from fuseops.offload.planning.text import ranks
 
-from .arguments import amount, positive
 from .example import example
-from .progress import progress
-from .show import as_json, table
 from .target import UsageError, add_target, load, writing
+from .terminal import amount, as_json, file_option, number_option, progress, table
 
 FAILED = 1
-
-
-class Files(NamedTuple):
-    """`Files` are the pages that were written of one plan."""
-
-    html: Path | None
-    trace: Path | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,12 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="modules whose saved tensors leave and come back together, such as 'blocks.*'; "
         "default: the model's largest list of modules",
     )
-    parser.add_argument(
-        "--hardware",
-        type=Path,
-        metavar="FILE",
-        help="what `fuseops env --measure --json` printed; default: this GPU, else an H200",
-    )
+    text = "what `fuseops env --measure --json` printed; default: this GPU, else an H200"
+    file_option(parser, "--hardware", text)
     parser.add_argument(
         "--record", action="store_true", help="run the step and measure it, instead of a dry run"
     )
@@ -62,23 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wide", action="store_true", help="with times on the link; takes 120 columns"
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a timeline page to FILE")
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a Chrome/Perfetto trace to FILE"
-    )
+    file_option(parser, "--html", "write a timeline page to FILE")
+    file_option(parser, "--trace", "write a Chrome/Perfetto trace to FILE")
     pipeline = parser.add_argument_group(
         "a pipeline",
         "One plan a rank, one page for all and one trace each; the target is one micro-batch.",
     )
-    pipeline.add_argument(
-        "--ranks", type=positive, metavar="N", help="GPUs that hold the model's layers in turn"
-    )
-    pipeline.add_argument(
-        "--micro-batches", type=positive, metavar="N", help="of one step (default 8)"
-    )
-    pipeline.add_argument(
-        "--chunks", type=positive, metavar="N", help="parts of the model a rank; more: interleaved"
-    )
+    number_option(pipeline, "--ranks", "GPUs that hold the model's layers in turn")
+    number_option(pipeline, "--micro-batches", "of one step (default 8)")
+    number_option(pipeline, "--chunks", "parts of the model a rank; more: interleaved")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,13 +97,13 @@ def _pipeline(args: argparse.Namespace) -> offload.Pipeline | None:
 
 
 def _one(plan: OffloadPlan, name: str, args: argparse.Namespace) -> int:
-    written = _write_files([plan], args)
+    (files,) = _write_files([plan], args)
     if args.json:
-        as_json("offload-plan", target=name, **_with_files(plan, written[0]))
+        as_json("offload-plan", target=name, **plan.to_json(), **files)
     else:
         columns = shutil.get_terminal_size((100, 24)).columns
         print(plan.explain(args.every, args.wide, columns))
-        _print_files(written)
+        _print_files([files])
     return 0 if plan.fits else FAILED
 
 
@@ -134,51 +112,36 @@ def _ranks(
 ) -> int:
     written = _write_files(plans, args)
     if args.json:
-        shown = {"target": name, "pipeline": pipeline._asdict()}
-        as_json("offload-plan", **shown, ranks=[*map(_with_files, plans, written)])
+        rows = [plan.to_json() | files for plan, files in zip(plans, written, strict=True)]
+        as_json("offload-plan", target=name, pipeline=pipeline._asdict(), ranks=rows)
     else:
-        header = ("rank", "peak", "planned", "where", "offload", "stall ms", "step ms")
-        table(header, [_rank_row(k, rank) for k, rank in enumerate(plans)])
+        table(ranks(plans))
         _print_files(written)
     return 0 if all(rank.fits for rank in plans) else FAILED
 
 
-def _rank_row(rank: int, plan: OffloadPlan) -> tuple[str, ...]:
-    before, after = plan.before, plan.after
-    sizes = (size(before.peak), size(after.peak), plan.owner(after), size(after.moved))
-    return (str(rank), *sizes, f"{after.stall * 1e3:.2f}", f"{after.seconds * 1e3:.2f}")
+Files = dict[str, str | None]
+"""What was written of a plan: the page of all plans, and its own trace."""
 
 
 def _write_files(plans: Sequence[OffloadPlan], args: argparse.Namespace) -> list[Files]:
-    """Write the page of all plans and the trace of each that were asked for.   -> the files of every plan"""
-    if args.html is not None:
+    """Write what was asked for; of several plans the trace of each to `<stem>.rank<k>`."""
+    page, trace, found = args.html, args.trace, []
+    if page is not None:
         text = plans[0].to_html() if len(plans) == 1 else page_of_ranks(plans)
-        with writing(args.html):
-            args.html.write_text(text, "utf-8")
-    traces = _traces(plans, args.trace)
-    return [Files(args.html, trace) for trace in traces]
-
-
-def _traces(plans: Sequence[OffloadPlan], path: Path | None) -> list[Path | None]:
-    """Save the trace of every plan: to `path`, or of several to `<stem>.rank<k>`.   -> its file"""
-    if path is None:
-        return [None] * len(plans)
-    several = len(plans) > 1
-    paths = [path.with_stem(f"{path.stem}.rank{k}") if several else path for k in range(len(plans))]
-    for plan, file in zip(plans, paths, strict=True):
-        with writing(file):
-            plan.save_trace(file)
-    return [*paths]
-
-
-def _with_files(plan: OffloadPlan, files: Files) -> dict[str, Any]:
-    return {
-        **plan.to_json(),
-        **{what: path and str(path) for what, path in files._asdict().items()},
-    }
+        with writing(page):
+            page.write_text(text, "utf-8")
+    for k, plan in enumerate(plans):
+        file = trace
+        if trace is not None:
+            file = trace.with_stem(f"{trace.stem}.rank{k}") if len(plans) > 1 else trace
+            with writing(file):
+                plan.save_trace(file)
+        found.append({"html": page and str(page), "trace": file and str(file)})
+    return found
 
 
 def _print_files(written: Sequence[Files]) -> None:
-    for path in dict.fromkeys(path for files in zip(*written, strict=True) for path in files):
+    for path in dict.fromkeys(files[what] for what in ("html", "trace") for files in written):
         if path is not None:
             print(f"wrote {path}")

@@ -5,13 +5,12 @@ from functools import partial
 
 import torch
 
-from fuseops.kernels import configs, timing
+from fuseops.kernels import configs
 from fuseops.kernels.registry import Call, meta, watching
 
 from .bench import training_step
-from .progress import progress
-from .show import as_json
 from .target import UsageError, add_target, load
+from .terminal import as_json, progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     for number, (op, given, keywords) in enumerate(calls, 1):
         with progress(f"[{number}/{len(calls)}] {op.name}", quiet=args.json) as told:
             call = partial(op.launcher, *given, **keywords)
-            found.update(configs.tune(call, timing.time_us, progress=told))
+            found.update(configs.tune(call, progress=told))
     if args.json:
         as_json("tune", file=str(configs.cache_file()), configurations=found)
     else:

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuseops import offload
+from fuseops.explain import explain
+from fuseops.explain.layout import fused_and_missed
 from fuseops.run.config import fusion
 from fuseops.words import plural, size
 
 from .model import ByteModel, objective
-from .plans import fused_spans, plans_of, saved_bytes
 
 MIN_BYTES = 1 << 16  # of a tensor worth moving: activations, not statistics and indices
 
@@ -135,15 +136,15 @@ def check(model: ByteModel, text: Tensor) -> Checked:
         fused = forward_backward(model, text)
         with fusion(False):
             unfused = forward_backward(model, text, fused.chosen)
-            plain = plans_of(model, text[:, :-1])
+            plain = explain(model, text[:, :-1])
         moved, moved_bytes = offloaded(model, text)
-        found = plans_of(model, text[:, :-1])
+        found = explain(model, text[:, :-1])
     return Checked(
-        fused_spans=fused_spans(found),
+        fused_spans=fused_and_missed(found.plans)[0],
         fusion=difference(fused.tensors, unfused.tensors),
         tolerance=TOLERANCE[text.device.type],
         offloaded_bytes=moved_bytes,
         offload_unequal=unequal(moved.tensors, fused.tensors),
-        saved_unfused=saved_bytes(plain),
-        saved_fused=saved_bytes(found),
+        saved_unfused=plain.saved_bytes,
+        saved_fused=found.saved_bytes,
     )

@@ -1,79 +1,39 @@
 """The demo from start to end."""
 
 import argparse
-import platform
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fuseops.cli.show import as_json
-from fuseops.words import size
+from fuseops.explain import explain
 
-from . import DEFAULT_STEPS, plans, report
-from .checks import Checked, check
-from .data import Corpus, batch, bigram_log_probs, bigram_loss, read_corpus, windows
+from . import plans, report
+from .checks import check
+from .data import Corpus, batch, bigram_log_probs, bigram_loss, windows
 from .model import ByteModel, Config
+from .outcome import Outcome, described
 from .progress import Voice
-from .train import History, LearningRate, evaluate, printable, sample, train
+from .train import LearningRate, evaluate, printable, sample, train
 
-MARGIN = 0.15  # nats a byte that the model must be below the bigram model
 GLANCES = 64  # about as many held-out windows are looked at on the way
 PROMPT = b"class Reader:\n    def __init__(self, "
 SAMPLE_BYTES = 400
 
 
-class Outcome(NamedTuple):
-    """An outcome holds everything that the job found."""
-
-    args: argparse.Namespace
-    device: torch.device
-    corpus: Corpus
-    parameters: int
-    history: History
-    bigram: float
-    held_out: float
-    checked: Checked
-    sample: str
-    seconds: float
-
-    @property
-    def enforced(self) -> bool:
-        """Only a full run owes a good loss."""
-        return self.args.steps >= DEFAULT_STEPS
-
-    @property
-    def bar(self) -> float:
-        return self.bigram - MARGIN
-
-    @property
-    def failures(self) -> list[str]:
-        return [sentence for passed, sentence in verdicts(self) if passed is False]
-
-
-def run_job(args: argparse.Namespace) -> int:
-    """Train, check, report.  -> exit code"""
+def run_job(args: argparse.Namespace, device: torch.device, corpus: Corpus) -> tuple[Outcome, Path]:
+    """Train, check, and write the report.   -> what was found, and where the report is"""
     voice = Voice(args.json)
-    try:
-        device = device_of(args.device)
-        corpus = read_corpus()
-    except (ValueError, FileNotFoundError) as error:
-        print(f"fuseops demo: {error}", file=sys.stderr)
-        return 2
     with one_thread():
-        outcome, found = _work(args, device, corpus, voice)
-    for line in verdict_lines(outcome):
+        outcome = _work(args, device, corpus, voice)
+    for line in outcome.lines():
         voice.say(line)
-    path = report.write(_report(outcome, found), Path(args.out))
-    if args.json:
-        as_json("demo", **in_json(outcome, path))
+    path = report.write(outcome, Path(args.out))
     voice.say(f"report: {path}" if args.json else str(path))
-    return 1 if outcome.failures else 0
+    return outcome, path
 
 
 @contextmanager
@@ -106,9 +66,7 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def _work(
-    args: argparse.Namespace, device: torch.device, corpus: Corpus, voice: Voice
-) -> tuple[Outcome, list[Any]]:
+def _work(args: argparse.Namespace, device: torch.device, corpus: Corpus, voice: Voice) -> Outcome:
     start = time.perf_counter()
     torch.manual_seed(args.seed)
     config, schedule = Config(), LearningRate(args.steps)
@@ -125,9 +83,9 @@ def _work(
         f"{config.top_k}, on {described(device)}"
     )
     text = _batch(corpus.train, schedule, config, args.seed, device)
-    found = plans.plans_of(model, text[:, :-1])
+    found = explain(model, text[:, :-1])
     voice.say("\nfusion plan in short (all of it is in the report)")
-    for line in plans.lines(found):
+    for line in plans.lines(found.plans):
         voice.say(line)
     voice.say("\ntraining (on the way a part of the held-out text is judged)")
     with voice.progress(args.steps) as watch:
@@ -144,10 +102,10 @@ def _work(
     written = printable(sample(model, PROMPT, SAMPLE_BYTES, args.seed))
     voice.say(f"\nsample\n{_indented(written)}\n")
     seconds = time.perf_counter() - start
-    outcome = Outcome(
-        args, device, corpus, parameters, history, bigram, held_out, checked, written, seconds
+    return Outcome(
+        *(args, device, corpus, parameters, history, bigram, held_out),
+        *(checked, found, written, seconds),
     )
-    return outcome, found
 
 
 def _batch(
@@ -159,97 +117,3 @@ def _batch(
 
 def _indented(text: str) -> str:
     return "\n".join(f"  | {line}" for line in text.splitlines())
-
-
-def described(device: torch.device) -> str:
-    """The name of a GPU, or what the CPU is used as."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return "one thread of the CPU"
-
-
-# --- what is said of it
-
-
-def verdicts(o: Outcome) -> Iterator[tuple[bool | None, str]]:
-    """(passed, sentence) for each thing that the demo must show; None where nothing is owed."""
-    yield from o.checked.verdicts()
-    reached = o.held_out <= o.bar
-    yield (
-        reached if o.enforced else None,
-        f"loss {o.held_out:.3f} nats a byte on all held-out text; byte bigrams {o.bigram:.3f}, so the bar is "
-        f"{o.bar:.3f}" + ("" if o.enforced else f" (not enforced below {DEFAULT_STEPS} steps)"),
-    )
-
-
-def verdict_lines(o: Outcome) -> Iterator[str]:
-    words = {True: "ok", False: "FAILED", None: "--"}
-    for passed, sentence in verdicts(o):
-        yield f"{words[passed]:>6}  {sentence}"
-    c = o.checked
-    yield (
-        f"        saved for the backward: {size(c.saved_unfused)} unfused, {size(c.saved_fused)} "
-        f"fused, {size(c.saved_offloaded)} fused and offloaded"
-    )
-    yield f"        {o.seconds:.0f} s, of which {o.history.seconds:.0f} s training"
-
-
-def _report(o: Outcome, found: list[Any]) -> report.Page:
-    busiest = max(max(shares) for shares in o.history.shares)
-    return report.Page(
-        title="fuseops demo",
-        facts=[
-            ("text", f"{o.corpus.files} files of {o.corpus.root}, {len(o.corpus.train)} bytes"),
-            ("model", f"{o.parameters} parameters"),
-            ("steps", f"{o.args.steps} on {described(o.device)}, seed {o.args.seed}"),
-            ("time", f"{o.seconds:.0f} s, of which {o.history.seconds:.0f} s training"),
-            ("routing", f"the busiest expert gets {100 * busiest:.0f} % of the rows"),
-            ("versions", f"torch {torch.__version__}, Python {platform.python_version()}"),
-        ],
-        verdicts=list(verdicts(o)),
-        history=o.history,
-        bigram=o.bigram,
-        held_out=o.held_out,
-        saved=[
-            ("unfused", o.checked.saved_unfused),
-            ("fused", o.checked.saved_fused),
-            ("fused and offloaded", o.checked.saved_offloaded),
-        ],
-        plans=found,
-        sample=o.sample,
-    )
-
-
-def in_json(o: Outcome, path: Path) -> dict[str, Any]:
-    """What it found as plain data."""
-    c = o.checked
-    return {
-        "passed": not o.failures,
-        "failures": o.failures,
-        "steps": o.args.steps,
-        "seed": o.args.seed,
-        "device": str(o.device),
-        "parameters": o.parameters,
-        "loss": {
-            "unit": "nats a byte",
-            "held_out": o.held_out,
-            "bigram": o.bigram,
-            "bar": o.bar,
-            "bar_enforced": o.enforced,
-            "train": o.history.train,
-            "held_out_on_the_way": o.history.held_out,
-        },
-        "fused_spans": c.fused_spans,
-        "fused_vs_unfused": {**c.fusion._asdict(), "tolerance": c.tolerance},
-        "offloaded_bytes": c.offloaded_bytes,
-        "offloaded_unequal": list(c.offload_unequal),
-        "saved_bytes": {
-            "unfused": c.saved_unfused,
-            "fused": c.saved_fused,
-            "fused_and_offloaded": c.saved_offloaded,
-        },
-        "expert_shares": o.history.shares,
-        "seconds": {"total": o.seconds, "training": o.history.seconds},
-        "sample": o.sample,
-        "report": str(path),
-    }

@@ -19,13 +19,14 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fuseops import ops
 from fuseops.errors import FuseOpsError
+from fuseops.ops.checks import check_flags
 from fuseops.ops.local import Local
 from fuseops.ops.paths import SPREAD, path_of
 from fuseops.run.composed import Composed
 
 from .dispatch import ExpertArrive, ExpertCollect, ExpertDispatch
 from .dispatch.bounded import check_limits
-from .dispatch.choose import Way, choose
+from .dispatch.choose import Way, check_way, choose
 from .dispatch.exchange import check_mesh
 from .tensor import check_whole, placed
 
@@ -66,6 +67,8 @@ class ExpertParallel(ParallelStyle):
         super().__init__()
         if sums is not None and not (isinstance(sums, torch.dtype) and sums.is_floating_point):
             raise FuseOpsError(f"ExpertParallel: sums is {sums!r}, expected a float dtype or None.")
+        check_way(way)
+        check_flags("ExpertParallel", average=average)
         check_limits(capacity, tokens)
         self.way, self.sums, self.average = way, sums, average
         self.limits: dict[str, Any] = {"capacity": capacity, "tokens": tokens}

@@ -34,9 +34,9 @@ def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     """A `shard_placement_fn` of `fully_shard` that shards parameters over `mesh` where they are spread over ranks
     already, and others over the mesh that `fully_shard` is given.
 
-    mesh: one dimension, the ranks that hold the same experts. Experts are sharded by their first axis, and by the
-    second where these ranks do not divide the experts of one.  Raises FuseOpsError for another mesh, and before torch
-    2.12, which has no mesh for a parameter.
+    mesh: one dimension, the ranks that hold the same experts. Experts are sharded by the first axis that these ranks
+        divide: that of the experts of one, else the second, else the third.
+    Raises FuseOpsError for another mesh, and before torch 2.12, which has no mesh for a parameter.
     """
     from torch.distributed.tensor import Shard
 
@@ -56,7 +56,8 @@ def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
         if not torch_private.is_dtensor(type(parameter)):
             return None
         spread: Any = parameter
-        shard = Shard(0 if spread.to_local().shape[0] % mesh.size() == 0 else 1)
+        sizes = enumerate(spread.to_local().shape)
+        shard = Shard(next((axis for axis, size in sizes if size % mesh.size() == 0), 0))
         if (
             spread.device_mesh.size() == 1
         ):  # all ranks hold all experts: FSDP2 wants the mesh of the others

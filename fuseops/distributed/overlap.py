@@ -19,16 +19,14 @@ from torch import Tensor
 from fuseops import torch_private
 from fuseops.ops.collectives import AllGather, CollectiveSaved, ReduceScatter, Way
 from fuseops.ops.linear import Linear, LinearSaved, linear_bwd
-from fuseops.ops.op import Call, FusedOp, Grads, Out
+from fuseops.ops.op import Call, Calls, FusedOp, Given, Grads, Out
 from fuseops.rules.rule import Conditions, Rule, require
-
-Tensors = tuple[Mapping[str, Tensor], ...]
 
 
 class AllGatherLinear(FusedOp):
     """y = gathered x W^T + b.   (T / ranks, K) -> (T, N)   Saves what its members save: gathered x."""
 
-    def fwd(self, x: Tensor, t: Tensors, calls: tuple[Call, ...]) -> Out:
+    def fwd(self, x: Tensor, t: Given, calls: Calls) -> Out:
         weight, bias = t[1]["weight"], t[1]["bias"]
         w = calls[1].precision.cast(weight)
         way: Way = self.members[0].way()  # type: ignore[operator]
@@ -37,7 +35,7 @@ class AllGatherLinear(FusedOp):
             y = y + bias.to(y.dtype)
         return Out(y, (CollectiveSaved(way), LinearSaved(rows, weight)))
 
-    def bwd(self, saved: Any, dy: Tensor, calls: tuple[Call, ...], dside: Any) -> tuple[Grads, ...]:
+    def bwd(self, saved: Any, dy: Tensor, calls: Calls, dside: Any) -> tuple[Grads, ...]:
         (way,), product = saved
         dx = None
         if "x" in calls[0].needs:
@@ -49,7 +47,7 @@ class AllGatherLinear(FusedOp):
 class LinearReduceScatter(FusedOp):
     """y = this rank's rows of the sum of the ranks' x W^T.   (T, K) -> (T / ranks, N)   Saves what its members save."""
 
-    def fwd(self, x: Tensor, t: Tensors, calls: tuple[Call, ...]) -> Out:
+    def fwd(self, x: Tensor, t: Given, calls: Calls) -> Out:
         weight = t[0]["weight"]
         w = calls[0].precision.cast(weight)
         way: Way = self.members[1].way()  # type: ignore[operator]
@@ -57,7 +55,7 @@ class LinearReduceScatter(FusedOp):
         y = torch_private.matmul_reduce_scatter(x, w.t(), way.ranks.group)  # type: ignore[union-attr]
         return Out(y, (LinearSaved(x, weight), CollectiveSaved(way)))
 
-    def bwd(self, saved: Any, dy: Tensor, calls: tuple[Call, ...], dside: Any) -> tuple[Grads, ...]:
+    def bwd(self, saved: Any, dy: Tensor, calls: Calls, dside: Any) -> tuple[Grads, ...]:
         product, (way,) = saved
         needs, group = calls[0].needs, way.ranks.group
         dx = None

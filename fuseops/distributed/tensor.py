@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fuseops import ops, torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops.activations import Activation, ScaledActivation
-from fuseops.ops.checks import check_integers
+from fuseops.ops.checks import check_flags, check_integers
 from fuseops.ops.halves import is_gate
 from fuseops.ops.local import Local, Ranks, halved
 from fuseops.ops.op import Op
@@ -126,6 +126,7 @@ class ColwiseParallel(_Style):
         super().__init__()
         self.input_layouts = input_layouts or Replicate()
         self.output_layouts = output_layouts or Shard(-1)
+        check_flags("ColwiseParallel", gate_up=gate_up)
         self.gate_up = gate_up
         if self.output_layouts not in (Shard(-1), Replicate()):
             raise FuseOpsError(

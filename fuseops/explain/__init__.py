@@ -1,12 +1,12 @@
 """Plans as people read them: a forward under observation, then text, HTML with a drawing, or JSON.
 
 a forward   plans (`explain`)
-its plan    assemble, fusion_plan, explanation (all of a model's)
+its plan    assemble, explanation (of one Sequential, of a model)
 pages       text, html, drawing; layout is what they share; charts (images of bars)
 """
 
 from .explanation import Explanation as Explanation
-from .fusion_plan import FusionPlan as FusionPlan
+from .explanation import FusionPlan as FusionPlan
 from .plans import explain as explain
 from .plans import plan_of as plan_of
 from .plans import plans as plans

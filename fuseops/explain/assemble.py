@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -12,28 +12,16 @@ from fuseops.observe.observer import SeenTensor, SequentialCall
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, numel
 from fuseops.plan.build import RunPlan
-from fuseops.plan.records import HIGH, KeptWeight, Miss, Operand, SavedTensor, Span
+from fuseops.plan.records import HIGH, SavedTensor, Span
 from fuseops.recipes.gain import Gain
+from fuseops.rules.builtin_rules import POINTWISE
 from fuseops.run.composed import Composed
 from fuseops.run.run import Run
 from fuseops.run.runner import runner_of
 from fuseops.run.splice import border
 from fuseops.words import size
 
-from .fusion_plan import FusionPlan
-
-
-class _Part(NamedTuple):
-    """A `_Part` is the plan of one piece of a Sequential: of a run of ops, or of a plain module."""
-
-    forward: Sequence[Span]
-    backward: Sequence[Span]
-    misses: Sequence[Miss] = ()
-    operands: Sequence[Operand] = ()
-    weights: Sequence[KeptWeight] = ()
-    segments: Sequence[tuple[int, int]] = ()
-    notes: Sequence[str] = ()
-    temporaries: int = 0
+from .explanation import FusionPlan
 
 
 def plan_from(call: SequentialCall, saved: Sequence[tuple[Any, SavedTensor]]) -> FusionPlan:
@@ -59,42 +47,41 @@ def plan_from(call: SequentialCall, saved: Sequence[tuple[Any, SavedTensor]]) ->
     )
 
 
-def _parts(call: SequentialCall, kept: set[str]) -> Iterator[_Part]:
+def _parts(call: SequentialCall, kept: set[str]) -> Iterator[FusionPlan]:
+    """The plan of each of its pieces: of a run of ops, or of a plain module."""
     offset, runs = 0, iter(call.runs)
     for name, piece in call.pieces:
         if not isinstance(piece, Run):
-            yield _of_module(name, piece, offset, call.module)
+            span = _of_module(name, piece, offset, call.module)
+            yield FusionPlan(call.path, (span,), (span,))
             offset += 1
             continue
         plan, x = next(runs, (None, None))
         if plan is not None:
-            part = _of_run(piece, plan, _largest_output(piece, plan, x, call.path, kept))
-            yield part._replace(notes=[*part.notes, *_sent_again(piece, plan, call.path, kept)])
+            yield _of_run(piece, plan, x, call.path, kept)
         offset += len(piece.ops)
 
 
-def _of_module(name: str, module: nn.Module, at: int, outer: Composed) -> _Part:
+def _of_module(name: str, module: nn.Module, at: int, outer: Composed) -> Span:
     what = "plain module"
     if isinstance(module, Composed):
         what = f"a Sequential of its own: {border(module, outer._settings)}"
     cls = type(module).__name__
-    span = Span(at, at + 1, (name,), cls, None, "module", what, (cls,))
-    return _Part([span], [span])
+    return Span(at, at + 1, (name,), cls, None, "module", what, (cls,))
 
 
-def _of_run(run: Run, plan: RunPlan, temporaries: int) -> _Part:
-    return _Part(
-        forward=[_typed(s, run) for s in plan.forward],
-        backward=[_typed(s, run) for s in plan.backward],
+def _of_run(run: Run, plan: RunPlan, x: SeenTensor | None, path: str, kept: set[str]) -> FusionPlan:
+    of_ops = (f"{n}: {op.note}" for n, op in zip(run.names, run.ops, strict=True) if op.note)
+    return FusionPlan(
+        path,
+        forward=tuple(_typed(s, run) for s in plan.forward),
+        backward=tuple(_typed(s, run) for s in plan.backward),
         misses=plan.misses,
         operands=plan.operands,
         weights=plan.weights,
-        segments=[(s.start + run.offset, s.stop + run.offset) for s in plan.segments],
-        notes=[
-            *_notes_of(plan),
-            *(f"{n}: {o.note}" for n, o in zip(run.names, run.ops, strict=True) if o.note),
-        ],
-        temporaries=temporaries,
+        segments=tuple((s.start + run.offset, s.stop + run.offset) for s in plan.segments),
+        notes=(*_notes_of(plan), *of_ops, *_sent_again(run, plan, path, kept)),
+        temporaries=_largest_output(run, plan, x, path, kept),
     )
 
 
@@ -156,6 +143,7 @@ def _predicted(gain: Gain) -> str:
 
 def _notes_on(call: SequentialCall) -> Iterator[str]:
     nodes = [seg for plan, _ in call.runs for seg in plan.segments if seg.kind == "node"]
+    pure = [type(step.target).__name__ for seg in nodes for step in seg.forward if step.pure]
     settings = scopes.resolve(call.module._settings)
     for name, child, *_ in runner_of(call.module).planned:
         if isinstance(child, Op) and child._settings:
@@ -163,6 +151,10 @@ def _notes_on(call: SequentialCall) -> Iterator[str]:
             if own:
                 which = f"{name} ({type(child).__name__}) was configured by itself"
                 yield f"{which}, which holds only where it is called alone: {'; '.join(own)} here"
+    here = scopes.process.token, call.module._settings, scopes.current().token
+    if pure and (now := scopes.resolve(*here)).fusion and POINTWISE not in now.rules:
+        which = ", ".join(dict.fromkeys(pure))
+        yield f"{which}: a pure fwd runs as plain torch; rule {POINTWISE.name} makes one kernel of what is elementwise"
     if len(call.runs) < call.wanted:
         ran = f"{len(call.runs)} of its {call.wanted} runs of ops ran"
         yield f"{ran}: forward is overridden, or was left early"

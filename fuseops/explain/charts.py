@@ -1,13 +1,24 @@
-"""Bars become an image of their own: an SVG file, in colours that stand on any page."""
+"""Bars and lines become images of their own: SVG files, in colours that stand on any page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
+from urllib.parse import quote
 
-WIDTH, LABEL, BAR, ROW, EDGE = 470, 118, 15, 19, 14
+LABEL, BAR, ROW, EDGE = 118, 15, 19, 14
+BARS, LINES = 470, 742  # widths of a page
+AXIS, TALL, TOP, LEGEND = (
+    44,
+    190,
+    60,
+    18,
+)  # beside, in and above a panel of lines, and a row below it
 COLORS = {"ours": "#0f766e", "peer": "#8c9bb0", "other": "#c6cfdb"}
+LINE_COLORS = ("#0f766e", "#c2670c", "#6d4bc3", "#b4487c", "#4f7a1f")
+QUIET = "#9aa7b6"
 STYLE = (
     "text{font:13px system-ui,'Segoe UI',Roboto,'Helvetica Neue',Arial,'DejaVu Sans',sans-serif;fill:#1b2430}"
     ".title{font-size:15px;font-weight:600}.soft{fill:#5d6b7c;font-size:12px}.name{font-weight:600}"
@@ -30,6 +41,18 @@ class ChartBar(NamedTuple):
         return max((self.value, *(self.between or ())))
 
 
+class ChartLine(NamedTuple):
+    """A `ChartLine` goes through (x, y) points.
+
+    label  its name in the legend, "" where another line stands there for it
+    quiet  it is grey, and the others are told apart by colours
+    """
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    quiet: bool = False
+
+
 def bar_chart(
     title: str, note: str, groups: Mapping[str, Sequence[ChartBar]], room: int = 40
 ) -> str:
@@ -39,7 +62,7 @@ def bar_chart(
     """
     every = [bar for bars in groups.values() for bar in bars]
     longest = max(bar.reach for bar in every) or 1.0
-    scale = (WIDTH - LABEL - room - 2 * EDGE) / longest
+    scale = (BARS - LABEL - room - 2 * EDGE) / longest
     y, parts = 62.0, []
     for group, bars in groups.items():
         parts.append(f'<text class="name" x="{EDGE}" y="{y:.0f}">{escape(group)}</text>')
@@ -48,7 +71,15 @@ def bar_chart(
             parts += _bar(bar, y, scale)
             y += ROW
         y += 22
-    return sheet(title, note, WIDTH, y - 18, parts)
+    return sheet(title, note, BARS, y - 18, parts)
+
+
+def line_chart(title: str, note: str, panels: Sequence[Sequence[ChartLine]]) -> str:
+    """Panels of lines side by side, each with axes of its own, as the text of an SVG file."""
+    slot = (LINES - EDGE) / len(panels)
+    parts = [p for k, lines in enumerate(panels) for p in _panel(lines, AXIS + k * slot, slot)]
+    rows = max(sum(bool(line.label) for line in lines) for lines in panels)
+    return sheet(title, note, LINES, TOP + TALL + 34 + LEGEND * rows, parts)
 
 
 def sheet(title: str, note: str, width: int, height: float, parts: Sequence[str]) -> str:
@@ -65,6 +96,20 @@ def sheet(title: str, note: str, width: int, height: float, parts: Sequence[str]
     )
 
 
+def image(svg: str) -> str:
+    """An SVG file inside of an HTML page, whose styles do not reach it."""
+    return f'<img alt="" style="max-width:100%" src="data:image/svg+xml,{quote(svg)}">'
+
+
+def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """Round numbers from low to high, about as many as wanted."""
+    span = max(high - low, 1e-9)
+    unit = 10.0 ** math.floor(math.log10(span / wanted))
+    step = min((unit * m for m in (1, 2, 5, 10)), key=lambda s: abs(span / s - wanted))
+    first = math.ceil(low / step - 1e-9)
+    return [round(k * step, 10) for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
 def _bar(bar: ChartBar, y: float, scale: float) -> list[str]:
     left, middle = LABEL + EDGE, y + BAR - 3
     end = left + bar.reach * scale
@@ -79,3 +124,30 @@ def _bar(bar: ChartBar, y: float, scale: float) -> list[str]:
         at = y + BAR / 2
         parts.append(f'<line class="range" x1="{low:.1f}" x2="{high:.1f}" y1="{at}" y2="{at}"/>')
     return parts
+
+
+def _panel(lines: Sequence[ChartLine], left: float, slot: float) -> Iterator[str]:
+    """One panel of lines: its axes, the lines, and below it their legend.   slot: its width with that of an axis"""
+    xs, ys = zip(*(point for line in lines for point in line.points), strict=True)
+    wide, bottom, low = slot - AXIS - 30, TOP + TALL, min(ys)
+    across, up = wide / (max(xs) - min(xs) or 1), TALL / (max(ys) - low or 1)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return left + (x - min(xs)) * across, bottom - (y - low) * up
+
+    for value in ticks(low, max(ys)):
+        _, y = at(0, value)
+        yield f'<path d="M{left:.0f} {y:.1f}h{wide:.0f}" stroke="#e4e9ef"/>'
+        yield f'<text class="soft" x="{left - 6:.0f}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
+    for value in ticks(min(xs), max(xs)):
+        x, _ = at(value, 0)
+        yield f'<text class="soft" x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{value:g}</text>'
+    legend, colors = bottom + 36, iter(LINE_COLORS)
+    for line in lines:
+        color = QUIET if line.quiet else next(colors)
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in line.points))
+        yield f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>'
+        if line.label:
+            yield f'<rect x="{left:.0f}" y="{legend - 8}" width="18" height="4" fill="{color}"/>'
+            yield f'<text class="soft" x="{left + 25:.0f}" y="{legend}">{escape(line.label)}</text>'
+            legend += LEGEND

@@ -24,7 +24,7 @@ def svg(plan: Planned) -> str:
     """The drawing, as an <svg> element."""
     cells = columns(plan)
     edges = _edges(cells)
-    lanes = _lanes([m.span for m in plan.misses])
+    lanes = _lanes([m.span for m in plan.not_fused])
     forward_y = 4
     op_y = forward_y + SPAN + ROW
     backward_y = op_y + OP + ROW
@@ -42,7 +42,7 @@ def svg(plan: Planned) -> str:
         *_spans(plan.forward, cells, edges, forward_y),
         *_spans(plan.backward, cells, edges, backward_y),
     ]
-    for miss, lane in zip(plan.misses, lanes, strict=True):
+    for miss, lane in zip(plan.not_fused, lanes, strict=True):
         parts += _miss(miss, cells, edges, miss_y + lane * (MISS + 6))
     title = escape(f"{plan.path or 'Sequential'}: ops and spans")
     least = LEAST * width  # a wide drawing shrinks to its page so far, and then scrolls

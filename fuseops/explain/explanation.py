@@ -1,4 +1,4 @@
-"""Explanation: what `explain()` gives, as text, HTML and JSON."""
+"""What was planned, of one Sequential or of a whole model, as text, HTML and JSON."""
 
 from __future__ import annotations
 
@@ -6,11 +6,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from fuseops.plan.records import SCHEMA_VERSION
+from fuseops.plan.records import SCHEMA_VERSION, Planned
+from fuseops.words import size
 
-from .fusion_plan import FusionPlan
 from .html import fragment, page
 from .text import report, text
+
+
+class FusionPlan(Planned):
+    __doc__ = Planned.__doc__
+
+    def to_html(self) -> str:
+        """A self-contained page with a drawing; no network, no script."""
+        return page([self])
+
+    def _repr_html_(self) -> str:
+        return fragment([self])
+
+    def __str__(self) -> str:
+        return text(self)
+
+    def __repr__(self) -> str:
+        at = f"of {self.path}: " if self.path else ""
+        ran = f"{len(self.fused)} fused, {len(self.not_fused)} not fused, " if self.forward else ""
+        return f"<FusionPlan {at}{ran}saves {size(self.saved_bytes)}>"
 
 
 class Explanation(str):

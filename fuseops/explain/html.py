@@ -8,7 +8,7 @@ in ten years.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from fuseops.plan.records import Planned
@@ -19,10 +19,11 @@ from .layout import (
     Group,
     SavedRow,
     at_peak,
+    fused_and_missed,
     groups,
     is_outside,
-    miss_rows,
     saved_rows,
+    sections,
     shape_of,
     summary,
 )
@@ -106,8 +107,7 @@ border-radius:10px;padding:12px 16px;color:var(--soft);font-size:13px}
 def page(plans: Sequence[Planned], title: str = "Fusion plan") -> str:
     """A whole document for the plans of a model; equal ones share a section."""
     sections = "\n".join(_section(group) for group in groups(plans))
-    every = [plan for top in plans for plan in top.walk()]
-    fused, missed = (sum(len(getattr(p, which)) for p in every) for which in ("fused", "misses"))
+    fused, missed = fused_and_missed(plans)
     numbers = tiles(
         [
             (f"{fused} fused", f"{missed} not fused, each with its reason below"),
@@ -133,6 +133,20 @@ def tiles(numbers: Sequence[tuple[str, str]]) -> str:
     return f'<div class="tiles">{"".join(f"<div><b>{escape(n)}</b>{escape(what)}</div>" for n, what in numbers)}</div>'
 
 
+def table(rows: Iterable[str], style: str = "", head: str = "") -> str:
+    """A table of rows, each of which is its cells, as `cell` makes them.   head: those of the titles"""
+    named = f' class="{style}"' if style else ""
+    titles = f"<thead><tr>{head}</tr></thead>" if head else ""
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<table{named}>{titles}<tbody>{body}</tbody></table>"
+
+
+def cell(text: str, style: str = "", kind: str = "td") -> str:
+    """Text, which is not HTML, as a cell of a table.   kind: "th" of a title"""
+    named = f' class="{style}"' if style else ""
+    return f"<{kind}{named}>{escape(text)}</{kind}>"
+
+
 def fragment(plans: Sequence[Planned]) -> str:
     """Plans, to be put into any page; equal ones share a section."""
     sections = "".join(map(_section, groups(plans)))
@@ -150,9 +164,8 @@ def _parts(group: Group) -> Iterator[str]:
     if plan.forward:
         yield f'<div class="draw">{svg(plan)}</div>'
     yield from _fused(plan)
-    yield from _misses(plan)
+    yield from _sections(plan)
     yield from _saved(saved_rows(group))
-    yield from _operands(plan)
     if plan.notes:
         yield f"<h3>Notes</h3><ul>{''.join(f'<li>{escape(note)}</li>' for note in plan.notes)}</ul>"
     for nested in groups(plan.nested):
@@ -166,61 +179,37 @@ def _facts(group: Group) -> str:
     if plan.forward:
         facts = [
             f"<b>{len(plan.fused)}</b> fused",
-            f"<b>{len(plan.misses)}</b> not fused",
+            f"<b>{len(plan.not_fused)}</b> not fused",
             *facts,
             f"<b>{size(plan.peak_bytes)}</b> {at_peak(plan)}",
         ]
     return " &nbsp; ".join(facts)
 
 
-def _table(rows: Sequence[str], style: str = "list") -> str:
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<table class="{style}"><tbody>{body}</tbody></table>'
-
-
-def _cell(text: str, style: str = "") -> str:
-    return f'<td class="{style}">{escape(text)}</td>' if style else f"<td>{escape(text)}</td>"
-
-
 def _fused(plan: Planned) -> Iterator[str]:
     rows = [
-        _cell(s.rule or "", "rule")
-        + _cell(s.kind, "quiet")
-        + _cell(", ".join(s.ops), "mono")
-        + _cell(f"runs as {s.runs}")
+        cell(s.rule or "", "rule")
+        + cell(s.kind, "quiet")
+        + cell(", ".join(s.ops), "mono")
+        + cell(f"runs as {s.runs}")
         for s in plan.fused
     ]
     if rows:
-        yield f"<h3>Fused</h3>{_table(rows)}"
+        yield f"<h3>Fused</h3>{table(rows, 'list')}"
 
 
-def _misses(plan: Planned) -> Iterator[str]:
-    rows = [
-        _cell(rule, "rule lost") + _cell(where, "mono") + _cell(reason)
-        for rule, where, reason in miss_rows(plan)
-    ]
-    if rows:
-        yield f"<h3>Not fused, and why</h3>{_table(rows)}"
-
-
-def _operands(plan: Planned) -> Iterator[str]:
-    rows = [_cell(o.op, "mono") + _cell(o.role) + _cell(o.format, "mono") for o in plan.operands]
-    if rows:
-        yield f"<h3>Formats of operands</h3>{_table(rows)}"
-    kept = [
-        _cell(w.name, "mono") + _cell(w.policy) + _cell(size(w.nbytes), "number")
-        for w in plan.weights
-    ]
-    if kept:
-        yield f"<h3>Quantized weights: {size(plan.kept_bytes)} kept</h3>{_table(kept)}"
+def _sections(plan: Planned) -> Iterator[str]:
+    for title, styles, rows in sections(plan):
+        cells = ["".join(map(cell, row, styles)) for row in rows]
+        yield f"<h3>{title[0].upper()}{title[1:]}</h3>{table(cells, 'list')}"
 
 
 def _saved(rows: Sequence[SavedRow]) -> Iterator[str]:
     if not rows:
         return
     most = max(row.nbytes for row in rows)
-    table = _table([_saved_row(row, most) for row in rows], "bars")
-    yield f"<h3>Saved for the backward</h3>{table}"
+    bars = table([_saved_row(row, most) for row in rows], "bars")
+    yield f"<h3>Saved for the backward</h3>{bars}"
 
 
 def breakable(name: str) -> str:
@@ -231,13 +220,14 @@ def breakable(name: str) -> str:
 def _saved_row(row: SavedRow, most: int) -> str:
     tensor = row.tensor
     times = f' <span class="quiet">{row.times} times</span>' if row.times > 1 else ""
+    number, last = row.amount, ""
     if row.nbytes:
-        number, last = size(row.nbytes), f'<i style="width:{100 * row.nbytes / most:.1f}%"></i>'
+        last = f'<i style="width:{100 * row.nbytes / most:.1f}%"></i>'
     else:
-        word, other = "parameter" if tensor.is_param else "shared", tensor.shared_with or ""
-        number = f'<span class="quiet">{word}</span>'
-        last = f'<span class="quiet mono">{escape(other)}</span>' if row.times == 1 else ""
+        number = f'<span class="quiet">{number}</span>'
+        if row.times == 1:
+            last = f'<span class="quiet mono">{escape(tensor.shared_with or "")}</span>'
     return (
-        f'<td class="mono">{breakable(row.name)}{times}</td>{_cell(shape_of(tensor), "mono quiet")}'
+        f'<td class="mono">{breakable(row.name)}{times}</td>{cell(shape_of(tensor), "mono quiet")}'
         f'<td class="number">{number}</td><td class="share">{last}</td>'
     )

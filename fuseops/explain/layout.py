@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from fuseops.plan.records import Miss, Planned, SavedTensor, Span
+from fuseops.plan.records import Miss, Overlap, Planned, SavedTensor, Span
 from fuseops.words import dtype_name, plural, size
 
 LONG = 24  # rows from which equal ones, of other layers, share a line
@@ -37,6 +38,13 @@ class SavedRow(NamedTuple):
     def nbytes(self) -> int:
         return self.tensor.nbytes * self.times
 
+    @property
+    def amount(self) -> str:
+        """Its bytes, or why it has none of its own."""
+        if self.nbytes or not (self.tensor.is_param or self.tensor.shared_with):
+            return size(self.nbytes)
+        return "parameter" if self.tensor.is_param else "shared"
+
 
 class Column(NamedTuple):
     """A `Column` is a box of the drawing: an op, or neighbouring modules of one class."""
@@ -49,11 +57,12 @@ class Column(NamedTuple):
     hint: str
 
 
-class SpanRow(NamedTuple):
-    position: str
-    ops: str
-    runs: str
-    why: str
+class Section(NamedTuple):
+    """A `Section` is a table of a plan, with the style of every column."""
+
+    title: str
+    styles: tuple[str, ...]  # "rule", "mono", "number" or ""
+    rows: Sequence[tuple[str, ...]]
 
 
 def at_peak(plan: Planned) -> str:
@@ -70,13 +79,17 @@ def is_outside(plan: Planned) -> bool:
     return not plan.forward
 
 
+def fused_and_missed(plans: Sequence[Planned]) -> tuple[int, int]:
+    """How many spans rules made in all of them, and how many misses there are."""
+    every = [p for plan in plans for p in plan.walk()]
+    return sum(len(p.fused) for p in every), sum(len(p.not_fused) for p in every)
+
+
 def summary(plans: Sequence[Planned]) -> str:
     """How many, and how much, in one line."""
-    every = [p for plan in plans for p in plan.walk()]
-    ran = sum(not is_outside(p) for p in every)
-    fused = sum(len(p.fused) for p in every)
-    misses = sum(len(p.misses) for p in every)
-    what = f"{plural(ran, 'Sequential')}, {plural(fused, 'fused span')}, {plural(misses, 'miss')}"
+    ran = sum(not is_outside(p) for plan in plans for p in plan.walk())
+    fused, missed = fused_and_missed(plans)
+    what = f"{plural(ran, 'Sequential')}, {plural(fused, 'fused span')}, {plural(missed, 'miss')}"
     if not ran:
         what = "no fuseops.Sequential ran, so no rule could fire"
     return (
@@ -103,31 +116,21 @@ def relative(name: str | None, path: str) -> str:
     return below if below != name else glob(name)
 
 
-def signature(plan: Planned) -> Hashable:
-    """Equal for plans that say the same of modules in the same place of repeated layers."""
-    return (
-        glob(plan.path),
-        plan.forward,
-        plan.backward,
-        plan.misses,
-        tuple(
-            t._replace(
-                name=relative(t.name, plan.path), shared_with=relative(t.shared_with, plan.path)
-            )
-            for t in plan.saved
-        ),
-        plan.operands,
-        plan.weights,
-        plan.segments,
-        plan.notes,
-        plan.temporaries,
-        tuple((relative(n.path, plan.path), signature(n)) for n in plan.nested),
+def signature(plan: Planned) -> Planned:
+    """The plan under relative names: equal where modules in the same place of repeated layers are planned alike."""
+    saved = tuple(
+        t._replace(name=relative(t.name, plan.path), shared_with=relative(t.shared_with, plan.path))
+        for t in plan.saved
     )
+    nested = tuple(
+        replace(signature(inner), path=relative(inner.path, plan.path)) for inner in plan.nested
+    )
+    return replace(plan, path=glob(plan.path), saved=saved, nested=nested)
 
 
 def groups(plans: Sequence[Planned]) -> list[Group]:
     """Equal plans together, at the place of the first."""
-    found: dict[Hashable, list[Planned]] = {}
+    found: dict[Planned, list[Planned]] = {}
     for plan in plans:
         found.setdefault(signature(plan), []).append(plan)
     return [Group(same[0], tuple(p.path for p in same)) for same in found.values()]
@@ -187,21 +190,23 @@ def _runs_of_modules(spans: Sequence[Span]) -> list[list[Span]]:
     return found
 
 
-def span_rows(spans: Sequence[Span]) -> list[SpanRow]:
-    """A line a span; in a long plan equal layers that follow each other share theirs."""
-    lines, rows, at = _runs_of_modules(spans), [], 0
+def span_rows(spans: Sequence[Span]) -> list[tuple[str, ...]]:
+    """A line a span: position, ops, what runs them, why. In a long plan equal layers that follow each other share
+    theirs.
+    """
+    lines, rows, at = _runs_of_modules(spans), list[tuple[str, ...]](), 0
     for period, times in _repeats(lines):
         for same in lines[at : at + period]:
             first, last, n = same[0], same[-1], len(same)
             ops = ", ".join(first.ops) if n == 1 else f"{first.ops[0]} .. {last.ops[-1]}"
             runs = first.runs if n == 1 else f"{first.runs} x {n}"
-            rows.append(SpanRow(_positions(first.start, last.stop), ops, runs, why(first)))
+            rows.append((_positions(first.start, last.stop), ops, runs, why(first)))
         begin, at = at + period, at + period * times
         if times > 1:
             first, last = lines[begin][0], lines[at - 1][-1]
             again = f"the same {plural(times - 1, 'time')} more"
             ops = f"{first.ops[0]} .. {last.ops[-1]}"
-            rows.append(SpanRow(_positions(first.start, last.stop), ops, again, ""))
+            rows.append((_positions(first.start, last.stop), ops, again, ""))
     return rows
 
 
@@ -223,16 +228,48 @@ def _repeats(lines: Sequence[Sequence[Span]]) -> Iterator[tuple[int, int]]:
 
 
 def miss_rows(plan: Planned) -> list[tuple[str, str, str]]:
-    """Rule, place and reason of every miss; those of equal layers share a line."""
+    """Rules, place and reason of every miss but overlaps; what is said alike of one place, and in a long plan of equal
+    layers, shares a line.
+    """
     same: dict[Hashable, list[Miss]] = {}
-    for miss in plan.misses:
-        long = len(plan.misses) >= LONG
-        key = (miss.rule, re.sub(r"\d+", "*", miss.reason)) if long else miss
+    for miss in plan.not_fused:
+        long = len(plan.not_fused) >= LONG
+        key = re.sub(r"\d+", "*", miss.reason) if long else (miss.span, miss.reason)
         same.setdefault(key, []).append(miss)
     return [
-        (ms[0].rule, f"{place(plan, ms[0])}{_more(len(ms) - 1)}", ms[0].reason)
+        (_rules(ms), f"{place(plan, ms[0])}{_more(len({m.span for m in ms}) - 1)}", ms[0].reason)
         for ms in same.values()
     ]
+
+
+def overlap_rows(plan: Planned) -> list[tuple[str, str]]:
+    """Rules that a rule left no room for, and the reason; wherever that rule fired, on one line."""
+    same: dict[str, list[Miss]] = {}
+    for miss in (m for m in plan.misses if isinstance(m, Overlap)):
+        same.setdefault(re.sub(r"\d+:\d+", "*", miss.reason), []).append(miss)
+    return [
+        (_rules(ms), f"{ms[0].reason}{_more(len({m.reason for m in ms}) - 1)}")
+        for ms in same.values()
+    ]
+
+
+def _rules(misses: Sequence[Miss]) -> str:
+    return ", ".join(dict.fromkeys(m.rule for m in misses))
+
+
+def sections(plan: Planned) -> list[Section]:
+    """What there is to say of a plan besides its spans and what it saves."""
+    misses = [(rule, f"at {where}", reason) for rule, where, reason in miss_rows(plan)]
+    kept = f"quantized weights: {size(plan.kept_bytes)} kept beside the saved tensors"
+    formats = [(o.op, o.role, o.format) for o in plan.operands]
+    weights = [(w.name, w.policy, size(w.nbytes)) for w in plan.weights]
+    every = (
+        Section("not fused", ("rule lost", "mono", ""), misses),
+        Section("passed over", ("rule", ""), overlap_rows(plan)),
+        Section("formats of operands", ("mono", "", "mono"), formats),
+        Section(kept, ("mono", "", "number"), weights),
+    )
+    return [section for section in every if section.rows]
 
 
 def _more(others: int) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import torch_private
-from fuseops.observe.memory import tensors_in
+from fuseops.observe.labels import Labels
 from fuseops.observe.observer import Observer
 from fuseops.observe.rehearse import peak_of_step, unseen
 from fuseops.observe.saved import SavedLedger, storages, tensors_by_owner
@@ -33,9 +32,7 @@ from fuseops.run.config import set_root
 from fuseops.run.sides import check_module
 
 from .assemble import plan_from
-from .explanation import Explanation
-from .fusion_plan import FusionPlan
-from .layout import glob
+from .explanation import Explanation, FusionPlan
 
 
 def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
@@ -108,7 +105,7 @@ def _observe(
 ) -> list[FusionPlan]:
     paths = _paths(model)
     observer = Observer(model, paths)
-    ledger = SavedLedger(observer.where)
+    ledger = SavedLedger(observer.where, Labels(paths))
     with ExitStack() as undo:
         undo.enter_context(forked_random())
         buffers = undo.enter_context(_copied_buffers(model))
@@ -117,7 +114,6 @@ def _observe(
         undo.enter_context(_eager())
         with names.observe(), ledger.hooks(), observer.watching():
             outputs = model(*args, **kwargs)
-        ledger.visit(tensors_in(outputs))
         parameters = {
             storage: _joined(paths[id(module)], name)
             for module in model.modules()
@@ -125,9 +121,9 @@ def _observe(
             for storage, _ in storages(p)
         }
         saved = tensors_by_owner(ledger, parameters, buffers)
+        del outputs  # the graph lived by them
     compiled = [paths[id(m)] for _, m in walk(model) if torch_private.is_compiled(m)]
-    plans = [plan_from(call, saved) for call in observer.calls]
-    found = [_with_numbers(_as_compiled(plan, compiled)) for plan in plans]
+    found = [_around(plan_from(call, saved), compiled) for call in observer.calls]
     root = paths[id(model)]
     rest = _outside(root, [t for owner, t in saved if owner is None], observer)
     if rest is None and not found:
@@ -135,35 +131,33 @@ def _observe(
     return [*found, rest] if rest else found
 
 
-def _as_compiled(plan: Planned, compiled: list[str]) -> Any:
-    """A plan of what runs inside of a compiled module, which keeps no quantized weights."""
-    nested = tuple(_as_compiled(inner, compiled) for inner in plan.nested)
-    inside = any(f"{plan.path}.".startswith(f"{path}." if path else "") for path in compiled)
-    if not (inside and plan.weights):
-        return replace(plan, nested=nested)
-    notes = (*plan.notes, "compiled code quantizes the weights in each call: none are kept")
-    return replace(plan, nested=nested, notes=notes, weights=())
-
-
-def _with_numbers(plan: Planned) -> Any:
-    """A plan that is made under `fo.debug()` says what quantization does to the numbers of its ops."""
+def _around(plan: Planned, compiled: list[str]) -> Any:
+    """A plan with what is known around it: inside of a compiled module no quantized weights are kept, and under
+    `fo.debug()` it says what quantization does to the numbers of its ops.
+    """
+    nested = tuple(_around(inner, compiled) for inner in plan.nested)
+    notes, weights = [*plan.notes], plan.weights
+    if weights and any(f"{plan.path}.".startswith(f"{p}." if p else "") for p in compiled):
+        notes.append("compiled code quantizes the weights in each call: none are kept")
+        weights = ()
     debug = scopes.current().debug
-    if debug is None:
-        return plan
-    ops = {".".join(filter(None, (plan.path, operand.op))) for operand in plan.operands}
-    lines = [str(n) for n in (*debug.operands(), *debug.gemms()) if n.op in ops]
-    nested = tuple(_with_numbers(inner) for inner in plan.nested)
-    return replace(plan, notes=(*plan.notes, *lines), nested=nested)
+    if debug is not None:
+        ops = {_joined(plan.path, operand.op) for operand in plan.operands}
+        notes += [str(n) for n in (*debug.operands(), *debug.gemms()) if n.op in ops]
+    return replace(plan, nested=nested, notes=tuple(notes), weights=weights)
 
 
 _NONE = "no fuseops.Sequential ran, and nothing is saved"
 
 
 def _outside(path: str, saved: list[SavedTensor], observer: Observer) -> FusionPlan | None:
-    alone = Counter(
-        f"{glob(at)} ({type(op).__name__})".strip() for at, op in observer.alone.items()
+    alone: dict[str, list[str]] = {}
+    for at, op in observer.alone.items():
+        alone.setdefault(type(op).__name__, []).append(at)
+    ops = ", ".join(
+        f"{at[0]} ({kind})".strip() if len(at) == 1 else f"{len(at)} {kind}"
+        for kind, at in alone.items()
     )
-    ops = ", ".join(name if n == 1 else f"{n} times {name}" for name, n in alone.items())
     notes = (f"{ops}: called alone; rules match only inside a fuseops.Sequential",) if alone else ()
     return FusionPlan(path, (), (), saved=tuple(saved), notes=notes) if saved or notes else None
 

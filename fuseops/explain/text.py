@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fuseops.plan.records import Planned, Span
-from fuseops.words import size
+from fuseops.words import aligned, size
 
 from .layout import (
     Group,
@@ -13,8 +13,8 @@ from .layout import (
     at_peak,
     groups,
     is_outside,
-    miss_rows,
     saved_rows,
+    sections,
     shape_of,
     span_rows,
     summary,
@@ -42,15 +42,9 @@ def _group(group: Group) -> list[str]:
             if plan.backward == plan.forward
             else _spans("backward", plan.backward)
         )
-    if plan.misses:
-        lines.append("  not fused")
-        lines += _table([[rule, f"at {where}", why] for rule, where, why in miss_rows(plan)])
-    if plan.operands:
-        lines.append("  formats of operands")
-        lines += _table([[o.op, o.role, o.format] for o in plan.operands])
-    if plan.weights:
-        lines.append(f"  quantized weights: {size(plan.kept_bytes)} kept beside the saved tensors")
-        lines += _table([[w.name, w.policy, size(w.nbytes)] for w in plan.weights], right=(2,))
+    for title, styles, rows in sections(plan):
+        numbers = [k for k, style in enumerate(styles) if style == "number"]
+        lines += [f"  {title}", *_table(rows, numbers)]
     lines += _saved(group)
     lines += [f"  note: {note}" for note in plan.notes]
     for nested in groups(plan.nested):
@@ -59,7 +53,7 @@ def _group(group: Group) -> list[str]:
 
 
 def _spans(direction: str, spans: Sequence[Span]) -> list[str]:
-    return [f"  {direction}", *_table([list(row) for row in span_rows(spans)])]
+    return [f"  {direction}", *_table(span_rows(spans))]
 
 
 def _saved(group: Group) -> list[str]:
@@ -71,18 +65,12 @@ def _saved(group: Group) -> list[str]:
     inside = sum(p.saved_bytes for p in plan.nested)
     if inside:
         lines[0] += f"; {size(inside)} of it in the Sequentials below"
-    table = [[_times(r), shape_of(r.tensor), _bytes(r), _shared(r)] for r in rows]
+    table = [[_times(r), shape_of(r.tensor), r.amount, _shared(r)] for r in rows]
     return lines + _table(table, right=(2,))
 
 
 def _times(row: SavedRow) -> str:
     return row.name if row.times == 1 else f"{row.name} ({row.times} times)"
-
-
-def _bytes(row: SavedRow) -> str:
-    if row.tensor.is_param and not row.tensor.nbytes:
-        return "parameter"
-    return "shared" if row.tensor.shared_with and not row.tensor.nbytes else size(row.nbytes)
 
 
 def _shared(row: SavedRow) -> str:
@@ -92,15 +80,4 @@ def _shared(row: SavedRow) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Columns two spaces apart, under an indent; `right` says which are aligned right."""
-    if not rows:
-        return []
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return [
-        "    "
-        + "  ".join(
-            cell.rjust(w) if k in right else cell.ljust(w)
-            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return [f"    {line}" for line in aligned(rows, right)]

@@ -7,24 +7,22 @@ launcher, has its name behind an underscore, and is `op.twin`. Sums are kept in 
 with one rounding at the store.
 Shapes: R rows, N columns, F gated features, E groups, K the inner size of a GEMM.
 
-    launchers       activation, add_mm, amax, bias, cross_entropy, dropout, layer_norm, norm, norm_operand,
-                    micro, micro_gemm, operands, peers, permute, quantize, rope, router, router_losses, routing, wide_mm
+    launchers       activation, add_mm, amax, bias, cross_entropy, dropout, norm, norm_operand,
+                    micro, micro_gemm, operands, peers, permute, quantize, rope, router, router_losses, routing
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel,
-                    and why), grouped_launch, grouped_autograd
+                    and why), grouped_launch
     FP8 GEMMs       fp8, fp8_launch; fp8_paths (which kernel, and why)
     all of them     registry (`@kernel_op`), records (of the arguments of an op), launch, replay (of a
                     launcher whose operands come again), transcript (of what calls of them, and torch's,
-                    a function came to), recorder (of launches), configs (block sizes), tiles,
-                    triton_private
+                    a function came to), configs (block sizes), tiles, triton_private
     by inductor     generated (of elementwise functions, for any number of rows)
-    tools           aot (compiled without a GPU), timing, interpreter (Triton's, repaired)
-    in twins        precision (of sums), groups (of rows, and of columns), scales (of FP8), formats (of recipes)
+    tools           aot (compiled without a GPU), interpreter (Triton's, repaired)
+    in twins        groups (of rows, and of columns), scales (of FP8), formats (of recipes)
     device/         the Triton code, one module a noun
 
 For kernels outside of fuseops `kernel_op`, `launch` and `Space` are public; the launchers of fuseops' own are not.
 """
 
-from . import grouped_autograd as grouped_autograd
 from .activation import GATES as GATES
 from .activation import act_bwd as act_bwd
 from .activation import act_bwd_bias as act_bwd_bias
@@ -34,6 +32,7 @@ from .activation import scaled_act_bwd as scaled_act_bwd
 from .activation import scaled_act_bwd_into as scaled_act_bwd_into
 from .activation import scaled_act_fwd as scaled_act_fwd
 from .add_mm import add_mm as add_mm
+from .add_mm import wide_mm as wide_mm
 from .amax import quantize_groups as quantize_groups
 from .amax import quantize_matrices as quantize_matrices
 from .bias import bias_bwd as bias_bwd
@@ -49,14 +48,11 @@ from .cross_entropy import logits_with_rows as logits_with_rows
 from .cross_entropy import scaled_to as scaled_to
 from .dropout import apply_dropout as apply_dropout
 from .formats import Format as Format
-from .formats import amax_of_groups as amax_of_groups
-from .formats import amax_of_tokens as amax_of_tokens
 from .formats import codes_values as codes_values
 from .formats import dequantize_format as dequantize_format
 from .formats import hadamard as hadamard
 from .formats import quantize_format as quantize_format
 from .formats import signs as signs
-from .formats import spread_over_groups as spread_over_groups
 from .formats import swizzled as swizzled
 from .formats import turned as turned
 from .formats import turned_in_groups as turned_in_groups
@@ -81,14 +77,14 @@ from .groups import column_offs as column_offs
 from .groups import columns_of as columns_of
 from .groups import padding_mask as padding_mask
 from .launch import launch as launch
-from .layer_norm import add_layernorm_fwd as add_layernorm_fwd
-from .layer_norm import layernorm_bwd as layernorm_bwd
-from .layer_norm import layernorm_fwd as layernorm_fwd
 from .micro import quantize_micro as quantize_micro
 from .micro_gemm import micro_mm as micro_mm
 from .micro_gemm import micro_wgrad as micro_wgrad
 from .micro_gemm import multiplies as multiplies
+from .norm import add_layernorm_fwd as add_layernorm_fwd
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
+from .norm import layernorm_bwd as layernorm_bwd
+from .norm import layernorm_fwd as layernorm_fwd
 from .norm import rmsnorm_bwd as rmsnorm_bwd
 from .norm import rmsnorm_fwd as rmsnorm_fwd
 from .norm_operand import rmsnorm_columns as rmsnorm_columns
@@ -108,7 +104,6 @@ from .permute import combine_fwd as combine_fwd
 from .permute import gather_rows as gather_rows
 from .permute import scatter_rows as scatter_rows
 from .permute import values_of_copies as values_of_copies
-from .precision import accumulator as accumulator
 from .quantize import quantize_group_blocks as quantize_group_blocks
 from .quantize import quantize_vectors as quantize_vectors
 from .registry import kernel_op as kernel_op
@@ -122,13 +117,18 @@ from .router_losses import router_loss_bwd as router_loss_bwd
 from .routing import count_once as count_once
 from .routing import expert_counts as expert_counts
 from .routing import route as route
+from .scales import amax_of_groups as amax_of_groups
+from .scales import amax_of_matrices as amax_of_matrices
+from .scales import amax_of_tokens as amax_of_tokens
 from .scales import by_pieces as by_pieces
+from .scales import codes_of_matrices as codes_of_matrices
+from .scales import codes_of_rows as codes_of_rows
 from .scales import columns_in_groups as columns_in_groups
 from .scales import inverse_scale as inverse_scale
-from .scales import magnitude as magnitude
 from .scales import pieces as pieces
 from .scales import saturate as saturate
-from .wide_mm import wide_mm as wide_mm
+from .scales import spread_over_groups as spread_over_groups
+from .tiles import accumulator as accumulator
 
 __all__ = ["Space", "kernel_op", "launch"]
 

@@ -19,7 +19,6 @@ Hardware: sm_80 and later. Adding a kind: one branch in device/act.py, a line in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -32,16 +31,12 @@ from fuseops.kernels import tiles
 from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch, overlap
-from fuseops.kernels.precision import wide
 from fuseops.kernels.records import of_fields
-from fuseops.kernels.registry import floats, kernel_op, on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, check_shape
+from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
+from fuseops.kernels.tiles import as_rows, cdiv, check_shape, wide
 
 SQRT_HALF, SQRT_2_OVER_PI, GELU_CUBIC = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
-
-
 QGELU = 1.702
-
 
 GATES = {
     "glu": "sigmoid",
@@ -62,13 +57,14 @@ def _gelu_cdf(x: Tensor) -> Tensor:
 
 
 def _gelu_tanh_slope(x: Tensor) -> Tensor:
-    s = torch.sigmoid(2 * SQRT_2_OVER_PI * (x + GELU_CUBIC * x**3))  # 0.5 (1 + tanh(z / 2))
-    return s + x * s * (1 - s) * 2 * SQRT_2_OVER_PI * (1 + 3 * GELU_CUBIC * x * x)
+    square = (x * x).clamp(max=1024)  # s is 0 or 1 from there on, and inf times 0 would be NaN
+    s = torch.sigmoid(2 * SQRT_2_OVER_PI * x * (1 + GELU_CUBIC * square))  # 0.5 (1 + tanh(z / 2))
+    return s + x * s * (1 - s) * 2 * SQRT_2_OVER_PI * (1 + 3 * GELU_CUBIC * square)
 
 
 def _silu_slope(x: Tensor, alpha: float = 1.0) -> Tensor:
     s = torch.sigmoid(alpha * x)
-    return s + alpha * x * s * (1 - s)
+    return s + alpha * (x * s * (1 - s))  # alpha x alone may be inf
 
 
 VALUES = {
@@ -81,7 +77,6 @@ VALUES = {
     "sigmoid": torch.sigmoid,
 }
 
-
 SLOPES = {
     "gelu": lambda x: _gelu_cdf(x) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi),
     "gelu_tanh": _gelu_tanh_slope,
@@ -91,7 +86,6 @@ SLOPES = {
     "silu": _silu_slope,
     "sigmoid": lambda x: torch.sigmoid(x) * (1 - torch.sigmoid(x)),
 }
-
 
 KINDS = (*VALUES, *GATES)
 
@@ -111,6 +105,12 @@ def join_gate(gate: Tensor, linear: Tensor, interleave: int = 0) -> Tensor:
         return torch.cat([gate, linear], dim=-1)
     halves = [h.unflatten(-1, (-1, interleave)) for h in (gate, linear)]
     return torch.stack(halves, dim=-2).flatten(-3)
+
+
+Form = tuple[Any, ...]
+"""What the kernels take of an activation: its kind, and constants of `ActivationForm` as far as it has any."""
+READ = {"clamped_swiglu": 3, "situglu": 2}
+"""How many of alpha, limit and offset the formula of a kind reads: none, if it is not here."""
 
 
 class ActivationForm(NamedTuple):
@@ -237,7 +237,7 @@ BWD_BIAS = Space("act_bwd_bias", _bias_candidates)
 GATE_BWD_BIAS = Space("gate_bwd_bias", _gate_bias_candidates)
 
 
-def _cases(*, dy: bool = False, probs: bool = False) -> Iterator[tuple[Any, ...]]:
+def _cases(*, dy: bool = False, probs: bool = False) -> Cases:
     """Every kind in bf16, the other dtypes with swiglu and gelu, both interleaved forms; N
     divisible by 16 and not.
     """
@@ -312,7 +312,7 @@ def act_bwd_bias(dy: Tensor, x: Tensor, form: ActivationForm) -> tuple[Tensor, T
     return dx, sum_partials(partial)
 
 
-def _bwd_cases() -> Iterator[tuple[Any, ...]]:
+def _bwd_cases() -> Cases:
     """As MLPs call it: experts with probabilities, dense ones without."""
     for dy, x, probs, kind, _, need_y, interleave in _cases(dy=True, probs=True):
         yield dy, x, probs, kind, True, need_y, interleave
@@ -409,15 +409,19 @@ def _constants(x: Tensor, form: ActivationForm) -> tuple[dict[str, Any], int]:
         raise FuseOpsError(f"{kind}: last axis of x is {width}, expected a multiple of {step}.")
     if not gated and interleave:
         raise FuseOpsError(f"{kind} has no gate, so interleave={interleave} has no meaning.")
-    read = {"clamped_swiglu": 3, "situglu": 2}.get(kind, 0)  # of alpha, limit and offset
-    given = zip(("ALPHA", "LIMIT", "OFFSET"), (*shape[:read], 0.0, 0.0, 0.0), strict=False)
     constants = {
         "ACT": GATES.get(kind, kind),
         "GATED": gated,
         "INTERLEAVE": interleave,
-        **dict(given),
+        **shape_constants(kind, *shape),
     }
     return constants, width // 2 if gated else width
+
+
+def shape_constants(kind: str, *shape: float) -> dict[str, float]:
+    """constexprs of alpha, limit and offset, 0 for those that the kind does not read."""
+    given = (*shape[: READ.get(kind, 0)], 0.0, 0.0, 0.0)
+    return dict(zip(("ALPHA", "LIMIT", "OFFSET"), given, strict=False))
 
 
 def _grad_rows(dy: Tensor, x: Tensor, n: int) -> Tensor:

@@ -1,27 +1,40 @@
-"""A thin product added to a tensor: the router's gradient on its way into that of the tokens.
+"""The products of a router: logits that are not rounded, and its gradient on its way into that of the tokens.
 
-Maths: y = add + x weight; x is rounded to the dtype of the weight, the sum is float32 with one
-rounding at the store.
-Shapes: add (M, N), x (M, K) float32 or a half, weight (K, N) -> y (M, N) in the dtype of add. K is
-the number of experts, so it is the traffic of add and y that counts: `torch.addmm` moves it twice,
-since it copies add first.
-Layout: rows may be strided, columns are contiguous.
-Hardware: sm_80 and later, for halves of one dtype and K up to MAX_K; of larger K `torch.addmm`, others the twin.
+Maths: wide_mm  y = x weight^T, whose accumulator is kept. Products of halves are exact in float32, so this is the
+    product of the operands in float32, at the speed and traffic of halves.
+    add_mm  y = add + x weight; x is rounded to the dtype of the weight, the sum is float32 with one rounding.
+Shapes: x (T, D), weight (E, D) -> y (T, E) float32. add (M, N), x (M, K) float32 or a half, weight (K, N) -> y (M, N)
+in the dtype of add. K is the number of experts, so it is the traffic of add and y that counts: `torch.addmm` moves it
+twice, since it copies add first.
+Layout: of add_mm rows may be strided, columns are contiguous; of wide_mm any strides.
+Hardware: wide_mm is cuBLAS's, for halves of one dtype; others are multiplied in the accumulator's. add_mm takes sm_80
+and later, halves of one dtype and K up to MAX_K; of larger K `torch.addmm`, others the twin.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
-from fuseops.kernels.precision import wide
-from fuseops.kernels.registry import floats, kernel_op, on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
+from fuseops.kernels.tiles import accumulator, as_rows, cdiv, pow2, require, wide
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def _wide_mm(x: Tensor, weight: Tensor) -> Tensor:
+    dtype = accumulator(torch.promote_types(x.dtype, weight.dtype))
+    return x.to(dtype) @ weight.to(dtype).t()
+
+
+@kernel_op(twin=_wide_mm, flops=lambda x, weight: 2 * x.numel() * weight.shape[0], min_arch=0)
+def wide_mm(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T in float32."""
+    if x.dtype == weight.dtype and x.dtype in HALVES:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return _wide_mm(x, weight)
 
 
 def _add_mm(add: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -30,7 +43,6 @@ def _add_mm(add: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 MAX_K = 256
-HALVES = (torch.bfloat16, torch.float16)
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -56,7 +68,7 @@ def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
 ADD_MM = Space("add_mm", _candidates, _default, dims=("k", "n"))
 
 
-def _cases() -> Iterator[tuple[Any, ...]]:
+def _cases() -> Cases:
     for dtype in HALVES:
         for experts in (8, 64, 128, 256) if dtype is torch.bfloat16 else (128,):
             add = on_meta(8192, 4096, dtype=dtype)

@@ -28,10 +28,13 @@ from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, matrix_shape, too_large
 from fuseops.kernels.registry import ints, on_meta, tensor_bytes
 from fuseops.kernels.scales import (
+    amax_of_groups,
+    amax_of_matrices,
+    amax_of_tokens,
+    codes_of_matrices,
+    codes_of_rows,
     columns_in_groups,
-    expert_quantize,
-    grouped_quantize,
-    tensor_quantize,
+    inverse_scale,
 )
 from fuseops.kernels.tiles import cdiv, require
 
@@ -44,20 +47,21 @@ def _quantize_groups(
     col: bool = False,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if offs is None:
-        data, scale = tensor_quantize(x, dtype, amax)
-    else:
-        data, scale = grouped_quantize(x, offs, dtype, amax)
+    if amax is None:
+        amax = amax_of_groups(amax_of_tokens(x, 1), offs)
+    up = inverse_scale(amax, dtype, False)
+    data = codes_of_rows(x, up, offs, dtype)
     columns = columns_in_groups(data, offs) if col else data.new_empty(0)
-    return data if row else data.new_empty(0), columns, scale
+    return data if row else data.new_empty(0), columns, 1 / up
 
 
 def _quantize_matrices(
     weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    data, scale = expert_quantize(weight, dtype)
+    up = inverse_scale(amax_of_matrices(weight), dtype, False)
+    data = codes_of_matrices(weight, up, dtype)
     turned = data.mT.contiguous() if col else data.new_empty(0)
-    return data if row else data.new_empty(0), turned, scale
+    return data if row else data.new_empty(0), turned, 1 / up
 
 
 SPAN = 1024

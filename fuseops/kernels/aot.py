@@ -34,8 +34,8 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import configs
 from fuseops.kernels.launch import COMPILER, recording
 from fuseops.kernels.peers import PEER_KERNELS, PeerKernel
-from fuseops.kernels.recorder import Launch
 from fuseops.kernels.registry import INTERPRET, KERNEL_OPS, KernelOp
+from fuseops.kernels.replay import Launch
 
 PINNED = "3.6"
 """The Triton whose table has every row; those of others have the rows that `differs` names."""
@@ -43,9 +43,11 @@ ARCHS = (80, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
 TMEM_LIMIT = 512
 SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
-    "rmsnorm_bwd_kernel": (16, "16384 columns with dw and dres; a second pass would cost far more"),
-    "layernorm_fwd_kernel": (8, "4096 columns with a residual, weight and bias, of four warps"),
-    "layernorm_bwd_kernel": (136, "16384 columns with dw and dres; as above"),
+    "norm_fwd_kernel": (8, "4096 columns with a residual, weight and bias, of four warps"),
+    "norm_bwd_kernel": (
+        136,
+        "16384 columns with dw and dres, of LayerNorm; a second pass would cost far more",
+    ),
     "micro_mm_kernel": (
         8,
         "on sm_120: a slot that ptxas zeroes beside the scaled mma; nothing is spilled",
@@ -59,7 +61,6 @@ SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
 }
 """Kernels that may spill, how many bytes and why."""
 SPILLS_OF_OTHERS: dict[str, tuple[int, str]] = {
-    "fp8_dswiglu_kernel": (24, "the form without groups"),
     "grouped_mm_pingpong_kernel": (8, "what a gather is told, read once a tile"),
     "grouped_wgrad_pingpong_kernel": (32, "what a gather is told, read once a tile"),
 }
@@ -70,7 +71,6 @@ _TYPES = {
     torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
     torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.bool: "i1",
 }  # fmt: skip
-
 
 Fixed = dict[tuple[int], Any]
 

@@ -11,9 +11,6 @@ Hardware: sm_80 and later.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -21,9 +18,8 @@ from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.groups import group_of_row
 from fuseops.kernels.launch import chain, device, launch, overlap
-from fuseops.kernels.precision import accumulator, wide
-from fuseops.kernels.registry import floats, ints, kernel_op, on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2
+from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta
+from fuseops.kernels.tiles import accumulator, as_rows, cdiv, check_axes, check_shape, pow2, wide
 
 
 def _bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
@@ -98,7 +94,7 @@ BWD = Space("bias_bwd", _bwd_candidates, _bwd_default)
 GROUPED_BWD = Space("grouped_bias_bwd", _grouped_bwd_candidates)
 
 
-def _cases(*, grouped: bool, backward: bool) -> Iterator[tuple[Any, ...]]:
+def _cases(*, grouped: bool, backward: bool) -> Cases:
     for dtype in DTYPES:
         for n in (2048, 100):
             x, bias = on_meta(8192, n, dtype=dtype), on_meta(*(64,) * grouped, n, dtype=dtype)
@@ -129,67 +125,7 @@ def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None
 @kernel_op(twin=_bias_bwd, fuses=True, cases=lambda: _cases(grouped=False, backward=True))
 def bias_bwd(dy: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """dbias, float32 or rounded once to `dtype`: dy summed over all axes but the last."""
-    return _backward(as_rows(dy), dtype or torch.float32)
-
-
-@kernel_op(twin=_grouped_bias_bwd, cases=lambda: _cases(grouped=True, backward=True))
-def grouped_bias_bwd(
-    dy: Tensor, offs: Tensor, probs: Tensor | None = None, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(dbias (E, N) float32, dprobs (R,) float32 if bias is given, else empty)."""
-    check_axes("dy", dy, "(R, N)")
-    return _grouped_backward(as_rows(dy), offs.contiguous(), probs, bias)
-
-
-def sum_partials(partial: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(S, N) float32 partial sums -> (N,), in a fixed order."""
-    splits, n = partial.shape
-    if splits == 1 and partial.dtype == dtype:
-        return partial[0]
-    y, tile = torch.empty(n, dtype=dtype, device=partial.device), _sum_tile(splits, n)
-    blocks = cdiv(n, tile["BLOCK_N"])
-    kernel = device("reduce").column_sum_kernel
-    launch(kernel, (blocks,), partial, y, splits, n, **tile, **overlap(y.device), num_warps=4)
-    return y
-
-
-def sum_all_partials(partial: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """`sum_partials` of each of partial (0 to 2, S, N), in one launch."""
-    count, splits, n = partial.shape
-    if count < 2:
-        return [sum_partials(one, dtype) for one in partial]
-    y, z = (torch.empty(n, dtype=dtype, device=partial.device) for _ in range(2))
-    tile = _sum_tile(splits, n)
-    grid, kernel = (cdiv(n, tile["BLOCK_N"]), 2), device("reduce").column_sums_kernel
-    launch(kernel, grid, partial, y, z, splits, n, **tile, **overlap(y.device), num_warps=4)
-    return [y, z]
-
-
-def _sum_tile(splits: int, n: int) -> Config:
-    block_s = pow2(splits, least=8, most=256)
-    return {"BLOCK_S": block_s, "BLOCK_N": pow2(n, most=SUM_TILE // block_s)}
-
-
-def _float32(probs: Tensor) -> Tensor:
-    return probs.to(torch.float32).contiguous()
-
-
-def _forward(x: Tensor, bias: Tensor, offs: Tensor | None, probs: Tensor | None) -> Tensor:
-    x2, n = as_rows(x), x.shape[-1]
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    groups = 1 if offs is None else len(offs)
-    config = (FWD if offs is None else GROUPED_FWD).pick(len(x2), (n,), x)
-    launch(
-        device("bias").bias_fwd_kernel, tiles.tile_grid(len(x2), n, config),
-        x2, bias, x if offs is None else offs, x if probs is None else _float32(probs), y,
-        len(x2), n, groups, x2.stride(0),
-        GROUPED=offs is not None, SCALED=probs is not None, BLOCK_E=pow2(groups),
-        **overlap(x.device), **config,
-    )  # fmt: skip
-    return y
-
-
-def _backward(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    dy, dtype = as_rows(dy), dtype or torch.float32
     rows, n = dy.shape
     config = dict(BWD.pick(rows, (n,), dy))
     blocks = cdiv(n, config["BLOCK_N"])
@@ -203,9 +139,13 @@ def _backward(dy: Tensor, dtype: torch.dtype) -> Tensor:
     return sum_partials(partial, dtype)
 
 
-def _grouped_backward(
-    dy: Tensor, offs: Tensor, probs: Tensor | None, bias: Tensor | None
+@kernel_op(twin=_grouped_bias_bwd, cases=lambda: _cases(grouped=True, backward=True))
+def grouped_bias_bwd(
+    dy: Tensor, offs: Tensor, probs: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    """(dbias (E, N) float32, dprobs (R,) float32 if bias is given, else empty)."""
+    check_axes("dy", dy, "(R, N)")
+    dy, offs = as_rows(dy), offs.contiguous()
     (rows, n), groups = dy.shape, len(offs)
     config = GROUPED_BWD.pick(rows, (n,), dy)
     blocks, chunks = cdiv(n, config["BLOCK_N"]), rows // CHUNK + groups
@@ -232,3 +172,45 @@ def _grouped_backward(
         BLOCK_S=block_s, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_R=block_r, num_warps=2,
     )  # fmt: skip
     return y, dprobs
+
+
+def sum_partials(partial: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(S, N) float32 partial sums -> (N,), in a fixed order."""
+    return sum_all_partials(partial[None], dtype)[0]
+
+
+def sum_all_partials(partial: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """`sum_partials` of each of partial (0 to 2, S, N), in one launch."""
+    count, splits, n = partial.shape
+    if count == splits == 1 and partial.dtype == dtype:
+        return [partial[0, 0]]
+    if not count:
+        return []
+    sums = [torch.empty(n, dtype=dtype, device=partial.device) for _ in range(count)]
+    block_s = pow2(splits, least=8, most=256)
+    block_n = pow2(n, most=SUM_TILE // block_s)
+    launch(
+        device("reduce").column_sums_kernel, (cdiv(n, block_n), count),
+        partial, sums[0], sums[-1], splits, n,
+        BLOCK_S=block_s, BLOCK_N=block_n, **overlap(partial.device), num_warps=4,
+    )  # fmt: skip
+    return sums
+
+
+def _float32(probs: Tensor) -> Tensor:
+    return probs.to(torch.float32).contiguous()
+
+
+def _forward(x: Tensor, bias: Tensor, offs: Tensor | None, probs: Tensor | None) -> Tensor:
+    x2, n = as_rows(x), x.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    groups = 1 if offs is None else len(offs)
+    config = (FWD if offs is None else GROUPED_FWD).pick(len(x2), (n,), x)
+    launch(
+        device("bias").bias_fwd_kernel, tiles.tile_grid(len(x2), n, config),
+        x2, bias, x if offs is None else offs, x if probs is None else _float32(probs), y,
+        len(x2), n, groups, x2.stride(0),
+        GROUPED=offs is not None, SCALED=probs is not None, BLOCK_E=pow2(groups),
+        **overlap(x.device), **config,
+    )  # fmt: skip
+    return y

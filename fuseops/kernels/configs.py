@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -186,16 +187,37 @@ def reload_tables() -> None:
         space._memo.clear()
 
 
+# more than any L2: written between two calls, so that nothing is read from there
+CACHE_BYTES = 1 << 28
+
+
+def time_us(call: Callable[[], Any], rounds: int = 20) -> float:
+    """Median microseconds of one call by CUDA events, with a cold L2. Raises FuseOpsError without a GPU."""
+    if not torch.cuda.is_available():
+        raise FuseOpsError("timing kernels needs a CUDA device, and torch sees none.")
+    cache = torch.zeros(CACHE_BYTES, dtype=torch.uint8, device="cuda")
+    call()
+    events = []
+    for _ in range(rounds):
+        cache.zero_()  # also keeps the GPU busy while the host queues the call
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        events.append((start, stop))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(stop) for start, stop in events) * 1e3
+
+
 def tune(
     call: Callable[[], Any],
-    time_us: Callable[[Callable[[], Any]], float],
+    time_us: Callable[[Callable[[], Any]], float] = time_us,
     *,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Config]:
     """Time every configuration of every kernel that ``call()`` launches and store the fastest.
 
-    ``time_us(call)`` measures one call (``fuseops.kernels.timing.time_us`` on a GPU);
-    ``progress(what, done, total)`` is told after each.
+    ``time_us(call)`` measures one call; ``progress(what, done, total)`` is told after each.
     """
     with asking() as asked:
         call()

@@ -34,10 +34,9 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.grouped import gemm_op, grouped_wgrad_into, one_group
 from fuseops.kernels.grouped_paths import wgrad_path
 from fuseops.kernels.launch import device, launch
-from fuseops.kernels.precision import accumulator, wide
 from fuseops.kernels.records import Arguments, of_fields
-from fuseops.kernels.registry import floats, kernel_op, on_meta
-from fuseops.kernels.tiles import cdiv, pow2
+from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
+from fuseops.kernels.tiles import accumulator, cdiv, pow2, wide
 
 
 class Loss(NamedTuple):
@@ -83,21 +82,8 @@ class Criterion:
     vocab: int | None = None
 
 
-class LossOperands(Arguments):
-    """`LossOperands` have a `Criterion` among them, of all classes."""
-
-    targets: Tensor
-    class_weights: Tensor | None
-    options: Sequence[float]
-    ignore_index: int
-
-    @property
-    def criterion(self) -> Criterion:
-        return Criterion(self.class_weights, self.options, self.ignore_index)
-
-
 @dataclass
-class Head(LossOperands):
+class Head(Arguments):
     """A `Head` has the operands of a linear layer and of the loss of its logits.
 
     options  label smoothing, z_loss, soft cap (0: none), temperature
@@ -111,6 +97,10 @@ class Head(LossOperands):
     options: Sequence[float]
     ignore_index: int
 
+    @property
+    def criterion(self) -> Criterion:
+        return Criterion(self.class_weights, self.options, self.ignore_index)
+
 
 @dataclass
 class ChunkedHead(Head):
@@ -120,41 +110,25 @@ class ChunkedHead(Head):
 
 
 @dataclass
-class HeadGradient(LossOperands):
+class HeadGradient(ChunkedHead):
     """A `HeadGradient` has the operands of the gradients of a `ChunkedHead`, each if it is among `needs`.
 
     grads      of the rows' loss, or of loss, lse, logp and expected
     main_grad  float32 (V, D), to which the weight's gradient is added; dweight is empty then
     """
 
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    targets: Tensor
-    class_weights: Tensor | None
     lse: Tensor
     expected: Tensor
     grads: Sequence[Tensor]
-    options: Sequence[float]
-    ignore_index: int
-    chunk_bytes: int
     needs: Sequence[bool]
     main_grad: Tensor | None = None
 
 
 @dataclass
-class HeadAtOnce(LossOperands):
+class HeadAtOnce(ChunkedHead):
     """A `HeadAtOnce` has the operands of a loss whose rows' gradients, `dloss`, are known beforehand."""
 
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    targets: Tensor
-    class_weights: Tensor | None
     dloss: Tensor
-    options: Sequence[float]
-    ignore_index: int
-    chunk_bytes: int
     needs: Sequence[bool]
 
 
@@ -206,8 +180,8 @@ def _linear_cross_entropy_bwd(p: HeadGradient) -> tuple[Tensor, Tensor, Tensor]:
 
 @of_fields(HeadAtOnce)
 def _linear_cross_entropy_grads(p: HeadAtOnce) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    head = p.x, p.weight, p.bias, p.targets, p.class_weights, p.options, p.ignore_index
-    loss, lse, _, expected = _linear_cross_entropy_fwd(*head, p.chunk_bytes)
+    *head, _, _ = p
+    loss, lse, _, expected = _linear_cross_entropy_fwd(*head)
     with torch.no_grad():
         return loss, *_gradients(p, lse, expected, [p.dloss])
 
@@ -260,7 +234,7 @@ def _zeros(like: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
     return torch.zeros(like.shape if wanted else (0,), dtype=dtype, device=like.device)
 
 
-def _logits(p: ChunkedHead | HeadGradient | HeadAtOnce, rows: slice) -> Tensor:
+def _logits(p: Head, rows: slice) -> Tensor:
     """(n, V): the logits as a GEMM stores them, then capped and divided in the accumulator's dtype."""
     bias = None if p.bias is None else p.bias.to(p.x.dtype)
     return _divided(F.linear(p.x[rows], p.weight, bias), p.options)
@@ -294,7 +268,7 @@ def _results_of(
         weights = c.class_weights.to(logits.dtype)
         hard = hard * weights[at]
         smooth = -((logits - lse[:, None]) * weights).sum(1)
-    rows = (1 - loss.smoothing) * hard + loss.z_loss * lse.square()
+    rows = (1 - loss.smoothing) * hard + loss.z_loss * lse * lse
     if loss.smoothing:
         rows = rows + loss.smoothing / vocab * smooth
     nan = torch.full_like(rows, float("nan"))
@@ -353,12 +327,10 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 SPACE = Space("cross_entropy", _candidates)
-
-
 SCALED = Space("scaled_to", [{"BLOCK": 4096, "num_warps": 8}], dims=())
 
 
-def _cases_fwd() -> Iterator[tuple[Any, ...]]:
+def _cases_fwd() -> Cases:
     for dtype, vocab in ((torch.bfloat16, 128256), (torch.bfloat16, 50257), (torch.float16, 32000)):
         x, weight = on_meta(8192, 4096, dtype=dtype), on_meta(vocab, 4096, dtype=dtype)
         head = x, weight, None, on_meta(8192, dtype=torch.int64)
@@ -367,16 +339,15 @@ def _cases_fwd() -> Iterator[tuple[Any, ...]]:
             yield *head, floats(vocab), [0.1, 1e-4, 30.0, 0.5], -100, 1 << 29
 
 
-def _cases_bwd() -> Iterator[tuple[Any, ...]]:
+def _cases_bwd() -> Cases:
     row = floats(8192)
-    for *head, weights, options, ignored, chunk in _cases_fwd():
-        grads = [row] * (1 if weights is None else 4)
-        yield *head, weights, row, row, grads, options, ignored, chunk, [True] * 3
+    for head in _cases_fwd():
+        yield *head, row, row, [row] * (1 if head[4] is None else 4), [True] * 3
 
 
-def _cases_grads() -> Iterator[tuple[Any, ...]]:
-    for *head, options, ignored, chunk in _cases_fwd():
-        yield *head, floats(8192), options, ignored, chunk, [True] * 3
+def _cases_grads() -> Cases:
+    for head in _cases_fwd():
+        yield *head, floats(8192), [True] * 3
 
 
 def _flops(products: int) -> Any:
@@ -484,7 +455,7 @@ def linear_cross_entropy_grads(p: HeadAtOnce) -> tuple[Tensor, Tensor, Tensor, T
     return rows[0], dx, dweight, dbias
 
 
-def _part_cases() -> Iterator[tuple[Any, ...]]:
+def _part_cases() -> Cases:
     """A rank's half of the classes."""
     row = floats(8192)
     for x, weight, _, targets, weights, options, ignored, _ in _cases_fwd():
@@ -538,7 +509,7 @@ def logit_grads_into(logits: Tensor, p: HeldClasses) -> Tensor:
     return torch.mm(logits, p.weight) if p.need_dx else p.x.new_empty(0)
 
 
-def _scaled_cases() -> Iterator[tuple[Any, ...]]:
+def _scaled_cases() -> Cases:
     scale = floats()
     for made, dtype in (
         (torch.float32, torch.bfloat16),
@@ -589,7 +560,7 @@ def add_weight_grad(total: Tensor, dy: Tensor, x: Tensor, first: bool = False) -
     grouped_wgrad_into.launcher(total[None], dy, x, *one_group(len(x), x), not first)
 
 
-def _check(p: Head | HeadGradient | HeadAtOnce) -> None:
+def _check(p: Head) -> None:
     (n, d), x, weight, targets = p.x.shape, p.x, p.weight, p.targets
     vocab = len(weight)
     if weight.shape != (vocab, d) or x.dtype != weight.dtype:
@@ -615,7 +586,7 @@ def _total(class_weights: Tensor | None, x: Tensor) -> Tensor:
     return x if class_weights is None else class_weights.sum(dtype=torch.float32).view(1)
 
 
-def _row_chunks(p: ChunkedHead | HeadAtOnce) -> Iterator[tuple[slice, Tensor]]:
+def _row_chunks(p: ChunkedHead) -> Iterator[tuple[slice, Tensor]]:
     """(rows, all of their logits as the GEMM stores them), chunk after chunk in one buffer."""
     x, line = p.x, cdiv(len(p.weight), LINE) * LINE
     chunks = list(row_chunks(len(x), line, x.itemsize, p.chunk_bytes))

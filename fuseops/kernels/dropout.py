@@ -9,32 +9,19 @@ Hardware: sm_80 and later.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fuseops.kernels.configs import Space
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.registry import kernel_op, on_meta
+from fuseops.kernels.registry import Cases, kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv, require
 
 EACH = 8  # draws of a counter
-
-
 ROUNDS = 7
-
-
 BITS = 16  # of a draw
-
-
 LOW = (1 << 32) - 1
-
-
 FACTORS = 0xD2511F53, 0xCD9E8D57
-
-
 KEYS = 0x9E3779B9, 0xBB67AE85
 
 
@@ -78,7 +65,7 @@ SPACE = Space(
 )
 
 
-def _cases() -> Iterator[tuple[Any, ...]]:
+def _cases() -> Cases:
     seed = on_meta(1, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for columns in (4096, 4095):

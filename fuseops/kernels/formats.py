@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuseops.kernels.dropout import BITS, draws
-from fuseops.kernels.groups import columns_of, group_of_row, place_of_row
-from fuseops.kernels.scales import FLT_MAX, inverse_scale, magnitude, pieces, saturate
+from fuseops.kernels.groups import columns_of, place_of_row
+from fuseops.kernels.scales import FLT_MAX, Lay, inverse_scale, magnitude, pieces, saturate
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 E2M1, E2M1_MAX = torch.float4_e2m1fn_x2, 6.0
@@ -121,9 +121,6 @@ def e2m1_as_e4m3(packed_codes: Tensor) -> Tensor:
 
 E2M1_UP = 64.0
 """What E4M3 codes of `e2m1_as_e4m3` are to be multiplied by."""
-
-
-Lay = Callable[[Tensor], Tensor]
 
 
 def quantize_format(
@@ -236,37 +233,10 @@ def turned(x: Tensor) -> Tensor:
     return hadamard(x.float() * signs(x.shape[-1], x))
 
 
-def amax_of_tokens(x: Tensor, axis: int, lay: Lay | None = None) -> Tensor:
-    """The largest magnitude of each token of a matrix.   axis: that of features.  lay: as of `quantize_format`"""
-    if not x.shape[axis]:
-        return x.new_zeros(x.shape[1 - axis], dtype=torch.float32)
-    parts = (x[piece] if lay is None else lay(x[piece]) for piece in pieces(x))
-    found = [magnitude(part).amax(axis) for part in parts]
-    if len(found) == 1:
-        return found[0]
-    return torch.cat(found) if axis else torch.stack(found).amax(0)
-
-
 def signs(width: int, like: Tensor) -> Tensor:
     """1 and -1 for every element of the random Hadamard transform."""
     place = torch.arange(width, device=like.device) % HADAMARD
     return 1.0 - 2.0 * ((SIGNS >> place) & 1)
-
-
-def amax_of_groups(by_token: Tensor, ends: Tensor | None) -> Tensor:
-    """The largest of all, or of each group.   (T,) -> () or (E,)"""
-    if ends is None:
-        return by_token.amax() if len(by_token) else by_token.new_zeros(())
-    found = by_token.new_zeros(len(ends) + 1)
-    group = group_of_row(ends, len(by_token))
-    return found.scatter_reduce(0, group, by_token, "amax")[:-1]
-
-
-def spread_over_groups(of_group: Tensor, ends: Tensor | None, count: int) -> Tensor:
-    """() or (E,) -> () or (T,), with 1 where a token is in no group."""
-    if ends is None:
-        return of_group
-    return F.pad(of_group, (0, 1), value=1.0)[group_of_row(ends, count)]
 
 
 def turned_in_groups(x: Tensor, offs: Tensor | None) -> Tensor:

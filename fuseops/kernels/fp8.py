@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from fuseops.errors import FuseOpsError
+from fuseops.kernels.formats import E4M3, dequantize_format
 from fuseops.kernels.fp8_launch import (
     AddedColumns,
     RoundedColumns,
@@ -42,7 +43,7 @@ from fuseops.kernels.fp8_launch import (
     launch_mm,
     launch_wgrad,
 )
-from fuseops.kernels.fp8_paths import COOPERATIVE, E4M3, OUTPUTS, mm_path, wgrad_path
+from fuseops.kernels.fp8_paths import COOPERATIVE, OUTPUTS, mm_path, wgrad_path
 from fuseops.kernels.grouped import add_or_write, gemm_op, grouped_mm, grouped_wgrad_into, one_group
 from fuseops.kernels.grouped_launch import table_size
 from fuseops.kernels.groups import BLOCK, column_bounds, column_offs, group_of_row
@@ -50,6 +51,8 @@ from fuseops.kernels.quantize import quantize_vectors
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import floats, ints, on_meta
 from fuseops.kernels.tiles import cdiv
+
+BLOCKS = {"block": (1, BLOCK), "square": (BLOCK, BLOCK)}
 
 
 def dequantize(
@@ -59,14 +62,11 @@ def dequantize(
     ceil(K/128)), of a "row" (..., R), or of a "tensor", one or one for each of the leading axis. In bf16 this is
     exact for scales that are powers of two.
     """
-    rows, k = codes.shape[-2:]
+    if scaling in BLOCKS:
+        scale = scale.mT if scaling == "block" else scale
+        return dequantize_format(codes, scale, codes.dtype, BLOCKS[scaling], dtype)
     scale = scale.to(dtype)
-    if scaling == "block":
-        scale = scale.t().repeat_interleave(BLOCK, 1)[:, :k]
-    elif scaling == "square":
-        scale = scale.repeat_interleave(BLOCK, -2)[..., :rows, :]
-        scale = scale.repeat_interleave(BLOCK, -1)[..., :k]
-    elif scaling == "row":
+    if scaling == "row":
         scale = scale.unsqueeze(-1)
     elif scale.numel() > 1:
         scale = scale[:, None, None]
@@ -118,10 +118,11 @@ def _fp8_wgrad(g: RoundedColumns) -> Tensor:
     )
     if g.offs is None:
         dw = left @ right.t()
-        return (dw * g.dy_scale * g.x_scale if by_tensor else dw).to(g.dtype)
-    dw = torch.stack([left[:, a:b] @ right[:, a:b].t() for a, b in column_bounds(g.offs)])
-    if by_tensor:
-        dw *= (g.dy_scale * g.x_scale).reshape(-1, 1, 1)
+    else:
+        dw = torch.stack([left[:, a:b] @ right[:, a:b].t() for a, b in column_bounds(g.offs)])
+    if by_tensor:  # scales first, as the kernel has it: codes times one of them may be out of range
+        both = g.dy_scale * g.x_scale
+        dw *= both if g.offs is None else both.reshape(-1, 1, 1)
     return dw.to(g.dtype)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import fp8_paths
 from fuseops.kernels.configs import Config
-from fuseops.kernels.grouped import group_tiles, groups_of
-from fuseops.kernels.grouped_launch import count_place, first_entry, table_size
+from fuseops.kernels.grouped import checked_groups, group_tiles, groups_of
+from fuseops.kernels.grouped_launch import count_place, first_entry
 from fuseops.kernels.launch import device, launch, num_sms
 from fuseops.kernels.records import Arguments
 from fuseops.kernels.tiles import cdiv
@@ -165,10 +165,7 @@ def checked_mm(p: ScaledProduct) -> ScaledProduct:
         _check_shape("bias", bias, (*lead, n))
         bias = bias.contiguous()
     if offs is not None:
-        tiles = group_tiles(offs, rows) if tiles is None else tiles
-        if tiles.shape != (table_size(rows, groups),) or tiles.dtype != torch.int32:
-            raise FuseOpsError(f"tiles is not group_tiles(offs, {rows}).")
-        offs, tiles = offs.contiguous(), tiles.contiguous()
+        offs, tiles = checked_groups(offs, tiles, groups, rows)
     left, right = (
         (x.contiguous(), x_scale.contiguous()),
         (weight.contiguous(), weight_scale.contiguous()),

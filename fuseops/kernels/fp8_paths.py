@@ -8,21 +8,17 @@ Paths, best first:
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from fuseops.kernels.configs import Config, Space, triton_release
-from fuseops.kernels.grouped_paths import GEMM, GLUON_TESTED, chosen
+from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.formats import E4M3, E5M2
+from fuseops.kernels.grouped_paths import GEMM, chosen, no_gluon
 from fuseops.kernels.launch import current_arch
-from fuseops.kernels.registry import INTERPRET
 from fuseops.torch_private import is_fake
 from fuseops.words import dtype_name
 
-TESTED = GLUON_TESTED
 COOPERATIVE = "cooperative"
-E4M3 = torch.float8_e4m3fn
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -100,21 +96,11 @@ def multiplies_codes(device: torch.device) -> bool:
 
 
 def _device(device: torch.device) -> tuple[str | None, ...]:
-    return _hardware(current_arch(device))
-
-
-@functools.cache
-def _hardware(arch: int) -> tuple[str | None, ...]:
-    triton = triton_release()
-    return (
-        "the interpreter runs no Gluon" if INTERPRET else None,
-        f"sm_{arch}, the kernel is for sm_90" if arch != 90 else None,
-        None if triton in TESTED else f"not tested with triton {triton}",
-    )
+    return no_gluon(current_arch(device), COOPERATIVE)
 
 
 def _codes(name: str, codes: Tensor) -> str | None:
-    if codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+    if codes.dtype not in (E4M3, E5M2):
         return f"{name} is {dtype_name(codes.dtype)}"
     if not is_fake(codes) and codes.data_ptr() % 16:
         return f"{name} is not 16-byte aligned"

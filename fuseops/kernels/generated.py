@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.kernels.registry import reference_only
+from fuseops.kernels.registry import called_again, reference_only
 
 Function = Callable[..., Tensor]
 HINTS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # of sizes that are not known
@@ -64,6 +64,9 @@ class Kernel:
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Of contiguous tensors, as many rows as there are."""
+        return called_again(self._run, *tensors)
+
+    def _run(self, *tensors: Tensor) -> Sequence[Tensor]:
         if torch_private.num_dispatch_modes() or any(map(_without_values, tensors)):
             found: Sequence[Tensor] = self.graph(*tensors)
             return found

@@ -18,7 +18,6 @@ so traced code and fake tensors see the registered ops.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -27,13 +26,13 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.kernels.bias import grouped_bias_bwd
 from fuseops.kernels.grouped_launch import Gradient, Product, launch_mm, launch_wgrad, table_size
 from fuseops.kernels.groups import bounds_of
 from fuseops.kernels.launch import device, launch
-from fuseops.kernels.precision import wide
 from fuseops.kernels.records import of_fields
-from fuseops.kernels.registry import floats, ints, kernel_op, on_meta, thread
-from fuseops.kernels.tiles import as_rows, pow2
+from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta, thread
+from fuseops.kernels.tiles import as_rows, pow2, wide
 
 
 def _gathered(x: Tensor, index: Tensor | None, offs: Tensor) -> Tensor:
@@ -140,11 +139,11 @@ def _add_flops(g: Gradient) -> int:
     return 2 * g.rows * g.dw[0].numel()
 
 
-def _tiles_cases() -> Iterator[tuple[Any, ...]]:
+def _tiles_cases() -> Cases:
     yield from ((ints(groups), 65536) for groups in (8, 32, 64, 128, 1024))
 
 
-def _mm_cases() -> Iterator[tuple[Any, ...]]:
+def _mm_cases() -> Cases:
     groups, rows, n, k = 8, 16384, 4096, 2048
     offs, tiles = ints(groups), ints(table_size(rows, groups))
     for dtype in DTYPES:
@@ -167,13 +166,13 @@ def _mm_cases() -> Iterator[tuple[Any, ...]]:
     yield on_meta(rows, 33), on_meta(groups, 65, 33), offs, tiles
 
 
-def _into_cases() -> Iterator[tuple[Any, ...]]:
+def _into_cases() -> Cases:
     """One: the kernels are those of `grouped_mm`."""
     x, weight, *rest = next(_mm_cases())
     yield x.new_empty(len(x), weight.shape[1]), x, weight, *rest
 
 
-def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
+def _wgrad_cases() -> Cases:
     groups, rows, n, k = 8, 16384, 4096, 2048
     offs, tiles = ints(groups), ints(table_size(rows, groups))
     index = ints(rows)
@@ -188,7 +187,7 @@ def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
     yield on_meta(rows, 65), on_meta(rows, 33), offs, tiles
 
 
-def _few_cases() -> Iterator[tuple[Any, ...]]:
+def _few_cases() -> Cases:
     """Groups of a few rows, whose weight gradients are a kernel's of their own."""
     groups, rows, n, k = 8, 64, 4096, 2048
     offs, tiles = ints(groups), ints(table_size(rows, groups))
@@ -200,7 +199,7 @@ def _few_cases() -> Iterator[tuple[Any, ...]]:
         yield dy, x, offs, tiles, None, index
 
 
-def _add_cases() -> Iterator[tuple[Any, ...]]:
+def _add_cases() -> Cases:
     for number, (dy, x, offs, tiles, *index) in enumerate(_wgrad_cases()):
         main_grad = floats(len(offs), dy.shape[1], x.shape[1])
         yield main_grad, dy, x, offs, tiles, True, *index
@@ -310,7 +309,7 @@ def checked_product(p: Product) -> Product:
         )
     if 1 not in weight.stride()[1:]:
         weight = weight.contiguous()
-    groups = _checked_groups(p.offs, p.tiles, weight.shape[0], rows)
+    groups = checked_groups(p.offs, p.tiles, weight.shape[0], rows)
     rest = [t if t is None else t.contiguous() for t in (p.bias, p.index, probs)]
     return Product(as_rows(x), weight, *groups, *rest)
 
@@ -363,7 +362,7 @@ def _checked_gradient(g: Gradient) -> Gradient:
     if g.dw.shape != shape:
         raise FuseOpsError(f"main_grad is {tuple(g.dw.shape)}, expected {shape}.")
     _check_dtypes(x, dy)
-    offs, tiles = _checked_groups(g.offs, g.tiles, groups, rows)
+    offs, tiles = checked_groups(g.offs, g.tiles, groups, rows)
     index = [t if t is None else t.contiguous() for t in (g.dy_index, g.x_index)]
     return Gradient(g.dw, as_rows(dy), as_rows(x), offs, tiles, g.accumulate, *index)
 
@@ -382,7 +381,7 @@ def _check_dtypes(x: Tensor, other: Tensor) -> None:
         )
 
 
-def _checked_groups(
+def checked_groups(
     offs: Tensor, tiles: Tensor | None, groups: int, rows: int
 ) -> tuple[Tensor, Tensor]:
     """offs and their table, which is made where the caller brings none."""
@@ -394,3 +393,51 @@ def _checked_groups(
             f"tiles is {tiles.dtype}{tuple(tiles.shape)}, expected group_tiles(offs, {rows})."
         )
     return offs.contiguous(), tiles.contiguous()
+
+
+# --- derivatives, for traced code that differentiates a call (compiled under `fo.reference()`): eager autograd goes
+# through the twins' loop, which reads `offs`, so traced code sees the registered ops
+
+
+def _setup_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, offs, tiles, bias, index, probs = inputs
+    _refuse(index)
+    ctx.save_for_backward(x, weight, offs, tiles, None if probs is None else bias, probs)
+    ctx.bias = None if bias is None else bias.dtype
+
+
+def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, offs, tiles, scaled, probs = ctx.saved_tensors
+    wants_x, wants_weight, _, *rest = ctx.needs_input_grad  # arguments left out are not in it
+    dx = grouped_mm.op(dy, weight.transpose(1, 2), offs, tiles) if wants_x else None
+    dw = grouped_wgrad.op(dy, x, offs, tiles) if wants_weight else None
+    dbias = dprobs = None
+    if True in rest[1:]:  # of a bias, or of what scales it
+        dbias, dots = grouped_bias_bwd(dy, offs, probs, scaled)
+        dbias, dprobs = dbias.to(ctx.bias), None if probs is None else dots
+    return dx, dw, None, None, dbias, None, dprobs
+
+
+def _setup_wgrad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    dy, x, offs, tiles, dy_index, x_index = inputs
+    _refuse(dy_index if x_index is None else x_index)
+    ctx.save_for_backward(dy, x, offs, tiles)
+
+
+def _wgrad_backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+    dy, x, offs, tiles = ctx.saved_tensors
+    wants_dy, wants_x, *_ = ctx.needs_input_grad
+    ddy = grouped_mm.op(x, d, offs, tiles) if wants_dy else None
+    dx = grouped_mm.op(dy, d.transpose(1, 2), offs, tiles) if wants_x else None
+    return ddy, dx, None, None, None, None
+
+
+def _refuse(index: Tensor | None) -> None:
+    if index is not None:
+        raise FuseOpsError(
+            "a grouped GEMM with an index has no derivative: gather the rows first (kernels.gather_rows)."
+        )
+
+
+torch.library.register_autograd(grouped_mm.label, _mm_backward, setup_context=_setup_mm)
+torch.library.register_autograd(grouped_wgrad.label, _wgrad_backward, setup_context=_setup_wgrad)

@@ -12,21 +12,19 @@ Hardware: sm_80 and later.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.activation import GATES, act_fwd, scaled_act_fwd
+from fuseops.kernels.activation import GATES, Form, act_fwd, scaled_act_fwd
 from fuseops.kernels.grouped import checked_product, gemm_op, grouped_mm
-from fuseops.kernels.grouped_launch import Form, Product, launch_mm, launch_rings, table_size
+from fuseops.kernels.grouped_launch import Product, launch_mm, launch_rings, table_size
 from fuseops.kernels.grouped_paths import ENDS, SWIGLU_SPACES, act_path
 from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.records import Arguments, of_fields
-from fuseops.kernels.registry import floats, ints, on_meta
+from fuseops.kernels.registry import Cases, floats, ints, on_meta
 
 
 @dataclass
@@ -74,13 +72,8 @@ def _grouped_swiglu(p: ActivatedProduct) -> tuple[Tensor, Tensor]:
     return kept, scaled_act_fwd.twin(h, p.probs.masked_fill(padding, 0.0), *p.form)
 
 
-@of_fields(ActivatedProduct)
-def _fake(p: ActivatedProduct) -> tuple[Tensor, Tensor]:
-    return _outputs(p, p.product.rows)
-
-
-def _outputs(p: ActivatedProduct, rows: int) -> tuple[Tensor, Tensor]:
-    n = p.weight.shape[1]
+def _outputs(p: ActivatedProduct) -> tuple[Tensor, Tensor]:
+    rows, n = p.product.rows, p.weight.shape[1]
     h, width = p.x.new_empty(rows if p.need_h else 0, n), n // 2 if p.kind in GATES else n
     return h, p.x.new_empty(rows, width)
 
@@ -90,7 +83,7 @@ def _flops(p: ActivatedProduct) -> int:
     return 2 * p.product.rows * p.x.shape[1] * p.weight.shape[1]
 
 
-def _cases() -> Iterator[tuple[Any, ...]]:
+def _cases() -> Cases:
     groups, rows, k = 8, 16384, 2048
     offs, tiles = ints(groups), ints(table_size(rows, groups))
     probs, index = floats(rows), ints(rows)
@@ -107,7 +100,9 @@ def _cases() -> Iterator[tuple[Any, ...]]:
     yield x, wide, offs, tiles
 
 
-@gemm_op(twin=_grouped_swiglu, fake=_fake, flops=_flops, cases=_cases)
+@gemm_op(
+    twin=_grouped_swiglu, fake=of_fields(ActivatedProduct)(_outputs), flops=_flops, cases=_cases
+)
 @of_fields(ActivatedProduct)
 def grouped_swiglu(given: ActivatedProduct) -> tuple[Tensor, Tensor]:
     """(h, a): x[rows of e] @ weight[e].T (+ bias[e]), and its activation times probs, zeros at padding rows."""
@@ -127,9 +122,8 @@ def grouped_swiglu(given: ActivatedProduct) -> tuple[Tensor, Tensor]:
         launch_mm(replace(p, probs=None), h)
         return h if given.need_h else h[:0], _activation(h, p, form)
     p = p if path == "gather" else p.gathered()
-    h, a = _outputs(given, p.rows)
+    h, a = _outputs(given)
     config = SWIGLU_SPACES[path].pick(p.rows, tuple(weight.shape), x)
-    form = form if kind == "clamped_swiglu" else form[:2]  # that reads the others
     launch_rings(p, path, config, h if given.need_h else a, form=form, act=a)
     return h, a
 

@@ -16,7 +16,6 @@ Hardware: sm_80 and later.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -31,10 +30,9 @@ from fuseops.kernels.grouped import checked_product, gemm_op, grouped_mm
 from fuseops.kernels.grouped_launch import Product, launch_mm, launch_rings, table_size
 from fuseops.kernels.grouped_paths import BACK, SWIGLU_BWD_SPACES, act_bwd_path
 from fuseops.kernels.groups import padding_mask
-from fuseops.kernels.precision import wide
 from fuseops.kernels.records import Arguments, of_fields
-from fuseops.kernels.registry import floats, ints, on_meta
-from fuseops.kernels.tiles import cdiv
+from fuseops.kernels.registry import Cases, floats, ints, on_meta
+from fuseops.kernels.tiles import cdiv, wide
 
 
 @dataclass
@@ -58,11 +56,9 @@ class ActivationGradient(Arguments):
         return Product(self.dy, self.weight, self.offs, self.tiles, None, self.index, self.probs)
 
 
-def _grouped_dswiglu(
-    dy: Tensor, weight: Tensor, h: Tensor, *rest: Any, **named: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    p = ActivationGradient(dy, weight, *rest, **named)
-    da = grouped_mm.twin(dy, weight, p.offs, None, None, p.index)
+@of_fields(ActivationGradient)
+def _grouped_dswiglu(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor, Tensor]:
+    da = grouped_mm.twin(p.dy, p.weight, p.offs, None, None, p.index)
     padding = padding_mask(p.offs, h.shape[0])
     scale = wide(da).new_ones(h.shape[0]) if p.probs is None else p.probs
     scale, h = scale.masked_fill(padding[:, 0], 0.0), h.masked_fill(padding, 0.0)
@@ -70,10 +66,9 @@ def _grouped_dswiglu(
     return dh, a, dprobs
 
 
-def _grouped_dswiglu_into(
-    h: Tensor, dy: Tensor, weight: Tensor, *rest: Any, **named: Any
-) -> tuple[Tensor, Tensor]:
-    dh, a, dprobs = _grouped_dswiglu(dy, weight, h, *rest, **named)
+@of_fields(ActivationGradient)
+def _grouped_dswiglu_into(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor]:
+    dh, a, dprobs = _grouped_dswiglu(h, *p)
     h.copy_(dh)
     return a, dprobs
 
@@ -88,38 +83,29 @@ def _flops(h: Tensor, dy: Tensor, weight: Tensor, *_: Any) -> int:
     return 2 * h.shape[0] * dy.shape[1] * weight.shape[1]
 
 
-def _cases() -> Iterator[tuple[Any, ...]]:
+def _cases() -> Cases:
     groups, rows, k, n = 8, 16384, 2048, 1024
     offs, tiles = ints(groups), ints(table_size(rows, groups))
     probs, index = floats(rows), ints(rows)
     for dtype in (torch.bfloat16, torch.float16):
         dy, h = on_meta(rows, k, dtype=dtype), on_meta(rows, 2 * n, dtype=dtype)
         weight = on_meta(groups, k, n, dtype=dtype).transpose(1, 2)
-        yield dy, weight, h, offs, tiles, probs
-        yield dy, weight, h, offs, tiles, probs, index
-        yield dy, weight, on_meta(rows, n, dtype=dtype), offs, tiles, probs, None, "srelu"
-    yield dy, weight, h, offs, tiles
+        yield h, dy, weight, offs, tiles, probs
+        yield h, dy, weight, offs, tiles, probs, index
+        yield on_meta(rows, n, dtype=dtype), dy, weight, offs, tiles, probs, None, "srelu"
+    yield h, dy, weight, offs, tiles
 
 
 @gemm_op(
     twin=_grouped_dswiglu,
-    fake=lambda dy, weight, h, *rest: (torch.empty_like(h), *_fake_into(h, dy, weight, *rest)),
-    flops=lambda dy, weight, h, *_: _flops(h, dy, weight),
+    fake=lambda h, *rest: (torch.empty_like(h), *_fake_into(h, *rest)),
+    flops=_flops,
     cases=_cases,
 )
-def grouped_dswiglu(
-    dy: Tensor,
-    weight: Tensor,
-    h: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    probs: Tensor | None = None,
-    index: Tensor | None = None,
-    kind: str = "swiglu",
-) -> tuple[Tensor, Tensor, Tensor]:
+@of_fields(ActivationGradient)
+def grouped_dswiglu(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor, Tensor]:
     """(dh, a, dprobs) of a = act(h) * probs for da = dy[rows of e] @ weight[e].T, zeros at padding rows."""
     dh = h.new_empty(h.shape)
-    p = ActivationGradient(dy, weight, offs, tiles, probs, index, kind)
     return dh, *_backward(dh, h, p)
 
 
@@ -127,9 +113,9 @@ def grouped_dswiglu(
     twin=_grouped_dswiglu_into,
     fake=_fake_into,
     flops=_flops,
-    nbytes=lambda h, dy, weight, *rest: grouped_dswiglu.nbytes(dy, weight, h, *rest),
+    nbytes=grouped_dswiglu.nbytes,
     mutates=("h",),
-    cases=lambda: ((h, dy, weight, *rest) for dy, weight, h, *rest in islice(_cases(), 1)),
+    cases=lambda: islice(_cases(), 1),
 )
 @of_fields(ActivationGradient)
 def grouped_dswiglu_into(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor]:

@@ -13,20 +13,16 @@ import torch
 from torch import Tensor
 
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.activation import GATES
+from fuseops.kernels.activation import GATES, Form, shape_constants
 from fuseops.kernels.configs import Config
 from fuseops.kernels.grouped_paths import MM_SPACES, WGRAD_SPACES, mm_path, wgrad_path
 from fuseops.kernels.launch import device, launch, num_sms, overlap
 from fuseops.kernels.permute import gather_rows
-from fuseops.kernels.recorder import depends
 from fuseops.kernels.records import Arguments
+from fuseops.kernels.replay import depends
 from fuseops.kernels.tiles import cdiv
 
-Form = tuple[
-    Any, ...
-]  # of an activation: kind, interleave, and alpha, limit, offset of a clamped one
 NO_FORM: Form = ("", 0)
-OPTIONS = "ALPHA", "LIMIT", "OFFSET"
 TILE_ROWS = (64, 128, 256)  # the row blocks a tile table knows
 
 
@@ -118,7 +114,7 @@ def launch_rings(
         module.grouped_mm_pingpong_kernel, grid, y, left, index, w, out, *given, hidden,
         given[-1] if sums is None else sums, p.offs, p.tiles, *sizes,
         GATHER=path == "gather", TRANSPOSED=transposed, HAS_BIAS=p.bias is not None,
-        ACT=kind, PAIRS=interleave == 1, **dict(zip(OPTIONS, (*options, 0.0, 0.0, 0.0), strict=False)),
+        ACT=kind, PAIRS=interleave == 1, **shape_constants(kind, *options),
         HAS_PROBS=p.probs is not None, KEEPS=y is not act, **config, num_warps=4, maxnreg=168,
     )  # fmt: skip
 

@@ -313,7 +313,7 @@ def _mm_choice(
             _result_rows("y", n, dtype),
         ],
         tma=[
-            *_no_gluon(arch),
+            *no_gluon(arch),
             None if weight in ((n * k, k, 1), (n * k, 1, n)) else "the weight is not packed",
             f"K is {k}, not a multiple of 64" if k % 64 else None,
             "the weight has too many rows" if groups * max(n, k) >= 1 << 31 else None,
@@ -344,7 +344,7 @@ def _wgrad_choice(
             *_undescribed(arch, "x", dtype, x, aligned[1]),
             _result_rows("dw", k, dtype),
         ],
-        tma=_no_gluon(arch),
+        tma=no_gluon(arch),
         pingpong=_copied(other, n, k, dy[0], x[0]),
     )
 
@@ -370,13 +370,15 @@ def _result_rows(name: str, width: int, dtype: torch.dtype) -> str | None:
     return f"rows of {name} are {size} bytes, not a multiple of 16" if size % 16 else None
 
 
-def _no_gluon(arch: int) -> Reasons:
+@functools.cache
+def no_gluon(arch: int, kernel: str = "pingpong") -> tuple[str | None, ...]:
+    """Why no kernel in Gluon runs there, which this one is."""
     triton = triton_release()
-    return [
+    return (
         "the interpreter runs no Gluon" if INTERPRET else None,
-        None if arch == 90 else f"sm_{arch}, pingpong is for sm_90",
-        None if triton in GLUON_TESTED else f"pingpong is not tested with triton {triton}",
-    ]
+        None if arch == 90 else f"sm_{arch}, {kernel} is for sm_90",
+        None if triton in GLUON_TESTED else f"{kernel} is not tested with triton {triton}",
+    )
 
 
 def _copied(width: int | None, *sizes: int) -> Reasons:

@@ -12,13 +12,16 @@ Repaired, in triton 3.6 to 3.9:
 * loop bounds fail under numpy >= 2.4 in 3.6;
 * a mask and a truth value are an integer in 3.9;
 * coordinates that are constants plus tensors count as constants, which 3.9 compares with int32's range;
-* ``tl.sort`` takes seconds: its exclusive ors along an axis go element by element.
+* ``tl.sort`` takes seconds: its exclusive ors along an axis go element by element;
+* two thirds of the time of a launch: each call of a device function replaces the language's functions again, and
+  sums and products of integers are made twice, the second time for a comparison that nobody looks at.
 Not repaired: arithmetic on bf16 and fp8 values works on their bits, so kernels cast to float32
 first.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -58,6 +61,12 @@ def install() -> None:
         _convert_elem, original=semantic._convert_elem_to_ir_value
     )
     tri._patch_lang_tensor = functools.partial(_patch_lang_tensor, original=tri._patch_lang_tensor)
+    tri._patch_lang = functools.partial(_patch_lang, original=tri._patch_lang)
+    tri._LangPatchScope.restore = functools.partialmethod(
+        _restore, original=tri._LangPatchScope.restore
+    )
+    builder = tri.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
 
 
 class _Results(list[Any]):
@@ -227,3 +236,26 @@ def _unpack_e2m1(data: np.ndarray, axis: int) -> np.ndarray:
 def _patch_lang_tensor(tensor: Any, scope: Any, *, original: Any) -> None:
     original(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+_patched: set[str] = set()
+"""Names of the modules of the language whose functions are replaced until the present launch ends."""
+
+
+@functools.cache
+def _languages(fn: Any) -> frozenset[str]:
+    """Those that a kernel or a device function sees."""
+    return frozenset(v.__name__ for v in fn.__globals__.values() if v is tl or v is tl.core)
+
+
+def _patch_lang(fn: Any, *, original: Any) -> Any:
+    """Triton's own, once a launch for each module."""
+    if _languages(fn) <= _patched:
+        return tri._LangPatchScope()
+    _patched.update(_languages(fn))
+    return original(fn)
+
+
+def _restore(self: Any, *, original: Any) -> None:
+    original(self)
+    _patched.clear()

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.recorder import Launch, LaunchRecorder, noting, thread
 from fuseops.kernels.registry import INTERPRET, arch_of
-from fuseops.kernels.replay import apart
+from fuseops.kernels.replay import Launch, LaunchRecorder, apart, noting, thread
 from fuseops.kernels.triton_private import Launcher, enter_context, launcher_of
 
 NUM_SMS_INTERPRETED = 3

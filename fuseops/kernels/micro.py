@@ -27,7 +27,6 @@ from fuseops.kernels.formats import (
     LARGEST,
     micro_format,
     quantize_format,
-    spread_over_groups,
     swizzled,
     turned_in_groups,
     whole_of_blocks,
@@ -37,6 +36,7 @@ from fuseops.kernels.launch import device, launch
 from fuseops.kernels.quantize import FORMATS, fp8_op, too_large
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import floats, ints, on_meta
+from fuseops.kernels.scales import spread_over_groups
 from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2
 
 

@@ -10,7 +10,6 @@ Hardware: sm_100 and later, where it ran nowhere yet: rows of `aot.json` say tha
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from fuseops.kernels.grouped import grouped_mm, grouped_wgrad
 from fuseops.kernels.groups import column_offs
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import of_fields
-from fuseops.kernels.registry import DTYPES, arch_of, floats, ints, kernel_op, on_meta
+from fuseops.kernels.registry import DTYPES, Cases, arch_of, floats, ints, kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv, check_shape, pow2
 
 
@@ -87,7 +86,7 @@ def _operands(rows: int, width: int, data: torch.dtype, groups: int = 0) -> tupl
     return codes, on_meta(*shape, dtype=torch.uint8)
 
 
-def _cases(turned: bool) -> Iterator[tuple[Any, ...]]:
+def _cases(turned: bool) -> Cases:
     for a, b in ((E4M3, E4M3), (E5M2, E4M3), (E2M1, E2M1)):
         for groups in (0, 64):
             offs = ints(64) if groups else None

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.formats import LARGEST
 from fuseops.kernels.groups import BLOCK
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.norm import FWD, MAX_WIDTH, add_rmsnorm_fwd, rmsnorm_fwd
-from fuseops.kernels.operands import SHIFT, quantize_operand, uneven
-from fuseops.kernels.precision import wide
+from fuseops.kernels.norm import MAX_WIDTH, RMS_FWD, add_rmsnorm_fwd, rmsnorm_fwd
+from fuseops.kernels.operands import quantize_operand, uneven
 from fuseops.kernels.quantize import fp8_op, quantize_vectors
 from fuseops.kernels.registry import floats, on_meta, tensor_bytes
-from fuseops.kernels.tiles import as_rows, cdiv, check_shape, require
+from fuseops.kernels.tiles import as_rows, cdiv, check_shape, require, wide
 
 
 def _rmsnorm_operand(
@@ -63,7 +63,7 @@ COLUMNS = Space(
 
 def _config(rows: int, n: int, x: Tensor) -> Config:
     """That of the norm alone, so that rstd is the same to the last bit, over a vector at least."""
-    config = dict(FWD.pick(rows, (n,), x))
+    config = dict(RMS_FWD.pick(rows, (n,), x))
     return {**config, "BLOCK_N": max(config["BLOCK_N"], BLOCK)}
 
 
@@ -114,7 +114,7 @@ def rmsnorm_operand(
     launch(
         device("norm_operand").rmsnorm_operand_kernel, (cdiv(rows, config["BLOCK_R"]),),
         x2, added, x2 if weight is None else weight.contiguous(), data, scale, h, rstd,
-        rows, n, x2.stride(0), added.stride(0), float(eps), float(weight_offset), SHIFT=SHIFT[dtype],
+        rows, n, x2.stride(0), added.stride(0), float(eps), float(weight_offset), SHIFT=LARGEST[dtype],
         HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, **overlap(x.device), **config,
     )  # fmt: skip
     return data, scale, h, rstd
@@ -140,7 +140,7 @@ def rmsnorm_columns(
     launch(
         device("norm_operand").rmsnorm_columns_kernel, (blocks[0] * blocks[1],),
         x2, rstd.contiguous(), x2 if weight is None else weight.contiguous(), columns, squares,
-        rows, n, x2.stride(0), float(weight_offset), SHIFT=SHIFT[dtype], HAS_WEIGHT=weight is not None,
+        rows, n, x2.stride(0), float(weight_offset), SHIFT=LARGEST[dtype], HAS_WEIGHT=weight is not None,
         **overlap(x.device), **COLUMNS.pick(rows, (n,), x),
     )  # fmt: skip
     return columns, squares

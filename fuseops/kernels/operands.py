@@ -17,20 +17,20 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fuseops.kernels import fp8_paths, tiles
 from fuseops.kernels.activation import act_fwd, scaled_act_bwd, scaled_act_fwd
 from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.formats import LARGEST, Format, quantize_format
 from fuseops.kernels.fp8 import dequantize
 from fuseops.kernels.groups import BLOCK, columns_of, padding_mask, place_of_row
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.quantize import FORMATS, fp8_op, matrix_shape, quantize_vectors
+from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, matrix_shape, quantize_vectors
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import floats, ints, on_meta, tensor_bytes
-from fuseops.kernels.scales import SMALLEST, inverse_scale, magnitude, saturate
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, require
+from fuseops.kernels.scales import SMALLEST, saturate
+from fuseops.kernels.tiles import cdiv, check_shape, require
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -78,15 +78,10 @@ def _columns(data: Tensor, scale: Tensor, offs: Tensor | None) -> tuple[Tensor, 
 def _quantize_weight(
     weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True
 ) -> Four:
-    *lead, n, k = weight.shape
-    padded = F.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
-    tiles = padded.view(*lead, -(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK)
-    inv = inverse_scale(magnitude(tiles).amax((-3, -1), keepdim=True), dtype, True)
-    data = saturate((tiles * inv).view_as(padded)[..., :n, :k], dtype)
-    scale = 1 / inv[..., 0, :, 0]
+    data, scale = quantize_format(weight, Format(dtype, torch.float32, (BLOCK, BLOCK), True))
     turned = (t.mT.clone(memory_format=torch.contiguous_format) for t in (data, scale))
     return (
-        *((data.contiguous(), scale.contiguous()) if row else _nothing(weight, dtype)),
+        *((data, scale) if row else _nothing(weight, dtype)),
         *(turned if col else _nothing(weight, dtype)),
     )
 
@@ -161,10 +156,6 @@ def _dswiglu_operand(
     return *first, *second, *columns, dprobs
 
 
-SHIFT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
-"""The formats end at 1.75 * 2^SHIFT."""
-
-
 def _tile(warps: int, rows: int = BLOCK, **more: int) -> Config:
     """A tile with columns is a square; on an H200 the first choice was the faster one."""
     return {"BLOCK_R": rows, "BLOCK_N": BLOCK, "num_warps": warps, **more}
@@ -179,7 +170,12 @@ SWIGLU = Space("swiglu_operand", [_tile(8), _tile(16)])
 SWIGLU_ROWS = Space("swiglu_operand_rows", [_tile(4, 64), _tile(8, 64)])
 SWIGLU_ONCE = Space("swiglu_operand_once", [{"SLICES": 4}, {"SLICES": 2}])
 DSWIGLU = Space("dswiglu_operand", [_tile(16)])
-DSWIGLU_ONCE = Space("dswiglu_operand_once", [{"SPAN": 2}, {"SPAN": 1}, {"SPAN": 4}])
+DSWIGLU_ONCE = Space(
+    "dswiglu_operand_once",
+    [{"SPAN": span, "BESIDE": 2} for span in (1, 2, 4, 8)],
+    # one program runs on a multiprocessor: eight tiles for each of 132, or one a program
+    lambda rows, dims, itemsize: {"SPAN": 4 if rows * dims[0] >= 1 << 24 else 1, "BESIDE": 2},
+)
 WEIGHT = Space("quantize_weight", [_tile(4), _tile(8)])
 
 _SIZES = ((torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float32, 0))  # and the format
@@ -225,7 +221,7 @@ def _weight_cases() -> Iterator[tuple[Any, ...]]:
 @fp8_op(twin=_quantize_operand, cases=_quantize_cases)
 def quantize_operand(x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True) -> Four:
     """(rows, their scales, columns, their scales) of x."""
-    x = _rows(x, dtype)
+    x = fp8_rows(x, dtype)
     rows, n = x.shape
     if not x.numel() or uneven(n, x):
         return _quantize_operand(x, offs, dtype, row)
@@ -233,7 +229,7 @@ def quantize_operand(x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bo
     launch(
         device("operands").quantize_operand_kernel, (blocks * cdiv(n, BLOCK),),
         x, _ends(offs, x), *out, rows, n, _groups(offs), x.stride(0),
-        SHIFT=SHIFT[dtype], ROW=row, **_by_group(offs), **overlap(x.device), **QUANTIZE.pick(rows, (n,), x),
+        SHIFT=LARGEST[dtype], ROW=row, **_by_group(offs), **overlap(x.device), **QUANTIZE.pick(rows, (n,), x),
     )  # fmt: skip
     return out
 
@@ -254,7 +250,7 @@ def permute_operand(
     col: bool = True,
 ) -> Four:
     """(rows, their scales, columns, their scales) of rows index[r] of an operand: of all, in order, without one."""
-    data = _rows(data, data.dtype)
+    data = fp8_rows(data, data.dtype)
     tokens, n = data.shape
     rows = tokens if index is None else index.shape[0]
     check_shape("scale", scale, (cdiv(n, BLOCK), tokens))
@@ -278,7 +274,7 @@ def permute_operand(
 def swiglu_operand(p: HiddenOperand) -> Four:
     """`quantize_operand` of swiglu(h) (* probs), rounded as h is.   (R, 2F), (R,) -> over (R, F)"""
     h, probs, offs, dtype, row, col, h_scale = p
-    h = _rows(h, dtype)
+    h = fp8_rows(h, dtype)
     rows, n = h.shape[0], h.shape[1] // 2
     if not h.numel() or not (row or col) or uneven(n, h) or not _split(h, h_scale):
         return _swiglu_operand(*p)
@@ -297,7 +293,7 @@ def swiglu_operand(p: HiddenOperand) -> Four:
     launch(
         device("fp8_swiglu").swiglu_operand_kernel, (blocks * cdiv(n, BLOCK),),
         h, h if h_scale is None else h_scale.contiguous(), _probs(probs, h), _ends(offs, h), *out,
-        rows, n, _groups(offs), h.stride(0), SHIFT=SHIFT[dtype], SCALED=probs is not None, ROW=row, COL=col,
+        rows, n, _groups(offs), h.stride(0), SHIFT=LARGEST[dtype], SCALED=probs is not None, ROW=row, COL=col,
         **_by_group(offs), **overlap(h.device), **config,
     )  # fmt: skip
     return out
@@ -310,7 +306,7 @@ def dswiglu_operand(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(`quantize_operand` of dh, columns of a with their scales, dprobs) of a = swiglu(h) (* probs)."""
     da, h, probs, offs, dtype, a_dtype, row, col, act, h_scale = p
-    da, h = _rows(da, dtype), _rows(h, a_dtype)
+    da, h = fp8_rows(da, dtype), fp8_rows(h, a_dtype)
     rows, n = da.shape
     check_shape("h", h, (rows, 2 * n))
     if (
@@ -339,18 +335,19 @@ def dswiglu_operand(
         "GROUPS": offs is not None,
     }
     if fp8_paths.act_path(da, h, dtype, a_dtype) == "once":
-        groups, config = 1 if offs is None else len(offs), dict(DSWIGLU_ONCE.pick(rows, (n,), h))
-        parts = cdiv(blocks, groups * config.pop("SPAN"))
+        groups, config = 1 if offs is None else len(offs), DSWIGLU_ONCE.pick(rows, (n,), h)
+        span, beside = config["SPAN"], config["BESIDE"]
+        parts = cdiv(cdiv(blocks, groups), beside) * beside
         launch(
-            device("fp8_dswiglu").fp8_dswiglu_kernel, (parts * groups * (n // BLOCK),),
-            *operands, *out, a, a_scale, partial, rows, n, groups, parts, da.stride(0), h.stride(0),
-            **wanted, **config, num_warps=4,
+            device("fp8_dswiglu").fp8_dswiglu_kernel, (parts * groups * cdiv(n // BLOCK, span),),
+            *operands, *out, a, a_scale, partial, rows, n, groups, parts, da.stride(0), h.stride(0), span, beside,
+            **wanted, num_warps=8, maxnreg=168,
         )  # fmt: skip
     else:
         launch(
             device("fp8_swiglu").dswiglu_operand_kernel, (blocks * (n // BLOCK) * (2 + act),),
             *operands, *out, a, a_scale, partial, rows, n, _groups(offs), da.stride(0), h.stride(0),
-            SHIFT=SHIFT[dtype], A_SHIFT=SHIFT[a_dtype], BLOCK_E=tiles.pow2(_groups(offs), least=32), **wanted,
+            SHIFT=LARGEST[dtype], A_SHIFT=LARGEST[a_dtype], BLOCK_E=tiles.pow2(_groups(offs), least=32), **wanted,
             **overlap(h.device), **DSWIGLU.pick(rows, (n,), h),
         )  # fmt: skip
     return *out, a, a_scale, partial if probs is None else partial.sum(0)
@@ -374,7 +371,7 @@ def quantize_weight(weight: Tensor, dtype: torch.dtype, row: bool = True, col: b
     turned_scale = weight.new_empty((*lead, *blocks[::-1]) if col else 0, dtype=torch.float32)
     launch(
         device("operands").quantize_weight_kernel, (math.prod(lead) * blocks[0] * blocks[1],),
-        weight, data, scale, turned, turned_scale, n, k, SHIFT=SHIFT[dtype], ROW=row, COL=col,
+        weight, data, scale, turned, turned_scale, n, k, SHIFT=LARGEST[dtype], ROW=row, COL=col,
         ALIGN=16, **overlap(weight.device), **WEIGHT.pick(n, (k,), weight),
     )  # fmt: skip
     return data, scale, turned, turned_scale
@@ -397,12 +394,6 @@ def _outputs(
     columns = like.new_empty((n, blocks * BLOCK) if col else 0, dtype=dtype)
     squares = like.new_empty((features, blocks) if col else 0, dtype=torch.float32)
     return (data, scale, columns, squares), blocks
-
-
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    check_axes("x", x, "(R, K)")
-    require(dtype in FORMATS, f"dtype is {dtype}, expected one of {', '.join(map(str, FORMATS))}.")
-    return as_rows(x)
 
 
 def _probs(probs: Tensor | None, h: Tensor) -> Tensor:

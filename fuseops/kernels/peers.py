@@ -29,11 +29,8 @@ from torch import Tensor
 
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
-from fuseops.kernels.precision import wide
-from fuseops.kernels.registry import INTERPRET, floats, ints, kernel_op, on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2
-
-ExchangeSizes = list[int]
+from fuseops.kernels.registry import INTERPRET, Cases, floats, ints, kernel_op, on_meta
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, wide
 
 
 def _token_slots(experts: Tensor, num_experts: int, world: int) -> tuple[Tensor, Tensor]:
@@ -50,7 +47,7 @@ def _send_tokens(
     table: Tensor,
     uses: Tensor,
     flag: Tensor,
-    place: ExchangeSizes,
+    place: list[int],
     counts: Tensor | None = None,
     experts: Tensor | None = None,
     weights: Tensor | None = None,
@@ -75,7 +72,7 @@ def _take_tokens(
     like: Tensor,
     table: Tensor,
     uses: Tensor,
-    place: ExchangeSizes,
+    place: list[int],
     arrivals: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -95,7 +92,7 @@ def _return_sums(
     table: Tensor,
     uses: Tensor,
     flag: Tensor,
-    place: ExchangeSizes,
+    place: list[int],
     arrivals: Tensor,
     dweights: Tensor | None = None,
 ) -> None:
@@ -115,7 +112,7 @@ def _add_sums(
     table: Tensor,
     uses: Tensor,
     flag: Tensor,
-    place: ExchangeSizes,
+    place: list[int],
     experts: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -148,7 +145,7 @@ class _Parcel:
         table: Tensor,
         rank: int,
         uses: Tensor,
-        place: ExchangeSizes,
+        place: list[int],
         x: Tensor,
         weights: Tensor | None,
     ) -> None:
@@ -197,7 +194,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 128) * 128
 
 
-def _cases(what: str) -> Iterator[tuple[Any, ...]]:
+def _cases(what: str) -> Cases:
     table, uses = (on_meta(n, dtype=torch.int64) for n in (WORLD, 1))
     flag = ints(1)
     tokens, room, experts, k = 8192, 8192, 128, 8
@@ -240,6 +237,7 @@ class PeerKernel:
     ) -> None:
         functools.update_wrapper(self, launcher)
         self.name, self.launcher, self.twin, self.cases = launcher.__name__, launcher, twin, cases
+        PEER_KERNELS.append(self)
 
     def __call__(self, *args: Any) -> Any:
         first = args[0]
@@ -254,12 +252,7 @@ def peer_kernel(
     *, twin: Callable[..., Any], cases: Callable[[], Any]
 ) -> Callable[[Callable[..., Any]], PeerKernel]:
     """Make a `PeerKernel` of the decorated launcher.   cases: arguments to compile it for ahead of time"""
-
-    def made(launcher: Callable[..., Any]) -> PeerKernel:
-        PEER_KERNELS.append(PeerKernel(launcher, twin, cases))
-        return PEER_KERNELS[-1]
-
-    return made
+    return lambda launcher: PeerKernel(launcher, twin, cases)
 
 
 @kernel_op(twin=_token_slots, cases=lambda: _cases("slots"))
@@ -302,18 +295,6 @@ def _given(like: Tensor, *tensors: Tensor | None) -> Iterator[Tensor]:
     return (like if t is None else t.contiguous() for t in tensors)
 
 
-def _taken(
-    like: Tensor, table: Tensor, uses: Tensor, place: list[int],
-    arrivals: Tensor | None = None, weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What `take_tokens` fills."""
-    rows, k, heads = len(table) * place[1], place[3], arrivals is None
-    ids = torch.empty((rows, k) if heads else 0, dtype=torch.int32, device=like.device)
-    got = like.new_empty(0) if weights is None else weights.new_empty(rows, k)
-    counts = torch.empty(len(table) if heads else 0, dtype=torch.int32, device=like.device)
-    return like.new_empty(rows, like.shape[1]), ids, got, counts
-
-
 @peer_kernel(twin=_take_tokens, cases=lambda: _cases("take"))
 def take_tokens(
     like: Tensor, table: Tensor, uses: Tensor, place: list[int],
@@ -324,15 +305,18 @@ def take_tokens(
     like, weights: tensors of their dtypes and widths. arrivals: how many, where x alone was sent, and comes back alone.
     """
     rank, room, _, k, half, ids_at, weights_at, counts_at = place
-    y, ids, got, counts = _taken(like, table, uses, place, arrivals, weights)
-    n = like.shape[1]
+    heads, rows, n = arrivals is None, len(table) * room, like.shape[1]
+    y = like.new_empty(rows, n)
+    ids = torch.empty((rows, k) if heads else 0, dtype=torch.int32, device=like.device)
+    got = like.new_empty(0) if weights is None else weights.new_empty(rows, k)
+    counts = torch.empty(len(table) if heads else 0, dtype=torch.int32, device=like.device)
     config = PEERS.pick(len(y), (n,), like)
     blocks = cdiv(room, config["BLOCK_R"])
     launch(
         device("peers").take_tokens_kernel, (len(table) * blocks * cdiv(n, config["BLOCK_N"]),),
         y, table, uses, ids, got, counts if arrivals is None else arrivals,
         n, rank, room, half, ids_at, weights_at, counts_at, blocks,
-        K=k, BLOCK_K=pow2(k), HEADS=arrivals is None, **config,
+        K=k, BLOCK_K=pow2(k), HEADS=heads, **config,
     )  # fmt: skip
     return y, ids, got, counts
 
@@ -355,15 +339,6 @@ def return_sums(
     )  # fmt: skip
 
 
-def _added(
-    like: Tensor, slots: Tensor, table: Tensor, uses: Tensor, flag: Tensor, place: list[int],
-    experts: Tensor | None = None, weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What `add_sums` fills."""
-    copies = like.new_empty(0) if weights is None else weights.new_empty(len(slots), place[3])
-    return like.new_empty(len(slots), like.shape[1]), copies
-
-
 @peer_kernel(twin=_add_sums, cases=lambda: _cases("add"))
 def add_sums(
     like: Tensor, slots: Tensor, table: Tensor, uses: Tensor, flag: Tensor, place: list[int],
@@ -371,8 +346,9 @@ def add_sums(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(sums (T, N), what came back beside them of every copy (T, K), with experts).   weights: a tensor of its dtype"""
     rank, room, num_experts, k, half, _, weights_at, _ = place
-    y, copies = _added(like, slots, table, uses, flag, place, experts, weights)
-    tokens, n = y.shape
+    tokens, n = len(slots), like.shape[1]
+    y = like.new_empty(tokens, n)
+    copies = like.new_empty(0) if weights is None else weights.new_empty(tokens, k)
     config = PEERS.pick(tokens, (n,), like)
     launch(
         device("peers").add_sums_kernel, (cdiv(tokens, config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"]),),

@@ -26,9 +26,8 @@ from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.launch import device, launch
-from fuseops.kernels.precision import wide
 from fuseops.kernels.registry import floats, ints, kernel_op, on_meta, tensor_bytes
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require, wide
 
 
 def _scatter_rows(

@@ -16,50 +16,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.groups import BLOCK, group_of_row, padding_mask
+from fuseops.kernels.formats import Format, quantize_format, turned_in_groups
+from fuseops.kernels.groups import BLOCK
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.registry import ints, kernel_op, on_meta
-from fuseops.kernels.scales import inverse_scale, magnitude, saturate
 from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, require
 
 
 def _quantize_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    (rows, n), blocks = x.shape, -(-x.shape[1] // BLOCK)
-    if not x.numel():
-        return x.new_empty(x.shape, dtype=dtype), x.new_empty(blocks, rows, dtype=torch.float32)
-    vectors = F.pad(x.float(), (0, blocks * BLOCK - n)).view(rows, blocks, BLOCK)
-    inv = inverse_scale(magnitude(vectors).amax(2), dtype, True)
-    q = (vectors * inv[:, :, None]).view(rows, -1)[:, :n]
-    return saturate(q, dtype).contiguous(), (1 / inv).t().contiguous()
+    codes, scale = quantize_format(x, Format(dtype, torch.float32, (1, BLOCK), True))
+    return codes, scale.t().clone(memory_format=torch.contiguous_format)
 
 
 def _quantize_group_blocks(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    (rows, n), groups = x.shape, offs.shape[0]
-    blocks = rows // BLOCK + groups
-    group, begin = group_of_row(offs, rows).clamp(max=groups - 1), _begins(offs)
-    column = torch.arange(rows, device=x.device) + (_aligned(begin) - begin)[group]
-    full = x.float().masked_fill(padding_mask(offs, rows), 0.0)
-    full = full.new_zeros(blocks * BLOCK, n).index_copy(0, column, full).view(blocks, BLOCK, n)
-    inv = inverse_scale(magnitude(full).amax(1), dtype, True)
-    col = saturate(full * inv[:, None], dtype).view(-1, n)
-    return col.t().contiguous(), 1 / inv
-
-
-def _begins(offs: Tensor) -> Tensor:
-    """The first row of each group.   -> (E,) int64"""
-    return torch.cat([offs.new_zeros(1), offs[:-1]]).long()
-
-
-def _aligned(begin: Tensor) -> Tensor:
-    """Where groups begin if each does at a multiple of 128: the last one up to its first row, and one further for
-    each group before it, which no group's rows overlap, and which takes no look at the counts.
-    """
-    return (begin // BLOCK + torch.arange(len(begin), device=begin.device)) * BLOCK
+    return _quantize_vectors(turned_in_groups(x, offs), dtype)
 
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -35,7 +35,7 @@ from torch.autograd import forward_ad, profiler
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.replay import ALIGNED, NOT_REPLAYED, replaying
+from fuseops.kernels.replay import ALIGNED, NOT_REPLAYED, constant, replaying
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,6 +53,8 @@ DTYPES = frozenset(
 OWN = "fuseops"
 KERNEL_OPS: dict[str, KernelOp[Any, Any]] = {}  # of fuseops by name, of others by namespace::name
 Call = tuple["KernelOp[Any, Any]", tuple[Any, ...], dict[str, Any]]
+Cases = Iterator[tuple[Any, ...]]
+"""What `cases` of a kernel op gives: arguments on the meta device, one call after the other."""
 
 _watched: Callable[[Call], object] | None = None
 
@@ -73,6 +75,7 @@ class _RegistryThread(threading.local):
         self.reference_only = False
         self.as_arch = 0
         self.unseen: Any = False  # True, or the `Transcriber` that writes calls down
+        self.shapes_alone = False  # inside of a fake, where no temporary takes memory
 
 
 thread = _RegistryThread()
@@ -158,11 +161,13 @@ class KernelOp(Generic[P, R]):
         shapes = (lambda *_: None) if writes_alone else fake or twin
         torch.library.register_fake(
             self.label,
-            lambda *args, **kwargs: _packed(shapes(*self._in_order(args, kwargs))),
+            lambda *args, **kwargs: _shapes_alone(shapes, self._in_order(args, kwargs)),
             lib=lib,
         )
         self.op = getattr(getattr(torch.ops, space), self.name).default
-        self._dispatcher = torch_private.replace_overload(self.op, self._called)
+        takes = enumerate(self.op._schema.arguments)
+        self._written = [k for k, a in takes if a.alias_info is not None and a.alias_info.is_write]
+        self._dispatcher = torch_private.replace_overload(self.op, self._called())
         self.flops = flops
         KERNEL_OPS[key] = self
         if flops is not None and "torch.utils.flop_counter" in sys.modules:
@@ -260,6 +265,10 @@ class KernelOp(Generic[P, R]):
                     return False
         return True
 
+    def written_to(self, args: tuple[Any, ...]) -> list[Tensor]:
+        """The tensors of a call that it writes to."""
+        return [args[k] for k in self._written if k < len(args) and args[k] is not None]
+
     def _on_device(self, t: Tensor) -> bool:
         if not t.is_cuda:
             if thread.as_arch and torch_private.is_fake(t):
@@ -267,21 +276,48 @@ class KernelOp(Generic[P, R]):
             return INTERPRET and t.device.type == "cpu" and self.min_arch > 0
         return not self.min_arch or (HAS_TRITON and arch_of(t.device) >= self.min_arch)
 
-    def _called(self, *args: Any, **kwargs: Any) -> Any:
-        """What the registered op does when Python calls it, as compiled code does: it launches where that is all, and
-        asks the dispatcher otherwise, which takes several times as long to arrive at `_dispatched`.
+    def _called(self) -> Callable[..., Any]:
+        """What the registered op is to Python, and so to compiled code: it launches where that is all, and asks the
+        dispatcher otherwise, which takes several times as long to arrive at `_dispatched`.
+
+        It is written out with the launcher's parameters: Python itself puts in order what a compiler gives by keyword.
         """
-        given = (*args, *kwargs.values()) if kwargs else args
-        in_order = not kwargs or self._names[len(args) : len(given)] == (*kwargs,)
-        if in_order and given and type(given[0]) in PLAIN and unseen():
-            out = replaying.now.run(self, given)
-            if out is not NOT_REPLAYED:
-                return _packed(out)
-            if _ORDINARY.issuperset(map(type, given)) and self.launches(given, {}):
-                out = self.launcher(*given)  # type: ignore[call-arg]
-                replaying.now.note(self, given)
-                return _packed(out)
-        return self._dispatcher(*args, **kwargs)
+        known: dict[str, Any] = {
+            **{"_op": self, "_replaying": replaying, "_unseen": unseen, "_packed": _packed},
+            **{"_plain": PLAIN, "_not_replayed": NOT_REPLAYED},
+        }
+        takes = [
+            name if value is inspect.Parameter.empty else f"{name}={constant(value, known)}"
+            for name, value in self._defaults
+        ]
+        given, first = ", ".join(self._names), self._names[0]
+        lines = [
+            f"def called({', '.join(takes)}):",
+            f" if type({first}) in _plain and _unseen():",
+            f"  for _replay in _replaying.now.get((_op, {len(takes)}, {first}.shape, {first}.dtype), ()):",
+            f"   _out = _replay.again({given})",
+            "   if _out is not _not_replayed:",
+            "    return _out if _replay.contiguous else _packed(_out)",
+            f" return _op._launched({given})",
+        ]
+        exec("\n".join(lines), known)
+        written: Callable[..., Any] = known["called"]
+        written.__qualname__ = self.label
+        torch_private.never_compile(written)  # after a graph break: what it calls would be traced
+        return written
+
+    def _launched(self, *args: Any) -> Any:
+        """Launch what no replay does for, where that is all; ask the dispatcher otherwise."""
+        if not (
+            type(args[0]) in PLAIN
+            and unseen()
+            and _ORDINARY.issuperset(map(type, args))
+            and self.launches(args, {})
+        ):
+            return self._dispatcher(*args)
+        out = self.launcher(*args)  # type: ignore[call-arg]
+        replaying.now.note(self, args)
+        return _packed(out)
 
     def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
         """The registered op's body. Its outputs are contiguous, as its fake says."""
@@ -298,9 +334,6 @@ class KernelOp(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<kernel op {self.label}>"
-
-
-torch_private.never_compile(KernelOp._called)  # after a graph break: what it calls would be traced
 
 
 def kernel_op(
@@ -392,9 +425,17 @@ def arch_of(device: torch.device) -> int:
 
 PLAIN = frozenset((Tensor, nn.Parameter))  # torch's own types: no subclass sees their operations
 PLAIN_OR_NONE = PLAIN | {type(None)}
-
-
 _ORDINARY = PLAIN_OR_NONE | {bool, int, float, str, torch.dtype}
+
+
+def _shapes_alone(fake: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What a fake gives, contiguous."""
+    before = thread.shapes_alone
+    thread.shapes_alone = True
+    try:
+        return _packed(fake(*args))
+    finally:
+        thread.shapes_alone = before
 
 
 def _none_fake(args: tuple[Any, ...]) -> bool:
@@ -438,6 +479,23 @@ def unseen() -> bool:
         or torch_private.num_function_modes()
         or forward_ad._current_level >= 0
     )
+
+
+def called_again(function: Callable[..., R], *args: Any) -> R:
+    """Call a function that decides by more than kinds of tensors, as by values: what is written down of a call calls
+    it, too.   args: tensors, dicts of what lives for one call, and what is the same in every call
+    """
+    if thread.unseen in (True, False):
+        return function(*args)
+    given: R = thread.unseen.called_again(function, args)
+    return given
+
+
+def held_once(held: list[Any]) -> bool:
+    """`torch_private.held_once`, which what is written down of a call asks of its operands, too."""
+    seen = torch_private if thread.unseen in (True, False) else thread.unseen
+    once: bool = seen.held_once(held)
+    return once
 
 
 def decided(ask: Callable[..., R], tensors: Sequence[Any], *facts: Any) -> R:

@@ -12,6 +12,7 @@ replays (`registry.decided`): what changes a setting forgets both.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.kernels.recorder import Launch, LaunchRecorder, ReplayError, noting
+from fuseops.errors import FuseOpsError
 from fuseops.kernels.triton_private import Launcher
 
 ALIGNED = 16
@@ -29,6 +30,57 @@ MOST_KINDS = 8  # of one op and shape of its first operand
 MOST_SHAPES = 4096
 NOT_REPLAYED = object()
 MOST_KEPT = 1024  # tensor maps of an operand: of all layers of a model
+
+
+class Launch(NamedTuple):
+    """A `Launch` is one that is noted instead of run: to be replayed, or for the ahead-of-time gate."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class LaunchRecorder:
+    """Collects launches instead of running them.
+
+    stands_for: the device whose architecture and multiprocessors launchers see; None where `arch` and `num_sms` say.
+    launch: launches one of them, and gives what launches it again: see `launch.launched`.
+    """
+
+    def __init__(
+        self, arch: int = 0, num_sms: int = 132, stands_for: torch.device | None = None
+    ) -> None:
+        self.arch, self.num_sms, self.stands_for = arch, num_sms, stands_for
+        self.launches: list[Launch] = []
+        self.launch: Callable[..., Any] | None = None
+
+
+class _RecorderThread(threading.local):
+    recorder: LaunchRecorder | None = None
+
+
+thread = _RecorderThread()  # an autograd thread may launch while another one records
+
+
+@contextmanager
+def noting(recorder: LaunchRecorder) -> Iterator[LaunchRecorder]:
+    """Inside, launches of this thread are noted and not run."""
+    outer, thread.recorder = thread.recorder, recorder
+    try:
+        yield recorder
+    finally:
+        thread.recorder = outer
+
+
+class ReplayError(FuseOpsError):
+    """A launcher does more than allocate and launch, or depends on more than its operands."""
+
+
+def depends(on: str) -> None:
+    """Called by a launcher whose launches depend on something else than operands: they are not replayed."""
+    if thread.recorder is not None and thread.recorder.stands_for is not None:
+        raise ReplayError(f"it depends on {on}")
 
 
 class OperandPlace(NamedTuple):
@@ -135,6 +187,7 @@ class Replay:
         self.device, self.index = tensors[0].device, tensors[0].get_device()
         self.empty = torch_private.empty_strided(self.device)
         self.programs: list[Launch] | None = None
+        self.contiguous = False  # known to be: all that it gives
         self.launcher = launcher
         # how it launches by itself, once launches have told; `launchable`: they may yet
         self.launchers: Sequence[Launcher] = ()
@@ -153,8 +206,10 @@ class Replay:
             out = self.launcher(*(next(metas) if isinstance(v, Tensor) else v for v in args))
         self.several = isinstance(out, tuple)
         self.returns = out is not None  # an op may write to its operands alone
-        outputs = [stage.place(t) for t in (out if self.several else (out,) * self.returns)]
+        given: Sequence[Tensor] = out if self.several else (out,) * self.returns
+        outputs = [stage.place(t) for t in given]
         self.allocations, self.outputs = _returned(stage.allocations, outputs, len(tensors))
+        self.contiguous = all(t.is_contiguous() for t in given)
         self.launch = recorder.launch
         self.programs = [
             noted._replace(args=tuple([stage.operand(a) for a in noted.args]))

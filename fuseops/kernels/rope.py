@@ -10,18 +10,14 @@ Hardware: sm_80 and later.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.precision import wide
-from fuseops.kernels.registry import floats, kernel_op, on_meta
-from fuseops.kernels.tiles import cdiv, pow2, require
+from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
+from fuseops.kernels.tiles import cdiv, pow2, require, wide
 
 
 def _apply_rope(
@@ -61,7 +57,7 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 SPACE = Space("rope", _candidates, dims=("pairs",))
 
 
-def _cases() -> Iterator[tuple[Any, ...]]:
+def _cases() -> Cases:
     for dtype in (torch.bfloat16, torch.float32):
         x = on_meta(2, 4096, 32, 128, dtype=dtype)
         for interleaved, pairs in ((False, 64), (True, 64), (False, 32)):
@@ -69,7 +65,7 @@ def _cases() -> Iterator[tuple[Any, ...]]:
             yield from ((x, angles, angles, interleaved, inverse) for inverse in (False, True))
 
 
-def _pair_cases() -> Iterator[tuple[Any, ...]]:
+def _pair_cases() -> Cases:
     angles = floats(4096, 64)
     for dtype in (torch.bfloat16, torch.float32):
         q, k = (on_meta(2, 4096, h, 128, dtype=dtype) for h in (32, 8))

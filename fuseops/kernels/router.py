@@ -16,19 +16,15 @@ Hardware: sm_80 and later. More than MAX_EXPERTS experts, or k beyond MAX_K, run
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
-from fuseops.kernels.precision import wide
-from fuseops.kernels.registry import floats, ints, kernel_op, on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require
+from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require, wide
 
-TINY = 1e-20
+TINY = 1e-20  # scores that are all zero give weights of zero
 
 
 def _router_fwd(
@@ -48,10 +44,8 @@ def _router_fwd(
     if groups > 1:
         key = _in_best_groups(key, groups, top_groups)
     experts = _first(key, k)
-    weights = scores.gather(-1, experts)
-    if normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
-    return weights * scale, experts.to(torch.int32), full.gather(-1, experts)
+    weights = weights_of(scores, experts, normalize, scale)
+    return weights, experts.to(torch.int32), full.gather(-1, experts)
 
 
 def _first(key: Tensor, k: int) -> Tensor:
@@ -103,6 +97,14 @@ def scores_of(logits: Tensor, score: str) -> Tensor:
     return torch.softmax(wide(logits), -1) if score == "softmax" else torch.sigmoid(wide(logits))
 
 
+def weights_of(scores: Tensor, experts: Tensor, normalize: bool, scale: float) -> Tensor:
+    """The weights of chosen experts, of the scores of all.   (T, E), (T, K) -> (T, K)"""
+    weights = scores.gather(-1, experts)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+    return weights * scale
+
+
 SCORES = ("softmax", "sigmoid")
 MAX_EXPERTS = 1 << 12
 MAX_K = 64
@@ -149,7 +151,7 @@ BWD = Space("router_bwd", _bwd_candidates, dims=("experts", "chosen"))
 CHOSEN_BWD = Space("router_bwd_chosen", _chosen_candidates, dims=("experts", "chosen"))
 
 
-def _cases(*, backward: bool) -> Iterator[tuple[Any, ...]]:
+def _cases(*, backward: bool) -> Cases:
     f32, bf16 = torch.float32, torch.bfloat16
     forms = [(f32, 128, 8, "softmax", True), (f32, 64, 4, "softmax", False)]
     forms += [(f32, 256, 8, "sigmoid", True), (f32, 8, 2, "softmax", False)]

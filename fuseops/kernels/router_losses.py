@@ -13,18 +13,15 @@ Hardware: sm_80 and later. More than MAX_EXPERTS experts, and other dtypes than 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch
-from fuseops.kernels.precision import wide
-from fuseops.kernels.registry import floats, ints, kernel_op
+from fuseops.kernels.registry import Cases, floats, ints, kernel_op
 from fuseops.kernels.router import MAX_EXPERTS, SCORES, TINY, scores_of
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require, row_splits
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require, wide
 
 
 def _router_loss(
@@ -79,7 +76,7 @@ FWD = Space("router_loss", lambda dims, itemsize: _tiles(1024, dims, PER_SM=4), 
 BWD = Space("router_loss_bwd", lambda dims, itemsize: _tiles(2048, dims), dims=("experts",))
 
 
-def _cases(*, backward: bool) -> Iterator[tuple[Any, ...]]:
+def _cases(*, backward: bool) -> Cases:
     for experts, score, balance, z in (
         (128, "softmax", 0.1, 0.1),
         (256, "sigmoid", 0.1, 0.0),
@@ -105,7 +102,7 @@ def router_loss(
         return _router_loss(logits, counts, k, score, balance, z)
     logits = as_rows(logits)
     config = dict(FWD.pick(tokens, (experts,), logits))
-    programs, each = row_splits(tokens, config, logits)
+    programs, each = tiles.row_splits(tokens, config, logits)
     partial, loss = logits.new_empty(programs, experts + 1), logits.new_empty(())
     (leads, follows), kernels, block_e = (
         chain(logits.device),

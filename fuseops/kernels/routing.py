@@ -15,7 +15,6 @@ Hardware: sm_80 and later. More than MAX_EXPERTS experts run the twin.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,15 +23,14 @@ from torch import Tensor
 from fuseops import torch_private
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch
-from fuseops.kernels.precision import wide
-from fuseops.kernels.registry import floats, kernel_op, on_meta
-from fuseops.kernels.tiles import cdiv, check_shape, pow2, require
+from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
+from fuseops.kernels.tiles import cdiv, check_shape, pow2, require, wide
 
 
 def _route(
     experts: Tensor, num_experts: int, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    flat = experts.flatten()
+    flat = experts.flatten().long()  # E itself may be more than their dtype holds
     kept = (flat >= 0) & (flat < num_experts)
     flat = torch.where(kept, flat, num_experts)
     order = torch.argsort(flat, stable=True)
@@ -50,7 +48,7 @@ def _route(
 
 
 def _expert_counts(experts: Tensor, num_experts: int) -> Tensor:
-    every = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
+    every = torch.arange(num_experts, device=experts.device)
     return (experts.flatten()[:, None] == every).sum(0).to(torch.int32)
 
 
@@ -58,7 +56,6 @@ MAX_EXPERTS = 1 << 11
 ONE_LAUNCH = 1 << 12
 SCAN = 1 << 10
 """Chunks that are scanned at once."""
-
 
 CHUNKS = {"BLOCK_S": 256, "num_warps": 1}, {"BLOCK_S": 512, "num_warps": 4}
 """BLOCK_S: the copies of a chunk."""
@@ -72,7 +69,7 @@ def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
 ROUTE = Space("route", CHUNKS, _default, dims=("experts",))
 
 
-def _cases() -> Iterator[tuple[Any, ...]]:
+def _cases() -> Cases:
     for tokens, k, num_experts, dtype in (
         (1024, 8, 128, torch.int32),
         (32768, 8, 128, torch.int32),

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuseops.kernels.groups import columns_of, group_of_row, padding_mask, place_of_row
+from fuseops.kernels.registry import thread
 
+Lay = Callable[[Tensor], Tensor]
 PIECES, LEAST_PIECE = 32, 1 << 20
 SMALLEST = 2.0**-63
 """No power-of-two scale is smaller, so that the product of two is a normal number; a block of zeros has it."""
@@ -39,10 +41,11 @@ def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def pieces(x: Tensor, step: int = 1) -> list[slice]:
     """Where matrices (..., R, K) are cut along their rows, at multiples of `step`, for what makes temporaries of an
-    element's many bytes: into 32, none of less than 2^20 elements. Compiled code makes no temporaries.
+    element's many bytes: into 32, none of less than 2^20 elements. Compiled code and fakes of kernels make no
+    temporaries.
     """
     rows = x.shape[-2]
-    if torch.compiler.is_compiling() or x.numel() <= LEAST_PIECE:
+    if torch.compiler.is_compiling() or thread.shapes_alone or x.numel() <= LEAST_PIECE:
         return [slice(0, rows)]
     size = max(x.numel() // PIECES, LEAST_PIECE) * rows // x.numel()
     size = max(size // step, 1) * step
@@ -63,35 +66,62 @@ def by_pieces(cut: list[slice], make: Callable[[slice], Tensor]) -> Tensor:
     return cast("Tensor", made)
 
 
-def tensor_quantize(
-    x: Tensor, dtype: torch.dtype, amax: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """One scale for all.   (R, N) -> data (R, N), scale ()"""
-    if amax is None:
-        size = magnitude(x)
-        amax = size.amax() if x.numel() else size.new_zeros(())
-    inv = inverse_scale(amax, dtype, False)
-    return saturate(x.float() * inv, dtype), 1 / inv
+def amax_of_tokens(x: Tensor, axis: int, lay: Lay | None = None) -> Tensor:
+    """The largest magnitude of each token of a matrix.   axis: that of features.  lay: what gives, for rows of x, those
+    that count in their place
+    """
+    if not x.shape[axis]:
+        return x.new_zeros(x.shape[1 - axis], dtype=torch.float32)
+    parts = (x[piece] if lay is None else lay(x[piece]) for piece in pieces(x))
+    found = [magnitude(part).amax(axis) for part in parts]
+    if len(found) == 1:
+        return found[0]
+    return torch.cat(found) if axis else torch.stack(found).amax(0)
 
 
-def grouped_quantize(
-    x: Tensor, offs: Tensor, dtype: torch.dtype, amax: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """One scale a group of rows; padding rows become zero.   (R, K), (E,) -> data (R, K), scale (E,)"""
-    rows, groups = x.shape[0], offs.shape[0]
-    group = group_of_row(offs, rows)
-    if amax is None:
-        by_row = magnitude(x).amax(1) if x.shape[1] else x.new_zeros(rows, dtype=torch.float32)
-        amax = by_row.new_zeros(groups + 1).scatter_reduce(0, group, by_row, "amax")[:groups]
-    inv = inverse_scale(F.pad(amax, (0, 1)), dtype, False)
-    scaled = (x.float() * inv[group].unsqueeze(-1)).masked_fill(padding_mask(offs, rows), 0.0)
-    return saturate(scaled, dtype), 1 / inv[:groups]
+def amax_of_groups(by_token: Tensor, ends: Tensor | None) -> Tensor:
+    """The largest of all, or of each group.   (T,) -> () or (E,)"""
+    tokens = by_token.shape[0]
+    if ends is None:
+        return by_token.amax() if tokens else by_token.new_zeros(())
+    found = by_token.new_zeros(ends.shape[0] + 1)
+    group = group_of_row(ends, tokens)
+    return found.scatter_reduce(0, group, by_token, "amax")[:-1]
 
 
-def expert_quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One scale an expert.   (E, N, K) -> data (E, N, K), scale (E,); of (N, K) without E"""
-    inv = inverse_scale(magnitude(weight).amax((-2, -1)), dtype, False)
-    return saturate(weight.float() * inv[..., None, None], dtype), 1 / inv
+def amax_of_matrices(weight: Tensor) -> Tensor:
+    """(..., N, K) -> (...) float32"""
+    if not weight.numel():
+        return weight.new_zeros(weight.shape[:-2], dtype=torch.float32)
+    parts = [magnitude(weight[..., piece, :]).amax((-2, -1)) for piece in pieces(weight)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).amax(0)
+
+
+def spread_over_groups(of_group: Tensor, ends: Tensor | None, count: int) -> Tensor:
+    """() or (E,) -> () or (T,), with 1 where a token is in no group."""
+    if ends is None:
+        return of_group
+    return F.pad(of_group, (0, 1), value=1.0)[group_of_row(ends, count)]
+
+
+def codes_of_rows(x: Tensor, up: Tensor, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Codes of rows times one number, or one a group; padding rows become zero.   (R, K), () or (E,) -> (R, K)"""
+    rows = x.shape[0]  # of which traced code may know no number
+    spread = spread_over_groups(up, offs, rows).expand(rows)[:, None]
+    padding = None if offs is None else padding_mask(offs, rows)
+
+    def scaled(piece: slice) -> Tensor:
+        part = x[piece].float() * spread[piece]
+        return saturate(part if padding is None else part.masked_fill(padding[piece], 0.0), dtype)
+
+    return by_pieces(pieces(x), scaled)
+
+
+def codes_of_matrices(weight: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes of matrices, each times a number of its own.   (..., N, K), (...) -> (..., N, K)"""
+    by = up[..., None, None]
+    cut = pieces(weight)
+    return by_pieces(cut, lambda at: saturate(weight[..., at, :].float() * by, dtype))
 
 
 def columns_in_groups(data: Tensor, offs: Tensor | None) -> Tensor:

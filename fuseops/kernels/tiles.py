@@ -1,4 +1,4 @@
-"""What launchers share: views as rows, tile configurations, split counts and argument checks."""
+"""What launchers share: views as rows, the dtype of sums, tile configurations, split counts and argument checks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ from torch import Tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.configs import Config
 from fuseops.kernels.launch import num_sms
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are kept in: float32, or wider if the input is."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def wide(t: Tensor) -> Tensor:
+    """t in its accumulator's dtype."""
+    return t.to(accumulator(t.dtype))
 
 
 def cdiv(a: int, b: int) -> int:

@@ -5,8 +5,10 @@ operands alike it decides the same every time. So one call of it is watched, a r
 function does what that call did, and none of its Python runs. Ops of ATen are called again, launches of kernel ops
 stand there as their replays have them (`replay`), and what is only looked at by address is no tensor.
 
-A function that reads values, draws random numbers, writes into a tensor, or takes a tensor from elsewhere cannot be
-written down. What depends on more than its operands must be a launcher, which says so by `depends`: it is called again.
+A function that reads values, draws random numbers, writes into a tensor that others may hold, or takes a tensor from
+elsewhere cannot be written down. What depends on more than kinds of operands is called again: a launcher that says so
+by `depends`, a twin that reads values, and what goes through `registry.called_again`. `registry.held_once` is asked
+again before anything is done, and has to say the same.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,9 @@ from fuseops import torch_private
 from fuseops.kernels.registry import PLAIN, KernelOp, thread
 from fuseops.kernels.replay import ALIGNED, Replay, constant, replaying
 
+R = TypeVar("R")
+Shared = dict[str, dict[str, Any]]
+Again = Callable[..., Any]
 A = torch.ops.aten
 DIRECT: dict[Any, Callable[..., Any]] = {
     A.mm.default: torch.mm,
@@ -34,6 +39,8 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     A.unsqueeze.default: Tensor.unsqueeze,
 }
 """What calls an op in half the time that its overload takes."""
+MASKS = torch.bool, torch.uint8
+AGAIN = "<fuseops transcript>"  # where written functions stand
 REFUSED = (
     torch.Tag.nondeterministic_seeded,
     torch.Tag.data_dependent_output,
@@ -47,6 +54,12 @@ class TensorRef(NamedTuple):
     number: int
 
 
+class SharedRef(NamedTuple):
+    """A `SharedRef` stands for a dict of what lives for one call."""
+
+    name: str
+
+
 class Memory(NamedTuple):
     """A `Memory` says where a tensor begins: in the memory of which operand or result, and how many bytes behind it."""
 
@@ -57,7 +70,8 @@ class Memory(NamedTuple):
 class NotedCall(NamedTuple):
     """A `NotedCall` is one call in what is written down.
 
-    does: an op of ATen, or the replay of a kernel op.  looks: it gives a view, and does nothing
+    does: an op of ATen, the replay of a kernel op, or a function.  stays: it may do more than give results.  looks: it
+    gives a view, and does nothing.  within: the step that the function was at
     """
 
     does: Any
@@ -65,22 +79,34 @@ class NotedCall(NamedTuple):
     kwargs: dict[str, Any]
     results: tuple[int | None, ...]
     several: bool
-    looks: bool = False
+    stays: bool
+    looks: bool
+    within: Any
 
 
 class Transcriber(torch_private.DispatchMode):
     """A `Transcriber` watches a call of a function, which runs as ever, and writes down what it does.
 
-    why: what stands against writing it down.  early: a launcher has no replay yet
+    shared: dicts of what lives for one call, by name.  running_step: gives the step that the function is at, which is
+    the variable `step` of what is written, for errors.  why: what stands against writing it down.  early: a launcher
+    has no replay yet
     """
 
-    def __init__(self, operands: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        operands: Sequence[Tensor],
+        shared: Shared | None = None,
+        running_step: Callable[[], Any] = lambda: None,
+    ) -> None:
         super().__init__()
+        self.running_step = running_step
+        self.shared: Shared = {} if shared is None else shared
         self.slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by the identity of a tensor
         self.memory: list[Memory] = []  # by slot
         self.begins: list[int] = []  # the address of each
         self.steps: list[NotedCall] = []
         self.kept: dict[int, Tensor] = {}  # by slot: what is kept for one stream
+        self.once: dict[int, bool] = {}  # by slot: whether an operand is held once
         self.why: str | None = None
         self.early = False
         self.index = operands[0].get_device()
@@ -90,6 +116,7 @@ class Transcriber(torch_private.DispatchMode):
             self._put(t)
         self.given = [self.slots[id(t)][1] for t in operands]  # the slot of each operand
         self.operands, self.check = len(distinct), torch_private.tensor_guard(distinct)
+        self.lent = {*range(self.operands)}  # by slot: what others may hold
 
     # --- what is seen
 
@@ -98,13 +125,12 @@ class Transcriber(torch_private.DispatchMode):
         out = func(*args, **kwargs)
         if self.why or self.early:
             return out
-        tags = [tag for tag in REFUSED if tag in func.tags]
         results = out if isinstance(out, (tuple, list)) else (out,)
-        if tags or func.namespace != "aten" or func._schema.is_mutable:
+        if _reads_values(func, args) or func.namespace != "aten" or func._schema.is_mutable:
             self.why = f"it calls {func}"
         elif not all(isinstance(t, Tensor) for t in results):
             if (
-                next(_tensors_in((args, kwargs)), None) is not None
+                next(_tensors_in((*args, *kwargs.values())), None) is not None
             ):  # a question about dtypes is none about values
                 self.why = f"{func} gives no tensor"
         else:
@@ -113,36 +139,84 @@ class Transcriber(torch_private.DispatchMode):
 
     def called(self, op: KernelOp[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a kernel op for a function that is watched."""
-        if op.op._schema.is_mutable:  # in the next call somebody else may hold it
-            self.why = self.why or f"{op.name} writes into an operand"
-        if not op.launches(args, {}):  # its twin is plain torch, whose calls are seen
-            if not op.traces_twin:
-                self.why = f"{op.name} reads values"
-            return op.twin(*args)
+        if any(map(self._is_lent, op.written_to(args))):
+            self.why = self.why or f"{op.name} writes into what others may hold"
+        launches = op.launches(args, {})
+        if not launches and op.traces_twin:
+            return op.twin(*args)  # plain torch, whose calls are seen
+        with self._apart():  # what it calls is its own
+            replay = replaying.now.of(op, args) if launches else None
+            out = op(*args)
+        if launches and (
+            replay is None or (replay.launchable and not replay.written and replay.programs)
+        ):
+            self.early = True
+        self._note(replay or op, args, {}, out, stays=True)
+        return out
+
+    def called_again(self, function: Callable[..., R], args: tuple[Any, ...]) -> R:
+        """Call a function that written functions call, too: once for operands of which it gives the same."""
+        known = len(self.memory)
+        with self._apart():
+            out = function(*args)
+        if any(self._slot(t) is None for t in _tensors_in(out)) or not self._has_called(
+            function, args
+        ):
+            self._note(function, args, {}, out, stays=True)
+        self.lent |= {*range(known, len(self.memory))}
+        return out
+
+    def _has_called(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        given = self._slots(args)
+        return any(step.does is function and step.args == given for step in self.steps)
+
+    def held_once(self, held: list[Any]) -> bool:
+        """The answer of `torch_private.held_once`, which is one about operands, or follows from what is written."""
+        answer, number = torch_private.held_once(held), self._slot(held[0])
+        if number is None:
+            self.why = "it asks about a tensor from elsewhere"
+        elif number < self.operands:
+            self.once[number] = answer
+        if answer:
+            self.lent.discard(number)
+        return answer
+
+    def _is_lent(self, t: Tensor) -> bool:
+        number = self._slot(t)
+        return number is None or self.memory[number].root in self.lent
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Inside, nothing is watched."""
         thread.unseen = True
         try:
-            with torch_private.without_modes():  # what it calls is its own
-                replay = replaying.now.of(op, args)
-                out = op(*args)
+            with torch_private.without_modes():
+                yield
         finally:
             thread.unseen = self
-        if replay is None or (replay.launchable and not replay.written and replay.programs):
-            self.early = True
-        elif not (self.why or self.early):
-            self._note(replay, args, {}, out)
-        return out
 
     def keep(self, *tensors: Tensor | None) -> None:
         """Take tensors for known that the function finds kept for it on this stream; their values do not change."""
         for t in tensors:
             if t is not None and self._slot(t) is None:
-                self.kept[self._put(t)] = t
+                number = self._put(t)
+                self.kept[number] = t
+                self.lent.add(number)
 
-    def _note(self, does: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        given, named = self._slots(args), self._slots(kwargs)
+    def _note(
+        self,
+        does: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        stays: bool = False,
+    ) -> None:
+        if self.why or self.early:
+            return
+        given, named = self._slots(args), {k: self._slots(value) for k, value in kwargs.items()}
         several = isinstance(out, (tuple, list))
         results = [*out] if several else [] if out is None else [out]
-        sources = [*_tensors_in((args, kwargs))]
+        sources = [*_tensors_in((*args, *kwargs.values()))]
         if any(t is source for t in results for source in sources):
             self.why = f"{does} gives an operand"
             return
@@ -152,8 +226,11 @@ class Transcriber(torch_private.DispatchMode):
             None if t is None else self._put(t, base)
             for t, base in zip(results, found, strict=True)
         ]
-        looks = not isinstance(does, Replay) and all(base is not None for base in found)
-        self.steps.append(NotedCall(does, given, named, tuple(numbers), several, looks))
+        looks = not stays and all(base is not None for base in found)
+        within = self.running_step()
+        self.steps.append(
+            NotedCall(does, given, named, tuple(numbers), several, stays, looks, within)
+        )
 
     def _put(self, t: Tensor, base: Tensor | None = None) -> int:
         """The slot of a new tensor, which may lie in the memory of another one."""
@@ -169,21 +246,25 @@ class Transcriber(torch_private.DispatchMode):
         return found[1] if found is not None and found[0]() is t else None
 
     def _slots(self, value: Any) -> Any:
-        """The same with a slot in the place of every tensor."""
+        """The same with a slot in the place of every tensor, and a name in that of what is shared."""
         if isinstance(value, Tensor):
             number = self._slot(value)
             if number is None:
-                self.why = "a tensor comes from elsewhere"
+                self.why = self.why or "a tensor comes from elsewhere"
             return TensorRef(number or 0)
         if type(value) is dict:
-            return {name: self._slots(item) for name, item in value.items()}
+            for name, shared in self.shared.items():
+                if value is shared:
+                    return SharedRef(name)
+            self.why = self.why or "a dict comes from elsewhere"
         return type(value)(map(self._slots, value)) if type(value) in (tuple, list) else value
 
     # --- what is written
 
-    def written(self, out: Any) -> Callable[[list[Tensor]], Any] | None:
-        """A function that does the same again: it takes the operands in a list, which it empties, and gives what the
-        call gave: tensors, and what holds them. None, and the list as it is, for operands of another kind.
+    def written(self, out: Any) -> Again | None:
+        """A function that does the same again: it takes the operands in a list, which it empties, and what is shared,
+        and gives what the call gave: tensors, and what holds them. None, and the list as it is, for operands of another
+        kind.
 
         None where it cannot be written.
         """
@@ -198,7 +279,7 @@ class _Writer:
 
     def __init__(self, seen: Transcriber, result: Any) -> None:
         self.seen, self.result = seen, result
-        self.known: dict[str, Any] = {"check": seen.check}
+        self.known: dict[str, Any] = {"check": seen.check, "held_once": torch_private.held_once}
         self.names = len(seen.memory)  # further ones are of memory that replays take for themselves
         self.objects = {
             slot.number for slot in _slots_in(result)
@@ -218,9 +299,9 @@ class _Writer:
     def _left_out(self, step: NotedCall) -> bool:
         """Whether nobody needs what an op of torch gives, as a view of what is read by its address."""
         wanted = self.objects if step.looks else self.objects | self.addressed
-        return not isinstance(step.does, Replay) and wanted.isdisjoint(step.results)
+        return not step.stays and wanted.isdisjoint(step.results)
 
-    def written(self) -> Callable[[list[Tensor]], Any] | None:
+    def written(self) -> Again | None:
         seen = self.seen
         if any(
             seen.memory[s.number].offset % ALIGNED
@@ -234,17 +315,21 @@ class _Writer:
         fits.append(
             f"check({', '.join(f'given[{at}]' for at in first)})" if fits else "check(*given)"
         )
-        lines = ["def again(given):", f" if not ({' and '.join(fits)}): return None"]
+        fits += [f"held_once(given, {first[k]}) is {once}" for k, once in seen.once.items()]
+        lines = ["def again(given, shared=None):", f" if not ({' and '.join(fits)}): return None"]
         lines += [f" {', '.join(f't{k}' for k in seen.given)}, = given"]
         lines += [*self._ready(), " given.clear()"]
-        last = self._last_uses()
+        last, running = self._last_uses(), None
         lines += self._let_go(last, -1)
         for at, step in enumerate(self.steps):
+            if step.within is not running:
+                running = step.within
+                lines.append(f" step = {constant(running, self.known)}")
             lines += self._launches(step) if _stands(step) else self._call(step)
             lines += self._let_go(last, at)
         lines.append(f" return {self._text(self.result)}")
-        exec(compile("\n".join(lines), "<fuseops transcript>", "exec"), self.known)
-        made: Callable[[list[Tensor]], Any] = self.known["again"]
+        exec(compile("\n".join(lines), AGAIN, "exec"), self.known)
+        made: Again = self.known["again"]
         return made
 
     def _ready(self) -> list[str]:
@@ -329,10 +414,19 @@ class _Writer:
         """What is given in the written function in the place of a value."""
         if type(value) is TensorRef:
             return f"t{value.number}"
+        if type(value) is SharedRef:
+            return f"shared.setdefault({value.name!r}, {{}})"
         if type(value) in (tuple, list) and any(_slots_in(value)):
             items = "".join(f"{self._text(item)}, " for item in value)
             return f"({items})" if type(value) is tuple else f"[{items}]"
         return "None" if value is None else constant(value, self.known)
+
+
+def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an op gives what is drawn, a value, or a shape by values: an index does by masks alone."""
+    if func is A.index.Tensor:
+        return any(index.dtype in MASKS for index in args[1] if index is not None)
+    return any(tag in func.tags for tag in REFUSED)
 
 
 def _stands(step: NotedCall) -> bool:
@@ -352,8 +446,8 @@ def _slots_in(value: Any) -> Iterator[TensorRef]:
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif type(value) in (tuple, list, dict):
-        for item in value.values() if type(value) is dict else value:
+    elif type(value) in (tuple, list):
+        for item in value:
             yield from _tensors_in(item)
 
 
@@ -366,9 +460,13 @@ def transcribable(operands: Sequence[Tensor]) -> bool:
 
 
 @contextmanager
-def transcribed(operands: Sequence[Tensor]) -> Iterator[Transcriber]:
+def transcribed(
+    operands: Sequence[Tensor],
+    shared: Shared | None = None,
+    running_step: Callable[[], Any] = lambda: None,
+) -> Iterator[Transcriber]:
     """Inside, what is done with these tensors is written down, while nobody else has to see it."""
-    seen = Transcriber(operands)
+    seen = Transcriber(operands, shared, running_step)
     before, thread.unseen = thread.unseen, seen
     try:
         with seen:

@@ -17,6 +17,7 @@ from fuseops import kernels as K
 from fuseops import ops, torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops.activations import Activation, ScaledActivation
+from fuseops.ops.checks import check_flags, check_integers
 from fuseops.ops.op import Op
 from fuseops.recipes import Quantized
 from fuseops.run.splice import opaque_reason
@@ -90,6 +91,8 @@ class MoE(Sequential):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_integers("MoE", 1, ffn=ffn)
+        check_flags("MoE", bias=bias, router_bias=router_bias)
         if aux not in ("return", "inject"):
             raise FuseOpsError(f"MoE: aux is {aux!r}, expected 'return' or 'inject'.")
         if dispatch is not None and (capacity_factor, ep) != (None, None):
@@ -103,10 +106,8 @@ class MoE(Sequential):
             z_loss=z_loss, replay=replay, **where,
         )  # fmt: skip
         injects = aux == "inject" and "router_loss" in route.writes
-        linear = {
-            "accumulate_into_main_grad": accumulate_into_main_grad,
-            "delay_wgrad": delay_wgrad,
-        }
+        into = accumulate_into_main_grad
+        linear = {"accumulate_into_main_grad": into, "delay_wgrad": delay_wgrad}
         children: dict[str, nn.Module | None] = {
             "tokens": ops.Tap("tokens") if shared else None,
             "shared": shared,
@@ -276,6 +277,8 @@ def _experts(
     options: dict[str, Any],
 ) -> dict[str, Op[Any]]:
     """The MLPs of the experts that are here: all of them, or those of the dispatcher."""
+    if not (dispatch is None or isinstance(dispatch, Op)):
+        raise FuseOpsError(f"MoE: dispatch is {dispatch!r}, expected an op or None.")
     here: int = num_experts if dispatch is None else dispatch.num_experts  # type: ignore[assignment]
     return {
         "fc1": ops.GroupedLinear(
@@ -297,10 +300,9 @@ def _shared(
     """The dense branch: a module of the caller's, or an MLP as wide as so many experts."""
     if isinstance(shared, nn.Module):
         return shared
+    check_integers("MoE", 0, shared_experts=shared)
     if shared == 0:
         return None
-    if shared < 0:
-        raise FuseOpsError(f"MoE: shared_experts must not be negative, got {shared}.")
     if not isinstance(activation, str):
         raise FuseOpsError(
             "MoE: with an activation op of your own, pass shared_experts as a module."

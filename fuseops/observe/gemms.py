@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from fuseops.kernels import registry
 from fuseops.kernels.grouped_paths import ENDS, act_path, mm_choice, wgrad_choice
-from fuseops.run.checks import WRITTEN
+from fuseops.run.checks import running_locals
 from fuseops.run.debug import running
 
 MULTIPLY = ("grouped_mm", "grouped_swiglu", "fp8_mm", "fp8_mm_operand")
@@ -30,13 +29,11 @@ def launched(call: registry.Call) -> Iterator[str]:
 
 
 def choices() -> str:
-    """What the fused op that runs says of its backward: read off the stack, as `running` does."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != WRITTEN:
-        frame = frame.f_back
-    if frame is None or "t" not in frame.f_locals or frame.f_locals["step"].kind == "op":
+    """What the fused op that runs says of its backward."""
+    seen = running_locals()
+    if "t" not in seen or seen["step"].kind == "op":
         return ""
-    step, x, t = (frame.f_locals[name] for name in ("step", "x", "t"))
+    step, x, t = (seen[name] for name in ("step", "x", "t"))
     members = tuple([{name: t[at] for name, at in args} for args in step.args])
     said: str = step.target.choices(x, members, step.calls)
     return said

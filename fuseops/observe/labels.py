@@ -92,6 +92,13 @@ def _child(module: nn.Module, name: str) -> nn.Module | None:
     return _child(child, rest) if isinstance(child, Composed) else child
 
 
+def _globs(model: nn.Module, paths: dict[int, str]) -> list[str]:
+    """Some that match: the members of each list of modules, or, where there is none, single modules."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
+    found = [f"{paths[id(m)]}.*".lstrip(".") for m in lists]
+    return found[:3] or [path for path in paths.values() if path][:5]
+
+
 def matching(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
     """The modules that globs name, by path, in the order of the model.
 
@@ -108,6 +115,7 @@ def matching(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
             found.setdefault(path, module)
     idle = [g for g in globs if g not in used]
     if idle or not globs:
-        known = ", ".join(path for path in list(paths.values())[1:6])
-        raise FuseOpsError(f"layers={idle} matches no module. Paths are such as {known}.")
+        raise FuseOpsError(
+            f"layers={idle} matches no module. Globs are such as {_globs(model, paths)}."
+        )
     return found

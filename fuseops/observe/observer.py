@@ -112,8 +112,10 @@ class Observer:
         if self._open and self._open[-1].module is module:
             self._open.pop()
         call, around = self._call(), modules.thread.running[-1:]
-        if call is not None and around == [call.module] and module in call.module.children():
-            call.x = _seen(output)  # not of the parametrization of an op
+        if call is None or around != [call.module]:
+            return
+        if any(piece is module for _, piece in call.pieces):  # no parametrization of an op
+            call.x = _seen(output)
 
     def _called(self, module: Composed, path: str, parent: SequentialCall | None) -> SequentialCall:
         call = SequentialCall(module, path, parent)

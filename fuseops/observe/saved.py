@@ -3,16 +3,13 @@ alive.
 
 A pack hook sees every tensor that is saved, ours and those of plain modules. It hands autograd a
 handle and keeps a weak reference, so that after the forward the live handles are exactly what the
-graph holds: what was saved for a result that the model threw away is gone by then. A plain module's
-tensor gets its name last, by walking the graph, since no tensor knows yet which node saves it while
-it is packed.
+graph holds: what was saved for a result that the model threw away is gone by then.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +17,9 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.ops import names
-from fuseops.ops.names import SavedName
 from fuseops.plan.records import SavedTensor
+
+from .labels import Labels
 
 Storages = tuple[tuple[int, int], ...]  # (id, bytes) of each
 
@@ -34,70 +32,52 @@ class Where(NamedTuple):
     # prefix of the bridge's names, where an op runs outside its Sequential's plan
     alone: str | None
 
+    def absolute(self, name: str) -> str:
+        """A name of the bridge's, relative to the root."""
+        if self.alone is None:
+            return name
+        return f"{self.path}.{name.removeprefix(self.alone)}".lstrip(".")
+
 
 class Handle:
     """A handle is what autograd keeps in the place of a saved tensor while a step is observed."""
 
-    __slots__ = ("__weakref__", "grad_fn", "known", "tensor", "where")
+    __slots__ = ("__weakref__", "is_param", "names", "owner", "tensor")
 
-    def __init__(self, tensor: Tensor, where: Where, known: SavedName | None) -> None:
-        self.tensor, self.where, self.known = tensor, where, known
-        self.grad_fn = "unknown"  # until the graph is walked
+    def __init__(self, tensor: Tensor, owner: Any, names: list[str], is_param: bool) -> None:
+        self.tensor, self.owner, self.names, self.is_param = tensor, owner, names, is_param
 
 
 class SavedLedger:
-    """Records what is packed while its hooks are on."""
+    """Records what is packed while its hooks are on.
 
-    def __init__(self, where: Callable[[bool], Where]) -> None:
-        self.where = where
+    labels: name what no op of fuseops saves
+    """
+
+    def __init__(self, where: Callable[[bool], Where], labels: Labels) -> None:
+        self.where, self.labels = where, labels
         self._handles: list[weakref.ref[Handle]] = []
-        self._visiting: str | None = None
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """The scope to run the forward in; use it together with `names.observe()`."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda handle: handle.tensor)
 
     def _pack(self, tensor: Tensor) -> Handle:
-        known = names.take(tensor)
+        promised = names.take(tensor)
+        where = self.where(promised is not None)
+        if promised is None:
+            found = [*self.labels.of_torch(tensor).names]
+        else:
+            found = [where.absolute(name) for name in promised.names]
         # detached: a saved output that is returned as it is makes a reference cycle
-        handle = Handle(tensor.detach(), self.where(known is not None), known)
+        is_param = promised is not None and promised.is_param
+        handle = Handle(tensor.detach(), where.owner, found, is_param)
         self._handles.append(weakref.ref(handle))
         return handle
-
-    def _unpack(self, handle: Handle) -> Tensor:
-        if self._visiting is not None:
-            handle.grad_fn = self._visiting
-        return handle.tensor
 
     def living(self) -> Iterator[Handle]:
         """What the graph holds, in save order."""
         return filter(None, (handle() for handle in self._handles))
-
-    def visit(self, outputs: Iterable[Tensor]) -> None:
-        """Walk the graph of the outputs, so that every handle learns which node saved it."""
-        pending: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
-        seen = set(pending)
-        while pending:
-            node = pending.pop()
-            self._visiting = node.name()
-            _touch(node)
-            self._visiting = None
-            for following, _ in node.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    pending.append(following)
-
-
-def _touch(node: Any) -> None:
-    """Unpack what the node saved. A node that refuses (freed, modified in place) leaves its tensors
-    unnamed.
-    """
-    fields = [n.removeprefix("_raw") for n in dir(node) if n.startswith("_raw_saved_")]
-    for field in [*fields, "saved_tensors"]:
-        try:
-            getattr(node, field, None)
-        except RuntimeError:
-            continue
 
 
 def storages(tensor: Tensor) -> Storages:
@@ -122,25 +102,13 @@ def tensors_by_owner(
     """
     found: list[tuple[Any, SavedTensor]] = []
     counted: dict[int, str] = {}
-    ordinals: Counter[tuple[str, str]] = Counter()
     for handle in ledger.living():
-        own, *others = _names(handle, ordinals)
+        own, *others = handle.names
         saved = _entry(own, handle, parameters, buffers, counted)
-        found.append((handle.where.owner, saved))
+        found.append((handle.owner, saved))
         again = saved._replace(nbytes=0, shared_with=own)
-        found += [(handle.where.owner, again._replace(name=name)) for name in others]
+        found += [(handle.owner, again._replace(name=name)) for name in others]
     return found
-
-
-def _names(handle: Handle, ordinals: Counter[tuple[str, str]]) -> list[str]:
-    (_, path, alone), known = handle.where, handle.known
-    if known is None:
-        key = (path, handle.grad_fn)
-        ordinals[key] += 1
-        return [f"{path}.{handle.grad_fn}.{ordinals[key] - 1}".lstrip(".")]
-    if alone is None:
-        return list(known.names)
-    return [f"{path}.{name.removeprefix(alone)}".lstrip(".") for name in known.names]
 
 
 def _entry(
@@ -150,8 +118,8 @@ def _entry(
     buffers: Mapping[int, str],
     counted: dict[int, str],
 ) -> SavedTensor:
-    tensor, known = handle.tensor, handle.known
-    nbytes, shared, is_param = 0, None, known is not None and known.is_param
+    tensor, is_param = handle.tensor, handle.is_param
+    nbytes, shared = 0, None
     for storage, size in storages(tensor):
         if storage in parameters:
             is_param = True

@@ -35,6 +35,7 @@ from .scopes import Scope, dispatch_again, recompute
 from .storages import StorageMap
 
 T = TypeVar("T")
+BEFORE_A_STEP = "CUDA graph capture, before a step has shown the order"
 SCOPES = {"recompute": recompute, "dispatch": dispatch_again}
 """Of a decision for what an op in a layer saves: what the layer runs in."""
 
@@ -116,9 +117,10 @@ class LayerScope(Scope):
         self.called.add(path)
         aside = self._why_layer_aside()
         if aside is None:
-            call = self.mover.enter(path)
-            if self._step != self.mover.schedule.stats.steps:
-                self._step = self.mover.schedule.stats.steps
+            call, schedule = self.mover.enter(path), self.mover.schedule
+            self._not_captured = None if schedule.order.predicts else BEFORE_A_STEP
+            if self._step != schedule.stats.steps:
+                self._step = schedule.stats.steps
                 self._left.clear()
         elif aside:
             kind = type(module).__name__
@@ -203,12 +205,9 @@ class LayerScope(Scope):
             return named._replace(names=(running.inputs.pop(0),))
         return named
 
-    def _why_not_captured(self) -> str | None:
-        known = self.mover.schedule.order.predicts
-        return None if known else "CUDA graph capture, before a step has shown the order"
-
     def _stay(self, t: Tensor, entry: Entry, storage: torch.UntypedStorage | None = None) -> Kept:
-        handle, running = super()._stay(t, entry), self._thread_calls.running[-1]
+        self._ledger.saw(entry)
+        handle, running = Kept(t, entry, self._ledger), self._thread_calls.running[-1]
         resident = self._resident
         if storage is not None and entry.name not in self._left:
             self.names[entry.name] = "keep"
@@ -225,7 +224,8 @@ class LayerScope(Scope):
 
     def _call_of(self, record: Record) -> LayerRun:
         call: Any = self._thread_calls.running[-1].call  # the hook pair is there only then
-        return cast(LayerRun, call)
+        of_layer: LayerRun = call
+        return of_layer
 
     def _move(self, t: Tensor, found: Judged) -> Handle | str:
         handle = self._mover.save(self._thread_calls.running[-1].call, t, found, self._ledger)
@@ -235,9 +235,7 @@ class LayerScope(Scope):
         return handle
 
     def _coding(self, t: Tensor, named: SavedName) -> Coding | str:
-        return coding_of(
-            Candidate.of(t, named.name, named.op, named.also), self._globs_of_codes(named.name)
-        )
+        return coding_of(Candidate.of(t, named), self._globs_of_codes(named.name))
 
     def _globs_of_codes(self, name: str) -> tuple[str, ...]:
         """What may be rounded: all in a storage of which a plan says so, else what the policy says."""
@@ -247,18 +245,20 @@ class LayerScope(Scope):
         return () if self._policy is None else tuple(self._policy.quantize)
 
     def _share(self, t: Tensor, named: SavedName | Entry, record: Record) -> Handle:
-        why = self._why_not_rounded(t, (named.name, *named.also), record)
+        coding = record.coding
+        why = None if coding is None else self._why_not_rounded(t, named, record, coding)
         if why is None:
             return super()._share(t, named, record)
-        nbytes = record.whole if self._counts(t.untyped_storage(), why) else 0
+        nbytes = record.whole if self._counted.first(t.untyped_storage(), True) else 0
         return self._keep(t, named, why, nbytes)
 
-    def _why_not_rounded(self, t: Tensor, names: tuple[str, ...], record: Record) -> str | None:
+    def _why_not_rounded(
+        self, t: Tensor, named: SavedName | Entry, record: Record, coding: Coding
+    ) -> str | None:
         """Why t stays exact though its storage leaves as codes, or None."""
-        if record.coding is None:
-            return None
-        why: str | None = f"not {dtype_name(record.coding.dtype)}"
-        if t.dtype == record.coding.dtype:
+        why: str | None = f"not {dtype_name(coding.dtype)}"
+        if t.dtype == coding.dtype:
+            names = (named.name, *named.also)
             why = exact_by_name(names, self._globs_of_codes(record.name))
         return None if why is None else f"its storage leaves as codes; {why}"
 
@@ -274,9 +274,7 @@ class LayerScope(Scope):
         resident = self._resident.get(t.untyped_storage())
         if resident is not None:
             return f"in the storage of {resident}, which stays"
-        return self._policy.why_keep(
-            Candidate.of(t, named.name, named.op, named.also), self._thread_calls.running[-1].quota
-        )
+        return self._policy.why_keep(Candidate.of(t, named), self._thread_calls.running[-1].quota)
 
 
 class _Begin:

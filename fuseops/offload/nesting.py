@@ -8,7 +8,7 @@ raises.
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe import modules
+from fuseops.ops import names
+from fuseops.ops.names import SavedName
 
 from .records import Handle, Kept, Moved
 
@@ -28,7 +30,9 @@ class Packs(Protocol):
 
     in_checkpoint: bool
 
-    def pack(self, t: Tensor) -> Handle: ...
+    def pack(
+        self, tensors: Sequence[Tensor], named: Sequence[SavedName] | None = None
+    ) -> list[Handle]: ...
 
 
 class PackHook:
@@ -49,8 +53,15 @@ class PackHook:
         return packs
 
     def __call__(self, t: Tensor) -> Handle:
+        """What a node of fuseops saves is packed when the first of it is."""
         scope: Any = self._scope()
-        handle: Handle = scope.pack(t)
+        if names.take(t) is None:
+            handle: Handle = scope.pack((t,))[0]
+            return handle
+        frame: Any = names.thread.frame
+        if frame.packed is None:
+            frame.packed = scope.pack(frame.tensors, frame.names)
+        handle = frame.packed[frame.taken - 1]
         return handle
 
 

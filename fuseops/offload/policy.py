@@ -1,6 +1,6 @@
 """A policy says by name, size and share which saved tensors a scheduler moves. Pure."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ import torch
 
 from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs, matches
+from fuseops.ops.names import SavedName
 
 from .arguments import whole_number
 
@@ -27,8 +28,10 @@ class Candidate(NamedTuple):
     also: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, t: torch.Tensor, name: str, op: str, also: tuple[str, ...]) -> "Candidate":
-        return cls(name, op, tuple(t.shape), t.dtype, t.untyped_storage().nbytes(), also)
+    def of(cls, t: torch.Tensor, named: SavedName) -> "Candidate":
+        own, *also = named.names
+        nbytes = t.untyped_storage().nbytes()
+        return cls(own, named.op, tuple(t.shape), t.dtype, nbytes, tuple(also))
 
     def matches(self, glob: str) -> bool:
         """Whether the glob matches one of the names."""
@@ -88,10 +91,14 @@ class Policy:
                 f"Policy(where=...) expects a function of a Candidate, got {self.where!r}."
             )
 
-    @property
-    def globs(self) -> tuple[str, ...]:
-        """All globs, for a check that each of them has matched something."""
-        return (*self.offload, *self.keep, *self.quantize)
+    def check(self, names: Collection[str]) -> None:
+        """Raise FuseOpsError for globs that match none of the names of what a step saved, where it saved anything."""
+        globs = (*self.offload, *self.keep, *self.quantize)
+        idle = [g for g in globs if not any(matches(g, name) for name in names)]
+        if names and idle:
+            raise FuseOpsError(
+                f"the policy's globs {idle} matched no saved tensor. Names are such as {sorted(names)[:3]}."
+            )
 
     @property
     def lasting(self) -> bool:

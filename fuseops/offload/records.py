@@ -13,8 +13,12 @@ are let go tell when it was. A tensor that was moved leaves an alias of zero byt
 counter. Kernels that write a tensor announce it by `torch.autograd.graph.increment_version`, as
 torch's own do. Writes through `.data`, `set_` or numpy change no counter; they are outside the
 promise, here as in plain torch.
+
+A storage that is emptied or grown changes no counter either. One that still waits for its copy then
+stays; what its bytes are not whole any more for is refused when it is read.
 """
 
+import logging
 import sys
 import threading
 import weakref
@@ -39,6 +43,10 @@ from .report import Entry, Ledger
 from .schedule import LAST_GROUP, Item, LayerRun, Schedule
 from .storages import StridedLayout, layout_of, rows_of, tensor_in
 
+log = logging.getLogger("fuseops.offload")
+
+RESIZED = "its storage was given another size before its copy"
+
 
 class Judged(NamedTuple):
     """A `Judged` is a scope's decision for a saved tensor. It holds for every one of the same name, shape, bytes and
@@ -58,6 +66,7 @@ class Mover:
         self.schedule, self.lanes, self.on_gpu = schedule, lanes, lanes.device.type == "cuda"
         self.ref = weakref.ref(self)  # for records, which the schedule holds
         self.lock = threading.RLock()
+        self.node: list[Record] = []  # what the node that is being packed has leave
         # handles that are gone, and whether they were read: noted by finalizers, so without the lock
         self.dead: deque[tuple[LayerRun | None, Item | None, bool]] = deque()
 
@@ -94,24 +103,35 @@ class Mover:
     ) -> "Moved | str":
         """Have the storage of t leave, as codes or as it is; or why it stays.
 
-        call: of a layer; None: it leaves by itself.
+        call: of a layer; None: it leaves once its node is packed, by `depart`.
         """
         if call is not None and call.soon:
             return LAST_GROUP  # before codes are made
+        record = Record(t, found, ledger, self)
+        if call is None:
+            self.node.append(record)
+        else:
+            with self.lock:
+                if self.dead:
+                    self.tidy()
+                if not self.schedule.save(call, record):
+                    return str(record.kept)
+                record.call = call
+        thread.note(storage_key(t.untyped_storage()), record)
+        ledger.moved(found.entry, record)
+        return Moved(t, found.entry, record, call, self, ledger)
+
+    def depart(self) -> None:
+        """A node is packed: what it has leave does so."""
         with self.lock:
             if self.dead:
                 self.tidy()
-            record = Record(t, found, ledger, self)
-            if call is None:
-                leaves = self.schedule.depart(record)
-            else:
-                leaves = self.schedule.save(call, record)
-            if not leaves:
-                return str(record.kept)
-            record.call = call
-        _thread.note(storage_key(t.untyped_storage()), record)
-        ledger.moved(found.entry, record)
-        return Moved(t, found.entry, record, call, self, ledger)
+            items: list[Item] = [record for record in self.node if record.handles]
+            self.node.clear()
+            self.schedule.depart(items)
+        for item in items:
+            if item.kept is not None:
+                log.warning("%s stays: %s", item.name, item.kept)
 
     def share(self, call: LayerRun | None, item: Item) -> None:
         """One more saved tensor lies in a storage that leaves."""
@@ -143,10 +163,12 @@ class Record(Item):
 
     whole    its bytes; `nbytes` are those on the link
     written  when a write was first seen
-    call     that saved it, if it does not leave by itself
+    torn     its storage got other memory before its copy was over
+    call     that saved it, if one of a layer did
     """
 
     written = ""
+    torn = False
     call: LayerRun | None = None
     _live: "weakref.ref[UntypedStorage] | None" = None
     _start = 0
@@ -158,10 +180,10 @@ class Record(Item):
         self.entry, self._promised, self.coding = found
         if self.coding is not None:
             storage = encode(storage, self.coding).untyped_storage()
-        name, at, owner = self.entry.name, storage.data_ptr(), mover.lanes.compute()
-        super().__init__(name, Buf(name, storage.nbytes(), "device", storage, at, owner))
+        name, owner = self.entry.name, mover.lanes.compute()
+        super().__init__(name, Buf(name, storage.nbytes(), "device", storage, owner))
         self.ledger, self.mover = ledger, mover.ref
-        self.guard, self.version = alias_of_no_bytes(t), t._version
+        self.guard, self.version, self._at = alias_of_no_bytes(t), t._version, storage.data_ptr()
         self._base = weakref.ref(t if t._base is None else t._base)
 
     def ready(self) -> Event | None:
@@ -181,6 +203,15 @@ class Record(Item):
     def leaves(self, point: Literal["copy", "release"]) -> None:
         if self.guard._version != self.version and not self.written:
             self.written = f", before its {point}"
+        if self.source is None:
+            return  # in a buffer of the schedule's
+        storage, mover = self.source.data, self.mover()
+        if point == "copy":
+            self._at = storage.data_ptr()
+            if storage.nbytes() != self.nbytes:
+                self.kept = RESIZED
+        elif mover is None or not mover.lanes.at_once:
+            self.torn = (storage.data_ptr(), storage.nbytes()) != (self._at, self.nbytes)
 
     def comes_back(self) -> None:
         self.ledger.came_back(self.nbytes)
@@ -189,11 +220,13 @@ class Record(Item):
         self.ledger.stayed(self.entry, self.nbytes, reason)
 
     def is_of(self, t: Tensor) -> bool:
-        """Whether this holds the bytes of t, which is in the same storage: no write since.
+        """Whether this holds the bytes of t, which is in the same storage: no write since, and no other size.
 
         A counter that t does not share says nothing about t.
         """
         if not self.version == t._version == self.guard._version:
+            return False
+        if t.untyped_storage().nbytes() != self.whole:
             return False
         return self._base() is base_of(t) or share_version_counter(t, self.guard)
 
@@ -212,6 +245,8 @@ class Record(Item):
             storage = data
         else:
             start = self._start
+        if self.torn or storage.nbytes() < start + self.whole:
+            raise _resized(self.entry)
         return tensor_in(storage, layout, start)
 
 
@@ -229,20 +264,22 @@ class _RecordsThread(threading.local):
         self.records[key] = weakref.ref(record)
 
 
-_thread = _RecordsThread()
+thread = _RecordsThread()
 
 
 def find(t: Tensor) -> Record | None:
     """The record that already holds the bytes of t, or None."""
     storage = t.untyped_storage()
-    known = _thread.records.get(storage_key(storage))
+    known = thread.records.get(storage_key(storage))
     record = None if known is None else known()
     if record is None or record.origin() is not storage or not record.is_of(t):
         return None
     mover = record.mover()
-    if mover is not None:
+    if mover is None:
+        return None
+    if mover.dead:
         mover.tidy()
-    return record if mover is not None and record.handles else None
+    return record if record.handles else None
 
 
 class Staying:
@@ -302,20 +339,21 @@ class Moved:
         """The tensor, for the current compute stream. With the first of a call its backward begins."""
         for ledger in self.ledger.chain:
             ledger.backward_seen = True
-        record, mover, call, again = self.record, self.mover, self.call, self.read
+        record, mover, call = self.record, self.mover, self.call
         if record.guard._version != record.version:
             raise _written(record.guard, record.version, self.entry, record.written)
-        self.read = True
         with mover.lock:
             if mover.dead:
                 mover.tidy()
             schedule = mover.schedule
-            if call is not None:
+            if call is not None and not call.backward:
                 schedule.backward(call)
             tensor = record.view(schedule, self.layout)
-            schedule.used(record, again=again)
-            if call is None and not record.begun:
-                schedule.begin(record)
+            schedule.used(record, again=self.read)
+            self.read = True
+            bundle = record.bundle
+            if call is None and bundle is not None and not bundle.begun:
+                schedule.begin(bundle)
             return tensor
 
     def __del__(self) -> None:
@@ -330,6 +368,13 @@ def _written(guard: Tensor, saved_at: int, entry: Entry, when: str) -> InPlaceEr
         f"saved tensor {entry.name!r} of {entry.op} was modified in place{when} before its "
         f"backward ran: it is at version {guard._version}, and was saved at version "
         f"{saved_at}. The gradient would be wrong. Write out of place, or into a clone of it."
+    )
+
+
+def _resized(entry: Entry) -> InPlaceError:
+    return InPlaceError(
+        f"saved tensor {entry.name!r} of {entry.op} was emptied, or given other memory, between its forward "
+        "and its backward. Leave the storages of saved tensors as they are, or save a clone."
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fuseops.words import dtype_name, size
+from fuseops.words import aligned, dtype_name, size
 
 from .transfers import Bundle
 
@@ -86,7 +86,7 @@ class Report:
         rows = [_HEAD, *map(_row, self.entries)]
         held = [f"{name}: {size(n)} moved, but held by another reference" for name, n in self.held]
         facts = ", ".join(f"{what.replace('_', ' ')} {n}" for what, n in self.schedule)
-        return "\n".join([*_table(rows), self.summary(), *([facts] if facts else []), *held])
+        return "\n".join([*aligned(rows), self.summary(), *([facts] if facts else []), *held])
 
 
 _HEAD = ("name", "op", "shape", "dtype", "bytes", "decision", "reason", "times")
@@ -99,14 +99,6 @@ def _row(entry: Entry) -> tuple[str, ...]:
         *(name, entry.op, shape or "-", dtype_name(entry.dtype) or "-", size(entry.nbytes)),
         *(entry.decision, entry.reason, str(entry.times)),
     )
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 class Moves(Protocol):

@@ -1,7 +1,8 @@
 """When bytes leave the device and when they come back: pure, and speaking only to `Lanes`.
 
 The unit is one call of one layer. Inside it storages are saved; some are chosen to leave. Large ones
-start to leave when they are saved, the small ones of a call together when the call ends. At a fixed
+start to leave when they are saved, the small ones of a call together when the call ends. (In a scope without layers
+the small ones that one autograd node saves leave together.) At a fixed
 number of boundaries later (a boundary is where a forward or a backward of a layer begins) the
 compute lane waits for the copy and the device bytes are let go. What is needed next is brought back
 one boundary early: in the order that the last step had, or, as long as there is none, along the
@@ -66,7 +67,7 @@ class Schedule:
         self._leaving: deque[Bundle] = deque()  # sources not let go yet, by due boundary
         self._now = 0  # boundaries passed
         self._last: LayerRun | None = None  # entered last in the running forward
-        self._departed: Item | None = None  # the last that left by itself
+        self._departed: Bundle | None = None  # the last that left in no call of a layer
         self._layers: dict[str, int] = {}  # layers in the order of their first call
         self._complete = True
 
@@ -109,30 +110,46 @@ class Schedule:
         self.stats.misses += self._fetch_ahead(call)  # ahead no more
         self._pass("backward", call)
 
-    def depart(self, item: Item) -> bool:
-        """A storage that leaves by itself, in no call of a layer, was saved: a boundary.   -> False if it stays, for
-        the reason `kept`, and is the caller's.
+    def depart(self, items: list[Item]) -> None:
+        """What one autograd node saved leaves, in no call of a layer: its large storages each by itself, its small ones
+        together. One that cannot stays, for the reason `kept`.
         """
         self.closed = False
-        self._now += 1
-        if self._leaving:
-            self._release_due()
-        if not self._send([item], item.ready()):
-            return False
-        last, self._departed = self._departed, item
-        item.previous = last if last is not None and last.handles else None
-        if self.lag == 0:
-            self._release_due()
-        return True
+        groups: list[list[Item]] = []
+        waiting = self.bundle_bytes  # bytes of the last group of small ones
+        small: list[Item] = []
+        for item in items:
+            if item.nbytes >= self.small:
+                groups.append([item])
+                continue
+            if waiting >= self.bundle_bytes:
+                small, waiting = [], 0
+                groups.append(small)
+            small.append(item)
+            waiting += item.nbytes
+        for group in groups:
+            self._now += 1  # each is a boundary
+            if self._leaving:
+                self._release_due()
+            points = {item.ready() for item in group}
+            if not self._send(group, points.pop() if len(points) == 1 else None):
+                for item in group:
+                    item.stays(str(item.kept))
+                continue
+            last, self._departed = self._departed, group[0].bundle
+            if last is not None and last.handles and self._departed is not None:
+                self._departed.previous = last
+            if self.lag == 0:
+                self._release_due()
 
-    def begin(self, item: Item) -> None:
-        """One that left by itself is read: a boundary, and what left before it comes back."""
-        item.begun = True
+    def begin(self, bundle: Bundle) -> None:
+        """What left in no call of a layer is read: a boundary, and what left before it comes back."""
+        bundle.begun = True
         self._now += 1
-        before = item.previous
+        before = bundle.previous
         for _ in range(self.ahead):
-            if before is not None and before.bundle is not None and before.unread:
-                self._bring((before.bundle,))
+            if before is not None and before.unread:
+                self._bring((before,))
             before = before and before.previous
         if self._leaving:
             self._release_due()
@@ -201,31 +218,32 @@ class Schedule:
                 self._send_waiting(items)
 
     def _send_waiting(self, items: list[Item]) -> None:
-        """Start the copy of what was saved a while ago."""
+        """Start the copy of what was saved a while ago. What cannot be copied any more stays."""
         for item in items:
             item.leaves("copy")
-        if not self._send(items):
-            for item in items:
-                item.stays(str(item.kept))
+        whole = [item for item in items if item.kept is None]
+        if whole:
+            self._send(whole)
+        for item in items:
+            if item.kept is not None:
+                item.stays(item.kept)
 
     def _send(self, items: list[Item], ready: Event | None = None) -> bool:
-        """Start the copy of one storage, or of several gathered in one buffer; not if there is no room on the host."""
-        first, offsets, nbytes = items[0], [0], items[0].nbytes
+        """Start the copies of one storage, or of several into one buffer; not if there is no room on the host."""
+        offsets, nbytes = [0], items[0].nbytes
         if len(items) > 1:
             offsets = list(accumulate((aligned(item.nbytes) for item in items), initial=0))
             nbytes = offsets.pop()
         try:
-            host = self.lanes.alloc(nbytes, "host", first.name)
+            host = self.lanes.alloc(nbytes, "host", items[0].name)
         except NoRoomError as error:
             for item in items:
                 item.kept = str(error)
             return False
-        source = first.source
-        if len(items) > 1:
-            source, ready = self._gather(items, nbytes, offsets)
         after, host.after = host.after, None
-        written = self.lanes.copy("d2h", (source,), host, ready=ready, after=after)
-        bundle = Bundle(items, nbytes, host, source, self._now + self.lag, written)
+        sources = [item.source for item in items]
+        written = self.lanes.copy("d2h", sources, host, offsets, ready, after)
+        bundle = Bundle(items, nbytes, host, self._now + self.lag, written)
         for item, offset in zip(items, offsets, strict=True):
             item.bundle, item.offset = bundle, offset
             bundle.handles += 1
@@ -234,19 +252,6 @@ class Schedule:
         self._leaving.append(bundle)
         self.stats.out_count += 1
         return True
-
-    def _gather(
-        self, items: list[Item], nbytes: int, offsets: list[int]
-    ) -> tuple[Buf, Event | None]:
-        """Small storages in one buffer, so that one fast transfer moves them, and when it is full; they are let go."""
-        stage = self.lanes.alloc(nbytes, "device", items[0].name)
-        sources = [item.source for item in items if item.source is not None]
-        full = self.lanes.copy("compute", sources, stage, offsets)
-        for item in items:
-            if item.source is not None:
-                self.lanes.free(item.source)
-                item.source = None
-        return stage, full
 
     # --- letting go
 
@@ -271,7 +276,6 @@ class Schedule:
             for item in bundle.items:
                 if item.handles:
                     item.leaves("release")
-                item.source = None
             written = bundle.written
             if written is not None:
                 later = last.setdefault(written.captured, written)
@@ -284,7 +288,9 @@ class Schedule:
             if written is not None:
                 event = last[written.captured]
                 written.whose, written.since = event.whose, event.since
-            self.lanes.free(bundle.source)
+            for item in bundle.items:
+                self.lanes.free(item.source)
+                item.source = None
             if not bundle.handles:
                 self._free_host(bundle)
 
@@ -338,7 +344,7 @@ class Schedule:
             return item.source, 0  # it has never left
         if not bundle.released:
             bundle.wanted = True
-            return bundle.source, item.offset
+            return item.source, 0
         target = bundle.target
         if target is None or target.owner != self.lanes.compute():
             if target is not None:
@@ -385,7 +391,7 @@ class Schedule:
                 self._forget(call)
 
     def _end(self, item: Item) -> None:
-        bundle, item.previous = item.bundle, None
+        bundle = item.bundle
         if bundle is None:
             if item.source is not None:
                 self.lanes.free(item.source)
@@ -394,6 +400,7 @@ class Schedule:
         bundle.handles -= 1
         if bundle.handles:
             return
+        bundle.previous = None
         if bundle.target is not None:
             self._let_target_go(bundle, bundle.target)
         if bundle.released:
@@ -407,6 +414,7 @@ class Schedule:
     def _free_host(self, bundle: Bundle) -> None:
         bundle.host.after = bundle.arrived
         self.lanes.free(bundle.host)
+        bundle.host = None  # it is another's from here on
         bundle.items = []  # each of them holds it
 
     def _forget(self, call: LayerRun) -> None:

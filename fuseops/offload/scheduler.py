@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.globs import as_globs, matches
+from fuseops.globs import as_globs
 from fuseops.observe import modules
 from fuseops.observe.labels import matching
 from fuseops.words import plural
@@ -24,10 +24,10 @@ from .lanes.devices import make_lanes
 from .layers import EnterHook, Hook, Interrupted, LayerScope, LeaveHook
 from .planning.hardware import Hardware
 from .planning.plan import OffloadPlan, plan
+from .planning.recompute import groups_of
 from .planning.simulate import DEFAULT
 from .planning.together import (
     check_alike,
-    groups_of,
     of_this_machine,
     share_decisions,
     share_host,
@@ -90,6 +90,9 @@ class Scheduler:
             one_of(policy, Policy, "Scheduler(policy=...)", "an offload.Policy")
         if hardware is not None:
             one_of(hardware, Hardware, "Scheduler(hardware=...)", "an offload.Hardware")
+        one_of(manual, bool, "Scheduler(manual=...)", "True or False")
+        if group is not None:
+            one_of(group, dist.ProcessGroup, "Scheduler(group=...)", "a process group")
         if lag is not None:
             whole_number(lag, "Scheduler(lag=...), in layers,")
         whole_number(ahead, "Scheduler(ahead=...), in layers,", least=1)
@@ -146,8 +149,10 @@ class Scheduler:
         if self._peak is None:
             self._follow()
         else:
+            # ahead of FSDP2's hook, which gathers what the steps of a plan free again
+            hook = PlanHook(self)
             self._hooks.append(
-                self.model.register_forward_pre_hook(PlanHook(self), with_kwargs=True)
+                self.model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
             )
         for module in self.layers.values():
             enter, leave = EnterHook(self._scope), LeaveHook(self._scope)
@@ -231,21 +236,19 @@ class Scheduler:
 
     def _check_names(self) -> None:
         """Raise FuseOpsError where a policy's globs, or names of decisions that users wrote, meant nothing."""
-        globs = () if self.policy is None else self.policy.globs
         written = () if isinstance(self.plan, OffloadPlan) else self._decisions.items()
         names = [name for name, decision in written if decision not in MADE_AGAIN]
-        entries = self._scope.report().entries if globs or names else ()
-        seen = {name for entry in entries for name in (entry.name, *entry.also)}
-        idle = [g for g in globs if not any(matches(g, name) for name in seen)]
-        for what, wrong in (
-            ("policy's globs", idle),
-            ("plan's names", [name for name in names if name not in seen]),
-        ):
-            if seen and wrong:
-                raise FuseOpsError(
-                    f"the {what} {wrong} matched no saved tensor. Names are such as {sorted(seen)[:3]}; "
-                    "scheduler.report() lists all."
-                )
+        if self.policy is None and not names:
+            return
+        seen = {name for e in self._scope.report().entries for name in (e.name, *e.also)}
+        if self.policy is not None:
+            self.policy.check(seen)
+        wrong = [name for name in names if name not in seen]
+        if seen and wrong:
+            raise FuseOpsError(
+                f"the plan's names {wrong} matched no saved tensor. Names are such as {sorted(seen)[:3]}; "
+                "scheduler.report() lists all."
+            )
 
     # --- by hand
 

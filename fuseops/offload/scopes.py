@@ -9,8 +9,9 @@ refuses to run under saved-tensor hooks; under `disabled()` it runs.
 """
 
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from fuseops.ops import names
 from fuseops.ops import scopes as settings
 from fuseops.ops.names import SavedName
 from fuseops.run.config import set_root
-from fuseops.torch_private import NO_BACKWARD
+from fuseops.torch_private import NO_BACKWARD, storage_key
 
 from . import marks, records
 from .arguments import whole_number
@@ -42,6 +43,7 @@ log = logging.getLogger("fuseops.offload")
 # saved tensors that differ in name, shape or the like; beyond so many all are judged anew
 REMEMBERED = 1 << 15
 KINDS_OF_SCOPES = 16  # whose findings are remembered
+INSIDE_BACKWARD = ("inside backward", "recomputed by checkpoint")  # in a checkpoint
 IN_FLIGHT = 6  # copies under way before compute waits for the oldest, to reuse its memory (CUDA)
 
 
@@ -55,6 +57,7 @@ class Scope(Guarded):
     _goes_along = (
         False  # what lies in a storage that leaves goes with it, however it would be judged
     )
+    _not_captured: str | None = "CUDA graph capture"  # why what a captured graph saves stays
 
     def __init__(self, root: nn.Module | None = None) -> None:
         super().__init__()
@@ -122,57 +125,69 @@ class Scope(Guarded):
 
     # --- saving
 
-    def pack(self, t: Tensor) -> Handle:
-        """The pack hook: name the tensor, decide, do it, report it. What is the same in every step
-        is found out once.
+    def pack(
+        self, tensors: Sequence[Tensor], named: Sequence[SavedName] | None = None
+    ) -> list[Handle]:
+        """Decide about all that a node saves, do it, report it. What is the same in every step is found out once.
+
+        named: None where the node is torch's
         """
-        promised = names.take(t)
-        known = promised or self._named_by_torch(t)
-        aside = why_not_plain(t)
-        if aside is None:
-            if t.is_cuda and torch_private.is_capturing():
-                aside = self._why_not_captured()
-            elif torch_private.backward_now() != NO_BACKWARD:
-                aside = "recomputed by checkpoint" if self.in_checkpoint else "inside backward"
-        if aside is not None:
-            return self._keep(t, known, aside, _bytes_of(t))
-        record = records.find(t) if self._goes_along else None
-        if record is not None:
-            return self._share(t, known, record)
-        storage = t.untyped_storage()
-        which: int | str = id(known)
-        mark = marks.marked.get(storage) if marks.marked.entries else None
-        changes, judged, resident = marks.module_changes, self._judged_promised, self._resident
-        if promised is None:
-            which, mark, changes, judged = known.name, mark_on(t, known), 0, self._judged
-        facts = (
-            *(which, mark, changes, self._owned.storages.get(storage), self._on_gpu),
-            *(resident and resident.get(storage), type(t), type(t._base)),
-            *(t.shape, t.dtype, t.device, storage.nbytes()),
-        )
-        found = judged.get(facts)
-        if found is None:
-            found = self._judge(t, known, promised)
-            if len(judged) >= REMEMBERED:
-                judged.clear()
-            if self._lasting:
-                judged[facts] = found
-        entry = found.entry
-        if entry.decision == MOVED:
-            handle = self._move(t, found)
-            if not isinstance(handle, str):
-                return handle
-            entry = entry._replace(decision=KEPT, reason=handle)
-        if entry.nbytes and not self._counts(storage, entry.reason):
-            entry = entry._replace(nbytes=0)
-        return self._stay(t, entry, storage)
+        promised = named is not None
+        if named is None:
+            named = [self._named_by_torch(t) for t in tensors]
+        inside = torch_private.backward_now() != NO_BACKWARD
+        in_backward = INSIDE_BACKWARD[self.in_checkpoint] if inside else None
+        judged = self._judged_promised if promised else self._judged
+        packed: list[Handle] = []
+        for t, known in zip(tensors, named, strict=True):
+            aside = why_not_plain(t)
+            if aside is None:
+                captured = self._not_captured and t.is_cuda and torch_private.is_capturing()
+                aside = self._not_captured if captured else in_backward
+            if aside is not None:
+                packed.append(self._keep(t, known, aside, _bytes_of(t)))
+                continue
+            storage = t.untyped_storage()
+            if self._goes_along and storage_key(storage) in records.thread.records:
+                record = records.find(t)
+                if record is not None:
+                    packed.append(self._share(t, known, record))
+                    continue
+            which: int | str = id(known)
+            mark = marks.marked.get(storage) if marks.marked.entries else None
+            changes, resident = marks.module_changes, self._resident
+            if not promised:
+                which, mark, changes = known.name, mark_on(t, known), 0
+            facts = (
+                *(which, mark, changes, self._owned.storages.get(storage), self._on_gpu),
+                *(resident and resident.get(storage), type(t), type(t._base)),
+                *(t.shape, t.dtype, t.device, storage.nbytes()),
+            )
+            found = judged.get(facts)
+            if found is None:
+                found = self._judge(t, known, promised)
+                if len(judged) >= REMEMBERED:
+                    judged.clear()
+                if self._lasting:
+                    judged[facts] = found
+            entry = found.entry
+            if entry.decision == MOVED:
+                handle = self._move(t, found)
+                if not isinstance(handle, str):
+                    packed.append(handle)
+                    continue
+                entry = entry._replace(decision=KEPT, reason=handle)
+            if entry.nbytes and not self._counted.first(storage, True):
+                entry = entry._replace(nbytes=0)
+            packed.append(self._stay(t, entry, storage))
+        return packed
 
     def _named_by_torch(self, t: Tensor) -> SavedName:
         if self._ledger.take_backward_seen():
             self._labels.start_again()
         return self._labels.of_torch(t)
 
-    def _judge(self, t: Tensor, named: SavedName, promised: SavedName | None) -> Judged:
+    def _judge(self, t: Tensor, named: SavedName, promised: bool) -> Judged:
         reason, why = self._reason(t, named)
         nbytes = 0 if reason in HELD_ANYWAY else t.untyped_storage().nbytes()
         decision = MOVED if reason is None else KEPT
@@ -180,7 +195,8 @@ class Scope(Guarded):
         if coding:
             why += "; as float8 codes" if isinstance(coding, Coding) else f"; exact: {coding}"
         entry = self._entry(t, named, decision, reason or why, nbytes)
-        return Judged(entry, promised, coding if isinstance(coding, Coding) else None)
+        saved = named if promised else None
+        return Judged(entry, saved, coding if isinstance(coding, Coding) else None)
 
     def _coding(self, t: Tensor, named: SavedName) -> Coding | str:
         """How t is quantized before it leaves, or why it is not: "" where nobody asks for it."""
@@ -215,19 +231,9 @@ class Scope(Guarded):
         call, why = self._call_of(record), f"in the storage of {record.name}"
         entry = self._entry(t, named, SHARED, why, 0)
         self._ledger.saw(entry)
-        mover = cast(Mover, record.mover())
+        mover: Any = record.mover()  # who saves in its storage has it
         mover.share(call, record)
         return Moved(t, entry, record, call, mover, self._ledger)
-
-    def _why_not_captured(self) -> str | None:
-        return "CUDA graph capture"
-
-    def _counts(self, storage: torch.UntypedStorage, reason: str) -> bool:
-        """Whether bytes that stay are counted now: once, and not when a model holds them anyway."""
-        if reason in HELD_ANYWAY or self._counted.get(storage) is not None:
-            return False
-        self._counted.set(storage, True)
-        return True
 
     def _keep(self, t: Tensor, named: SavedName | Entry, reason: str, nbytes: int) -> Handle:
         return self._stay(t, self._entry(t, named, KEPT, reason, nbytes))
@@ -247,7 +253,7 @@ class Scope(Guarded):
 
 
 class _ToHost(Scope):
-    """A `_ToHost` gives the schedule each storage that moves as a layer call of its own."""
+    """A `_ToHost` has what moves leave node by node, in no call of a layer."""
 
     def __init__(self, min_bytes: int, root: nn.Module | None) -> None:
         self._min_bytes = min_bytes
@@ -265,7 +271,7 @@ class _ToHost(Scope):
 
     def _new_mover(self, device: torch.device) -> Mover:
         lag, lanes = IN_FLIGHT if device.type == "cuda" else 0, lanes_of(device)
-        mover = Mover(Schedule(lanes, lag=lag, small=0, keep_last=False), lanes)
+        mover = Mover(Schedule(lanes, lag=lag, keep_last=False), lanes)
         self._movers[device] = mover
         return mover
 
@@ -282,10 +288,16 @@ class _ToHost(Scope):
         if record is not None:
             return self._share(t, found.entry, record)
         mover = self._movers.get(t.device) or self._new_mover(t.device)
-        handle = mover.save(None, t, found, self._ledger)
-        if isinstance(handle, str):
-            log.warning("%s stays: %s", found.entry.name, handle)
-        return handle
+        return mover.save(None, t, found, self._ledger)
+
+    def pack(
+        self, tensors: Sequence[Tensor], named: Sequence[SavedName] | None = None
+    ) -> list[Handle]:
+        packed = super().pack(tensors, named)
+        for mover in self._movers.values():
+            if mover.node:
+                mover.depart()
+        return packed
 
 
 class _Keep(Scope):

@@ -5,12 +5,13 @@ A storage is never told by its address: memory is reused, and a copy would then 
 tensor.
 """
 
+import weakref
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from fuseops.torch_private import WeakStorage, negated_view, nothing, storage_key
+from fuseops.torch_private import negated_view, nothing, storage_key
 
 V = TypeVar("V")
 
@@ -21,21 +22,29 @@ class StorageMap(Generic[V]):
     """
 
     def __init__(self) -> None:
-        self.entries: dict[int, tuple[WeakStorage, V]] = {}
+        self.entries: dict[int, tuple[weakref.ref[torch.UntypedStorage], V]] = {}
         self._limit = 64
 
     def get(self, storage: torch.UntypedStorage) -> V | None:
-        # The weak reference in the entry keeps the key from being given to a new storage.
         entry = self.entries.get(storage_key(storage))
-        return None if entry is None else entry[1]
+        # the key of a storage that is gone may be another's
+        return entry[1] if entry is not None and entry[0]() is storage else None
 
     def set(self, storage: torch.UntypedStorage, value: V) -> None:
         if len(self.entries) >= self._limit:
             self._forget_the_dead()
-        self.entries[storage_key(storage)] = (WeakStorage(storage), value)
+        self.entries[storage_key(storage)] = (weakref.ref(storage), value)
+
+    def first(self, storage: torch.UntypedStorage, value: V) -> bool:
+        """Sets the value of a storage that has none.   -> whether it had none"""
+        entry = self.entries.get(storage_key(storage))
+        if entry is not None and entry[0]() is storage:
+            return False
+        self.set(storage, value)
+        return True
 
     def _forget_the_dead(self) -> None:
-        self.entries = {k: e for k, e in list(self.entries.items()) if not e[0].expired()}
+        self.entries = {k: e for k, e in list(self.entries.items()) if e[0]() is not None}
         self._limit = 2 * len(self.entries) + 64
 
 
@@ -52,7 +61,7 @@ def tensor_in(storage: torch.UntypedStorage, layout: StridedLayout, start: int =
     dtype and every NaN is as it was.
     """
     size, stride, offset, dtype, conj, neg = layout
-    t = nothing(dtype, storage.device).new_empty(0)
+    t = nothing(dtype, storage.device).data  # a tensor of its own, in half the time of a new one
     t.set_(storage, offset + start // dtype.itemsize if start else offset, size, stride)
     if conj:
         t = t.conj()

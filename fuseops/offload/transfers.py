@@ -17,16 +17,12 @@ class Item:
     kept      why it stays after all, once that is known
     offset    in the bundle
     unread    saved tensors in this storage that no backward has read; handles: that still exist
-    previous  of one that leaves by itself, in no call of a layer: the one before it that did
-    begun     whether a backward has read one that left by itself
     """
 
     kept: str | None = None
     bundle: "Bundle | None" = None
     offset = 0
     unread = handles = 1
-    previous: "Item | None" = None
-    begun = False
 
     def __init__(self, name: str, source: Buf) -> None:
         self.name, self.nbytes = name, source.nbytes
@@ -43,7 +39,7 @@ class Item:
         return None
 
     def leaves(self, point: Literal["copy", "release"]) -> None:
-        """Its copy starts, or its bytes on the device are let go."""
+        """Its copy starts, unless it is `kept` by then, or its bytes on the device are let go."""
 
     def comes_back(self) -> None:
         """Its copy back starts."""
@@ -53,34 +49,36 @@ class Item:
 
 
 class Bundle:
-    """A bundle is what one transfer over the link moves: one large storage, or several small ones.
+    """A bundle is what is on the host in one buffer, and comes back at once: one large storage, or several small ones.
 
-    items    none once the last of them has ended
-    due      the boundary at which the source is let go
-    written  the host has the bytes; None: now
-    handles  how many items have some; unread: how many are
-    target   brought back, and not yet read
-    arrived  when that is over; None: it was at once
-    awaited  the owner of the target has waited for that
-    wanted   a backward comes before the release: the source stays
+    items     none once the last of them has ended, as host
+    due       the boundary at which the sources are let go
+    written   the host has the bytes; None: now
+    handles   how many items have some; unread: how many are
+    target    brought back, and not yet read
+    arrived   when that is over; None: it was at once
+    awaited   the owner of the target has waited for that
+    wanted    a backward comes before the release: the sources stay
+    previous  of one that left in no call of a layer: the one before it that did
+    begun     a backward has read one that left in no call of a layer
     """
 
     handles = unread = 0
+    previous: "Bundle | None" = None
     target: Any = None  # or a Buf
     arrived: Event | None = None
-    awaited = released = wanted = False
+    awaited = released = wanted = begun = False
 
     def __init__(
         self,
         items: list[Item],
         nbytes: int,
         host: Buf,
-        source: Buf,
         due: int,
         written: Event | None,
     ) -> None:
-        self.items, self.nbytes, self.host, self.source = items, nbytes, host, source
-        self.due, self.written = due, written
+        self.items, self.nbytes, self.due, self.written = items, nbytes, due, written
+        self.host: Any = host  # or None
 
 
 @dataclass(eq=False, slots=True)

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.kernels.activation import Form
 
 from .checks import check_probs, refuse_inplace
 from .op import Call, Grads, Op, Out, S, Shape
-
-Form = tuple[Any, ...]  # what the kernels take of an activation: its kind, and its options
-
 
 APPROXIMATE = ("none", "tanh")
 

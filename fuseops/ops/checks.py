@@ -18,6 +18,13 @@ from fuseops.recipes import Quantized
 from .op import Op, Shape
 
 
+def check_tensors(who: str, **given: Any) -> None:
+    """Raise ShapeError for an argument that is no tensor."""
+    for name, t in given.items():
+        if not isinstance(t, Tensor):
+            raise ShapeError(f"{who} expects {name} to be a tensor, got {type(t).__name__}.")
+
+
 def check_width(op: nn.Module, shape: Shape, expected: int) -> None:
     """Raise ShapeError unless the last axis is `expected` wide."""
     if not shape or shape[-1] != expected:
@@ -65,6 +72,20 @@ def check_experts(chosen: Tensor, count: int) -> None:
         raise ShapeError(
             f"Router expects chosen from 0 to {count - 1}, of its {count} experts, got {int(chosen.min())} to "
             f"{int(chosen.max())}."
+        )
+
+
+def check_chosen(who: str, experts: Tensor, weights: Tensor) -> None:
+    """Raise ShapeError unless there is a number of an expert, and a weight, for each of the k choices of a token."""
+    if experts.dim() != 2 or experts.shape != weights.shape:
+        raise ShapeError(
+            f"{who} expects experts and weights of one shape (tokens, k), got {tuple(experts.shape)} and "
+            f"{tuple(weights.shape)}."
+        )
+    if not integers(experts) or not weights.is_floating_point():
+        raise ShapeError(
+            f"{who} expects experts of an int dtype and weights of a float dtype, got {experts.dtype} and "
+            f"{weights.dtype}."
         )
 
 
@@ -129,6 +150,13 @@ def check_positive(op: str, **options: Any) -> None:
     for name, value in options.items():
         if not (is_number(value) and value > 0):
             raise FuseOpsError(f"{op}: {name} is {value!r}, expected a finite number above 0.")
+
+
+def check_flags(op: str, **options: Any) -> None:
+    """Raise FuseOpsError for an option of `op` that is neither true nor false: a bool, or 0 or 1."""
+    for name, value in options.items():
+        if not isinstance(value, int) or value not in (0, 1):
+            raise FuseOpsError(f"{op}: {name} is {value!r:.80}, expected True or False.")
 
 
 def check_integers(op: str, least: int | None = None, **options: Any) -> None:

@@ -19,8 +19,8 @@ from torch import Tensor
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 
-from .checks import check_integers
-from .local import Ranks
+from .checks import check_flags, check_integers
+from .local import Ranks, there_and_back
 from .op import Grads, Op, Out, Shape
 
 
@@ -37,19 +37,6 @@ class Way(NamedTuple):
 
 class CollectiveSaved(NamedTuple):
     way: Way | None  # no tensor: it costs no memory
-
-
-class _Differentiable(torch.autograd.Function):
-    """A `_Differentiable` is the autograd node of a collective that runs outside of a segment's node."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, op: Collective, way: Way) -> Tensor:
-        ctx.op, ctx.way = op, way
-        return op.there(x, way)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.op.back(dy, ctx.way), None, None
 
 
 class Collective(Op[CollectiveSaved]):
@@ -97,7 +84,8 @@ class Collective(Op[CollectiveSaved]):
         if way.ranks.size == 1:
             return Out(x, saved)
         if torch.is_grad_enabled() and x.requires_grad:
-            return Out(_Differentiable.apply(x, self, way), saved)  # type: ignore[no-untyped-call]
+            ways = (lambda t: self.there(t, way)), (lambda dy: self.back(dy, way))
+            return Out(there_and_back(x, *ways), saved)
         return Out(self.there(x, way), saved)
 
     def bwd(self, saved: CollectiveSaved, dy: Tensor) -> Grads:
@@ -223,6 +211,7 @@ class AllReduce(Collective):
 
     def __init__(self, group: Any = None, *, forward: bool = True, backward: bool = False) -> None:
         super().__init__(group)
+        check_flags("AllReduce", forward=forward, backward=backward)
         if not (forward or backward):
             raise FuseOpsError(
                 "AllReduce(forward=False, backward=False) sums nothing: leave it out."

@@ -3,6 +3,7 @@
 Shapes: x (..., D), weight (V, D), bias (V,), targets (...) int64 -> () or, with reduction="none", (...) float32.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 
-from .checks import check_targets, check_width
+from .checks import check_flags, check_integers, check_targets, check_tensors, check_width
 from .loss_options import CHUNK_BYTES, IGNORED, ROWS, LossOptions
 from .op import Call, Grads, Op, Out, Shape
 from .vocab_parallel import (
@@ -114,10 +115,14 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         )  # fmt: skip
         self._set_options(options)
         self.rename(targets=targets)
+        check_integers("LinearCrossEntropy", 0, in_features=in_features, vocab_size=vocab_size)
+        check_flags("LinearCrossEntropy", bias=bias)
         self.in_features, self.vocab_size = in_features, vocab_size
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(vocab_size, in_features, **factory))
         self.bias = nn.Parameter(torch.empty(vocab_size, **factory)) if bias else None
+        if weight is not None:
+            check_tensors("LinearCrossEntropy", weight=weight)
         if weight is not None and weight.shape != (vocab_size,):
             raise ShapeError(
                 f"LinearCrossEntropy expects weight, one number a class, of shape ({vocab_size},), got "
@@ -229,7 +234,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             sharded = ShardedLoss(self.vocabulary, self._options, class_weights)
             of_rows: Any = *args, dloss, needs
             return sharded.grads(*of_rows)
-        of_rows = *args, class_weights, dloss, *self._ends, needs
+        of_rows = *args, class_weights, *self._ends, dloss, needs
         return K.linear_cross_entropy_grads(*of_rows)
 
     def _rows(
@@ -344,9 +349,8 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             grads = [dloss]
             if saved.expected is not None:
                 grads = [dloss, d.lse + d.entropy, d.log_probs, -d.entropy]
-            of_rows: Any = rows, w, b, targets, saved.class_weights, lse, expected, grads
-            ends: Any = _needed(saved.ends)
-            of_rows = *of_rows, *ends, needs, main_grad
+            of_rows: Any = rows, w, b, targets, saved.class_weights, *_needed(saved.ends)
+            of_rows = *of_rows, lse, expected, grads, needs, main_grad
             made = K.linear_cross_entropy_bwd(*of_rows)
         dx, dw, db = made
         params = {
@@ -423,8 +427,13 @@ def linear_cross_entropy(
     int64, linear_bias (V,), weight (V,); the others as of the op. -> the loss, with `publishes` a tuple of it and those
     Raises ShapeError for other shapes or dtypes, FuseOpsError for unknown options.
     """
+    others = {"linear_bias": linear_bias, "weight": weight}
+    others = {name: t for name, t in others.items() if t is not None}
+    check_tensors(
+        "linear_cross_entropy", input=input, linear_weight=linear_weight, target=target, **others
+    )
     ignored = IGNORED if ignore_index is None else ignore_index
-    published = publishes if isinstance(publishes, str) else tuple(publishes)
+    published = tuple(publishes) if isinstance(publishes, list | set) else publishes
     options = LossOptions(
         ignored, label_smoothing, z_loss, soft_cap, temperature, reduction, published, gradients,
         chunk_bytes,
@@ -465,11 +474,15 @@ class _OnGivenWeight(LinearCrossEntropy):
         return shape[:-1] if self.reduction == "none" else ()
 
 
+MOST_GIVEN = 64  # an option may be another in each step
+
+
 class _GivenOps:
     """Holds the ops of `linear_cross_entropy`, each as an attribute, by which traced code finds it."""
 
     def __init__(self) -> None:
         self.names: dict[tuple[Any, ...], str] = {}
+        self.numbers = itertools.count()
 
 
 _GIVEN = _GivenOps()
@@ -480,7 +493,9 @@ def _given_op(reads: tuple[str, ...], mesh: Any, classes: int, *options: Any) ->
     """The name of the op of these options. Dynamo, which makes no modules, does not trace this."""
     key = reads, mesh, classes, *options
     if key not in _GIVEN.names:
-        name = f"op{len(_GIVEN.names)}"
+        if len(_GIVEN.names) >= MOST_GIVEN:
+            delattr(_GIVEN, _GIVEN.names.pop(next(iter(_GIVEN.names))))
+        name = f"op{next(_GIVEN.numbers)}"
         vocabulary = None if mesh is None else vocabulary_over(mesh, classes)
         setattr(_GIVEN, name, _OnGivenWeight(reads, vocabulary, LossOptions(*options)))
         _GIVEN.names[key] = name

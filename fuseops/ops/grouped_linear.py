@@ -17,7 +17,7 @@ from fuseops import kernels as K
 from fuseops.errors import ShapeError
 from fuseops.recipes import Operand, Quantized, gemm
 
-from .checks import check_integers, check_offs, check_probs, check_width
+from .checks import check_flags, check_integers, check_offs, check_probs, check_width
 from .grouped_state_dict import load_either
 from .linear import (
     columns_of,
@@ -297,11 +297,19 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     ) -> None:
         sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
         check_integers("GroupedLinear", 1, **sizes, low_rank=1 if low_rank is None else low_rank)
+        flags = {
+            "bias": bias,
+            "scale_bias": scale_bias,
+            "packed": packed,
+            "delay_wgrad": delay_wgrad,
+        }
+        into = accumulate_into_main_grad
+        check_flags("GroupedLinear", **flags, accumulate_into_main_grad=into)
         super().__init__()
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.scale_bias = scale_bias and bias
         self.rename(offs=offs, probs=probs)
-        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.accumulate_into_main_grad = into
         self.delays = ("weight",) if delay_wgrad else ()
         self._packed, self.repacks = packed, 0
         weight = torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)

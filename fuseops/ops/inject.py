@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fuseops.errors import ShapeError
 
-from .op import Call, Grads, Op, Out
+from .op import Call, Grads, Op, Out, check_names
 
 
 class InjectLossSaved(NamedTuple):
@@ -30,6 +30,7 @@ class InjectLoss(Op[InjectLossSaved]):
 
     def __init__(self, name: str = "router_loss") -> None:
         super().__init__()
+        check_names("InjectLoss", name=name)
         self.reads = (name,)
         self.scale = torch.ones(())  # no buffer: DDP would write to it
 

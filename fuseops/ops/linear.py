@@ -24,8 +24,8 @@ from fuseops.recipes.numbers import Measuring, watching
 from fuseops.recipes.operands import check_codes, columns_fit
 from fuseops.recipes.scales import See
 
-from .checks import check_width
-from .op import Call, Grads, Op, Out, Shape, new
+from .checks import check_flags, check_integers, check_width
+from .op import Call, Grads, NothingSaved, Op, Out, Shape, new
 
 X, WEIGHT = frozenset({"x"}), frozenset({"weight"})
 
@@ -333,6 +333,18 @@ class Linear(Op[LinearSaved], nn.Linear):
     multiplies = True
     takes_quantized = True
 
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_integers("Linear", 0, in_features=in_features, out_features=out_features)
+        check_flags("Linear", bias=bias)
+        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+
     def reset_parameters(self) -> None:
         """As `torch.nn.Linear` draws them; of a part or of two halves by the inputs of all ranks together."""
         if not self._local:
@@ -355,11 +367,7 @@ class Linear(Op[LinearSaved], nn.Linear):
         return linear_bwd(saved, dy, call)
 
 
-class BiasSaved(NamedTuple):
-    pass
-
-
-class Bias(Op[BiasSaved]):
+class Bias(Op[NothingSaved]):
     """y = x + bias.   (..., size) -> (..., size), bias (size,), initialised to zero."""
 
     saves_for = {"x": (), "bias": ()}
@@ -373,6 +381,7 @@ class Bias(Op[BiasSaved]):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_integers("Bias", 0, size=size)
         self.size = size
         self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.reset_parameters()
@@ -388,7 +397,7 @@ class Bias(Op[BiasSaved]):
         return shape
 
     def fwd(self, x: Tensor, *, bias: Tensor) -> Out:
-        return Out(K.bias_fwd(x, bias), BiasSaved())
+        return Out(K.bias_fwd(x, bias), NothingSaved())
 
-    def bwd(self, saved: BiasSaved, dy: Tensor, *, call: Call) -> Grads:
+    def bwd(self, saved: NothingSaved, dy: Tensor, *, call: Call) -> Grads:
         return Grads(dy, {"bias": K.bias_bwd(dy)} if "bias" in call.needs else None)

@@ -6,6 +6,7 @@ Shapes: input (B, ..., D), linear_weight (V, D), linear_bias (V,), rows (B, ...)
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.cross_entropy import add_weight_grad, row_chunks
 
-from .checks import is_number
+from .checks import check_tensors, is_number
 from .cross_entropy import check_operands
 from .loss_options import CHUNK_BYTES
 from .op import Call, Grads, Op, Out, Shape
@@ -64,6 +65,16 @@ def linear_loss(
     Raises ShapeError for other shapes and for dtypes that differ, FuseOpsError where rows, or a tensor that `loss`
     reads from elsewhere, want a gradient, where it returns no number, and for a chunk_bytes below 1.
     """
+    named = {f"rows {k}": t for k, t in enumerate(rows)}
+    named |= {} if linear_bias is None else {"linear_bias": linear_bias}
+    check_tensors("linear_loss", input=input, linear_weight=linear_weight, **named)
+    if not callable(loss):
+        raise FuseOpsError(f"linear_loss expects loss to be a function, got {type(loss).__name__}.")
+    if input.dim() < 2 or linear_weight.dim() != 2 or input.shape[-1] != linear_weight.shape[1]:
+        raise ShapeError(
+            f"linear_loss expects input (B, ..., D) and linear_weight (V, D), got {tuple(input.shape)} and "
+            f"{tuple(linear_weight.shape)}."
+        )
     for k, t in enumerate(rows):
         if t.dim() == 0 or t.shape[0] != input.shape[0]:
             raise ShapeError(
@@ -81,7 +92,12 @@ def linear_loss(
     side = {**given, **{f"rows{k}": t for k, t in enumerate(rows)}}
     op = _LinearLoss(loss, tuple(given), len(rows), chunk_bytes)
     total = op(input, **side)
-    return (total, *op.others) if op.others else total
+    others, op.loss, op.others = op.others, _no_loss, ()  # the op lives until a collector finds it
+    return (total, *others) if others else total
+
+
+def _no_loss(*_: Any) -> Any:
+    raise FuseOpsError("linear_loss: this op has computed its loss.")
 
 
 class _LinearLoss(Op[LinearLossSaved]):
@@ -103,11 +119,6 @@ class _LinearLoss(Op[LinearLossSaved]):
 
     def fwd(self, x: Tensor, *, call: Call, **side: Tensor) -> Out:
         weight, bias = side["weight"], side.get("bias")
-        if x.dim() < 2 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
-            raise ShapeError(
-                f"linear_loss expects input (B, ..., D) and linear_weight (V, D), got {tuple(x.shape)} and "
-                f"{tuple(weight.shape)}."
-            )
         check_operands("linear_loss", x, weight, bias)
         rows = [side[name] for name in self.reads if name.startswith("rows")]
         cast = call.precision.cast
@@ -141,24 +152,26 @@ class _LinearLoss(Op[LinearLossSaved]):
         dx = torch.empty_like(x) if needs[0] else None
         dweight = torch.empty_like(weight, dtype=sums) if needs[1] else None
         dbias = torch.zeros(len(weight), dtype=sums, device=x.device) if needs[2] else None
-        parts = []
+        parts, depends = [], False
         for s in chunks:
             logits = F.linear(x[s], weight, bias).requires_grad_()
             with torch.enable_grad():
                 found = self._of(logits, [t[s] for t in rows])
-                if s.start == 0:
-                    _check_leaves(found[0], logits)
-                (dlogits,) = torch.autograd.grad(found[0], logits)
+                dlogits = _gradient(found[0], logits)
+            depends = depends or dlogits is not None
+            dlogits = torch.zeros_like(logits) if dlogits is None else dlogits
             parts.append(tuple(t.detach() for t in found))
-            flat = dlogits.reshape(-1, len(weight))
+            flat = dlogits.flatten(0, -2)
             del logits, found
             if dx is not None:
                 torch.matmul(dlogits, weight, out=dx[s])
             if dweight is not None:
-                rows_of_x = x[s].reshape(-1, x.shape[-1])
+                rows_of_x = x[s].flatten(0, -2)
                 add_weight_grad(dweight, flat, rows_of_x, first=s.start == 0)
             if dbias is not None:
                 dbias += flat.sum(0, dtype=sums)
+        if not depends:
+            raise FuseOpsError("linear_loss: what loss returned does not depend on the logits.")
         return self._summed(parts), dx, dweight, dbias
 
     def bwd(self, saved: LinearLossSaved, dy: Tensor, *, call: Call) -> Grads:
@@ -170,8 +183,9 @@ class _LinearLoss(Op[LinearLossSaved]):
         return Grads(None if dx is None else K.scaled_to(dx, dy, dx.dtype), side=side)
 
     def _chunks(self, x: Tensor, weight: Tensor) -> Iterator[slice]:
-        inner = x[0].numel() // x.shape[-1] if len(x) else 1
-        return row_chunks(len(x), inner * len(weight), x.itemsize, self.chunk_bytes)
+        return row_chunks(
+            len(x), math.prod(x.shape[1:-1]) * len(weight), x.itemsize, self.chunk_bytes
+        )
 
     def _of(self, logits: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
         """(the loss, and what else the caller's function returns) of a chunk."""
@@ -197,11 +211,14 @@ class _LinearLoss(Op[LinearLossSaved]):
         return total if total.dtype is torch.float64 else total.float()
 
 
-def _check_leaves(loss: Tensor, logits: Tensor) -> None:
-    """Raise FuseOpsError where a loss depends on a tensor that wants a gradient, besides the logits."""
-    if loss.grad_fn is None:
-        raise FuseOpsError("linear_loss: what loss returned does not depend on the logits.")
-    seen, todo = set[Any](), [loss.grad_fn]
+def _gradient(loss: Tensor, logits: Tensor) -> Tensor | None:
+    """The gradient of the logits of a chunk, None where its loss does not depend on them.
+
+    Raises FuseOpsError where it depends on another tensor that wants a gradient.
+    """
+    if not loss.requires_grad:
+        return None
+    seen, todo = set[Any](), [torch.autograd.graph.get_gradient_edge(loss).node]
     while todo:
         node = todo.pop()
         leaf = getattr(node, "variable", None)
@@ -214,3 +231,4 @@ def _check_leaves(loss: Tensor, logits: Tensor) -> None:
             if behind is not None and behind not in seen:
                 seen.add(behind)
                 todo.append(behind)
+    return torch.autograd.grad(loss, logits, allow_unused=True)[0]

@@ -8,7 +8,7 @@ no memory, and its gradient is wrapped again by autograd.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -43,42 +43,36 @@ class Ranks:
         return f"{self.size} rank{'s' * (self.size != 1)}"
 
 
-class SumOfGradients(torch.autograd.Function):
-    """y = x, which every rank has; the gradients are parts, which are added up over the ranks."""
+Map = Callable[[Tensor], Tensor]
+
+
+class _ThereAndBack(torch.autograd.Function):
+    """A `_ThereAndBack` is the autograd node of what ranks exchange, there and, of its gradient, back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, there: Map, back: Map) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return torch_private.all_reduce(dy, ctx.ranks.group), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(dy), None, None
 
 
-class OfFirst(torch.autograd.Function):
-    """y = x on the first rank, zeros on the others: what counts once in a sum over the ranks. All have its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        return x.view_as(x) if ranks.rank == 0 else torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
+def there_and_back(x: Tensor, there: Map, back: Map) -> Tensor:
+    """y = there(x), whose gradient goes back(dy)."""
+    y: Tensor = _ThereAndBack.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return y
 
 
-class MeanOfGradients(torch.autograd.Function):
-    """y = x, a part that one rank has, of what all ranks compute with: the mean of what they would add up."""
+def same(x: Tensor) -> Tensor:
+    """The way of what goes nowhere."""
+    return x.view_as(x)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
-        ctx.count = count
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy / ctx.count, None
+def sum_of_gradients(x: Tensor, ranks: Ranks) -> Tensor:
+    """x, which every rank has; its gradients are parts, which are added up over the ranks."""
+    return there_and_back(x, same, lambda dy: torch_private.all_reduce(dy, ranks.group))
 
 
 class Local(NamedTuple):
@@ -106,10 +100,11 @@ class Local(NamedTuple):
         if torch_private.is_dtensor(type(t)):
             t = t.to_local()
         if self.mean_of > 1:
-            t = MeanOfGradients.apply(t, self.mean_of)  # type: ignore[no-untyped-call]
-        if self.whole and self.ranks.size > 1:
-            function = SumOfGradients if self.whole == "sum" else OfFirst
-            t = function.apply(t, self.ranks)  # type: ignore[no-untyped-call]
+            t = there_and_back(t, same, lambda dy: dy / self.mean_of)
+        if self.whole == "sum" and self.ranks.size > 1:
+            t = sum_of_gradients(t, self.ranks)
+        elif self.whole and self.ranks.size > 1:
+            t = there_and_back(t, torch.zeros_like if self.ranks.rank else same, same)
         return t.flatten(self.axis, self.axis + 1) if self.axis else t
 
     def gradient(self, parameter: Any, gradient: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class LossOptions(NamedTuple):
     def check(self) -> None:
         """Raise FuseOpsError for an option that means nothing."""
         cap, smoothing, published = self.soft_cap, self.label_smoothing, self.publishes
-        known = not isinstance(published, str) and {*published} <= {*ROWS}
+        known = isinstance(published, (tuple, list)) and {*published} <= {*ROWS}
         ways = '"forward", "backward" or None'
         fits = {
             "reduction": (self.reduction in ("mean", "sum", "none"), '"mean", "sum" or "none"'),

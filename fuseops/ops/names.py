@@ -42,15 +42,17 @@ class Frame:
     """A frame holds the names of what one autograd node is about to save, in save order.
 
     complete  for whoever moves them: a point of the device's stream at which all of them were there
+    packed    for whoever packs all of them when the first is saved: what stands for each
     """
 
-    __slots__ = ("complete", "names", "taken", "tensors")
+    __slots__ = ("complete", "names", "packed", "taken", "tensors")
 
     def __init__(self) -> None:
         self.names: Sequence[SavedName] = ()
         self.tensors: Sequence[Tensor] = ()
         self.taken = 0
         self.complete: Any = None
+        self.packed: Sequence[Any] | None = None
 
     def fill(self, names: Sequence[SavedName], tensors: Sequence[Tensor]) -> None:
         self.names, self.tensors = names, tensors

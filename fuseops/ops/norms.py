@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
 
-from .checks import check_numbers
+from .checks import check_flags, check_integers, check_numbers
 from .op import Call, Grads, Op, Out, Shape
 
 Params = Mapping[str, Tensor | None]
@@ -28,6 +28,13 @@ class Normed(NamedTuple):
     h: Tensor  # what is normed: the sum as it is stored, x where there is no residual
     mean: Tensor | None  # (...) float32, where the norm subtracts it
     rstd: Tensor  # (...) float32
+
+
+def _check_axes(op: str, normalized_shape: object) -> None:
+    """Raise FuseOpsError for sizes of the last axes that are no integers."""
+    axes = normalized_shape if isinstance(normalized_shape, Sequence) else (normalized_shape,)
+    for size in axes:
+        check_integers(op, 0, normalized_shape=size)
 
 
 class _Norm:
@@ -95,7 +102,10 @@ class RMSNorm(_Norm, Op[RMSNormSaved], nn.RMSNorm):
         *,
         zero_centered_gamma: bool = False,
     ) -> None:
+        _check_axes("RMSNorm", normalized_shape)
         check_numbers("RMSNorm", 0, eps=0 if eps is None else eps)
+        flags = {"elementwise_affine": elementwise_affine}
+        check_flags("RMSNorm", **flags, zero_centered_gamma=zero_centered_gamma)
         self._weight_offset = float(zero_centered_gamma)
         nn.RMSNorm.__init__(self, normalized_shape, eps, elementwise_affine, device, dtype)
 
@@ -209,7 +219,10 @@ class LayerNorm(_Norm, Op[LayerNormSaved], nn.LayerNorm):
         *,
         zero_centered_gamma: bool = False,
     ) -> None:
+        _check_axes("LayerNorm", normalized_shape)
         check_numbers("LayerNorm", 0, eps=eps)
+        flags = {"elementwise_affine": elementwise_affine, "bias": bias}
+        check_flags("LayerNorm", **flags, zero_centered_gamma=zero_centered_gamma)
         self._weight_offset = float(zero_centered_gamma)
         nn.LayerNorm.__init__(self, normalized_shape, eps, elementwise_affine, bias, device, dtype)
 

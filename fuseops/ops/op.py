@@ -61,6 +61,10 @@ class Grads(NamedTuple):
     side: Mapping[str, Tensor | None] | None = None
 
 
+class NothingSaved(NamedTuple):
+    """`NothingSaved` is the `Saved` of ops whose backward reads nothing."""
+
+
 class Precision(NamedTuple):
     """A `Precision` holds the compute dtype under autocast (None: the tensors' own) and the operand formats under a
     recipe (None: no recipe).
@@ -352,6 +356,7 @@ class Op(nn.Module, Generic[S]):
 
     def rename(self, **names: str) -> None:
         """Know side inputs by other names: `rename(probs="p2")`. A constructor passes its own keywords on."""
+        check_names(type(self).__name__, **names)
         self.renames = {**self.renames, **{k: n for k, n in names.items() if k != n}}
 
     def renamed(self) -> list[str]:
@@ -479,6 +484,14 @@ OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
 """What an instance of an op holds that says nothing of what it computes."""
 
 
+Calls = tuple[Call, ...]
+Given = tuple[Mapping[str, Tensor], ...]
+SideGrads = Mapping[str, Tensor | None]
+"""What a fused op is given: the call of each member, its parameters and side inputs by name, and the gradients of what
+its members publish.
+"""
+
+
 class FusedOp:
     """Stands for a run of ops, its `members`, in a rule.
 
@@ -493,7 +506,7 @@ class FusedOp:
     A joint one declares `Saved`, `saves_for` over "x", "0.weight", "1.probs", `recomputes` as of an op, and
     `names` = {field: "0.x"}, under which its tensors are published. With `takes_saved`, bwd is given a list that
     holds its `Saved`, and pops it: what is passed by itself may live, by the caller, until bwd returns. It may write
-    over a saved tensor of its own fwd for which `torch_private.held_once` says that nobody else can read it.
+    over a saved tensor of its own fwd for which `registry.held_once` says that nobody else can read it.
     again: fields that stand in for x where it arrived from other ranks and is sent again in the backward; they are kept
     beside x under `offload.dispatch_again()` alone, and fwd gives either.
 
@@ -515,26 +528,11 @@ class FusedOp:
     def __init__(self, *members: Op[Any]) -> None:
         self.members = members
 
-    def fwd(
-        self,
-        x: Any,
-        t: tuple[Mapping[str, Tensor], ...],
-        calls: tuple[Call, ...],
-        /,
-        *args: Any,
-        **keywords: Any,
-    ) -> Out:
+    def fwd(self, x: Any, t: Given, calls: Calls, /, *args: Any, **keywords: Any) -> Out:
         """The forward of the run: see the class. A joint one takes `keep: frozenset[str]` too."""
         raise NotImplementedError(f"{type(self).__name__} defines no fwd")
 
-    def bwd(
-        self,
-        saved: Any,
-        dy: Any,
-        calls: tuple[Call, ...],
-        dside: Mapping[str, Tensor],
-        /,
-    ) -> tuple[Grads, ...]:
+    def bwd(self, saved: Any, dy: Any, calls: Calls, dside: Any, /) -> tuple[Grads, ...]:
         """The backward of the run: see the class."""
         raise NotImplementedError(f"{type(self).__name__} defines no bwd")
 
@@ -551,3 +549,10 @@ def run_delayed(module: nn.Module) -> int:
 def run_alone(op: Op[Any], x: Any, *args: Any, **side: Any) -> Any:
     """Bound by `fuseops.layers.sequential` (imports point down only, and the planner lives above)."""
     raise NotImplementedError("import fuseops before calling an op")
+
+
+def check_names(op: str, **names: Any) -> None:
+    """Raise FuseOpsError for a name, as of a side tensor, that is no string."""
+    for what, name in names.items():
+        if not isinstance(name, str) or not name:
+            raise FuseOpsError(f"{op}: {what} is {name!r:.80}, expected a name, a string.")

@@ -18,7 +18,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
 
-from .checks import check_integers, check_pos, check_positive, check_rows
+from .checks import check_chosen, check_integers, check_pos, check_positive, check_rows, integers
 from .op import Call, Grads, Op, Out, S, Shape, numel
 from .splits import check_splits
 
@@ -101,11 +101,7 @@ class Dispatch(Op[RowsSaved]):
         return f"{self.num_experts}{limit}"
 
     def fwd(self, x: Tensor, *, experts: Tensor, weights: Tensor) -> Out:
-        if experts.dim() != 2 or experts.shape != weights.shape:
-            raise ShapeError(
-                f"Dispatch expects experts and weights of one shape (tokens, k), got {tuple(experts.shape)} and "
-                f"{tuple(weights.shape)}."
-            )
+        check_chosen("Dispatch", experts, weights)
         if self.capacity_factor is not None:
             room = math.ceil(self.capacity_factor * experts.numel() / self.num_experts)
             experts = within_capacity(experts, self.num_experts, room)
@@ -163,6 +159,10 @@ class Permute(_Copies[RowsSaved]):
     def fwd(self, x: Tensor, *, index: Tensor, pos: Tensor, offs: Tensor) -> Out:
         check_rows(self, x)
         check_pos("Permute", pos, x.shape[0])
+        if index.dim() != 1 or not integers(index):
+            raise ShapeError(
+                f"Permute expects index (rows,) of an int dtype, got {index.dtype} of shape {tuple(index.shape)}."
+            )
         check_splits(offs, index.shape[0], x.device)
         return Out(K.scatter_rows(x, pos, offs, index.shape[0]), RowsSaved(pos, offs))
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from fuseops.recipes import Operand, Quantized, columns_follow, quantize
 
-from .op import Call, Grads, Op, Out
+from .checks import check_flags
+from .op import Call, Grads, NothingSaved, Op, Out
 
 
-class QuantizeSaved(NamedTuple):
-    pass
-
-
-class Quantize(Op[QuantizeSaved]):
+class Quantize(Op[NothingSaved]):
     """y is x as a `Quantized`, in the format that the recipe has for inputs of GEMMs.   (..., K) -> (..., K)
 
     A GEMM behind it reads the codes; any other op, what they stand for. At the end of a Sequential y comes out as it
@@ -34,6 +29,7 @@ class Quantize(Op[QuantizeSaved]):
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()
+        check_flags("Quantize", forward=forward, backward=backward)
         self.in_forward, self.in_backward = forward, backward
 
     def extra_repr(self) -> str:
@@ -43,10 +39,10 @@ class Quantize(Op[QuantizeSaved]):
         roles = call.precision.roles
         scaling = None if roles is None else roles.input
         if not self.in_forward or scaling is None or isinstance(x, Quantized):
-            return Out(x, QuantizeSaved())
-        return Out(quantize(x, scaling, col=not columns_follow(scaling)), QuantizeSaved())
+            return Out(x, NothingSaved())
+        return Out(quantize(x, scaling, col=not columns_follow(scaling)), NothingSaved())
 
-    def bwd(self, saved: QuantizeSaved, dy: Tensor, *, call: Call) -> Grads:
+    def bwd(self, saved: NothingSaved, dy: Tensor, *, call: Call) -> Grads:
         roles = call.precision.roles
         scaling = None if roles is None else roles.grad_output
         if not self.in_backward or scaling is None:

@@ -6,9 +6,10 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
-from fuseops.kernels.precision import wide
 from fuseops.kernels.rope import rotary_pairs
+from fuseops.kernels.tiles import wide
 
+from .checks import check_flags
 from .op import Call, Grads, Op, Out
 
 
@@ -41,6 +42,7 @@ class RoPE(Op[RoPESaved]):
 
     def __init__(self, interleaved: bool = False, *, cos: str = "cos", sin: str = "sin") -> None:
         super().__init__()
+        check_flags("RoPE", interleaved=interleaved)
         self.interleaved = interleaved
         self.rename(cos=cos, sin=sin)
 

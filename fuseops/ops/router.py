@@ -2,7 +2,7 @@
 
     logits = x W^T (+ b) in float32;  scores s = softmax(logits) or sigmoid(logits)
     experts: the top k of s, or of s + expert_bias, of all experts or of the best groups of them
-    weights = scale * s[experts], divided by their sum if `normalize`
+    weights = scale * s[experts], divided by their sum + 1e-20 if `normalize`, as in DeepSeek-V3
 
 Losses, with f_e the share of all T * K copies that expert e gets and p_t the scores of token t, which sum to 1 (for
 sigmoid s / sum(s)), and lse the logarithm of the sum of exp:
@@ -24,18 +24,25 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.kernels.router import SCORES, scores_of, weights_of
 
-from .checks import check_experts, check_integers, check_numbers, check_rows, check_width, is_number
+from .checks import (
+    check_experts,
+    check_flags,
+    check_integers,
+    check_numbers,
+    check_rows,
+    check_width,
+    is_number,
+)
 from .op import Call, Grads, Op, Out, Shape
 
-SCORES = ("softmax", "sigmoid")
 WITHOUT_LOSS = ("experts", "weights")
 WITH_LOSS = (*WITHOUT_LOSS, "router_loss")
-TINY = 1e-20  # as of the kernel: scores that are all zero give weights of zero
 
 
-class Form(NamedTuple):
-    """A `Form` holds the settings of a router that its gradients depend on."""
+class RouterForm(NamedTuple):
+    """A `RouterForm` holds the settings of a router that its gradients depend on."""
 
     score: str
     normalize: bool
@@ -67,7 +74,7 @@ class RouterSaved(NamedTuple):
         Tensor | None
     )  # (): where the loss is over many ranks, what this one's part of the mean is multiplied by
     form: (
-        Form | None
+        RouterForm | None
     )  # that of the forward: attributes may have changed by the time of the backward
 
 
@@ -76,7 +83,7 @@ class Router(Op[RouterSaved]):
     `weights` (T, K) float32, and `router_loss` () float32 where a loss is asked for.
 
     logits = x W^T (+ b) in float32, s = softmax(logits) or sigmoid(logits); the experts are the top k of s
-    (+ expert_bias), weights = scale * s[experts], divided by their sum if `normalize`.
+    (+ expert_bias), weights = scale * s[experts], divided by their sum + 1e-20 if `normalize`.
 
     score: "softmax" or "sigmoid". With softmax and normalize the weights are the softmax over the chosen experts alone,
         as in Mixtral.
@@ -125,6 +132,7 @@ class Router(Op[RouterSaved]):
     ) -> None:
         super().__init__()
         check_numbers("Router", scale=scale)
+        check_flags("Router", bias=bias, expert_bias=expert_bias, replay=replay)
         self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
         self.score, self.normalize, self.scale = score, normalize, float(scale)
         self.groups, self.top_groups = groups, top_groups
@@ -151,6 +159,7 @@ class Router(Op[RouterSaved]):
         whole = ("num_experts", "top_k", "groups", "top_groups")
         check_integers("Router", **{name: getattr(self, name) for name in whole})
         check_integers("Router", 1, dim=self.dim)
+        check_flags("Router", normalize=self.normalize)
         if not 1 <= self.top_k <= self.num_experts:
             raise FuseOpsError(
                 f"Router: top_k is {self.top_k}, expected 1 to {self.num_experts}, the number of experts."
@@ -273,8 +282,9 @@ class Router(Op[RouterSaved]):
             weights, experts, picked = found
         else:
             experts = self._given(x, chosen)
-            weights = self._weights(logits, experts)
-            picked = logits.gather(-1, experts.long())
+            at, scores = experts.long(), scores_of(logits, self.score)
+            weights = weights_of(scores, at, self.normalize, self.scale)
+            picked = logits.gather(-1, at)
         load = share = None
         if self.balance_loss is not None or (loses and self.over is not None):
             load = K.expert_counts(experts, self.num_experts)
@@ -288,10 +298,10 @@ class Router(Op[RouterSaved]):
             logits = picked
         return Out(x, RouterSaved(x, weight, logits, experts, load, share, form), side)
 
-    def _form(self) -> Form:
+    def _form(self) -> RouterForm:
         # a normalised softmax is the softmax over the chosen logits
         alone = self.score == "sigmoid" or (self.normalize and self.expert_bias is None)
-        return Form(
+        return RouterForm(
             *(self.score, self.normalize, self.scale, self.top_k, self.num_experts),
             alone and "router_loss" not in self.writes,
             *(self.balance_loss or 0.0, self.z_loss or 0.0),
@@ -306,13 +316,6 @@ class Router(Op[RouterSaved]):
         check_experts(chosen, self.num_experts)
         return chosen.to(torch.int32)
 
-    def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:
-        scores = torch.softmax(logits, -1) if self.score == "softmax" else logits.sigmoid()
-        weights = scores.gather(-1, experts.long())
-        if self.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
-        return weights * self.scale
-
     # --- backward
 
     def bwd(
@@ -321,7 +324,7 @@ class Router(Op[RouterSaved]):
         x, weight, logits, experts, load, share, known = saved
         if dside["weights"] is None and dside.get("router_loss") is None:
             return Grads(dy, {"weight": None, "bias": None})
-        form: Form = known  # type: ignore[assignment]
+        form: RouterForm = known  # type: ignore[assignment]
         dloss = dside.get("router_loss")
         exact = dloss is not None or "bias" in call.needs
         dtype = None if exact else _common_dtype(x, weight)
@@ -355,7 +358,7 @@ def _dlogits(
     dweights: Tensor | None,
     logits: Tensor,
     experts: Tensor,
-    form: Form,
+    form: RouterForm,
     dtype: torch.dtype | None,
 ) -> Tensor:
     """The gradient of the logits that the weights have.   (T, E), in float32 or `dtype`"""

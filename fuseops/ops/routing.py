@@ -8,7 +8,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
 
-from .checks import integers, seen
+from .checks import check_chosen, check_integers, check_tensors, integers, seen
 
 
 class Routing(NamedTuple):
@@ -41,6 +41,8 @@ class Routing(NamedTuple):
         synchronise, and one in traced code would be a guard).
         """
         counts = _as_counts(tokens_per_expert)
+        if probs is not None:
+            check_tensors("from_counts", probs=probs)
         ends = counts.cumsum(0, dtype=torch.int64)
         if seen(counts):
             _check_counts(counts.long(), int(ends[-1]), probs)
@@ -57,18 +59,11 @@ class Routing(NamedTuple):
         num_experts: E. None takes the largest chosen expert for the last one, which synchronises a CUDA device.
         Raises ShapeError for an expert that is not there (checked on the CPU only: it would synchronise).
         """
-        _check_tensors("from_topk", experts=experts, weights=weights)
-        if experts.dim() != 2 or experts.shape != weights.shape:
-            raise ShapeError(
-                f"from_topk expects experts and weights of one shape (tokens, k), got {tuple(experts.shape)} and "
-                f"{tuple(weights.shape)}."
-            )
-        if not integers(experts) or not weights.is_floating_point():
-            raise ShapeError(
-                "from_topk expects experts of an int dtype and weights of a float dtype, got "
-                f"{experts.dtype} and {weights.dtype}."
-            )
-        if num_experts is None:
+        check_tensors("from_topk", experts=experts, weights=weights)
+        check_chosen("from_topk", experts, weights)
+        if num_experts is not None:
+            check_integers("from_topk", 1, num_experts=num_experts)
+        else:
             num_experts = int(experts.max()) + 1 if experts.numel() else 0
             if num_experts == 0:
                 raise ShapeError("from_topk: no copy has an expert, so pass num_experts.")
@@ -90,13 +85,15 @@ class Routing(NamedTuple):
         synchronises a CUDA device. `pos` is (T, E), -1 where an expert was not chosen.
         Raises ShapeError when `chosen` is not boolean.
         """
-        _check_tensors("from_multihot", chosen=chosen, probs=probs)
+        check_tensors("from_multihot", chosen=chosen, probs=probs)
         wrong = chosen.dtype is not torch.bool or not probs.is_floating_point()
         if wrong or chosen.shape != probs.shape or chosen.dim() != 2:
             raise ShapeError(
                 "from_multihot expects chosen (tokens, experts) bool and probs of that shape and a float dtype, got "
                 f"{chosen.dtype} {tuple(chosen.shape)} and {probs.dtype} {tuple(probs.shape)}."
             )
+        if rows is not None:
+            check_integers("from_multihot", 0, rows=rows)
         by_expert = chosen.t()
         size = int(chosen.sum()) if rows is None else rows
         if seen(chosen) and size < int(chosen.sum()):
@@ -132,12 +129,6 @@ def _check_counts(counts: Tensor, total: int, probs: Tensor | None) -> None:
         raise ShapeError(
             f"from_counts: the experts have {total} rows, probs is of shape {tuple(probs.shape)}: one a row."
         )
-
-
-def _check_tensors(builder: str, **given: Any) -> None:
-    for name, t in given.items():
-        if not isinstance(t, Tensor):
-            raise ShapeError(f"{builder} expects {name} to be a tensor, got {type(t).__name__}.")
 
 
 def _of_rows(weights: Tensor, pos: Tensor, index: Tensor) -> Tensor:

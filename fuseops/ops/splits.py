@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
-from fuseops.kernels.registry import PLAIN
+from fuseops.kernels.registry import PLAIN, called_again
 
 from . import scopes
 
@@ -19,10 +19,10 @@ def check_splits(offs: Tensor, rows: int, device: torch.device) -> None:
     Bad: an end before the one before it, or beyond the rows (padding included). On a CUDA device, and in traced code,
     values are looked at under `fo.debug()` only.  Raises FuseOpsError under a `vmap` over them.
     """
-    if offs.dtype is not torch.int32:
+    if offs.dtype is not torch.int32 or offs.dim() != 1:
         raise ShapeError(
-            f"offs must be int32, the cumulative row end of every group, got {offs.dtype}. Counts become offs by "
-            "Routing.from_counts(tokens_per_expert)."
+            f"offs must be int32 (E,), the cumulative row end of every group, got {offs.dtype} of shape "
+            f"{tuple(offs.shape)}. Counts become offs by Routing.from_counts(tokens_per_expert)."
         )
     if offs.device != device:
         raise ShapeError(f"offs is on {offs.device}, the rows are on {device}: move it there.")
@@ -39,7 +39,7 @@ def check_splits(offs: Tensor, rows: int, device: torch.device) -> None:
             )
     elif offs.device.type == "cpu":
         if type(offs) in PLAIN:
-            _check_values(offs.tolist(), rows)
+            called_again(_check_values, offs, rows)
     elif scopes.current().debug is not None:
         scopes.current().debug.splits(offs, rows)
 
@@ -54,9 +54,9 @@ def bad_ends(offs: Tensor, rows: int) -> Tensor:
     return (offs < before(offs)) | (offs > rows)
 
 
-def _check_values(ends: list[int], rows: int) -> None:
+def _check_values(offs: Tensor, rows: int) -> None:
     start = 0
-    for group, end in enumerate(ends):
+    for group, end in enumerate(offs.tolist()):
         if not start <= end <= rows:
             raise ShapeError(complaint(group, start, end, rows))
         start = end

@@ -8,11 +8,8 @@ from torch import Tensor, nn
 
 from fuseops.errors import ShapeError
 
-from .op import Call, Grads, Op, Out, Shape, numel
-
-
-class NothingSaved(NamedTuple):
-    pass
+from .checks import check_integers
+from .op import Call, Grads, NothingSaved, Op, Out, Shape, check_names, numel
 
 
 class Alias(Op[NothingSaved]):
@@ -45,6 +42,7 @@ class Tap(Alias):
 
     def __init__(self, name: str = "residual") -> None:
         super().__init__()
+        check_names("Tap", name=name)
         self.writes = (name,)
 
     def extra_repr(self) -> str:
@@ -82,6 +80,7 @@ class Add(Op[AddSaved]):
 
     def __init__(self, name: str = "residual") -> None:
         super().__init__()
+        check_names("Add", name=name)
         self.reads = (name,)
 
     def extra_repr(self) -> str:
@@ -118,6 +117,7 @@ class Swap(Alias):
 
     def __init__(self, read: str, write: str) -> None:
         super().__init__()
+        check_names("Swap", read=read, write=write)
         self.reads, self.writes = (read,), (write,)
 
     def extra_repr(self) -> str:
@@ -149,7 +149,9 @@ class Reshape(Op[ReshapeSaved]):
     def __init__(self, *shape: int | tuple[int, ...]) -> None:
         super().__init__()
         sizes: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        self.shape = tuple(int(size) for size in sizes)
+        for size in sizes:
+            check_integers("Reshape", -1, shape=size)
+        self.shape = tuple(map(int, sizes))
         if self.shape.count(-1) > 1:
             raise ShapeError(f"Reshape{self.shape}: at most one size may be -1.")
 
@@ -161,9 +163,12 @@ class Reshape(Op[ReshapeSaved]):
         return ", ".join(map(str, self.shape))
 
     def out_shape(self, shape: Shape) -> Shape:
-        known = numel(tuple(size for size in self.shape if size != -1))
-        rest = numel(shape) // known if known else 0
-        return tuple(rest if size == -1 else size for size in self.shape)
+        known, given = numel(tuple(n for n in self.shape if n != -1)), numel(shape)
+        rest = -1 in self.shape
+        size = given // max(known, 1) if rest else 1
+        if known * size != given or (rest and not known):  # of no elements: any size would do
+            raise ShapeError(f"Reshape{self.shape} does not fit x of shape {tuple(shape)}.")
+        return tuple(size if n == -1 else n for n in self.shape)
 
     def fwd(self, x: Tensor) -> Out:
         return Out(x.reshape(self.shape), ReshapeSaved(x.shape))

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.kernels.registry import called_again
 from fuseops.torch_private import storage_id, version
 
 from .op import Call
+
+TILES = "tiles"
+"""In `call.scratch`: the `Tables` of the call."""
+
+
+class Tables(dict[Any, tuple[Tensor, Tensor]]):
+    """`Tables` are kept by the memory of the `offs` that they were made from, with it, so that nothing else lies there.
+
+    last  offs, rows and version of `offs` of the table that was asked for last, and the table
+    """
+
+    last: tuple[Tensor, int, int, Tensor] | None = None
 
 
 def tiles_of(call: Call, offs: Tensor, rows: int) -> Tensor | None:
@@ -18,21 +33,26 @@ def tiles_of(call: Call, offs: Tensor, rows: int) -> Tensor | None:
     more. Traced code has no scratch: there each op makes the table, and the compiler keeps one of them (from torch 2.15
     on one that the backward reads, and one that it does not).
     """
-    last = None if call.scratch is None else call.scratch.get("last_tiles")
-    if last is not None and last[0] is offs and last[1:3] == (rows, version(offs)):
-        latest: Tensor = last[3]
-        return latest
+    if call.scratch is not None:
+        return called_again(_kept, call.scratch, offs, rows)
+    return K.group_tiles(offs, rows) if K.group_tiles.launches((offs, rows), {}) else None
+
+
+def _kept(scratch: dict[str, Any], offs: Tensor, rows: int) -> Tensor | None:
+    tables: Tables | None = scratch.get(TILES)
+    if tables is not None:
+        last = tables.last
+        if last is not None and last[0] is offs and last[1:3] == (rows, version(offs)):
+            return last[3]
     if not K.group_tiles.launches((offs, rows), {}):
         return None
-    if call.scratch is None:
-        return K.group_tiles(offs, rows)
-    tables = call.scratch.setdefault("tiles", {})
+    if tables is None:
+        tables = scratch[TILES] = Tables()
     key = storage_id(offs), offs.storage_offset(), offs.stride(), len(offs), version(offs), rows
     if key not in tables:
-        # with `offs`, so that nothing else lies there
         tables[key] = offs, K.group_tiles(offs, rows)
-    found: Tensor = tables[key][1]
-    call.scratch["last_tiles"] = offs, rows, version(offs), found
+    found = tables[key][1]
+    tables.last = offs, rows, version(offs), found
     return found
 
 
@@ -40,8 +60,13 @@ def tiles_of_columns(call: Call, offs: Tensor, columns: int) -> Tensor | None:
     """A table for products over columns, which read the order of the groups alone: that of any rows does, if there is
     one.
     """
-    last = None if call.scratch is None else call.scratch.get("last_tiles")
+    tables: Tables | None = None if call.scratch is None else call.scratch.get(TILES)
+    last = None if tables is None else tables.last
     if last is not None and last[0] is offs and last[2] == version(offs):
-        latest: Tensor = last[3]
-        return latest
+        return last[3]
     return tiles_of(call, offs, columns)
+
+
+def tables_alone(scratch: dict[str, dict[str, Any]]) -> bool:
+    """Whether ops share nothing but tables in a call."""
+    return {TILES}.union(*scratch.values()) == {TILES}

@@ -27,7 +27,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.cross_entropy import row_chunks
 
 from .collectives import AllGather
-from .local import Ranks, SumOfGradients
+from .local import Ranks, sum_of_gradients
 from .loss_options import LossOptions
 
 NEVER = -1  # no target: every row has its numbers, those of a token whose class another rank has count for nothing
@@ -116,7 +116,7 @@ class ShardedLoss(NamedTuple):
         log_probs = torch.where(counts, logits.sum(0) - lse, 0)
         log_probs = log_probs.masked_fill(counts & ~known, torch.nan)
         entropy = lse - ((parts - lse).exp() * expected).sum(0)
-        loss = torch.where(counts, options.z_loss * lse.square(), 0)
+        loss = torch.where(counts, options.z_loss * lse * lse, 0)
         loss = loss - self._hard(targets, lse.dtype) * log_probs
         if options.label_smoothing:
             smooth = torch.where(counts, self._total() * lse - sums[0].sum(0), 0)
@@ -172,7 +172,7 @@ class ShardedLoss(NamedTuple):
         if (
             torch.is_grad_enabled() and x.requires_grad
         ):  # autograd differentiates it, as plain torch
-            x = SumOfGradients.apply(x, ranks)  # type: ignore[no-untyped-call]
+            x = sum_of_gradients(x, ranks)
         mine, at = self.vocabulary.own(targets)
         ends = self.own_ends, NEVER, self.options.chunk_bytes
         own: Any = x, weight, bias, at, self.own_weights, *ends
@@ -199,7 +199,7 @@ class ShardedLoss(NamedTuple):
         grads = self.own_grads(d, numbers.gathered, targets)
         _, at = self.vocabulary.own(targets)
         ends = self.own_ends, NEVER, self.options.chunk_bytes
-        own: Any = x, weight, bias, at, self.own_weights, *numbers[:2], grads, *ends, needs
+        own: Any = x, weight, bias, at, self.own_weights, *ends, *numbers[:2], grads, needs
         dx, dweight, dbias = K.linear_cross_entropy_bwd(*own)
         if needs[0]:
             dx = torch_private.all_reduce(dx, self.vocabulary.ranks.group)

@@ -17,7 +17,7 @@ from fuseops.recipes.store import WeightStore, kept_bytes
 
 from .chain import Chain, outside_reads
 from .cover import Cover, Site
-from .facts import NOTHING, Facts, kept_fields, needs_of
+from .facts import NOTHING, Facts, kept_fields
 from .records import HIGH, KeptWeight, Miss, Operand, Span
 from .segment import Args, BackwardStep, ForwardStep, Segment, Slot
 
@@ -46,12 +46,12 @@ class _Unit(NamedTuple):
 
 def build(chain: Chain, cover: Cover, facts: Facts, high: frozenset[int] = frozenset()) -> RunPlan:
     """Plan the run.   high: ops that a recipe leaves in high precision"""
-    ops, names, needs = chain.ops, chain.names, needs_of(chain, facts)
+    ops, names = chain.ops, chain.names
     joint = [_unit(c, ops) for c in cover.joint]
     forward = _units(ops, joint, [_unit(c, ops) for c in cover.forward])
     backward = _units(ops, joint, [_unit(c, ops) for c in cover.backward])
     bounds = _cuts(chain, forward, backward, facts)
-    builder = _Builder(chain, needs, facts, forward, backward, high)
+    builder = _Builder(chain, facts, forward, backward, high)
     segments = tuple(builder.segment(*ends) for ends in itertools.pairwise(bounds))
     plan = RunPlan(
         segments,
@@ -150,13 +150,13 @@ class _Builder:
     def __init__(
         self,
         chain: Chain,
-        needs: Sequence[frozenset[str]],
         facts: Facts,
         forward: Sequence[_Unit],
         backward: Sequence[_Unit],
         high: frozenset[int],
     ) -> None:
-        self.chain, self.needs, self.facts, self.high = chain, needs, facts, high
+        self.chain, self.facts, self.high = chain, facts, high
+        self.call, self.needs = facts.key.call, facts.needs
         self.ops, self.names = chain.ops, chain.names
         # by the position of the first op; no unit goes over the end of a segment
         self.forward = {u.start: u for u in forward}
@@ -199,13 +199,13 @@ class _Builder:
             slots=tuple(self._slots(start, forward)),
             size=size,
             needs_grad=needed,
-            device=self.facts.device.type,
-            autocast=self.facts.compute is not None,
+            device=self.call.device.type,
+            autocast=self.call.autocast is not None,
         )
 
     def _outlives(self, name: str, stop: int) -> bool:
         """Whether a side tensor is read after the segment that ends here."""
-        return self.last.get(name, -1) >= stop or name in self.facts.live
+        return self.last.get(name, -1) >= stop or name in self.call.live
 
     # --- one step
 
@@ -223,7 +223,7 @@ class _Builder:
             calls=calls,
             keywords={"call": calls[0]} if first.signature.fwd_call else {},
             keep=self._joint_keep(u) if u.kind == "joint" else NOTHING,
-            cast=self.facts.compute if first.autocast and not first.pure else None,
+            cast=self.call.autocast if first.autocast and not first.pure else None,
             pure=u.kind == "op" and first.pure,
             codes=self._takes_quantized(u),
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
@@ -295,7 +295,7 @@ class _Builder:
         return Call(
             needs=needs,
             keep=keep,
-            precision=Precision(self.facts.compute, roles),
+            precision=Precision(self.call.autocast, roles),
             training=op.training,
             store=None if roles is None else self._store(op, roles),
             name="" if roles is None else path_of(op) or self.names[i],
@@ -307,10 +307,10 @@ class _Builder:
         """Raise FuseOpsError where a weight that lives in a format would be multiplied in another."""
         weight = stored_in(self.ops[i])
         given = None if roles is None else roles.weight
-        if weight is None or (given == weight.scaling and not self.facts.compiling):
+        if weight is None or (given == weight.scaling and not self.call.compiling):
             return
         wanted = "high precision" if given is None else str(given)
-        wanted = f"{wanted} under torch.compile" if self.facts.compiling else wanted
+        wanted = f"{wanted} under torch.compile" if self.call.compiling else wanted
         raise FuseOpsError(
             f"op {path_of(self.ops[i]) or self.names[i]!r}: its weight lives as {weight.scaling} "
             f"(fo.quantized_init), and this call multiplies it as {wanted}. Run it under the recipe that it was made "
@@ -321,12 +321,12 @@ class _Builder:
         """Where the op keeps its quantized weight: not in compiled code, which quantizes it each call."""
         if stored_in(op) is not None:
             return store_of(op)
-        if roles.weights == "none" or roles.weight is None or self.facts.compiling:
+        if roles.weights == "none" or roles.weight is None or self.call.compiling:
             return None
         return store_of(op)
 
     def _scales(self, op: Op[Any], i: int) -> ScaleState:
-        if self.facts.compiling:
+        if self.call.compiling:
             raise FuseOpsError(
                 f"{path_of(op) or self.names[i]!r} ({type(op).__name__}): the recipe keeps scales from step to step, "
                 "which compiled code cannot. Run it eagerly, or take Float8CurrentScaling, whose scales are of the "

@@ -1,6 +1,7 @@
 """The cover of a run of ops says which rules fire, with a reason for every rule that does not fire.  Pure logic."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fuseops.errors import FuseOpsError, FusionMissError
@@ -11,7 +12,7 @@ from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import Conditions, Match, Rule, RunPosition, match, require
 
 from .chain import Chain, Sides
-from .records import Miss
+from .records import Miss, Overlap
 
 Reason = str | None
 
@@ -22,6 +23,10 @@ class Site(NamedTuple):
     rule: Rule
     start: int
     stop: int
+
+    @property
+    def ops(self) -> range:
+        return range(self.start, self.stop)
 
     def miss(self, reason: str, offset: int) -> Miss:
         """Why it does not fire; positions in the whole Sequential."""
@@ -53,33 +58,34 @@ class Cover(NamedTuple):
     backward: tuple[Site, ...]
     misses: tuple[Miss, ...]
 
-    @property
-    def chosen(self) -> tuple[Site, ...]:
-        return self.joint + self.forward + self.backward
 
-
-def scan(ops: Sequence[Op[Any]], rules: Iterable[Rule], place: RunPosition) -> Scan:
+def scan(
+    ops: Sequence[Op[Any]], rules: Iterable[Rule], place: RunPosition, settings: Settings
+) -> Scan:
     """The sites at which rules match, and those that match almost."""
+    wanted = _insisted(settings)
     candidates: list[Site] = []
     near: list[NearMatch] = []
     for rule in rules:
         matches = [match(rule, ops, start, place) for start in range(len(ops))]
         candidates += [Site(rule, i, i + n) for i, m in enumerate(matches) for n in m.lengths]
-        for i in _nearest(matches):
+        for i in _nearest(matches, least=1 if rule.name in wanted else 2):
             site, obstacle = Site(rule, i, i + max(matches[i].prefix, 1)), matches[i].obstacle
             near.append(NearMatch(site, site.miss(obstacle.why, place.offset), obstacle.nearly))
     return Scan(tuple(candidates), tuple(near), place.offset)
 
 
-def _nearest(matches: Sequence[Match]) -> list[int]:
-    """Where the longest prefix of a pattern that matched nowhere begins, and every op that is nearly what it wants (it
-    overrides a method, has hooks, or is of another class of that name): neither a longer prefix nor a match elsewhere
-    may hide such an op.
+def _nearest(matches: Sequence[Match], least: int) -> list[int]:
+    """Where the longest prefix of a pattern that matched nowhere begins, and all that is nearly what it wants (an op
+    that overrides a method, has hooks, or is of another class of that name; one out of sight): neither a longer prefix
+    nor a match elsewhere may hide it.
+
+    least: ops of such a prefix. One alone is no sign that anybody wants a rule.
     """
     starts = []
     if not any(m.lengths for m in matches):
         longest = max(range(len(matches)), key=lambda start: matches[start].prefix, default=0)
-        starts += [longest] if matches and matches[longest].prefix > 0 else []
+        starts += [longest] if matches and matches[longest].prefix >= least else []
     told = {matches[start].obstacle.why for start in starts}
     for start, m in enumerate(matches):
         if m.obstacle.nearly and m.obstacle.why not in told:
@@ -88,25 +94,42 @@ def _nearest(matches: Sequence[Match]) -> list[int]:
     return starts
 
 
-def choose(scanned: Scan, reasons: Sequence[Reason], size: int) -> Cover:
+DIRECTIONS = {
+    "joint": ("forward", "backward"),
+    "forward": ("forward",),
+    "backward": ("backward",),
+}
+"""By the kind of a rule, the directions in which it runs its ops."""
+
+Taken = dict[str, dict[int, Site]]  # direction -> op -> the site that runs it there
+
+
+def choose(scanned: Scan, reasons: Sequence[Reason]) -> Cover:
     """Rules of the user first, then the built-in ones in the gaps, and then those that come last: of each the joint
     ones, then forward and backward ones where those left room. Leftmost first, all rules in order at each position.
     """
     able = [c for c, reason in zip(scanned.candidates, reasons, strict=True) if reason is None]
-    joint: tuple[Site, ...] = ()
-    forward: tuple[Site, ...] = ()
-    backward: tuple[Site, ...] = ()
-    for turn in range(3):
-        mine = [c for c in able if _turn(c.rule) == turn]
-        joint += _leftmost(mine, "joint", size, joint + forward + backward)
-        forward += _leftmost(mine, "forward", size, joint + forward)
-        backward += _leftmost(mine, "backward", size, joint + backward)
+    taken: Taken = {"forward": {}, "backward": {}}
+    chosen: dict[str, list[Site]] = {kind: [] for kind in DIRECTIONS}
+    for turn, kind in itertools.product(range(3), DIRECTIONS):
+        mine = [c for c in able if c.rule.kind == kind and _turn(c.rule) == turn]
+        for c in sorted(mine, key=lambda c: c.start):
+            if not any(_there(c, i, taken) for i in c.ops):
+                chosen[kind].append(c)
+                for direction in DIRECTIONS[kind]:
+                    taken[direction] |= dict.fromkeys(c.ops, c)
     against = {c: r for c, r in zip(scanned.candidates, reasons, strict=True) if r is not None}
     misses = [c.miss(r, scanned.offset) for c, r in against.items() if not _said(c, r, against)]
-    misses += _overlaps(able, joint, forward, backward, scanned.offset)
-    spans = {"joint": joint, "forward": joint + forward, "backward": joint + backward}
-    misses += [n.miss for n in scanned.near if n.nearly or not _covered(n.site, spans)]
+    misses += _overlaps(able, taken, scanned.offset)
+    misses += [n.miss for n in scanned.near if n.nearly or not _covered(n.site, taken)]
+    joint, forward, backward = map(tuple, chosen.values())
     return Cover(joint, forward, backward, tuple(misses))
+
+
+def _there(c: Site, i: int, taken: Taken) -> list[Site]:
+    """The sites that run an op in a direction in which this one would, the last of them first."""
+    ways = reversed(DIRECTIONS[c.rule.kind])
+    return [taken[direction][i] for direction in ways if i in taken[direction]]
 
 
 def _turn(rule: Rule) -> int:
@@ -123,52 +146,21 @@ def _said(c: Site, reason: str, against: Mapping[Site, str]) -> bool:
     return any(reason == other and _within(part, c) for part, other in against.items())
 
 
-def _covered(site: Site, spans: Mapping[str, Sequence[Site]]) -> bool:
-    """Whether rules have fused all of these ops, so that nobody asks for another one."""
-    taken = {i for c in spans[site.rule.kind] for i in range(c.start, c.stop)}
-    return taken.issuperset(range(site.start, site.stop))
+def _covered(site: Site, taken: Taken) -> bool:
+    """Whether rules that run as it would have fused all of these ops, so that nobody asks for another one."""
+    ways = DIRECTIONS[site.rule.kind]
+    ran = ({taken[direction].get(i) for direction in ways} for i in site.ops)
+    return all(len(sites) == 1 and None not in sites for sites in ran)
 
 
-def _leftmost(
-    able: Sequence[Site], kind: str, size: int, taken: Sequence[Site]
-) -> tuple[Site, ...]:
-    free_from, chosen = 0, []
-    blocked = {i for c in taken for i in range(c.start, c.stop)}
-    by_start: dict[int, list[Site]] = {}
+def _overlaps(able: Sequence[Site], taken: Taken, offset: int) -> Iterator[Overlap]:
+    fired = {id(c) for sites in taken.values() for c in sites.values()}
     for c in able:
-        if c.rule.kind == kind and blocked.isdisjoint(range(c.start, c.stop)):
-            by_start.setdefault(c.start, []).append(c)
-    for start in range(size):
-        if start >= free_from and start in by_start:
-            chosen.append(by_start[start][0])
-            free_from = chosen[-1].stop
-    return tuple(chosen)
-
-
-def _overlaps(
-    able: Sequence[Site],
-    joint: tuple[Site, ...],
-    forward: tuple[Site, ...],
-    backward: tuple[Site, ...],
-    offset: int,
-) -> list[Miss]:
-    every = joint + forward + backward
-    kinds = {"joint": every, "forward": joint + forward, "backward": joint + backward}
-    winners = {
-        kind: {i: r for r in rs for i in range(r.start, r.stop)} for kind, rs in kinds.items()
-    }
-    chosen = {id(c) for c in every}
-    misses = []
-    for c in able:
-        if id(c) in chosen:
-            continue
-        if any(_within(c, longer) for longer in able):
-            continue  # said of the longer one, or it fired
-        over = winners[c.rule.kind]
-        winner = next(over[i] for i in range(c.start, c.stop) if i in over)
-        span = f"{winner.start + offset}:{winner.stop + offset}"
-        misses.append(c.miss(f"overlaps {span} of {winner.rule.name}", offset))
-    return misses
+        # what is within a longer one is said of that, or that fired
+        if id(c) not in fired and not any(_within(c, longer) for longer in able):
+            winner = next(there[0] for i in c.ops if (there := _there(c, i, taken)))
+            span = f"{winner.start + offset}:{winner.stop + offset}"
+            yield Overlap(*c.miss(f"overlaps {span} of {winner.rule.name}", offset))
 
 
 def _within(c: Site, other: Site) -> bool:
@@ -247,11 +239,15 @@ def _delayed(ops: Sequence[Op[Any]]) -> Reason:
 # --- what settings forbid --------------------------------------------------------------------------------------------
 
 
+def _insisted(settings: Settings) -> frozenset[str]:
+    """The rules that have to fire, by name."""
+    return settings.strict if isinstance(settings.strict, frozenset) else frozenset()
+
+
 def check_names(settings: Settings, rules: Iterable[Rule]) -> None:
     """Raise when `strict` or `disable` names a rule that does not exist."""
     known = {rule.name for rule in rules}
-    strict = settings.strict if isinstance(settings.strict, frozenset) else frozenset()
-    unknown = (settings.disable | strict) - known
+    unknown = (settings.disable | _insisted(settings)) - known
     if unknown and known:
         raise FuseOpsError(
             f"no rule is called {sorted(unknown)}; the rules in scope are {sorted(known)}."
@@ -269,7 +265,7 @@ def check_strict(
         pairs = zip(scanned.candidates, reasons, strict=True)
         misses = [c.miss(why, scanned.offset) for c, why in pairs if why is not None]
     else:
-        names, near = settings.strict or frozenset(), {n.miss for n in scanned.near}
+        names, near = _insisted(settings), {n.miss for n in scanned.near}
         misses = [m for m in found if m.rule in names and m not in near]
     if misses:
         rule, (start, stop), reason = misses[0]

@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-
 from fuseops.ops.paths import path_of
 from fuseops.ops.scopes import Settings
 from fuseops.recipes import Recipe, Roles
 
 from .chain import Chain
+from .key import PlanKey
 
 NOTHING: frozenset[str] = frozenset()
 
@@ -17,18 +16,13 @@ NOTHING: frozenset[str] = frozenset()
 class Facts(NamedTuple):
     """`Facts` hold everything about a call that its plan depends on, besides the ops and the cover."""
 
+    key: PlanKey
     settings: Settings
-    x_needs: bool  # does the input of the run want a gradient
-    grads: frozenset[tuple[int, str]]  # (op, parameter) pairs that want one
-    side_grads: frozenset[str]  # side inputs of the run that want one
     modes: tuple[str, ...]  # of each op: "" (in a node), "plain" or "call"
     notes: tuple[str, ...]  # why, where a mode is not ""
-    compute: torch.dtype | None  # autocast dtype
-    device: torch.device
-    live: frozenset[str]  # side names read after the run, or returned
     offset: int  # of the run in its Sequential: spans count from there
+    needs: tuple[frozenset[str], ...]  # of every op: the gradients that it gives
     roles: tuple[Roles | None, ...]  # formats of each op's operands; None: high precision
-    compiling: bool = False
 
 
 def roles_of(chain: Chain, recipe: Recipe | None, modes: Sequence[str]) -> tuple[Roles | None, ...]:
@@ -42,12 +36,14 @@ def roles_of(chain: Chain, recipe: Recipe | None, modes: Sequence[str]) -> tuple
     return tuple(found)
 
 
-def needs_of(chain: Chain, facts: Facts) -> tuple[frozenset[str], ...]:
+def needs_of(chain: Chain, key: PlanKey) -> tuple[frozenset[str], ...]:
     """Which gradients each op must give: fixed before apply, along the chain."""
-    x_needs, sides = facts.x_needs, set(facts.side_grads)
+    call, parameters = key.call, key.parameters
+    x_needs, sides = call.x_needs, {name for name, *_, wanted in call.sides if wanted}
     result = []
     for i, op in enumerate(chain.ops):
-        wanted = {name for name in chain.parameters[i] if (i, name) in facts.grads}
+        own = zip(chain.parameters[i], parameters[i], strict=True)
+        wanted = {name for name, p in own if p is not None and p.needs}
         wanted |= {keyword for keyword, name in chain.reads[i] if name in sides}
         if x_needs:
             wanted.add("x")

@@ -35,6 +35,12 @@ class Miss(NamedTuple):
     reason: str
 
 
+class Overlap(Miss):
+    """An `Overlap` is the miss of a rule that would fire, had another one not taken some of its ops."""
+
+    __slots__ = ()
+
+
 class SavedTensor(NamedTuple):
     """A `SavedTensor` is one tensor that is kept for the backward.
 
@@ -123,6 +129,11 @@ class Planned:
         """Spans that a rule made, each once (a joint span is one, not two)."""
         return tuple(dict.fromkeys(s for s in (*self.forward, *self.backward) if s.rule))
 
+    @property
+    def not_fused(self) -> tuple[Miss, ...]:
+        """Misses of rules that would not fire either if they were alone: no overlaps."""
+        return tuple(m for m in self.misses if not isinstance(m, Overlap))
+
     def walk(self) -> Iterator["Planned"]:
         """This plan and all plans nested in it."""
         yield self
@@ -150,7 +161,9 @@ class Planned:
             "path": self.path,
             "forward": [span._asdict() for span in self.forward],
             "backward": [span._asdict() for span in self.backward],
-            "misses": [miss._asdict() for miss in self.misses],
+            "misses": [
+                {**miss._asdict(), "overlap": isinstance(miss, Overlap)} for miss in self.misses
+            ],
             "saved": [{**t._asdict(), "dtype": str(t.dtype)} for t in self.saved],
             "operands": [operand._asdict() for operand in self.operands],
             "weights": [weight._asdict() for weight in self.weights],

@@ -193,8 +193,7 @@ class Segment:
         self.quiet = self.own and not self.elsewhere and (INTERPRET or self.device != "cpu")
         self.repeatable = (
             (self.own and not self.elsewhere and self.device != "meta" and self.path is None)
-            and not self.exports
-            and not any(step.live for step in (*self.forward, *self.backward))
+            and all(op.together is None for op in self.ops)
             and not any(c.precision.roles for step in self.forward for c in step.calls)
         )
         self.inputs = len(self.reads) + len(self.params)

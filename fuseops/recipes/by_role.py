@@ -36,7 +36,7 @@ class ByRole(Recipe):
         super().__post_init__()
         if not callable(self.choose):
             raise FuseOpsError(
-                f"ByRole expects a function of (op, name, role), got {self.choose!r}."
+                f"ByRole: choose is {self.choose!r:.80}, expected a function of (op, name, role)."
             )
 
     def roles_of(self, op: Any, name: str) -> Roles:

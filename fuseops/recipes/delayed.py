@@ -36,7 +36,7 @@ class DelayedScaling(Recipe):
     Raises FuseOpsError for another value of any of them. Compiled code keeps no state, and refuses it.
     """
 
-    margin: int = 0
+    margin: int = number(0, 0)
     amax_history_len: int = number(1024, 1)
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
     group: str | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -13,15 +12,15 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.groups import columns_of
+from fuseops.kernels.scales import Lay
 from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
 from .numbers import Measuring, watching
 from .quantized import Layout, Quantized, in_order, layout_of, tokens_of
-from .scales import See, quantize_given
-from .scaling import E4M3, SQUARE, VECTOR, Scaling
+from .scales import See
+from .scaling import COLUMN, E4M3, SQUARE, VECTOR, Scaling
 
-Lay = Callable[[Tensor], Tensor]
 Operand = Tensor | Quantized
 """What a GEMM reads: a tensor, or one that is quantized already."""
 
@@ -54,6 +53,10 @@ def quantize(
         raise FuseOpsError(
             f"fo.quantize: x is {x.dtype} of shape {tuple(x.shape)}, expected floating-point rows (..., K)."
         )
+    if not isinstance(offs, Tensor | None):
+        raise FuseOpsError(f"fo.quantize: offs is {offs!r:.80}, expected a tensor or None.")
+    if not isinstance(row, bool) or not isinstance(col, bool):
+        raise FuseOpsError(f"fo.quantize: row is {row!r:.80} and col {col!r:.80}, expected bools.")
     if not (row or col):
         raise FuseOpsError("fo.quantize: neither rows nor columns are asked for.")
     source = x.carrier if isinstance(x, Quantized) else x
@@ -136,10 +139,8 @@ def _operand(
     if see is None and not scaling.plain:
         see = partial(_up, scaling)
     if see is not None:
-        data, turned, scale = quantize_given(x, offs, scaling, row, col, see)
-        rows, columns = (None if t is None else Layout(t, scale) for t in (data, turned))
-        return Quantized(rows, columns, scaling, offs, x.dtype)
-    if scaling.block is None:
+        rows, columns = _by_given_scale(x, scaling, offs, row, col, see)
+    elif scaling.block is None:
         data, turned, scale = K.quantize_groups(x, offs, scaling.data, row, col, amax)
         rows, columns = Layout(data, scale) if row else None, Layout(turned, scale) if col else None
     else:
@@ -148,6 +149,16 @@ def _operand(
 
 
 Layouts = tuple[Layout | None, Layout | None]
+
+
+def _by_given_scale(
+    x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col: bool, see: See
+) -> Layouts:
+    """Both layouts of rows with the one scale, or one a group, that `see` gives, by torch."""
+    up = see(K.amax_of_groups(K.amax_of_tokens(x, 1), offs))
+    codes, scale = K.codes_of_rows(x, up, offs, scaling.data), 1 / up
+    columns = Layout(K.columns_in_groups(codes, offs), scale) if col else None
+    return Layout(codes, scale) if row else None, columns
 
 
 def _by_vector(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col: bool) -> Layouts:
@@ -439,6 +450,8 @@ def weight_operand(
     """
     if isinstance(weight, Quantized):
         return replace(weight, row=weight.row if row else None, col=weight.col if col else None)
+    if scaling.block == VECTOR and scaling.columns == SQUARE and scaling.colwise is None:
+        scaling = replace(scaling, columns=COLUMN)  # vectors both ways: squares alone are shared
     rows, columns = _of_weight(weight, scaling, row, col and scaling.colwise is None, see)
     if col and scaling.colwise is not None:
         _, columns = _of_weight(weight, scaling.colwise, False, True, see)
@@ -456,14 +469,6 @@ def odd_layouts(weight: Tensor, scaling: Scaling) -> tuple[str, ...]:
     n, k = weight.shape[-2:]
     widths = (("row", k), ("col", n))
     return tuple([name for name, width in widths if width % scaling.of(name).packs])
-
-
-def _amax_of_matrices(matrices: Tensor) -> Tensor:
-    """(E, N, K) -> (E,) float32"""
-    if not matrices.numel():
-        return matrices.new_zeros(len(matrices), dtype=torch.float32)
-    parts = [K.magnitude(matrices[:, piece]).amax((1, 2)) for piece in K.pieces(matrices)]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).amax(0)
 
 
 def _of_weight(weight: Tensor, scaling: Scaling, row: bool, col: bool, see: See | None) -> Layouts:
@@ -491,7 +496,7 @@ def _coded_matrices(matrices: Tensor, scaling: Scaling, row: bool, col: bool) ->
     """Both layouts of (E, N, K) in blocks, by torch."""
     whole = None
     if scaling.scale is E4M3:
-        amax = _amax_of_matrices(matrices)
+        amax = K.amax_of_matrices(matrices)
         whole = amax[:, None, None], amax
     both = (matrices, row), (matrices.mT, col)
     rows, columns = (_coded(t, scaling, whole) if wanted else None for t, wanted in both)
@@ -500,13 +505,10 @@ def _coded_matrices(matrices: Tensor, scaling: Scaling, row: bool, col: bool) ->
 
 def _scaled_matrices(matrices: Tensor, scaling: Scaling, row: bool, col: bool, see: See) -> Layouts:
     """Both layouts of (E, N, K) with one scale a matrix, which `see` gives, by torch."""
-    up = see(_amax_of_matrices(matrices))
-
-    def codes(t: Tensor) -> Tensor:
-        by = up[:, None, None]
-        cut = K.pieces(t)
-        return K.by_pieces(cut, lambda at: K.saturate(t[:, at].float() * by, scaling.data))
-
+    up = see(K.amax_of_matrices(matrices))
     both = (matrices, row), (matrices.mT, col)
-    rows, columns = (Layout(codes(t), 1 / up) if wanted else None for t, wanted in both)
+    rows, columns = (
+        Layout(K.codes_of_matrices(t, up, scaling.data), 1 / up) if wanted else None
+        for t, wanted in both
+    )
     return rows, columns

@@ -20,7 +20,7 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 
 from .carrier import carrier_of, through
-from .scaling import E4M3, SQUARE, Block, Scaling
+from .scaling import E4M3, Block, Scaling
 
 BLOCK = 128
 SWIZZLED = 5  # axes of scales that lie as tensor cores of Blackwell read them
@@ -340,11 +340,14 @@ def factors(q: Quantized, layout: str) -> Factors:
         raise FuseOpsError(f"an operand in {q.scaling} has no {layout} layout, which is read.")
     (data, scale), whole = found[:2], cast("tuple[Tensor, ...]", found[2:])
     scaling = q.scaling.of(layout)
-    dtype = product_dtype(scaling, q.dtype)
-    if scaling.family.codes:
-        return (data.float() * _spread(q, layout, data, scale)).to(dtype), None
+    if scaling.block is None:
+        return data.float() * _of_groups(q, layout, data, scale), None
+    block = sorted(cast("Block", scaling.block if layout == "row" else scaling.columns))
     scale = _plain(q, layout).scale
-    codes = K.dequantize_format(data, scale, scaling.data, scaling.grain, dtype)
+    if scaling.family.codes and block[0] == 1:  # as kernels read them
+        scale = scale.mT
+    dtype = product_dtype(scaling, q.dtype)
+    codes = K.dequantize_format(data, scale, scaling.data, (block[0], block[1]), dtype)
     return codes[..., : codes.shape[-1] - (layout in q.odd)], whole[0] if whole else None
 
 
@@ -397,9 +400,14 @@ def scaled_tiles(q: Quantized, layout: str) -> tuple[Tensor, Tensor]:
 
 
 def values(q: Quantized, layout: str) -> Tensor:
-    """What a layout stands for: rows (R, K), columns (K, C), a weight as it lies."""
+    """What a layout stands for: rows (R, K), columns (K, C), a weight as it lies. Rows of no group are zeros."""
     found, whole = factors(q, layout)
-    return found if whole is None else found.float() * _spread(q, layout, found, whole)
+    scale = getattr(q, layout).scale if whole is None else whole
+    if whole is not None:
+        found = found.float() * _of_groups(q, layout, found, whole)
+    if layout == "col" or q.offs is None or scale.shape != q.offs.shape:
+        return found
+    return found.masked_fill(K.padding_mask(q.offs, len(found)), 0)  # kernels write no codes there
 
 
 def features(q: Quantized) -> Tensor:
@@ -410,17 +418,6 @@ def features(q: Quantized) -> Tensor:
     return K.hadamard(found) * K.signs(found.shape[-1], found)
 
 
-def _spread(q: Quantized, layout: str, data: Tensor, scale: Tensor) -> Tensor:
-    """The scale of every code, in a shape that the codes' broadcasts with."""
-    *_, rows, width = data.shape
-    scaling = q.scaling.of(layout)
-    if not scaling.family.codes or scaling.block is None:
-        return _of_groups(q, layout, data, scale)
-    if scaling.block == SQUARE or (layout == "col" and scaling.columns == SQUARE):
-        return _wide(_wide(scale, -2, rows), -1, width)
-    return _wide(scale, -2, width).mT  # (K/128, R) of (R, K), (C/128, K) of (K, C)
-
-
 def _of_groups(q: Quantized, layout: str, data: Tensor, scale: Tensor) -> Tensor:
     """One scale a tensor, a matrix or a group, in a shape that codes broadcast with."""
     *_, rows, width = data.shape
@@ -429,7 +426,3 @@ def _of_groups(q: Quantized, layout: str, data: Tensor, scale: Tensor) -> Tensor
     ends = K.column_offs(q.offs) if layout == "col" else q.offs
     by_group = K.by_group(scale, ends, width if layout == "col" else rows)
     return by_group if layout == "col" else by_group[:, None]
-
-
-def _wide(scale: Tensor, axis: int, size: int) -> Tensor:
-    return scale.repeat_interleave(BLOCK, axis).narrow(axis, 0, size)

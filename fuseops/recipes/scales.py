@@ -22,11 +22,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-
-from .scaling import Scaling
 
 INFINITE = torch.finfo(torch.float32).max  # the amax of what holds an infinity: see `magnitude`
 ROLES = ("input", "weight", "grad_output")
@@ -195,21 +192,3 @@ def keep_float32(buffers: dict[str, Tensor | None], before: dict[str, Tensor | N
         own, now = before.get(name), buffers.get(name)
         if own is not None and now is not None and own.dtype is not now.dtype:
             buffers[name] = own.to(now.device)
-
-
-def quantize_given(
-    x: Tensor, offs: Tensor | None, scaling: Scaling, row: bool, col: bool, see: See
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """(rows, columns, scale) of x with the scale that `see` gives.   (R, K) -> (R, K), (K, C), (E,) or ()"""
-    up = see(K.amax_of_groups(K.amax_of_tokens(x, 1), offs))
-    spread = K.spread_over_groups(up, offs, len(x)).expand(len(x))[:, None]
-    padding = None if offs is None else K.padding_mask(offs, len(x))
-
-    def scaled(piece: slice) -> Tensor:
-        part = x[piece].float() * spread[piece]
-        if padding is not None:
-            part.masked_fill_(padding[piece], 0.0)
-        return K.saturate(part, scaling.data)
-
-    codes = K.by_pieces(K.pieces(x), scaled)
-    return codes if row else None, K.columns_in_groups(codes, offs) if col else None, 1 / up

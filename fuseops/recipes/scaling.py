@@ -82,6 +82,12 @@ class Scaling:
     rounds_at_random: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.colwise, Scaling | None):
+            raise FuseOpsError(
+                f"Scaling: colwise is {self.colwise!r:.80}, expected a Scaling or None."
+            )
+        if not isinstance(self.epsilon, int | float):
+            raise FuseOpsError(f"Scaling: epsilon is {self.epsilon!r:.80}, expected a number.")
         self._check("scale", tuple(FAMILIES))
         usual, free = self._usual_powers, self.scale is torch.float32
         if self.powers is None:

@@ -1,14 +1,15 @@
 """A fusion is one line of data: pattern, fused op, conditions. A condition answers None or a reason."""
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 import torch
 
 from fuseops.errors import FuseOpsError
-from fuseops.ops.op import FusedOp, Op
+from fuseops.ops.checks import check_flags
+from fuseops.ops.op import FusedOp, Op, check_names
 from fuseops.recipes import Recipe
 
 KINDS = ("joint", "forward", "backward")
@@ -90,6 +91,8 @@ class Rule:
     last: bool = False
 
     def __post_init__(self) -> None:
+        check_names("Rule", name=self.name)
+        check_flags(f"Rule {self.name!r}", last=self.last)
         if self.kind not in KINDS:
             raise FuseOpsError(
                 f"Rule {self.name!r}: kind must be one of {KINDS}, got {self.kind!r}."
@@ -98,6 +101,12 @@ class Rule:
             object.__setattr__(self, "when", (self.when,))
         if isinstance(self.pattern, type | types.UnionType | Maybe | Some):
             object.__setattr__(self, "pattern", (self.pattern,))
+        for what in ("pattern", "when"):
+            given = getattr(self, what)
+            if not isinstance(given, Iterable):
+                raise FuseOpsError(
+                    f"Rule {self.name!r}: {what} is {given!r:.80}, expected a tuple."
+                )
         object.__setattr__(self, "pattern", tuple(self.pattern))
         for what, value in (("build", self.build), *(("a condition", c) for c in self.when)):
             if not callable(value):
@@ -155,9 +164,7 @@ class Obstacle(NamedTuple):
     """An obstacle is the reason why a pattern does not match at an op."""
 
     why: str
-    nearly: bool = (
-        False  # an op of the wanted type or name, which its user will look for in a fused span
-    )
+    nearly: bool = False  # something of the wanted name: its user looks for a fused span
 
 
 def _obstacle(op: Any, element: Any, at: str) -> Obstacle | None:
@@ -181,11 +188,18 @@ def _names(wanted: Sequence[type]) -> str:
     return " | ".join(t.__name__ for t in wanted)
 
 
+class RunEnd(NamedTuple):
+    """A `RunEnd` says what follows a run of ops."""
+
+    why: str  # it ends there
+    hidden: str = ""  # class of the plain module, or of the first op of the border, that follows
+
+
 class RunPosition(NamedTuple):
     """A `RunPosition` says where a run of ops stands in its Sequential, for the reasons of misses."""
 
     opaque: Sequence[str | None]  # of each op, why no rule may match it
-    end: str  # what follows the run
+    end: RunEnd
     offset: int = 0  # of its first op in the whole Sequential: sentences and spans count from there
 
 
@@ -236,7 +250,9 @@ def _obstacle_at(
     ops: Sequence[Any], position: int, wanted: Any, place: RunPosition
 ) -> Obstacle | None:
     if position >= len(ops):
-        return Obstacle(f"{place.end}, wanted {_names(types_of(wanted))}")
+        types = types_of(wanted)
+        named = any(t.__name__ == place.end.hidden for t in types)
+        return Obstacle(f"{place.end.why}, wanted {_names(types)}", nearly=named)
     at, op = f"op {place.offset + position}", ops[position]
     level_1 = isinstance(wanted, Some) and op.pure and not op.writes
     found = None if level_1 else _obstacle(op, wanted, at)

@@ -70,6 +70,9 @@ class Node(torch.autograd.Function):
                 here.unseen = before
             if type(y) is Quantized:
                 live.crossing, y = y, y.carrier
+            elif type(y) is Tensor and y._base is not None and torch_private.is_only_view(y):
+                # a GEMM's rows in the shape of x, say: torch forbids writes to views that leave a Function
+                y = torch_private.unsafe_view(y, y.shape)
         ctx.save_for_backward(*flat)
         if live is not None:
             live.ties = second_order.ties_of(x, inputs, flat)

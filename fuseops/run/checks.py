@@ -1,5 +1,6 @@
 """Errors of wrong ops name the op and the tensor, what it gave and what was expected."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from fuseops.errors import DtypeError, FuseOpsError, ShapeError
 from fuseops.kernels.registry import check_all_meta
+from fuseops.kernels.transcript import AGAIN
 from fuseops.ops.op import Grads, Op, Out
 from fuseops.ops.paths import path_of
 from fuseops.plan.chain import Chain
@@ -36,11 +38,25 @@ def failing_step(error: BaseException) -> Step | None:
     return step
 
 
+def running_step() -> Step | None:
+    """The step that a segment is at, for what is written down once."""
+    step: Step | None = running_locals().get("step")
+    return step
+
+
+def running_locals() -> Mapping[str, Any]:
+    """The variables of the written function (`steps`) that runs: read off the stack, since few ask."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != WRITTEN:
+        frame = frame.f_back
+    return {} if frame is None else frame.f_locals
+
+
 def _locals(error: BaseException) -> Mapping[str, Any]:
-    """The variables of the written function (`steps`) that an error passed through."""
+    """The variables of the written function (`steps`, `transcript`) that an error passed through."""
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename == WRITTEN:
+        if trace.tb_frame.f_code.co_filename in (WRITTEN, AGAIN):
             return trace.tb_frame.f_locals
         trace = trace.tb_next
     return {}

@@ -432,7 +432,7 @@ class Told:
         if any(site.rule not in BUILTIN_RULES for site in known.scan.candidates):
             return None  # a user's condition may read the shape
         shape = (*[UnknownRows()] * (axes - 1), *widths)
-        x: Any = Unsized(shape, dtype, known.facts.device)
+        x: Any = Unsized(shape, dtype, known.facts.key.call.device)
         try:
             return run.reasons(known, x, {})
         except TypeError:

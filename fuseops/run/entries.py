@@ -27,7 +27,6 @@ class KnownPlans(NamedTuple):
     held: tuple[SettingsLayer | None, ...]  # what the tokens of the key stand for
     scan: Scan
     facts: Facts
-    needs: tuple[frozenset[str], ...]  # of every op
     plans: dict[tuple[bool, ...], RunPlan]
     layers: tuple[GatedRun, ...] = ()  # where a recipe has to pay
 

@@ -34,15 +34,13 @@ class GatedRun(NamedTuple):
         return f"FP8 pays from {self.fewest} rows on" if rows < self.fewest else None
 
 
-def layers_of(
-    chain: Chain, scanned: Scan, facts: Facts, dtype: torch.dtype
-) -> tuple[GatedRun, ...]:
+def layers_of(chain: Chain, scanned: Scan, facts: Facts) -> tuple[GatedRun, ...]:
     """What has to pay under the recipe of a call: the ops of one fused op together, others by themselves."""
-    settings = facts.settings
-    halves = (facts.compute or dtype) in (torch.bfloat16, torch.float16)
+    settings, call = facts.settings, facts.key.call
+    halves = (call.autocast or call.dtype) in (torch.bfloat16, torch.float16)
     if settings.recipe is None or settings.strict_recipe or not halves:
         return ()
-    if not multiplies_codes(facts.device):
+    if not multiplies_codes(call.device):
         return ()
     gemms = {
         i: gemm

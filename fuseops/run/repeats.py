@@ -7,19 +7,21 @@ changes, and operands are alike (`kernels.transcript`). Nobody may have to see t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
 
 from fuseops.kernels.replay import replaying
-from fuseops.kernels.transcript import transcribable, transcribed
+from fuseops.kernels.transcript import Again, transcribable, transcribed
 from fuseops.ops import scopes
+from fuseops.ops.tiles import tables_alone
 from fuseops.plan.key import DICT
 from fuseops.plan.segment import Rows, Segment
 from fuseops.torch_private import dict_version
 
+from .checks import running_step
 from .saving import pack, unpack
 from .steps import Once, Written
 
@@ -36,7 +38,7 @@ class Alike:
     """
 
     def __init__(self) -> None:
-        self.again: list[tuple[Callable[[list[Tensor]], Any], Any]] = []
+        self.again: list[tuple[Again, Any]] = []
         self.calls = self.tries = 0
 
     def due(self, operands: Sequence[Tensor]) -> bool:
@@ -67,11 +69,13 @@ class Repeats:
 
 def repeats_of(seg: Segment, once: Once, unseen: bool) -> Repeats | None:
     """What is written down of a segment, until an op is written to or a setting of launches changes. None while
-    somebody looks at its calls.   unseen: nobody has to see those of kernels
+    somebody looks at its calls, for buffers of the caller, and where ops share more than tile tables.
+
+    unseen: nobody has to see the calls of kernels
     """
-    if not (unseen and seg.repeatable) or once.look is not None:
+    if not (unseen and seg.repeatable) or once.look is not None or once.out is not None:
         return None
-    if scopes.thread.inside.debug is not None:
+    if scopes.thread.inside.debug is not None or (once.scratch and not tables_alone(once.scratch)):
         return None
     found: Repeats | None = seg.repeats
     if (
@@ -91,23 +95,29 @@ def forward(
     run: its steps (`steps.write_forward`), on t.
     """
     repeats = repeats_of(seg, once, unseen)
-    if repeats is None:
+    if repeats is not None:
+        operands = [x, *[given for given in t if given is not None]]
+        alike = repeats.kinds.get(x.shape) or repeats.new(x.shape)
+        try:
+            for again, (rows, entered) in alike.again:
+                out = again(operands, once.scratch)
+                if out is not None:
+                    y, flat, exported = out
+                    t += [None] * (seg.size - len(t))
+                    for position, side in zip(seg.export_positions, exported, strict=True):
+                        t[position] = side
+                    return y, flat, rows, entered
+        except Exception:
+            repeats = None  # steps run, once what it held is free: their error says which op fails
+    if repeats is None or not alike.due(operands):
         y, kept, entered = run(x, t, once)
         return y, *pack(seg, kept), entered
-    operands = [x, *[given for given in t if given is not None]]
-    alike = repeats.kinds.get(x.shape) or repeats.new(x.shape)
-    for again, (rows, entered) in alike.again:
-        out = again(operands)
-        if out is not None:
-            return *out, rows, entered
-    if not alike.due(operands):
-        y, kept, entered = run(x, t, once)
-        return y, *pack(seg, kept), entered
-    with transcribed(operands) as seen:
+    with transcribed(operands, once.scratch) as seen:
         y, kept, entered = run(x, t, once)
     flat, rows = pack(seg, kept)
-    if type(rows) is Rows and not any(y is given for given in operands):
-        written = seen.written((y, (*flat,)))
+    exported = tuple([t[position] for position in seg.export_positions])
+    if type(rows) is Rows:
+        written = seen.written((y, (*flat,), exported))
         if written is not None:
             alike.again.append((written, (rows, entered)))
     return y, flat, rows, entered
@@ -127,19 +137,20 @@ def backward(
     rows: where the kept fields are among what autograd `saved`, which is taken out of the list.  given: dy, dsides and
     the dtypes of x, which its steps take
     """
-    repeats, dy = repeats_of(seg, once, unseen), given[0]
+    repeats, (dy, dsides, entered) = repeats_of(seg, once, unseen), given
     if repeats is None or type(rows) is not Rows or dy is None:
         return run(_taken(rows, saved), *given, once)
-    kind = dy.shape, id(rows), given[2]
+    arrived = [d for d in (dy, *dsides) if d is not None]
+    kind = dy.shape, tuple([d is None for d in dsides]), id(rows), entered
     alike = repeats.kinds.get(kind) or repeats.new(kind)
-    saved.insert(0, dy)
+    saved[:0] = arrived
     for again, _ in alike.again:
-        out = again(saved)
+        out = again(saved, once.scratch)
         if out is not None:
             return out
     due = alike.due(saved)
-    with transcribed(saved) if due else nullcontext() as seen:
-        del saved[0]
+    with transcribed(saved, once.scratch, running_step) if due else nullcontext() as seen:
+        del saved[: len(arrived)]
         grads = run(_taken(rows, saved), *given, once)
     written = None if seen is None else seen.written(grads)
     if written is not None:

@@ -40,7 +40,7 @@ from fuseops.plan.key import Glance, PlanKey, Tokens
 from fuseops.plan.segment import Segment
 from fuseops.recipes import Quantized
 from fuseops.rules.builtin_rules import BUILTIN_RULES, POINTWISE
-from fuseops.rules.rule import Conditions, RunPosition
+from fuseops.rules.rule import Conditions, RunEnd, RunPosition
 from fuseops.torch_private import is_dtensor, is_nested
 
 from . import bridge, buffers, checks, ranges, repeats
@@ -62,7 +62,7 @@ class Run:
     cached together.
     """
 
-    def __init__(self, chain: Chain, end: str, offset: int = 0, alone: bool = False) -> None:
+    def __init__(self, chain: Chain, end: RunEnd, offset: int = 0, alone: bool = False) -> None:
         self.chain, self.end, self.alone = chain, end, alone
         self.ops, self.names = chain.ops, chain.names
         self.swaps = any(isinstance(op, Swap) for op in self.ops)  # y has the shape of a side input
@@ -114,7 +114,7 @@ class Run:
         if reasons and scopes.current().watchers:
             # who reads the misses gets the reasons of this call
             against, _ = self._in_precision(entry, reasons)
-            misses = choose(entry.scan, against, len(self.ops)).misses
+            misses = choose(entry.scan, against).misses
             plan = plan if misses == plan.misses else plan._replace(misses=misses)
         if entry.layers and scopes.current().watchers:
             shapes = [*self._shapes(x, side)]
@@ -156,7 +156,7 @@ class Run:
         if last is not None and last.glance.fits(x, side, tokens, live):
             return last.entry
         key = PlanKey.of(self.chain, x, side, tokens, live)
-        entry = self.entries.latest(key) or self.entry(key)
+        entry = self.entry(key)
         self.last = None
         with suppress(KeyError):
             candidates = entry.scan.candidates
@@ -197,26 +197,27 @@ class Run:
         shapes: Sequence[Shape],
         sides: Mapping[str, Shape],
     ) -> Conditions:
-        facts, shape, out = entry.facts, shapes[start], shapes[stop]
+        call, shape, out = entry.facts.key.call, shapes[start], shapes[stop]
         return Conditions(
             shape=shape,
             k=shape[-1] if shape else 1,
             n=out[-1] if out else 1,
             rows=numel(shape[:-1]),
-            dtype=facts.compute or x.dtype,
+            dtype=call.autocast or x.dtype,
             device=x.device,
-            recipe=facts.settings.recipe,
-            needs=entry.needs[start:stop],
+            recipe=entry.facts.settings.recipe,
+            needs=entry.facts.needs[start:stop],
             training=self.ops[start].training,
             reads=self.chain.reads[start:stop],
             sides=sides,
-            compiling=facts.compiling,
+            compiling=call.compiling,
         )
 
     def entry(self, key: PlanKey) -> KnownPlans:
         """The entry of a key, from the cache or new."""
-        if key in self.entries:
-            return self.entries[key]
+        known = self.entries.latest(key)
+        if known is not None:
+            return known
         call = key.call
         check_dtype(self.ops, self.names, call.dtype)
         check_meta(self.chain, key)
@@ -229,35 +230,21 @@ class Run:
             for name, op in zip(self.names, self.ops, strict=True)
         ]
         facts = Facts(
+            key=key,
             settings=settings,
-            x_needs=call.x_needs,
-            grads=frozenset(self._wanted(key)),
-            side_grads=frozenset(name for name, *_, wanted in call.sides if wanted),
             modes=tuple(mode for mode, _ in modes),
             notes=tuple(note for _, note in modes),
-            compute=call.autocast,
-            device=call.device,
-            live=frozenset(call.live),
             offset=self.offset,
+            needs=needs_of(self.chain, key),
             roles=roles_of(self.chain, settings.recipe, [mode for mode, _ in modes]),
-            compiling=call.compiling,
         )
         rules = () if settings.reference else (*settings.rules, *BUILTIN_RULES)
         check_names(settings, rules)
         opaque = [note if mode and note != "alias" else None for mode, note in modes]
         place = RunPosition(opaque, self.end, self.offset)
-        held, scanned = scopes.held(call.tokens), scan(self.ops, rules, place)
-        layers = layers_of(self.chain, scanned, facts, call.dtype)
-        return self.entries.put(
-            key, KnownPlans(held, scanned, facts, needs_of(self.chain, facts), {}, layers)
-        )
-
-    def _wanted(self, key: PlanKey) -> Iterator[tuple[int, str]]:
-        """(op, parameter) pairs that want a gradient."""
-        for i, (names, found) in enumerate(zip(self.chain.parameters, key.parameters, strict=True)):
-            for name, parameter in zip(names, found, strict=True):
-                if parameter is not None and parameter.needs:
-                    yield i, name
+        held, scanned = scopes.held(call.tokens), scan(self.ops, rules, place, settings)
+        layers = layers_of(self.chain, scanned, facts)
+        return self.entries.put(key, KnownPlans(held, scanned, facts, {}, layers))
 
     def plan_of(self, entry: KnownPlans, reasons: tuple[str | None, ...]) -> RunPlan:
         """The plan of an entry, given the outcome of its conditions, from the cache or new."""
@@ -265,7 +252,7 @@ class Run:
         if answers in entry.plans:
             return entry.plans[answers]
         against, high = self._in_precision(entry, reasons)
-        plan = build(self.chain, choose(entry.scan, against, len(self.ops)), entry.facts, high)
+        plan = build(self.chain, choose(entry.scan, against), entry.facts, high)
         check_strict(plan.misses, entry.scan, against, entry.facts.settings)
         entry.plans[answers] = plan
         log.info("new plan: %s", "; ".join(map(str, plan.forward)))

@@ -14,6 +14,7 @@ from fuseops.ops.op import Op
 from fuseops.ops.structure import Tap
 from fuseops.plan.chain import Chain, Child, Sides
 from fuseops.plan.key import DICT, Tokens
+from fuseops.rules.rule import RunEnd
 from fuseops.torch_private import dict_version
 
 from .composed import Composed
@@ -137,10 +138,10 @@ def _pieces(
     pending: list[Child] = []
     borders = {id(nested.module): nested.reason for nested in spliced.nested}
 
-    def flush(end: str, stop: int) -> None:
+    def flush(end: str, stop: int, hidden: str = "") -> None:
         if pending:
-            chain = Chain.of(pending)
-            pieces.append((chain.names[0], Run(chain, end, stop - len(pending), alone)))
+            chain, at = Chain.of(pending), stop - len(pending)
+            pieces.append((chain.names[0], Run(chain, RunEnd(end, hidden), at, alone)))
             takes.append(tuple([(name, name) for name in chain.outside]))
             pending.clear()
 
@@ -155,11 +156,17 @@ def _pieces(
             continue
         reason = borders.get(id(module))
         kind = "a plain module" if reason is None else f"a nested Sequential that {reason}"
-        flush(f"{name!r} is {type(module).__name__}, {kind}", position)
+        flush(f"{name!r} is {type(module).__name__}, {kind}", position, _first(module))
         pieces.append((name, module))
         takes.append(child.reads)
     flush("the sequence ends", len(spliced.children))
     return pieces, takes
+
+
+def _first(module: Any) -> str:
+    """The class of what a module, or a nested Sequential, runs first."""
+    inner = module._planned_modules() if isinstance(module, Composed) else ()
+    return _first(inner[0]) if inner else type(module).__name__
 
 
 def runner_of(module: Any) -> Runner:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from fuseops.kernels.registry import PLAIN, PLAIN_OR_NONE
 from fuseops.ops.names import SavedName
-from fuseops.ops.router import Form
+from fuseops.ops.router import RouterForm
 from fuseops.plan.segment import Const, Rows, Segment
 from fuseops.recipes import Quantized
 
 NONE = id(None)
 # of fuseops' own ops, to whom constants are the same that compare equal, as 1 and True
-OWN = PLAIN_OR_NONE | {torch.Size, tuple, float, int, bool, str, Form}
+OWN = PLAIN_OR_NONE | {torch.Size, tuple, float, int, bool, str, RouterForm}
 Entry = Any  # the number of a tensor, None, Const or QuantizedSlots
 
 

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fuseops.ops.op import Call, Grads, Op, Out
 from fuseops.ops.routing import Routing
 from fuseops.plan.facts import kept_fields
 
 from .compare import UNITS, Difference, difference, largest
-from .trees import mapped, scrambled, tensors
+from .trees import scrambled, tensors
 
 TOLERANCE = 1e-9  # of float64 sums over the few hundred terms of a test
 # ... where large terms cancel: the slope of a softmax that has become one is d - sum(d s), and a
@@ -102,8 +103,7 @@ def _double(t: Tensor) -> Tensor:
 
 
 def _case(op: Op[Any], inputs: tuple[Any, ...], side: dict[str, Any]) -> OpCase:
-    x, *rest = mapped(inputs, _double)
-    given = dict(mapped(side, _double))
+    (x, *rest), given = tree_map_only(Tensor, _double, (inputs, dict(side)))
     for routing in rest:
         if isinstance(routing, Routing):
             given |= {n: t for n, t in routing._asdict().items() if t is not None}
@@ -361,7 +361,7 @@ def _does_without(field: str, case: OpCase, need: str, vjp: Vjp) -> bool:
         return False
     if vjp.vanishes(need):  # as of rows that are all padding
         return False
-    others = None, mapped(value, scrambled)
+    others = None, scrambled(value)
     return not any(_fails(op, saved._replace(**{field: t}), vjp, needs) for t in others)
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fuseops.observe import modules
 from fuseops.observe.untouched import main_grad_of, untouched
@@ -13,7 +14,7 @@ from fuseops.ops import scopes
 from fuseops.ops.weights import drop_kept
 from fuseops.run.weight_grads import run_delayed
 
-from .trees import copied, mapped, tensors
+from .trees import copied, tensors
 
 
 class Fired(NamedTuple):
@@ -129,7 +130,7 @@ def training_step(
 
     moved = shaken(model, unit, generator) if shake else nullcontext()
     with moved, restored(model), watched(model) as fired:
-        args, kwargs = mapped(inputs, leaf), mapped(side, leaf)
+        args, kwargs = tree_map_only(Tensor, leaf, (inputs, side))
         outputs = dict(tensors(model(*args, **kwargs), "output"))
         _backward(outputs)
         run_delayed(model)

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,19 +33,6 @@ def tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
         yield name, tree
     for suffix, child in _children(tree):
         yield from tensors(child, name + suffix)
-
-
-def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`tree` with `change` applied to every tensor; everything else is passed on as it is."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, Mapping):
-        return {key: mapped(value, change) for key, value in tree.items()}
-    if hasattr(tree, "_fields"):
-        return type(tree)._make(mapped(value, change) for value in tree)
-    if isinstance(tree, tuple | list):
-        return type(tree)(mapped(value, change) for value in tree)
-    return tree
 
 
 def copied(t: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,9 +166,14 @@ def law_a_plan_sends_again_where_ranks_agree() -> None:
         raises("makes '0.fc1.x' again", offload.Scheduler(model, layers="*", plan=odd).attach)
         whole_layer: Any = {f"{rank}": "recompute"}
         raises("makes '0' again", offload.Scheduler(model, layers="*", plan=whole_layer).attach)
-        alone = offload.plan(model, x.clone().requires_grad_(), layers="*", min_bytes=1)
-        kinds = {(g.kind, g.name) for g in alone.profile.recompute}
-        assert kinds >= {("dispatch", "0"), ("dispatch", "1"), ("module", "0")}, kinds
+        planned = partial(offload.plan, model, x.clone().requires_grad_(), layers="*", min_bytes=1)
+        alone, recorded = planned(), planned(record=True)
+        for one in (alone, recorded):
+            kinds = {(g.kind, g.name) for g in one.profile.recompute}
+            assert kinds >= {("dispatch", "0"), ("dispatch", "1"), ("module", "0")}, kinds
+        odd = dropping(recorded, {("module", "0")} if rank else {("dispatch", "1")})
+        shared = offload.share_decisions(odd, mesh().get_group())
+        assert sent_again(shared) == {("module", "0"), ("dispatch", "1")}
         each = dropping(alone, {("dispatch", str(rank))})
         shared = offload.share_decisions(each, mesh().get_group())
         assert sent_again(shared) == {("dispatch", "0"), ("dispatch", "1")}

@@ -14,6 +14,8 @@ NOT_IN_2_11 = {
     "law_pretraining_resumes_bit_for_bit": MESHES,
     "law_pretraining_runs_pairs_in_turns": MESHES,
     "law_steps_equal_one_process": MESHES,
+    "law_a_budget_is_planned_ahead_of_what_fsdp2_gathers": MESHES,
+    "law_experts_that_their_ranks_do_not_divide_are_sharded_too": MESHES,
     "test_a_checkpoint_of_two_ranks_is_read_by_others": MESHES,
     "test_a_rank_that_was_killed_is_named_and_training_goes_on": MESHES,
     "law_zero_bubble": "torch 2.11 starts no backward at a Function written in Python",

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -41,23 +42,26 @@ def parallel(**options: Any) -> ExpertParallel:
 
 
 class SharedFiles:
-    """Buffers of all ranks that this one maps, in the place of GPUs' symmetric memory."""
+    """Buffers of all ranks of a group that this one maps, in the place of GPUs' symmetric memory."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
 
     def barrier(self, channel: int, timeout_ms: int) -> None:
-        dist.barrier()
+        dist.barrier(self.group)
 
     @staticmethod
     def fabric(group: Any, nbytes: int, device: torch.device) -> symmetric.Fabric:
         with tempfile.NamedTemporaryFile(delete=False) as file:
             file.truncate(nbytes)
-        names: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(names, file.name)
+        names: list[Any] = [None] * group.size()
+        dist.all_gather_object(names, file.name, group)
         memory = [torch.from_file(n, True, nbytes, dtype=torch.uint8) for n in names]
-        dist.barrier()
+        dist.barrier(group)
         Path(file.name).unlink()
         table = torch.tensor([m.data_ptr() for m in memory])
         uses, flag = torch.zeros(1, dtype=torch.int64), overflow.flag_of(group, device)
-        return symmetric.Fabric(table, uses, flag, nbytes, SharedFiles(), memory)
+        return symmetric.Fabric(table, uses, flag, nbytes, SharedFiles(group), memory)
 
 
 class OverGloo(device_counts.Lane):
@@ -71,17 +75,18 @@ class OverGloo(device_counts.Lane):
     def _exchange(self, leaving: Tensor, come: Tensor) -> None:
         assert OverGloo.last is not self, "the two lanes take turns"
         OverGloo.last = self
-        counts = torch.empty_like(self.sent)
-        dist.all_to_all_single(counts, self.sent)
+        counts, group = torch.empty_like(self.sent), _resolve_process_group(self.group)
+        dist.all_to_all_single(counts, self.sent, group=group)
         there, total = self.sent.tolist(), int(counts.sum())
         come[::2], come[1::2] = 0, 255
-        dist.all_to_all_single(come[:total], leaving[: sum(there)], counts.tolist(), there)
+        sizes = counts.tolist(), there
+        dist.all_to_all_single(come[:total], leaving[: sum(there)], *sizes, group=group)
         self.received.copy_(torch.stack([counts, counts.cumsum(0) - counts]))
 
     @staticmethod
     def made(group: Any, nbytes: int, device: torch.device) -> device_counts.Lane:
         memory = [torch.full((nbytes,), 255, dtype=torch.uint8) for _ in range(2)]
-        sent = torch.empty(dist.get_world_size(), dtype=torch.int64)
+        sent = torch.empty(group.size(), dtype=torch.int64)
         return OverGloo(group.group_name, *memory, sent, torch.stack([sent, sent]))
 
 
@@ -98,8 +103,8 @@ def mesh() -> DeviceMesh:
 
 def layer(seed: int = 0, **options: Any) -> fo.MoE:
     torch.manual_seed(seed)
-    options = {"dtype": torch.float64, **options}
-    return fo.MoE(D, F, E, TOP, **options)
+    options = {"dtype": torch.float64, "top_k": TOP, **options}
+    return fo.MoE(D, F, E, **options)
 
 
 def batch(tokens: list[int], spread: float = 1.0) -> list[Tensor]:
@@ -183,6 +188,7 @@ def law_every_option_equals_one_process() -> None:
 
 def law_a_rank_may_have_no_token() -> None:
     equal_to_one_process(tokens(0, 7), balance_loss=0.1)
+    equal_to_one_process(tokens(0, 7), top_k=1)
     equal_to_one_process(tokens(7, 0), shared_experts=1)
     equal_to_one_process([0] * dist.get_world_size())
 
@@ -644,6 +650,9 @@ def law_models_of_transformers_spread_too() -> None:
                 dist.all_reduce(p.grad)
                 close(p.grad, q.grad, name)
         assert any(isinstance(p, DTensor) for p in spread.parameters())
+        odd: Any = {f"model.layers.{rank}": "recompute"}
+        attach = offload.Scheduler(spread, layers="model.layers.*", plan=odd).attach
+        raises("makes 'model.layers.0' again, the other does not", attach)
 
 
 def law_wrong_use_says_so() -> None:

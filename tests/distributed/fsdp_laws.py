@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import importlib.util
 import io
 import os
@@ -92,9 +93,12 @@ def trained_alone(world: int) -> tuple[Net, torch.optim.AdamW, list[Tensor]]:
 
 
 def trained_together(dp: int, ep: int) -> tuple[Net, torch.optim.AdamW, list[Tensor]]:
-    model = spread(dp, ep)
+    return trained_on(spread(dp, ep))
+
+
+def trained_on(model: Net) -> tuple[Net, torch.optim.AdamW, list[Tensor]]:
     many = adamw(model)
-    rows = [x[dist.get_rank()] for x in batches(dp * ep)]
+    rows = [x[dist.get_rank()] for x in batches(dist.get_world_size())]
     return model, many, trained(model, rows, clip_grad_norm_, many)
 
 
@@ -109,6 +113,36 @@ def law_steps_equal_one_process() -> None:
         for mine, theirs in zip(got, want, strict=True):
             close(mine, theirs, "norm")
         same(model, many, alone, one)
+
+
+def law_a_budget_is_planned_ahead_of_what_fsdp2_gathers() -> None:
+    """`Scheduler(peak=)` runs whole steps before the first forward, at whose ends FSDP2 frees what it had gathered."""
+    alone, one, want = trained_alone(4)
+    model, limits = spread(2, 2), {"peak": 1, "policy": offload.Policy(min_bytes=1)}
+    with offload.Scheduler(
+        model, "blocks.*", hardware=offload.Hardware.h200(), **limits
+    ) as scheduler:
+        _, many, got = trained_on(model)
+    for mine, theirs in zip(got, want, strict=True):
+        close(mine, theirs, "norm")
+    same(model, many, alone, one)
+    assert isinstance(scheduler.plan, offload.OffloadPlan)
+
+
+def law_experts_that_their_ranks_do_not_divide_are_sharded_too() -> None:
+    """By their third axis or, unevenly, the first: gradients are those of one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    every, place = mesh._flatten("every2"), expert_placement(mesh["dp"])
+    for dim, ffn in ((4, 3), (5, 4), (5, 3)):
+        torch.manual_seed(0)
+        alone = fo.MoE(dim, ffn, 2, 1, bias=True, dtype=torch.float64)
+        model, x = copy.deepcopy(alone), torch.randn(4, TOKENS, dim, dtype=torch.float64)
+        parallelize_module(model, mesh["ep"], ExpertParallel())
+        fully_shard(model, mesh=every, shard_placement_fn=place)
+        alone(x.flatten(0, 1)).square().mean().backward()
+        model(x[dist.get_rank()]).square().mean().backward()
+        for name, p in model.named_parameters():
+            close(whole(p.grad), alone.get_parameter(name).grad, name)  # type: ignore[arg-type]
 
 
 def law_ranks_that_fsdp_leaves_out_are_refused() -> None:
@@ -196,7 +230,10 @@ def law_pretraining_resumes_bit_for_bit() -> None:
         whole = losses("--ep", "2", "--steps", "4")
         assert losses("--ep", "2", "--steps", "2", *out) == whole[:2]
         dist.barrier()
-        assert losses("--ep", "2", "--steps", "3", *out) == whole[2:3]
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            assert losses("--ep", "2", "--steps", "3", "--memory", "0.001", *out) == whole[2:3]
+        told = "2 of 3 steps are done", "OffloadPlan(", "step 3 loss"
+        assert dist.get_rank() or all(words in said.getvalue() for words in told), said.getvalue()
         other = losses("--ep", "4", "--steps", "4", *out)
         assert len(other) == 1 and abs(other[0] - whole[3]) < 1e-5
     with SharedFolder() as folder:

@@ -21,7 +21,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.modeling_outputs import CausalLMOutput
 
 import fuseops as fo
-from fuseops.explain.fusion_plan import FusionPlan
+from fuseops.explain.explanation import FusionPlan
 from fuseops.integrations import hf
 from fuseops.integrations.hf import experts as hf_experts
 from fuseops.integrations.hf import recognise, rope

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_map_only
 
-from fuseops.kernels import precision
+from fuseops.kernels import tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -84,7 +84,7 @@ def reference(op, *args):
     floats = [a for a in args if isinstance(a, torch.Tensor) and a.dtype.is_floating_point]
     if DEVICE == "cpu" or not all(a.isfinite().all() for a in floats):
         return op.twin(*args)
-    with mock.patch.object(precision, "accumulator", lambda dtype: torch.float64):
+    with mock.patch.object(tiles, "accumulator", lambda dtype: torch.float64):
         return op.twin(*args)
 
 

@@ -75,7 +75,7 @@ def samples() -> dict[str, tuple]:
         "grouped_mm": (y, torch.randn(3, 8, 16), offs),
         "grouped_mm_into": (torch.randn(6, 8), y, torch.randn(3, 8, 16), offs),
         "grouped_swiglu": (y, torch.randn(3, 8, 16), offs, None, probs),
-        "grouped_dswiglu": (y, torch.randn(3, 16, 16), x, offs, None, probs),
+        "grouped_dswiglu": (x, y, torch.randn(3, 16, 16), offs, None, probs),
         "grouped_dswiglu_into": (x, y, torch.randn(3, 16, 16), offs, None, probs),
         "grouped_wgrad": (dy, y, offs),
         "grouped_wgrad_into": (torch.randn(3, 16, 16), dy, y, offs),
@@ -109,8 +109,8 @@ def samples() -> dict[str, tuple]:
         "values_of_copies": (probs, pos, ends),
         "linear_cross_entropy_fwd": (*head, [0.1, 1e-2, 5.0, 0.5], -100, 300),
         "linear_cross_entropy_bwd": (
-            *(*head, rstd, rstd, [rstd, rstd, rstd, rstd], [0.0, 0.0, 0.0, 1.0], -100, 300),
-            *([True, True, True],),
+            *(*head, [0.0, 0.0, 0.0, 1.0], -100, 300),
+            *(rstd, rstd, [rstd, rstd, rstd, rstd], [True, True, True]),
         ),
         "logits_with_rows": (*head, [0.1, 1e-2, 5.0, 0.5], -100),
         "logit_grads_into": (
@@ -118,7 +118,7 @@ def samples() -> dict[str, tuple]:
             *(torch.randn(20, 16), torch.randn(20), False),
         ),
         "scaled_to": (y, torch.tensor(0.5), torch.float16),
-        "linear_cross_entropy_grads": (*head, rstd, [0.0, 0.1, 0.0, 1.0], -100, 300, [True] * 3),
+        "linear_cross_entropy_grads": (*head, [0.0, 0.1, 0.0, 1.0], -100, 300, rstd, [True] * 3),
         "apply_rope": (x.view(3, 2, 32), torch.rand(3, 8), torch.rand(3, 8), True),
         "apply_rope_pair": (
             *(x.view(3, 2, 32), torch.randn(3, 1, 32)),

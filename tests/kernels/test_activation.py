@@ -1,10 +1,12 @@
 """Activation kernels equal their twins, and the twins equal torch."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import DEVICE, DTYPES, ROWS, SEEDS, VALUES, WIDTHS, assert_matches, few, tensor
+from laws import DEVICE, DTYPES, ROWS, SEEDS, VALUES, WIDTHS, assert_matches, few, run, tensor
 from plain_acts import TORCH, UPS
 
 from fuseops import kernels as K
@@ -112,6 +114,32 @@ def test_twin_is_torch(kind, interleave):
     )
     torch.testing.assert_close(got[0].double(), y.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got[1].double(), dx, rtol=1e-4, atol=1e-4)
+
+
+FORMULAS = {kind: (TORCH[GATES.get(kind, kind)], UPS.get(kind, lambda u: u)) for kind in k.KINDS}
+NO_LIMIT = ("clamped_swiglu", 0, 1.702, math.inf)
+
+
+@pytest.mark.parametrize("form", [*zip(k.KINDS), NO_LIMIT], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_no_finite_input_is_too_large_for_a_value_or_a_slope(form, dtype):
+    """At every power of two of the dtype, both signs, they are as in a wider one, where nothing overflows."""
+    f, linear = (TORCH["qgelu"], lambda u: u + 1) if form == NO_LIMIT else FORMULAS[form[0]]
+    limits = torch.finfo(dtype)
+    powers = torch.arange(math.log2(limits.tiny), math.log2(limits.max), dtype=torch.float64)
+    x = torch.cat([powers.exp2(), powers.new_tensor([0.0, limits.max])]).to(dtype)
+    x = torch.cat([x, -x])[:, None]
+    dy = torch.ones_like(x)
+    x = torch.cat([x, dy], -1) if form[0] in GATES else x
+    wider = x.double().requires_grad_()
+    y = f(wider[:, :1]) * (linear(wider[:, 1:]) if form[0] in GATES else 1)
+    (dx,) = torch.autograd.grad(y.sum(), wider)
+    got = [(y, K.act_fwd.twin(x, *form)), (dx, K.act_bwd.twin(dy, x, *form))]
+    if dtype != torch.float64:  # which has no wider one
+        got += [(y, run(k.act_fwd, x, *form)), (dx, run(k.act_bwd, dy, x, *form))]
+        for theirs, mine in got:
+            torch.testing.assert_close(mine, theirs.detach().to(dtype), rtol=1e-2, atol=1e-5)
+    assert not any(mine.isnan().any() for _, mine in got)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_table_is_fresh_and_a_sample_compiles():
 
 ONE_ELEMENT_A_LANE = r"""
 import torch
-from fuseops.kernels import aot, bias, layer_norm, norm
+from fuseops.kernels import aot, bias, norm
 from fuseops.kernels.launch import recording
 x, w = torch.empty(64, 100, device="meta"), torch.empty(3, 100, device="meta")
 offs, probs = torch.empty(3, dtype=torch.int32, device="meta"), torch.empty(64, device="meta")
@@ -40,8 +40,8 @@ for op, *args in (
     (bias.grouped_bias_bwd, x, offs, probs, w),
     (norm.rmsnorm_fwd, few, scale, 1e-6),
     (norm.rmsnorm_bwd, few, few, scale, probs),
-    (layer_norm.layernorm_fwd, few, scale, scale, 1e-6),
-    (layer_norm.layernorm_bwd, few, few, scale, probs, probs),
+    (norm.layernorm_fwd, few, scale, scale, 1e-6),
+    (norm.layernorm_bwd, few, few, scale, probs, probs),
 ):
     with recording(90) as recorder:
         op.launcher(*args)

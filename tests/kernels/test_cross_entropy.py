@@ -69,19 +69,19 @@ def test_rows_and_gradients_are_the_twins(case, options, chunks):
     for got, expected in zip(rows, want, strict=True):
         close(got, expected, x.dtype, terms=largest)
     grads = [tensor((len(x),), torch.float32, "normal", seed) for seed in (1, 2, 3, 4)]
-    ends = options, IGNORED, chunk, [True, True, True]
+    ends, needs = (options, IGNORED, chunk), [True, True, True]
     for given_grads in (grads[:1], grads):
         tail = want[1], want[3], given_grads
         got = k.linear_cross_entropy_bwd.launcher(
-            *moved, *on_device(tail[:2]), on_device(tail[2]), *ends
+            *moved, *ends, *on_device(tail[:2]), on_device(tail[2]), needs
         )
-        expected = k.linear_cross_entropy_bwd.twin(*case, *tail, *ends)
+        expected = k.linear_cross_entropy_bwd.twin(*case, *ends, *tail, needs)
         for mine, theirs in zip(got, expected, strict=True):
             size = theirs.abs().max().item() if theirs.numel() else 0.0
             close(mine, theirs, x.dtype, terms=max(size, 1.0) * largest)
-    got = k.linear_cross_entropy_grads.launcher(*moved, grads[0].to(DEVICE), *ends)
+    got = k.linear_cross_entropy_grads.launcher(*moved, *ends, grads[0].to(DEVICE), needs)
     for mine, theirs in zip(
-        got, k.linear_cross_entropy_grads.twin(*case, grads[0], *ends), strict=True
+        got, k.linear_cross_entropy_grads.twin(*case, *ends, grads[0], needs), strict=True
     ):
         size = theirs.abs().max().item() if theirs.numel() else 0.0
         close(mine, theirs, x.dtype, terms=max(size, 1.0) * largest)
@@ -92,12 +92,13 @@ def test_rows_and_gradients_are_the_twins(case, options, chunks):
 def test_the_weights_gradient_is_added_to_main_grad(case, options):
     x, weight = case[0], case[1]
     rows = k.linear_cross_entropy_fwd.twin(*case, options, IGNORED, 1 << 30)
-    args = (*on_device(case), rows[1].to(DEVICE), rows[3].to(DEVICE), [rows[1].to(DEVICE)])
-    ends = options, IGNORED, max(len(x) * len(weight), 1), [False, True, False]
+    head = *on_device(case), options, IGNORED, max(len(x) * len(weight), 1)
+    lse, expected = rows[1].to(DEVICE), rows[3].to(DEVICE)
+    args = *head, lse, expected, [lse], [False, True, False]
     buffer = torch.ones(weight.shape, device=DEVICE)
-    dx, dweight, dbias = k.linear_cross_entropy_bwd.launcher(*args, *ends, buffer)
+    dx, dweight, dbias = k.linear_cross_entropy_bwd.launcher(*args, buffer)
     assert dx.numel() == dweight.numel() == dbias.numel() == 0
-    _, expected, _ = k.linear_cross_entropy_bwd.launcher(*args, *ends)
+    _, expected, _ = k.linear_cross_entropy_bwd.launcher(*args)
     close(buffer - 1, expected, x.dtype, terms=max(expected.abs().max().item(), 1.0))
 
 
@@ -107,11 +108,11 @@ def test_nothing_of_the_weights_size_is_made_where_main_grad_takes_it(into):
     x, weight = (torch.randn(n, width, dtype=torch.bfloat16, device=DEVICE) for n in (rows, vocab))
     targets, lse = torch.zeros(rows, dtype=torch.int64, device=DEVICE), x.new_ones(rows).float()
     main_grad = torch.zeros(vocab, width, device=DEVICE)
-    args = x, weight, None, targets, None, lse, lse, [lse], [0.0, 0.0, 0.0, 1.0], IGNORED
+    args = x, weight, None, targets, None, [0.0, 0.0, 0.0, 1.0], IGNORED, rows * 16 * x.itemsize
     made = []
     with Ops(lambda *call: made.extend(t.untyped_storage().nbytes() for t in call[-1])):
         k.linear_cross_entropy_bwd.launcher(
-            *args, rows * 16 * x.itemsize, [True, True, False], *[main_grad] * into
+            *args, lse, lse, [lse], [True, True, False], *[main_grad] * into
         )
     assert (max(made) < weight.nbytes) == into
 

@@ -130,7 +130,7 @@ def test_wrong_operands_are_named():
         ({"offs": offs[:2]}, "weight is (3, 16, 32) and offs has 2 groups"),
         ({"offs": offs.long()}, "offs is torch.int64(3,), expected int32 (E,)"),
         ({"scaling": "square"}, "scaling is 'square', expected one of"),
-        ({"tiles": offs}, "tiles is not group_tiles(offs, 6)"),
+        ({"tiles": offs}, "expected group_tiles(offs, 6)"),
         ({"bias": weight_scale.half()}, "bias is torch.float16(3, 1, 1), expected float16(3, 16)"),
         ({"scaling": "tensor"}, "x_scale is torch.float32(1, 6), expected float32, () or (3,)"),
     ):  # fmt: skip

@@ -6,8 +6,9 @@ import fp8_operands as f8
 import pytest
 import torch
 from laws import splits
+from test_operands import close, hidden
 
-from fuseops.kernels import fp8, fp8_paths
+from fuseops.kernels import fp8, fp8_paths, operands
 from fuseops.kernels.configs import forced
 
 pytestmark = pytest.mark.gpu
@@ -148,3 +149,29 @@ def test_rows_that_no_descriptor_takes_are_padded():
     for rows in (1, 3, 4, 129, 1001):
         operands = f8.of_mm(g, "block", rows, 256, 384, 0)
         f8.assert_products(fp8.fp8_mm(*operands), fp8.fp8_mm.twin(*operands))
+
+
+@pytest.mark.parametrize("number", range(len(operands.DSWIGLU_ONCE.candidates((1152,), 2))))
+@pytest.mark.parametrize("coded", [False, True])
+def test_dswiglu_of_many_tiles(number, coded):
+    """A program has several blocks of features, nine in all, and a group several blocks of tokens."""
+    g, ends, offs = setup()
+    end, n, e4m3 = int(ends[-1]), 1152, torch.float8_e4m3fn
+    da, h = (torch.randn(ROWS, w, generator=g, device="cuda").bfloat16() for w in (n, 2 * n))
+    da *= torch.exp2(torch.randint(-5, 6, (ROWS, 1), generator=g, device="cuda").float()).bfloat16()
+    h, h_scale = hidden(h, coded)
+    args = da, h, da[:, 0].float().sigmoid(), offs, e4m3, e4m3, True, True, True, h_scale
+    with forced(operands.DSWIGLU_ONCE, operands.DSWIGLU_ONCE.candidates((n,), 2)[number]):
+        repeated(lambda: written(operands.dswiglu_operand(*args), end))
+        got = operands.dswiglu_operand(*args)
+    want, none = operands.dswiglu_operand.twin(*args), torch.empty(0)
+    close(got[:4], want[:4], e4m3, end)
+    close((none, none, *got[4:6]), (none, none, *want[4:6]), e4m3, end)
+    torch.testing.assert_close(got[6], want[6], rtol=1e-4, atol=1e-5 * n)
+
+
+def written(parts, end):
+    """The bytes of an operand's parts, of rows those up to `end`."""
+    row, scale, *rest = parts
+    parts = row[:end], scale[:, :end], *rest
+    return torch.cat([t.contiguous().view(torch.uint8).flatten() for t in parts])

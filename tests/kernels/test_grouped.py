@@ -110,15 +110,10 @@ def test_a_gradient_that_goes_on_through_an_activation(problem, seed, with_probs
         probs[int(offs[-1]) :] = float("nan")
     if gather:
         dy, index = gathered(len(dy), dy.shape[1], dy.dtype, seed)
-    args = dy, weight, h, offs, None, probs, index, kind
-    want = assert_matches(grouped_glu_bwd.grouped_dswiglu, *args, sums=True)
+    rest = dy, weight, offs, None, probs, index, kind
+    want = assert_matches(grouped_glu_bwd.grouped_dswiglu, h, *rest, sums=True)
     over = h.to(DEVICE)
-    got = (
-        over,
-        *run(
-            grouped_glu_bwd.grouped_dswiglu_into, over, dy, weight, offs, None, probs, index, kind
-        ),
-    )
+    got = over, *run(grouped_glu_bwd.grouped_dswiglu_into, over, *rest)
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0, equal_nan=True)
 
@@ -263,7 +258,6 @@ def test_tiles_come_in_bands(num_m, num_n, group):
     assert found == want
 
 
-@pytest.mark.in_turn
 def test_most_groups():
     offs = splits(1100, 1024, 0, 10)
     assert torch.equal(run(k.group_tiles, offs, 1100), k.group_tiles.twin(offs, 1100))
@@ -284,7 +278,7 @@ def test_paths():
 
 def test_paths_of_hopper(monkeypatch):
     """Which operands the Gluon kernels take, and where rows by index are copied first."""
-    monkeypatch.setattr(grouped_paths, "_no_gluon", lambda arch: [None if arch == 90 else "sm"])
+    monkeypatch.setattr(grouped_paths, "no_gluon", lambda arch: [None if arch == 90 else "sm"])
     mm, wgrad = grouped_paths._mm_choice.__wrapped__, grouped_paths._wgrad_choice.__wrapped__
     half, both, x, odd = torch.bfloat16, (True, True), (128, 1), (136, 1)  # rows of 17 x 16 bytes
     packed = lambda n, k: ((n * k, k, 1), both, (8, n, k))  # noqa: E731

@@ -147,9 +147,9 @@ def test_many_tiles_that_go_on_through_an_activation(path, number, with_probs, w
     space = grouped_paths.SWIGLU_BWD_SPACES[path]
     config = space.candidates((40, 1024, 2048), 2)[number]
     with grouped_paths.on_path(path), forced(space, config):
-        got = grouped_glu_bwd.grouped_dswiglu(dy, weight, h, offs, None, probs, index, kind)
+        got = grouped_glu_bwd.grouped_dswiglu(h, dy, weight, offs, None, probs, index, kind)
         for _ in range(3):
-            again = grouped_glu_bwd.grouped_dswiglu(dy, weight, h, offs, None, probs, index, kind)
+            again = grouped_glu_bwd.grouped_dswiglu(h, dy, weight, offs, None, probs, index, kind)
             assert all(map(torch.equal, got, again))
         for _ in range(3):
             over = h.clone()

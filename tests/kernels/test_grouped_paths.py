@@ -25,7 +25,8 @@ def forgotten():
 
 
 def forget():
-    grouped_paths._mm_choice.cache_clear(), grouped_paths._wgrad_choice.cache_clear()
+    for choice in (grouped_paths._mm_choice, grouped_paths._wgrad_choice, grouped_paths.no_gluon):
+        choice.cache_clear()
 
 
 def mm_words(*operands):

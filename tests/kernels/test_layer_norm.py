@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from laws import DTYPES, ROWS, SEEDS, WIDTHS, assert_matches, few, run, tensor
 
-from fuseops.kernels import layer_norm as k
+from fuseops.kernels import norm as k
 
 pytestmark = pytest.mark.usefixtures("kernels")
 VALUES = st.sampled_from(["normal", "tiny", "constant", "nonfinite"])

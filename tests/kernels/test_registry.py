@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fuseops.errors import FuseOpsError
+from fuseops.kernels import scales
 from fuseops.kernels.registry import (
     KERNEL_OPS,
     as_if_on,
@@ -55,6 +56,30 @@ def test_fake_cpu_tensors_are_taken_for_those_of_a_gpu():
         assert names(op.min_arch - 1) == []
     with as_if_on(90):
         assert torch.equal(op(x, bias), x + 1)  # real tensors are where they are
+
+
+class CountingFakes(FakeTensorMode):
+    count = 0
+
+    def dispatch(self, *args):
+        self.count += 1
+        return super().dispatch(*args)
+
+
+def test_a_fake_cuts_nothing_into_pieces(monkeypatch):
+    """Those of large tensors took most of the time of a plan, for temporaries that are not there."""
+
+    def counts():
+        for op in KERNEL_OPS.values():
+            for args in itertools.islice(op.cases(), 1):
+                with CountingFakes() as mode:
+                    mode.cache_enabled = False  # what it knows takes fewer
+                    op.op(*tree_map_only(torch.Tensor, mode.from_tensor, args))
+                yield op.name, mode.count
+
+    cut = dict(counts())
+    monkeypatch.setattr(scales, "LEAST_PIECE", 1 << 62)
+    assert cut == dict(counts()) and "quantize_vectors" in cut
 
 
 def test_flops_of_grouped_gemms_are_counted():
@@ -329,3 +354,23 @@ def test_an_op_of_a_record_takes_its_fields_by_position_and_by_name():
     )
     with pytest.raises(TypeError, match="unexpected keyword argument 'biases'"):
         op.launcher(x, weight, offs, biases=bias)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_the_registered_op_gives_is_contiguous_and_takes_names_however_often_it_is_called():
+    """As its fake says: where nothing replays the launcher yet, and where a replay does."""
+
+    def turned(x: torch.Tensor, rows: int = 2, columns: int = 3) -> torch.Tensor:
+        return torch.empty(columns, rows, dtype=x.dtype, device=x.device).t()
+
+    op = kernel_op(twin=turned, namespace="test_registry")(turned)
+    del KERNEL_OPS[op.label]  # of other tests
+    x = torch.ones(2)
+    with torch.no_grad():
+        for _ in range(4):
+            assert not op(x, 4, 5).is_contiguous()  # the launcher's own
+            for y in (op.op(x, 4, 5), op.op(columns=5, rows=4, x=x)):
+                assert y.shape == (4, 5) and y.is_contiguous()
+            assert op.op(x).shape == (2, 3)
+    with pytest.raises(TypeError, match="test_registry::turned"):
+        op.op(x, row=4)

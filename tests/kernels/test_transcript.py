@@ -10,8 +10,11 @@ import torch
 from laws import DEVICE
 
 import fuseops as fo
+from fuseops import kernels as K
 from fuseops import torch_private
+from fuseops.kernels.registry import held_once
 from fuseops.kernels.replay import apart
+from fuseops.kernels.transcript import transcribed
 
 pytestmark = [
     pytest.mark.usefixtures("kernels"),
@@ -30,6 +33,13 @@ def memory_at(address, like):
     return torch.frombuffer(raw, dtype=like.dtype).as_strided(like.shape, like.stride())
 
 
+def standing_at(now, like):
+    """An operand as a launch takes it, of which a number arrives."""
+    if hasattr(like, "block_shape"):
+        return type(like)(memory_at(now, like.base), like.shape, like.strides, like.block_shape)
+    return memory_at(now, like) if isinstance(like, torch.Tensor) else now
+
+
 class Addressed:
     """Launches an interpreted kernel as a compiled one is launched: by numbers."""
 
@@ -42,13 +52,13 @@ class Addressed:
     def stream_of(self, index):
         return "stream"
 
+    def encoded(self, descriptor, number):
+        return [descriptor.base.address]
+
     def raw(self, x, y, z, stream, *operands):
         assert stream == "stream"
         self.seen.append(self.kernel)
-        given = [
-            memory_at(now, like) if isinstance(like, torch.Tensor) else now
-            for now, like in zip(operands, self.args, strict=True)
-        ]
+        given = [standing_at(*each) for each in zip(operands, self.args, strict=True)]
         launches.launch(self.kernel, (x, y, z), *given, **self.options)
 
 
@@ -67,26 +77,32 @@ def by_address(monkeypatch):
         yield seen
 
 
-def ops_of(kind):
+def model_of(kind):
     where = {"device": DEVICE, "dtype": torch.bfloat16}
     mlp = [fo.ops.Linear(16, 64, **where), fo.ops.SwiGLU(), fo.ops.Linear(32, 16, **where)]
-    return {
-        "mlp": [fo.ops.RMSNorm(16, **where), *mlp],
-        "norms": [fo.ops.LayerNorm(16, **where), fo.ops.GELU(), fo.ops.Linear(16, 16, **where)],
-        "linears": [fo.ops.Linear(16, 16, **where) for _ in range(2)],
-    }[kind]
+    norms = [fo.ops.LayerNorm(16, **where), fo.ops.GELU(), fo.ops.Linear(16, 16, **where)]
+    linears = (fo.ops.Linear(16, 16, **where) for _ in range(2))
+    chains = {"mlp": [fo.ops.RMSNorm(16, **where), *mlp], "norms": norms, "linears": linears}
+    return fo.Residual(*chains[kind])
+
+
+def step(model, x):
+    y = model(x)
+    leaves = [x, *model.parameters()]
+    return [y.detach(), *torch.autograd.grad(y, leaves, torch.cos(y.detach()))]
+
+
+def repetitions(model):
+    """What is written down of each segment, by kinds of calls."""
+    (run,) = (piece for _, piece in model._runner.pieces)
+    nodes = [seg for seg in next(iter(run.last.plans.values())).segments if seg.kind == "node"]
+    return [[*seg.repeats.kinds.values()] for seg in nodes]
 
 
 @pytest.mark.parametrize("rows", [6, 1, 0])
 @pytest.mark.parametrize("kind", ["mlp", "norms", "linears"])
 def test_a_repeated_step_launches_what_its_ops_do(kind, rows, by_address):
-    model = fo.Residual(*ops_of(kind))
-
-    def step(of, x):
-        y = of(x)
-        leaves = [x, *of.parameters()]
-        return [y.detach(), *torch.autograd.grad(y, leaves, torch.cos(y.detach()))]
-
+    model = model_of(kind)
     per_step = []
     for k in range(6):
         x = torch.randn(rows, 16, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
@@ -99,11 +115,84 @@ def test_a_repeated_step_launches_what_its_ops_do(kind, rows, by_address):
             assert torch.equal(ours, theirs)
         assert len(by_address) == per_step[-1], k
     assert per_step[-1] == per_step[-2]
-    (run,) = (piece for _, piece in model._runner.pieces)
-    nodes = [seg for seg in next(iter(run.last.plans.values())).segments if seg.kind == "node"]
-    kinds = [alike for seg in nodes for alike in seg.repeats.kinds.values()]
+    nodes = repetitions(model)
+    kinds = [alike for of_node in nodes for alike in of_node]
     assert len(kinds) == 2 * len(nodes) and all(alike.again for alike in kinds)
     launching = [a for alike in kinds for a, _ in alike.again if "stream_of" in a.__code__.co_names]
     assert len(launching) >= (1 if kind == "linears" else 2) * (
         rows > 0
     )  # whose forward is a product alone
+
+
+def test_experts_write_over_what_nobody_else_holds(by_address):
+    """Their tile table is made once a step, and dh is written over h: not where a kept graph holds h."""
+    model = fo.MoE(16, 16, 4, 2, device=DEVICE, dtype=torch.bfloat16)
+    xs = [
+        torch.randn(rows, 16, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        for rows in (6, 6, 0)
+    ]
+    with apart():
+        expected = [step(copy.deepcopy(model), x) for x in xs]
+
+    def same(found, at):
+        for ours, theirs in zip(found, expected[at], strict=True):
+            assert torch.equal(ours, theirs)
+
+    for k in range(5):
+        same(step(model, xs[2]), 2)
+        by_address.clear()
+        same(step(model, xs[k % 2]), k % 2)
+    assert [kernel.__name__ for kernel in by_address].count("group_tiles_kernel") == 1
+    (kinds,) = repetitions(model)
+    assert [len(alike.again) for alike in kinds] == [1, 1] * 2
+    for _ in range(4):
+        y, leaves = model(xs[0]), [xs[0], *model.parameters()]
+        for retain in (True, False):
+            dy = torch.cos(y.detach())
+            same([y.detach(), *torch.autograd.grad(y, leaves, dy, retain_graph=retain)], 0)
+    assert sorted(len(alike.again) for alike in kinds) == [1, 1, 1, 2]  # one makes dh anew
+    same(step(model, xs[1]), 1)
+
+
+def test_a_kernel_writes_into_what_nobody_else_can_hold(by_address):
+    """What a function made, or an operand that its caller gave away, which is then asked at each call."""
+
+    def over(h, dy, probs):
+        return h, *K.scaled_act_bwd_into(h, dy, probs, "swiglu")
+
+    def over_own(x, dy, probs):
+        return over(x + x, dy, probs)
+
+    def over_given(held, dy, probs):
+        return over(held.pop() if held_once(held) else held[0] + 0, dy, probs)
+
+    def operands():
+        torch.manual_seed(0)
+        return torch.randn(4, 8), torch.randn(4, 4), torch.rand(4)
+
+    def written(function):
+        given = [*operands()]
+        with torch.no_grad(), transcribed(given) as seen:
+            x, dy, probs = given
+            given.clear()
+            held = [x]
+            del x
+            out = function(held if function is over_given else held.pop(), dy, probs)
+        return seen.written(out), seen.why
+
+    for _ in range(3):  # the third is a replay
+        with torch.no_grad():
+            over(*operands())
+    assert written(over) == (None, "scaled_act_bwd_into writes into what others may hold")
+    for function in (over_own, over_given):
+        again, _ = written(function)
+        x, *rest = operands()
+        expected = over((x + x) if function is over_own else x.clone(), *rest)
+        given = [x, *rest]
+        held_by_name = again(given)
+        if function is over_given:
+            assert held_by_name is None and len(given) == 3
+        del x
+        found = held_by_name or again(given)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs)

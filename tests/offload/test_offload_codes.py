@@ -18,6 +18,7 @@ from fuseops import offload
 from fuseops.offload.codes import Coding, coded_bytes, coding_of, decode, encode
 from fuseops.offload.planning.hardware import Curve, Hardware
 from fuseops.offload.policy import Candidate
+from fuseops.ops.names import SavedName
 from fuseops.torch_private import WeakStorage
 
 D, F, ROWS = 128, 256, 8
@@ -84,7 +85,7 @@ def test_nan_and_infinity_stay_marked() -> None:
 @given(st.sampled_from(DTYPES), st.integers(1, 5), st.sampled_from([128, 160, 384]))
 def test_bytes_are_those_that_are_planned(dtype: torch.dtype, rows: int, width: int) -> None:
     x = torch.randn(4 * rows, width).to(dtype)
-    coding = coding_of(Candidate.of(x, "a.x", "op", ()), ("**.x",))
+    coding = coding_of(Candidate.of(x, SavedName(("a.x",), False, "op")), ("**.x",))
     assert isinstance(coding, Coding)
     coded = encode(x.untyped_storage(), coding)
     assert coded.nbytes == coded_bytes(x.nbytes, dtype)
@@ -95,7 +96,7 @@ def test_bytes_are_those_that_are_planned(dtype: torch.dtype, rows: int, width: 
 
 
 def reason(x: Tensor, name: str = "a.x", also: tuple[str, ...] = (), globs: str = "**") -> Any:
-    return coding_of(Candidate.of(x, name, "op", also), (globs,))
+    return coding_of(Candidate.of(x, SavedName((name, *also), False, "op")), (globs,))
 
 
 def test_what_cannot_be_rounded_says_why() -> None:

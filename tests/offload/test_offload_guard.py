@@ -13,6 +13,7 @@ import fuseops as fo
 from fuseops import offload
 from fuseops.errors import InPlaceError
 from fuseops.offload import records
+from fuseops.offload.lanes.arena import aligned
 from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.offload.lanes.protocol import Buf, Place
 from fuseops.torch_private import WeakStorage
@@ -248,17 +249,18 @@ def test_law_13_at_most_two_segments_are_back_at_once(
     with offload.to_host(min_bytes=1) as scope:
         y = fo.Sequential(*parts)(torch.randn(64, 8, requires_grad=True))
     y.sum().backward()
-    assert len(counting.came) >= 2 * blocks
+    assert sum(nbytes for _, nbytes in counting.came) >= scope.report().moved_bytes
+    assert len(counting.came) >= blocks  # what a node saves comes back together
     assert counting.peak <= 2 * largest_block(scope.report())
     assert blocks == 2 or counting.peak < scope.report().moved_bytes / 3
 
 
 def largest_block(report: offload.Report) -> int:
-    """Bytes of one block: here a segment is a norm and all that follows it."""
+    """Bytes of one block, each tensor's as allocators round them: here a segment is a norm and all that follows it."""
     blocks: dict[int, int] = {}
     for e in report.entries:
         block = int(e.name.split(".")[0]) // 4
-        blocks[block] = blocks.get(block, 0) + e.nbytes
+        blocks[block] = blocks.get(block, 0) + aligned(e.nbytes)
     return max(blocks.values())
 
 

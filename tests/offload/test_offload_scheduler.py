@@ -584,6 +584,9 @@ def test_a_fraction_is_of_the_bytes_of_a_call() -> None:
 def test_globs_that_match_nothing_raise() -> None:
     with pytest.raises(FuseOpsError, match=r"'layers\.\*'.*matches no module.*blocks"):
         offload.Scheduler(Model(), "layers.*")
+    with pytest.raises(FuseOpsError, match=r"fc9.*matched no saved tensor"):
+        wrong = offload.Policy("**.fc9.x", min_bytes=1)
+        offload.plan(Model(), torch.randn(8, D), layers="blocks.*", policy=wrong)
     policy = offload.Policy(keep="blocks.*.attention.*", min_bytes=1)
     model = Model()
     with (

@@ -50,6 +50,62 @@ class Counted(nn.Module):
         return x.exp().sin()
 
 
+# --- what one node saves
+
+
+def three_linears() -> nn.Module:
+    torch.manual_seed(0)
+    return fo.Sequential(*(fo.ops.Linear(8, 8) for _ in range(3)))
+
+
+def gradients(net: nn.Module, scope: Any) -> list[Tensor]:
+    x = torch.ones(4, 8, requires_grad=True)  # 128 bytes, as all that moves
+    with scope:
+        y = net(x).sum()
+    return [y.detach(), *torch.autograd.grad(y, [x, *net.parameters()])]
+
+
+@pytest.mark.parametrize(
+    ("small", "bundle", "transfers"), [(1 << 20, 1 << 20, 1), (1 << 20, 256, 2), (128, 1 << 20, 3)]
+)
+def test_small_storages_of_a_node_leave_and_come_back_together(
+    small: int, bundle: int, transfers: int
+) -> None:
+    net, scope = three_linears(), offload.to_host(min_bytes=1)
+    resident = gradients(net, offload.disabled())
+    assert all(map(torch.equal, resident, gradients(net, scope)))
+    (mover,) = scope._movers.values()  # type: ignore[attr-defined]
+    mover.schedule.small, mover.schedule.bundle_bytes = small, bundle
+    before = mover.schedule.stats.out_count, mover.schedule.stats.back_count
+    assert all(map(torch.equal, resident, gradients(net, scope)))
+    after = mover.schedule.stats.out_count, mover.schedule.stats.back_count
+    assert [b - a for a, b in zip(before, after, strict=True)] == [transfers, transfers]
+    assert scope.report().moved_count == 6 == scope.report().back_count
+
+
+def test_a_node_that_fails_while_it_is_packed_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, scope = three_linears(), offload.to_host(min_bytes=1)
+    resident = gradients(net, offload.disabled())
+    gradients(net, scope)
+    move, left = type(scope)._move, [2]
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return move(self, *args)
+
+    monkeypatch.setattr(type(scope), "_move", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gradients(net, scope)
+    (mover,) = scope._movers.values()  # type: ignore[attr-defined]
+    out = mover.schedule.stats.out_bytes
+    assert all(map(torch.equal, resident, gradients(net, scope)))
+    assert mover.schedule.stats.out_bytes - out == 3 * 128 and scope.report().host_bytes == 0
+
+
 # --- law 16
 
 

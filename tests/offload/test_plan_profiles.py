@@ -21,8 +21,9 @@ from fuseops.offload.planning.hardware import Curve, Hardware
 from fuseops.offload.planning.plan import plan_profile
 from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.profile import Profile
+from fuseops.offload.planning.record import ProfiledStep
 from fuseops.offload.planning.roofline import Roofline
-from fuseops.offload.planning.step import ProfiledStep, dry_run, layers_of, record
+from fuseops.offload.planning.step import dry_run, layers_of, record
 
 H200 = replace(Hardware.h200(), arch=0)  # ops as on the CPU, where steps are recorded
 D = 32
@@ -110,6 +111,15 @@ def test_names_are_those_that_a_scheduler_sees(step: ProfiledStep, profile: Prof
         step.model(*step.args).sum().backward()
         ran = {e.name for e in scheduler.report().entries if e.nbytes}
     assert ran == {s.name for s in profile.saved if s.call >= 0 and s.nbytes}
+
+
+def test_explain_and_a_profile_name_what_holds_bytes_alike(
+    step: ProfiledStep, profile: Profile
+) -> None:
+    explained = {t.name: t.nbytes for plan in fo.plans(step.model, *step.args) for t in plan.saved}
+    assert {s.name for s in profile.saved} <= explained.keys()
+    held = {name: nbytes for name, nbytes in explained.items() if nbytes}
+    assert held == {s.name: s.nbytes for s in profile.saved if s.nbytes}
 
 
 def test_positions_are_in_the_order_of_the_step(profile: Profile) -> None:

@@ -28,9 +28,10 @@ from fuseops.offload.planning.hardware import Hardware
 from fuseops.offload.planning.plan import OffloadPlan, plan_profile
 from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.profile import Profile
+from fuseops.offload.planning.record import ProfiledStep
 from fuseops.offload.planning.roofline import DRY_ERROR
 from fuseops.offload.planning.simulate import simulate
-from fuseops.offload.planning.step import ProfiledStep, dry_run, layers_of
+from fuseops.offload.planning.step import dry_run, layers_of
 
 RECORDED = Path(__file__).parent / "recorded"
 LINK = Hardware.h200().with_link(55.0)

@@ -212,8 +212,7 @@ def test_what_is_let_go_together_is_waited_for_once_for_each_kind_of_event() -> 
         lanes = Noting()
         schedule = Schedule(lanes, lag=9, small=0, keep_last=False)
         items = [Item(name, lanes.alloc(MB, "device", name)) for name in "abc"]
-        for item in items:
-            assert schedule.depart(item)
+        schedule.depart(items)
         assert items[1].bundle is not None and items[1].bundle.written is not None
         items[1].bundle.written.captured = captured
         waited.clear()

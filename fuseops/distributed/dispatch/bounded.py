@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,7 @@ class Bounded(Exchange):
         check_limits(capacity, tokens)
         self.capacity, self.tokens = capacity, tokens
         self.agreed = False
+        self.foreseen = 0  # of `buffers`, by a plan
 
     @property
     def room(self) -> int:
@@ -72,10 +73,37 @@ class Bounded(Exchange):
 
     def expected(self, x: Tensor) -> tuple[int, int]:
         room, rows = self._limits(_sixteens(max(len(x), self.tokens)))
+        self.foreseen = self.buffers(x, room)
         return self.world * room, rows
+
+    def buffers(self, x: Tensor, room: int) -> int:
+        """Bytes outside of torch's allocator that `room` tokens like those of x take, from and to every rank."""
+        return 0
+
+    def held(self) -> int:
+        """Bytes outside of torch's allocator that are there."""
+        return 0
+
+    def outside(self) -> dict[Any, int]:
+        nbytes = max(self.held(), self.foreseen)
+        return {(self.group.group_name, type(self)): nbytes} if nbytes else {}
 
     def bound(self, offs: Tensor, rows: int) -> None:
         K.bound_rows(offs, flag_of(self.group, offs.device), rows)
+
+    def within_room(self, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Where a token lies among those for a rank (T, W), -1 where it does not go or finds no room, which the flag
+        notes; and how many there are for each rank (W,).
+        """
+        slots, counts = K.token_slots(experts, self.num_experts, self.world)
+        flag = flag_of(self.group, experts.device)
+        flag |= (counts > self.room).any().to(flag.dtype)
+        return torch.where(slots < self.room, slots, -1), counts.clamp(max=self.room)
+
+    def _summed(self, rows: Tensor, slots: Tensor) -> Tensor:
+        """The sum of what came back of each token, in the order of ranks; NaN where something had no room."""
+        y = K.combine_fwd(rows, slots, K.one_group(len(rows), rows)[0])
+        return y.masked_fill_(flag_of(self.group, rows.device) != 0, torch.nan)
 
     def agree(self, x: Tensor) -> None:
         """On the most tokens of a rank, as the first forward has them.  Raises FuseOpsError for more, later."""

@@ -42,15 +42,20 @@ def choose(
     """The exchange of a layer.  limits: see `Bounded`.  Raises FuseOpsError for a way that is not known, and for one
     of your own that gives no Exchange.
     """
+    check_way(way)
     if callable(way):
         made = way(mesh, num_experts, top_k)
         if not isinstance(made, Exchange):
             raise FuseOpsError(f"ExpertParallel: way gave {made!r}, expected a dispatch.Exchange.")
         return made
-    if way is not None and way not in WAYS:
-        raise FuseOpsError(f"ExpertParallel: way is {way!r}, expected one of {sorted(WAYS)}.")
     way = way or vote(mesh)
     return WAYS[way](mesh, num_experts, top_k, **(limits if issubclass(WAYS[way], Bounded) else {}))
+
+
+def check_way(way: Way | None) -> None:
+    """Raise FuseOpsError for a way that is neither known nor a function that makes one."""
+    if not (way is None or callable(way) or (isinstance(way, str) and way in WAYS)):
+        raise FuseOpsError(f"ExpertParallel: way is {way!r:.80}, expected one of {sorted(WAYS)}.")
 
 
 def vote(mesh: DeviceMesh) -> str:

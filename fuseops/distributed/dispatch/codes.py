@@ -35,8 +35,8 @@ def packed(q: Quantized) -> Tensor:
     """The rows of q as words.   -> (R, ceil(bytes of a row / 4))"""
     data, scale = cast("Layout", q.row)
     axis, _ = tokens_of(q.scaling, "row")
-    parts = [t.contiguous().view(torch.uint8) for t in (data, scale.transpose(0, axis))]
-    row = torch.cat(parts, 1)
+    scales = _apart(scale.transpose(0, axis)).view(torch.uint8)
+    row = torch.cat([data.contiguous().view(torch.uint8), scales], 1)
     return F.pad(row, (0, -row.shape[1] % WORD.itemsize)).view(WORD)
 
 
@@ -47,7 +47,12 @@ def unpacked(rows: Tensor, like: Quantized) -> Quantized:
     width, blocks = data.shape[1], scale.shape[1 - axis]
     raw = rows.view(torch.uint8)
     codes = raw[:, :width].contiguous().view(data.dtype)
-    scales = raw[:, width : width + blocks * scale.itemsize].contiguous().view(scale.dtype)
+    scales = _apart(raw[:, width : width + blocks * scale.itemsize]).view(scale.dtype)
     layout = Layout(codes, scales.transpose(0, axis).contiguous())
     carrier = blank((len(rows), width), like.dtype, rows.device)
     return replace(like, row=layout, col=None, offs=None, carrier=carrier)
+
+
+def _apart(t: Tensor) -> Tensor:
+    """A copy that wider dtypes can view: what has one row or column is contiguous with other strides."""
+    return t.clone(memory_format=torch.contiguous_format)

@@ -21,7 +21,6 @@ from fuseops.errors import FuseOpsError
 
 from .bounded import Bounded
 from .exchange import Arrived
-from .overflow import flag_of
 
 BLOCKS = (64, 16)
 """Of torch's kernel inside of a host and beyond, for `LEAST` bytes and more. Those that read from one rank take equal
@@ -149,13 +148,14 @@ class DeviceCounts(Bounded):
     name = "all_to_all_vdev over NVSHMEM by counts on the device (no host sync)"
     not_copied = Bounded.not_copied | {"lanes"}
     lanes: Lanes | None = None
-    foreseen = 0  # bytes of the lanes, by a plan
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
         self.agree(x)
         narrow, wide = self._ready(x)
         slots, counts = self._leaving(experts)
-        beside = torch.cat([experts.int(), weights.contiguous().view(torch.int32)], 1)
+        words = weights.flatten().view(torch.int32)  # strides of no tokens are any
+        words = words.view(len(x), self.top_k * weights.itemsize // words.itemsize)
+        beside = torch.cat([experts.int(), words], 1)
         head, received = narrow.travel(self._rows(beside.view(torch.float32), slots), counts)
         ids, weights = self._apart(head, received, weights.dtype)
         x, _ = wide.travel(self._rows(x, slots), counts)
@@ -163,12 +163,10 @@ class DeviceCounts(Bounded):
 
     def _leaving(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         """Where every token lies among those that leave (T, W), and how many go to each rank (W,)."""
-        slots, counts = K.token_slots(experts, self.num_experts, self.world)
-        flag = flag_of(self.group, experts.device)
-        flag |= (counts > self.room).any().to(flag.dtype)
-        counts = counts.clamp(max=self.room).long()
+        slots, counts = self.within_room(experts)
+        counts = counts.long()
         begin = (counts.cumsum(0) - counts).int()
-        return torch.where((slots >= 0) & (slots < self.room), slots + begin, -1), counts
+        return torch.where(slots >= 0, slots + begin, -1), counts
 
     def _apart(self, head: Tensor, received: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """ids among the experts here (C, K), -1 of others and where nothing came, and weights (C, K)."""
@@ -208,20 +206,16 @@ class DeviceCounts(Bounded):
         else:
             copies, _ = narrow.travel(dweights, arrivals[1])
         rows, _ = wide.travel(y, arrivals[1])
-        summed = K.combine_fwd(rows, slots, K.one_group(len(rows), rows)[0])
-        return summed.masked_fill_(flag_of(self.group, y.device) != 0, torch.nan), copies
+        return self._summed(rows, slots), copies
 
     def no_arrivals(self, x: Tensor) -> Tensor:
         return x.new_empty(2, self.world, dtype=torch.int64)
 
-    def expected(self, x: Tensor) -> tuple[int, int]:
-        arriving, rows = super().expected(x)
-        self.foreseen = 2 * sum(self._sizes(x, arriving))
-        return arriving, rows
+    def buffers(self, x: Tensor, room: int) -> int:
+        return 2 * sum(self._sizes(x, self.world * room))
 
-    def outside(self) -> dict[Any, int]:
-        there = sum(2 * len(lane.come) for lane in self.lanes or ())
-        return {(self.group.group_name, "lanes"): max(there, self.foreseen)}
+    def held(self) -> int:
+        return sum(2 * len(lane.come) for lane in self.lanes or ())
 
     def _sizes(self, x: Tensor, rows: int) -> tuple[int, int]:
         """Bytes of so many rows in a narrow lane, and of those like x in a wide one."""

@@ -12,10 +12,9 @@ from fuseops import kernels as K
 
 from .all_to_all import AllToAll, Leaving
 from .bounded import Bounded
-from .overflow import flag_of
 
 
-class FixedCapacity(AllToAll, Bounded):
+class FixedCapacity(Bounded, AllToAll):
     """A `FixedCapacity` sends equal splits of a fixed capacity by all-to-all.
 
     slots: where a token lies among all slots that this rank sends, rank after rank.  arrivals: (W room,) int32, the
@@ -29,12 +28,10 @@ class FixedCapacity(AllToAll, Bounded):
 
     def _leaving(self, x: Tensor, experts: Tensor) -> Leaving:
         self.agree(x)
-        slots, counts = K.token_slots(experts, self.num_experts, self.world)
-        flag = flag_of(self.group, x.device)
-        flag |= (counts > self.room).any().to(flag.dtype)
+        slots, _ = self.within_room(experts)
         ranks = torch.arange(self.world, dtype=torch.int32, device=x.device)
         total, token = self.world * self.room, torch.arange(len(x), device=x.device)
-        slots = torch.where((slots >= 0) & (slots < self.room), slots + ranks * self.room, -1)
+        slots = torch.where(slots >= 0, slots + ranks * self.room, -1)
         filled = torch.full((total + 1,), -1, dtype=torch.int32, device=x.device)
         at = torch.where(slots < 0, total, slots).long()  # what goes nowhere, to the end
         filled[at] = token[:, None].expand_as(at).to(torch.int32)
@@ -50,8 +47,3 @@ class FixedCapacity(AllToAll, Bounded):
         if not len(x):
             return x.new_zeros(len(arrivals), x.shape[1])
         return K.gather_rows(x, arrivals.clamp(min=0).long(), K.one_group(len(arrivals), x)[0])
-
-    def _summed(self, rows: Tensor, slots: Tensor) -> Tensor:
-        """NaN where something had no room."""
-        y = super()._summed(rows, slots)
-        return y.masked_fill_(flag_of(self.group, rows.device) != 0, torch.nan)

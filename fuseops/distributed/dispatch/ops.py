@@ -18,10 +18,11 @@ from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.distributed.pairs import BACKWARD, give_way
 from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.ops.checks import check_chosen
 from fuseops.ops.linear import high
-from fuseops.ops.op import Call, Grads, Op, Out
+from fuseops.ops.op import Call, Grads, NothingSaved, Op, Out, SideGrads
 from fuseops.ops.permute import AGAIN, ON_DX, SENT, OnDx, Sent
-from fuseops.ops.structure import Alias, NothingSaved
+from fuseops.ops.structure import Alias
 from fuseops.recipes import Operand, Quantized, Roles, quantize
 
 from . import compiled
@@ -103,10 +104,10 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         return f"{e.num_experts} over {e.world} ranks{limit}"
 
     def fwd(self, x: Operand, *, experts: Tensor, weights: Tensor, call: Call) -> Out:
-        if experts.dim() != 2 or experts.shape != weights.shape or len(experts) != x.shape[0]:
+        check_chosen("ExpertDispatch", experts, weights)
+        if len(experts) != x.shape[0]:
             raise ShapeError(
-                f"ExpertDispatch expects experts and weights of shape ({x.shape[0]}, k), got {tuple(experts.shape)} "
-                f"and {tuple(weights.shape)}."
+                f"ExpertDispatch expects experts of each of {x.shape[0]} tokens, got those of {len(experts)}."
             )
         if weights.element_size() < 4:  # as `Routing` has them
             weights = weights.float()
@@ -205,12 +206,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         return got, {**side, "slots": got.slots, "arrivals": got.arrivals, **self._like(x)}
 
     def bwd(
-        self,
-        saved: ExpertDispatchSaved,
-        dy: Tensor | None,
-        *,
-        dside: dict[str, Tensor | None],
-        call: Call,
+        self, saved: ExpertDispatchSaved, dy: Tensor | None, *, dside: SideGrads, call: Call
     ) -> Grads:
         dtype = saved.dtype
         dprobs = dside["probs"] if "weights" in call.needs else None

@@ -83,7 +83,6 @@ class PeerMemory(Bounded):
     name = "written into the memory of peers (no host sync)"
     not_copied = Bounded.not_copied | {"fabric"}
     fabric: Fabric | None = None
-    foreseen = 0  # bytes of the buffers, by a plan
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
         if x.is_cuda and x.element_size() > 4:
@@ -101,20 +100,14 @@ class PeerMemory(Bounded):
         fabric.uses += 1
         return Arrived(x, ids, weights, self.rows, slots, arrivals)
 
-    def expected(self, x: Tensor) -> tuple[int, int]:
-        arriving, rows = super().expected(x)
-        self.foreseen = self._most(x, arriving // self.world)
-        return arriving, rows
-
-    def _most(self, x: Tensor, room: int) -> int:
-        """Bytes of the two halves for tokens like those of x."""
+    def buffers(self, x: Tensor, room: int) -> int:
+        """Those of the two halves."""
         wide = max(x.element_size(), 0 if self.sums is None else self.sums.itemsize)
         row, weight = x.shape[1] * wide, max(x.element_size(), 4)
         return 2 * layout(self.world, room, self.top_k, row, weight)[-1]
 
-    def outside(self) -> dict[Any, int]:
-        there = 0 if self.fabric is None else self.fabric.nbytes
-        return {self.group.group_name: max(there, self.foreseen)}
+    def held(self) -> int:
+        return 0 if self.fabric is None else self.fabric.nbytes
 
     def no_arrivals(self, x: Tensor) -> Tensor:
         return x.new_empty(self.world, dtype=torch.int32)
@@ -149,27 +142,17 @@ class PeerMemory(Bounded):
         fabric.uses += 1
         return summed
 
-    def _fabric(self) -> Fabric:
-        fabric: Any = self.fabric  # there since the first dispatch
-        return fabric
-
     def _ready(self, x: Tensor, weight: torch.dtype) -> tuple[Fabric, list[int]]:
         """The buffers, and how this use lies in them. The first one takes the size that all ranks need."""
-        if self.fabric is None:
+        fabric = self.fabric
+        if fabric is None:
             self.agree(x)
-            self.fabric = fabric_of(self.group, self._most(x, self.room), x.device)
+            fabric = fabric_of(self.group, self.buffers(x, self.room), x.device)
         row = x.shape[1] * x.element_size()
         *at, most = layout(self.world, self.room, self.top_k, row, weight.itemsize)
-        if 2 * most > self._fabric().nbytes:
-            self.fabric = fabric_of(self.group, 2 * most, x.device)
-        half = (
-            self._fabric().nbytes // 2
-        )  # whatever this use takes of it: the one before may lie in the other
-        return self._fabric(), [
-            self.rank,
-            self.room,
-            self.num_experts,
-            self.top_k,
-            half,
-            *at,
-        ]
+        if 2 * most > fabric.nbytes:
+            fabric = fabric_of(self.group, 2 * most, x.device)
+        self.fabric = fabric
+        # whatever this use takes of its half: the one before may lie in the other
+        half = fabric.nbytes // 2
+        return fabric, [self.rank, self.room, self.num_experts, self.top_k, half, *at]

@@ -236,8 +236,9 @@ def lowered(x: Tensor, *factors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple([None if t is None else t.to(x.dtype) for t in factors])
 
 
-def _read(name: str, owner: Any) -> Tensor | None:
-    found: Tensor | None = getattr(owner._modules["base_layer"], name)
+def read(child: str, name: str, owner: Any) -> Tensor | None:
+    """Reads a parameter of a child, or of what the adapters that stand there are around."""
+    found: Tensor | None = getattr(adapted(owner._modules[child]), name)
     return found
 
 
@@ -270,7 +271,7 @@ def build(wrapper: Any) -> AdaptedLinear:
     base = wrapper._modules["base_layer"]
     op = AdaptedLinear(base.in_features, base.out_features)
     sources: dict[str, lent.Source] = {
-        name: functools.partial(_read, name) for name in ("weight", "bias")
+        name: functools.partial(read, "base_layer", name) for name in ("weight", "bias")
     }
     sources |= {name: functools.partial(factor, which) for which, name in enumerate(("a", "b"))}
     lent.lend(op, wrapper, sources)

@@ -20,7 +20,6 @@ from fuseops import ops
 from fuseops.errors import FuseOpsError
 from fuseops.layers.sequential import Sequential
 from fuseops.ops.paths import LENT, SPREAD
-from fuseops.torch_private import assume_constant_result
 
 from . import adapters as peft
 from . import lent, recognise
@@ -66,7 +65,7 @@ def forward(
     adapters: low-rank factors beside them; those that PEFT has put in their place are found.
     """
     if torch.compiler.is_compiling():
-        _build_outside(id(self), top_k_index.shape[-1])
+        lent.asked(built, self, top_k_index.shape[-1])
         stand_in = self.__dict__.get(LENT)
     else:
         stand_in = built(self, top_k_index.shape[-1])
@@ -173,18 +172,9 @@ def _act_hooked(experts: nn.Module) -> bool:
     return act is not None and lent.hooked(act)
 
 
-@assume_constant_result
-def _build_outside(experts: int, top_k: int) -> int:
-    """Build in a trace, outside of it."""
-    from fuseops.run.traced import alive
-
-    built(alive(experts), top_k)
-    return 0
-
-
 def _build(experts: Any, top_k: int) -> Sequential:
-    gate = None if _act_hooked(experts) else recognise.gate_of(experts)
-    act = None if gate is None else gate.scaled()
+    form = None if _act_hooked(experts) else recognise.gate_of(experts)
+    act = None if form is None else recognise.scaled(form)
     first, last, *_ = _names(experts)
     fc1, fc2 = _projection(experts, first), _projection(experts, last, scale_bias=True)
     layer = Sequential(

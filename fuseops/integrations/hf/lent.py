@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fuseops.ops.op import OF_EVERY_MODULE, Op
 from fuseops.ops.paths import LENDER, LENT
+from fuseops.plan.key import has_hooks
 from fuseops.torch_private import assume_constant_result, is_dtensor
 from fuseops.words import dtype_name
 
@@ -123,13 +124,25 @@ def _alike(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, int | float | str) and a == b)
 
 
+def asked(question: Callable[..., Any], owner: nn.Module, *more: Any) -> bool:
+    """The answer to a question about a module; in a trace it is asked outside of it, once."""
+    if torch.compiler.is_compiling():
+        return _asked_outside(question, id(owner), *more) == 1
+    return bool(question(owner, *more))
+
+
+@assume_constant_result
+def _asked_outside(question: Callable[..., Any], owner: int, *more: Any) -> int:
+    from fuseops.run.traced import alive
+
+    return int(bool(question(alive(owner), *more)))
+
+
 def stands(owner: nn.Module) -> bool:
     """Whether the owner computes what its stand-in was built for, by what it says of itself. Where not, its own forward
     runs, until `apply` has looked at it again.
     """
-    if torch.compiler.is_compiling():
-        return _stands_outside(id(owner)) == 1
-    return _stands(owner)
+    return asked(_stands, owner)
 
 
 def _stands(owner: nn.Module) -> bool:
@@ -140,14 +153,6 @@ def _stands(owner: nn.Module) -> bool:
         _told.add(name)
         log.warning("a %s has changed since hf.apply, and runs as written: apply it again.", name)
     return False
-
-
-@assume_constant_result
-def _stands_outside(owner: int) -> int:
-    """The same in a trace, outside of it."""
-    from fuseops.run.traced import alive
-
-    return int(_stands(alive(owner)))
 
 
 # --- what may be read
@@ -178,9 +183,4 @@ def sharded(*modules: nn.Module | None) -> bool:
 
 def hooked(module: nn.Module) -> bool:
     """Whether a call of a module would run hooks."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    return has_hooks(module.__dict__)

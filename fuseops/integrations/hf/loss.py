@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from fuseops import ops
 from fuseops.ops.paths import LENDER, LENT
-from fuseops.torch_private import assume_constant_result
 
 from . import lent, recognise
 
@@ -70,10 +69,10 @@ def loss_of_hidden(
         x = x.to(model.lm_head.weight.dtype)
     losses = model.__dict__[LENT]
     if num_items_in_batch is None:
-        return losses.mean(x, targets=targets)
+        return losses.loss_mean(x, targets=targets)
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(x.device)
-    return losses.sum(x, targets=targets) / num_items_in_batch
+    return losses.loss_sum(x, targets=targets) / num_items_in_batch
 
 
 def forward(
@@ -92,7 +91,7 @@ def forward(
     skip = self.training if skip_logits is None else skip_logits
     if labels is not None:
         keywords["labels"] = labels
-    if not (wants_loss and skip and _free(self, args, keywords) and _follows(self)):
+    if not (wants_loss and skip and _free(self, args, keywords) and lent.asked(_follows, self)):
         return own(self, *args, **keywords)
     stand_in = self.__dict__[SELF]
     for name, module in self._modules.items():
@@ -110,18 +109,12 @@ def _free(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> 
     return by_name and known and lent.plain(head, nn.Linear) is None and not lent.sharded(head)
 
 
-def _follows(model: nn.Module) -> bool:
+def _follows(model: Any) -> bool:
     """Whether a model's head and loss are those that its second self was made for, which says of itself now what the
     model does.
     """
-    if torch.compiler.is_compiling():
-        return _follows_outside(id(model)) == 1
-    return _followed(model)
-
-
-def _followed(model: Any) -> bool:
     second = model.__dict__[SELF]
-    mean = second.losses.mean
+    mean = second.losses.loss_mean
     if model._modules[HEAD] is not mean.__dict__[LENDER].owner or why_another_loss(model):
         return False
     if getattr(model.config, CAP, None) != mean.soft_cap:
@@ -130,14 +123,6 @@ def _followed(model: Any) -> bool:
     second.__dict__.update({k: v for k, v in own if k not in OF_SECOND})
     second.__dict__["config"] = model.config if mean.soft_cap is None else _uncapped(model.config)
     return True
-
-
-@assume_constant_result
-def _follows_outside(model: int) -> int:
-    """The same in a trace, outside of it."""
-    from fuseops.run.traced import alive
-
-    return int(_followed(alive(model)))
 
 
 # --- building
@@ -189,7 +174,7 @@ def _losses(model: Any, soft_cap: float | None) -> nn.Module:
         sizes = head.in_features, head.out_features, head.bias is not None
         op = HeadLoss(*sizes, soft_cap=soft_cap, reduction=reduction, device="meta")
         lent.lend(op, head, {"weight": "weight", "bias": "bias"})
-        found.add_module(reduction, op)
+        found.add_module(f"loss_{reduction}", op)
     return found
 
 

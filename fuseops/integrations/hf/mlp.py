@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import kernels as K
+from fuseops.kernels.activation import Form
 from fuseops.ops.checks import check_width
 from fuseops.ops.op import Call, Grads, Op, Out, Shape
 from fuseops.ops.paths import LENDER, LENT
 
 from . import adapters, lent, packing
 from .adapters import LowRankProduct, lowered
-from .recognise import GATED, PLAIN_MLP, Gate, gated_by, mlp_of
+from .recognise import GATED, PLAIN_MLP, gated_by, mlp_of
 
 
 class MLPSaved(NamedTuple):
@@ -74,9 +75,9 @@ class MLP(Op[MLPSaved]):
     floats = True
     autocast = True
 
-    def __init__(self, act: Gate, width: int, out: int) -> None:
+    def __init__(self, form: Form, width: int, out: int) -> None:
         super().__init__()
-        self.kind, self.options, self.width, self.out = *act, width, out
+        self.kind, self.options, self.width, self.out = form[0], form[1:], width, out
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.width}"
@@ -216,12 +217,12 @@ def build(module: nn.Module) -> MLP | None:
     found: MLP | None = module.__dict__[LENT] if packed else None
     if found is not None and lent.stands(module):
         return found
-    act = gated_by(module) if packed else mlp_of(module)
-    if act is None:
+    form = gated_by(module) if packed else mlp_of(module)
+    if form is None:
         return found
     first = packing.PACKED if packed else "up_proj"
     sizes: Any = [adapters.adapted(module._modules[name]) for name in (first, "down_proj")]
-    op = MLP(act, sizes[0].in_features, sizes[1].out_features)
+    op = MLP(form, sizes[0].in_features, sizes[1].out_features)
     lend(op, module)
     return op
 
@@ -231,8 +232,8 @@ def lend(op: MLP, module: nn.Module) -> None:
     sources: dict[str, lent.Source] = {}
     for name in _names(module):
         short = "up" if name == packing.PACKED else name.removesuffix("_proj")
-        sources[short] = functools.partial(_read, name, "weight")
-        sources[f"{short}_bias"] = functools.partial(_read, name, "bias")
+        sources[short] = functools.partial(adapters.read, name, "weight")
+        sources[f"{short}_bias"] = functools.partial(adapters.read, name, "bias")
         for which, part in enumerate(("a", "b")):
             sources[f"{short}_{part}"] = functools.partial(_read_factor, name, which)
     lent.lend(op, module, sources)
@@ -244,10 +245,6 @@ def in_words(op: MLP) -> str:
     adapted = [name for name in _names(owner) if adapters.wraps(owner._modules[name])]
     packed = ", gate and up packed" * packing.packed(owner)
     return f"one op, {op.kind}{packed}" + f", with adapters of {', '.join(adapted)}" * bool(adapted)
-
-
-def _read(child: str, name: str, owner: Any) -> Tensor | None:
-    return getattr(adapters.adapted(owner._modules[child]), name)
 
 
 def _read_factor(child: str, which: int, owner: Any) -> Tensor | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 from fuseops import kernels as K
 from fuseops import ops
-from fuseops.ops.activations import Activation, ScaledActivation
+from fuseops.kernels.activation import Form
+from fuseops.ops.activations import ScaledActivation
 
 ROWS = 16
 TOLERANCE = (
@@ -26,52 +28,27 @@ TOLERANCE = (
 )  # modules compute in float32 in places, whatever their dtype
 
 
-class Gate(NamedTuple):
-    """A `Gate` is an activation, gated or not, as the kernels know it."""
-
-    kind: str
-    options: tuple[Any, ...] = ()
-
-    def scaled(self) -> ScaledActivation | None:
-        """The op that multiplies by a probability a row, where there is one."""
-        return _made(SCALED.get(self.kind), self)
-
-    def op(self) -> Activation | None:
-        """The op without a probability, where there is one."""
-        return _made(PLAIN.get(self.kind), self)
-
-
-SCALED: dict[str, Any] = {
+# the op of a kind that multiplies by a probability a row
+SCALED: dict[str, Callable[..., ScaledActivation]] = {
     "swiglu": ops.ScaledSwiGLU,
     "clamped_swiglu": ops.ScaledClampedSwiGLU,
     "geglu": ops.ScaledGEGLU,
-    "geglu_tanh": ops.ScaledGEGLU,
+    "geglu_tanh": partial(ops.ScaledGEGLU, "tanh"),
     "qgeglu": ops.ScaledQGEGLU,
     "reglu": ops.ScaledReGLU,
     "sreglu": ops.ScaledSReGLU,
     "srelu": ops.ScaledSReLU,
 }
-PLAIN: dict[str, Any] = {
-    "silu": ops.SiLU,
-    "gelu": ops.GELU,
-    "gelu_tanh": ops.GELU,
-    "qgelu": ops.QGELU,
-    "relu": ops.ReLU,
-    "srelu": ops.SReLU,
-}
+OPTIONS = ("interleave", "alpha", "limit", "offset")  # of a form, by the names that those ops have
+PLAIN = ("silu", "gelu", "gelu_tanh", "qgelu", "relu", "srelu")
 GATED_BY = {gate: kind for kind, gate in K.GATES.items() if kind != "clamped_swiglu"}
 
 
-def _made(cls: Any, gate: Gate) -> Any:
-    if cls is None:
-        return None
-    interleave, *rest = gate.options or (0,)
-    keywords: dict[str, Any] = {"interleave": interleave} if gate.options else {}
-    if rest:
-        keywords |= dict(zip(("alpha", "limit", "offset"), rest, strict=True))
-    if gate.kind.endswith("_tanh"):
-        keywords["approximate"] = "tanh"
-    return cls(**keywords)
+def scaled(form: Form) -> ScaledActivation | None:
+    """The op of an activation that multiplies by a probability a row, where there is one."""
+    kind, *options = form
+    make = SCALED.get(kind)
+    return None if make is None else make(**dict(zip(OPTIONS, options, strict=False)))
 
 
 # --- by what it computes
@@ -139,18 +116,18 @@ def _scales(least: float, most: float) -> Tensor:
 
 
 @alone()
-def activation_of(act_fn: Any) -> Gate | None:
+def activation_of(act_fn: Any) -> Form | None:
     """The plain activation that a callable computes."""
     x = _wide_range(64)
     found = tried(act_fn, x.clone())
     for kind in PLAIN:
         if same(found, K.act_fwd.twin(x, kind)):
-            return Gate(kind)
+            return (kind,)
     return None
 
 
 @alone()
-def gate_of(experts: nn.Module) -> Gate | None:
+def gate_of(experts: nn.Module) -> Form | None:
     """What an experts module does between its two products: its `_apply_gate`, or `act_fn` without a gate."""
     if not getattr(experts, "has_gate", True):
         return activation_of(getattr(experts, "act_fn", None))
@@ -158,20 +135,20 @@ def gate_of(experts: nn.Module) -> Gate | None:
     gate: Any = getattr(experts, "_apply_gate", None)
     found = tried(gate, x.clone())
     for candidate in _gates(experts):
-        if same(found, K.act_fwd.twin(x, candidate.kind, *candidate.options)):
+        if same(found, K.act_fwd.twin(x, *candidate)):
             return candidate
     return None
 
 
-def _gates(experts: nn.Module) -> Iterator[Gate]:
+def _gates(experts: nn.Module) -> Iterator[Form]:
     """What a gate may be: the gate in the first half or in every second column, clamped or not."""
     for interleave in (0, 1):
         for kind in GATED_BY.values():
-            yield Gate(kind, (interleave,))
+            yield kind, interleave
         for limit in _numbers(experts, "limit"):
             for alpha in (*_numbers(experts, "alpha"), 1.0):
                 for offset in (1.0, 0.0):
-                    yield Gate("clamped_swiglu", (interleave, alpha, limit, offset))
+                    yield "clamped_swiglu", interleave, alpha, limit, offset
 
 
 def _numbers(module: nn.Module, word: str) -> list[float]:
@@ -225,7 +202,7 @@ GATED, PLAIN_MLP = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj
 
 
 @alone()
-def mlp_of(module: nn.Module) -> Gate | None:
+def mlp_of(module: nn.Module) -> Form | None:
     """The activation of an MLP, gated or not, that computes down_proj(act(gate_proj(x)) * up_proj(x)) or
     down_proj(act(up_proj(x))).
     """
@@ -234,7 +211,7 @@ def mlp_of(module: nn.Module) -> Gate | None:
     if module._parameters or module._buffers or names not in (GATED, PLAIN_MLP) or act_fn is None:
         return None
     act = activation_of(act_fn)
-    if act is None or (len(names) == 3 and act.kind not in GATED_BY):
+    if act is None or (len(names) == 3 and act[0] not in GATED_BY):
         return None
     others = {k: m for k, m in module._modules.items() if k not in names and m is not None}
     layers = {name: nn.Linear(6, 6, bias=False, device="cpu") for name in names}
@@ -243,19 +220,19 @@ def mlp_of(module: nn.Module) -> Gate | None:
     x = drawn(ROWS, 6)
     up = layers["up_proj"](x)
     gate = layers["gate_proj"](x) if len(names) == 3 else up
-    h = K.act_fwd.twin(gate, act.kind) * (up if len(names) == 3 else 1)
+    h = K.act_fwd.twin(gate, *act) * (up if len(names) == 3 else 1)
     expected = layers["down_proj"](h).detach()
     for m in twin(module, {}, {**others, **layers}):
         if not same(tried(type(m).forward, m, x.clone()), expected):
             return None
-    return Gate(GATED_BY[act.kind], (0,)) if len(names) == 3 else act
+    return (GATED_BY[act[0]], 0) if len(names) == 3 else act
 
 
-def gated_by(module: nn.Module) -> Gate | None:
-    """The gate of an MLP whose gate and up are packed, by its activation."""
+def gated_by(module: nn.Module) -> Form | None:
+    """The gated activation of an MLP whose gate and up are packed, by that of its gate."""
     act = activation_of(getattr(module, "act_fn", None))
-    kind = None if act is None else GATED_BY.get(act.kind)
-    return None if kind is None else Gate(kind, (0,))
+    kind = None if act is None else GATED_BY.get(act[0])
+    return None if kind is None else (kind, 0)
 
 
 # --- routers

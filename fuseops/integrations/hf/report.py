@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import NamedTuple
+
+from fuseops.explain.layout import glob
+from fuseops.words import aligned
 
 
 class ReportEntry(NamedTuple):
@@ -56,20 +58,8 @@ class ApplyReport(NamedTuple):
 
 def _lines(entries: tuple[ReportEntry, ...]) -> list[str]:
     """A line for all modules of one kind: how many, their class, where, by what or why not."""
-    counted = Counter((e.part, e.module, _anywhere(e.path), e.by or e.why or "") for e in entries)
+    counted = Counter(
+        (e.part, e.module, glob(e.path) or "(the model)", e.by or e.why or "") for e in entries
+    )
     rows = [(str(n), part, cls, at, said) for (part, cls, at, said), n in counted.items()]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    first, *rest = widths
-    return [
-        "    "
-        + row[0].rjust(first)
-        + "  "
-        + "  ".join(c.ljust(w) for c, w in zip(row[1:4], rest, strict=True))
-        + f"  {row[4]}"
-        for row in rows
-    ]
-
-
-def _anywhere(path: str) -> str:
-    """The path with * for the numbers of layers."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) or "(the model)"
+    return [f"    {line}" for line in aligned(rows, (0,))]

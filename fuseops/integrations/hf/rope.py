@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
-from fuseops.ops.op import Call, Grads, Op, Out, Shape
+from fuseops.ops.op import Call, Grads, Op, Out, Shape, SideGrads
 from fuseops.ops.paths import LENT
 from fuseops.ops.rope import angle_gradients, shared_angles
 from fuseops.torch_private import is_dtensor
@@ -66,12 +66,7 @@ class RotaryPair(Op[RotaryPairSaved]):
         return Out(q, RotaryPairSaved(x, keys, cos, sin), {"turned_keys": k})
 
     def bwd(
-        self,
-        saved: RotaryPairSaved,
-        dy: Tensor | None,
-        *,
-        dside: dict[str, Tensor | None],
-        call: Call,
+        self, saved: RotaryPairSaved, dy: Tensor | None, *, dside: SideGrads, call: Call
     ) -> Grads:
         q, k, cos, sin = saved
         dk, dq = dside["turned_keys"], dy

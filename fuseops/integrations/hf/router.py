@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
-from fuseops.ops.op import Call, Grads, Op, Out, Shape
+from fuseops.ops.op import Call, Grads, Op, Out, Shape, SideGrads
 from fuseops.ops.paths import LENT
 
 from . import lent
@@ -65,12 +65,7 @@ class LentRouter(Op[LentRouterSaved]):
         return Out(logits, LentRouterSaved(x, weight, logits, experts), side)
 
     def bwd(
-        self,
-        saved: LentRouterSaved,
-        dy: Tensor | None,
-        *,
-        dside: dict[str, Tensor | None],
-        call: Call,
+        self, saved: LentRouterSaved, dy: Tensor | None, *, dside: SideGrads, call: Call
     ) -> Grads:
         x, weight, logits, experts = saved
         dlogits, dweights = dy, dside["weights"]

@@ -38,16 +38,19 @@ def act_slope(x, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     elif ACT == "qgelu":
         s = tl.sigmoid(1.702 * x)
         y = x * s
-        dy = s + 1.702 * y * (1.0 - s)
+        dy = s + y * (1.702 * (1.0 - s))  # 1.702 y alone may be inf
     elif ACT == "situ":
         t = tanh(x * (1.0 / ALPHA))
         s = tl.sigmoid(x)
         y = ALPHA * t * s
         dy = (1.0 - t * t) * s + y * (1.0 - s)
     elif ACT == "gelu_tanh":  # 0.5 (1 + tanh(z)) = sigmoid(2 z)
-        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        square = tl.minimum(
+            x * x, 1024.0
+        )  # s is 0 or 1 from there on, and inf times 0 would be NaN
+        s = tl.sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
         y = x * s
-        dy = s + y * (1.0 - s) * (1.5957691216057308 + 0.2140644488178074 * x * x)
+        dy = s + y * (1.0 - s) * (1.5957691216057308 + 0.2140644488178008 * square)
     elif ACT == "gelu":
         c = 0.5 + 0.5 * tl.math.erf(x * 0.7071067811865476)
         y = x * c
@@ -57,7 +60,7 @@ def act_slope(x, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
         g = tl.where(x > LIMIT, LIMIT, x)
         s = tl.sigmoid(ALPHA * g)
         y = g * s
-        dy = tl.where(x > LIMIT, 0.0, s + ALPHA * y * (1.0 - s))
+        dy = tl.where(x > LIMIT, 0.0, s + ALPHA * (g * (s * (1.0 - s))))  # as of qgelu
     return y, dy
 
 

@@ -1,14 +1,28 @@
-"""The backward of SwiGLU on Hopper in Gluon: dh and the activation as FP8 operands, each input read once.
+"""SwiGLU and its backward on Hopper in Gluon, as FP8 operands, each input read once.
 
-A program has a tile of 128 tokens by 128 features of one group: see `fp8_turned`.
+A program of the backward has tiles of 128 tokens by 128 features of one group, which come 32 tokens at a time: see
+`fp8_turned`. Inputs are on their way to shared memory while those before them are worked on.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from .fp8_turned import blocks_of_part, keep_scales, room_of_part, store_turned
-from .gluon_names import thread_barrier
+from .fp8_turned import (
+    EACH,
+    PART,
+    PARTS,
+    blocks_of_part,
+    fourths,
+    room,
+    store_each,
+    store_turned,
+    tokens_of_part,
+)
+from .gluon_names import load_rows, thread_barrier
 
+STAGES = gl.constexpr(5)
+AS_IT_LIES = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0]))
 INPUTS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # of 8 tokens x 128
 TOKENS = gl.constexpr(gl.SliceLayout(1, INPUTS.value))
 FEATURES = gl.constexpr(gl.SliceLayout(0, INPUTS.value))
@@ -16,11 +30,9 @@ FEATURES = gl.constexpr(gl.SliceLayout(0, INPUTS.value))
 ROUND = gl.constexpr(
     "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }"
 )
-HALF = gl.constexpr(
-    "{ .reg .b16 half; cvt.rn.satfinite.e4m3x2.f32 half, $2, $1; cvt.u32.u16 $0, half; }"
-)
-WHOLE = gl.constexpr(
-    "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 hi, $3, $2; cvt.u16.u32 lo, $1; mov.b32 $0, {lo, hi}; }"
+WORD = gl.constexpr(
+    "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
+    "mov.b32 $0, {lo, hi}; }"
 )
 
 
@@ -58,6 +70,178 @@ def scaled(x):
 
 
 @gluon.jit
+def coded(x):
+    """(codes, four features in a word, and scales, one a token)"""
+    x, scale = scaled(x)
+    four = fourths(x.reshape((x.shape[0], 32, 2, 2)))
+    return gl.inline_asm_elementwise(
+        WORD, "=r,f,f,f,f", four, gl.uint32, is_pure=True, pack=1
+    ), scale
+
+
+@gluon.jit
+def ring_of(h_ptr):
+    """Shared memory of what parts are made of."""
+    kind: gl.constexpr = h_ptr.dtype.element_ty
+    das = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PART, 128], AS_IT_LIES)
+    gates = gl.allocate_shared_memory(kind, [STAGES, PART, 128], AS_IT_LIES)
+    ups = gl.allocate_shared_memory(kind, [STAGES, PART, 128], AS_IT_LIES)
+    gate_scales = gl.allocate_shared_memory(gl.float32, [STAGES, PART], EACH)
+    up_scales = gl.allocate_shared_memory(gl.float32, [STAGES, PART], EACH)
+    probs = gl.allocate_shared_memory(gl.float32, [STAGES, PART], EACH)
+    return das, gates, ups, gate_scales, up_scales, probs
+
+
+@gluon.jit
+def where(layout: gl.constexpr, row, end, stride, there):
+    """(where the numbers of a part are, counted from its first, which of them there are)"""
+    r = tokens_of_part(gl.SliceLayout(1, layout))[:, None]
+    c = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))[None, :]
+    return r * stride + c, (row + r < end) & there
+
+
+@gluon.jit
+def ask(inputs, ring, slot, row, end, num, there, SCALED: gl.constexpr):
+    """Have block `num` of features of the part whose first token is `row` brought, if it is there at all."""
+    da_ptr, h_ptr, h_scale_ptr, probs_ptr, R, N, stride_da, stride_h = inputs
+    das, gates, ups, gate_scales, up_scales, probs = ring
+    WARPS: gl.constexpr = gl.num_warps()
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    r = tokens_of_part(gl.BlockedLayout([1], [32], [WARPS], [0]))
+    keep = (row + r < end) & there
+    at, full = where(WIDE, row, end, stride_da, there)
+    da = da_ptr + row.to(gl.int64) * stride_da + num * 128
+    load_rows(das.index(slot), da + at, mask=full)
+    gate = h_ptr + row.to(gl.int64) * stride_h + num * 128
+    if h_ptr.dtype.element_ty == gl.float8e4nv:
+        CODES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
+        at, full = where(CODES, row, end, stride_h, there)
+        scale = h_scale_ptr + num.to(gl.int64) * R + row
+        load_rows(gate_scales.index(slot), scale + r, mask=keep)
+        load_rows(up_scales.index(slot), scale + (N // 128).to(gl.int64) * R + r, mask=keep)
+    else:
+        at, full = where(WIDE, row, end, stride_h, there)
+    load_rows(gates.index(slot), gate + at, mask=full)
+    load_rows(ups.index(slot), gate + N + at, mask=full)
+    if SCALED:
+        load_rows(probs.index(slot), probs_ptr + row + r, mask=keep)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def brought(numbers, scales, layout: gl.constexpr):
+    """Numbers of a part as float32, of codes times their scales."""
+    x = numbers.load(layout).to(gl.float32)
+    if numbers.dtype == gl.float8e4nv:
+        x *= scales.load(gl.SliceLayout(1, layout))[:, None]
+    return x
+
+
+@gluon.jit
+def part_of_tile(
+    ring, slot, rooms, row_ptr, row, end, num, N, i,
+    SCALED: gl.constexpr, ROW: gl.constexpr, ACT: gl.constexpr,
+):  # fmt: skip
+    """Make dgate, dup and the activation of a part: rows are stored, and what is of columns waits in its room."""
+    das, gates, ups, gate_scales, up_scales, probs = ring
+    of_gate, of_up, of_act, dots = rooms
+    WARPS: gl.constexpr = gl.num_warps()
+    MADE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
+    STORED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    da = das.index(slot).load(MADE).to(gl.float32)
+    gate = brought(gates.index(slot), gate_scales.index(slot), MADE)
+    up = brought(ups.index(slot), up_scales.index(slot), MADE)
+    f, df = silu_slope(gate)
+    y, dy = f * up, da
+    if SCALED:
+        p = probs.index(slot).load(gl.SliceLayout(1, MADE))
+        dots.index(i).store(gl.sum(da * y, axis=1))
+        dy, y = da * p[:, None], y * p[:, None]
+    g, g_scale = coded(dy * df * up)
+    u, u_scale = coded(dy * f)
+    of_gate[0].index(i).store(g)
+    of_up[0].index(i).store(u)
+    of_gate[1].index(i).store(g_scale)
+    of_up[1].index(i).store(u_scale)
+    if ACT:
+        a, a_scale = coded(y)
+        of_act[0].index(i).store(a)
+        of_act[1].index(i).store(a_scale)
+    if ROW:
+        to = row_ptr + row.to(gl.int64) * (2 * N) + num * 128
+        to = to.to(gl.pointer_type(gl.uint32))
+        r = tokens_of_part(gl.SliceLayout(1, STORED))[:, None]
+        at = r * (N // 2) + gl.arange(0, 32, layout=gl.SliceLayout(0, STORED))[None, :]
+        keep = row + r < end
+        gl.store(to + at, gl.convert_layout(g, STORED, assert_trivial=True), mask=keep)
+        gl.store(to + N // 4 + at, gl.convert_layout(u, STORED, assert_trivial=True), mask=keep)
+
+
+@gluon.jit(do_not_specialize=["R", "parts", "span", "beside"])
+def fp8_dswiglu_kernel(
+    da_ptr, h_ptr, h_scale_ptr, probs_ptr, offs_ptr, row_ptr, scale_ptr, col_ptr, square_ptr,
+    a_ptr, a_square_ptr, partial_ptr, R, N, E, parts, stride_da, stride_h, span, beside,
+    SCALED: gl.constexpr, ROW: gl.constexpr, COL: gl.constexpr, ACT: gl.constexpr,
+    GROUPS: gl.constexpr,
+):  # fmt: skip
+    """A program has `span` blocks of features of a part of a group, evenly spread: what programs side by side write
+    meanwhile lies side by side, as do `beside` parts of a group.
+    """
+    num_n = N // 128
+    apart = (num_n + span - 1) // span
+    side = gl.program_id(0) % beside
+    num0 = gl.program_id(0) // beside % apart
+    rest = gl.program_id(0) // beside // apart
+    low, high, begin, end, first, total = blocks_of_part(
+        (rest // E * beside + side) * E + rest % E, offs_ptr, R, E, parts, GROUPS
+    )
+    ring = ring_of(h_ptr)
+    of_gate, of_up, of_act = room(), room(), room()
+    dots = gl.allocate_shared_memory(gl.float32, [PARTS, PART], EACH)
+    rooms = of_gate, of_up, of_act, dots
+    inputs = da_ptr, h_ptr, h_scale_ptr, probs_ptr, R, N, stride_da, stride_h
+    for block in range(low, high):
+        row0 = begin + (block - first) * 128
+        i_asked, num_asked = 0 * block, num0
+        for k in gl.static_range(STAGES - 1):
+            ask(inputs, ring, k, row0 + 4 * i_asked, end, num_asked, num_asked < num_n, SCALED)
+            i_asked, num_asked = following(i_asked, num_asked, apart)
+        slot = 0 * num0
+        for num in range(num0, num_n, apart):
+            for i in range(PARTS):
+                async_copy.wait_group(STAGES - 2)
+                thread_barrier()
+                free = gl.where(slot == 0, STAGES - 1, slot - 1)
+                row = row0 + 4 * i_asked
+                ask(inputs, ring, free, row, end, num_asked, num_asked < num_n, SCALED)
+                i_asked, num_asked = following(i_asked, num_asked, apart)
+                part_of_tile(
+                    ring, slot, rooms, row_ptr, row0 + 4 * i, end, num, N, i, SCALED, ROW, ACT
+                )
+                slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+            thread_barrier()
+            if ROW:
+                store_each(of_gate[1], scale_ptr, num, R, row0, end)
+                store_each(of_up[1], scale_ptr, num_n + num, R, row0, end)
+            if SCALED:
+                store_each(dots, partial_ptr, num, R, row0, end)
+            if COL:
+                store_turned(of_gate, col_ptr, square_ptr, 0 * num0, block, total, num)
+                store_turned(of_up, col_ptr, square_ptr, N, block, total, num)
+            if ACT:
+                store_turned(of_act, a_ptr, a_square_ptr, 0 * num0, block, total, num)
+        async_copy.wait_group(0)
+        thread_barrier()
+
+
+@gluon.jit
+def following(i, num, apart):
+    """The part after part i of block `num` of features, and its block."""
+    last = i + 1 == PARTS
+    return gl.where(last, 0, i + 1), gl.where(last, num + apart, num)
+
+
+@gluon.jit
 def read(ptr, scale_ptr, at, r, keep, block, R):
     """(a slice of h, or the codes of it, their scales)"""
     if ptr.dtype.element_ty == gl.float8e4nv:
@@ -75,131 +259,6 @@ def value(x, scale, ptr):
         return x.to(gl.float8e4nv, bitcast=True).to(gl.float32) * scale[:, None]
     else:
         return x.to(gl.float32)
-
-
-@gluon.jit
-def asked(inputs, tile, i, j: gl.constexpr, SCALED: gl.constexpr):
-    """The inputs of eight tokens, as they lie in memory: asked for before the work on those before them, whose stores
-    nothing is loaded across.
-    """
-    da_ptr, h_ptr, h_scale_ptr, probs_ptr, _, R, N, stride_da, stride_h = inputs
-    row0, end, col0, num = tile
-    r = row0 + 16 * gl.arange(0, 8, layout=TOKENS) + (4 * i + j)
-    keep = r < end
-    c = col0 + gl.arange(0, 128, layout=FEATURES)[None, :]
-    wide = r.to(gl.int64)[:, None]
-    da = gl.load(da_ptr + wide * stride_da + c, mask=keep[:, None], other=0.0)
-    at = wide * stride_h + c
-    gate, gate_scale = read(h_ptr, h_scale_ptr, at, r, keep, num, R)
-    up, up_scale = read(h_ptr, h_scale_ptr, at + N, r, keep, num + N // 128, R)
-    probs = gate_scale
-    if SCALED:
-        probs = gl.load(probs_ptr + r, mask=keep, other=0.0)
-    return da, gate, up, gate_scale, up_scale, probs
-
-
-@gluon.jit
-def slice_of_tile(given, inputs, tile, i, j: gl.constexpr, SCALED: gl.constexpr):
-    """What dgate, dup and the activation of eight tokens are before they are codes, with their scales."""
-    da, gate, up, gate_scale, up_scale, probs = given
-    _, h_ptr, _, _, partial_ptr, R, _, _, _ = inputs
-    row0, end, _, num = tile
-    da = da.to(gl.float32)
-    f, df = silu_slope(value(gate, gate_scale, h_ptr))
-    y, dy = f * value(up, up_scale, h_ptr), da
-    if SCALED:
-        r = row0 + 16 * gl.arange(0, 8, layout=TOKENS) + (4 * i + j)
-        gl.store(partial_ptr + num.to(gl.int64) * R + r, gl.sum(da * y, axis=1), mask=r < end)
-        dy, y = da * probs[:, None], y * probs[:, None]
-    up = value(up, up_scale, h_ptr)
-    g, g_scale = scaled(dy * df * up)
-    u, u_scale = scaled(dy * f)
-    a, a_scale = scaled(y)
-    return g, u, a, g_scale, u_scale, a_scale
-
-
-@gluon.jit
-def store_row(
-    row_ptr, scale_ptr, x, scale, tile, R, width, first, i, j: gl.constexpr, STEP: gl.constexpr = 16
-):
-    row0, end, col0, _ = tile
-    r = row0 + STEP * gl.arange(0, 8, layout=TOKENS) + (4 * i + j)
-    c = first + col0 + gl.arange(0, 128, layout=FEATURES)[None, :]
-    keep = r < end
-    at = row_ptr + r.to(gl.int64)[:, None] * width + c
-    gl.store(at, x.to(row_ptr.dtype.element_ty), mask=keep[:, None])
-    gl.store(scale_ptr + ((first + col0) // 128).to(gl.int64) * R + r, scale, mask=keep)
-
-
-@gluon.jit
-def half(a, b):
-    """Codes of two tokens, in the low half of a word."""
-    return gl.inline_asm_elementwise(HALF, "=r,f,f", [a, b], gl.uint32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def whole(low, c, d):
-    """A word of the half, and of the codes of two more."""
-    return gl.inline_asm_elementwise(
-        WHOLE, "=r,r,f,f", [low, c, d], gl.uint32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def pair_of_slices(
-    inputs, outs, tile, i, SECOND: gl.constexpr, SCALED: gl.constexpr, ROW: gl.constexpr
-):
-    """Two tokens of each four: rows are stored, and what is of columns is returned."""
-    row_ptr, scale_ptr, of_gate, of_up, of_act = outs
-    R, N = inputs[5], inputs[6]
-    J: gl.constexpr = 2 if SECOND else 0
-    first, second = asked(inputs, tile, i, J, SCALED), asked(inputs, tile, i, J + 1, SCALED)
-    g0, u0, a0, gs0, us0, as0 = slice_of_tile(first, inputs, tile, i, J, SCALED)
-    if ROW:
-        store_row(row_ptr, scale_ptr, g0, gs0, tile, R, 2 * N, 0, i, J)
-        store_row(row_ptr, scale_ptr, u0, us0, tile, R, 2 * N, N, i, J)
-    g1, u1, a1, gs1, us1, as1 = slice_of_tile(second, inputs, tile, i, J + 1, SCALED)
-    if ROW:
-        store_row(row_ptr, scale_ptr, g1, gs1, tile, R, 2 * N, 0, i, J + 1)
-        store_row(row_ptr, scale_ptr, u1, us1, tile, R, 2 * N, N, i, J + 1)
-    keep_scales(of_gate, i, gs0, gs1, SECOND)
-    keep_scales(of_up, i, us0, us1, SECOND)
-    keep_scales(of_act, i, as0, as1, SECOND)
-    return g0, g1, u0, u1, a0, a1
-
-
-@gluon.jit(do_not_specialize=["R", "parts"])
-def fp8_dswiglu_kernel(
-    da_ptr, h_ptr, h_scale_ptr, probs_ptr, offs_ptr, row_ptr, scale_ptr, col_ptr, square_ptr,
-    a_ptr, a_square_ptr, partial_ptr, R, N, E, parts, stride_da, stride_h,
-    SCALED: gl.constexpr, ROW: gl.constexpr, COL: gl.constexpr, ACT: gl.constexpr,
-    GROUPS: gl.constexpr,
-):  # fmt: skip
-    num_n = N // 128
-    num = gl.program_id(0) % num_n
-    low, high, begin, end, first, total = blocks_of_part(
-        gl.program_id(0) // num_n, offs_ptr, R, E, parts, GROUPS
-    )
-    of_gate, of_up, of_act = room_of_part(), room_of_part(), room_of_part()
-    inputs = da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, R, N, stride_da, stride_h
-    outs = row_ptr, scale_ptr, of_gate, of_up, of_act
-    col0 = num * 128
-    for block in range(low, high):
-        tile = begin + (block - first) * 128, end, col0, num
-        thread_barrier()  # until all have read the tile before
-        for i in range(4):
-            g0, g1, u0, u1, a0, a1 = pair_of_slices(inputs, outs, tile, i, False, SCALED, ROW)
-            g, u, a = half(g0, g1), half(u0, u1), half(a0, a1)
-            g2, g3, u2, u3, a2, a3 = pair_of_slices(inputs, outs, tile, i, True, SCALED, ROW)
-            of_gate[0].index(i).store(whole(g, g2, g3))
-            of_up[0].index(i).store(whole(u, u2, u3))
-            of_act[0].index(i).store(whole(a, a2, a3))
-        thread_barrier()
-        if COL:
-            store_turned(of_gate, col_ptr, square_ptr, N, 0, block, total, col0)
-            store_turned(of_up, col_ptr, square_ptr, N, N, block, total, col0)
-        if ACT:
-            store_turned(of_act, a_ptr, a_square_ptr, N, 0, block, total, col0)
 
 
 @gluon.jit
@@ -231,7 +290,12 @@ def store_activation(given, inputs, outs, row0, i: gl.constexpr, block, N, SCALE
     if SCALED:
         y *= probs[:, None]
     y, scale = scaled(y)
-    store_row(row_ptr, scale_ptr, y, scale, (row0 + 8 * i, R, block * 128, 0), R, N, 0, 0, 0, 1)
+    r = row0 + 8 * i + gl.arange(0, 8, layout=TOKENS)
+    keep = r < R
+    c = block * 128 + gl.arange(0, 128, layout=FEATURES)[None, :]
+    at = row_ptr + r.to(gl.int64)[:, None] * N + c
+    gl.store(at, y.to(row_ptr.dtype.element_ty), mask=keep[:, None])
+    gl.store(scale_ptr + block.to(gl.int64) * R + r, scale, mask=keep)
 
 
 @gluon.jit(do_not_specialize=["R"])

@@ -1,102 +1,124 @@
 """Codes of a tile of 128 tokens by 128 features on their way to columns, on Hopper in Gluon.
 
-A tile is made in four rounds of 32 tokens: those of round i are 16 t + 4 i + j, t < 8 and j < 4. Codes of four tokens
-of a feature are one word, and words wait in shared memory, [round][t][feature], for the largest scale of their square.
-Then a thread reads the words of 16 tokens of a feature, without a conflict, shifts them and stores 16 bytes.
+They wait in shared memory, four features of a token in a word, for the largest scale of their square. Then a thread
+reads the words of 16 tokens, without a conflict, turns and shifts four features of four tokens at a time and stores 16
+bytes of each feature. A tile comes in parts of 32 tokens: token 16 t + 4 i + j is row 4 t + j of part i.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# of 8 groups of 16 tokens x 128 features, and of 128 features x 32 words
-TURNED = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [1, 4], [0, 1]))
-STORED = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
-GROUPS_OF_16 = gl.constexpr(gl.SliceLayout(1, TURNED.value))
-WORDS = gl.constexpr(gl.SwizzledSharedLayout(vec=4, per_phase=1, max_phase=8, order=[1, 0]))
-SCALES = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
-UNPACKED = gl.constexpr(
-    "{ .reg .b16 lo, hi; .reg .b32 a, b; mov.b32 {lo, hi}, $1; cvt.rn.f16x2.e4m3x2 a, lo; "
-    "cvt.rn.f16x2.e4m3x2 b, hi; mul.rn.f16x2 a, a, $2; mul.rn.f16x2 b, b, $3; "
-    "cvt.rn.satfinite.e4m3x2.f16x2 lo, a; cvt.rn.satfinite.e4m3x2.f16x2 hi, b; mov.b32 $0, {lo, hi}; }"
-)
+from .gluon_names import reinterpret
+
+PART = gl.constexpr(32)  # tokens
+PARTS = gl.constexpr(4)
+# of a part's words, and of what there is one of for a token
+WORDS = gl.constexpr(gl.SwizzledSharedLayout(vec=4, per_phase=4, max_phase=8, order=[1, 0]))
+EACH = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
+# of all parts
+ALL_WORDS = gl.constexpr(gl.SwizzledSharedLayout(vec=4, per_phase=4, max_phase=8, order=[2, 1, 0]))
+ALL = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0]))
+
+HALVES = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+# Words of tokens a, b, c, d, whose bytes are features, and the ratios of a and b, and of c and d, become words of
+# features: bytes are first paired, which is what converts to two numbers.
+TURN = gl.constexpr("""{
+.reg .b32 p, q, r, s, a, b, c, d, e, f, g, h; .reg .b16 p0, p1, q0, q1, r0, r1, s0, s1;
+prmt.b32 p, $4, $5, 0x5140; prmt.b32 q, $4, $5, 0x7362; prmt.b32 r, $6, $7, 0x5140; prmt.b32 s, $6, $7, 0x7362;
+mov.b32 {p0, p1}, p; mov.b32 {q0, q1}, q; mov.b32 {r0, r1}, r; mov.b32 {s0, s1}, s;
+cvt.rn.f16x2.e4m3x2 a, p0; cvt.rn.f16x2.e4m3x2 b, p1; cvt.rn.f16x2.e4m3x2 c, q0; cvt.rn.f16x2.e4m3x2 d, q1;
+cvt.rn.f16x2.e4m3x2 e, r0; cvt.rn.f16x2.e4m3x2 f, r1; cvt.rn.f16x2.e4m3x2 g, s0; cvt.rn.f16x2.e4m3x2 h, s1;
+mul.rn.f16x2 a, a, $8; mul.rn.f16x2 b, b, $8; mul.rn.f16x2 c, c, $8; mul.rn.f16x2 d, d, $8;
+mul.rn.f16x2 e, e, $9; mul.rn.f16x2 f, f, $9; mul.rn.f16x2 g, g, $9; mul.rn.f16x2 h, h, $9;
+cvt.rn.satfinite.e4m3x2.f16x2 p0, a; cvt.rn.satfinite.e4m3x2.f16x2 p1, b;
+cvt.rn.satfinite.e4m3x2.f16x2 q0, c; cvt.rn.satfinite.e4m3x2.f16x2 q1, d;
+cvt.rn.satfinite.e4m3x2.f16x2 r0, e; cvt.rn.satfinite.e4m3x2.f16x2 r1, f;
+cvt.rn.satfinite.e4m3x2.f16x2 s0, g; cvt.rn.satfinite.e4m3x2.f16x2 s1, h;
+mov.b32 $0, {p0, r0}; mov.b32 $1, {p1, r1}; mov.b32 $2, {q0, s0}; mov.b32 $3, {q1, s1};
+}""")
 
 
 @gluon.jit
-def room_of_part():
-    """Shared memory of a part: its words, and the scales of the tokens j, each by round. Apart, since a write into one
-    allocation waits for the one before.
+def room():
+    """Shared memory of a tile's codes, part by part, and of their scales."""
+    words = gl.allocate_shared_memory(gl.uint32, [PARTS, PART, 32], WORDS)
+    return words, gl.allocate_shared_memory(gl.float32, [PARTS, PART], EACH)
+
+
+@gluon.jit
+def tokens_of_part(layout: gl.constexpr):
+    """The tokens of a part, counted from its first, which is 4 i."""
+    s = gl.arange(0, PART, layout=layout)
+    return 16 * (s // 4) + s % 4
+
+
+@gluon.jit
+def all_parts(numbers, layout: gl.constexpr):
+    """What there is one of for each token."""
+    return reinterpret(numbers, gl.float32, [PARTS, PART], ALL).load(layout)
+
+
+@gluon.jit
+def store_each(numbers, to_ptr, num, R, row0, end):
+    """Numbers of the tokens from row0 to `end` as a part of row `num` of (.., R)."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, gl.num_warps()], [1, 0])
+    i = gl.arange(0, PARTS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    s = gl.arange(0, PART, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    r = 16 * (s // 4) + 4 * i + s % 4
+    to = to_ptr + num.to(gl.int64) * R + row0
+    gl.store(to + r, all_parts(numbers, LAYOUT), mask=row0 + r < end)
+
+
+@gluon.jit
+def fourths(x):
+    """x (..., 2, 2), apart"""
+    even, odd = x.split()
+    a, c = even.split()
+    b, d = odd.split()
+    return a, b, c, d
+
+
+@gluon.jit
+def ratios(scale, inverse):
+    """scale (32, 2, 2) times the inverse of their square's: of the first two of four tokens, and of the others, as
+    float16. What they shift to nothing may round.
     """
-    words = gl.allocate_shared_memory(gl.uint32, [4, 8, 128], WORDS)
-    s0 = gl.allocate_shared_memory(gl.float32, [4, 8], SCALES)
-    s1 = gl.allocate_shared_memory(gl.float32, [4, 8], SCALES)
-    s2 = gl.allocate_shared_memory(gl.float32, [4, 8], SCALES)
-    s3 = gl.allocate_shared_memory(gl.float32, [4, 8], SCALES)
-    return words, s0, s1, s2, s3
+    a, b, c, d = fourths(scale * inverse)
+    ab = gl.inline_asm_elementwise(HALVES, "=r,f,f", [a, b], gl.uint32, is_pure=True, pack=1)
+    return ab, gl.inline_asm_elementwise(HALVES, "=r,f,f", [c, d], gl.uint32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def keep_scales(room, i, a, b, SECOND: gl.constexpr):
-    _, s0, s1, s2, s3 = room
-    if SECOND:
-        s2.index(i).store(a)
-        s3.index(i).store(b)
-    else:
-        s0.index(i).store(a)
-        s1.index(i).store(b)
-
-
-@gluon.jit
-def ratios(square, a, b):
-    """square over the scales of two tokens, as two halves of a word."""
-    base = square.to(gl.int32, bitcast=True)
-    # 2^-less as float16: normal down to 2^-14, and nothing that a shift by more leaves
-    a = gl.minimum((base - a.to(gl.int32, bitcast=True)) >> 23, 25)
-    b = gl.minimum((base - b.to(gl.int32, bitcast=True)) >> 23, 25)
-    low = gl.where(a < 15, (15 - a) << 10, (1024 << 14) >> a)
-    high = gl.where(b < 15, (15 - b) << 10, (1024 << 14) >> b)
-    return low | (high << 16)
-
-
-@gluon.jit
-def scales_of(room, i: gl.constexpr):
-    """Those of a thread's tokens j of round i."""
-    _, s0, s1, s2, s3 = room
-    a, b = s0.index(i).load(GROUPS_OF_16), s1.index(i).load(GROUPS_OF_16)
-    return a, b, s2.index(i).load(GROUPS_OF_16), s3.index(i).load(GROUPS_OF_16)
-
-
-@gluon.jit
-def largest(room, i: gl.constexpr):
-    a, b, c, d = scales_of(room, i)
-    return gl.maximum(gl.maximum(a, b), gl.maximum(c, d))
-
-
-@gluon.jit
-def store_turned(room, col_ptr, square_ptr, N, first, block, blocks, col0):
-    """The words of a part, shifted to the largest of their scales, as 128 bytes of each of N features from `first`."""
-    square = gl.maximum(largest(room, 0), largest(room, 1))
-    square = gl.max(gl.maximum(square, gl.maximum(largest(room, 2), largest(room, 3))), axis=0)
-    gl.store(square_ptr + ((first + col0) // 128).to(gl.int64) * blocks + block, square)
-    w0, w1 = shifted(room, 0, square), shifted(room, 1, square)
-    w2, w3 = shifted(room, 2, square), shifted(room, 3, square)
-    four = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape((8, 128, 4)).permute((1, 0, 2))
-    four = gl.convert_layout(four.reshape((128, 32)), STORED, assert_trivial=True)
-    n = col0 + gl.arange(0, 128, layout=gl.SliceLayout(1, STORED))
-    t = gl.arange(0, 32, layout=gl.SliceLayout(0, STORED))
-    at = (first + n).to(gl.int64)[:, None] * (blocks * 32) + block * 32 + t[None, :]
-    mask = (n < N)[:, None] & (t < 32)[None, :]
-    gl.store(col_ptr.to(gl.pointer_type(gl.uint32)) + at, four, mask=mask)
-
-
-@gluon.jit
-def shifted(room, i: gl.constexpr, square):
-    s0, s1, s2, s3 = scales_of(room, i)
-    w = room[0].index(i).load(TURNED)
-    w, low = gl.broadcast(w, gl.expand_dims(ratios(square, s0, s1), 1))
-    w, high = gl.broadcast(w, gl.expand_dims(ratios(square, s2, s3), 1))
-    return gl.inline_asm_elementwise(
-        UNPACKED, "=r,r,r,r", [w, low, high], gl.uint32, is_pure=True, pack=1
-    )
+def store_turned(room, col_ptr, square_ptr, first, block, blocks, num):
+    """The codes of a tile, shifted to the largest of their scales, as 128 bytes of each of 128 features: of block `num`
+    of features, counted from `first`.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    READ: gl.constexpr = gl.BlockedLayout([4, 4, 1], [1, 8, 4], [1, 1, WARPS], [1, 0, 2])
+    STORED: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [WARPS, 1], [1, 0])
+    words, scales = room
+    scale = all_parts(scales, gl.SliceLayout(2, READ))
+    square = gl.maximum(gl.max(gl.max(scale, axis=1), axis=0), 2.0**-63)
+    gl.store(square_ptr + (first // 128 + num).to(gl.int64) * blocks + block, square)
+    inverse = ((254 << 23) - square.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+    scale = scale.reshape((4, 8, 4)).permute((1, 0, 2)).reshape((32, 2, 2))
+    ab, cd = ratios(scale, inverse)
+    x = reinterpret(words, gl.uint32, [PARTS, PART, 32], ALL_WORDS).load(READ)
+    x = x.reshape((4, 8, 4, 32)).permute((1, 0, 2, 3)).reshape((32, 2, 2, 32))
+    a, b, c, d = fourths(x.permute((0, 3, 1, 2)))
+    OF_FOUR: gl.constexpr = gl.SliceLayout(1, a.type.layout)
+    a, ab = gl.broadcast(a, gl.convert_layout(ab, OF_FOUR, assert_trivial=True)[:, None])
+    a, cd = gl.broadcast(a, gl.convert_layout(cd, OF_FOUR, assert_trivial=True)[:, None])
+    w0, w1, w2, w3 = gl.inline_asm_elementwise(
+        TURN, "=r,=r,=r,=r,r,r,r,r,r,r", [a, b, c, d, ab, cd],
+        (gl.uint32, gl.uint32, gl.uint32, gl.uint32), is_pure=True, pack=1,
+    )  # fmt: skip
+    y = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape((32, 128)).permute((1, 0))
+    y = gl.convert_layout(y, STORED, assert_trivial=True)
+    n = gl.arange(0, 128, layout=gl.SliceLayout(1, STORED))[:, None]
+    t = gl.arange(0, 32, layout=gl.SliceLayout(0, STORED))[None, :]
+    to = col_ptr + ((first + num * 128).to(gl.int64) * blocks + block) * 128
+    gl.store(to.to(gl.pointer_type(gl.uint32)) + n * (blocks * 32) + t, y)
 
 
 @gluon.jit

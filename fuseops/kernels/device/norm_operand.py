@@ -26,8 +26,8 @@ def rmsnorm_operand_kernel(
     overlapped(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     y = normed(
-        x_ptr + (rows * stride_x)[:, None], residual_ptr, weight_ptr, h_ptr, rstd_ptr, rows, R, N, stride_residual,
-        eps, weight_offset, HAS_RESIDUAL, HAS_WEIGHT, True, BLOCK_N,
+        x_ptr + (rows * stride_x)[:, None], residual_ptr, weight_ptr, weight_ptr, h_ptr, rstd_ptr, rstd_ptr, rows, R, N,
+        stride_residual, eps, weight_offset, HAS_RESIDUAL, HAS_WEIGHT, False, "rms", BLOCK_N,
     )  # fmt: skip
     y = y.to(x_ptr.dtype.element_ty)  # rounded as its tensor would be
     y = tl.reshape(y, (BLOCK_R * (BLOCK_N // 128), 128))

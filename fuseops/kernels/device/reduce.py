@@ -71,19 +71,10 @@ def add_rows(
 
 
 @triton.jit(do_not_specialize=["S"])
-def column_sum_kernel(
-    partial_ptr, y_ptr, S, N, PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """One block of columns: the sum of the rows of partial (S, N)."""
-    overlapped(PDL)
-    add_rows(partial_ptr, y_ptr, 0, S, tl.program_id(0), N, N, BLOCK_S, BLOCK_N)
-
-
-@triton.jit(do_not_specialize=["S"])
 def column_sums_kernel(
     partial_ptr, y_ptr, z_ptr, S, N, PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """As `column_sum_kernel`, of partial (2, S, N) to y and z."""
+    """One block of columns: the sum of the rows of partial (S, N) to y, or of partial (2, S, N) to y and z."""
     overlapped(PDL)
     if tl.program_id(1) == 0:
         add_rows(partial_ptr, y_ptr, 0, S, tl.program_id(0), N, N, BLOCK_S, BLOCK_N)

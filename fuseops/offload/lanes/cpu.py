@@ -28,8 +28,9 @@ class CpuLanes(RealLanes):
     def move(
         self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
     ) -> Event | None:
+        at = target.at or target.data.data_ptr()
         for source, offset in zip(sources, offsets, strict=True):
-            ctypes.memmove(target.at + offset, source.at, source.nbytes)
+            ctypes.memmove(at + offset, source.at or source.data.data_ptr(), source.nbytes)
         return None
 
     def record(self, lane: Lane) -> Event:

@@ -23,13 +23,17 @@ from .real import RealLanes
 
 log = logging.getLogger("fuseops.offload")
 
-SHARED = 3  # copies out at most that have one event: who waits for the first waits for all of them
+SHARED = 3
+"""Copies one way at most that have one event: who waits for the first waits for all of them."""
 
 
 class CudaEvent(Event):
-    """A `CudaEvent` is a point of a stream. Its native event is used again once nobody can wait for this one."""
+    """A `CudaEvent` is a point of a stream, or the end of a few copies. Its native event is used again once nobody can
+    wait for this one.
+    """
 
-    __slots__ = ("unused",)
+    __slots__ = ("copies", "unused")
+    copies: int
     unused: list[Any]
 
     def __del__(self) -> None:
@@ -50,7 +54,7 @@ class Streams(dict[Any, torch.cuda.Stream]):
 class CudaLanes(RealLanes):
     """`CudaLanes` run a schedule's copies on streams of a device; `budget` bytes of host memory, None for no limit.
 
-    A few copies out that nothing comes between share an event. It is recorded when somebody waits for it, or before
+    A few copies one way that nothing comes between share an event. It is recorded when somebody waits for it, or before
     their stream does anything else.
     """
 
@@ -61,8 +65,7 @@ class CudaLanes(RealLanes):
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._unused: list[Any] = []  # native events, to record again
         self._memcpy = memcpy()
-        self._out: CudaEvent | None = None  # of the last copies out, until it is recorded,
-        self._shared = 0  # ... and how many they are
+        self._open: dict[Lane, CudaEvent] = {}  # of the last copies of a lane, until it is recorded
         self._heard: dict[Lane, Event] = {}  # what each copy lane waited for last
         weakref.finalize(self, unpin, device, self.arena.regions).atexit = False
 
@@ -73,32 +76,31 @@ class CudaLanes(RealLanes):
         self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
     ) -> Event:
         which = torch_private.current_stream(self._index)
-        stream = self._copies.get(lane) or self._streams[which]
         if torch_private.current_device() != self._index:
             with torch.cuda.device(self._index):
                 return self.move(lane, sources, target, offsets)
-        at, number = target.at, stream.cuda_stream
+        at, number = target.at or target.data.data_ptr(), self._copies[lane].cuda_stream
         for source, offset in zip(sources, offsets, strict=True):
-            self._memcpy(at + offset, source.at, source.nbytes, number)
+            begin = source.at or source.data.data_ptr()
+            if code := self._memcpy(at + offset, begin, source.nbytes, number):
+                raise RuntimeError(f"CUDA error {code}: a copy could not be started")
         capturing = which[0] != 0 and torch_private.is_capturing()
-        if lane != "d2h":
-            return self._event(lane, which if lane == "compute" else None, capturing, stream)
-        event, self._shared = self._out, self._shared + 1
+        event = self._open.get(lane)
         if event is None or event.captured != capturing:
-            event = self._out = self._event(lane, None, capturing)
-            self._shared = 1
-        elif self._shared == SHARED:
-            self._end_of_copies_out(capturing)
+            event = self._open[lane] = self._event(lane, None, capturing)
+            event.copies = 1
+        else:
+            event.copies += 1
+            if event.copies == SHARED:
+                self._end_of_copies(lane, capturing)
         return event
 
-    def _end_of_copies_out(self, capturing: bool) -> None:
-        """What goes out from here on has another event."""
-        event, self._out = (
-            self._out,
-            None,
-        )  # before it is recorded: another thread may copy meanwhile
+    def _end_of_copies(self, lane: Lane, capturing: bool) -> None:
+        """What goes this way from here on has another event."""
+        # taken out before it is recorded: another thread may copy meanwhile
+        event = self._open.pop(lane, None)
         if event is not None and event.captured == capturing:
-            self._record(event, self._copies["d2h"])
+            self._record(event, self._copies[lane])
 
     def record(self, lane: Lane) -> Event:
         which = torch_private.current_stream(self._index)
@@ -132,8 +134,10 @@ class CudaLanes(RealLanes):
             return
         if event.whose == which if lane == "compute" else event is self._heard.get(lane):
             return  # as before
-        if lane == "d2h" or event is self._out:
-            self._end_of_copies_out(capturing)
+        if lane in self._open:
+            self._end_of_copies(lane, capturing)
+        if event is self._open.get(event.lane):
+            self._end_of_copies(event.lane, capturing)
         if event.native is None:
             self._record(event, self._copies[event.lane])
         torch_private.wait_event(event.native, self._copies.get(lane) or self._streams[which])
@@ -153,22 +157,15 @@ class CudaLanes(RealLanes):
 
 @functools.cache
 def memcpy() -> Callable[[int, int, int, int], int]:
-    """The driver's copy of (target, source, bytes, stream). A copy by a tensor goes through the dispatcher, and on the
-    current stream.  Raises FuseOpsError where there is no such driver.
+    """The driver's copy of (target, source, bytes, stream), which returns an error or 0. A copy by a tensor goes
+    through the dispatcher, and on the current stream.  Raises FuseOpsError where there is no such driver.
     """
     try:
         call = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
     except (OSError, AttributeError) as error:
         raise FuseOpsError(f"offload from CUDA devices needs NVIDIA's driver: {error}.") from None
     call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    call.restype = _no_error
     return call
-
-
-def _no_error(code: int) -> int:
-    if code:
-        raise RuntimeError(f"CUDA error {code}: a copy could not be started")
-    return code
 
 
 @functools.cache

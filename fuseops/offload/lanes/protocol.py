@@ -59,7 +59,7 @@ class Buf:
     """A `Buf` is a buffer of bytes on the device or the host.
 
     data   of device bytes: the storage that they are in, as long as they are needed; nothing in a simulation
-    at     their address
+    at     of host bytes: their address; 0 of a storage, which is asked, since it may be given other memory
     owner  of device bytes: the compute lane that may use them again once they are freed
     after  of host bytes that were freed and are used again: the copy that may still read them
     """
@@ -72,11 +72,10 @@ class Buf:
         nbytes: int,
         place: Place,
         data: Any = None,
-        at: int = 0,
         owner: Hashable = None,
     ) -> None:
         self.name, self.nbytes, self.place = name, nbytes, place
-        self.data, self.at, self.owner = data, at, owner
+        self.data, self.at, self.owner = data, 0, owner
         self.after: Event | None = None
 
     def __repr__(self) -> str:
@@ -113,7 +112,7 @@ class Lanes:
         point of compute, and for `after`. ready None: for all that compute has been given.   -> the point at which it
         is over, None if it is already
         """
-        if lane != "compute" and not self.at_once:
+        if not self.at_once:
             ready = ready or self.record("compute")
             self.wait(lane, ready)
             if after is not None and not after.is_before(ready):

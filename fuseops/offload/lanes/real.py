@@ -25,7 +25,7 @@ class RealLanes(Lanes):
     def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
         if device == "device":
             storage = nothing(torch.uint8, self.device).new_empty(nbytes).untyped_storage()
-            return Buf(name, nbytes, device, storage, storage.data_ptr(), self.compute())
+            return Buf(name, nbytes, device, storage, self.compute())
         try:
             slab = self.arena.take(nbytes, name)
         except (RuntimeError, MemoryError, OSError) as error:

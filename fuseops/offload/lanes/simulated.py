@@ -197,7 +197,7 @@ class SimulatedLanes(Lanes):
     def move(
         self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
     ) -> SimulatedEvent:
-        self.op(lane, sources, [target], 0.0 if lane == "compute" else target.nbytes)
+        self.op(lane, sources, [target], target.nbytes)
         return self.record(lane)
 
     # --- what came of it

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fuseops.errors import FuseOpsError
+from fuseops.offload.arguments import one_of
 from fuseops.offload.codes import traffic
 from fuseops.words import dtype_name, plural
 
@@ -124,6 +125,11 @@ class Hardware:
     source: str = "given"
 
     def __post_init__(self) -> None:
+        kinds: dict[str, Any] = {"str": str, "Curve": Curve, "float": (int, float), "int": int}
+        for f in fields(self):
+            said = str(f.type)
+            kind = kinds.get(said, Mapping)
+            one_of(getattr(self, f.name), kind, f"Hardware({f.name}=...)", said)
         if self.attention not in ATTENTION_SAVES:
             raise FuseOpsError(
                 f"Hardware(attention=...) expects one of {', '.join(ATTENTION_SAVES)}, "

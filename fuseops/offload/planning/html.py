@@ -8,13 +8,14 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from fuseops.explain.html import STYLE, breakable, document, tiles
+from fuseops.explain.charts import ticks
+from fuseops.explain.html import STYLE, breakable, cell, document, table, tiles
 from fuseops.offload.lanes.simulated import Level
 from fuseops.words import size
 
 from .decided import Decided
-from .text import HEADER, facts, rows
-from .trace import spans
+from .text import TIMES, facts, ranks, rows
+from .trace import slices
 
 WIDTH, LEFT, CHART, LANE = 1020, 76, 180, 26
 LEAST = 640  # narrower, the drawing scrolls
@@ -72,30 +73,19 @@ def page(plan: Decided) -> str:
     return document(f"Offload plan of {plan.profile.model}", "".join(_body(plan)), MORE_STYLE)
 
 
-RANKS = ("rank", "peak as it is", "planned", "leaves", "step", "waits")
-
-
 def page_of_ranks(plans: Sequence[Decided]) -> str:
     """A whole document for the ranks of a pipeline: a line each that leads to its plan."""
-    head = "".join(f"<th>{title}</th>" for title in RANKS)
-    lines, parts = [], []
-    for rank, plan in enumerate(plans):
-        before, after = plan.before, plan.after
-        cells = (
-            size(before.peak),
-            size(after.peak),
-            size(after.moved),
-            _ms(after.seconds),
-            _ms(after.stall),
-        )
-        numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)
-        lines.append(f'<tr><td><a href="#rank{rank}">{rank}</a></td>{numbers}</tr>')
-        shown = " open" if rank == 0 else ""
+    titles, *lines = ranks(plans)
+    rows, parts = [], []
+    for plan, (rank, *cells) in zip(plans, lines, strict=True):
+        numbers = "".join(cell(text, "number") for text in cells)
+        rows.append(f'<td><a href="#rank{rank}">{rank}</a></td>{numbers}')
+        shown = " open" if rank == "0" else ""
         parts.append(
             f'<details id="rank{rank}"{shown}><summary><h2>Rank {rank}</h2></summary>{"".join(_body(plan))}</details>'
         )
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-    overview = f'<section><div class="wide">{table}</div></section>'
+    head = "".join(cell(title, kind="th") for title in titles)
+    overview = f'<section><div class="wide">{table(rows, head=head)}</div></section>'
     model = plans[0].profile.model.partition(", rank ")[0]
     return document(
         f"Offload plans of {model}, {len(plans)} ranks", overview + "".join(parts), MORE_STYLE
@@ -135,11 +125,8 @@ def _body(plan: Decided) -> Iterator[str]:
     yield _numbers(plan)
     for warning in plan.warnings:
         yield f'<div class="warning">{escape(warning)}</div>'
-    lines = "".join(
-        f'<tr><td class="quiet">{escape(title)}</td><td>{escape(text)}</td></tr>'
-        for title, text in facts(plan)
-    )
-    yield f"<section><table><tbody>{lines}</tbody></table></section>"
+    lines = table(cell(title, "quiet") + cell(text) for title, text in facts(plan))
+    yield f"<section>{lines}</section>"
     yield f'<section><h3>Timeline</h3><div class="draw">{_drawing(plan)}</div>{_KEY}</section>'
     yield f'<section><h3>Saved tensors</h3><div class="wide">{_table(plan)}</div>{_BRACES}</section>'
     if plan.assumed:
@@ -168,24 +155,18 @@ _BRACES = '<p class="key">{0-2,9} in a name stands for the layers 0, 1, 2 and 9,
 
 
 def _table(plan: Decided) -> str:
-    numbers = ("bytes", "window", "slack")
-    head = "".join(
-        f'<th class="number">{title}</th>' if title in numbers else f"<th>{title}</th>"
-        for title in HEADER
-    )
+    names = ("tensor", "bytes", "decision", "reason", *TIMES)
+    words = ("tensor", "decision", "reason")
+    head = "".join(cell(name, "" if name in words else "number", "th") for name in names)
     body = []
     for row in rows(plan):
-        cells = row.cells()
-        name, (nbytes, decision, reason, window, slack) = (
-            breakable(cells[0]),
-            map(escape, cells[1:]),
-        )
+        (name, nbytes, *times), first = row.line(), row.tensors[0]
+        decided = cell(first.decision, first.decision) + cell(first.reason)
+        numbers = "".join(cell(time, "number") for time in times)
         body.append(
-            f'<tr><td class="mono">{name}</td><td class="number">{nbytes}</td>'
-            f'<td class="{decision}">{decision}</td><td>{reason}</td>'
-            f'<td class="number">{window}</td><td class="number">{slack}</td></tr>'
+            f'<td class="mono">{breakable(name)}</td>{cell(nbytes, "number")}{decided}{numbers}'
         )
-    return f'<table class="decided"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
+    return table(body, "decided", head)
 
 
 class _Scale:
@@ -229,23 +210,12 @@ def _drawing(plan: Decided) -> str:
 
 def _axes(scale: _Scale) -> Iterator[str]:
     unit = 1024 ** int(math.log(scale.nbytes, 1024))
-    for nbytes in _ticks(scale.nbytes, unit, 5):
+    for nbytes in (unit * k for k in ticks(0, scale.nbytes / unit)):
         y = scale.y(nbytes)
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 28}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text class="label" x="{LEFT - 8}" y="{y:.1f}">{size(int(nbytes))}</text>'
-    for seconds in _ticks(scale.seconds, 1e-3, 9):
-        yield (
-            f'<text class="tick" x="{scale.x(seconds):.1f}" y="{CHART + 22}">'
-            f"{seconds * 1e3:.4g} ms</text>"
-        )
-
-
-def _ticks(most: float, unit: float, count: int) -> Iterator[float]:
-    """About `count` ticks from 0, in steps of 1, 2 or 5 times a power of ten units."""
-    rough = most / unit / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough * 0.999) * unit
-    return (k * step for k in range(int(most / step * 1.001) + 1))
+    for ms in ticks(0, scale.seconds * 1e3, 9):
+        yield f'<text class="tick" x="{scale.x(ms / 1e3):.1f}" y="{CHART + 22}">{ms:.4g} ms</text>'
 
 
 def _area(scale: _Scale, levels: Sequence[Level], seconds: float, style: str) -> str:
@@ -262,29 +232,25 @@ def _area(scale: _Scale, levels: Sequence[Level], seconds: float, style: str) ->
     return f'<path class="{style}" d="{"".join(points)}"/>'
 
 
-def _titles(plan: Decided) -> tuple[str, ...]:
+def _titles(plan: Decided) -> dict[str, str]:
     """The titles of the lanes below the chart."""
-    return ("layers", "stalls", "D2H", "H2D", *["network"] * bool(plan.profile.network))
+    titles = {"layers": "layers", "stalls": "stalls", "d2h": "D2H", "h2d": "H2D"}
+    return titles | ({"network": "network"} if plan.profile.network else {})
 
 
 def _lanes(plan: Decided, scale: _Scale) -> Iterator[str]:
-    tops = {title: CHART + 38 + k * LANE for k, title in enumerate(_titles(plan))}
-    for title, top in tops.items():
+    tops = {}
+    for k, (lane, title) in enumerate(_titles(plan).items()):
+        top = tops[lane] = CHART + 38 + k * LANE
         y = top + LANE / 2 - 3
         yield f'<text class="label" x="{LEFT - 8}" y="{y:.1f}">{title}</text>'
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 28}" y1="{top + LANE - 3}" y2="{top + LANE - 3}"/>'
-    for span in spans(plan.profile, plan.after):
-        tip = f"{span.way} of {span.title}"
-        yield _bar(scale, tops["layers"], span.start, span.end, span.way[0], tip)
-    for wait in plan.after.stalls:
-        tip = f"waits for {wait.what} on {wait.on}"
-        yield _bar(scale, tops["stalls"], wait.start, wait.end, "stall", tip)
-    for busy in plan.after.busy:
-        if busy.lane in ("d2h", "h2d"):
-            tip = f"{busy.name}, {size(busy.nbytes)}"
-            yield _bar(scale, tops[busy.lane.upper()], busy.start, busy.end, busy.lane, tip)
-        elif busy.lane == "network":
-            yield _bar(scale, tops["network"], busy.start, busy.end, "h2d", busy.name)
+    styles = {"stalls": "stall", "d2h": "d2h", "h2d": "h2d", "network": "h2d"}
+    for piece in slices(plan):
+        if piece.lane in tops:
+            tip = f"{piece.title}, {size(piece.nbytes)}" if piece.nbytes else piece.title
+            style = styles.get(piece.lane, piece.title[0])  # f and b of the ways of layers
+            yield _bar(scale, tops[piece.lane], piece.start, piece.end, style, tip)
 
 
 def _bar(scale: _Scale, top: float, start: float, end: float, style: str, tip: str) -> str:

@@ -34,8 +34,9 @@ from .decided import Decided, PlannedTensor
 from .hardware import Hardware
 from .planner import NOTHING, UNLIMITED, Limits, solve
 from .profile import Profile, Recompute
+from .record import ProfiledStep
 from .simulate import DEFAULT, LinkSettings, Simulation, simulate
-from .step import STAGES, ProfiledStep, dry_run, layers_of, silent
+from .step import STAGES, dry_run, layers_of, silent
 from .step import record as recorded
 
 log = logging.getLogger("fuseops.offload")
@@ -132,6 +133,9 @@ def plan(
         one_of(policy, Policy, "plan(policy=...)", "an offload.Policy")
     if loss is not None and not callable(loss):
         raise FuseOpsError(f"plan(loss=...) expects a function of the output, got {loss!r:.80}.")
+    if progress is not None and not callable(progress):
+        raise FuseOpsError(f"plan(progress=...) expects a function, got {progress!r:.80}.")
+    one_of(record, bool, "plan(record=...)", "True or False")
     for rows in one_of(split or (), Sequence, "plan(split=...)", "a list of numbers of rows"):
         whole_number(rows, "plan(split=...), in rows,")
     if hardware is not None:
@@ -361,7 +365,9 @@ def _warnings(plan: OffloadPlan, model: CostModel) -> Iterator[str]:
     if host is not None and after.host > host:
         yield f"needs {size(after.host)} of host memory, and {size(host)} were given"
     items, groups = model.covers(before.peak_position)
-    if not items and not groups:
+    if any(not saved.nbytes for saved in plan.profile.saved) and not model.items:
+        yield "nothing that the layers save can leave; what is kept below has the reasons"
+    elif not items and not groups:
         yield (
             f"offloading cannot lower the peak: it stands {plan.owner(before)}, where "
             "nothing that could leave is away"
@@ -371,5 +377,3 @@ def _warnings(plan: OffloadPlan, model: CostModel) -> Iterator[str]:
             f"does not lower the peak: {size(after.peak)} {plan.owner(after)}, where what comes back "
             "is on the device again"
         )
-    if any(not saved.nbytes for saved in plan.profile.saved) and not model.items:
-        yield "nothing that the layers save can leave"

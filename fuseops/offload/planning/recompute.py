@@ -6,25 +6,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
 
 from fuseops.offload.scopes import dispatch_again, recompute
 from fuseops.ops.op import FusedOp
 from fuseops.ops.op import Op as FuseOp
+from fuseops.ops.paths import SPREAD
 
-from .profile import LayerCall, ProfiledOp, Recompute, Saved
-
-
-class SeenStep(NamedTuple):
-    """A `SeenStep` holds the ops, saved storages and layer calls of one step that was followed."""
-
-    ops: tuple[ProfiledOp, ...]
-    saved: tuple[Saved, ...]
-    calls: tuple[LayerCall, ...]
+from .profile import LayerCall, Profile, Recompute
 
 
-def recomputations(seen: SeenStep, observe: Callable[[], SeenStep]) -> tuple[Recompute, ...]:
-    """All of them. observe: follows the same step once more; asked only where something saved could be made again."""
+def recomputations(
+    model: nn.Module, seen: Profile, observe: Callable[[], Profile]
+) -> tuple[Recompute, ...]:
+    """All of them. observe: follows the same step once more; asked only where something saved could be made again, on
+    all ranks of `groups_of` alike.
+    """
     ops = {s.op for s in seen.saved}
     able = {cls.__name__ for base in (FuseOp, FusedOp) for cls in _below(base) if cls.recomputes}
     sent = {cls.__name__ for cls in _below(FusedOp) if cls.again}
@@ -32,10 +32,22 @@ def recomputations(seen: SeenStep, observe: Callable[[], SeenStep]) -> tuple[Rec
     if ops & able:
         with recompute():
             found += _fields(seen, observe(), "op")
-    if ops & sent and any(op.lane == "network" for op in seen.ops):
+    if ops & sent and groups_of(model):
         with dispatch_again():
             found += _fields(seen, observe(), "dispatch")
     return tuple(found)
+
+
+def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The groups of two ranks and more whose ranks run ops of the model together, in the order of those; then those of
+    experts that another library's modules lend.
+    """
+    ops = [op for op in model.modules() if isinstance(op, FuseOp)]
+    every = [o.together for op in ops for o in (*op._around[0], op, *op._around[1])]
+    lent = [m.__dict__[SPREAD].keywords for m in model.modules() if SPREAD in m.__dict__]
+    every += [keywords["mesh"].get_group() for keywords in lent]
+    found = {id(group): group for group in every if group is not None}
+    return [group for group in found.values() if dist.get_world_size(group) > 1]
 
 
 def _below(cls: Any) -> Iterator[Any]:
@@ -51,7 +63,7 @@ def _calls_by_layer(calls: Sequence[LayerCall]) -> dict[str, list[int]]:
     return found
 
 
-def _layers(seen: SeenStep) -> Iterator[Recompute]:
+def _layers(seen: Profile) -> Iterator[Recompute]:
     """All calls of a layer together, without what comes in from outside or is saved elsewhere too."""
     for layer, mine in _calls_by_layer(seen.calls).items():
         members = [
@@ -64,7 +76,7 @@ def _layers(seen: SeenStep) -> Iterator[Recompute]:
         yield from _group(seen, layer, "module", members, seconds)
 
 
-def _fields(seen: SeenStep, without: SeenStep, kind: str) -> Iterator[Recompute]:
+def _fields(seen: Profile, without: Profile, kind: str) -> Iterator[Recompute]:
     """Of each layer, what is saved no more in another run, for the backward's longer time. What is saved in its place
     counts against the largest of a call.
     """
@@ -88,14 +100,14 @@ def _fields(seen: SeenStep, without: SeenStep, kind: str) -> Iterator[Recompute]
 
 
 def _group(
-    seen: SeenStep, layer: str, kind: str, members: list[int], seconds: float
+    seen: Profile, layer: str, kind: str, members: list[int], seconds: float
 ) -> Iterator[Recompute]:
     if members:
         calls = len({seen.saved[n].call for n in members})
         yield Recompute(layer, kind, tuple(members), seconds, calls)
 
 
-def _backward_seconds(step: SeenStep) -> dict[int, float]:
+def _backward_seconds(step: Profile) -> dict[int, float]:
     """Of each call: from the begin of its backward to that of the next."""
     begins = sorted((c.backward, k) for k, c in enumerate(step.calls) if c.backward >= 0)
     ends = [position for position, _ in begins[1:]] + [len(step.ops)]

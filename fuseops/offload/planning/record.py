@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fuseops import torch_private
+from fuseops.errors import FuseOpsError
 from fuseops.observe import modules
 from fuseops.observe.labels import Labels
 from fuseops.observe.memory import Meter, Ops, outside_bytes, stored, tensors_in
@@ -32,32 +33,70 @@ from fuseops.offload.records import Handle, Kept
 from fuseops.offload.report import KEPT
 from fuseops.offload.scopes import Scope
 from fuseops.offload.storages import StorageMap
-from fuseops.ops import names
 from fuseops.ops.names import SavedName
 from fuseops.torch_private import WeakStorage
 from fuseops.words import dtype_name
 
 from .measure import event
-from .profile import Again, LayerCall, ProfiledOp, Saved
-from .recompute import SeenStep
+from .profile import DRY_RUN, RECORDED, Again, LayerCall, Profile, ProfiledOp, Saved
 
 COLLECTIVES = ("c10d.", "_c10d_functional.")
 
+Loss = Callable[[Any], Tensor]
 Seconds = Callable[[Any, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], Any], float]
+
+
+class ProfiledStep(NamedTuple):
+    """A `ProfiledStep` is what is profiled: one forward and backward.
+
+    layers  id of a module -> its path; the units of the schedule
+    loss    makes a scalar of the model's output; None: `.loss` of it, or the sum of what needs a
+            gradient
+    policy  what may leave
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    side: Mapping[str, Any]
+    layers: Mapping[int, str]
+    loss: Loss | None
+    policy: Policy
+
+    def run(
+        self,
+        args: tuple[Any, ...],
+        side: Mapping[str, Any],
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Forward and backward; `between` is called between them.
+
+        Of the output only what the backward begins at lives on, as in `model(...).loss.backward()`.
+        """
+        out = self.model(*args, **side)
+        between()
+        ends = self._ends(out)
+        del out
+        torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+
+    def _ends(self, out: Any) -> list[Tensor]:
+        """Where the backward begins."""
+        loss = getattr(out, "loss", None) if self.loss is None else self.loss(out)
+        tensors = [loss] if isinstance(loss, Tensor) else list(tensors_in(out))
+        ends = [t for t in tensors if t.requires_grad]
+        if not ends:
+            raise FuseOpsError(
+                f"a step of {type(self.model).__name__} has no backward: no output needs a "
+                "gradient. Pass loss=, or an input or parameters that require gradients."
+            )
+        return ends
 
 
 class _Storage:
     """A `_Storage` describes a saved storage while the step runs."""
 
-    def __init__(
-        self, t: Tensor, named: SavedName, call: int, at: int, why: str | None, codes: int
-    ) -> None:
-        storage = t.untyped_storage()
-        self.name, self.op, self.call, self.at, self.why = named.name, named.op, call, at, why
-        self.nbytes, self.shape, self.dtype = storage.nbytes(), tuple(t.shape), dtype_name(t.dtype)
-        self.codes = codes
+    def __init__(self, storage: torch.UntypedStorage, seen: Saved) -> None:
+        self.seen = seen  # as far as it is known
         self.weak = WeakStorage(storage)
-        self.made = -1
         self.handles = 0
         self.held = self.freed = -1
         self.saves: dict[int, int] = {}  # call -> position, of other calls
@@ -76,20 +115,10 @@ class _Storage:
 
     def done(self, end: int) -> Saved:
         freed = end if self.freed < 0 else self.freed
-        read = self.reads.get(self.call, freed)
         again = tuple(Again(c, at, self.reads.get(c, freed)) for c, at in self.saves.items())
         held = freed if self.held < 0 else self.held
-        return Saved(
-            *(self.name, self.op, self.call, self.nbytes, self.shape, self.dtype),
-            made=self.made,
-            at=self.at,
-            held=held,
-            read=read,
-            freed=freed,
-            why=self.why,
-            again=again,
-            codes=self.codes,
-        )
+        read = self.reads.get(self.seen.call, freed)
+        return self.seen._replace(held=held, read=read, freed=freed, again=again)
 
 
 class _Noted(Kept):
@@ -124,8 +153,13 @@ class _Recording(Scope):
         """A layer is called: its names count from 0, as under a scheduler."""
         self._labels = Labels(self._labels.paths)
 
-    def pack(self, t: Tensor) -> Handle:
-        named = names.take(t) or self._labels.of_torch(t)
+    def pack(
+        self, tensors: Sequence[Tensor], named: Sequence[SavedName] | None = None
+    ) -> list[Handle]:
+        known = [self._labels.of_torch(t) for t in tensors] if named is None else named
+        return [self._note(t, name) for t, name in zip(tensors, known, strict=True)]
+
+    def _note(self, t: Tensor, named: SavedName) -> _Noted:
         odd = None if torch_private.is_fake(t) else why_not_plain(t)
         if odd is None and torch_private.in_backward():
             odd = "recomputed by checkpoint"
@@ -144,36 +178,32 @@ class _Recording(Scope):
         return self._recorder.on_gpu
 
     def _by_policy(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
-        return self._recorder.by_policy(Candidate.of(t, named.name, named.op, named.also)), ""
+        return self._recorder.by_policy(Candidate.of(t, named)), ""
 
 
 class Recorder:
-    """Follows one step of `model`.
+    """A `Recorder` follows one run of a step.
 
-    layers   the modules whose calls are the units of the schedule, id -> path
-    seconds  how long an op takes; None: measured
-    policy   what may leave
+    seconds    how long an op takes; None: measured
+    intercept  runs the ops of a step that is not real
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        layers: dict[int, str],
+        step: ProfiledStep,
         meter: Meter,
-        *,
-        seconds: Seconds | None,
-        policy: Policy,
+        seconds: Seconds | None = None,
         intercept: Callable[..., Any] | None = None,
     ) -> None:
-        self.model, self.layers, self.meter = model, layers, meter
-        self.policy, self.intercept = policy, intercept
+        self.model, self.layers, self.policy = step.model, step.layers, step.policy
+        self.meter, self.seconds, self.intercept = meter, seconds, intercept
         self._quotas: defaultdict[int, Quota] = defaultdict(Quota)  # by call
-        self.seconds = seconds
-        self.on_gpu = any(p.is_cuda for p in model.parameters())
+        self.on_gpu = any(p.is_cuda for p in self.model.parameters())
         self.ops: list[ProfiledOp] = []
         self.calls: list[LayerCall] = []
         self._timers: list[Any] = []
         self._storages: list[_Storage] = []
+        self._names = set[str]()  # of all that is saved
         self._watched: list[_Storage] = []
         self.dropped: deque[_Storage] = deque()  # by a handle that died, in whatever thread
         self._by_storage: StorageMap[_Storage] = StorageMap()
@@ -213,7 +243,11 @@ class Recorder:
             yield
         self._look()
 
-    def result(self) -> SeenStep:
+    def check_policy(self) -> None:
+        """Raise FuseOpsError for globs of the policy that no saved tensor matches."""
+        self.policy.check(self._names)
+
+    def result(self) -> Profile:
         """Once the step is over."""
         ops = self.ops
         if self._timers:
@@ -222,12 +256,15 @@ class Recorder:
         outside, end = outside_bytes(self.model), len(ops)
         ops = [op._replace(resident=op.resident + outside) for op in ops]
         calls = [c if c.leave >= 0 else c._replace(leave=end) for c in self.calls]
-        return SeenStep(tuple(ops), tuple(s.done(end) for s in self._storages), tuple(calls))
+        kind = RECORDED if self.seconds is None else DRY_RUN
+        saved = tuple(s.done(end) for s in self._storages)
+        return Profile(type(self.model).__name__, kind, tuple(ops), saved, tuple(calls))
 
     # --- what the hooks tell
 
     def saved(self, t: Tensor, named: SavedName, scope: _Recording) -> _Storage:
         """A tensor is packed."""
+        self._names.update(named.names)
         storage = t.untyped_storage()
         known = self._by_storage.get(storage)
         if known is None:
@@ -235,29 +272,40 @@ class Recorder:
             why = scope.why(t, named)
             if why is None and call < 0:
                 why = "outside of the layers"
-            codes = self._codes(t, named) if why is None else 0
-            known = _Storage(t, named, call, self.position, why, codes)
-            made = self._made.get(storage)
-            known.made = -1 if made is None else made
+            known = _Storage(storage, self._seen(t, named, call, why))
             self._by_storage.set(storage, known)
             self._storages.append(known)
-            if why in HELD_ANYWAY:
-                known.nbytes = 0
-            else:
+            if why not in HELD_ANYWAY:
                 self._watched.append(known)
-        elif self.running_call not in (known.call, -1):
+        elif self.running_call not in (known.seen.call, -1):
             known.saves.setdefault(self.running_call, self.position)
-        if known.codes and not self._may_round(t, named, known):
-            known.codes = 0
+        if known.seen.codes and not self._may_round(t, named, known.seen):
+            known.seen = known.seen._replace(codes=0)
         known.handles += 1
         return known
 
+    def _seen(self, t: Tensor, named: SavedName, call: int, why: str | None) -> Saved:
+        """What is known of a storage that is saved for the first time."""
+        storage = t.untyped_storage()
+        made = self._made.get(storage)
+        return Saved(
+            *(named.name, named.op, call),
+            *(0 if why in HELD_ANYWAY else storage.nbytes(), tuple(t.shape), dtype_name(t.dtype)),
+            made=-1 if made is None else made,
+            at=self.position,
+            held=-1,
+            read=-1,
+            freed=-1,
+            why=why,
+            codes=self._codes(t, named) if why is None else 0,
+        )
+
     def _codes(self, t: Tensor, named: SavedName) -> int:
-        candidate = Candidate.of(t, named.name, named.op, named.also)
+        candidate = Candidate.of(t, named)
         coding = coding_of(candidate, tuple(self.policy.quantize))
         return coded_bytes(candidate.nbytes, t.dtype) if isinstance(coding, Coding) else 0
 
-    def _may_round(self, t: Tensor, named: SavedName, known: _Storage) -> bool:
+    def _may_round(self, t: Tensor, named: SavedName, known: Saved) -> bool:
         """Whether what lies in a storage that may leave as codes may be rounded with it."""
         globs = tuple(self.policy.quantize)
         return dtype_name(t.dtype) == known.dtype and exact_by_name(named.names, globs) is None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +20,18 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import as_if_on
 from fuseops.observe.fakes import fake, faked
 from fuseops.observe.labels import matching, paths_under
-from fuseops.observe.memory import CudaMeter, Meter, StorageMeter, tensors_in
+from fuseops.observe.memory import CudaMeter, StorageMeter, tensors_in
 from fuseops.observe.rehearse import unseen
 from fuseops.observe.untouched import main_grads, untouched
-from fuseops.offload.policy import Policy
 from fuseops.ops.op import Op as FuseOp
 
 from .hardware import ATTENTION_SAVES, Hardware
 from .measure import event
-from .profile import DRY_RUN, RECORDED, Profile
-from .recompute import SeenStep, recomputations
-from .record import Recorder, Seconds
+from .profile import Profile
+from .recompute import recomputations
+from .record import ProfiledStep, Recorder
 from .roofline import DRY_ERROR, Roofline
 
-Loss = Callable[[Any], Tensor]
 Progress = Callable[[str, int, int], None]  # what is done now, how many parts are done, of how many
 
 
@@ -44,51 +43,6 @@ TIMED_STEPS = 3
 STAGES = 5  # of a recorded plan: four here, then the choice
 
 
-class ProfiledStep(NamedTuple):
-    """A `ProfiledStep` is what is profiled: one forward and backward.
-
-    layers  id of a module -> its path; the units of the schedule
-    loss    makes a scalar of the model's output; None: `.loss` of it, or the sum of what needs a
-            gradient
-    policy  what may leave
-    """
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    side: Mapping[str, Any]
-    layers: Mapping[int, str]
-    loss: Loss | None
-    policy: Policy
-
-    def run(
-        self,
-        args: tuple[Any, ...],
-        side: Mapping[str, Any],
-        between: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Forward and backward; `between` is called between them.
-
-        Of the output only what the backward begins at lives on, as in `model(...).loss.backward()`.
-        """
-        out = self.model(*args, **side)
-        between()
-        ends = self._ends(out)
-        del out
-        torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
-
-    def _ends(self, out: Any) -> list[Tensor]:
-        """Where the backward begins."""
-        loss = getattr(out, "loss", None) if self.loss is None else self.loss(out)
-        tensors = [loss] if isinstance(loss, Tensor) else list(tensors_in(out))
-        ends = [t for t in tensors if t.requires_grad]
-        if not ends:
-            raise FuseOpsError(
-                f"a step of {type(self.model).__name__} has no backward: no output needs a "
-                "gradient. Pass loss=, or an input or parameters that require gradients."
-            )
-        return ends
-
-
 def record(step: ProfiledStep, told: Progress = silent) -> Profile:
     """One step as it runs, with times and bytes measured. Gradients, buffers and random states of the
     model are as before afterwards; gradients that exist stay where they are meanwhile, as in a step
@@ -97,13 +51,13 @@ def record(step: ProfiledStep, told: Progress = silent) -> Profile:
     cuda = any(p.is_cuda for p in step.model.parameters())
     forward: list[int] = []  # how many ops it has
 
-    def observe() -> SeenStep:
+    def observe() -> Recorder:
         meter = CudaMeter() if cuda else StorageMeter(_there(step.model, step.args))
-        recorder = _recorder(step, meter, None)
+        recorder = Recorder(step, meter)
         with recorder.running():
             step.run(step.args, step.side, lambda: forward.append(recorder.position))
         _drop_gradients(new)
-        return recorder.result()
+        return recorder
 
     there = [t.grad for t in _leaves(step) if t.grad is not None]
     with untouched(step.model, there), _bordered(step):
@@ -114,9 +68,7 @@ def record(step: ProfiledStep, told: Progress = silent) -> Profile:
         told("timing", 1, STAGES)
         took = _timed(step, new, cuda)
         told("recording", 2, STAGES)
-        seen = observe()
-        told("what can be made again", 3, STAGES)
-        groups = recomputations(seen, observe)
+        seen = _seen(step.model, observe, told)
     # Together they are the plain step, where launches overlap what runs before, and a device that is
     # never idle is slower at what takes the most power: not alike in forward and backward.
     ops, scales = [], []
@@ -124,14 +76,11 @@ def record(step: ProfiledStep, told: Progress = silent) -> Profile:
         scales.append(seconds / max(sum(op.seconds for op in part), 1e-12))
         ops += [op._replace(seconds=op.seconds * scales[-1]) for op in part]
     on_cpu = "bytes that an op needs inside itself are not counted on the CPU"
-    return Profile(
-        type(step.model).__name__,
-        RECORDED,
-        tuple(ops),
-        seen.saved,
-        seen.calls,
-        tuple(group._replace(seconds=group.seconds * scales[0]) for group in groups),
-        () if cuda else (on_cpu,),
+    return replace(
+        seen,
+        ops=tuple(ops),
+        recompute=tuple(g._replace(seconds=g.seconds * scales[0]) for g in seen.recompute),
+        assumed=() if cuda else (on_cpu,),
         hardware=torch.cuda.get_device_name() if cuda else "cpu",
         facts={"forward_seconds": took[0], "step_seconds": sum(took)}
         | {"forward_scale": scales[0], "backward_scale": scales[1]},
@@ -150,41 +99,34 @@ def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None 
     backends = [SDPBackend.MATH] if hardware.attention == "math" else flash
     rows = _Rows(split)
 
-    def observe() -> SeenStep:
+    def observe() -> Recorder:
         rows.used = 0
         with faked(step.model, mode):
             given = (step.args, dict(step.side))
             args, side = pytree.tree_map_only(Tensor, lambda t: fake(t, mode), given)
             meter = StorageMeter(_there(step.model, (args, side)))
-            recorder = _recorder(step, meter, Roofline(hardware), rows)
+            recorder = Recorder(step, meter, Roofline(hardware), rows)
             as_on, blind = as_if_on(hardware.arch), torch.autograd.set_detect_anomaly(False)
             with mode, sdpa_kernel(backends), recorder.running(), as_on, blind, _explained():
                 step.run(args, side)
-        return recorder.result()
+        return recorder
 
     with _bordered(step):
-        seen = observe()
-        groups = recomputations(seen, observe)
-    return Profile(
-        *(type(step.model).__name__, DRY_RUN, seen.ops, seen.saved, seen.calls),
-        recompute=groups,
-        assumed=tuple(_assumed(step, hardware, seen, rows)),
-        hardware=hardware.name,
-    )
+        seen = _seen(step.model, observe)
+    assumed = tuple(_assumed(step, hardware, seen, rows))
+    return replace(seen, assumed=assumed, hardware=hardware.name)
 
 
-def _recorder(
-    step: ProfiledStep, meter: Meter, seconds: Seconds | None, rows: _Rows | None = None
-) -> Recorder:
-    return Recorder(
-        *(step.model, dict(step.layers), meter),
-        seconds=seconds,
-        policy=step.policy,
-        intercept=rows,
-    )
+def _seen(model: nn.Module, observe: Callable[[], Recorder], told: Progress = silent) -> Profile:
+    """What a step does, and what of it could be made again.   observe: follows it, as often as it is asked"""
+    first = observe()
+    first.check_policy()
+    seen = first.result()
+    told("what can be made again", 3, STAGES)
+    return replace(seen, recompute=recomputations(model, seen, lambda: observe().result()))
 
 
-def _assumed(step: ProfiledStep, hardware: Hardware, seen: SeenStep, rows: _Rows) -> Iterator[str]:
+def _assumed(step: ProfiledStep, hardware: Hardware, seen: Profile, rows: _Rows) -> Iterator[str]:
     yield (
         f"times: arithmetic and bytes of each op at the rates of {hardware.name} ({hardware.source}); "
         f"recorded steps lay within {DRY_ERROR:.0%}"

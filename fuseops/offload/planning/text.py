@@ -14,7 +14,6 @@ from fuseops.words import size
 from .decided import Decided, PlannedTensor
 
 SCHEMA_VERSION = 1
-HEADER = ("tensor", "bytes", "decision", "reason", "window", "slack")
 ORDER = (OFFLOAD, QUANTIZE, RECOMPUTE, DISPATCH, KEEP)
 TIMES = ("out ms", "back ms", "slack ms")
 
@@ -25,16 +24,9 @@ class TableRow(NamedTuple):
     name: str
     tensors: tuple[PlannedTensor, ...]
 
-    def cells(self) -> tuple[str, ...]:
-        """In the order of HEADER."""
-        first, (out, back, slack) = self.tensors[0], self.times()
-        window = f"out {out} ms, back {back} ms" if out else "-"
-        slack = f"{slack} ms" if slack else "-"
-        return self.name, self.bytes(), first.decision, first.reason, window, slack
-
     def line(self) -> tuple[str, ...]:
         """Name and bytes, and TIMES."""
-        return f"  {self.name}", self.bytes(), *self.times()
+        return self.name, self.bytes(), *self.times()
 
     def bytes(self) -> str:
         """Of all of them, and how many they are."""
@@ -149,9 +141,9 @@ def report(plan: Decided, every: bool, wide: bool, width: int) -> str:
     for (decision, reason), listed in sections.items():
         title = f"{decision} {_total(t for row in listed for t in row.tensors)}: {reason}"
         times = TIMES if wide and decision in (OFFLOAD, QUANTIZE) else ()
-        lines += ["", _line(title, names + 2 + widths[0], times, widths[1:])]
+        lines += ["", _line(title, names + 4 + widths[0], times, widths[1:])]
         for name, *numbers in (row.line() for row in listed):
-            lines.append(_line(name, names, numbers if wide else numbers[:1], widths))
+            lines.append(f"  {_line(name, names, numbers if wide else numbers[:1], widths)}")
     return "\n".join(lines)
 
 
@@ -167,6 +159,19 @@ def _sections(plan: Decided, every: bool) -> dict[tuple[str, str], list[TableRow
         decision, reason = row.tensors[0].decision, row.tensors[0].reason
         found[decision, reason.split(",")[0] if decision in MADE_AGAIN else reason].append(row)
     return {key: found[key] for key in sorted(found, key=lambda key: ORDER.index(key[0]))}
+
+
+def ranks(plans: Sequence[Decided]) -> list[tuple[str, ...]]:
+    """The ranks of a pipeline, a line each below the titles."""
+    found: list[tuple[str, ...]] = [
+        ("rank", "peak", "planned", "where", "leaves", "waits ms", "step ms")
+    ]
+    for rank, plan in enumerate(plans):
+        before, after = plan.before, plan.after
+        sizes = size(before.peak), size(after.peak), plan.owner(after), size(after.moved)
+        times = f"{after.stall * 1e3:.2f}", f"{after.seconds * 1e3:.2f}"
+        found.append((str(rank), *sizes, *times))
+    return found
 
 
 def as_json(plan: Decided) -> dict[str, Any]:

@@ -158,11 +158,6 @@ class Timetable(PlayedStep):
             holes.append(Hole(saved.held, back, saved.nbytes))
             holes.append(Hole(saved.at, max(sent, released), -self.codes[k]))
             holes.append(Hole(fetched, max(saved.reads), -self.codes[k]))
-        elif self.is_small(k):
-            # Gathered: its own bytes go at once, those of the transfer at the release.
-            gone, staged = max(sent, saved.held), max(sent, released)
-            holes.append(Hole(gone, fetched, saved.nbytes))
-            holes.append(Hole(sent, staged, -saved.nbytes))
         else:
             holes.append(Hole(max(released, saved.held), fetched, saved.nbytes))
         # While somebody else holds the original, what came back is a second copy.

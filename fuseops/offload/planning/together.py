@@ -12,9 +12,9 @@ from torch import nn
 
 from fuseops.errors import FuseOpsError
 from fuseops.offload.arguments import one_of
-from fuseops.ops.op import Op as FuseOp
 
 from .plan import OffloadPlan, dropping, plan_profile
+from .recompute import groups_of
 
 
 def shares(budget: int, needs: Sequence[int]) -> list[int]:
@@ -62,32 +62,15 @@ Again = frozenset[tuple[str, str]]
 """(kind, name of the layer) of what is made again by sending."""
 
 
-def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
-    """The groups of two ranks and more whose ranks run ops of the model together, in the order of those."""
-    ops = [op for op in model.modules() if isinstance(op, FuseOp)]
-    every = [o.together for op in ops for o in (*op._around[0], op, *op._around[1])]
-    found = {id(group): group for group in every if group is not None}
-    return [group for group in found.values() if dist.get_world_size(group) > 1]
-
-
 def sent_again(plan: OffloadPlan) -> Again:
-    """What a plan makes again that other ranks take part in."""
-    profile = plan.profile
-    sends = {
-        call.layer
-        for call in profile.calls
-        if any(op.lane == "network" for op in profile.ops[call.enter : call.leave])
-    }
-    return frozenset(
-        (g.kind, g.name)
-        for g in plan.dropped
-        if g.kind == "dispatch" or (g.kind == "module" and g.name in sends)
-    )
+    """What a plan makes again that other ranks may take part in."""
+    return frozenset((g.kind, g.name) for g in plan.dropped if g.kind in ("dispatch", "module"))
 
 
 def share_decisions(plan: OffloadPlan, group: dist.ProcessGroup) -> OffloadPlan:
-    """The plan of this rank where what one rank of a group makes again by sending all of them do: each then waits for
-    the same transfers. A collective: every rank of the group calls it.
+    """The plan of this rank where the layers that one rank of a group recomputes, and the tokens that it dispatches
+    again, are those of all of them: each then waits for the same transfers. A collective: every rank of the group calls
+    it.
     """
     one_of(plan, OffloadPlan, "share_decisions(plan, ...)", "an OffloadPlan")
     mine = sent_again(plan)

@@ -6,25 +6,31 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .decided import Decided
-from .profile import Profile
-from .simulate import Simulation
 
-LANES = {"layers": 1, "compute": 2, "d2h": 3, "h2d": 4, "network": 5}
-TITLES = {lane: lane for lane in LANES} | {"d2h": "D2H", "h2d": "H2D"}
+TITLES = {
+    "layers": "layers",
+    "compute": "compute",
+    "d2h": "D2H",
+    "h2d": "H2D",
+    "network": "network",
+}
+LANES = {lane: number for number, lane in enumerate(TITLES, 1)} | {"stalls": 2}  # of compute
 
 
-class TraceSpan(NamedTuple):
-    """A `TraceSpan` is the forward or backward of one call of a layer, in seconds of the simulated step."""
+class TraceSlice(NamedTuple):
+    """A `TraceSlice` is what a lane, the layers or the stalls were at for a while, in seconds of the simulated step."""
 
+    lane: str
     title: str
-    way: str
     start: float
     end: float
+    nbytes: int = 0  # that were copied
 
 
-def spans(profile: Profile, simulation: Simulation) -> Iterator[TraceSpan]:
-    """What the layers did when: until the next boundary for a backward, until it left for a forward."""
-    at = [level.seconds for level in simulation.levels] + [simulation.seconds]
+def slices(plan: Decided) -> Iterator[TraceSlice]:
+    """What was when; a layer's backward ends at the next boundary, a forward where it left."""
+    profile, after = plan.profile, plan.after
+    at = [level.seconds for level in after.levels] + [after.seconds]
     boundaries = profile.boundaries
     for boundary, following in zip(boundaries, [*boundaries[1:], None], strict=True):
         call = profile.calls[boundary.which]
@@ -33,7 +39,12 @@ def spans(profile: Profile, simulation: Simulation) -> Iterator[TraceSpan]:
         if way == "forward":
             end = min(end, call.leave)
         if end > boundary.position:
-            yield TraceSpan(call.layer, way, at[boundary.position], at[end])
+            yield TraceSlice("layers", f"{way} {call.layer}", at[boundary.position], at[end])
+    for busy in after.busy:
+        nbytes = busy.nbytes if busy.lane in ("d2h", "h2d") else 0
+        yield TraceSlice(busy.lane, busy.name, busy.start, busy.end, nbytes)
+    for wait in after.stalls:
+        yield TraceSlice("stalls", f"waits for {wait.what} on {wait.on}", wait.start, wait.end)
 
 
 def trace(plan: Decided) -> dict[str, Any]:
@@ -41,31 +52,32 @@ def trace(plan: Decided) -> dict[str, Any]:
     return {
         "displayTimeUnit": "ms",
         "otherData": {"model": plan.profile.model, "hardware": plan.hardware.name},
-        "traceEvents": [*_names(plan.profile), *_events(plan)],
+        "traceEvents": [*_names(plan), *_events(plan)],
     }
 
 
-def _names(profile: Profile) -> Iterator[dict[str, Any]]:
+def _names(plan: Decided) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "offload plan"}}
-    for lane, tid in LANES.items():
-        if lane == "network" and not profile.network:
+    for lane, title in TITLES.items():
+        if lane == "network" and not plan.profile.network:
             continue
-        name = {"name": TITLES[lane]}
-        yield {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": name}
-        sort = {"sort_index": tid}
-        yield {"ph": "M", "pid": 1, "tid": tid, "name": "thread_sort_index", "args": sort}
+        event = {"ph": "M", "pid": 1, "tid": LANES[lane]}
+        yield event | {"name": "thread_name", "args": {"name": title}}
+        yield event | {"name": "thread_sort_index", "args": {"sort_index": LANES[lane]}}
 
 
 def _events(plan: Decided) -> Iterator[dict[str, Any]]:
-    after = plan.after
-    for span in spans(plan.profile, after):
-        yield _slice("layers", f"{span.way} {span.title}", span.start, span.end)
-    for busy in after.busy:
-        args = {"bytes": busy.nbytes} if busy.lane in ("d2h", "h2d") else {}
-        yield _slice(busy.lane, busy.name, busy.start, busy.end, **args)
-    for wait in after.stalls:
-        yield _slice("compute", f"stall: waits for {wait.what}", wait.start, wait.end, on=wait.on)
-    for name, simulation in (("planned", after), ("nothing moved", plan.before)):
+    for piece in slices(plan):
+        yield {
+            "ph": "X",
+            "pid": 1,
+            "tid": LANES[piece.lane],
+            "name": piece.title,
+            "ts": piece.start * 1e6,
+            "dur": (piece.end - piece.start) * 1e6,
+            "args": {"bytes": piece.nbytes} if piece.nbytes else {},
+        }
+    for name, simulation in (("planned", plan.after), ("nothing moved", plan.before)):
         for level in simulation.levels:
             yield {
                 "ph": "C",
@@ -74,15 +86,3 @@ def _events(plan: Decided) -> Iterator[dict[str, Any]]:
                 "ts": level.seconds * 1e6,
                 "args": {"bytes": level.nbytes},
             }
-
-
-def _slice(lane: str, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "pid": 1,
-        "tid": LANES[lane],
-        "name": name,
-        "ts": start * 1e6,
-        "dur": (end - start) * 1e6,
-        "args": args,
-    }

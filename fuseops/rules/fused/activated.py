@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.ops.activations import Form
+from fuseops.kernels.activation import Form
 from fuseops.ops.linear import high, wgrad_input
 from fuseops.ops.op import Call
 from fuseops.recipes import Operand

@@ -1,13 +1,12 @@
 """The end of one block and the begin of the next: a residual is added, kept for the next addition, and normed."""
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import Tensor
 
 from fuseops.ops.linear import LinearSaved, linear
-from fuseops.ops.op import Call, FusedOp, Grads, Out
-from fuseops.ops.structure import AddSaved, NothingSaved, of_tap
+from fuseops.ops.op import Calls, FusedOp, Given, Grads, NothingSaved, Out, SideGrads
+from fuseops.ops.structure import AddSaved, of_tap
 
 
 class AddNorm(FusedOp):
@@ -20,7 +19,7 @@ class AddNorm(FusedOp):
 
     recipes = True
 
-    def fwd(self, x: Tensor, t: tuple[Mapping[str, Tensor], ...], calls: tuple[Call, ...]) -> Out:
+    def fwd(self, x: Tensor, t: Given, calls: Calls) -> Out:
         *front, add, tap, norm = cast("tuple[Any, ...]", self.members)
         before: list[Any] = []
         if front:
@@ -41,11 +40,7 @@ class NormAdd(FusedOp):
     """dx = dresidual = dh + the gradient of the norm, with one rounding; dh is that of what was published."""
 
     def bwd(
-        self,
-        saved: tuple[Any, ...],
-        dy: Tensor | None,
-        calls: tuple[Call, ...],
-        dside: Mapping[str, Tensor | None],
+        self, saved: tuple[Any, ...], dy: Tensor | None, calls: Calls, dside: SideGrads
     ) -> tuple[Grads, ...]:
         add, _, norm = cast(Any, self.members)
         dh, needs = of_tap(dside), calls[2].needs

@@ -1,6 +1,5 @@
 """The backward of a Linear or Bias and an activation makes the activation's and the bias' gradient in one pass."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -8,7 +7,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.ops.activations import form_of
 from fuseops.ops.linear import Linear, linear_bwd
-from fuseops.ops.op import Call, FusedOp, Grads, replaced
+from fuseops.ops.op import Calls, FusedOp, Grads, SideGrads, replaced
 
 
 class BiasAct(FusedOp):
@@ -19,11 +18,7 @@ class BiasAct(FusedOp):
     recipes = True
 
     def bwd(
-        self,
-        saved: tuple[Any, ...],
-        dy: Tensor,
-        calls: tuple[Call, ...],
-        dside: Mapping[str, Tensor | None],
+        self, saved: tuple[Any, ...], dy: Tensor, calls: Calls, dside: SideGrads
     ) -> tuple[Grads, ...]:
         own, (h, form) = saved
         first, act = self.members

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.ops.activations import Form
+from fuseops.kernels.activation import Form
 from fuseops.ops.op import Call
 from fuseops.recipes import Layout, Operand, Quantized, Roles, Scaling, operand
 from fuseops.recipes.numbers import Measuring, watching

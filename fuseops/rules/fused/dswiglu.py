@@ -16,11 +16,11 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops import torch_private
+from fuseops.kernels.activation import Form
 from fuseops.kernels.configs import Switch
 from fuseops.kernels.grouped_paths import BACK, act_bwd_path
 from fuseops.kernels.registry import decided
-from fuseops.ops.activations import Form
-from fuseops.ops.op import Call
+from fuseops.ops.op import Call, Calls
 from fuseops.ops.tiles import tiles_of
 
 EPILOGUE = Switch(
@@ -44,7 +44,7 @@ class DswigluFacts(NamedTuple):
     prefer: str
 
 
-def facts_of(calls: tuple[Call, ...]) -> DswigluFacts:
+def facts_of(calls: Calls) -> DswigluFacts:
     first, _, last = calls
     buffer = last.out is not None and last.out.get("dx") is not None
     return DswigluFacts(bool(first.needs), last.needs, buffer, last.precision.compute, last.prefer)
@@ -170,4 +170,4 @@ def run(
     rest = offs, tiles_of(call, offs, h.shape[0]), given.probs, dy_index, given.form[0]  # type: ignore[index]
     if spare:
         return h, *K.grouped_dswiglu_into(h, dy, weight, *rest)
-    return K.grouped_dswiglu(dy, weight, h, *rest)
+    return K.grouped_dswiglu(h, dy, weight, *rest)

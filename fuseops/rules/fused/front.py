@@ -5,7 +5,7 @@ gradient of the norm and that of what the Tap published are added in one pass. U
 the codes that the GEMM reads, and in the backward the columns of its weight gradient.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +13,11 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.ops.norms import LayerNorm, Normed, RMSNorm
-from fuseops.ops.op import Call, Grads, Op
+from fuseops.ops.op import Call, Given, Grads, Op, SideGrads
 from fuseops.ops.structure import Add, AddSaved, Tap, of_tap
 from fuseops.recipes import Layout, Quantized, Scaling
 from fuseops.recipes.numbers import Measuring, watching
 from fuseops.recipes.scaling import SQUARE, VECTOR
-
-Tensors = Mapping[str, Tensor]
 
 
 class FrontSaved(NamedTuple):
@@ -65,9 +63,7 @@ class Front:
         """Fields that the input of the GEMM is made of again."""
         return ("x", "gamma", "beta", "eps") if self.norm is not None else ("x",)
 
-    def fwd(
-        self, x: Any, t: tuple[Tensors, ...], call: Call
-    ) -> tuple[Any, FrontSaved, dict[str, Tensor] | None]:
+    def fwd(self, x: Any, t: Given, call: Call) -> tuple[Any, FrontSaved, dict[str, Tensor] | None]:
         """The input of the GEMM, whose call it is, what is saved, and what is published."""
         if self.norm is None:
             return x, FrontSaved(x), None
@@ -125,11 +121,7 @@ class Front:
         return roles.input if vectors and (compute is None or compute is x.dtype) else None
 
     def bwd(
-        self,
-        s: Any,
-        dy: Tensor | None,
-        calls: Sequence[Call],
-        dside: Mapping[str, Tensor | None],
+        self, s: Any, dy: Tensor | None, calls: Sequence[Call], dside: SideGrads
     ) -> tuple[Grads, ...]:
         """Of every op of the front, dx in the first; dy: that of the input of the GEMM."""
         if self.norm is None:

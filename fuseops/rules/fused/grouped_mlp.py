@@ -12,7 +12,7 @@ codes. The backward quantizes x again, to the same codes, so what is saved is wh
 `hidden="float8"`: fc1 writes h as codes then, and both directions of SwiGLU read them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.kernels.activation import Form
 from fuseops.kernels.configs import Switch
 from fuseops.kernels.grouped_paths import ENDS, act_path
-from fuseops.kernels.registry import decided
-from fuseops.ops.activations import Form, form_of
+from fuseops.kernels.registry import decided, held_once
+from fuseops.ops.activations import form_of
 from fuseops.ops.checks import check_offs, check_probs
 from fuseops.ops.grouped_linear import (
     GroupedLinearSaved,
@@ -36,17 +37,16 @@ from fuseops.ops.linear import (
     saved_input,
     weight_rows,
 )
-from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
+from fuseops.ops.op import Call, Calls, FusedOp, Given, Grads, Op, Out, SideGrads, replaced
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
 from fuseops.recipes import Operand
-from fuseops.torch_private import held_once, is_fake
+from fuseops.torch_private import is_fake
 
 from . import coded_swiglu, dswiglu, quantized_order
 from .activated import through_activation
 from .gemm_bwd import SUMS, WEIGHTS, Source, grouped_backward
 
-Tensors = Mapping[str, Tensor]
 Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
 
 
@@ -129,26 +129,20 @@ class GroupedMLP(FusedOp):
         if low2:
             self.saves_for |= {f"{two}down": (*a, "up2"), f"{two}up": (*a, "down2")}
 
-    def fwd(
-        self, x: Operand, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
-    ) -> Out:
+    def fwd(self, x: Operand, t: Given, calls: Calls, keep: frozenset[str]) -> Out:
         saved = self.inputs(x, t)
         h, a = self.activated(saved, calls, "h" in keep)
         y = self.output(saved, a, calls[2])
         return Out(y, replaced(saved, h=h, x=saved_input(x, calls[0], saved.offs, again=h is None)))
 
     def bwd(
-        self,
-        held: list[GroupedMLPSaved],
-        dy: Tensor,
-        calls: tuple[Call, ...],
-        dside: Mapping[str, Tensor | None],
+        self, held: list[GroupedMLPSaved], dy: Tensor, calls: Calls, dside: SideGrads
     ) -> tuple[Grads, ...]:
         rest, taken = without_h(held.pop())
         taken.append(dy)
         return self.gradients(rest, taken, calls, lambda *width: (rest.x, None))
 
-    def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+    def choices(self, x: Tensor, t: Given, calls: Calls) -> str:
         if calls[0].precision.roles is not None:
             return ""
         given, facts = self.operands(self.inputs(x, t)), dswiglu.facts_of(calls)
@@ -157,7 +151,7 @@ class GroupedMLP(FusedOp):
 
     # --- the parts, over the calls of fc1, act and fc2: with an index, row r of x or of dy is its row index[r]
 
-    def inputs(self, x: Operand, t: tuple[Tensors, ...]) -> GroupedMLPSaved:
+    def inputs(self, x: Operand, t: Given) -> GroupedMLPSaved:
         """What there is to save, but for h."""
         fc1, act, fc2 = t[self.at : self.at + 3]
         check_offs(fc1["offs"], fc1["weight"].shape[0])
@@ -197,11 +191,7 @@ class GroupedMLP(FusedOp):
         return h if roles is None else coded_swiglu.saved(h, roles)
 
     def activated(
-        self,
-        s: GroupedMLPSaved,
-        calls: tuple[Call, ...],
-        need_h: bool,
-        index: Tensor | None = None,
+        self, s: GroupedMLPSaved, calls: Calls, need_h: bool, index: Tensor | None = None
     ) -> tuple[Operand | None, Operand]:
         """fc1, where it is needed, and the activation of it, in one kernel where that is faster."""
         call = calls[0]
@@ -244,7 +234,7 @@ class GroupedMLP(FusedOp):
         self,
         s: GroupedMLPSaved,
         held: list[Any],
-        calls: tuple[Call, ...],
+        calls: Calls,
         source: Source,
         dy_index: Tensor | None = None,
         finish: Finish = lambda dx, dprobs: dx,
@@ -255,8 +245,8 @@ class GroupedMLP(FusedOp):
         held: h and dy, which are taken out. source: the rows of x, for a product of that many features. finish: what
         becomes of dx (R, D). dh is written over an h that nobody else holds. Another one goes before the gradients of
         weights are made, dy when fc2's is there, and the rows of dx before the last of them: there the peak would be.
-        dx_first: fc2's waits, with a and dy, until `finish` has had dx, which may travel then. A recipe may make it
-        last, for its peak (`quantized_order`).
+        dx_first: fc2's waits, with a and dy, until `finish` has had dx, which may travel then. A recipe may have it
+        wait, or make it last, for its peak (`quantized_order`).
         """
         (first, act, last), (fc1, fc2) = calls, self._gemms(s)
         dy: Any = held.pop()
@@ -270,6 +260,7 @@ class GroupedMLP(FusedOp):
             del x
         if quantized:
             parts = quantized_order.parts(dy, s.fc1, s.fc2, calls, dy_index)
+            dx_first = dx_first or quantized_order.behind_dx(s.fc2, calls, dy_index)
         elif s.down2 is None:
             rows = (dy if dy_index is None else dy_index).shape[0]
             operands, facts = self.operands(s), dswiglu.facts_of(calls)

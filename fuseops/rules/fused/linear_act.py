@@ -1,14 +1,11 @@
 """Linear, an optional Bias and an activation are one forward op: the bias is added before the one rounding."""
 
-from collections.abc import Mapping
 from typing import Any
-
-from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.ops.activations import ActivationSaved, form_of
-from fuseops.ops.linear import BiasSaved, LinearSaved, linear
-from fuseops.ops.op import Call, FusedOp, Out
+from fuseops.ops.linear import LinearSaved, linear
+from fuseops.ops.op import Calls, FusedOp, Given, NothingSaved, Out
 
 
 class LinearAct(FusedOp):
@@ -17,12 +14,12 @@ class LinearAct(FusedOp):
     recipes = True
     takes_quantized = True
 
-    def fwd(self, x: Any, t: tuple[Mapping[str, Tensor], ...], calls: tuple[Call, ...]) -> Out:
+    def fwd(self, x: Any, t: Given, calls: Calls) -> Out:
         form = form_of(self.members[-1])
         weight = t[0]["weight"]
         bias = t[1]["bias"] if len(t) == 3 else t[0]["bias"]
         h, kept = linear(x, weight, bias, calls[0])
         saved: list[Any] = [LinearSaved(kept, weight), ActivationSaved(h, form)]
         if len(t) == 3:
-            saved.insert(1, BiasSaved())
+            saved.insert(1, NothingSaved())
         return Out(K.act_fwd(h, *form), tuple(saved))

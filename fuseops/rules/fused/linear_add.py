@@ -4,7 +4,6 @@ cuBLAS adds in place, so torch copies the residual first: on an H200 that takes 
 rows, 4096 by 4096), and an addition of its own 45 us.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,12 +11,10 @@ from torch import Tensor
 
 from fuseops.ops.elementwise import ConstantScale, ConstantScaleSaved
 from fuseops.ops.linear import LinearSaved
-from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
+from fuseops.ops.op import Calls, FusedOp, Given, Grads, Op, Out, SideGrads, replaced
 from fuseops.ops.structure import Add, AddSaved, of_tap
 
 from .gemm_bwd import backward
-
-Tensors = Mapping[str, Tensor]
 
 
 class LinearAdd(FusedOp):
@@ -28,7 +25,7 @@ class LinearAdd(FusedOp):
         self.scale = next((op for op in members if isinstance(op, ConstantScale)), None)
         self.add = next((op for op in members if isinstance(op, Add)), None)
 
-    def fwd(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> Out:
+    def fwd(self, x: Tensor, t: Given, calls: Calls) -> Out:
         weight: Tensor = calls[0].precision.cast(t[0]["weight"])  # type: ignore[assignment]
         scale = 1.0 if self.scale is None else self.scale.scale
         saved: list[Any] = [LinearSaved(x, t[0]["weight"])]
@@ -63,8 +60,8 @@ class ScaleLinear(FusedOp):
         self,
         saved: tuple[LinearSaved, ConstantScaleSaved],
         dy: Tensor,
-        calls: tuple[Call, ...],
-        dside: Mapping[str, Tensor | None],
+        calls: Calls,
+        dside: SideGrads,
     ) -> tuple[Grads, ...]:
         (x, weight), needs = saved[0], calls[0].needs
         scale: float = saved[1].scale  # type: ignore[assignment]
@@ -83,11 +80,7 @@ class TapLinear(FusedOp):
     """dx = dy W + the gradient of what the Tap published.   Backward only"""
 
     def bwd(
-        self,
-        saved: tuple[Any, LinearSaved],
-        dy: Tensor | None,
-        calls: tuple[Call, ...],
-        dside: Mapping[str, Tensor | None],
+        self, saved: tuple[Any, LinearSaved], dy: Tensor | None, calls: Calls, dside: SideGrads
     ) -> tuple[Grads, ...]:
         tap, _ = self.members
         published, weight = of_tap(dside), saved[1].weight

@@ -12,17 +12,18 @@ Numerics: every GEMM and activation rounds as the op alone does, a Bias behind f
 activation of the backward comes from another kernel than that of the forward, so it may differ in the last place.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.kernels.activation import Form
 from fuseops.kernels.configs import Switch
 from fuseops.kernels.grouped_paths import BACK, ENDS, act_bwd_path, act_path
 from fuseops.kernels.registry import decided
-from fuseops.ops.activations import Form, form_of
+from fuseops.ops.activations import form_of
 from fuseops.ops.linear import (
     Linear,
     high,
@@ -31,13 +32,25 @@ from fuseops.ops.linear import (
     saved_input,
     weight_rows,
 )
-from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, new, numel, replaced
+from fuseops.ops.op import (
+    Call,
+    Calls,
+    FusedOp,
+    Given,
+    Grads,
+    Op,
+    Out,
+    SideGrads,
+    new,
+    numel,
+    replaced,
+)
 from fuseops.recipes import Operand
 from fuseops.torch_private import is_fake
 
 from . import coded_swiglu
 from .activated import flat, through_activation
-from .front import Front, FrontSaved, Tensors
+from .front import Front, FrontSaved
 from .gemm_bwd import backward, shaped
 
 # Whether the activation is the end of the GEMM. On an H200 both together gain 1 to 2 % of a training step of the MLPs
@@ -96,9 +109,7 @@ class DenseMLP(FusedOp):
         if self.biased:
             self.saves_for[f"{first + 1}.bias"] = dh
 
-    def fwd(
-        self, x: Operand, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
-    ) -> Out:
+    def fwd(self, x: Operand, t: Given, calls: Calls, keep: frozenset[str]) -> Out:
         first, last = t[self.at], t[-1]
         y, saved, side = self.front.fwd(x, t[: self.at], calls[self.at])
         bias = t[self.at + 1]["bias"] if self.biased else first["bias"]
@@ -127,9 +138,7 @@ class DenseMLP(FusedOp):
                 return h
         return coded_swiglu.saved(linear(y, weight, s.bias, call, columns=False)[0], roles)
 
-    def activated(
-        self, s: DenseMLPSaved, y: Operand, calls: tuple[Call, ...]
-    ) -> tuple[Operand, Operand]:
+    def activated(self, s: DenseMLPSaved, y: Operand, calls: Calls) -> tuple[Operand, Operand]:
         """fc1 and the activation of it: h and a."""
         call = calls[self.at]
         roles = call.precision.roles
@@ -147,17 +156,13 @@ class DenseMLP(FusedOp):
             return hidden, coded_swiglu.forward(flat(hidden), None, None, calls[-1])
         return hidden, K.act_fwd(high(hidden), *s.form)  # type: ignore[misc]
 
-    def why_not_codes(self, form: Form | None, h: Operand, calls: tuple[Call, ...]) -> str | None:
+    def why_not_codes(self, form: Form | None, h: Operand, calls: Calls) -> str | None:
         """Why SwiGLU and its backward write tensors; None where they write the operands of the GEMMs around them."""
         reads_dh = any("bias" in call.needs for call in calls[self.at : self.last])
         return coded_swiglu.why_apart(form, flat(h), calls[self.at], calls[-1], reads_dh)
 
     def bwd(
-        self,
-        held: list[DenseMLPSaved],
-        dy: Tensor | None,
-        calls: tuple[Call, ...],
-        dside: Mapping[str, Tensor | None],
+        self, held: list[DenseMLPSaved], dy: Tensor | None, calls: Calls, dside: SideGrads
     ) -> tuple[Grads, ...]:
         s = held.pop()
         taken, s = [s.h, dy], replaced(s, h=None)
@@ -176,9 +181,7 @@ class DenseMLP(FusedOp):
             own.params["weight"] = weight_grad(self.front.again(s, first, columns=True))  # type: ignore[index]
         return *front, own, *bias, Grads(), last
 
-    def above(
-        self, s: DenseMLPSaved, taken: list[Any], calls: tuple[Call, ...]
-    ) -> tuple[list[Any], Grads]:
+    def above(self, s: DenseMLPSaved, taken: list[Any], calls: Calls) -> tuple[list[Any], Grads]:
         """dh, and the gradients of fc2.
 
         taken: h and dy. They go when they are read: h before the gradient of the weight is made, and then dy.
@@ -195,7 +198,7 @@ class DenseMLP(FusedOp):
         if not apart:
             weight: Tensor = call.precision.cast(s.fc2)  # type: ignore[assignment]
             rows = dy.reshape(-1, dy.shape[-1])
-            given = rows, weight[None].transpose(1, 2), h.reshape(-1, h.shape[-1])
+            given = h.reshape(-1, h.shape[-1]), rows, weight[None].transpose(1, 2)
             groups, kind = K.one_group(len(rows), rows), s.form[0]  # type: ignore[index]
             dh, a, _ = K.grouped_dswiglu(*given, *groups, kind=kind)
             dh, a = shaped(dh, dy), shaped(a, dy)
@@ -212,7 +215,7 @@ class DenseMLP(FusedOp):
             grads.params["weight"] = weight_grad(a)  # type: ignore[index, arg-type]
         return [dh], grads
 
-    def _bias_grads(self, dh: Any, calls: tuple[Call, ...]) -> tuple[Grads, ...]:
+    def _bias_grads(self, dh: Any, calls: Calls) -> tuple[Grads, ...]:
         """The Grads of the Bias op."""
         wanted = "bias" in calls[0].needs
         dbias = K.bias_bwd(dh) if wanted and dh is not None else None
@@ -233,7 +236,7 @@ class DenseMLP(FusedOp):
             return "not every gradient is needed"
         return decided(_why_apart_bwd, (dy, h, s.fc2), s.form, call.precision.roles is not None)
 
-    def choices(self, x: Any, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+    def choices(self, x: Any, t: Given, calls: Calls) -> str:
         first, last, act = t[self.at], t[-1], form_of(self.act)
         bias = t[self.at + 1]["bias"] if self.biased else first["bias"]
         s = DenseMLPSaved(*FrontSaved(None), None, act, first["weight"], last["weight"], bias)
@@ -249,7 +252,7 @@ class DenseMLP(FusedOp):
             parts.append(("fc2's input gradient", f"the backward of {name}", why))
         return "; ".join(_in_words(*part) for part in parts)
 
-    def _producers(self, x: Any, h: Tensor, calls: tuple[Call, ...]) -> Iterator[str]:
+    def _producers(self, x: Any, h: Tensor, calls: Calls) -> Iterator[str]:
         """Who writes the operands of quantized GEMMs."""
         if self.front.codes(x, calls[self.at]) is not None:
             yield "the norm writes fc1's operand"

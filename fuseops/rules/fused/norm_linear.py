@@ -3,16 +3,15 @@
 Shapes: x (..., K), y (..., N). Numerics: every kernel is that of the ops alone, and gives the same bits.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fuseops.ops.linear import linear
-from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
+from fuseops.ops.op import Calls, FusedOp, Given, Grads, Op, Out, SideGrads
 
-from .front import Front, Tensors
+from .front import Front
 from .gemm_bwd import backward, shaped
 
 
@@ -43,20 +42,14 @@ class NormLinear(FusedOp):
             f"{at}.bias": (),
         }
 
-    def fwd(
-        self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
-    ) -> Out:
+    def fwd(self, x: Tensor, t: Given, calls: Calls, keep: frozenset[str]) -> Out:
         y, saved, side = self.front.fwd(x, t, calls[-1])
         weight, bias = t[-1]["weight"], t[-1]["bias"]
         y, _ = linear(y, weight, bias, calls[-1], columns=False)
         return Out(shaped(y, x), NormLinearSaved(*saved, weight), side)
 
     def bwd(
-        self,
-        s: NormLinearSaved,
-        dy: Tensor | None,
-        calls: tuple[Call, ...],
-        dside: Mapping[str, Tensor | None],
+        self, s: NormLinearSaved, dy: Tensor | None, calls: Calls, dside: SideGrads
     ) -> tuple[Grads, ...]:
         call = calls[-1]
         own, weight_grad = backward(s.weight, dy, call)

@@ -6,9 +6,12 @@ the run again. Numerics: bfloat16 and float16 are rounded where the run ends, no
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import namedtuple
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -16,15 +19,15 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.kernels.generated import Both, RefusedError, TensorSpec, both, vjp
-from fuseops.ops.op import OF_EVERY_MODULE, Call, FusedOp, Grads, Op, Out
+from fuseops.ops.op import OF_EVERY_MODULE, Call, Calls, FusedOp, Given, Grads, Op, Out, SideGrads
 from fuseops.ops.structure import Add
 from fuseops.rules.rule import Conditions
 
 KNOWN: dict[Any, Both | RefusedError] = {}
 """What was traced: layers that are alike share their kernels."""
+MOST_KNOWN = 256  # an attribute may be another in each step
 NOT_COMPUTED = OF_EVERY_MODULE | {"_path", "_prefix", "renames", "note", "delays"}
 CONSTANTS = (int, float, str, bool, type(None), torch.dtype, torch.device)
-Tensors = Mapping[str, Tensor]
 Described = tuple[Sequence[int], torch.dtype]
 
 
@@ -41,9 +44,7 @@ class Pointwise(FusedOp):
         self.names = {"x": "0.x", **fields}
         self.Saved = namedtuple("PointwiseSaved", ["x", *fields, "kernels"])  # type: ignore[misc]
 
-    def fwd(
-        self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
-    ) -> Out:
+    def fwd(self, x: Tensor, t: Given, calls: Calls, keep: frozenset[str]) -> Out:
         inputs = [x, *(t[i][name] for i, name in self.places)]
         kernels = self._kernels(inputs, calls)
         (y,) = kernels.forward(*[t.contiguous() for t in inputs])
@@ -52,9 +53,7 @@ class Pointwise(FusedOp):
         kept = [t if k in kernels.read else None for k, t in enumerate(inputs)]
         return Out(y, self.Saved(*kept, kernels))
 
-    def bwd(
-        self, saved: Any, dy: Tensor, calls: tuple[Call, ...], dside: Mapping[str, Tensor | None]
-    ) -> tuple[Grads, ...]:
+    def bwd(self, saved: Any, dy: Tensor, calls: Calls, dside: SideGrads) -> tuple[Grads, ...]:
         kernels: Both = saved.kernels
         given = [dy, *(saved[k] for k in kernels.read)]
         found = iter(kernels.backward(*[t.contiguous() for t in given]))  # type: ignore[misc]
@@ -80,8 +79,6 @@ class Pointwise(FusedOp):
             for (i, name), t in zip(self.places, tensors, strict=True):
                 keywords[i][name] = t
             for op, call, own in zip(self.members, calls, keywords, strict=True):
-                if op.signature.fwd_call:
-                    own["call"] = call
                 with call.precision.autocast(x.device.type) if op.pure else nullcontext():
                     out = op.fwd(x, **own)
                 x = out.y if isinstance(out, Out) else out
@@ -123,12 +120,15 @@ class Pointwise(FusedOp):
             for op, call in zip(self.members, calls, strict=True)
         )
         key = ops, likes, len(leading), device, wanted
-        if key not in KNOWN:
+        found = KNOWN.get(key)  # once: another thread may clear it
+        if found is None:
+            if len(KNOWN) >= MOST_KNOWN:
+                KNOWN.clear()
             try:
-                KNOWN[key] = both(self.composed(calls), likes, len(leading), wanted, device)
+                found = both(self.composed(calls), likes, len(leading), wanted, device)
             except RefusedError as refused:
-                KNOWN[key] = refused
-        found = KNOWN[key]
+                found = refused
+            KNOWN[key] = found
         if isinstance(found, RefusedError):
             raise found
         return found
@@ -136,14 +136,57 @@ class Pointwise(FusedOp):
 
 def _state(op: Op[Any]) -> Any:
     """What an op computes with besides the tensors that come by keyword.  Raises RefusedError where that may change."""
-    values = {n: v for n, v in op.__dict__.items() if n not in NOT_COMPUTED}
-    for name, value in values.items():
+    if op.signature.fwd_call:
+        raise RefusedError("it takes `call`, which may say something else in the next one")
+    values = [item for item in op.__dict__.items() if item[0] not in NOT_COMPUTED]
+    values += [("training", op.training), *_read_elsewhere(type(op))]
+    for name, value in values:
         items = value if isinstance(value, tuple) else (value,)
         if not all(isinstance(item, CONSTANTS) for item in items):
             raise RefusedError(f"its {name!r} is a {type(value).__name__}, and may change")
     if op._modules:
         raise RefusedError("it has modules of its own")
     return type(op), type(op).fwd, repr(values)  # in which 1, 1.0 and True differ
+
+
+def _read_elsewhere(kind: type[Op[Any]]) -> list[tuple[str, Any]]:
+    """What the code of an op's class, and functions of the user that it calls, read by name that is nothing to call:
+    of the class, of modules, and of functions around them.
+    """
+    found: list[tuple[str, Any]] = []
+    todo: list[Any] = [kind.fwd]
+    seen: set[Any] = set()
+    while todo:
+        value = todo.pop()
+        function = getattr(value, "fget", getattr(value, "__func__", value))
+        if function in seen or _package(function) in ("torch", "fuseops"):
+            continue
+        seen.add(function)
+        names, known = _names(function.__code__), function.__globals__
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        read = [(name, cell.cell_contents) for name, cell in cells]
+        read += [
+            (name, inspect.getattr_static(kind, name)) for name in names if hasattr(kind, name)
+        ]
+        modules = [vars(known[n]) for n in names if isinstance(known.get(n), ModuleType)]
+        read += [(n, place[n]) for place in (known, *modules) for n in names if n in place]
+        for name, value in read:
+            if isinstance(value, FunctionType | property | staticmethod | classmethod):
+                todo.append(value)
+            elif not callable(value) and not isinstance(value, ModuleType):
+                found.append((f"{function.__name__}.{name}", value))
+    return found
+
+
+def _package(function: Any) -> str:
+    return (getattr(function, "__module__", None) or "").partition(".")[0]
+
+
+@functools.cache
+def _names(code: CodeType) -> tuple[str, ...]:
+    """The names of globals and attributes in the code of a function, and of those that stand in it."""
+    inner = [name for c in code.co_consts if isinstance(c, CodeType) for name in _names(c)]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
 def one_kernel(ops: tuple[Op[Any], ...], c: Conditions) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fuseops.kernels.groups import columns_of
 from fuseops.kernels.tiles import cdiv
 from fuseops.ops.linear import WEIGHT, Indexed, grad_operand, of_codes
-from fuseops.ops.op import Call
+from fuseops.ops.op import Call, Calls
 from fuseops.ops.tiles import tiles_of_columns
 from fuseops.recipes import Operand, Roles, Scaling, gemm, operand
 from fuseops.recipes.gemm import OUTPUTS
@@ -30,7 +30,7 @@ SPARE = 16 << 20
 
 
 def parts(
-    dy: Tensor, w1: Tensor | None, w2: Tensor | None, calls: tuple[Call, ...], index: Tensor | None
+    dy: Tensor, w1: Tensor | None, w2: Tensor | None, calls: Calls, index: Tensor | None
 ) -> int:
     """0: fc2's weight gradient comes first. Else last, and the columns of tokens, which both weight gradients read, are
     there for one of so many parts of their features at a time: as few as hold no more than high precision does.
@@ -38,8 +38,7 @@ def parts(
     roles = calls[2].precision.roles
     if w1 is None or w2 is None or roles is None or torch.compiler.is_compiling():
         return 0
-    # columns with one scale a group, or of blocks of their own, are made of copies in high precision
-    copied = index is not None and roles.columns and not of_codes(roles.grad_output)
+    copied = _copied(roles, index)
     if not _can_wait(calls, copied):
         return 0
     rows, (_, wide, width) = (dy if index is None else index).shape[0], w1.shape
@@ -54,10 +53,28 @@ def parts(
     return found
 
 
-def in_words(parts: int) -> str:
+def behind_dx(w2: Tensor | None, calls: Calls, index: Tensor | None) -> bool:
+    """Whether fc2's weight gradient, where it is not last, waits for dx: where columns of the activation, which wait
+    beside a dy that lives on, are fewer bytes.
+    """
+    roles = calls[2].precision.roles
+    if w2 is None or roles is None or torch.compiler.is_compiling():
+        return False
+    if index is None or not _copied(roles, index) or not _can_wait(calls, True):
+        return False
+    experts, width, _ = w2.shape
+    return columns_of(len(index), experts) < w2.element_size() * experts * width
+
+
+def _copied(roles: Roles, index: Tensor | None) -> bool:
+    """Whether columns, with one scale a group or of blocks of their own, are made of copies in high precision."""
+    return index is not None and roles.columns and not of_codes(roles.grad_output)
+
+
+def in_words(parts: int, behind_dx: bool) -> str:
     """What `explain()` says of an order; nothing of the first."""
     if not parts:
-        return ""
+        return "fc2's weight gradient waits for dx, where a step peaks lower" if behind_dx else ""
     said = "fc2's weight gradient is made last, where a step peaks lower"
     return (
         said
@@ -66,7 +83,7 @@ def in_words(parts: int) -> str:
     )
 
 
-def _can_wait(calls: tuple[Call, ...], copied: bool) -> bool:
+def _can_wait(calls: Calls, copied: bool) -> bool:
     """Whether what fc2's weight gradient reads can wait for it: dy itself, which lives on, where columns are made of a
     copy of it.
     """
@@ -79,7 +96,7 @@ def _can_wait(calls: tuple[Call, ...], copied: bool) -> bool:
     return both and last.precision.roles.kernels and last.scales is None  # type: ignore[union-attr]
 
 
-def _divisible(dy: Tensor, calls: tuple[Call, ...], copied: bool) -> bool:
+def _divisible(dy: Tensor, calls: Calls, copied: bool) -> bool:
     """Whether both weight gradients, which are nobody's sums, are of columns that parts of the features give alike: of
     squares, whose scales the parts keep, or such as kernels make of copies and multiply.
     """

@@ -9,7 +9,7 @@ Shapes: x (T, D), pos (T, K), index (R,), y (T, D) with Combine, else (R, D).
 Numerics: as of `GroupedMLP`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.kernels.activation import Form
 from fuseops.kernels.registry import decided
-from fuseops.ops.activations import Form
 from fuseops.ops.checks import check_pos, check_rows
 from fuseops.ops.linear import saved_input
-from fuseops.ops.op import Call, Grads, Op, Out, replaced
+from fuseops.ops.op import Calls, Given, Grads, Op, Out, SideGrads, replaced
 from fuseops.ops.permute import AGAIN, ON_DX, SENT, Combine, OnDx, SendsAgain, Sent
 from fuseops.recipes import Operand
 from fuseops.words import size
 
 from . import dswiglu, quantized_order
 from .gemm_bwd import WEIGHTS, Rows
-from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Tensors, without_h
+from .grouped_mlp import GroupedMLP, GroupedMLPSaved, without_h
 from .routed_copies import FC1, FC2_BWD, FC2_DSWIGLU, copies_rows
 
 OTHER = {"speed": "memory", "memory": "speed"}
@@ -68,9 +68,7 @@ class RoutedMLP(GroupedMLP):
         last = self.members[-1]
         return last.sums if isinstance(last, Combine) else None
 
-    def fwd(
-        self, x: Operand, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
-    ) -> Out:
+    def fwd(self, x: Operand, t: Given, calls: Calls, keep: frozenset[str]) -> Out:
         check_rows(self.members[0], x)
         sent: Sent | None = (calls[0].scratch or {}).pop(SENT, None)
         if "home" not in keep or (sent is not None and sent.arrived is not x):
@@ -97,11 +95,7 @@ class RoutedMLP(GroupedMLP):
         return Out(y, replaced(s, x=None, h=h, index=index, pos=pos, **again))
 
     def bwd(
-        self,
-        held: list[GroupedMLPSaved],
-        dy: Tensor,
-        calls: tuple[Call, ...],
-        dside: Mapping[str, Tensor | None],
+        self, held: list[GroupedMLPSaved], dy: Tensor, calls: Calls, dside: SideGrads
     ) -> tuple[Grads, ...]:
         arrived = _arrived(held[0], calls)
         s, taken = without_h(held.pop())
@@ -136,21 +130,21 @@ class RoutedMLP(GroupedMLP):
         after = (Grads(),) if self.combines else ()
         return Grads(grads[0].x), *grads, *after
 
-    def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+    def choices(self, x: Tensor, t: Given, calls: Calls) -> str:
         said = self._choices_of_dy(x, t, calls), self._choices_of_dx(x, t, calls)
         order = self._order(x, t, calls)
         return "; ".join(filter(None, (*said, order)))
 
-    def _order(self, x: Any, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+    def _order(self, x: Any, t: Given, calls: Calls) -> str:
         """In which order a recipe makes gradients, where that is for its peak. dy is taken to be as x is."""
         if calls[1].precision.roles is None or not self.combines:
             return ""
         weights = t[1]["weight"], t[3]["weight"]
-        return quantized_order.in_words(
-            quantized_order.parts(x, *weights, calls[1:4], t[0]["index"])
-        )
+        index, calls = t[0]["index"], calls[1:4]
+        parts = quantized_order.parts(x, *weights, calls, index)
+        return quantized_order.in_words(parts, quantized_order.behind_dx(weights[1], calls, index))
 
-    def _choices_of_dx(self, x: Any, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+    def _choices_of_dx(self, x: Any, t: Given, calls: Calls) -> str:
         """Which gradients are made while dx travels, and what fc2's holds for that: a, and rows of dy of its own."""
         on_dx, fc2 = _on_dx(calls), t[3]["weight"]
         if on_dx is None or not on_dx.beside or "weight" not in calls[3].needs:
@@ -163,7 +157,7 @@ class RoutedMLP(GroupedMLP):
         item = 1 if codes else (calls[3].precision.compute or fc2.dtype).itemsize
         return ON_ITS_WAY[calls[3].prefer].format(size(index.shape[0] * width * item))
 
-    def _choices_of_dy(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+    def _choices_of_dy(self, x: Tensor, t: Given, calls: Calls) -> str:
         if calls[1].precision.roles is not None:
             return ""
         index, s = t[0]["index"], self.inputs(x, t)
@@ -181,7 +175,7 @@ class RoutedMLP(GroupedMLP):
         return f"{said}; {SAID[prefer].format(held)}"
 
     def _copies_dy(
-        self, dy: Tensor, s: GroupedMLPSaved, index: Tensor | None, calls: tuple[Call, ...]
+        self, dy: Tensor, s: GroupedMLPSaved, index: Tensor | None, calls: Calls
     ) -> bool:
         """Whether the rows of dy are copied for fc2's gradients."""
         if calls[1].precision.roles is not None:
@@ -209,11 +203,11 @@ def _copies_dy(
     return copies_rows(dy, index, FC2_DSWIGLU if why is None else FC2_BWD, fc2.shape[2])
 
 
-def _on_dx(calls: tuple[Call, ...]) -> OnDx | None:
+def _on_dx(calls: Calls) -> OnDx | None:
     return (calls[0].scratch or {}).get(ON_DX)
 
 
-def _arrived(saved: GroupedMLPSaved, calls: tuple[Call, ...]) -> Callable[[], Any]:
+def _arrived(saved: GroupedMLPSaved, calls: Calls) -> Callable[[], Any]:
     """x as it was in the forward: what was saved, or what arrives once more, which is on its way from here on."""
     x, offs, pos = saved.x, saved.offs, saved.pos
     if saved.home is None:

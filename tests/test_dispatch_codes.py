@@ -1,0 +1,18 @@
+"""Quantized tokens that travel as words are the same tokens behind the exchange."""
+
+import pytest
+import torch
+
+from fuseops.distributed.dispatch.codes import packed, travels, unpacked
+from fuseops.recipes import Float8BlockScaling, quantize
+
+
+@pytest.mark.parametrize("width", [1, 8, 127, 128, 129, 300])
+@pytest.mark.parametrize("rows", [0, 1, 4, 65])
+def test_words_stand_for_the_codes_and_scales_of_every_row(rows: int, width: int) -> None:
+    scaling = Float8BlockScaling().roles().input
+    assert scaling is not None and travels(scaling)
+    x = torch.randn(rows, width) * 2.0 ** torch.arange(rows)[:, None]
+    q = quantize(x, scaling)
+    back = unpacked(packed(q), q)
+    assert all(map(torch.equal, map(torch.Tensor.float, back.row), map(torch.Tensor.float, q.row)))
