@@ -87,7 +87,10 @@ def act_path(x: Tensor, h: Tensor, *dtypes: torch.dtype) -> str:
     """
     formats = {*dtypes, *(t.dtype for t in (x, h) if t.itemsize == 1)}
     apart = any(t.itemsize != 1 and t.dtype != torch.bfloat16 for t in (x, h))
-    return "parts" if apart or formats != {E4M3} or any(_device(h.device)) else "once"
+    if apart or formats != {E4M3} or any(_device(h.device)):
+        return "parts"
+    # eight numbers are brought by one instruction, which takes aligned addresses alone
+    return "parts" if _misaligned(x) or _misaligned(h) else "once"
 
 
 def multiplies_codes(device: torch.device) -> bool:
@@ -102,9 +105,13 @@ def _device(device: torch.device) -> tuple[str | None, ...]:
 def _codes(name: str, codes: Tensor) -> str | None:
     if codes.dtype not in (E4M3, E5M2):
         return f"{name} is {dtype_name(codes.dtype)}"
-    if not is_fake(codes) and codes.data_ptr() % 16:
+    if _misaligned(codes):
         return f"{name} is not 16-byte aligned"
     return None
+
+
+def _misaligned(t: Tensor) -> bool:
+    return not is_fake(t) and t.data_ptr() % 16 != 0
 
 
 def _sizes(k: int, n: int, dtype: torch.dtype) -> str | None:

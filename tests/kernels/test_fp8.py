@@ -170,3 +170,16 @@ def test_paths_say_why():
     assert fp8_paths.path_of(None, "K is 72", "later") == "dequantize (K is 72)"
     assert fp8_paths.path_of(None, None) == "cooperative"
     assert fp8_paths.mm_path(x, w).startswith("dequantize (")
+
+
+def test_what_is_brought_eight_numbers_at_once_is_aligned(monkeypatch):
+    """`act_path` is asked on a Hopper GPU, at any address of either input."""
+    monkeypatch.setattr(fp8_paths, "_device", lambda device: (None,))
+    held = torch.empty(4 * 256 + 8, dtype=torch.bfloat16)
+    x = held[:1024].view(4, 256)
+    assert fp8_paths.act_path(x, x, fp8_paths.E4M3) == "once"
+    for shift in range(1, 9):
+        h = held[shift:][:1024].view(4, 256)
+        want = "once" if (2 * shift) % 16 == 0 else "parts"
+        assert fp8_paths.act_path(x, h, fp8_paths.E4M3) == want
+        assert fp8_paths.act_path(h, x, fp8_paths.E4M3) == want
