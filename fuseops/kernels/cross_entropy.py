@@ -213,7 +213,7 @@ def _gradients(
 
 @of_fields(Head)
 def _logits_with_rows(p: Head) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    logits = _logits_buffer(p.x, p.weight)
+    logits = logits_buffer(p.x, len(p.weight))
     logits.copy_(F.linear(p.x, p.weight, None if p.bias is None else p.bias.to(p.x.dtype)))
     return logits, *_results_of(_divided(logits, p.options), p.targets, p.criterion)
 
@@ -473,7 +473,7 @@ def _fake_dx(logits: Tensor, p: HeldClasses) -> Tensor:
 
 @gemm_op(
     twin=_logits_with_rows,
-    fake=lambda x, weight, *_: (_logits_buffer(x, weight), *_fake_rows(x)),
+    fake=lambda x, weight, *_: (logits_buffer(x, len(weight)), *_fake_rows(x)),
     flops=_flops(1),
     cases=lambda: (case[:-1] for case in _cases_fwd()),
 )
@@ -481,7 +481,7 @@ def _fake_dx(logits: Tensor, p: HeldClasses) -> Tensor:
 def logits_with_rows(p: Head) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(logits as the GEMM stores them, loss, lse, logp, expected) of a chunk of tokens."""
     _check(p)
-    logits = _product(p.x, p.weight, p.bias, _logits_buffer(p.x, p.weight))
+    logits = _product(p.x, p.weight, p.bias, logits_buffer(p.x, len(p.weight)))
     rows = _row_results(p.x)
     _launch(logits, p.targets, p.criterion, _total(p.class_weights, p.x), rows, [])
     return logits, rows[0], rows[1], rows[2], rows[3]
@@ -590,24 +590,26 @@ def _row_chunks(p: ChunkedHead) -> Iterator[tuple[slice, Tensor]]:
     """(rows, all of their logits as the GEMM stores them), chunk after chunk in one buffer."""
     x, line = p.x, cdiv(len(p.weight), LINE) * LINE
     chunks = list(row_chunks(len(x), line, x.itemsize, p.chunk_bytes))
-    buffer = x.new_empty(chunks[0].stop, line)
+    buffer = logits_buffer(x[chunks[0]], len(p.weight))
     for s in chunks:
-        yield s, _product(x[s], p.weight, p.bias, buffer[: s.stop - s.start, : len(p.weight)])
+        yield s, _product(x[s], p.weight, p.bias, buffer[: s.stop - s.start])
 
 
 def _class_chunks(p: HeadGradient) -> Iterator[tuple[slice, Tensor]]:
     """(classes, their logits of all rows), chunk after chunk in one buffer."""
     x = p.x
     chunks = list(row_chunks(len(p.weight), len(x), x.itemsize, p.chunk_bytes, whole=(128, 1)))
-    buffer = x.new_empty(len(x), cdiv(chunks[0].stop, LINE) * LINE)
+    buffer = logits_buffer(x, chunks[0].stop)
     for s in chunks:
         bias = None if p.bias is None else p.bias[s]
         yield s, _product(x, p.weight[s], bias, buffer[:, : s.stop - s.start])
 
 
-def _logits_buffer(x: Tensor, weight: Tensor) -> Tensor:
-    """Room for the logits of all classes, whose rows begin where tensor descriptors want them."""
-    return x.new_empty(x.shape[0], cdiv(len(weight), LINE) * LINE)[:, : len(weight)]
+def logits_buffer(x: Tensor, classes: int) -> Tensor:
+    """Room for the logits of tokens x, whose rows begin where tensor descriptors want them."""
+    # a CPU's product of bfloat16 reads what lies between rows, and multiplies it by zero: it has to be a number
+    room = x.new_empty if x.is_cuda else x.new_zeros
+    return room(x.shape[0], cdiv(classes, LINE) * LINE)[:, :classes]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
