@@ -162,19 +162,18 @@ def _tile(warps: int, rows: int = BLOCK, **more: int) -> Config:
 
 
 QUANTIZE = Space("quantize_operand", [_tile(8), _tile(16)])
-PERMUTE = Space(
-    "permute_operand",
-    [_tile(4, SPAN=1, maxnreg=96), _tile(4, SPAN=2, maxnreg=96), _tile(8, SPAN=2)],
-)
+PERMUTE = Space("permute_operand", [_tile(4, CHUNK=chunk, maxnreg=96) for chunk in (4, 2, 64)])
 SWIGLU = Space("swiglu_operand", [_tile(8), _tile(16)])
 SWIGLU_ROWS = Space("swiglu_operand_rows", [_tile(4, 64), _tile(8, 64)])
 SWIGLU_ONCE = Space("swiglu_operand_once", [{"SLICES": 4}, {"SLICES": 2}])
 DSWIGLU = Space("dswiglu_operand", [_tile(16)])
 DSWIGLU_ONCE = Space(
     "dswiglu_operand_once",
-    [{"SPAN": span, "BESIDE": 2} for span in (1, 2, 4, 8)],
+    [{"SPAN": span, "BESIDE": beside} for span in (1, 2, 4, 8) for beside in (2, 8)],
     # one program runs on a multiprocessor: eight tiles for each of 132, or one a program
-    lambda rows, dims, itemsize: {"SPAN": 4 if rows * dims[0] >= 1 << 24 else 1, "BESIDE": 2},
+    lambda rows, dims, itemsize: (
+        {"SPAN": 2, "BESIDE": 8} if rows * dims[0] >= 1 << 24 else {"SPAN": 1, "BESIDE": 2}
+    ),
 )
 WEIGHT = Space("quantize_weight", [_tile(4), _tile(8)])
 
@@ -257,14 +256,13 @@ def permute_operand(
     if not (data.numel() and rows and (row or col)) or uneven(n, data):
         return _permute_operand(data, scale, index, offs, row, col)
     out, blocks = _outputs(data, rows, n, offs, data.dtype, row, col)
-    config = dict(PERMUTE.pick(rows, (n,), data))
     groups = 1 if offs is None else len(offs)
-    parts = cdiv(blocks, groups * config.pop("SPAN"))
+    parts, config = cdiv(blocks, groups), dict(PERMUTE.pick(rows, (n,), data))
     launch(
         device("operands").permute_operand_kernel, (parts * groups * cdiv(n, BLOCK),),
         data, scale.contiguous(), data if index is None else index.contiguous(), _ends(offs, data), *out,
-        rows, tokens, n, groups, parts, data.stride(0), ROW=row, COL=col, INDEX=index is not None,
-        GROUPS=offs is not None, **overlap(data.device), **config,
+        rows, tokens, n, groups, parts, data.stride(0), config.pop("CHUNK"), ROW=row, COL=col,
+        INDEX=index is not None, GROUPS=offs is not None, **overlap(data.device), **config,
     )  # fmt: skip
     return out
 
@@ -336,8 +334,9 @@ def dswiglu_operand(
     }
     if fp8_paths.act_path(da, h, dtype, a_dtype) == "once":
         groups, config = 1 if offs is None else len(offs), DSWIGLU_ONCE.pick(rows, (n,), h)
-        span, beside = config["SPAN"], config["BESIDE"]
-        parts = cdiv(cdiv(blocks, groups), beside) * beside
+        each = cdiv(blocks, groups)
+        span, beside = config["SPAN"], min(config["BESIDE"], each)
+        parts = cdiv(each, beside) * beside
         launch(
             device("fp8_dswiglu").fp8_dswiglu_kernel, (parts * groups * cdiv(n // BLOCK, span),),
             *operands, *out, a, a_scale, partial, rows, n, groups, parts, da.stride(0), h.stride(0), span, beside,

@@ -11,6 +11,7 @@ from laws import SEEDS, VALUES, few, run, splits, tensor
 from fuseops import kernels as K
 from fuseops.kernels import norm, norm_operand
 from fuseops.kernels import operands as k
+from fuseops.kernels.configs import forced
 
 pytestmark = pytest.mark.usefixtures("kernels")
 FORMATS = st.sampled_from(k.FORMATS)
@@ -77,6 +78,20 @@ def test_codes_by_index(tokens, n, fmt, seed, wanted, by_index, grouped):
     want = K.permute_operand.twin(data, scale, index, offs, row, col)
     end = rows if offs is None else int(offs[-1])
     same(run(k.permute_operand, data, scale, index, offs, row, col), want, end, (0, 1))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4, 64])
+@pytest.mark.parametrize("n", [640, 784])
+def test_codes_by_index_in_any_order_of_their_features(chunk, n):
+    """Five blocks of features, and seven of which the last is not whole, by chunks that do not divide them too."""
+    codes, scale = K.quantize_vectors.twin(
+        varied((70, n), torch.bfloat16, "normal", 3), torch.float8_e4m3fn
+    )
+    index = torch.randint(0, 70, (300,), generator=torch.Generator().manual_seed(5)).int()
+    offs = torch.tensor([130, 130, 299], dtype=torch.int32)
+    with forced(k.PERMUTE, {**next(iter(k.PERMUTE.candidates((n,), 1))), "CHUNK": chunk}):
+        got = run(k.permute_operand, codes, scale, index, offs, True, True)
+    same(got, K.permute_operand.twin(codes, scale, index, offs, True, True), 299, (0, 1))
 
 
 @given(ROWS, st.sampled_from([16, 128, 208]), DTYPES, FORMATS, SEEDS, st.booleans(), st.booleans())

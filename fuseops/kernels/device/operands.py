@@ -177,6 +177,20 @@ def gather_codes(
 
 
 @triton.jit
+def in_chunks(pid, num_n, programs, chunk):
+    """(block of features, program among ``programs``) of a grid in which all of these have ``chunk`` blocks of features
+    before any has the next ones.
+
+    The tokens that many rows are copies of stay in L2 so long, and more of what is written as columns meanwhile lies
+    side by side.
+    """
+    first = pid // (programs * chunk) * chunk
+    rest = pid - first * programs
+    width = tl.minimum(chunk, num_n - first)
+    return first + rest % width, rest // width
+
+
+@triton.jit
 def blocks_of_part(program, offs_ptr, R, E, parts, GROUPS: tl.constexpr, BLOCK_R: tl.constexpr):
     """(its first and last block of tokens, the first token and the end of its group, where that group's blocks begin,
     the number of blocks) of one of ``parts`` equal parts of a group.
@@ -207,19 +221,19 @@ def blocks_of_part(program, offs_ptr, R, E, parts, GROUPS: tl.constexpr, BLOCK_R
     )
 
 
-@triton.jit(do_not_specialize=["R", "T", "parts"])
+@triton.jit(do_not_specialize=["R", "T", "parts", "chunk"])
 def permute_operand_kernel(
     data_ptr, scale_ptr, index_ptr, offs_ptr, row_ptr, row_scale_ptr, col_ptr, square_ptr,
-    R, T, N, E, parts, stride,
+    R, T, N, E, parts, stride, chunk,
     ROW: tl.constexpr, COL: tl.constexpr, INDEX: tl.constexpr, GROUPS: tl.constexpr,
     PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     overlapped(PDL)
-    pid, num_n = tl.program_id(0), tl.cdiv(N, BLOCK_N)
+    num, program = in_chunks(tl.program_id(0), tl.cdiv(N, BLOCK_N), parts * E, chunk)
     first, last, begin, end, origin, blocks = blocks_of_part(
-        pid // num_n, offs_ptr, R, E, parts, GROUPS, BLOCK_R
+        program, offs_ptr, R, E, parts, GROUPS, BLOCK_R
     )
-    col0 = pid % num_n * BLOCK_N
+    col0 = num * BLOCK_N
     for block in range(first, last):
         row0 = begin + (block - origin) * BLOCK_R
         qa, sa = gather_codes(
