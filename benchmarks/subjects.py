@@ -591,7 +591,10 @@ SUBJECTS = {
     ),
     "Passes that quantize": Subject(
         "{dsv3_ep8}, {mixtral} and {qwen3_30b} of a copy's bandwidth",
-        (Table("pass", lambda found: turned(found["summary"]), "fp8_passes_h200"),),
+        (
+            Table("pass", lambda found: turned(found["summary"]), "fp8_passes_h200"),
+            Table("pass, on an H100", lambda found: turned(found["summary"]), "fp8_passes_h100"),
+        ),
         "that of its row",
         passes_missed,
     ),
@@ -649,6 +652,7 @@ SUBJECTS = {
         "{eager ratio} of eager torch's time, {compiled ratio} of compile's when both are compiled",
         (
             Table("microseconds of the host", lambda found: found["small_steps"], "host_h200"),
+            Table("of an H100's host", lambda found: found["small_steps"], "host_h100"),
             Table("backward in the caller's thread", lambda found: found["small_steps"], "host_one_thread_h200"),
             Table("under recipes", under_recipes, "host_recipes_h200"),
             Table("on a CPU, microseconds", lambda found: facts(found["microseconds"]), "overhead"),

@@ -167,13 +167,19 @@ SWIGLU = Space("swiglu_operand", [_tile(8), _tile(16)])
 SWIGLU_ROWS = Space("swiglu_operand_rows", [_tile(4, 64), _tile(8, 64)])
 SWIGLU_ONCE = Space("swiglu_operand_once", [{"SLICES": 4}, {"SLICES": 2}])
 DSWIGLU = Space("dswiglu_operand", [_tile(16)])
+
+
+def _dswiglu_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    """One program runs on a multiprocessor: it has eight tiles or more where there are enough for 132 of them."""
+    if rows * dims[0] < 1 << 24:
+        return {"SPAN": 1, "BESIDE": 2}
+    return {"SPAN": 4 if itemsize == 1 else 2, "BESIDE": 8}
+
+
 DSWIGLU_ONCE = Space(
     "dswiglu_operand_once",
     [{"SPAN": span, "BESIDE": beside} for span in (1, 2, 4, 8) for beside in (2, 8)],
-    # one program runs on a multiprocessor: eight tiles for each of 132, or one a program
-    lambda rows, dims, itemsize: (
-        {"SPAN": 2, "BESIDE": 8} if rows * dims[0] >= 1 << 24 else {"SPAN": 1, "BESIDE": 2}
-    ),
+    _dswiglu_default,
 )
 WEIGHT = Space("quantize_weight", [_tile(4), _tile(8)])
 
