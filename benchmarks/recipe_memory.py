@@ -2,7 +2,7 @@
 
     python benchmarks/recipe_memory.py --step --out benchmarks/results/recipe_memory.json
 
-Nothing runs: plans are made with fake tensors, as on a Hopper GPU, so any machine gives the same figures. With `--step`
+Nothing runs: plans are of models on the meta device, as on a Hopper GPU, so any machine gives the same figures. `--step`:
 the step of `hf_step.py` too, four layers of Qwen3-30B-A3B by transformers after `hf.apply`, 16384 tokens: forward, loss
 and backward. Under every recipe alike, attention is what transformers makes of fake tensors on a CPU, with masks that a
 GPU needs not.
@@ -60,13 +60,14 @@ MODELS = {"MoE layer": moe, "dense block": dense, "one Linear": linear}
 
 @cache
 def made(name: str) -> Any:
-    return MODELS[name]()
+    with torch.device("meta"):
+        return MODELS[name]()
 
 
 @cache
 def planned(name: str, recipe: Any) -> dict[str, float]:
     """MiB of one step of a model over T tokens."""
-    model, x = made(name), torch.empty(T, D, dtype=DTYPE, requires_grad=True)
+    model, x = made(name), torch.empty(T, D, dtype=DTYPE, device="meta", requires_grad=True)
     with as_if_on(90), fo.recipe(recipe, strict=recipe is not None):
         plan = model.plan(x)
     own = x.nbytes if any(t.name.endswith(".x") and t.nbytes == x.nbytes for t in plan.saved) else 0
