@@ -2,10 +2,10 @@
 
     python benchmarks/recipe_memory.py --step --out benchmarks/results/recipe_memory.json
 
-Nothing runs: plans are of models on the meta device, as on a Hopper GPU, so any machine gives the same figures. `--step`:
-the step of `hf_step.py` too, four layers of Qwen3-30B-A3B by transformers after `hf.apply`, 16384 tokens: forward, loss
-and backward. Under every recipe alike, attention is what transformers makes of fake tensors on a CPU, with masks that a
-GPU needs not.
+Nothing runs: plans are of models on the meta device, as on a Hopper GPU, so any machine gives the same figures. With
+`--step` the step of `hf_step.py` too, four layers of Qwen3-30B-A3B by transformers after `hf.apply`, 16384 tokens:
+forward, loss and backward. Under every recipe alike, attention is what transformers makes of fake tensors on a CPU,
+with masks that a GPU needs not.
 """
 
 from __future__ import annotations

@@ -397,6 +397,11 @@ def is_fake(t: torch.Tensor) -> bool:
     return isinstance(t, torch._subclasses.FakeTensor | FunctionalTensor)
 
 
+def inside_fake_mode() -> bool:
+    """Whether every tensor that is made here is a fake one."""
+    return torch._guards.detect_fake_mode() is not None
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Identifies the storage of a tensor while it lives; `data_ptr` does not (0 on meta)."""
     return int(tensor.untyped_storage()._cdata)

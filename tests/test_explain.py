@@ -16,6 +16,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 from norm_linear import NORM_LINEAR
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
@@ -447,6 +448,20 @@ def test_meta_tensors_are_planned() -> None:
         plan = model.plan(torch.randn(ROWS, D))
     assert [s.rule for s in plan.forward] == ["linear_act"]
     assert plan.saved_bytes == 2 * ROWS * D * FLOAT
+
+
+def test_fake_tensors_are_planned_outside_of_their_mode_as_inside_but_for_the_peak() -> None:
+    with (mode := FakeTensorMode()):
+        model, x = fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU()), torch.randn(ROWS, D)
+        inside = model.plan(x)
+    outside = model.plan(x)
+    assert inside.saved == outside.saved and inside.forward == outside.forward
+    assert outside.rehearsed and not inside.rehearsed
+    with torch.device("meta"):
+        meta = fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU())
+        assert meta.plan(torch.randn(ROWS, D)).peak_bytes == outside.peak_bytes
+    with mode, pytest.raises(fo.FuseOpsError, match="leave the mode first"):
+        offload.plan(model, x, layers="1", peak=1 << 20)
 
 
 def test_a_checkpoint_is_said() -> None:

@@ -17,11 +17,12 @@ from .untouched import main_grad_of, nothing_waits
 
 def fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
     """A fake of a tensor, and of the gradients that a parameter has."""
-    if t.is_meta:  # a model that was never given memory: kernels of the CPU tell what it saves
+    if t.is_meta or torch_private.is_fake(t):  # a model that was never given memory
         mine: Any = t  # of a DTensor what this rank has, which its op computes with
         mine = mine.to_local() if torch_private.is_dtensor(type(t)) else mine
+        device = "cpu" if t.is_meta else t.device  # whose kernels tell what it saves
         with mode:
-            made = torch.empty_strided(mine.shape, mine.stride(), dtype=t.dtype, device="cpu")
+            made = torch.empty_strided(mine.shape, mine.stride(), dtype=t.dtype, device=device)
     else:
         made = mode.from_tensor(t.detach())
     if isinstance(t, nn.Parameter):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from fuseops import torch_private
 from fuseops.torch_private import storage_key
 
 from .fakes import fake, faked
@@ -24,8 +25,11 @@ def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
     What the forward and the backward make counts, the output and new gradients too, and of the inputs
     what is saved, and what ops keep outside of torch's allocator; not the gradient of the output, nor
-    parameters. None where fake tensors cannot tell: a plain module reads values.
+    parameters. None where fake tensors cannot tell: a plain module reads values, or the caller has
+    fake tensors of its own made, with which no other ones are mixed.
     """
+    if torch_private.inside_fake_mode():
+        return None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with faked(model, mode):
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: fake(t, mode), (args, dict(kwargs)))

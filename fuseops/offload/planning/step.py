@@ -92,8 +92,14 @@ def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None 
 
     split  rows that data-dependent selections (`nonzero`, `where`) find, one call after another
 
-    Raises FuseOpsError where shapes depend on data and no split is given.
+    Raises FuseOpsError where shapes depend on data and no split is given, and where all tensors of
+    the caller are fakes.
     """
+    if torch_private.inside_fake_mode():
+        raise FuseOpsError(
+            "a plan was asked for inside of a FakeTensorMode, and fake tensors of two modes do not mix; leave "
+            "the mode first: the model may have been made in it, or on the meta device."
+        )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     flash = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     backends = [SDPBackend.MATH] if hardware.attention == "math" else flash
