@@ -617,6 +617,7 @@ SUBJECTS = {
         "{ratio} times the best peer's speed",
         (
             Table("step over the best peer", dense, "dense_mlp_512_h200", "dense_mlp_h200"),
+            Table("the same, on an H100", dense, "dense_mlp_512_h100"),
             Table("microseconds", dense_ways, "dense_mlp_ways_h200", "dense_mlp_ways_512_h200"),
         ),
         f"from 8192 rows on {dense_mlp.LEAST} times the best peer's speed, at most {dense_mlp.SAVED} of the bytes that "
