@@ -118,7 +118,7 @@ def pretend() -> torch.library.Library:
     facts: dict[str, Any] = {
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: SimpleNamespace(
-            multi_processor_count=132, gcnArchName=""
+            multi_processor_count=132, name="", gcnArchName=""
         ),
         "current_device": lambda: None,
         "is_current_stream_capturing": lambda: False,

@@ -64,7 +64,8 @@ def test_three_ops_with_and_without_to_host() -> None:
         return step_of(fo.Sequential(*ops), *scope)
 
     assert three() <= 116
-    assert three(offload.to_host) <= 156  # nothing is large enough to move
+    more = torch.__version__.startswith("2.11.")
+    assert three(offload.to_host) <= 156 + more  # nothing is large enough to move
     assert three(lambda: offload.to_host(min_bytes=0)) <= 237  # two of four do
 
 

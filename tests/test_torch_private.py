@@ -339,6 +339,12 @@ def test_modes_are_counted() -> None:
         assert torch_private.num_function_modes() == before[1] + 1
 
 
+def test_inside_fake_mode() -> None:
+    assert not torch_private.inside_fake_mode()
+    with FakeTensorMode():
+        assert torch_private.inside_fake_mode()
+
+
 def test_is_fake() -> None:
     real = torch.ones(2)
     assert torch_private.is_fake(FakeTensorMode().from_tensor(real))

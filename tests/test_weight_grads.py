@@ -378,6 +378,10 @@ def test_a_backward_that_was_interrupted_puts_nothing_off(
 
 
 @pytest.mark.in_turn
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11."),
+    reason="dynamo of torch 2.11 fails at an assertion of its own",
+)
 def test_compiled_autograd_puts_gradients_off_too() -> None:
     from torch._dynamo import compiled_autograd  # half a second
 

@@ -1,4 +1,4 @@
-"""Names of Gluon that differ between Triton 3.6 and 3.9: device code takes them from here."""
+"""Names of Gluon that differ between Triton 3.6, 3.8 and 3.9: device code takes them from here."""
 
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
@@ -7,15 +7,18 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-if hasattr(tma, "async_load"):  # since 3.9
+if hasattr(shared_memory_descriptor, "reinterpret"):  # since 3.9
+    reinterpret = shared_memory_descriptor.reinterpret
+else:
+    reinterpret = shared_memory_descriptor._reinterpret
+
+if hasattr(tma, "async_load"):  # since 3.8
     load_tile, store_tile = tma.async_load, tma.async_store
     add_tile, load_rows = tma.async_atomic_add, async_copy.async_load
-    reinterpret = shared_memory_descriptor.reinterpret
     thread_barrier = gl.barrier
 else:
     load_tile, store_tile = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
     load_rows = async_copy.async_copy_global_to_shared
-    reinterpret = shared_memory_descriptor._reinterpret
     thread_barrier = gl.thread_barrier
 
     @builtin
