@@ -66,7 +66,7 @@ def test_three_ops_with_and_without_to_host() -> None:
     assert three() <= 116
     more = torch.__version__.startswith("2.11.")
     assert three(offload.to_host) <= 156 + more  # nothing is large enough to move
-    assert three(lambda: offload.to_host(min_bytes=0)) <= 237  # two of four do
+    assert three(lambda: offload.to_host(min_bytes=0)) <= 237 + more  # two of four do
 
 
 @pytest.mark.uninitialized
@@ -199,6 +199,10 @@ def test_calls_of_a_step_on_a_gpu(
 
 @on_cpus
 @pytest.mark.in_turn
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11."),
+    reason="its compiler compares tensors with what they are not",
+)
 def test_a_compiled_step_calls_what_one_of_plain_torch_does_and_launches() -> None:
     """The dispatcher takes longer to arrive at a launch than the launch: nothing that is launched goes through it."""
     found = counts("compiled")
