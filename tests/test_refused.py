@@ -84,7 +84,7 @@ def test_a_nested_tensor_is_refused_in_the_forward(layout: torch.layout) -> None
     nested = torch.nested.nested_tensor(rows, layout=layout, requires_grad=True)
     model = fo.Sequential(fo.ops.Linear(6, 6), fo.ops.ReLU())
     model(torch.randn(4, 6))
-    for called in (model, fo.ops.SiLU(), model):
+    for called in (model, fo.ops.SiLU(), fo.MoE(6, 4, 4, 2), model):
         with pytest.raises(fo.FuseOpsError, match=r"nested tensor.*values"):
             called(nested)
     if layout is torch.jagged:

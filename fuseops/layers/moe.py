@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from fuseops import kernels as K
 from fuseops import ops, torch_private
-from fuseops.errors import FuseOpsError
+from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.activations import Activation, ScaledActivation
 from fuseops.ops.checks import check_flags, check_integers
 from fuseops.ops.op import Op
 from fuseops.recipes import Quantized
+from fuseops.run.sides import described
 from fuseops.run.splice import opaque_reason
 
 from .sequential import Sequential
@@ -172,6 +173,11 @@ class MoE(Sequential):
         asked = returns if router is None else (*returns, "experts")
         if isinstance(x, Quantized):  # the router reads high precision
             x = x.dequantize()
+        if isinstance(x, Tensor) and x.is_nested:
+            raise ShapeError(
+                f"{described(self)} got a nested tensor, whose tokens have no one shape: pass its values(), "
+                "(tokens, dim), and put the offsets back behind it."
+            )
         flat = not isinstance(x, Tensor) or x.dim() in (0, 2)  # what is no input is refused below
         rows = x if flat else x.reshape(-1, x.shape[-1])
         out = super().forward(rows, *args, returns=tuple(dict.fromkeys(asked)), **side)
