@@ -285,6 +285,10 @@ def of_cells(*parts: str, **renamed: str) -> Callable[[Any], dict[str, Found]]:
     }
 
 
+def passes(found: Any) -> dict[str, Found]:
+    return turned(found["summary"])
+
+
 def passes_missed(found: Any) -> Found:
     bars, *_ = found["summary"].values()
     return {
@@ -380,6 +384,11 @@ def small_shapes(found: Any) -> dict[str, Found]:
             said = " / ".join(cell(value) or "-" for value in us)
             rows.setdefault(c["case"], {})[f"{part}, {c['rows']} rows"] = said
     return rows
+
+
+def small_steps(found: Any) -> dict[str, Found]:
+    steps: dict[str, Found] = found["small_steps"]
+    return steps
 
 
 def under_recipes(found: Any) -> dict[str, Found]:
@@ -592,8 +601,8 @@ SUBJECTS = {
     "Passes that quantize": Subject(
         "{dsv3_ep8}, {mixtral} and {qwen3_30b} of a copy's bandwidth",
         (
-            Table("pass", lambda found: turned(found["summary"]), "fp8_passes_h200"),
-            Table("pass, on an H100", lambda found: turned(found["summary"]), "fp8_passes_h100"),
+            Table("pass", passes, "fp8_passes_h200"),
+            Table("pass, on an H100", passes, "fp8_passes_h100"),
         ),
         "that of its row",
         passes_missed,
@@ -652,9 +661,9 @@ SUBJECTS = {
     "The host of small steps": Subject(
         "{eager ratio} of eager torch's time, {compiled ratio} of compile's when both are compiled",
         (
-            Table("microseconds of the host", lambda found: found["small_steps"], "host_h200"),
-            Table("of an H100's host", lambda found: found["small_steps"], "host_h100"),
-            Table("backward in the caller's thread", lambda found: found["small_steps"], "host_one_thread_h200"),
+            Table("microseconds of the host", small_steps, "host_h200"),
+            Table("of an H100's host", small_steps, "host_h100"),
+            Table("backward in the caller's thread", small_steps, "host_one_thread_h200"),
             Table("under recipes", under_recipes, "host_recipes_h200"),
             Table("on a CPU, microseconds", lambda found: facts(found["microseconds"]), "overhead"),
         ),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.formats import E4M3, E5M2
-from fuseops.kernels.grouped_paths import GEMM, chosen, no_gluon
+from fuseops.kernels.grouped_paths import GEMM, aligned, chosen, no_gluon
 from fuseops.kernels.launch import current_arch
 from fuseops.torch_private import is_fake
 from fuseops.words import dtype_name
@@ -90,7 +90,7 @@ def act_path(x: Tensor, h: Tensor, *dtypes: torch.dtype) -> str:
     if apart or formats != {E4M3} or any(_device(h.device)):
         return "parts"
     # eight numbers are brought by one instruction, which takes aligned addresses alone
-    return "parts" if _misaligned(x) or _misaligned(h) else "once"
+    return "once" if all(aligned(x, h)) else "parts"
 
 
 def multiplies_codes(device: torch.device) -> bool:
@@ -105,13 +105,9 @@ def _device(device: torch.device) -> tuple[str | None, ...]:
 def _codes(name: str, codes: Tensor) -> str | None:
     if codes.dtype not in (E4M3, E5M2):
         return f"{name} is {dtype_name(codes.dtype)}"
-    if _misaligned(codes):
+    if not is_fake(codes) and codes.data_ptr() % 16:
         return f"{name} is not 16-byte aligned"
     return None
-
-
-def _misaligned(t: Tensor) -> bool:
-    return not is_fake(t) and t.data_ptr() % 16 != 0
 
 
 def _sizes(k: int, n: int, dtype: torch.dtype) -> str | None:

@@ -220,7 +220,7 @@ def mm_choice(x: Tensor, weight: Tensor, index: Tensor | None = None) -> KernelP
     if forced_path is not None:
         return KernelPath(forced_path)
     few = None if index is None else index.shape[0] <= FEW_ROWS
-    sides = x.stride(), weight.stride(), _aligned(x, weight)
+    sides = x.stride(), weight.stride(), aligned(x, weight)
     return _mm_choice(current_arch(x.device), x.dtype, *sides, weight.shape, few)
 
 
@@ -279,11 +279,11 @@ def wgrad_choice(
         return KernelPath("few")
     n, k = dy.shape[1], x.shape[1]
     other = n if x_index is not None else k if dy_index is not None else None
-    sides = dy.stride(), x.stride(), _aligned(dy, x)
+    sides = dy.stride(), x.stride(), aligned(dy, x)
     return _wgrad_choice(current_arch(x.device), x.dtype, *sides, n, k, other)
 
 
-def _aligned(a: Tensor, b: Tensor) -> tuple[bool, bool]:
+def aligned(a: Tensor, b: Tensor) -> tuple[bool, bool]:
     """Whether each begins at a multiple of 16 bytes, as what has no address yet will."""
     if is_fake(a):
         return True, True

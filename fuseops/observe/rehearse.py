@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from fuseops import torch_private
-from fuseops.torch_private import storage_key
 
 from .fakes import fake, faked
 from .memory import Ops, StorageMeter, outside_bytes, tensors_in
@@ -40,7 +39,7 @@ def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         ops = Ops(lambda *call: levels.append(meter.after(call[-1])))
 
         def pack(t: Tensor) -> Tensor:
-            kept.add(storage_key(t.untyped_storage()))
+            kept.add(torch_private.storage_key(t.untyped_storage()))
             return t.detach()  # itself, it would be a cycle where it is the output
 
         try:
@@ -56,7 +55,9 @@ def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
                 torch.autograd.backward(ends, gradients)
         except (RuntimeError, NotImplementedError):  # of fake tensors, whose errors are these
             return None
-    storages = {storage_key(s): s.nbytes() for s in (t.untyped_storage() for t in inputs)}
+    storages = {
+        torch_private.storage_key(s): s.nbytes() for s in (t.untyped_storage() for t in inputs)
+    }
     saved = sum(storages[key] for key in kept & storages.keys())
     return max(levels) + saved + outside_bytes(model)
 
