@@ -575,8 +575,8 @@ def compiled_region() -> list[torch.nn.Module] | None:
         return frame.f_globals.get("__name__") or ""
 
     frame: FrameType | None = sys._getframe(1)
-    # without a call for each frame: scopes ask for every tensor that torch saves
-    while frame is not None and not (frame.f_globals.get("__name__") or "").startswith("torch."):
+    # what saves stands below the pack hook. Without a call for each frame: scopes ask for every tensor that torch saves
+    while frame is not None and (frame.f_globals.get("__name__") or "").startswith("fuseops."):
         frame = frame.f_back
     if frame is not None and home(frame) == "torch.autograd.function":
         frame = frame.f_back

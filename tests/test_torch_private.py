@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops import torch_private
+from fuseops.observe.labels import Labels, paths_under
+from fuseops.observe.saved import SavedLedger, Where
 
 
 class DispatchMode(TorchDispatchMode): ...
@@ -461,20 +463,15 @@ def test_a_compiled_region_is_known_while_it_saves(compiled: bool) -> None:
     module = Tanhs()
     if compiled:
         module.compile(backend="aot_eager")
-    found: list[Any] = []
-
-    def pack(t: Tensor) -> Tensor:
-        found.append(torch_private.compiled_region())
-        return t
-
-    torch_private.never_compile(pack)
-    with saved_tensors_hooks(pack, Tensor.detach):
-        torch.nn.Sequential(torch.nn.Sigmoid(), module)(torch.ones(2, requires_grad=True))
-    assert found[0] is None
-    if compiled:
-        assert all(region[0] is module and len(region) == 2 for region in found[1:])
-    else:
-        assert len(found) > 1 and not any(found)
+    model = torch.nn.Sequential(torch.nn.Sigmoid(), module)
+    ledger = SavedLedger(lambda promised: Where(None, "", None), Labels(paths_under(model)))
+    torch_private.never_compile(SavedLedger._pack)
+    with ledger.hooks():
+        y = model(torch.ones(2, requires_grad=True))
+    names = [name for handle in ledger.living() for name in handle.names]
+    assert y.requires_grad and torch_private.compiled_region() is None  # now that nothing is saved
+    assert not names[0].startswith("1.")
+    assert len(names) > 1 and all(name.startswith("1.compiled") == compiled for name in names[1:])
 
 
 def test_levels_of_torch_func_are_known() -> None:

@@ -43,8 +43,8 @@ class Labels:
 
     def of_torch(self, t: Tensor) -> SavedName:
         """Names a tensor that no op of fuseops saves."""
-        running = modules.thread.running
-        made_by = "leaf" if t.grad_fn is None else _node_name(t.grad_fn.name())
+        running, node = modules.thread.running, t.grad_fn
+        made_by = "leaf" if node is None else _node_name(node.name())
         if made_by == torch_private.FSDP_WATCHES:
             node = torch_private.producer(t)
             made_by = "leaf" if node is None else _node_name(node.name())

@@ -88,7 +88,11 @@ def unwatch(watcher: Watcher) -> None:
 
 def path_in(paths: Mapping[int, str], running: Sequence[nn.Module]) -> str:
     """The path of the innermost of these modules that has one."""
-    return next((paths[id(m)] for m in reversed(running) if id(m) in paths), "")
+    for module in reversed(running):
+        path = paths.get(id(module))
+        if path is not None:
+            return path
+    return ""
 
 
 @contextmanager

@@ -206,7 +206,6 @@ class LayerScope(Scope):
         return named
 
     def _stay(self, t: Tensor, entry: Entry, storage: torch.UntypedStorage | None = None) -> Kept:
-        self._ledger.saw(entry)
         handle, running = Kept(t, entry, self._ledger), self._thread_calls.running[-1]
         resident = self._resident
         if storage is not None and entry.name not in self._left:

@@ -105,7 +105,11 @@ def why_keep(
 
 def mark_on(t: Tensor, named: SavedName) -> str | None:
     """The mark that decides: the tensor's own, else of the modules that save it (keep first)."""
-    own = marks.mark_of(t)
-    if own is not None:
-        return own
-    return min((m for m in map(marks.mark_of_module, owners_of(named)) if m), default=None)
+    mark = marks.mark_of(t) if marks.marked.entries else None
+    if mark is not None:
+        return mark
+    for module in owners_of(named):
+        mark = marks.mark_of_module(module) or mark
+        if mark == marks.KEEP:
+            break
+    return mark

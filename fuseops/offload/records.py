@@ -55,6 +55,7 @@ class Judged(NamedTuple):
     """
 
     entry: Entry  # for the report: moved, or kept for what reason
+    again: Entry  # the same, where its storage has been counted
     saved: SavedName | None  # its id stands for it and for the modules that save it
     coding: Coding | None = None  # how it leaves, if not as it is
 
@@ -177,7 +178,7 @@ class Record(Item):
     def __init__(self, t: Tensor, found: Judged, ledger: Ledger, mover: Mover) -> None:
         storage = t.untyped_storage()
         self.origin, self.whole = weakref.ref(storage), storage.nbytes()
-        self.entry, self._promised, self.coding = found
+        self.entry, _, self._promised, self.coding = found
         if self.coding is not None:
             storage = encode(storage, self.coding).untyped_storage()
         name, owner = self.entry.name, mover.lanes.compute()

@@ -137,10 +137,12 @@ class Ledger:
         """Whose scope this one's is opened in."""
         self.chain = (self, *(() if outer is None else outer.chain))
 
-    def saw(self, entry: Entry) -> None:
+    def saw(self, *entries: Entry) -> None:
         for ledger in self.chain:
             with ledger._lock:
-                ledger.entries[entry] = ledger.entries.get(entry, 0) + 1
+                counts = ledger.entries
+                for entry in entries:
+                    counts[entry] = counts.get(entry, 0) + 1
 
     def moved(self, entry: Entry, record: Moves) -> None:
         of, nbytes = weakref.ref(record), record.nbytes

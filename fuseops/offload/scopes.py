@@ -138,28 +138,32 @@ class Scope(Guarded):
         inside = torch_private.backward_now() != NO_BACKWARD
         in_backward = INSIDE_BACKWARD[self.in_checkpoint] if inside else None
         judged = self._judged_promised if promised else self._judged
+        owned, resident, changes = self._owned.storages, self._resident, marks.module_changes
+        leaving = records.thread.records if self._goes_along else ()
         packed: list[Handle] = []
+        stayed: list[Entry] = []
         for t, known in zip(tensors, named, strict=True):
             aside = why_not_plain(t)
             if aside is None:
                 captured = self._not_captured and t.is_cuda and torch_private.is_capturing()
                 aside = self._not_captured if captured else in_backward
             if aside is not None:
+                stayed = self._told(stayed)
                 packed.append(self._keep(t, known, aside, _bytes_of(t)))
                 continue
             storage = t.untyped_storage()
-            if self._goes_along and storage_key(storage) in records.thread.records:
+            if leaving and storage_key(storage) in leaving:
                 record = records.find(t)
                 if record is not None:
+                    stayed = self._told(stayed)
                     packed.append(self._share(t, known, record))
                     continue
             which: int | str = id(known)
             mark = marks.marked.get(storage) if marks.marked.entries else None
-            changes, resident = marks.module_changes, self._resident
             if not promised:
                 which, mark, changes = known.name, mark_on(t, known), 0
             facts = (
-                *(which, mark, changes, self._owned.storages.get(storage), self._on_gpu),
+                *(which, mark, changes, owned.get(storage), self._on_gpu),
                 *(resident and resident.get(storage), type(t), type(t._base)),
                 *(t.shape, t.dtype, t.device, storage.nbytes()),
             )
@@ -172,15 +176,24 @@ class Scope(Guarded):
                     judged[facts] = found
             entry = found.entry
             if entry.decision == MOVED:
+                stayed = self._told(stayed)
                 handle = self._move(t, found)
                 if not isinstance(handle, str):
                     packed.append(handle)
                     continue
                 entry = entry._replace(decision=KEPT, reason=handle)
             if entry.nbytes and not self._counted.first(storage, True):
-                entry = entry._replace(nbytes=0)
+                entry = found.again if entry is found.entry else entry._replace(nbytes=0)
+            stayed.append(entry)
             packed.append(self._stay(t, entry, storage))
+        self._told(stayed)
         return packed
+
+    def _told(self, stayed: list[Entry]) -> list[Entry]:
+        """Report in one go what stayed one after the other.   -> nothing yet"""
+        if stayed:
+            self._ledger.saw(*stayed)
+        return []
 
     def _named_by_torch(self, t: Tensor) -> SavedName:
         if self._ledger.take_backward_seen():
@@ -196,7 +209,8 @@ class Scope(Guarded):
             why += "; as float8 codes" if isinstance(coding, Coding) else f"; exact: {coding}"
         entry = self._entry(t, named, decision, reason or why, nbytes)
         saved = named if promised else None
-        return Judged(entry, saved, coding if isinstance(coding, Coding) else None)
+        coded = coding if isinstance(coding, Coding) else None
+        return Judged(entry, entry._replace(nbytes=0), saved, coded)
 
     def _coding(self, t: Tensor, named: SavedName) -> Coding | str:
         """How t is quantized before it leaves, or why it is not: "" where nobody asks for it."""
@@ -236,11 +250,12 @@ class Scope(Guarded):
         return Moved(t, entry, record, call, mover, self._ledger)
 
     def _keep(self, t: Tensor, named: SavedName | Entry, reason: str, nbytes: int) -> Handle:
-        return self._stay(t, self._entry(t, named, KEPT, reason, nbytes))
+        entry = self._entry(t, named, KEPT, reason, nbytes)
+        self._ledger.saw(entry)
+        return self._stay(t, entry)
 
     def _stay(self, t: Tensor, entry: Entry, storage: torch.UntypedStorage | None = None) -> Kept:
         """Have t stay. storage: of t, where it was judged."""
-        self._ledger.saw(entry)
         return Kept(t, entry, self._ledger)
 
     def _entry(

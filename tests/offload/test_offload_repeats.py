@@ -146,15 +146,15 @@ def test_what_is_found_once_is_what_would_be_found_each_time(
 def test_a_tensor_that_stays_costs_few_calls(options: dict[str, Any]) -> None:
     model = Model()
     run = lambda: step(model, 5, None, False)  # noqa: E731
-    run(), run()
-    plain = calls_in(run)
+    settled = lambda: min(calls_in(run) for _ in range(4))  # noqa: E731  a step may be written for the next ones
+    plain = settled()
     with offload.Scheduler(model, "blocks.*", **options) as scheduler:
+        more = settled() - plain
         seen = lambda: sum(e.times for e in scheduler.report().entries)  # noqa: E731
-        run(), run()
         before = seen()
-        more = calls_in(run) - plain
+        run()
         saved = seen() - before
-    assert more <= 60 * saved  # those of the layer and its modules among them
+    assert 0 < more <= 40 * saved  # those of the layer and its modules among them
 
 
 def test_shapes_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
