@@ -566,6 +566,9 @@ def disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
+_HOOKS = "fuseops.torch_private", "fuseops.observe.", "fuseops.offload."  # where pack hooks run
+
+
 def compiled_region() -> list[torch.nn.Module] | None:
     """Inside a pack hook: the modules whose forwards run, innermost first, if a node that torch.compile
     made is what saves. Else None. A compiled forward calls no hooks; its frames know the modules.
@@ -576,7 +579,7 @@ def compiled_region() -> list[torch.nn.Module] | None:
 
     frame: FrameType | None = sys._getframe(1)
     # what saves stands below the pack hook. Without a call for each frame: scopes ask for every tensor that torch saves
-    while frame is not None and (frame.f_globals.get("__name__") or "").startswith("fuseops."):
+    while frame is not None and (frame.f_globals.get("__name__") or "").startswith(_HOOKS):
         frame = frame.f_back
     if frame is not None and home(frame) == "torch.autograd.function":
         frame = frame.f_back

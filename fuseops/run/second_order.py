@@ -38,7 +38,7 @@ def guard(
 
 def tie(t: Tensor) -> Tensor:
     """A handle on t's place in the graph that holds none of its memory."""
-    return t.expand(0, *t.shape).clone()  # a clone, since a view would hold its base
+    return torch.expand_copy(t, (0, *t.shape))  # a copy, since a view would hold its base
 
 
 def ties_of(
