@@ -14,6 +14,7 @@ again before anything is done, and has to say the same.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -39,6 +40,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     A.unsqueeze.default: Tensor.unsqueeze,
 }
 """What calls an op in half the time that its overload takes."""
+PRODUCTS = A.mm.default, A.addmm.default
 MASKS = torch.bool, torch.uint8
 AGAIN = "<fuseops transcript>"  # where written functions stand
 REFUSED = (
@@ -295,6 +297,31 @@ class _Writer:
             else:
                 self.objects |= slots
             self.steps.insert(0, step)
+        self._join_transposed()
+
+    def _join_transposed(self) -> None:
+        """A product with a matrix that is transposed for it alone is `linear`, which calls the same: one for two."""
+        uses = Counter(
+            slot.number
+            for value in (self.result, *[(step.args, step.kwargs) for step in self.steps])
+            for slot in _slots_in(value)
+        )
+        turned: dict[Any, NotedCall] = {
+            step.results[0]: step
+            for step in self.steps
+            if step.does is A.t.default and uses[step.results[0]] == 1
+        }
+        joined: list[NotedCall] = []
+        for step in self.steps:
+            last = step.args[-1] if step.does in PRODUCTS and not step.kwargs else None
+            transposed = turned.get(last.number) if type(last) is TensorRef else None
+            if transposed is not None:
+                joined.remove(transposed)
+                *bias, x, _ = step.args
+                given = x, *transposed.args, *bias
+                step = step._replace(does=torch.nn.functional.linear, args=given)
+            joined.append(step)
+        self.steps = joined
 
     def _left_out(self, step: NotedCall) -> bool:
         """Whether nobody needs what an op of torch gives, as a view of what is read by its address."""

@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import importlib
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -196,3 +197,31 @@ def test_a_kernel_writes_into_what_nobody_else_can_hold(by_address):
         found = held_by_name or again(given)
         for ours, theirs in zip(found, expected, strict=True):
             assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("rows", [5, 1, 0])
+def test_a_weight_that_is_transposed_for_one_product_is_given_to_linear(rows):
+    """Not one that something else reads, or that is given back; bits and calls of torch's product stay."""
+
+    def function(x, w, bias):
+        turned, shared = w.t(), w.t()
+        y = torch.addmm(bias, x, turned) + torch.mm(x, w.t())
+        return y, x.t().mm(x), torch.mm(x, shared) + shared.sum(), (w + w).t()
+
+    def operands():
+        torch.manual_seed(0)
+        return torch.randn(rows, 8), torch.randn(4, 8), torch.randn(4)
+
+    with torch.no_grad():
+        with transcribed(given := [*operands()]) as seen:
+            out = function(*given)
+        again = seen.written(out)
+        found, expected = again([*operands()]), function(*operands())
+    assert all(map(torch.equal, found, expected))
+    seen_calls = []
+    with torch.no_grad():
+        sys.setprofile(lambda frame, event, arg: seen_calls.append(arg) if event == "c_call" else 0)
+        again([*operands()])
+        sys.setprofile(None)
+    names = [call.__name__ for call in seen_calls]
+    assert [names.count(name) for name in ("linear", "addmm", "mm", "t")] == [2, 0, 2, 3]
