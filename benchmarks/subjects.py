@@ -415,6 +415,30 @@ def ways(found: Any) -> dict[str, Found]:
     }  # fmt: skip
 
 
+SAVED_US = 25  # of the host, a saved tensor
+
+
+def of_the_host(found: Any) -> dict[str, Found]:
+    """What a saved tensor and one that moves cost the host, in microseconds and in calls, by the ways of a step."""
+    return {
+        name: {"step us": f"{way['step_us']:.0f}", "saved": way["saved"], "moved": way["moved"]}
+        | {f"us a tensor {what}": interval(way[f"us_{what}"]) for what in ("saved", "moved") if f"us_{what}" in way}
+        | {f"calls a tensor {what}": way.get(f"calls_{what}") for what in ("saved", "moved")}
+        for name, way in found["ways"].items()
+        if way.get("saved")
+    }  # fmt: skip
+
+
+def interval(us: Any) -> str:
+    low, high = us["interval"]
+    return f"{us['median']:.0f} ({low:.0f}-{high:.0f})"
+
+
+def hosts_missed(found: Any) -> Found:
+    us = {name: way["us_saved"]["median"] for name, way in found["ways"].items() if way.get("saved")}
+    return {name: median for name, median in us.items() if median > SAVED_US}
+
+
 def checked(found: Any) -> dict[str, Found]:
     fit, dry = found["fit"], found["dry"]
     held = next(way for name, way in fit.items() if name.startswith("plan"))
@@ -674,6 +698,12 @@ SUBJECTS = {
     "Saved tensors to the host: MoE blocks": offload(
         "plan carried", "offload_moe_h200", "python offload.py --model moe --seconds 40"
     ),
+    "What a saved tensor costs the host": Subject(
+        "",
+        (Table("scheduler", of_the_host, "offload_host_h100"),),
+        f"at most {SAVED_US} us a saved tensor",
+        hosts_missed,
+    ),
     "A model that does not fit": Subject(
         "",
         (Table("", beyond, "offload_beyond_h200"),),
@@ -693,7 +723,10 @@ SUBJECTS = {
     "What was tried together on two GPUs": Subject("", (Table("", together, "ports_nccl_h200x2"),)),
     "Two releases of Triton": Subject(
         "3.9 takes {time of 3.9.0 over 3.6.0} of the older one's time",
-        (Table("microseconds", of_cells("us", ratios="time of {} over 3.6.0"), "tritons_h200"),),
+        (
+            Table("microseconds", of_cells("us", ratios="time of {} over 3.6.0"), "tritons_h200"),
+            Table("the same, on an H100", of_cells("us", ratios="time of {} over 3.6.0"), "tritons_h100"),
+        ),
         "at most 1.01 of the older one's time",
         slower_with_the_newer,
     ),
