@@ -352,6 +352,7 @@ def test_a_compiled_call_is_guarded_on_little() -> None:
     plain = guards_in(PlainResidual(nn.RMSNorm(16), first, PlainSwiGLU(), last), x)
     assert guards_in(residual(), x) <= 1.5 * plain
     assert linears(fo.ops.Linear, fo.Sequential) <= 1.5 * linears(nn.Linear, nn.Sequential)
+    assert guards_in(fo.MoE(16, 24, E, 2), x) <= 200  # of 288 once
 
 
 def changed(op: fo.Op, name: str) -> None:
