@@ -30,6 +30,11 @@ GLOBAL_HOOKS: tuple[dict[int, Callable[..., Any]], ...] = (
 )
 
 
+def global_hooks() -> tuple[dict[int, Callable[..., Any]], ...]:
+    """GLOBAL_HOOKS, of each of which traced code that asks for them is guarded on whether there are any."""
+    return GLOBAL_HOOKS
+
+
 # which backward autograd executes in this thread; NO_BACKWARD outside of them
 backward_now: Callable[[], int] = torch._C._current_graph_task_id
 NO_BACKWARD = -1
@@ -643,10 +648,8 @@ def negated_view(t: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def unsafe_view(t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """`t.view(shape)` that autograd takes for no view: for a t that nobody else holds or has saved."""
-    view: torch.Tensor = torch.ops.aten._unsafe_view(t, shape)
-    return view
+# `t.view(shape)` that autograd takes for no view: for a t that nobody else holds or has saved
+unsafe_view: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] = torch.ops.aten._unsafe_view
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

@@ -641,6 +641,13 @@ def test_the_device_can_be_kept_busy() -> None:
     assert start.elapsed_time(end) > 0.3  # ms, at up to 3 GHz
 
 
+def test_hooks_on_all_modules_are_those_that_torch_asks() -> None:
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *about: None)
+    assert [*map(len, torch_private.global_hooks())] == [0, 1, 0, 0]
+    handle.remove()
+    assert not any(torch_private.global_hooks())
+
+
 def test_an_unsafe_view_is_no_view_to_autograd() -> None:
     x = torch.ones(6, requires_grad=True)
     y = torch_private.unsafe_view(2 * x, (2, 3))

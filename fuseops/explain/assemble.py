@@ -151,7 +151,7 @@ def _notes_on(call: SequentialCall) -> Iterator[str]:
             if own:
                 which = f"{name} ({type(child).__name__}) was configured by itself"
                 yield f"{which}, which holds only where it is called alone: {'; '.join(own)} here"
-    here = scopes.process.token, call.module._settings, scopes.current().token
+    here = scopes.tokens(call.module._settings)
     if pure and (now := scopes.resolve(*here)).fusion and POINTWISE not in now.rules:
         which = ", ".join(dict.fromkeys(pure))
         yield f"{which}: a pure fwd runs as plain torch; rule {POINTWISE.name} makes one kernel of what is elementwise"

@@ -7,11 +7,12 @@ docs/moe.md has the data flow and the formulas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from fuseops import kernels as K
 from fuseops import ops, torch_private
@@ -22,6 +23,7 @@ from fuseops.ops.op import Op
 from fuseops.recipes import Quantized
 from fuseops.run.sides import described
 from fuseops.run.splice import opaque_reason
+from fuseops.torch_private import unsafe_view
 
 from .sequential import Sequential
 
@@ -169,7 +171,8 @@ class MoE(Sequential):
     ) -> Any:
         """Runs the layer over the flattened tokens of x (..., dim), with the options of a Sequential."""
         returns = (returns,) if isinstance(returns, str) else tuple(returns)
-        router = self._counting()
+        counts = self._counting() and self.training and torch.is_grad_enabled()
+        router: Any = self._modules["router"] if counts else None
         asked = returns if router is None else (*returns, "experts")
         if isinstance(x, Quantized):  # the router reads high precision
             x = x.dequantize()
@@ -184,27 +187,26 @@ class MoE(Sequential):
         y, *published = out if asked else (out,)
         if router is not None:
             router.count(published[-1])
-        if rows is not x or torch.compiler.is_compiling():  # compiled segments give a view, too
-            y = self._view()(y, (*x.shape[:-1], y.shape[-1]))
+        if rows is not x or is_compiling():  # compiled segments give a view, too
+            view = unsafe_view if self._unheld() else Tensor.view
+            y = view(y, (*x.shape[:-1], y.shape[-1]))
         return (y, *published[: len(returns)]) if returns else y
 
-    def _view(self) -> Callable[[Tensor, tuple[int, ...]], Tensor]:
-        """How the output is given its shape: without a base where nobody else can hold what the last op made, since an
-        in-place op on a view would drop what FSDP2 has hooked to it, of which torch warns.
+    @torch_private.assume_constant_result
+    def _unheld(self) -> bool:
+        """Whether nobody else can hold what the last op made, so that the output may be given its shape without a base:
+        an in-place op on a view would drop what FSDP2 has hooked to it, of which torch warns.
         """
         last = next(reversed(self._modules.values()))
-        if isinstance(last, ops.Combine | ops.Add) and opaque_reason(last) is None:
-            return torch_private.unsafe_view
-        return Tensor.view
+        return isinstance(last, ops.Combine | ops.Add) and opaque_reason(last) is None
 
-    def _counting(self) -> ops.Router | None:
-        """The router, where this forward counts for `update_expert_bias`: in training, and with a graph, since a
-        reentrant checkpoint runs its first forward without one.
+    @torch_private.assume_constant_result
+    def _counting(self) -> bool:
+        """Whether forwards count for `update_expert_bias`: in training, and with a graph, since a reentrant checkpoint
+        runs its first forward without one.
         """
         router = self._modules.get("router")
-        if not isinstance(router, ops.Router) or router.expert_bias is None:
-            return None
-        return router if self.training and torch.is_grad_enabled() else None
+        return isinstance(router, ops.Router) and router.expert_bias is not None
 
     @property
     def loss_scale(self) -> Tensor:

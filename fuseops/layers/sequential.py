@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
@@ -17,8 +17,9 @@ from fuseops.ops.op import Op
 from fuseops.ops.paths import prefix_of
 from fuseops.ops.structure import Add, Tap
 from fuseops.recipes import Quantized
-from fuseops.run import buffers, compiled, weight_grads
+from fuseops.run import buffers, weight_grads
 from fuseops.run.buffers import Buffers
+from fuseops.run.compiled import entrance
 from fuseops.run.composed import Composed
 from fuseops.run.run import Run
 from fuseops.run.runner import Runner, runner_of, tokens_of
@@ -49,9 +50,9 @@ class Sequential(Composed):
         out: Mapping[str, Any] | None = None,
         **side: Any,
     ) -> Any:
+        if is_compiling():
+            return entrance()().run(self, x, args, returns, out, side)
         returns = (returns,) if isinstance(returns, str) else tuple(returns)
-        if torch.compiler.is_compiling():
-            return compiled.forward(self, x, args, returns, out, side)
         runner: Runner | None = self._runner
         if runner is None or not runner.fits(self):
             runner = runner_of(self)
@@ -152,8 +153,8 @@ def _run_alone(
     **side: Any,
 ) -> Any:
     """One op, called by itself: planned, saved and named exactly as inside a Sequential."""
-    if torch.compiler.is_compiling():
-        return compiled.forward(op, x, args, op.writes, out, side)
+    if is_compiling():
+        return entrance()().run(op, x, args, op.writes, out, side)
     check_input(op, x)
     runner = runner_of(op)
     env = side_inputs(op, runner, args, side)

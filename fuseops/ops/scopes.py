@@ -146,7 +146,8 @@ def restored(state: dict[str, Any]) -> dict[str, Any]:
 class _Process:
     """A `_Process` holds the token of process-wide settings, as an attribute that compiled code can guard on."""
 
-    token: int = 0
+    def __init__(self) -> None:
+        self.token: int = 0
 
 
 class Inside:
@@ -177,6 +178,11 @@ thread = _ScopesThread()
 def current() -> Inside:
     """The scopes of this thread."""
     return thread.inside
+
+
+def tokens(settings: int) -> tuple[int, int, int]:
+    """The tokens of a call now, of a model with these settings."""
+    return process.token, settings, thread.inside.token
 
 
 class scope(ContextDecorator):

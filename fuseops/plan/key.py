@@ -53,6 +53,7 @@ def call_facts(
     side: Mapping[str, Any],
     tokens: Tokens,
     live: tuple[str, ...],
+    hooks: Iterable[Any] = GLOBAL_HOOKS,
 ) -> tuple[Any, ...]:
     """The fields of `CallFacts`.  outside: as of the `Chain`"""
     grad = torch.is_grad_enabled()
@@ -66,7 +67,7 @@ def call_facts(
         grad and x.requires_grad,
         x.__class__,
         autocast_of(x),
-        any(GLOBAL_HOOKS) and hooked(),
+        any(hooks) and hooked(),
         torch.compiler.is_compiling(),
     )
 
@@ -120,9 +121,12 @@ class ParameterFacts(NamedTuple):
     @staticmethod
     def of(p: Tensor | None, grad: bool) -> ParameterFacts | None:
         """Those of a parameter that an op may be without.  grad: the mode"""
-        if p is None:
-            return None
-        return ParameterFacts(grad and p.requires_grad, p.dtype, p.is_meta, p.__class__)
+        return None if p is None else ParameterFacts(*parameter_facts(p, grad))
+
+
+def parameter_facts(p: Tensor, grad: bool) -> tuple[bool, torch.dtype, bool, type]:
+    """The fields of `ParameterFacts`."""
+    return grad and p.requires_grad, p.dtype, p.is_meta, p.__class__
 
 
 class PlanKey(NamedTuple):

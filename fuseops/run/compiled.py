@@ -1,9 +1,10 @@
 """A call as dynamo traces it, under torch.compile.
 
 What dynamo reads is guarded on, and every later call pays for it. So traced code reads of the modules what a plan
-depends on, and nothing else. It asks the planner, which runs outside of the trace, by constants, and is told constants:
-numbers, and lists of words in one string. Modules go there by address: `id()` makes dynamo guard on their identity.
-Conditions are evaluated in traced code, so that their outcome becomes a guard and dim 0 stays free.
+depends on, and nothing else: its own names are in closures (`closed`), except those that must be guarded on. It asks
+the planner, which runs outside of the trace, by constants, and is told constants: numbers, and lists of words in one
+string. Modules go there by address: `id()` makes dynamo guard on their identity. Conditions are evaluated in traced
+code, so that their outcome becomes a guard and dim 0 stays free.
 
 A segment of fuseops' own ops is one call in dynamo's graph. Dynamo does not look into it, AOTAutograd does, and so the
 compiler sees all that its ops do. They read nothing but what they are given and their own attributes, which are guarded
@@ -12,7 +13,9 @@ on. What other ops read is not known: dynamo traces them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -29,20 +32,26 @@ from fuseops.plan.key import (
     ParameterFacts,
     PlanKey,
     Tokens,
+    autocast_of,
     call_facts,
     op_facts,
+    parameter_facts,
+    side_facts,
 )
 from fuseops.plan.segment import Segment, is_own
 from fuseops.recipes import Quantized
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 
 from . import bridge
+from .closed import closed
 from .composed import Composed
 from .run import Run, call_op, run_segment
 from .runner import Runner, prepare
 from .sides import check_input, side_inputs
 from .steps import Once, write_backward, write_forward
 from .traced import TABLE, alive
+
+STAYS = "-"  # in the place of an op of which nothing is read, since it cannot be another
 
 
 class Declared(NamedTuple):
@@ -56,11 +65,12 @@ def forward(
     module: Any,
     x: Any,
     args: tuple[Any, ...],
-    returns: tuple[str, ...],
+    returns: Iterable[str],
     out: Mapping[str, Any] | None,
     side: dict[str, Any],
 ) -> Any:
     """`forward` of a Sequential, or of an op that is called alone."""
+    returns = (returns,) if isinstance(returns, str) else tuple(returns)
     if out:
         raise FuseOpsError("out= is eager only: compile around the ops that write to buffers.")
     check_input(module, x)
@@ -73,7 +83,7 @@ def forward(
     if args or side or reads:
         declared = Declared(tuple(reads), frozenset(_listed(told(runner, "writes"))))
         env = side_inputs(module, declared, args, side)
-    tokens = scopes.process.token, module._settings, scopes.current().token
+    tokens = scopes.tokens(module._settings)
     for at in range(told(runner, "pieces", returns)):
         place = told(runner, "place", at)
         if place is None:
@@ -97,50 +107,55 @@ def _run(
     live: tuple[str, ...],
 ) -> Any:
     """A run of ops, the piece `at` of a runner."""
-    ops = [
-        modules[int(place)] if "." not in place else _beside(modules, place)
-        for place in _listed(told(runner, "ops", at))
-    ]
+    ops = [_op(modules, place) for place in _listed(told(runner, "ops", at))]
+    numbered = _numbered(ops)
     for i in _listed(told(runner, "kinds", at)):
         kind = type(ops[int(i)])
         told(runner, "guarded", id(kind.fwd), id(kind.bwd))
     outside = _listed(told(runner, "outside", at))
-    if torch_private.is_dtensor(type(x)) and told(runner, "local", at):
+    if told(runner, "local", at) and torch_private.is_dtensor(type(x)):
         laid_out = told(runner, "laid_out", at)
         x = unwrapped(x, None if laid_out is None else ops[laid_out]._layout)
-    run = module._runner.pieces[at][1] if told(runner, "swaps", at) else None
-    shape = tuple(x.shape)
-    for op in () if run else ops:  # guards on widths, as every op checks its own
-        shape = op.out_shape(shape)
-    if run:
-        for _ in run.chain.shapes(shape, {name: tuple(env[name].shape) for name in outside}):
-            pass
-    call = call_facts(outside, x, env, tokens, live)
-    modes = tuple([_mode(runner, at, i, op) for i, op in enumerate(ops)])
-    parameters = tuple([_parameters(runner, at, i, op) for i, op in enumerate(ops)])
+    same = [_same(runner, at, i, op) for i, op in numbered]
+    known = told(runner, "width", at, x.dim(), tuple(same))
+    if known is None or x.shape[-1] != known:
+        if told(runner, "swaps", at):
+            _check_swapped(module, at, tuple(x.shape), {n: tuple(env[n].shape) for n in outside})
+        else:
+            _check_widths(ops, tuple(x.shape))
+    call = call_facts(outside, x, env, tokens, live, torch_private.global_hooks())
+    modes = tuple([_mode(runner, at, i, op) for i, op in numbered])
+    parameters = tuple([_parameters(runner, at, i, op) for i, op in numbered])
     entry = told(runner, "entry", at, modes, parameters, call)
     reasons: tuple[str | None, ...] | None = None
     if told(runner, "conditional", at, entry, x.dtype, x.dim()):
-        reasons = module._runner.pieces[at][1].reasons(TABLE[entry], x, env)
-    same = [_same(runner, at, i, op) for i, op in enumerate(ops)]
+        reasons = _reasons(module, at, entry, x, env)
     plan = told(runner, "plan", at, entry, reasons, x.dtype, x.dim())
     for k in range(told(runner, "segments", plan)):
         how = told(runner, "how", plan, k, tuple(same))
         if how == "tap":
             env[told(runner, "tap", plan, k)] = x
         elif how == "call":
-            x = call_op(TABLE[plan].segments[k], x, env)
+            x = _called(plan, k, x, env)
         elif how == "traced":
-            x = run_segment(TABLE[plan].segments[k], x, env, None)
+            x = _traced(plan, k, x, env)
         else:
-            x = _opaque(runner, plan, k, ops, x, env)
+            x = _opaque(runner, at, plan, k, ops, x, env)
     return x
 
 
-def _mode(runner: int, at: int, i: int, op: Any) -> tuple[bool, bool]:
+def _check_widths(ops: Sequence[Any], shape: tuple[Any, ...]) -> None:
+    for op in ops:
+        if op is not None:
+            shape = op.out_shape(shape)
+
+
+def _mode(runner: int, at: int, i: int, op: Any) -> tuple[bool, bool] | None:
     """Of the `OpFacts`, training and alias: read here, since dynamo guards on attributes that it reads. The class is
     guarded on; of hooks, which dynamo does not guard on, the planner tells.
     """
+    if op is None:
+        return None
     _ = op.forward, op.fwd, op.bwd  # that they are those of the class
     # a branch: dynamo makes a symbol of what op.alias may compare, the p of a Dropout
     alias = told(runner, "alias", at, i)
@@ -151,19 +166,24 @@ def _mode(runner: int, at: int, i: int, op: Any) -> tuple[bool, bool]:
 
 def _parameters(runner: int, at: int, i: int, op: Any) -> tuple[Any, ...]:
     """The `ParameterFacts` of an op."""
+    if op is None:
+        return ()
     grad, found = torch.is_grad_enabled(), []
     for name in _listed(told(runner, "parameters", at, i)):
-        p = getattr(op, name) if told(runner, "plain", at, i, name) else op.sample(name)
-        facts = ParameterFacts.of(p, grad)
-        found.append(None if facts is None else tuple(facts))
+        home = told(runner, "home", at, i, name)
+        p = getattr(op, home)[name] if home else op.sample(name)
+        found.append(None if p is None else parameter_facts(p, grad))
     return tuple(found)
 
 
-def _opaque(runner: int, plan: int, k: int, ops: Sequence[Any], x: Any, env: dict[str, Any]) -> Any:
+def _opaque(
+    runner: int, at: int, plan: int, k: int, ops: Sequence[Any], x: Any, env: dict[str, Any]
+) -> Any:
     """A segment as one call in dynamo's graph."""
     inputs = [env[name] for name in _listed(told(runner, "inputs", plan, k))]
     for i, name in _pairs(_listed(told(runner, "params", plan, k))):
-        inputs.append(getattr(ops[int(i)], name))
+        home = told(runner, "home", at, int(i), name)
+        inputs.append(getattr(ops[int(i)], home)[name] if home else getattr(ops[int(i)], name))
     y = in_graph(told(runner, "number", plan, k), x, *inputs)
     exports = _listed(told(runner, "exports", plan, k))
     if not exports:
@@ -190,16 +210,24 @@ def in_graph(number: int, x: Any, *inputs: Any) -> Any:
 
 
 def _walked(module: Any, found: list[Any]) -> list[Any]:
-    """Every child that runs, those of Sequentials inside included."""
-    for child in module._planned_modules():
+    """Every child that runs, those of Sequentials inside included. The Tap and Add of a Residual, which stay what they
+    are, are left out.
+    """
+    for child in module._modules.values() if isinstance(module, Composed) else (module,):
         found.append(child)
         if isinstance(child, Composed):
             _walked(child, found)
     return found
 
 
-def _beside(modules: Sequence[Any], place: str) -> Any:
-    """The op that a style of parallelism has put around one of those that were walked."""
+def _op(modules: Sequence[Any], place: str) -> Any:
+    """The op at a place: one of those that were walked, or that a style of parallelism has put around one of them.
+    None: it stays what it is.
+    """
+    if place == STAYS:
+        return None
+    if "." not in place:
+        return modules[int(place)]
     child, side, k = place.split(".")
     return modules[int(child)]._around[int(side)][int(k)]
 
@@ -230,8 +258,15 @@ def _pairs(items: list[str]) -> Any:
     return zip(items[::2], items[1::2], strict=True)
 
 
+def _numbered(items: Sequence[Any]) -> list[tuple[int, Any]]:
+    """`enumerate`, which dynamo traces as a function of its own, with guards on what that reads."""
+    return [*zip(range(len(items)), items, strict=True)]
+
+
 def _same(runner: int, at: int, i: int, op: Any) -> bool:
     """Whether the attributes of an op are what they are outside of the trace; they are guarded on."""
+    if op is None:
+        return True
     for name in _listed(told(runner, "kept", at, i, "number")):
         if getattr(op, name) != told(runner, "attribute", at, i, name):  # dynamo may hold a symbol
             return False
@@ -239,9 +274,8 @@ def _same(runner: int, at: int, i: int, op: Any) -> bool:
         if not told(runner, "equals", at, i, name, getattr(op, name)):
             return False
     for name in _listed(told(runner, "kept", at, i, "mixed")):
-        for k, item in enumerate(getattr(op, name)):
-            known = told(runner, "item", at, i, name, k)
-            if item != known:
+        for k, item in _numbered(getattr(op, name)):
+            if item != told(runner, "item", at, i, name, k):
                 return False
     for name in _listed(told(runner, "kept", at, i, "mapping")):
         if not told(runner, "maps", at, i, name, tuple(getattr(op, name).items())):
@@ -252,7 +286,44 @@ def _same(runner: int, at: int, i: int, op: Any) -> bool:
     return not told(runner, "kept", at, i, "other")
 
 
+# --- what is guarded on: read through the names of modules
+
+
+def _check_swapped(module: Any, at: int, shape: Any, known: dict[str, Any]) -> None:
+    for _ in module._runner.pieces[at][1].chain.shapes(shape, known):
+        pass
+
+
+def _reasons(module: Any, at: int, entry: int, x: Any, env: dict[str, Any]) -> Any:
+    return module._runner.pieces[at][1].reasons(TABLE[entry], x, env)
+
+
+def _called(plan: int, k: int, x: Any, env: dict[str, Any]) -> Any:
+    return call_op(TABLE[plan].segments[k], x, env)
+
+
+def _traced(plan: int, k: int, x: Any, env: dict[str, Any]) -> Any:
+    return run_segment(TABLE[plan].segments[k], x, env, None)
+
+
 # --- outside of the trace
+
+
+@functools.cache
+def _entrance() -> type:
+    return closed(
+        [
+            *(autocast_of, side_facts, call_facts, parameter_facts, check_input, side_inputs),
+            *(_listed, _pairs, _numbered, _walked, _op, _identity),
+            *(_check_widths, _same, _mode, _parameters, _opaque, _run, forward),
+        ]
+    )
+
+
+@torch_private.assume_constant_result
+def entrance() -> type:
+    """A class whose instances, made in traced code, `run` a call as `forward` does, without guards on names."""
+    return _entrance()
 
 
 @torch_private.assume_constant_result
@@ -340,12 +411,12 @@ class Told:
 
     def ops(self, piece: int) -> str:
         """Where the ops of a run stand."""
-        return _words(self.runner.places[id(op)] for op in self._run(piece).ops)
+        return _words(self.runner.places.get(id(op), STAYS) for op in self._run(piece).ops)
 
     def kinds(self, piece: int) -> str:
         """The first op of each class."""
-        ops = self._run(piece).ops
-        return _words({type(op): i for i, op in reversed([*enumerate(ops)])}.values())
+        ops = reversed([*enumerate(self._run(piece).ops)])
+        return _words({type(op): i for i, op in ops if id(op) in self.runner.places}.values())
 
     def swaps(self, piece: int) -> bool:
         return self._run(piece).swaps
@@ -358,15 +429,34 @@ class Told:
         ops = enumerate(self._run(piece).ops)
         return next((i for i, op in ops if op._layout is not None), None)
 
+    def width(self, piece: int, axes: int, same: tuple[bool, ...]) -> int | None:
+        """How wide an x of so many axes is with which no op refuses its input, however many rows there are; None where
+        that is not known.
+        """
+        run = self._run(piece)
+        width = _width(run)
+        if width is None or run.swaps or not (axes and all(same) and all(map(is_own, run.ops))):
+            return None
+        shape: Any = (*[UnknownRows()] * (axes - 1), width)
+        try:
+            for op in run.ops:
+                shape = op.out_shape(shape)
+        except (FuseOpsError, TypeError):
+            return None
+        return width
+
     def outside(self, piece: int) -> str:
         return _words(self._run(piece).chain.outside)
 
     def parameters(self, piece: int, op: int) -> str:
         return _words(self._run(piece).chain.parameters[op])
 
-    def plain(self, piece: int, op: int, name: str) -> bool:
-        """Whether a parameter is registered under the name that `fwd` takes."""
-        return name in self._run(piece).ops[op]._parameters
+    def home(self, piece: int, op: int, name: str) -> str:
+        """Which dict of an op holds a tensor under the name that `fwd` takes, "" where none does: traced code looks
+        there, since dynamo traces the `__getattr__` of an op that has one.
+        """
+        own = self._run(piece).ops[op].__dict__
+        return next((home for home in ("_parameters", "_buffers") if name in own[home]), "")
 
     def alias(self, piece: int, op: int) -> bool | None:
         """Whether an op is one, None where it is not known what that depends on."""
@@ -398,17 +488,17 @@ class Told:
     def entry(
         self,
         piece: int,
-        modes: tuple[tuple[bool, bool], ...],
+        modes: tuple[tuple[bool, bool] | None, ...],
         parameters: tuple[tuple[tuple[Any, ...] | None, ...], ...],
         call: tuple[Any, ...],
     ) -> int:
-        """The number of the entry of a key, given in constants: (training, alias) of every op, and the values of its
-        `ParameterFacts` and of the `CallFacts`.
+        """The number of the entry of a key, given in constants: (training, alias) of every op, None of one that stays
+        what it is, and the values of its `ParameterFacts` and of the `CallFacts`.
         """
         run = self._run(piece)
         ops = [
-            OpFacts(*facts)._replace(training=training, alias=alias)
-            for facts, (training, alias) in zip(op_facts(run.ops), modes, strict=True)
+            facts if mode is None else facts._replace(training=mode[0], alias=mode[1])
+            for facts, mode in zip(starmap(OpFacts, op_facts(run.ops)), modes, strict=True)
         ]
         known = [tuple([p if p is None else ParameterFacts(*p) for p in own]) for own in parameters]
         return run.numbered(run.entry(PlanKey(tuple(ops), tuple(known), CallFacts(*call))))
@@ -424,14 +514,12 @@ class Told:
         known, run = TABLE[entry], self._run(piece)
         if not (known.scan.candidates or known.layers):
             return ()
-        first = next((op for op in run.ops if not op.alias), run.ops[0])
-        width = first.dim if isinstance(first, Router) else getattr(first, "in_features", None)
-        widths = getattr(first, "normalized_shape", None) or (width,)
-        if known.layers or run.chain.outside or len(widths) != 1 or widths[0] is None:
+        width = _width(run)
+        if known.layers or run.chain.outside or width is None:
             return None
         if any(site.rule not in BUILTIN_RULES for site in known.scan.candidates):
             return None  # a user's condition may read the shape
-        shape = (*[UnknownRows()] * (axes - 1), *widths)
+        shape = (*[UnknownRows()] * (axes - 1), width)
         x: Any = Unsized(shape, dtype, known.facts.key.call.device)
         try:
             return run.reasons(known, x, {})
@@ -492,6 +580,14 @@ class Told:
 
     def exports(self, plan: int, k: int) -> str:
         return _words(TABLE[plan].segments[k].exports)
+
+
+def _width(run: Run) -> int | None:
+    """How wide the input of a run is, where its first op tells."""
+    first = next((op for op in run.ops if not op.alias), run.ops[0])
+    width = first.dim if isinstance(first, Router) else getattr(first, "in_features", None)
+    widths = getattr(first, "normalized_shape", None) or (width,)
+    return widths[0] if len(widths) == 1 else None
 
 
 def _kind(value: Any) -> str:
