@@ -435,7 +435,9 @@ def interval(us: Any) -> str:
 
 
 def hosts_missed(found: Any) -> Found:
-    us = {name: way["us_saved"]["median"] for name, way in found["ways"].items() if way.get("saved")}
+    us = {
+        name: way["us_saved"]["median"] for name, way in found["ways"].items() if way.get("saved")
+    }
     return {name: median for name, median in us.items() if median > SAVED_US}
 
 

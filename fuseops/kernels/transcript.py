@@ -301,7 +301,7 @@ class _Writer:
 
     def _join_transposed(self) -> None:
         """A product with a matrix that is transposed for it alone is `linear`, which calls the same: one for two."""
-        uses = Counter(
+        uses: Counter[int | None] = Counter(
             slot.number
             for value in (self.result, *[(step.args, step.kwargs) for step in self.steps])
             for slot in _slots_in(value)

@@ -260,7 +260,8 @@ class _RecordsThread(threading.local):
 
     def note(self, key: int, record: Record) -> None:
         if len(self.records) >= self._limit:
-            self.records = {k: r for k, r in self.records.items() if r() is not None}
+            for gone in [k for k, r in self.records.items() if r() is None]:
+                del self.records[gone]  # whoever packs a node holds the dict
             self._limit = 2 * len(self.records) + 64
         self.records[key] = weakref.ref(record)
 

@@ -137,12 +137,17 @@ class Ledger:
         """Whose scope this one's is opened in."""
         self.chain = (self, *(() if outer is None else outer.chain))
 
-    def saw(self, *entries: Entry) -> None:
+    def saw(self, entry: Entry) -> None:
+        self.take([entry])
+
+    def take(self, entries: list[Entry]) -> None:
+        """Counts what was seen, and empties the list."""
         for ledger in self.chain:
             with ledger._lock:
                 counts = ledger.entries
                 for entry in entries:
                     counts[entry] = counts.get(entry, 0) + 1
+        entries.clear()
 
     def moved(self, entry: Entry, record: Moves) -> None:
         of, nbytes = weakref.ref(record), record.nbytes

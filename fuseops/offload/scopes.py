@@ -141,21 +141,23 @@ class Scope(Guarded):
         owned, resident, changes = self._owned.storages, self._resident, marks.module_changes
         leaving = records.thread.records if self._goes_along else ()
         packed: list[Handle] = []
-        stayed: list[Entry] = []
+        stayed: list[Entry] = []  # one after the other, which the ledger takes in one go
         for t, known in zip(tensors, named, strict=True):
             aside = why_not_plain(t)
             if aside is None:
                 captured = self._not_captured and t.is_cuda and torch_private.is_capturing()
                 aside = self._not_captured if captured else in_backward
             if aside is not None:
-                stayed = self._told(stayed)
+                if stayed:
+                    self._ledger.take(stayed)
                 packed.append(self._keep(t, known, aside, _bytes_of(t)))
                 continue
             storage = t.untyped_storage()
             if leaving and storage_key(storage) in leaving:
                 record = records.find(t)
                 if record is not None:
-                    stayed = self._told(stayed)
+                    if stayed:
+                        self._ledger.take(stayed)
                     packed.append(self._share(t, known, record))
                     continue
             which: int | str = id(known)
@@ -176,7 +178,8 @@ class Scope(Guarded):
                     judged[facts] = found
             entry = found.entry
             if entry.decision == MOVED:
-                stayed = self._told(stayed)
+                if stayed:
+                    self._ledger.take(stayed)
                 handle = self._move(t, found)
                 if not isinstance(handle, str):
                     packed.append(handle)
@@ -186,14 +189,9 @@ class Scope(Guarded):
                 entry = found.again if entry is found.entry else entry._replace(nbytes=0)
             stayed.append(entry)
             packed.append(self._stay(t, entry, storage))
-        self._told(stayed)
-        return packed
-
-    def _told(self, stayed: list[Entry]) -> list[Entry]:
-        """Report in one go what stayed one after the other.   -> nothing yet"""
         if stayed:
-            self._ledger.saw(*stayed)
-        return []
+            self._ledger.take(stayed)
+        return packed
 
     def _named_by_torch(self, t: Tensor) -> SavedName:
         if self._ledger.take_backward_seen():

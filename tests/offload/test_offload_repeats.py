@@ -1,6 +1,7 @@
 """What a scheduler finds out once: the same as finding it out each time, and at little cost a tensor."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import fuseops as fo
 from fuseops import offload
-from fuseops.offload import scopes
+from fuseops.offload import records, scopes
 
 D = 8
 
@@ -244,3 +245,14 @@ def test_a_step_with_a_scope_of_its_own_costs_few_calls(min_bytes: int, most: in
     for _ in range(3):
         plain(), scoped()
     assert calls_in(scoped) - calls_in(plain) <= most
+
+
+def test_records_that_are_gone_are_forgotten_in_the_dict_that_a_node_is_packed_by() -> None:
+    """What a node saves in a storage that has just left goes along with it, however many have left in this thread."""
+    thread = records._RecordsThread()
+    known, alive = thread.records, [SimpleNamespace() for _ in range(8)]
+    for key in range(1000):
+        record: Any = alive[key] if key < len(alive) else SimpleNamespace()
+        thread.note(key, record)
+        assert thread.records is known and known[key]() is record
+    assert {*range(len(alive))} <= {*known} and len(known) <= 2 * len(alive) + 64
