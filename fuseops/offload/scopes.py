@@ -148,16 +148,14 @@ class Scope(Guarded):
                 captured = self._not_captured and t.is_cuda and torch_private.is_capturing()
                 aside = self._not_captured if captured else in_backward
             if aside is not None:
-                if stayed:
-                    self._ledger.take(stayed)
+                self._ledger.take(stayed)
                 packed.append(self._keep(t, known, aside, _bytes_of(t)))
                 continue
             storage = t.untyped_storage()
             if leaving and storage_key(storage) in leaving:
                 record = records.find(t)
                 if record is not None:
-                    if stayed:
-                        self._ledger.take(stayed)
+                    self._ledger.take(stayed)
                     packed.append(self._share(t, known, record))
                     continue
             which: int | str = id(known)

@@ -1,7 +1,6 @@
 """What a scheduler finds out once: the same as finding it out each time, and at little cost a tensor."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,9 +249,9 @@ def test_a_step_with_a_scope_of_its_own_costs_few_calls(min_bytes: int, most: in
 def test_records_that_are_gone_are_forgotten_in_the_dict_that_a_node_is_packed_by() -> None:
     """What a node saves in a storage that has just left goes along with it, however many have left in this thread."""
     thread = records._RecordsThread()
-    known, alive = thread.records, [SimpleNamespace() for _ in range(8)]
+    known, alive = thread.records, [nn.Module() for _ in range(8)]
     for key in range(1000):
-        record: Any = alive[key] if key < len(alive) else SimpleNamespace()
+        record: Any = alive[key] if key < len(alive) else nn.Module()
         thread.note(key, record)
         assert thread.records is known and known[key]() is record
     assert {*range(len(alive))} <= {*known} and len(known) <= 2 * len(alive) + 64
