@@ -737,6 +737,7 @@ SUBJECTS = {
         (
             Table("triton 3.6.0", sanitized, "sanitize_h200"),
             Table("triton 3.9.0", sanitized, "sanitize_triton39_h200"),
+            Table("triton 3.6.0, on an H100", sanitized, "sanitize_h100"),
         ),
         "no report",
         reports,
