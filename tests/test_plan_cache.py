@@ -584,6 +584,7 @@ CHANGED: dict[type, dict[str, Callable]] = {
         "sides": lambda x, side, tokens: (x, {"a": side["a"].double()}, tokens, ()),
         "dtype": lambda x, side, tokens: (x.double(), side, tokens, ()),
         "device": lambda x, side, tokens: (x.to("meta"), side, tokens, ()),
+        "layout": lambda x, side, tokens: (x.to_sparse(), side, tokens, ()),
         "grad": lambda: torch.no_grad(),
         "x_needs": lambda x, side, tokens: (x.detach(), side, tokens, ()),
         "x_class": lambda x, side, tokens: (nn.Parameter(x.detach()), side, tokens, ()),

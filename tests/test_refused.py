@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from inspect import Parameter, signature
-from typing import get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import pytest
 import torch
@@ -90,6 +90,84 @@ def test_a_nested_tensor_is_refused_in_the_forward(layout: torch.layout) -> None
     if layout is torch.jagged:
         with fo.reference():
             model(nested).values().sum().backward()
+
+
+@pytest.mark.parametrize("to", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_an_x_without_strides_is_refused_in_the_forward(to: str) -> None:
+    """Also where a dense x of the same shape and dtype was planned."""
+    x = torch.eye(6)
+    model = fo.Sequential(fo.ops.Linear(6, 6), fo.ops.ReLU())
+    model(x)
+    for called in (model, fo.ops.SiLU(), fo.ops.RMSNorm(6), fo.MoE(6, 4, 4, 2), model):
+        with pytest.raises(fo.FuseOpsError, match=r"expects x with strides.*to_dense"):
+            called(getattr(x, to)())
+    model(x).sum().backward()
+
+
+FLOAT_OPS = [op for op in exported() if op.floats and not op.reads]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+@pytest.mark.parametrize("op", FLOAT_OPS, ids=lambda op: op.__name__)
+@given(data=st.data())
+@settings(max_examples=2)
+def test_codes_are_no_floats_to_compute_in(
+    op: type, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    case = data.draw(op_cases(op, kinds=["normal"]))
+    assume(case.x.is_floating_point())
+    with pytest.raises(fo.FuseOpsError, match=f"expects x of a float dtype, got .*{dtype}"):
+        case.model(case.x.detach().to(dtype), **case.side)
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1e-3, "a", None], ids=repr)
+def test_a_rate_of_a_router_that_is_none_leaves_its_bias(rate: Any) -> None:
+    moe = fo.MoE(6, 4, 4, 2, expert_bias=True)
+    moe(torch.randn(5, 6))
+    with pytest.raises(fo.FuseOpsError, match=r"update_expert_bias: rate is .*expected a finite"):
+        moe["router"].update_expert_bias(rate)
+    assert not moe["router"].expert_bias.any() and moe["router"].tokens_per_expert.sum() == 10
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "value"),
+    [
+        *[(fo.Sequential(fo.ops.Router(6, 4, 2)), "top_k", k) for k in (0, 9, 1.0)],
+        (fo.MoE(6, 4, 4, 2), "top_k", 9),
+        (fo.Sequential(fo.ops.Router(6, 4, 2)), "score", "softplus"),
+        (fo.Sequential(fo.ops.Dropout()), "p", 1.5),
+    ],
+    ids=repr,
+)
+def test_an_option_that_is_assigned_is_checked_as_one_that_is_given(
+    model: nn.Module, name: str, value: Any
+) -> None:
+    x, op = torch.randn(5, 6), next(model.children())
+    before = getattr(op, name)
+    for _ in range(4):  # the last are repeated
+        model(x)
+    setattr(op, name, value)
+    with pytest.raises(fo.FuseOpsError, match=f"{name} is {value!r}, expected"):
+        model(x)
+    setattr(op, name, before)
+    model(x)
+
+
+def test_saves_for_and_choices_of_names_are_looked_at_where_they_are_given() -> None:
+    class Saved(NamedTuple):
+        x: torch.Tensor
+
+    with pytest.raises(fo.FuseOpsError, match=r"Wrong\.saves_for is .*expected \{need"):
+
+        class Wrong(fo.Op[Saved]):
+            def saves_for(self) -> None: ...  # type: ignore[override]
+            def fwd(self, x: torch.Tensor) -> fo.Out: ...  # type: ignore[empty-body]
+            def bwd(self, saved: Saved, dy: torch.Tensor) -> fo.Grads: ...  # type: ignore[empty-body]
+
+    for choices in ({"**": None}, "x"):
+        with pytest.raises(fo.FuseOpsError, match=r"ByName.*expected"):
+            fo.recipes.ByName(choices)  # type: ignore[arg-type]
 
 
 def nest(kind: type, op: Callable[[], nn.Module], depth: int) -> nn.Module:

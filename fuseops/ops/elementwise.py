@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import kernels as K
+from fuseops.errors import FuseOpsError
 
 from .checks import check_numbers, refuse_inplace
 from .op import Call, Grads, Op, Out
@@ -61,6 +62,8 @@ class Dropout(Op[DropoutSaved], nn.Dropout):
     def fwd(self, x: Tensor, *, call: Call) -> Out:
         if not call.training or self.p == 0:
             return Out(x)
+        if not 0 < self.p <= 1:  # it may be assigned
+            raise FuseOpsError(f"Dropout: p is {self.p!r}, expected a probability, from 0 to 1.")
         seed = torch.randint(2**62, (1,), device=x.device)
         return Out(K.apply_dropout(x, seed, self.p), DropoutSaved(seed, self.p))
 

@@ -460,6 +460,10 @@ def _saved_class(cls: type[Op[Any]]) -> type[Any]:
 
 def _check_saves_for(cls: type[Op[Any]]) -> None:
     fields, needs = set(cls.Saved._fields), {"x", *cls.signature.keywords}
+    if not isinstance(cls.saves_for, Mapping | None):
+        raise FuseOpsError(
+            f"{cls.__name__}.saves_for is {cls.saves_for!r:.80}, expected {{need: the fields that its gradient reads}}."
+        )
     for need, saved in (cls.saves_for or {}).items():
         if isinstance(saved, str):
             raise FuseOpsError(

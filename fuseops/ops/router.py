@@ -246,8 +246,10 @@ class Router(Op[RouterSaved]):
 
         Of the copies that were counted since the last update. group: a process group over which they are summed, those
         of `over` by default.
-        Raises FuseOpsError where there is no expert_bias.  Waits for nothing but that sum.
+        Raises FuseOpsError where there is no expert_bias, and for a rate that is no finite number from 0 on.  Waits for
+        nothing but that sum.
         """
+        check_numbers("Router.update_expert_bias", 0, rate=rate)
         if self.expert_bias is None or self.tokens_per_expert is None:
             raise FuseOpsError(
                 "Router has no expert_bias to update: Router(..., expert_bias=True)."
@@ -272,6 +274,7 @@ class Router(Op[RouterSaved]):
         chosen: Tensor | None = None,
         call: Call,
     ) -> Out:
+        self._check()  # again: options may be assigned
         check_rows(self, x)
         logits = K.wide_mm(x, weight)
         logits = logits if bias is None else logits + bias.to(logits.dtype)

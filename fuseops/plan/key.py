@@ -39,6 +39,7 @@ class CallFacts(NamedTuple):
     sides: tuple[tuple[str, torch.dtype, bool, bool], ...]  # name, dtype, on meta, wants a gradient
     dtype: torch.dtype
     device: torch.device
+    layout: torch.layout
     grad: bool  # the mode
     x_needs: bool
     x_class: type
@@ -63,6 +64,7 @@ def call_facts(
         tuple([side_facts(name, side[name], grad) for name in outside]) if outside else (),
         x.dtype,
         x.device,
+        x.layout,
         grad,
         grad and x.requires_grad,
         x.__class__,

@@ -62,6 +62,14 @@ class ByName(Recipe):
 
     choices: tuple[tuple[str, Recipe | None], ...]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.choices, tuple):
+            raise FuseOpsError(
+                f"ByName({self.choices!r:.80}): expected ((glob, recipe), ...). fo.configure(model, recipe={{glob: "
+                "recipe}) makes it of a dict, and looks whether each glob names an op."
+            )
+        super().__post_init__()
+
     @classmethod
     def of(cls, given: Mapping[Any, Any], names: list[str]) -> ByName:
         """The recipe of a mapping over a model whose ops have these names.

@@ -132,15 +132,17 @@ def check_declared(name: str, op: Op[Any]) -> None:
 
 
 def check_dtype(ops: Sequence[Op[Any]], names: Sequence[str], dtype: torch.dtype) -> None:
-    """Raise FuseOpsError where an integer or complex x reaches an op that computes in floats: the kernels would round
-    its results to that dtype.
+    """Raise FuseOpsError where an integer or complex x, or one of codes, reaches an op that computes in floats: the
+    kernels would round its results to that dtype.
     """
-    if dtype.is_floating_point:
+    if dtype.is_floating_point and dtype.itemsize > 1:
         return
+    codes = "codes of " if dtype.is_floating_point else ""
     for name, op in zip(names, ops, strict=True):
         if op.floats:
             raise FuseOpsError(
-                f"op {name!r} ({type(op).__name__}) expects x of a float dtype, got {dtype}: convert it with x.to(...)."
+                f"op {name!r} ({type(op).__name__}) expects x of a float dtype, got {codes}{dtype}: convert it with "
+                "x.to(...)."
             )
         if not op.alias:  # from here on it may have another
             return
@@ -155,6 +157,14 @@ def check_meta(chain: Chain, key: PlanKey) -> None:
         pairs, what = zip(own, facts, strict=True), type(op).__name__
         found += [(f"{name}.{n} ({what})", p.meta) for n, p in pairs if p is not None]
     check_all_meta(found)
+
+
+def not_strided(chain: Chain, layout: torch.layout) -> FuseOpsError:
+    op = chain.ops[0]
+    return FuseOpsError(
+        f"op {path_of(op) or chain.names[0]!r} ({type(op).__name__}) expects x with strides, got one of layout "
+        f"{str(layout).removeprefix('torch.')}: pass x.to_dense()."
+    )
 
 
 def nested_tensor(chain: Chain) -> ShapeError:

@@ -37,7 +37,7 @@ from fuseops.plan.cover import (
 )
 from fuseops.plan.facts import Facts, needs_of, roles_of
 from fuseops.plan.key import Glance, PlanKey, Tokens
-from fuseops.plan.segment import Segment
+from fuseops.plan.segment import Segment, is_own
 from fuseops.recipes import Quantized
 from fuseops.rules.builtin_rules import BUILTIN_RULES, POINTWISE
 from fuseops.rules.rule import Conditions, RunEnd, RunPosition
@@ -225,6 +225,8 @@ class Run:
         settings = scopes.resolve(*call.tokens)
         if is_nested(call.x_class) and not settings.reference:
             raise checks.nested_tensor(self.chain)
+        if call.layout is not torch.strided and is_own(self.ops[0]) and not settings.reference:
+            raise checks.not_strided(self.chain, call.layout)
         modes = [
             mode_of(name, op, call, settings, self.alone)
             for name, op in zip(self.names, self.ops, strict=True)

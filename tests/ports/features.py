@@ -321,6 +321,8 @@ NOTES = (
     "partition, without generated code).",
     "compile: torch 2.13's inductor may read the result of `index_add` into zeros before it is written (a CPU kernel "
     "fused past the mutation, seen with LoRA: wrong outputs, no error). The ports sum a token's rows by a gather.",
+    "compile: torch 2.13's inductor writes CPU code for the backward of a router with sigmoid scores and a balance_loss"
+    " that reads a buffer it has given to another (UnboundLocalError). Other backends and softmax scores compile.",
     "checkpoint: non-reentrant, with `context_fn=fo.checkpoint_contexts`; configured: `fo.configure(model, rules=..., "
     "disable=...)` and no context_fn.",
     "checkpoint, reentrant, where the input of a block has no gradient (LoRA): it is made to want one, as by "
