@@ -1,7 +1,9 @@
 """torch.compile(fullgraph=True) runs a Sequential as eager does, with no recompile per row count."""
 
+import importlib.util
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import fuseops as fo
 from fuseops.run import compiled as compiled_module
+from fuseops.run.closed import closed
 from fuseops.run.compiled import Told, entrance
 from fuseops.testing.catalogue import Wanted, catalogue
 
@@ -211,6 +214,19 @@ def test_an_error_in_traced_code_shows_its_line() -> None:
     last = caught.traceback[-1]
     assert str(last.path) == compiled_module.__file__
     assert "raise FuseOpsError" in str(last.statement)
+
+
+def test_annotations_of_traced_code_may_name_what_type_checkers_alone_know(tmp_path: Path) -> None:
+    file = tmp_path / "late.py"
+    file.write_text(
+        "from __future__ import annotations\n\ndef run(x: Unknown) -> Unknown:\n    return abs(x)\n"
+    )
+    spec = importlib.util.spec_from_file_location("late", file)
+    assert spec is not None and spec.loader is not None
+    late = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(late)
+    copy: Any = closed([late.run])
+    assert copy().run(-2) == 2 and copy().run.__code__.co_freevars == ("abs",)
 
 
 def test_a_routing_by_position_compiles() -> None:

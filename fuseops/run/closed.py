@@ -4,6 +4,8 @@ Dynamo guards on every global name that traced code reads, a builtin too. It doe
 was led to by no name: that of an object which the trace made itself, of a class that it was told as a constant.
 """
 
+import __future__
+
 import ast
 import builtins
 import inspect
@@ -43,7 +45,9 @@ def _closed(function: Any, known: dict[Function, Function]) -> Function:
     tree.body[0].body.insert(0, written)  # type: ignore[attr-defined]
     ast.increment_lineno(tree, first - 1)  # errors show the lines of the function
     made: dict[str, Any] = {}
-    exec(compile(tree, function.__code__.co_filename, "exec"), function.__globals__, made)
+    # what annotations name may be there for type checkers alone
+    late = __future__.annotations.compiler_flag
+    exec(compile(tree, function.__code__.co_filename, "exec", late), function.__globals__, made)
     copy: Function = made["make"](
         *(known.get(v, v) if inspect.isfunction(v) else v for v in cells.values())
     )
