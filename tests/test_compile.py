@@ -14,7 +14,8 @@ from torch._dynamo.backends.registry import lookup_backend
 import fuseops as fo
 from fuseops.run import compiled as compiled_module
 from fuseops.run.closed import closed
-from fuseops.run.compiled import Told, entrance
+from fuseops.run.compiled import entrance
+from fuseops.run.told import Told
 from fuseops.testing.catalogue import Wanted, catalogue
 
 E, D, F = 4, 16, 24
