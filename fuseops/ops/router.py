@@ -274,13 +274,18 @@ class Router(Op[RouterSaved]):
         chosen: Tensor | None = None,
         call: Call,
     ) -> Out:
-        self._check()  # again: options may be assigned
+        groups = self.groups, self.top_groups
+        if not (
+            self.score in SCORES
+            and 1 <= self.top_groups <= self.groups
+            and 1 <= self.top_k <= self.num_experts // self.groups * self.top_groups
+        ):
+            self._check()  # options may be assigned
         check_rows(self, x)
         logits = K.wide_mm(x, weight)
         logits = logits if bias is None else logits + bias.to(logits.dtype)
         form, loses = self._form(), "router_loss" in self.writes
         if chosen is None:
-            groups = self.groups, self.top_groups
             found = K.router_fwd(logits, self.top_k, *form.weights, expert_bias, *groups)
             weights, experts, picked = found
         else:

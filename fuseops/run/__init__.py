@@ -4,8 +4,8 @@ a sequence     composed (its children), splice (what is inside them), runner (it
                sides (what callers pass), config (`configure` and scopes)
 a run of ops   run (finds the plan of a call), entries (those it keeps), modes (of ops by themselves), gate
                (where a recipe pays)
-compiled code  compiled (a call as dynamo traces it), closed (without guards on names), told (what it is told of the planner),
-               traced (how it knows objects)
+compiled code  compiled (a call as dynamo traces it), closed (without guards on names), told (of the planner), traced
+               (how it knows objects)
 its execution  bridge (the autograd Function), steps (what it runs, written out), repeats (of calls alike), saving, pure
                (level-1 ops), draws (their random numbers), ranges (of a profile)
 gradients      weight_grads (main_grad, backward_dw), data_parallel (their ranks), buffers (of the caller),

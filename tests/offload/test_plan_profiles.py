@@ -257,6 +257,7 @@ def test_what_moves_axes_takes_longer_and_what_does_no_work_takes_none() -> None
     assert again - 1e-6 == pytest.approx(4 * (plain - 1e-6)) and moved == plain
     assert took(aten.new_empty.default, x, [1 << 20]) == 0.0
     assert took(aten.add.Tensor, x[:0], x[:0]) == 1e-6
+    assert took(aten.expand_copy.default, x, [0, *x.shape]) == 1e-6  # reads none of x
 
 
 def test_a_recording_leaves_what_modules_count_as_it_was() -> None:
