@@ -172,6 +172,23 @@ def test_fused_equals_unfused_from_the_same_state(make: Any) -> None:
     assert_fused_matches_unfused(model, 2 * x, recipe=DELAYED())
 
 
+@pytest.mark.parametrize(
+    "front", [fo.ops.Identity, partial(fo.ops.RMSNorm, D)], ids=["alone", "fused"]
+)
+@pytest.mark.parametrize("trained", ["weight", "bias"])
+def test_a_gradient_that_no_product_reads_is_not_noted(front: Any, trained: str) -> None:
+    """Where a bias alone is trained, dy is summed as it is."""
+    model = fo.Sequential(front(), fo.ops.Linear(D, D))
+    for name, p in model.named_parameters():
+        p.requires_grad_(name == f"1.{trained}")
+    x = filled((20, D), torch.float32, "normal", 1)
+    assert_fused_matches_unfused(model, x, recipe=DELAYED())
+    with fo.recipe(DELAYED()):
+        model(x).sum().backward()
+    _, _, noted = state(model)["1.fp8_amax"]
+    assert bool(noted) is (trained == "weight")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("make", [dense, moe])
 def test_a_model_that_is_cast_keeps_its_scales(make: Any, dtype: torch.dtype) -> None:

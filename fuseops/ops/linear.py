@@ -155,11 +155,13 @@ def grad_operand(
     offs: Tensor | None = None,
     index: Tensor | None = None,
 ) -> Operand:
-    """dy in the layouts that the gradients which are needed read: once, for both GEMMs."""
+    """dy in the layouts that the gradients which are needed read: once, for both GEMMs; as it is where neither does."""
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     wgrad = "weight" in needs and not roles.high_wgrad
-    row = "x" in needs or (wgrad and not roles.columns)
-    q = _operand(dy, call, "grad_output", offs, row, wgrad and roles.columns, index)
+    row, col = "x" in needs or (wgrad and not roles.columns), wgrad and roles.columns
+    if not (row or col):
+        return dy
+    q = _operand(dy, call, "grad_output", offs, row, col, index)
     if Measuring.numbers and (seen := watching()):
         seen.measure(call.name, "grad_output", q)
     return q
