@@ -31,7 +31,7 @@ BOTH = ("fwd", "fwd+bwd")
 
 
 def cell(value: Any) -> str:
-    """A ratio with its interval, of a list its items, of a dict how many it holds."""
+    """A ratio or a median with its interval, of a list its items, of a dict how many it holds."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -41,8 +41,9 @@ def cell(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(cell, value))
     if isinstance(value, dict) and "interval" in value:
-        low, high = value["interval"]
-        return f"{value['ratio']:.3f} ({low:.3f}-{high:.3f})"
+        middle, digits = (value["ratio"], 3) if "ratio" in value else (value["median"], 0)
+        low, high = (f"{end:.{digits}f}" for end in value["interval"])
+        return f"{middle:.{digits}f} ({low}-{high})"
     return str(len(value)) if isinstance(value, dict) else str(value)
 
 
@@ -285,6 +286,9 @@ def of_cells(*parts: str, **renamed: str) -> Callable[[Any], dict[str, Found]]:
     }
 
 
+by_triton = of_cells("us", ratios="time of {} over 3.6.0")
+
+
 def passes(found: Any) -> dict[str, Found]:
     return turned(found["summary"])
 
@@ -422,16 +426,10 @@ def of_the_host(found: Any) -> dict[str, Found]:
     """What a saved tensor and one that moves cost the host, in microseconds and in calls, by the ways of a step."""
     return {
         name: {"step us": f"{way['step_us']:.0f}", "saved": way["saved"], "moved": way["moved"]}
-        | {f"us a tensor {what}": interval(way[f"us_{what}"]) for what in ("saved", "moved") if f"us_{what}" in way}
-        | {f"calls a tensor {what}": way.get(f"calls_{what}") for what in ("saved", "moved")}
+        | {f"{key} a tensor {what}": way.get(f"{key}_{what}") for key in ("us", "calls") for what in ("saved", "moved")}
         for name, way in found["ways"].items()
         if way.get("saved")
     }  # fmt: skip
-
-
-def interval(us: Any) -> str:
-    low, high = us["interval"]
-    return f"{us['median']:.0f} ({low:.0f}-{high:.0f})"
 
 
 def hosts_missed(found: Any) -> Found:
@@ -726,8 +724,8 @@ SUBJECTS = {
     "Two releases of Triton": Subject(
         "3.9 takes {time of 3.9.0 over 3.6.0} of the older one's time",
         (
-            Table("microseconds", of_cells("us", ratios="time of {} over 3.6.0"), "tritons_h200"),
-            Table("the same, on an H100", of_cells("us", ratios="time of {} over 3.6.0"), "tritons_h100"),
+            Table("microseconds", by_triton, "tritons_h200"),
+            Table("the same, on an H100", by_triton, "tritons_h100"),
         ),
         "at most 1.01 of the older one's time",
         slower_with_the_newer,

@@ -121,7 +121,7 @@ def grouped_linear_bwd(
         scaled = bias if "probs" in needs else None
         params["bias"], side["probs"] = K.grouped_bias_bwd(rows, offs, probs, scaled)
     q, index = dy, dy_index
-    if roles is not None and not needs.isdisjoint(("x", "weight")):
+    if roles is not None:
         q, index = grad_operand(dy, call, needs, offs, dy_index), None
     if "x" in needs:
         dx = input_gradient(q, weight, offs, call, index)

@@ -189,7 +189,7 @@ def grad_in_turn(
     needs = call.needs
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     if roles.high_wgrad or needs.isdisjoint(("x", "weight")):
-        return grad_operand(dy, call, needs, offs, index) if "x" in needs else dy, (dy, index)
+        return grad_operand(dy, call, needs, offs, index), (dy, index)
     follow = of_codes(roles.grad_output)
     if by_token and index is not None and follow and roles.columns and "x" in needs:
         tokens = operand(dy, cast("Scaling", roles.grad_output))

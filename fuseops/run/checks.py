@@ -159,20 +159,23 @@ def check_meta(chain: Chain, key: PlanKey) -> None:
     check_all_meta(found)
 
 
-def not_strided(chain: Chain, layout: torch.layout) -> FuseOpsError:
+def _first_of(chain: Chain) -> str:
+    """The op that x reaches first."""
     op = chain.ops[0]
+    return f"op {path_of(op) or chain.names[0]!r} ({type(op).__name__})"
+
+
+def not_strided(chain: Chain, layout: torch.layout) -> FuseOpsError:
     return FuseOpsError(
-        f"op {path_of(op) or chain.names[0]!r} ({type(op).__name__}) expects x with strides, got one of layout "
-        f"{str(layout).removeprefix('torch.')}: pass x.to_dense()."
+        f"{_first_of(chain)} expects x with strides, got one of layout {str(layout).removeprefix('torch.')}: pass "
+        "x.to_dense()."
     )
 
 
 def nested_tensor(chain: Chain) -> ShapeError:
-    op = chain.ops[0]
     return ShapeError(
-        f"op {path_of(op) or chain.names[0]!r} ({type(op).__name__}) got a nested tensor, whose rows have no one "
-        "shape: pass its values(), (rows, ...), and put the offsets back behind it; or run under fuseops.reference(), "
-        "where torch takes a jagged one."
+        f"{_first_of(chain)} got a nested tensor, whose rows have no one shape: pass its values(), (rows, ...), and "
+        "put the offsets back behind it; or run under fuseops.reference(), where torch takes a jagged one."
     )
 
 

@@ -186,7 +186,7 @@ def prepare(module: Any) -> None:
 
 def tokens_of(module: Any, runner: Runner) -> Tokens:
     """The settings of this call. A recomputation must find those of its forward."""
-    tokens = (scopes.process.token, module._settings, scopes.thread.inside.token)
+    tokens = scopes.tokens(module._settings)
     if runner.last == tokens:
         return tokens
     if runner.last is not None and torch_private.in_backward():

@@ -82,7 +82,7 @@ def _disabled(model: nn.Module, which: Any) -> Iterator[None]:
     for _, module in walk(model):
         if isinstance(module, Sequential | Op):
             token = module.__dict__.get("_settings", 0)
-            known = scopes.resolve(scopes.process.token, token, scopes.current().token).rules
+            known = scopes.resolve(*scopes.tokens(token)).rules
             names = frozenset(rule.name for rule in (*known, *BUILTIN_RULES) if which(rule.name))
             before[module] = token
             module.__dict__["_settings"] = scopes.intern(token, (("disable", names),))

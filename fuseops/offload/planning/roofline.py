@@ -38,10 +38,9 @@ class Roofline:
             return self._hardware.network_seconds(args[2])
         if func._schema.name.partition("::")[2] in NO_WORK:
             return 0.0
-        nothing = outputs and not any(
-            t.numel() for t in outputs
-        )  # nor is any of the inputs read then
-        nbytes = 0 if nothing else sum(t.nbytes for t in (*inputs, *outputs))
+        # of an op that gives no elements no input is read
+        given = not outputs or any(t.numel() for t in outputs)
+        nbytes = sum(t.nbytes for t in (*inputs, *outputs)) if given else 0
         dtype = dtype_name(inputs[0].dtype) if inputs else "float32"
         if "scaled_dot_product" in str(func):
             flops = _attention_flops(func, args, kwargs)
