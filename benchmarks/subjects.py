@@ -18,6 +18,7 @@ from typing import Any
 import cross_entropy
 import dense_mlp
 import fp8_curves
+import fp8_layers
 import grouped_mlp
 import moe_layer
 
@@ -317,6 +318,15 @@ def fp8_steps(found: Any) -> dict[str, Found]:
     return {n: row for n, row in found["summary"].items() if n.endswith(BOTH)}
 
 
+def fp8_missed(found: Any) -> Found:
+    return {
+        f"{cell}, {who}": ratio
+        for who, bars in fp8_layers.LEAST.items()
+        for cell, bar in bars.items()
+        if (ratio := found["summary"][f"{cell}/fwd+bwd"][who]["ratio"]) < bar
+    }
+
+
 def fp8_bytes(found: Any) -> dict[str, Found]:
     rows = {
         n.removesuffix("_bytes"): r for n, r in found["summary"].items() if n.endswith("_bytes")
@@ -611,9 +621,12 @@ SUBJECTS = {
     "Layers in FP8": Subject(
         "{fp8} times our bf16, {fp8_kept} with kept weights",
         (
-            Table("over bf16", fp8_steps, "fp8_layers_h200", "fp8_layers_hidden_h200", "fp8_layers_torchao_h200"),
+            Table("over bf16", fp8_steps, "fp8_layers_h200", "fp8_layers_torchao_h200"),
             Table("bytes over bf16's", fp8_bytes, "fp8_layers_h200"),
         ),
+        f"{span([*fp8_layers.LEAST['fp8'].values()])} times bf16's speed forward and backward, "
+        f"{span([*fp8_layers.LEAST['fp8_kept'].values()])} with kept weights, each layer its own",
+        fp8_missed,
     ),
     "Grouped GEMMs in FP8": Subject(
         "forward {fwd}, dgrad {dgrad}, wgrad {wgrad} times our bf16",
@@ -623,7 +636,7 @@ SUBJECTS = {
         ),
     ),
     "Passes that quantize": Subject(
-        "{dsv3_ep8}, {mixtral} and {qwen3_30b} of a copy's bandwidth",
+        "{mixtral} of a copy's bandwidth",
         (
             Table("pass", passes, "fp8_passes_h200"),
             Table("pass, on an H100", passes, "fp8_passes_h100"),

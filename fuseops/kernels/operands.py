@@ -170,7 +170,7 @@ DSWIGLU = Space("dswiglu_operand", [_tile(16)])
 
 
 def _dswiglu_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    """One program runs on a multiprocessor: it has eight tiles or more where there are enough for 132 of them."""
+    """Two programs run on a multiprocessor: one works while the other waits."""
     if rows * dims[0] < 1 << 24:
         return {"SPAN": 1, "BESIDE": 2}
     return {"SPAN": 4 if itemsize == 1 else 2, "BESIDE": 8}
@@ -346,7 +346,7 @@ def dswiglu_operand(
         launch(
             device("fp8_dswiglu").fp8_dswiglu_kernel, (parts * groups * cdiv(n // BLOCK, span),),
             *operands, *out, a, a_scale, partial, rows, n, groups, parts, da.stride(0), h.stride(0), span, beside,
-            **wanted, num_warps=8, maxnreg=168,
+            **wanted, STAGES=2 if h.itemsize == 2 else 3, num_warps=8, maxnreg=128,  # two programs fit
         )  # fmt: skip
     else:
         launch(

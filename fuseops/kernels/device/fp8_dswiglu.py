@@ -21,7 +21,6 @@ from .fp8_turned import (
 )
 from .gluon_names import load_rows, thread_barrier
 
-STAGES = gl.constexpr(5)
 AS_IT_LIES = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0]))
 INPUTS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # of 8 tokens x 128
 TOKENS = gl.constexpr(gl.SliceLayout(1, INPUTS.value))
@@ -80,8 +79,8 @@ def coded(x):
 
 
 @gluon.jit
-def ring_of(h_ptr):
-    """Shared memory of what parts are made of."""
+def ring_of(h_ptr, STAGES: gl.constexpr):
+    """Shared memory of what so many parts are made of."""
     kind: gl.constexpr = h_ptr.dtype.element_ty
     das = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PART, 128], AS_IT_LIES)
     gates = gl.allocate_shared_memory(kind, [STAGES, PART, 128], AS_IT_LIES)
@@ -182,7 +181,7 @@ def fp8_dswiglu_kernel(
     da_ptr, h_ptr, h_scale_ptr, probs_ptr, offs_ptr, row_ptr, scale_ptr, col_ptr, square_ptr,
     a_ptr, a_square_ptr, partial_ptr, R, N, E, parts, stride_da, stride_h, span, beside,
     SCALED: gl.constexpr, ROW: gl.constexpr, COL: gl.constexpr, ACT: gl.constexpr,
-    GROUPS: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A program has `span` blocks of features of a part of a group, evenly spread: what programs side by side write
     meanwhile lies side by side, as do `beside` parts of a group.
@@ -195,7 +194,7 @@ def fp8_dswiglu_kernel(
     low, high, begin, end, first, total = blocks_of_part(
         (rest // E * beside + side) * E + rest % E, offs_ptr, R, E, parts, GROUPS
     )
-    ring = ring_of(h_ptr)
+    ring = ring_of(h_ptr, STAGES)
     of_gate, of_up, of_act = room(), room(), room()
     dots = gl.allocate_shared_memory(gl.float32, [PARTS, PART], EACH)
     rooms = of_gate, of_up, of_act, dots
