@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from torch import Tensor
@@ -389,3 +390,54 @@ def test_a_plan_says_which_operands_are_quantized() -> None:
         layer()(varied(T, D))
     found = {o.op for plan in plans for o in plan.operands}
     assert found == {"fc1", "fc2"}
+
+
+PEAKS_UNDER_DYNAMO = """
+import weakref
+import torch
+import fuseops as fo
+from fuseops.kernels.registry import as_if_on
+
+class Thing: pass
+
+def dies(thing):
+    there = weakref.ref(thing)
+    del thing
+    return there() is None
+
+def peaks():
+    found = []
+    with torch.device("meta"):
+        moe = fo.MoE(2048, 768, 128, 8, dtype=torch.bfloat16)
+        x = torch.empty(16384, 2048, dtype=torch.bfloat16, requires_grad=True)
+        linear, norm = fo.ops.Linear, fo.ops.RMSNorm(2048, dtype=torch.bfloat16)
+        up, down = (linear(*w, bias=False, dtype=torch.bfloat16) for w in ((2048, 8192), (4096, 2048)))
+        dense = fo.Residual(norm, up, fo.ops.SwiGLU(), down)
+    r = fo.recipes
+    for recipe in (None, r.Float8BlockScaling(), r.Float8BlockScaling(wgrad="block"), r.Float8CurrentScaling()):
+        for model in (moe, dense):
+            with as_if_on(90), fo.recipe(recipe, strict=recipe is not None):
+                found.append(model.plan(x).peak_bytes)
+    return found
+
+@torch.compile(backend="eager", fullgraph=True)
+def refused(x):
+    torch._dynamo.graph_break()
+
+before = peaks()
+assert dies(Thing())
+try:
+    refused(torch.ones(2))
+except torch._dynamo.exc.Unsupported:
+    pass
+print("evaluator" if not dies(Thing()) else "none")
+assert peaks() == before
+"""
+
+
+def test_the_planned_peak_is_the_same_where_dynamo_evaluates_frames() -> None:
+    """Its evaluator, which a compilation that failed leaves behind, keeps what is passed until the call returns."""
+    ran = fresh.run("-c", PEAKS_UNDER_DYNAMO)
+    assert ran.returncode == 0, ran.stderr
+    if "evaluator" not in ran.stdout:
+        pytest.skip("this torch takes its evaluator away when a compilation fails")

@@ -79,7 +79,7 @@ GroupedWeightGrads = Callable[..., None]
 
 def grouped_backward(
     saved: GroupedLinearSaved,
-    dy: Tensor,
+    held: list[Any],
     call: Call,
     dy_index: Tensor | None = None,
     stays: bool = False,
@@ -87,8 +87,10 @@ def grouped_backward(
 ) -> tuple[Grads, GroupedWeightGrads]:
     """What dy and the weight give of what the call needs, and what adds the rest to it when x is there.
 
-    stays, by_token: as of `grad_in_turn`.
+    held: dy, which is taken out: what is passed by itself lives until the call returns wherever compiled code has
+    its own evaluator of frames.  stays, by_token: as of `grad_in_turn`.
     """
+    dy = held.pop()
     quantized, left = call.precision.roles is not None, (dy, dy_index)
     needs = call.needs & SUMS if quantized else call.needs - WEIGHTS
     found = Grads(None, {}, {})
@@ -96,7 +98,7 @@ def grouped_backward(
         found = grouped_linear_bwd(saved, dy, call, dy_index=dy_index, needs=needs)
     if quantized:
         offs: Tensor = saved.offs  # type: ignore[assignment]
-        q, left = grad_in_turn(dy, call, offs, dy_index, stays, by_token)  # type: ignore[assignment]
+        q, left = grad_in_turn(dy, call, offs, dy_index, stays, by_token)
         del dy
         if "x" in call.needs:
             found = replaced(found, x=grouped_input_gradient(q, saved.weight, offs, call))  # type: ignore[arg-type]

@@ -266,7 +266,7 @@ class GroupedMLP(FusedOp):
             operands, facts = self.operands(s), dswiglu.facts_of(calls)
             fused = dswiglu.why_apart(operands, dy, h, dy_index, facts, rows) is None
         call = replaced(last, needs=last.needs - {"x"}) if fused else last
-        above, weight2 = grouped_backward(fc2, dy, call, dy_index, True, parts > 0)
+        above, weight2 = grouped_backward(fc2, [dy], call, dy_index, True, parts > 0)
         dh: Operand | None = None
         a: Operand | None = None
         if fused:
@@ -285,7 +285,7 @@ class GroupedMLP(FusedOp):
         if width is None:
             below, weight1 = Grads(), None
         else:
-            below, weight1 = grouped_backward(fc1, taken.pop(), first)  # type: ignore[arg-type]
+            below, weight1 = grouped_backward(fc1, taken, first)
             if below.x is not None:
                 below = replaced(below, x=finish(below.x, dprobs))
         if dx_first and not parts:
