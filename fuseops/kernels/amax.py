@@ -7,8 +7,9 @@ of 128, C = (R//128 + E) * 128, and what belongs to no row is zero; without it C
 padding (at or beyond offs[-1]) are not written.  A weight (E, N, K) -> (E, N, K), (E, K, N), scale (E,);
 of (N, K) the same without E.
 What is not wanted is empty.
-Two reads of x: the largest magnitudes meet by integer maxima of their bits, which no order changes. One where the amax
-is given: some features of x have the codes, and the scales, that they have in the whole then.
+Rows by index are read where they are: nobody copies them before.
+Two reads of x: the largest magnitudes meet by integer maxima of their bits, which no order changes. One where the
+inverse scales are given: some features of x have the codes, and the scales, that they have in the whole then.
 Hardware: sm_89 and later convert; older ones run the twin, as sizes and strides beyond 2^24 do.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +27,16 @@ from fuseops.kernels import tiles
 from fuseops.kernels.configs import Space
 from fuseops.kernels.groups import BLOCK
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, matrix_shape, too_large
-from fuseops.kernels.registry import ints, on_meta, tensor_bytes
+from fuseops.kernels.permute import gather_rows
+from fuseops.kernels.quantize import (
+    FORMATS,
+    check_format,
+    fp8_op,
+    fp8_rows,
+    matrix_shape,
+    too_large,
+)
+from fuseops.kernels.registry import floats, ints, kernel_op, on_meta, tensor_bytes
 from fuseops.kernels.scales import (
     amax_of_groups,
     amax_of_matrices,
@@ -36,7 +46,22 @@ from fuseops.kernels.scales import (
     columns_in_groups,
     inverse_scale,
 )
-from fuseops.kernels.tiles import cdiv, require
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, require
+
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def _rows(x: Tensor, index: Tensor | None, offs: Tensor | None) -> Tensor:
+    """Rows by index, padding as zeros; all of them without one."""
+    if index is None:
+        return x
+    return x[index] if offs is None else gather_rows.twin(x, index, offs)
+
+
+def _group_amax(x: Tensor, offs: Tensor | None, index: Tensor | None = None) -> Tensor:
+    if index is None:
+        return amax_of_groups(amax_of_tokens(x, 1), offs)
+    return amax_of_groups(_rows(amax_of_tokens(x, 1)[:, None], index, offs)[:, 0], offs)
 
 
 def _quantize_groups(
@@ -45,28 +70,31 @@ def _quantize_groups(
     dtype: torch.dtype,
     row: bool = True,
     col: bool = False,
-    amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if amax is None:
-        amax = amax_of_groups(amax_of_tokens(x, 1), offs)
-    up = inverse_scale(amax, dtype, False)
-    data = codes_of_rows(x, up, offs, dtype)
+    index: Tensor | None = None,
+    up: Tensor | None = None,
+) -> Three:
+    if up is None:
+        up = inverse_scale(_group_amax(x, offs, index), dtype, False)
+    data = codes_of_rows(_rows(x, index, offs), up, offs, dtype)
     columns = columns_in_groups(data, offs) if col else data.new_empty(0)
     return data if row else data.new_empty(0), columns, 1 / up
 
 
 def _quantize_matrices(
-    weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
-    up = inverse_scale(amax_of_matrices(weight), dtype, False)
+    weight: Tensor,
+    dtype: torch.dtype,
+    row: bool = True,
+    col: bool = True,
+    up: Tensor | None = None,
+) -> Three:
+    if up is None:
+        up = inverse_scale(amax_of_matrices(weight), dtype, False)
     data = codes_of_matrices(weight, up, dtype)
     turned = data.mT.contiguous() if col else data.new_empty(0)
     return data if row else data.new_empty(0), turned, 1 / up
 
 
 SPAN = 1024
-Three = tuple[Tensor, Tensor, Tensor]
-
 
 AMAX, QUANTIZE = (
     Space(name, [{"BLOCK_R": BLOCK, "BLOCK_N": 64, "num_warps": n} for n in warps])
@@ -79,6 +107,9 @@ def _group_cases() -> Iterator[tuple[Any, ...]]:
     for dtype, fmt in ((torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float32, 0)):
         for offs in (None, ints(64)):
             yield on_meta(8190, 4096, dtype=dtype), offs, FORMATS[fmt], True, True
+    x, index = on_meta(8190, 4096), on_meta(65530, dtype=torch.int64)
+    for up in (None, floats(64)):
+        yield x, ints(64), FORMATS[1], True, up is None, index, up
 
 
 def _weight_cases() -> Iterator[tuple[Any, ...]]:
@@ -86,103 +117,191 @@ def _weight_cases() -> Iterator[tuple[Any, ...]]:
         yield on_meta(8, 1024, 4096, dtype=dtype), FORMATS[0], True, True
 
 
-def _bytes(x: Tensor, row: bool, col: bool) -> int:
-    return 2 * tensor_bytes(x) + x.numel() * (row + col)
+def _amax_cases() -> Iterator[tuple[Any, ...]]:
+    x, offs = on_meta(8190, 4096), ints(64)
+    yield x, None
+    yield x, offs
+    yield x, offs, on_meta(65530, dtype=torch.int64)
 
 
-@fp8_op(
-    twin=_quantize_groups,
-    cases=_group_cases,
-    nbytes=lambda x, offs, dtype, row=True, col=False, amax=None: (
-        _bytes(x, row, col) - (amax is not None) * tensor_bytes(x)
-    ),
-)
+def _matrix_cases() -> Iterator[tuple[Any, ...]]:
+    yield (on_meta(8, 1024, 4096),)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A `_Shared` is what shares scales: rows of a tensor, or of its groups, or matrices of a weight.
+
+    size   E, or the rows of a matrix
+    count  how many scales there are
+    """
+
+    x: Tensor
+    form: str
+    blocks: int
+    rows: int
+    size: int
+    count: int
+    offs: Tensor | None = None
+    index: Tensor | None = None
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """x, index and offs, as kernels take them: what is not there is x."""
+        index, offs = (self.x if t is None else t.contiguous() for t in (self.index, self.offs))
+        return self.x, index, offs
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.rows, self.x.shape[1], self.size, self.x.stride(0)
+
+    def constants(self) -> dict[str, Any]:
+        wide = tiles.pow2(self.count if self.form != "one" else 0, least=32)
+        has = {"FORM": self.form, "INDEX": self.index is not None, "BLOCK_E": wide}
+        return has | overlap(self.x.device)
+
+
+def _of_matrices(weight: Tensor) -> _Shared | None:
+    """None for what the twin has to do."""
+    *lead, n, k = matrix_shape(weight)
+    count = math.prod(lead)
+    x = as_rows(weight.reshape(count * n, k)).contiguous()
+    if not x.numel() or max(n, k) >= 1 << 24 or n % 16:
+        return None
+    return _Shared(x, "matrices", count * cdiv(n, BLOCK), count * n, n, count)
+
+
+def _of_tensor(x: Tensor, offs: Tensor | None, index: Tensor | None) -> _Shared | None:
+    """None for what the twin has to do."""
+    x = as_rows(x)
+    rows = x.shape[0] if index is None else index.shape[0]
+    if not x.numel() or not rows or too_large(x) or rows >= 1 << 24:
+        return None
+    if offs is None:
+        return _Shared(x, "one", cdiv(rows, BLOCK), rows, 0, 1, None, index)
+    groups = len(offs)
+    return _Shared(x, "groups", rows // BLOCK + groups, rows, groups, groups, offs, index)
+
+
+def _amax(of: _Shared) -> Tensor:
+    """(count,) float32"""
+    amax = of.x.new_empty(of.count, dtype=torch.float32)
+    constants, kernels = of.constants(), device("amax")
+    launch(
+        kernels.no_amax_kernel, (1,), amax, of.count,
+        BLOCK_E=constants["BLOCK_E"], num_warps=1, **overlap(of.x.device),
+    )  # fmt: skip
+    launch(
+        kernels.group_amax_kernel, (of.blocks, cdiv(of.x.shape[1], SPAN)), *of.operands(), amax, *of.sizes(),
+        SPAN=SPAN, **constants, **AMAX.pick(of.rows, (of.x.shape[1],), of.x),
+    )  # fmt: skip
+    return amax
+
+
+def _codes(
+    of: _Shared, out: Three, row: bool, col: bool, up: Tensor | None, align: int = BLOCK
+) -> Three:
+    """Write the codes and the scales."""
+    n, scale = of.x.shape[1], out[2]
+    if up is not None:
+        require(
+            up.shape == scale.shape and up.dtype == torch.float32,
+            f"up is {up.dtype} of shape {tuple(up.shape)}, expected float32 {tuple(scale.shape)}.",
+        )
+    config = QUANTIZE.pick(of.rows, (n,), of.x)
+    launch(
+        device("amax").quantize_groups_kernel, (of.blocks * cdiv(n, config["BLOCK_N"]),),
+        *of.operands(), _amax(of) if up is None else up.contiguous(), *out, *of.sizes(),
+        LIMIT=torch.finfo(out[0].dtype).max, UP=up is not None, ROW=row, COL=col, ALIGN=align,
+        **of.constants(), **config,
+    )  # fmt: skip
+    return out
+
+
+@kernel_op(twin=_group_amax, cases=_amax_cases)
+def group_amax(x: Tensor, offs: Tensor | None, index: Tensor | None = None) -> Tensor:
+    """The largest magnitude of x, or of each group of its rows, or of rows index[r].   (R, N) -> () or (E,) float32"""
+    check_axes("x", x, "(R, N)")
+    of = _of_tensor(x, offs, index)
+    if of is None:
+        return _group_amax(x, offs, index)
+    return _amax(of).view(() if offs is None else len(offs))
+
+
+@kernel_op(twin=amax_of_matrices, cases=_matrix_cases)
+def matrix_amax(weight: Tensor) -> Tensor:
+    """The largest magnitude of each matrix.   (N, K) or (E, N, K) -> () or (E,) float32"""
+    of = _of_matrices(weight)
+    return amax_of_matrices(weight) if of is None else _amax(of).view(weight.shape[:-2])
+
+
+def _bytes(x: Tensor, count: int, row: bool, col: bool, up: Tensor | None) -> int:
+    """Of codes of so many elements, whose x is read for its amax too where nothing says what it is multiplied by."""
+    return (1 + (up is None)) * tensor_bytes(x) + count * (row + col)
+
+
+def _group_bytes(
+    x: Tensor,
+    offs: Tensor | None,
+    dtype: torch.dtype,
+    row: bool = True,
+    col: bool = False,
+    index: Tensor | None = None,
+    up: Tensor | None = None,
+) -> int:
+    return _bytes(x, x.numel() if index is None else len(index) * x.shape[1], row, col, up)
+
+
+@fp8_op(twin=_quantize_groups, cases=_group_cases, nbytes=_group_bytes)
 def quantize_groups(
     x: Tensor,
     offs: Tensor | None,
     dtype: torch.dtype,
     row: bool = True,
     col: bool = False,
-    amax: Tensor | None = None,
+    index: Tensor | None = None,
+    up: Tensor | None = None,
 ) -> Three:
-    """(rows, columns, scale) of x, one scale a group, or one for all.
+    """(rows, columns, scale) of x, or of its rows index[r], one scale a group, or one for all.
 
-    amax: (E,), or (), float32, of more features than those of x; found here if not given.
+    up: (E,), or (), float32, what the numbers of a group are multiplied by; found from its amax if not given.
     """
-    x = fp8_rows(x, dtype)
-    rows, n = x.shape
-    if not x.numel() or too_large(x):
-        return _quantize_groups(x, offs, dtype, row, col, amax)
-    groups = 0 if offs is None else len(offs)
-    blocks = cdiv(rows, BLOCK) if offs is None else rows // BLOCK + groups
-    data = x.new_empty((rows, n) if row else 0, dtype=dtype)
-    columns = x.new_empty((n, blocks * BLOCK) if col else 0, dtype=dtype)
-    scale = x.new_empty(() if offs is None else groups, dtype=torch.float32)
-    form = {"FORM": "one" if offs is None else "groups", "ALIGN": BLOCK, "ROW": row, "COL": col}
-    if amax is not None:
-        require(
-            amax.shape == scale.shape and amax.dtype == torch.float32,
-            f"amax is {amax.dtype} of shape {tuple(amax.shape)}, expected float32 {tuple(scale.shape)}.",
-        )
-    _launch(x, offs, (data, columns, scale), blocks, (rows, n, groups), form, groups, amax)
-    return data, columns, scale
+    of = _of_tensor(fp8_rows(x, dtype), offs, index)
+    if of is None:
+        return _quantize_groups(x, offs, dtype, row, col, index, up)
+    n = x.shape[1]
+    out = (
+        x.new_empty((of.rows, n) if row else 0, dtype=dtype),
+        x.new_empty((n, of.blocks * BLOCK) if col else 0, dtype=dtype),
+        x.new_empty(() if offs is None else len(offs), dtype=torch.float32),
+    )
+    return _codes(of, out, row, col, up)
 
 
 @fp8_op(
     twin=_quantize_matrices,
     cases=_weight_cases,
-    nbytes=lambda weight, dtype, row=True, col=True: _bytes(weight, row, col),
+    nbytes=lambda weight, dtype, row=True, col=True, up=None: _bytes(
+        weight, weight.numel(), row, col, up
+    ),
 )
 def quantize_matrices(
-    weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True
+    weight: Tensor,
+    dtype: torch.dtype,
+    row: bool = True,
+    col: bool = True,
+    up: Tensor | None = None,
 ) -> Three:
-    """(codes, codes transposed, scale) with one scale a matrix.   (N, K) or (E, N, K)"""
+    """(codes, codes transposed, scale) with one scale a matrix.   (N, K) or (E, N, K)
+
+    up: (E,), or (), float32, what the numbers of a matrix are multiplied by; found from its amax if not given.
+    """
     *lead, n, k = matrix_shape(weight)
-    groups = math.prod(lead)
-    x = fp8_rows(weight.reshape(groups * n, k), dtype).contiguous()
-    if not x.numel() or max(n, k) >= 1 << 24 or n % 16:
-        return _quantize_matrices(weight, dtype, row, col)
-    data = x.new_empty((*lead, n, k) if row else 0, dtype=dtype)
-    turned = x.new_empty((*lead, k, n) if col else 0, dtype=dtype)
-    scale = x.new_empty(lead, dtype=torch.float32)
-    form = {"FORM": "matrices", "ALIGN": 16, "ROW": row, "COL": col}
-    _launch(
-        x, None, (data, turned, scale), groups * cdiv(n, BLOCK), (groups * n, k, n), form, groups
+    check_format(dtype)
+    of = _of_matrices(weight)
+    if of is None:
+        return _quantize_matrices(weight, dtype, row, col, up)
+    out = (
+        of.x.new_empty((*lead, n, k) if row else 0, dtype=dtype),
+        of.x.new_empty((*lead, k, n) if col else 0, dtype=dtype),
+        of.x.new_empty(lead, dtype=torch.float32),
     )
-    return data, turned, scale
-
-
-def _launch(
-    x: Tensor,
-    offs: Tensor | None,
-    out: Three,
-    blocks: int,
-    sizes: tuple[int, int, int],
-    form: dict[str, Any],
-    groups: int,
-    given: Tensor | None = None,
-) -> None:
-    rows, n, _ = sizes
-    ends = x if offs is None else offs.contiguous()
-    grouping = {"FORM": form["FORM"], "BLOCK_E": tiles.pow2(groups, least=32)}
-    kernels = device("amax")
-    if given is None:
-        count = max(groups, 1)
-        amax = x.new_empty(count, dtype=torch.int32)
-        launch(
-            kernels.no_amax_kernel, (1,), amax, count,
-            BLOCK_E=grouping["BLOCK_E"], num_warps=1, **overlap(x.device),
-        )  # fmt: skip
-        launch(
-            kernels.group_amax_kernel, (blocks, cdiv(n, SPAN)), x, ends, amax, *sizes, x.stride(0),
-            SPAN=SPAN, **grouping, **overlap(x.device), **AMAX.pick(rows, (n,), x),
-        )  # fmt: skip
-    else:
-        amax = given.contiguous().view(torch.int32)
-    config = QUANTIZE.pick(rows, (n,), x)
-    data, turned, scale = out
-    launch(
-        kernels.quantize_groups_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
-        x, ends, amax, data, turned, scale, *sizes, x.stride(0),
-        LIMIT=torch.finfo(data.dtype).max, BLOCK_E=grouping["BLOCK_E"], **form, **overlap(x.device), **config,
-    )  # fmt: skip
+    return _codes(of, out, row, col, up, 16)

@@ -125,8 +125,13 @@ def quantize_group_blocks(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[
 def fp8_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x (R, N) with contiguous columns.  Raises FuseOpsError for another shape, or a format that is not FP8."""
     check_axes("x", x, "(R, N)")
-    require(dtype in FORMATS, f"dtype is {dtype}, expected one of {', '.join(map(str, FORMATS))}.")
+    check_format(dtype)
     return as_rows(x)
+
+
+def check_format(dtype: torch.dtype) -> None:
+    """Raise FuseOpsError for a format that is not FP8."""
+    require(dtype in FORMATS, f"dtype is {dtype}, expected one of {', '.join(map(str, FORMATS))}.")
 
 
 def matrix_shape(weight: Tensor) -> torch.Size:

@@ -87,18 +87,18 @@ def operand(
     index: Tensor | None = None,
     seed: Tensor | None = None,
     see: See | None = None,
-    amax: Tensor | None = None,
+    up: Tensor | None = None,
 ) -> Quantized:
     """x as the operand of GEMMs that read these layouts.   (..., K) -> Quantized over (R, K)
 
     index: row r of the operand is row index[r] of x.  A Quantized is used as it is; columns are made from its rows.
     seed: (1,) int64, of a format that rounds at random; drawn where it is not given.
     see: what gives the one scale of a tensor or of groups for its amax, where that is not its own.
-    amax: of a tensor or of groups that x is some features of, as `amax_of_rows` finds it.
+    up: what a tensor or groups that x is some features of are multiplied by, as `up_of_rows` finds it.
     """
     if scaling.rounds_at_random and seed is None and isinstance(x, Tensor):
         seed = torch.randint(2**62, (1,), device=x.device)
-    q = _operand(x, scaling, offs, row, col, index, seed, see, amax)
+    q = _operand(x, scaling, offs, row, col, index, seed, see, up)
     if Measuring.numbers and (seen := watching()):
         source = seen.original(x)
         if source is not None and index is not None:
@@ -116,7 +116,7 @@ def _operand(
     index: Tensor | None,
     seed: Tensor | None,
     see: See | None,
-    amax: Tensor | None = None,
+    up: Tensor | None = None,
 ) -> Quantized:
     if isinstance(x, Quantized):
         return _from_codes(x, scaling, offs, row, col, index)
@@ -126,6 +126,8 @@ def _operand(
     ):  # tokens once, however many rows they are
         tokens = operand(x, scaling)
         return _from_codes(tokens, scaling, offs, row, col, index)
+    if scaling.block is None and scaling.colwise is None:
+        return _by_group(x, scaling, offs, row, col, index, see, up)
     if index is not None:
         x = K.gather_rows(x, index, offs)  # type: ignore[arg-type]
     if scaling.colwise is not None:
@@ -136,29 +138,29 @@ def _operand(
         return Quantized(*found, scaling, offs, x.dtype, odd=odd)
     if scaling.block is not None and not (scaling.family.codes and scaling.plain):
         return _by_format(x, scaling, offs, row, col, seed)
-    if see is None and not scaling.plain:
-        see = partial(_up, scaling)
-    if see is not None:
-        rows, columns = _by_given_scale(x, scaling, offs, row, col, see)
-    elif scaling.block is None:
-        data, turned, scale = K.quantize_groups(x, offs, scaling.data, row, col, amax)
-        rows, columns = Layout(data, scale) if row else None, Layout(turned, scale) if col else None
-    else:
-        rows, columns = _by_vector(x, scaling, offs, row, col)
+    rows, columns = _by_vector(x, scaling, offs, row, col)
     return Quantized(rows, columns, scaling, offs, x.dtype)
 
 
 Layouts = tuple[Layout | None, Layout | None]
 
 
-def _by_given_scale(
-    x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col: bool, see: See
-) -> Layouts:
-    """Both layouts of rows with the one scale, or one a group, that `see` gives, by torch."""
-    up = see(K.amax_of_groups(K.amax_of_tokens(x, 1), offs))
-    codes, scale = K.codes_of_rows(x, up, offs, scaling.data), 1 / up
-    columns = Layout(K.columns_in_groups(codes, offs), scale) if col else None
-    return Layout(codes, scale) if row else None, columns
+def _by_group(
+    x: Tensor,
+    scaling: Scaling,
+    offs: Tensor | None,
+    row: bool,
+    col: bool,
+    index: Tensor | None,
+    see: See | None,
+    up: Tensor | None,
+) -> Quantized:
+    """Both layouts with one scale, or one a group: its own where nothing else gives it."""
+    if up is None and (see is not None or not scaling.plain):
+        up = (see or partial(_up, scaling))(K.group_amax(x, offs, index))
+    data, turned, scale = K.quantize_groups(x, offs, scaling.data, row, col, index, up)
+    rows, columns = Layout(data, scale) if row else None, Layout(turned, scale) if col else None
+    return Quantized(rows, columns, scaling, offs, x.dtype)
 
 
 def _by_vector(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col: bool) -> Layouts:
@@ -178,11 +180,11 @@ def _by_vector(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col:
     return rows, columns
 
 
-def amax_of_rows(x: Tensor, scaling: Scaling, offs: Tensor, index: Tensor) -> Tensor | None:
-    """The amax of groups of rows of x by index, where they have one scale; some features of x need it.   -> (E,)"""
-    if scaling.block is not None:
-        return None
-    return K.amax_of_groups(K.amax_of_tokens(x, 1)[index], offs)
+def up_of_rows(x: Tensor, scaling: Scaling, offs: Tensor, index: Tensor) -> Tensor | None:
+    """What groups of rows of x by index are multiplied by, where they have one scale: some features need that of all.
+    -> (E,)
+    """
+    return None if scaling.block is not None else _up(scaling, K.group_amax(x, offs, index))
 
 
 def _by_format(
@@ -202,7 +204,7 @@ def _by_format(
     if small and row:
         rows = _small(x, scaling, "row", offs, amax)
     elif row or shifted:
-        rows = _coded(x, scaling, _by_group(amax, offs, 1, len(x), scaling), seed)
+        rows = _coded(x, scaling, _spread(amax, offs, 1, len(x), scaling), seed)
     if shifted:
         columns = Layout(*K.permute_operand(*cast("Layout", rows), None, offs, False, True)[2:])
     elif col and small and not turn:
@@ -240,7 +242,7 @@ def _turned(x: Tensor, scaling: Scaling, offs: Tensor | None, seed: Tensor | Non
         rows, lay = laid(rows), None
     amax = _amax_of_groups(rows, scaling, ends, 0, lay)
     tokens = columns_of(len(x), None if offs is None else len(offs))
-    whole = _by_group(amax, ends, 0, tokens, scaling)
+    whole = _spread(amax, ends, 0, tokens, scaling)
     return _coded(rows, scaling, whole, None if seed is None else seed + 1, lay)
 
 
@@ -264,7 +266,7 @@ Whole = tuple[
 ]  # amax of a tensor, or of groups: as blocks broadcast with it, and as it is
 
 
-def _by_group(
+def _spread(
     amax: Tensor | None, ends: Tensor | None, axis: int, tokens: int, scaling: Scaling
 ) -> Whole | None:
     """An amax of the tensor, or of groups of so many tokens.   axis: that of features"""
@@ -475,18 +477,16 @@ def _of_weight(weight: Tensor, scaling: Scaling, row: bool, col: bool, see: See 
     """Both layouts of a weight (N, K) or (E, N, K)."""
     if scaling.colwise is not None:
         scaling = replace(scaling, colwise=None)
-    by_kernels = scaling.family.codes and scaling.plain and scaling.block != VECTOR
-    if by_kernels and see is None and scaling.block is not None:
+    if scaling.block is None:
+        up = None
+        if see is not None or not scaling.plain:
+            up = (see or partial(_up, scaling))(K.matrix_amax(weight))
+        data, turned, scale = K.quantize_matrices(weight, scaling.data, row, col, up)
+        return Layout(data, scale) if row else None, Layout(turned, scale) if col else None
+    if scaling.family.codes and scaling.plain and scaling.block != VECTOR:
         parts = K.quantize_weight(weight, scaling.data, row, col)
         return Layout(*parts[:2]) if row else None, Layout(*parts[2:]) if col else None
-    if by_kernels and see is None:
-        data, turned, scale = K.quantize_matrices(weight, scaling.data, row, col)
-        return Layout(data, scale) if row else None, Layout(turned, scale) if col else None
-    matrices = weight.reshape(-1, *weight.shape[-2:])
-    if scaling.block is not None and not by_kernels:
-        rows, columns = _coded_matrices(matrices, scaling, row, col)
-    else:
-        rows, columns = _scaled_matrices(matrices, scaling, row, col, see or partial(_up, scaling))
+    rows, columns = _coded_matrices(weight.reshape(-1, *weight.shape[-2:]), scaling, row, col)
     if weight.dim() == 2:
         rows, columns = (t and layout_of(*[part[0] for part in t]) for t in (rows, columns))
     return rows, columns
@@ -500,15 +500,4 @@ def _coded_matrices(matrices: Tensor, scaling: Scaling, row: bool, col: bool) ->
         whole = amax[:, None, None], amax
     both = (matrices, row), (matrices.mT, col)
     rows, columns = (_coded(t, scaling, whole) if wanted else None for t, wanted in both)
-    return rows, columns
-
-
-def _scaled_matrices(matrices: Tensor, scaling: Scaling, row: bool, col: bool, see: See) -> Layouts:
-    """Both layouts of (E, N, K) with one scale a matrix, which `see` gives, by torch."""
-    up = see(K.amax_of_matrices(matrices))
-    both = (matrices, row), (matrices.mT, col)
-    rows, columns = (
-        Layout(K.codes_of_matrices(t, up, scaling.data), 1 / up) if wanted else None
-        for t, wanted in both
-    )
     return rows, columns

@@ -133,6 +133,8 @@ def samples() -> dict[str, tuple]:
         "router_loss_bwd": (y, y, counts, torch.rand(()), 3, "softmax", 0.1, 0.1),
         "quantize_operand": (y, ends, E4M3),
         "permute_operand": (y.to(E4M3), torch.rand(1, 6), index.int(), ends),
+        "group_amax": (y, ends, index),
+        "matrix_amax": (torch.randn(3, 16, 16),),
         "quantize_groups": (y, ends, E4M3, True, True),
         "quantize_matrices": (torch.randn(3, 16, 16), E4M3),
         "quantize_weight": (torch.randn(3, 16, 16), E4M3),

@@ -16,35 +16,42 @@ WIDTHS = st.sampled_from([1, 16, 100, 144])
 WANTED = st.sampled_from([(True, True), (True, False), (False, True)])
 
 
-@given(ROWS, WIDTHS, DTYPES, VALUES, FORMATS, SEEDS, WANTED, st.sampled_from([0, 1, 3]))
+def both(op, *args):
+    return run(op, *args), op.twin(*args)
+
+
+@given(
+    ROWS, WIDTHS, DTYPES, VALUES, FORMATS, SEEDS, WANTED, st.sampled_from([0, 1, 3]), st.booleans()
+)
 @few
-def test_groups(rows, n, dtype, values, fmt, seed, wanted, groups):
+def test_groups(rows, n, dtype, values, fmt, seed, wanted, groups, by_index):
     x = varied((rows, n), dtype, values, seed, strided=seed % 4 == 0)
+    index = None
+    if by_index:
+        x, index = x[: max(rows // 2, 1)], torch.arange(rows).flip(0) % max(rows // 2, 1)
     offs = splits(rows, groups, seed, min(rows, seed % 3)) if groups else None
     end = rows if offs is None else int(offs[-1])
-    got, want = (
-        call(x, offs, fmt, *wanted)
-        for call in (lambda *a: run(k.quantize_groups, *a), K.quantize_groups.twin)
-    )
-    same(got, want, end, (0,))
+    same(*both(k.quantize_groups, x, offs, fmt, *wanted, index), end, (0,))
+    amax, of_twin = both(k.group_amax, x, offs, index)
+    assert torch.equal(amax, of_twin)
+    if by_index and end:
+        copied = k.group_amax.twin(x[index], offs)
+        assert torch.equal(amax, copied)
 
 
 @given(
     ROWS, st.sampled_from([16, 64]), DTYPES, VALUES, FORMATS, SEEDS, WANTED, st.sampled_from([0, 3])
 )
 @few
-def test_some_features_under_the_amax_of_all(rows, cut, dtype, values, fmt, seed, wanted, groups):
+def test_some_features_under_the_scales_of_all(rows, cut, dtype, values, fmt, seed, wanted, groups):
     """They have the codes and the scales that they have in the whole."""
     x = varied((rows, 144), dtype, values, seed)
     offs = splits(rows, groups, seed, min(rows, seed % 3)) if groups else None
     end = rows if offs is None else int(offs[-1])
-    amax = K.amax_of_groups(K.amax_of_tokens(x, 1), offs)
+    up = K.inverse_scale(k.group_amax.twin(x, offs), fmt, False)
     data, columns, scale = K.quantize_groups.twin(x, offs, fmt, *wanted)
     for part in (slice(0, cut), slice(cut, 144)):
-        got, twin = (
-            call(x[:, part], offs, fmt, *wanted, amax)
-            for call in (lambda *a: run(k.quantize_groups, *a), K.quantize_groups.twin)
-        )
+        got, twin = both(k.quantize_groups, x[:, part], offs, fmt, *wanted, None, up)
         rows_of, columns_of = (
             t if t.dim() == 1 else t[at] for t, at in ((data, (..., part)), (columns, part))
         )
@@ -52,10 +59,10 @@ def test_some_features_under_the_amax_of_all(rows, cut, dtype, values, fmt, seed
         same(got, twin, end, (0,))
 
 
-def test_an_amax_that_does_not_fit_is_named():
+def test_scales_that_do_not_fit_are_named():
     x, offs = torch.ones(4, 16), torch.tensor([1, 4], dtype=torch.int32)
-    with pytest.raises(FuseOpsError, match=r"amax is .* of shape \(3,\), expected float32 \(2,\)"):
-        k.quantize_groups.launcher(x, offs, torch.float8_e4m3fn, amax=torch.ones(3))
+    with pytest.raises(FuseOpsError, match=r"up is .* of shape \(3,\), expected float32 \(2,\)"):
+        k.quantize_groups.launcher(x, offs, torch.float8_e4m3fn, up=torch.ones(3))
 
 
 @given(
@@ -69,6 +76,9 @@ def test_matrices(groups, n, k_, dtype, values, fmt, seed, wanted):
     one, of_one = K.quantize_matrices.twin(w[0], fmt), K.quantize_matrices.twin(w[:1], fmt)
     same(one, tuple(t[0] for t in of_one))
     same(run(k.quantize_matrices, w[0], fmt), one)
+    assert torch.equal(*both(k.matrix_amax, w)) and torch.equal(*both(k.matrix_amax, w[0]))
+    up = torch.exp2(torch.arange(groups) - 2.0)
+    same(*both(k.quantize_matrices, w, fmt, *wanted, up))
 
 
 def test_a_wide_tensor_has_one_amax():

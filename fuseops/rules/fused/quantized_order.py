@@ -19,7 +19,7 @@ from fuseops.ops.tiles import tiles_of_columns
 from fuseops.recipes import Operand, Roles, Scaling, gemm, operand
 from fuseops.recipes.gemm import OUTPUTS
 from fuseops.recipes.numbers import Measuring
-from fuseops.recipes.operands import amax_of_rows
+from fuseops.recipes.operands import up_of_rows
 from fuseops.recipes.quantized import BLOCK, some_features
 
 from .routed_copies import FC1, FC2_DSWIGLU, copies_rows
@@ -265,13 +265,13 @@ def _some_columns(
     x: Operand, scaling: Scaling, offs: Tensor, index: Tensor | None
 ) -> tuple[Operand, Callable[[Operand], Operand]]:
     """(tokens, what makes the columns of rows by index of some of their features): of codes where columns are made of
-    those, else of copies of rows, which one scale a group keeps the amax of all features for.
+    those, else of copies of rows, which one scale a group keeps that of all features for.
     """
-    amax = None
+    up = None
     if of_codes(scaling):
         x = operand(x, scaling)
     elif isinstance(x, Tensor) and index is not None:
-        amax = amax_of_rows(x, scaling, offs, index)
+        up = up_of_rows(x, scaling, offs, index)
     return x, functools.partial(
-        operand, scaling=scaling, offs=offs, row=False, col=True, index=index, amax=amax
+        operand, scaling=scaling, offs=offs, row=False, col=True, index=index, up=up
     )
