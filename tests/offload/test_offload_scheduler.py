@@ -785,9 +785,10 @@ def test_law_07_writes_in_place_are_seen_and_told_apart(when: str) -> None:
 # --- attaching
 
 
-def test_hooks_come_and_go_and_copies_have_none_of_them() -> None:
+@pytest.mark.parametrize("layers", ["blocks.*", "blocks.*.mlp", "blocks.*.mlp.1"])
+def test_hooks_come_and_go_and_copies_have_none_of_them(layers: str) -> None:
     model = Model(2)
-    scheduler = offload.Scheduler(model, "blocks.*", policy=ALL).attach()
+    scheduler = offload.Scheduler(model, layers, policy=ALL).attach()
     with pytest.raises(FuseOpsError, match="attached already"):
         scheduler.attach()
     one_step(model)
