@@ -26,7 +26,7 @@ from fuseops.words import dtype_name
 
 from . import records
 from .codes import Coding, coding_of, exact_by_name
-from .nesting import belongs_to_checkpoint, enclosing, take_out
+from .nesting import belongs_to_checkpoint, enclosing, take_out, unlinked
 from .policy import Candidate, Policy, Quota
 from .records import Handle, Judged, Kept, Mover, Record, Staying
 from .report import KEPT, Entry
@@ -329,10 +329,10 @@ class Interrupted:
         self.inner = torch_private.replace_call(module, self)
 
     def remove(self) -> None:
-        """Put back what was there before, or do nothing any more where another one has come around it."""
+        """Take it from around the calls, whatever came around it since."""
         self.scope, module = None, self.module()
-        if module is not None and torch_private.call_of(module) is self:
-            torch_private.replace_call(module, self.inner)
+        if module is not None:
+            torch_private.replace_call(module, unlinked(torch_private.call_of(module), self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.inner or cast(nn.Module, self.module())._call_impl

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from lazy_lanes import LazyLanes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -802,6 +804,29 @@ def test_hooks_come_and_go_and_copies_have_none_of_them(layers: str) -> None:
     y.sum().backward()  # a graph from before finds what it saved
     one_step(model)
     assert top_saved_tensor_hooks() is None
+
+
+@given(st.permutations([0, 0, 1, 1, 2, 2, 2, 2]))
+def test_schedulers_come_and_go_in_any_order(turns: list[int]) -> None:
+    """What each puts on a layer is taken off again, from below others too, and an attached one is followed."""
+    model, plain = Model(2), Model(2)
+    plans: list[Any] = [None, {"blocks.1": "recompute"}, {"blocks.1": "recompute"}]
+    schedulers = [offload.Scheduler(model, "blocks.*", plan=plan) for plan in plans]
+    before = [{*vars(block)} for block in model.blocks]
+    attached = set[int]()
+    for k in turns:
+        (schedulers[k].detach if k in attached else schedulers[k].attach)()
+        attached ^= {k}
+        for twin in (model, copy.deepcopy(model)):
+            twin.blocks[1].forwards = plain.blocks[1].forwards = 0
+            one_step(twin)
+            one_step(plain)
+            assert all(map(torch.equal, grads(twin), grads(plain)))
+            model.zero_grad()
+            plain.zero_grad()
+            again = twin is model and bool(attached & {1, 2})
+            assert (twin.blocks[1].forwards > plain.blocks[1].forwards) == again
+    assert [{*vars(block)} for block in model.blocks] == before
 
 
 def test_scopes_around_go_first() -> None:
