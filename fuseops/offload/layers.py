@@ -335,16 +335,19 @@ class Interrupted:
             torch_private.replace_call(module, unlinked(torch_private.call_of(module), self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.inner or cast(nn.Module, self.module())._call_impl
-        if self.scope is None or torch.compiler.is_compiling():
+        call, scope = self.inner or cast(nn.Module, self.module())._call_impl, self.scope
+        if scope is None or torch.compiler.is_compiling():
             return call(*args, **kwargs)
         try:
             return call(*args, **kwargs)
         except Exception:
             raise  # the hooks have seen it
         except BaseException:
-            self.scope.forget_interrupted()
+            scope.forget_interrupted()
             raise
+        finally:
+            if self.scope is None:
+                scope.close()  # detached meanwhile: no hook has seen the end of this call
 
 
 torch_private.never_compile(EnterHook.__call__)

@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import offload
 from fuseops.errors import DoubleBackwardError, FuseOpsError, InPlaceError
+from fuseops.observe import modules
 from fuseops.offload import marks
 from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.offload.lanes.protocol import Event, Lane
@@ -827,6 +829,38 @@ def test_schedulers_come_and_go_in_any_order(turns: list[int]) -> None:
             again = twin is model and bool(attached & {1, 2})
             assert (twin.blocks[1].forwards > plain.blocks[1].forwards) == again
     assert [{*vars(block)} for block in model.blocks] == before
+
+
+@pytest.mark.parametrize("where", ["before", "within"])
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_a_scheduler_may_be_detached_inside_of_a_layer(
+    where: str, error: type[BaseException] | None
+) -> None:
+    """What it has on the thread goes with the call of that layer."""
+    model, plain = Model(3), Model(3)
+    scheduler = offload.Scheduler(model, "blocks.*", policy=ALL).attach()
+
+    def detached(*about: Any) -> None:
+        hook.remove()
+        scheduler.detach()
+        if error is not None:
+            raise error
+
+    inside = model.blocks[1].mlp if where == "within" else model.blocks[1]
+    hook = inside.register_forward_pre_hook(detached)
+    for m in (model, plain):
+        with nullcontext() if error is None or m is plain else pytest.raises(error):
+            one_step(m)
+    assert top_saved_tensor_hooks() is None and not modules.thread.watchers
+    for attach in (False, True, True):
+        if attach:
+            scheduler.attach()
+        model.zero_grad()
+        plain.zero_grad()
+        one_step(model)
+        one_step(plain)
+        assert all(map(torch.equal, grads(model), grads(plain)))
+        scheduler.detach()
 
 
 def test_scopes_around_go_first() -> None:
