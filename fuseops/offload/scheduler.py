@@ -338,13 +338,15 @@ class PlanHook(Hook[Scheduler]):
     """A `PlanHook` has a scheduler make its plan before the first training forward of the model."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        scheduler, self.owner = self.owner, None
-        if scheduler is None:
+        scheduler = self.owner
+        if scheduler is None or not torch.is_grad_enabled():  # made, or an evaluation
             return
-        if torch.is_grad_enabled():
+        self.owner = None  # the steps that it records call this too
+        try:
             scheduler.make_plan(args, kwargs)
-        else:
-            self.owner = scheduler  # an evaluation
+        except BaseException:
+            self.owner = scheduler  # the next one is the first
+            raise
 
 
 torch_private.never_compile(PlanHook.__call__)

@@ -656,6 +656,9 @@ def test_a_peak_is_planned_for_at_the_first_forward_and_kept_to() -> None:
             model(x)
         assert scheduler.plan is None  # an evaluation plans nothing
         model.train()
+        with pytest.raises(FuseOpsError, match="x to end in"):
+            model(x[:, 1:])
+        assert scheduler.plan is None  # nor does a forward that fails: the next one is the first
         for _ in range(3):
             for m in (plain, model):
                 m(x).sum().backward()
