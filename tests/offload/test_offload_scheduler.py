@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -613,6 +614,16 @@ def test_names_of_a_plan_that_mean_nothing_raise() -> None:
         offload.Scheduler(model, "blocks.*", plan={saved: "keep", "blocks.7.x": "keep"}),
     ):
         one_step(model)
+    for name, decision in (
+        ("blocks.7", "recompute"),
+        ("blocks.7.mlp.2.x", "recompute"),
+        ("blocks.*", "recompute"),
+        ("head", "recompute"),
+        ("blocks.1", "dispatch"),
+        ("head.x", "dispatch"),
+    ):
+        with pytest.raises(FuseOpsError, match=f"'{re.escape(name)}': '{decision}'.*no tensor of"):
+            offload.Scheduler(model, "blocks.*", plan={saved: "keep", name: decision})
 
 
 @pytest.mark.parametrize("glob", ["**.router.x", "**.fc1.x"])
