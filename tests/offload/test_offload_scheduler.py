@@ -682,6 +682,31 @@ def test_a_peak_is_planned_for_at_the_first_forward_and_kept_to() -> None:
         offload.Scheduler(model, "blocks.*", peak=peak, plan={})
 
 
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_recorded_step_that_is_stopped_in_its_backward_leaves_no_gradient(
+    accumulated: bool,
+) -> None:
+    """Short of memory, a plan is made of a dry run, and the step is trained."""
+    plain, model, short = Model(), Model(), [torch.OutOfMemoryError("short")]
+
+    def stopped(dy: Tensor) -> None:
+        if short:
+            raise short.pop()
+
+    def watched(module: nn.Module, args: Any, y: Tensor) -> None:
+        if y.requires_grad:
+            y.register_hook(stopped)
+
+    for m in (plain, model) if accumulated else ():
+        one_step(m)
+    hook = model.blocks[1].register_forward_hook(watched)
+    with offload.Scheduler(model, "blocks.*", peak="1GiB"):
+        for m in (plain, model):
+            one_step(m)
+    assert not short and all(map(torch.equal, grads(model), grads(plain)))
+    hook.remove()
+
+
 @pytest.fixture
 def apart() -> Iterator[None]:
     """The ops of the MLP save by themselves: a hidden tensor that can be made again need not leave."""
