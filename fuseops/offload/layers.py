@@ -20,6 +20,7 @@ from fuseops import torch_private
 from fuseops.observe import modules
 from fuseops.observe.labels import Labels
 from fuseops.observe.memory import tensors_in
+from fuseops.observe.saved import listed
 from fuseops.ops import names
 from fuseops.ops.names import SavedName
 from fuseops.words import dtype_name
@@ -190,7 +191,10 @@ class LayerScope(Scope):
         """Why the schedule leaves a call alone, or None; "" is not worth a line."""
         if self.paused or not torch.is_grad_enabled() or torch_private.in_backward():
             return ""
-        if belongs_to_checkpoint(torch_private.top_saved_tensor_hooks()):
+        top = torch_private.top_saved_tensor_hooks()
+        if listed(top):
+            return ""
+        if belongs_to_checkpoint(top):
             return "recomputed by checkpoint"
         if next(enclosing(), None) is not None:
             return "an offload scope around it decides"

@@ -902,6 +902,14 @@ def test_a_scheduler_may_be_detached_inside_of_a_layer(
         scheduler.detach()
 
 
+def test_explain_lists_what_the_layers_of_a_scheduler_save_and_moves_nothing() -> None:
+    model = Model(3)
+    expected = str(fo.explain(model, inputs()))
+    with offload.Scheduler(model, "blocks.*", policy=ALL) as scheduler:
+        assert str(fo.explain(model, inputs())) == expected
+        assert facts(scheduler)["steps"] == 0 and not scheduler.report().moved_bytes
+
+
 def test_scopes_around_go_first() -> None:
     model = Model(3)
     with (
