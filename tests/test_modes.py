@@ -22,7 +22,7 @@ from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.testing.catalogue import exported
 from fuseops.testing.compare import difference, tolerance
 from fuseops.testing.strategies import Case, chains, op_cases, rule_cases
-from fuseops.torch_private import storage_id
+from fuseops.torch_private import replace_call, storage_id
 
 SOFT = ("normal", "normal", "constant", "zeros")
 Call = Callable[..., Any]
@@ -119,6 +119,22 @@ COPIES = {
 def test_a_copy_of_a_model_that_ran_is_that_model(case: Case, data: st.DataObject) -> None:
     expected = run(case)
     copied = COPIES[data.draw(st.sampled_from(sorted(COPIES)))](case.model)
+    assert_same(run(case._replace(model=copied)), expected)
+
+
+def of_the_original(*args: Any, **side: Any) -> Any:
+    raise AssertionError("a copy ran what its original is compiled to")
+
+
+@given(case=models(), how=st.sampled_from([copy.copy, copy.deepcopy, pickled, saved]))
+def test_a_copy_of_a_compiled_model_runs_itself(case: Case, how: Call) -> None:
+    """`Module.compile` binds what it makes to the module."""
+    expected = run(case)
+    for module in case.model.modules():
+        replace_call(module, of_the_original)
+    copied = how(case.model)
+    for module in copied.children() if how is copy.copy else ():
+        replace_call(module, None)  # both have these
     assert_same(run(case._replace(model=copied)), expected)
 
 

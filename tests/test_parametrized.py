@@ -69,6 +69,38 @@ def test_one_parameter_of_a_group_is_computed_once_too() -> None:
         assert Noise.calls == 1
 
 
+class Counted(nn.Module):
+    """2 w, and how often that was computed, which compiled code counts too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, w: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return 2 * w
+
+
+@pytest.mark.parametrize(
+    "plain", [False, True]
+)  # a piece of its own, behind which another one begins
+@pytest.mark.parametrize("training", [False, True])
+def test_it_runs_once_a_forward_in_compiled_code(plain: bool, training: bool) -> None:
+    torch._dynamo.reset()
+    ops = [fo.ops.RMSNorm(8), fo.ops.Linear(8, 8), fo.ops.LayerNorm(8), fo.ops.Bias(8)]
+    model = fo.Sequential(*ops[:2], *[nn.Tanh()] * plain, *ops[2:]).double()
+    for op in ops:
+        for name in [name for name, _ in op.named_parameters()]:
+            parametrize.register_parametrization(op, name, Counted())  # which calls it once
+    x = torch.randn(5, 8, dtype=torch.float64)
+    expected = copy.deepcopy(model)(x)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        with torch.set_grad_enabled(training):
+            torch.testing.assert_close(compiled(x), expected if training else expected.detach())
+    assert {int(calls) for calls in model.buffers()} == {1 + 3}
+
+
 def test_a_random_one_is_the_same_in_a_recomputation() -> None:
     linear = fo.ops.Linear(6, 6, bias=False).double()
     parametrize.register_parametrization(linear, "weight", Noise())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -96,6 +96,24 @@ def test_what_is_saved_may_go_and_come_back(
     with fo.recipe(recipe):
         for mine, theirs in zip(call(make), plain(make), strict=True):
             assert torch.equal(mine, theirs)
+
+
+@settings(max_examples=15)
+@given(recipe=recipes(("bf16", "float8")), make=st.sampled_from([moe, dense]))
+@example(recipe=fo.recipes.DelayedScaling(), make=dense)
+def test_a_model_that_was_evaluated_in_inference_mode_trains_like_another(
+    recipe: Any, make: Any
+) -> None:
+    """What it made then, kept weights or the state of scales, is no tensor of that mode."""
+    with fo.recipe(recipe):
+        expected = plain(make)
+        model, x = make().eval(), tokens()
+        with torch.inference_mode():
+            model(x)
+        model.train()
+        for mine, theirs in zip(after(model, model(x), x), expected, strict=True):
+            assert torch.equal(mine, theirs)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 @settings(max_examples=10)

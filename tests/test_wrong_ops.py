@@ -138,6 +138,10 @@ DECLARATIONS: dict[str, tuple[type[fo.Op], str]] = {
         r"Wrong.reads is the string 'probs'.*\('probs',\)",
     ),
     "writes as a string": (wrong(Sine, writes="y"), r"Wrong.writes is the string 'y'.*\('y',\)"),
+    "reads a name twice": (
+        wrong(fo.Op, reads=("w", "w"), fwd=lambda self, x, *, w: x * w),
+        r"Wrong.reads is \('w', 'w'\), expected each name once",
+    ),
     "reads what fwd does not take": (
         wrong(Sine, reads=("probs",)),
         r"Wrong reads \['probs'\], but its fwd takes no such keyword",

@@ -80,6 +80,11 @@ class SavedLedger:
         return filter(None, (handle() for handle in self._handles))
 
 
+def listed(hooks: tuple[Any, Any] | None) -> bool:
+    """Whether these saved-tensor hooks are of a ledger: what is saved is to be listed, and not to be moved."""
+    return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), SavedLedger)
+
+
 def storages(tensor: Tensor) -> Storages:
     """The storages below a tensor: one, or those of a wrapper's inner tensors."""
     return tuple(_storage(part) for part in torch_private.plain_parts(tensor))

@@ -20,13 +20,14 @@ from fuseops import torch_private
 from fuseops.observe import modules
 from fuseops.observe.labels import Labels
 from fuseops.observe.memory import tensors_in
+from fuseops.observe.saved import listed
 from fuseops.ops import names
 from fuseops.ops.names import SavedName
 from fuseops.words import dtype_name
 
 from . import records
 from .codes import Coding, coding_of, exact_by_name
-from .nesting import belongs_to_checkpoint, enclosing, take_out
+from .nesting import belongs_to_checkpoint, enclosing, take_out, unlinked
 from .policy import Candidate, Policy, Quota
 from .records import Handle, Judged, Kept, Mover, Record, Staying
 from .report import KEPT, Entry
@@ -190,7 +191,10 @@ class LayerScope(Scope):
         """Why the schedule leaves a call alone, or None; "" is not worth a line."""
         if self.paused or not torch.is_grad_enabled() or torch_private.in_backward():
             return ""
-        if belongs_to_checkpoint(torch_private.top_saved_tensor_hooks()):
+        top = torch_private.top_saved_tensor_hooks()
+        if listed(top):
+            return ""
+        if belongs_to_checkpoint(top):
             return "recomputed by checkpoint"
         if next(enclosing(), None) is not None:
             return "an offload scope around it decides"
@@ -329,22 +333,25 @@ class Interrupted:
         self.inner = torch_private.replace_call(module, self)
 
     def remove(self) -> None:
-        """Put back what was there before, or do nothing any more where another one has come around it."""
+        """Take it from around the calls, whatever came around it since."""
         self.scope, module = None, self.module()
-        if module is not None and torch_private.call_of(module) is self:
-            torch_private.replace_call(module, self.inner)
+        if module is not None:
+            torch_private.replace_call(module, unlinked(torch_private.call_of(module), self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.inner or cast(nn.Module, self.module())._call_impl
-        if self.scope is None or torch.compiler.is_compiling():
+        call, scope = self.inner or cast(nn.Module, self.module())._call_impl, self.scope
+        if scope is None or torch.compiler.is_compiling():
             return call(*args, **kwargs)
         try:
             return call(*args, **kwargs)
         except Exception:
             raise  # the hooks have seen it
         except BaseException:
-            self.scope.forget_interrupted()
+            scope.forget_interrupted()
             raise
+        finally:
+            if self.scope is None:
+                scope.close()  # detached meanwhile: no hook has seen the end of this call
 
 
 torch_private.never_compile(EnterHook.__call__)

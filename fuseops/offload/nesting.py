@@ -183,6 +183,21 @@ def take_out(hook: PackHook) -> None:
         torch_private.push_saved_tensor_hooks(*pair)
 
 
+class Link(Protocol):
+    """A `Link` goes around calls of a module, and has what it goes around as `inner`."""
+
+    inner: Any
+
+
+def unlinked(outer: Any, link: Link) -> Any:
+    """What goes around the calls of a module, outermost first, without `link`. What others put there hides it."""
+    if outer is link:
+        return link.inner
+    if isinstance(outer, type(link)):
+        outer.inner = unlinked(outer.inner, link)
+    return outer
+
+
 def belongs_to_checkpoint(pair: Pair | None) -> bool:
     """Whether a scope entered over `pair` is inside the function of a non-reentrant checkpoint."""
     if pair is None:

@@ -36,7 +36,7 @@ from .policy import Policy
 from .recompute import Recomputed
 from .records import Mover
 from .report import MISSED, Entry, Report
-from .schedule import DISPATCH, MADE_AGAIN, Decision, LayerRun, Schedule
+from .schedule import DISPATCH, MADE_AGAIN, RECOMPUTE, Decision, LayerRun, Schedule
 
 NOT_CALLED = "not called, or only inside a compiled region, which runs no hooks: compile the layers"
 
@@ -100,7 +100,7 @@ class Scheduler:
         self.layers = matching(model, as_globs(layers, "Scheduler(layers=...)"))
         self.policy = Policy() if policy is None and plan is None and peak is None else policy
         self.plan = plan
-        decisions_of(plan)  # refuses what is no plan
+        self._check_made_again()
         self._peak = None if peak is None else parse_bytes(peak, "Scheduler(peak=...)")
         if self._peak is not None and (plan is not None or manual):
             raise FuseOpsError("Scheduler(peak=...) plans by itself: leave out plan= and manual=.")
@@ -115,6 +115,18 @@ class Scheduler:
         self._scope = LayerScope(model, paths, self.policy, self._make_mover)
         self._hooks: list[RemovableHandle | Interrupted] = []
         self._recomputed: list[Recomputed] = []
+
+    def _check_made_again(self) -> None:
+        """Raise FuseOpsError for what is no plan, and for what users want to be made again outside of the layers."""
+        written = {} if isinstance(self.plan, OffloadPlan) else decisions_of(self.plan)
+        inside = tuple(f"{path}." for path in self.layers)
+        for name, decision in written.items():
+            whole = decision == RECOMPUTE and name in self.layers
+            if decision in MADE_AGAIN and not whole and not name.startswith(inside):
+                raise FuseOpsError(
+                    f"plan={{{name!r}: {decision!r}}}: this is no tensor of a layer"
+                    f"{', nor a layer' * (decision == RECOMPUTE)}. The layers are {', '.join(self.layers)}."
+                )
 
     def __repr__(self) -> str:
         where = "attached" if self._hooks else "detached"
@@ -327,6 +339,7 @@ def decisions_of(plan: Any) -> Mapping[str, Decision]:
     found = plan.decisions if isinstance(plan, OffloadPlan) else {} if plan is None else plan
     one_of(found, Mapping, "plan=...", "an OffloadPlan or decisions by name, {name: 'offload'}")
     for name, decision in found.items():
+        one_of(name, str, "a name in plan=...", "that of a saved tensor or of a layer, a str")
         if decision not in get_args(Decision):
             raise FuseOpsError(
                 f"plan={{{name!r}: {decision!r}}}: a decision is one of {', '.join(get_args(Decision))}."
@@ -338,13 +351,15 @@ class PlanHook(Hook[Scheduler]):
     """A `PlanHook` has a scheduler make its plan before the first training forward of the model."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        scheduler, self.owner = self.owner, None
-        if scheduler is None:
+        scheduler = self.owner
+        if scheduler is None or not torch.is_grad_enabled():  # made, or an evaluation
             return
-        if torch.is_grad_enabled():
+        self.owner = None  # the steps that it records call this too
+        try:
             scheduler.make_plan(args, kwargs)
-        else:
-            self.owner = scheduler  # an evaluation
+        except BaseException:
+            self.owner = scheduler  # the next one is the first
+            raise
 
 
 torch_private.never_compile(PlanHook.__call__)

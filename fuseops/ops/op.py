@@ -418,7 +418,7 @@ class Op(nn.Module, Generic[S]):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return scopes.portable(self.__dict__)
+        return scopes.portable(super().__getstate__())  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(scopes.restored(state))  # type: ignore[no-untyped-call]

@@ -87,7 +87,7 @@ class ScaleState:
                 (HISTORY, (length, 3, groups)),
                 (SCALE, (3, groups)),
             ):
-                self.buffers[name] = like.new_zeros(shape, dtype=torch.float32)
+                self.buffers[name] = _zeros(like, *shape)
         history: Tensor = self.buffers[HISTORY]  # type: ignore[assignment]
         if history.shape[2] != groups:
             raise FuseOpsError(
@@ -95,7 +95,7 @@ class ScaleState:
                 "another op, or the op was changed. Delete its buffers fp8_amax, fp8_amax_history and fp8_scale."
             )
         if len(history) != length:
-            made = history.new_zeros(length, 3, groups)
+            made = _zeros(history, length, 3, groups)
             made[: len(history)] = history[:length]
             self.buffers[HISTORY] = made
 
@@ -113,6 +113,12 @@ class ScaleState:
             found = _scale(recipe, dtype, wanted[k])
             scale[k].copy_(torch.where(usable[k], found, scale[k]))
         amax.zero_()
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    """Zeros that a step of training may write to, whoever runs the op first."""
+    with torch.inference_mode(False):
+        return like.new_zeros(shape, dtype=torch.float32)
 
 
 def _scale(recipe: KeepsScales, dtype: torch.dtype, amax: Tensor) -> Tensor:

@@ -107,6 +107,11 @@ def check_declared(name: str, op: Op[Any]) -> None:
             raise FuseOpsError(
                 f"{type(op).__name__}.{declared} is the string {names!r}, expected a tuple of names: ({names!r},)."
             )
+        if len({*names}) < len(names):
+            raise FuseOpsError(
+                f"{type(op).__name__}.{declared} is {names!r}, expected each name once: of what is named twice the "
+                "gradient would count twice."
+            )
     lost = set(op.writes) - op.integers
     if lost and not op.pure and not op.signature.bwd_dside:
         raise FuseOpsError(

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils import parametrize
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
@@ -78,7 +79,12 @@ def forward(
         place = told(runner, "place", at)
         if place is None:
             live = tuple(_listed(told(runner, "live", at, returns)))
-            x = _run(module, runner, at, modules, x, env, tokens, live)
+            run = (module, runner, at, modules, x, env, tokens, live)
+            if told(runner, "parametrized", at):
+                with parametrize.cached():  # computed once a forward
+                    x = _run(*run)
+            else:
+                x = _run(*run)
         else:
             takes = _listed(told(runner, "takes", at))
             given = {keyword: env[name] for keyword, name in _pairs(takes)}

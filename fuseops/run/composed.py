@@ -120,7 +120,7 @@ class Composed(nn.Sequential):
         return iter(self._modules.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return scopes.portable(self.__dict__)
+        return scopes.portable(super().__getstate__())  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(scopes.restored(state))  # type: ignore[no-untyped-call]

@@ -144,6 +144,10 @@ class Told:
     def parameters(self, piece: int, op: int) -> str:
         return _words(self._run(piece).chain.parameters[op])
 
+    def parametrized(self, piece: int) -> bool:
+        """Whether an op has modules, whose tensors are made of others."""
+        return any(op._modules for op in self._run(piece).ops)
+
     def home(self, piece: int, op: int, name: str) -> str:
         """Which dict of an op holds a tensor under the name that `fwd` takes, "" where none does: traced code looks
         there, since dynamo traces the `__getattr__` of an op that has one.

@@ -3,14 +3,18 @@
 import copy
 import gc
 import pickle
+import re
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from lazy_lanes import LazyLanes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import offload
 from fuseops.errors import DoubleBackwardError, FuseOpsError, InPlaceError
+from fuseops.observe import modules
 from fuseops.offload import marks
 from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.offload.lanes.protocol import Event, Lane
@@ -609,6 +614,16 @@ def test_names_of_a_plan_that_mean_nothing_raise() -> None:
         offload.Scheduler(model, "blocks.*", plan={saved: "keep", "blocks.7.x": "keep"}),
     ):
         one_step(model)
+    for name, decision in (
+        ("blocks.7", "recompute"),
+        ("blocks.7.mlp.2.x", "recompute"),
+        ("blocks.*", "recompute"),
+        ("head", "recompute"),
+        ("blocks.1", "dispatch"),
+        ("head.x", "dispatch"),
+    ):
+        with pytest.raises(FuseOpsError, match=f"'{re.escape(name)}': '{decision}'.*no tensor of"):
+            offload.Scheduler(model, "blocks.*", plan={saved: "keep", name: decision})
 
 
 @pytest.mark.parametrize("glob", ["**.router.x", "**.fc1.x"])
@@ -652,6 +667,9 @@ def test_a_peak_is_planned_for_at_the_first_forward_and_kept_to() -> None:
             model(x)
         assert scheduler.plan is None  # an evaluation plans nothing
         model.train()
+        with pytest.raises(FuseOpsError, match="x to end in"):
+            model(x[:, 1:])
+        assert scheduler.plan is None  # nor does a forward that fails: the next one is the first
         for _ in range(3):
             for m in (plain, model):
                 m(x).sum().backward()
@@ -662,6 +680,31 @@ def test_a_peak_is_planned_for_at_the_first_forward_and_kept_to() -> None:
     assert moved(scheduler) == chosen
     with pytest.raises(FuseOpsError, match="plans by itself"):
         offload.Scheduler(model, "blocks.*", peak=peak, plan={})
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_recorded_step_that_is_stopped_in_its_backward_leaves_no_gradient(
+    accumulated: bool,
+) -> None:
+    """Short of memory, a plan is made of a dry run, and the step is trained."""
+    plain, model, short = Model(), Model(), [torch.OutOfMemoryError("short")]
+
+    def stopped(dy: Tensor) -> None:
+        if short:
+            raise short.pop()
+
+    def watched(module: nn.Module, args: Any, y: Tensor) -> None:
+        if y.requires_grad:
+            y.register_hook(stopped)
+
+    for m in (plain, model) if accumulated else ():
+        one_step(m)
+    hook = model.blocks[1].register_forward_hook(watched)
+    with offload.Scheduler(model, "blocks.*", peak="1GiB"):
+        for m in (plain, model):
+            one_step(m)
+    assert not short and all(map(torch.equal, grads(model), grads(plain)))
+    hook.remove()
 
 
 @pytest.fixture
@@ -785,9 +828,10 @@ def test_law_07_writes_in_place_are_seen_and_told_apart(when: str) -> None:
 # --- attaching
 
 
-def test_hooks_come_and_go_and_copies_have_none_of_them() -> None:
+@pytest.mark.parametrize("layers", ["blocks.*", "blocks.*.mlp", "blocks.*.mlp.1"])
+def test_hooks_come_and_go_and_copies_have_none_of_them(layers: str) -> None:
     model = Model(2)
-    scheduler = offload.Scheduler(model, "blocks.*", policy=ALL).attach()
+    scheduler = offload.Scheduler(model, layers, policy=ALL).attach()
     with pytest.raises(FuseOpsError, match="attached already"):
         scheduler.attach()
     one_step(model)
@@ -801,6 +845,69 @@ def test_hooks_come_and_go_and_copies_have_none_of_them() -> None:
     y.sum().backward()  # a graph from before finds what it saved
     one_step(model)
     assert top_saved_tensor_hooks() is None
+
+
+@given(st.permutations([0, 0, 1, 1, 2, 2, 2, 2]))
+def test_schedulers_come_and_go_in_any_order(turns: list[int]) -> None:
+    """What each puts on a layer is taken off again, from below others too, and an attached one is followed."""
+    model, plain = Model(2), Model(2)
+    plans: list[Any] = [None, {"blocks.1": "recompute"}, {"blocks.1": "recompute"}]
+    schedulers = [offload.Scheduler(model, "blocks.*", plan=plan) for plan in plans]
+    before = [{*vars(block)} for block in model.blocks]
+    attached = set[int]()
+    for k in turns:
+        (schedulers[k].detach if k in attached else schedulers[k].attach)()
+        attached ^= {k}
+        for twin in (model, copy.deepcopy(model)):
+            twin.blocks[1].forwards = plain.blocks[1].forwards = 0
+            one_step(twin)
+            one_step(plain)
+            assert all(map(torch.equal, grads(twin), grads(plain)))
+            model.zero_grad()
+            plain.zero_grad()
+            again = twin is model and bool(attached & {1, 2})
+            assert (twin.blocks[1].forwards > plain.blocks[1].forwards) == again
+    assert [{*vars(block)} for block in model.blocks] == before
+
+
+@pytest.mark.parametrize("where", ["before", "within"])
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_a_scheduler_may_be_detached_inside_of_a_layer(
+    where: str, error: type[BaseException] | None
+) -> None:
+    """What it has on the thread goes with the call of that layer."""
+    model, plain = Model(3), Model(3)
+    scheduler = offload.Scheduler(model, "blocks.*", policy=ALL).attach()
+
+    def detached(*about: Any) -> None:
+        hook.remove()
+        scheduler.detach()
+        if error is not None:
+            raise error
+
+    inside = model.blocks[1].mlp if where == "within" else model.blocks[1]
+    hook = inside.register_forward_pre_hook(detached)
+    for m in (model, plain):
+        with nullcontext() if error is None or m is plain else pytest.raises(error):
+            one_step(m)
+    assert top_saved_tensor_hooks() is None and not modules.thread.watchers
+    for attach in (False, True, True):
+        if attach:
+            scheduler.attach()
+        model.zero_grad()
+        plain.zero_grad()
+        one_step(model)
+        one_step(plain)
+        assert all(map(torch.equal, grads(model), grads(plain)))
+        scheduler.detach()
+
+
+def test_explain_lists_what_the_layers_of_a_scheduler_save_and_moves_nothing() -> None:
+    model = Model(3)
+    expected = str(fo.explain(model, inputs()))
+    with offload.Scheduler(model, "blocks.*", policy=ALL) as scheduler:
+        assert str(fo.explain(model, inputs())) == expected
+        assert facts(scheduler)["steps"] == 0 and not scheduler.report().moved_bytes
 
 
 def test_scopes_around_go_first() -> None:

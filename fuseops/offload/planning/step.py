@@ -60,8 +60,8 @@ def record(step: ProfiledStep, told: Progress = silent) -> Profile:
         return recorder
 
     there = [t.grad for t in _leaves(step) if t.grad is not None]
-    with untouched(step.model, there), _bordered(step):
-        new = [t for t in _leaves(step) if t.grad is None]
+    new = [t for t in _leaves(step) if t.grad is None]
+    with untouched(step.model, there), _bordered(step), _without_gradients(new):
         told("warming up", 0, STAGES)  # caches, compilation
         step.run(step.args, step.side)
         _drop_gradients(new)
@@ -195,6 +195,15 @@ def _leaves(step: ProfiledStep) -> list[Tensor]:
     """What gets a gradient."""
     inputs = tensors_in((step.args, step.side))
     return [t for t in (*step.model.parameters(), *inputs) if t.is_leaf and t.requires_grad]
+
+
+@contextmanager
+def _without_gradients(leaves: list[Tensor]) -> Iterator[None]:
+    """Whatever stops a step, its backward too, leaves them none."""
+    try:
+        yield
+    finally:
+        _drop_gradients(leaves)
 
 
 def _drop_gradients(leaves: list[Tensor]) -> None:
