@@ -32,7 +32,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.bias import bias_bwd
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.grouped import gemm_op, grouped_wgrad_into, one_group
-from fuseops.kernels.grouped_paths import wgrad_path
+from fuseops.kernels.grouped_paths import wgrad_choice
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
@@ -553,7 +553,7 @@ def add_weight_grad(total: Tensor, dy: Tensor, x: Tensor, first: bool = False) -
     On Hopper by the kernel of grouped GEMMs, whose tiles L2 adds while the next ones are multiplied: cuBLAS reads what
     it adds to, and everything waits for that.
     """
-    own = dy.is_cuda and dy.dtype.itemsize == 2 and wgrad_path(dy, x) == "pingpong"
+    own = dy.is_cuda and dy.dtype.itemsize == 2 and wgrad_choice(dy, x).path == "pingpong"
     if not own:
         add_product(total, dy.t(), x, first)
         return
