@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fuseops.kernels import tiles
 from fuseops.kernels.configs import Space
-from fuseops.kernels.groups import BLOCK
+from fuseops.kernels.groups import BLOCK, columns_of
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, matrix_shape, too_large
 from fuseops.kernels.registry import ints, on_meta, tensor_bytes
@@ -114,7 +114,7 @@ def quantize_groups(
     if not x.numel() or too_large(x):
         return _quantize_groups(x, offs, dtype, row, col, amax)
     groups = 0 if offs is None else len(offs)
-    blocks = cdiv(rows, BLOCK) if offs is None else rows // BLOCK + groups
+    blocks = columns_of(rows, groups) // BLOCK
     data = x.new_empty((rows, n) if row else 0, dtype=dtype)
     columns = x.new_empty((n, blocks * BLOCK) if col else 0, dtype=dtype)
     scale = x.new_empty(() if offs is None else groups, dtype=torch.float32)
