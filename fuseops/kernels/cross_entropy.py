@@ -435,11 +435,8 @@ def linear_cross_entropy_bwd(p: HeadGradient) -> tuple[Tensor, Tensor, Tensor]:
 def linear_cross_entropy_grads(p: HeadAtOnce) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, dx, dweight, dbias), where the gradient of each row's loss, `dloss`, is known beforehand."""
     _check(p)
-    rows, dloss, total = (
-        _row_results(p.x),
-        p.dloss.float().contiguous(),
-        _total(p.class_weights, p.x),
-    )
+    rows, dloss = _row_results(p.x), p.dloss.float().contiguous()
+    total = _total(p.class_weights, p.x)
     need_dx, need_dweight, need_dbias = p.needs
     dx, dweight = _empty(p.x, need_dx, p.x.dtype), _empty(p.weight, need_dweight, torch.float32)
     dbias = torch.zeros(len(p.weight) if need_dbias else 0, dtype=torch.float32, device=p.x.device)
