@@ -209,9 +209,9 @@ def cell(kind: str, t: Operands, options: argparse.Namespace, loop: bool = False
         except Exception as error:  # reported, not hidden
             failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
     path = (
-        grouped_paths.mm_path(t["x"], t["w"])
+        grouped_paths.mm_choice(t["x"], t["w"]).path
         if kind in ("fwd", "dgrad")
-        else grouped_paths.wgrad_path(t["dy"], t["x"])
+        else grouped_paths.wgrad_choice(t["dy"], t["x"]).path
     )
     us = measure.in_turn(calls, options.rounds, options.span)
     return {"path": path, **entry(us, flops_of(t)), "failed": failed}

@@ -122,10 +122,8 @@ def training_step(
 
 def _overhead() -> tuple[Target, dict[str, Step]]:
     torch.manual_seed(0)
-    ours, plain = (
-        Sequential(*(Linear(16, 16) for _ in range(8))),
-        nn.Sequential(*(nn.Linear(16, 16) for _ in range(8))),
-    )
+    ours = Sequential(*(Linear(16, 16) for _ in range(8)))
+    plain = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
     plain.load_state_dict(ours.state_dict())
     x = torch.randn(16, 16)
     target = Target("eight Linear(16, 16), batch 16", ours, (x,), {})

@@ -55,10 +55,8 @@ class Checked(NamedTuple):
 
     def verdicts(self) -> Iterator[tuple[bool, str]]:
         """(passed, sentence) for each thing that was to be shown."""
-        worst, where = (
-            self.fusion.relative,
-            f" in the {self.fusion.where}" * bool(self.fusion.where),
-        )
+        worst = self.fusion.relative
+        where = f" in the {self.fusion.where}" * bool(self.fusion.where)
         yield (
             worst <= self.tolerance,
             f"fused equals unfused: outputs and all gradients differ by at most {worst:.1e} of a tensor's largest "

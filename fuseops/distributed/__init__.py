@@ -9,23 +9,22 @@ pipeline      stages whose weight gradients wait for a zero-bubble schedule: dw_
 pairs         a forward and the backward of another micro-batch in turns: overlap_pairs
 """
 
-from .dispatch import check_overflow as check_overflow
-from .experts import ExpertParallel as ExpertParallel
-from .fsdp import clip_grad_norm_ as clip_grad_norm_
-from .fsdp import expert_placement as expert_placement
-from .fsdp import param_groups as param_groups
-from .gather import quantized_gather as quantized_gather
-from .overlap import overlap_rules as overlap_rules
-from .pairs import overlap_pairs as overlap_pairs
-from .pipeline import delay_weight_gradients as delay_weight_gradients
-from .pipeline import dw_builder as dw_builder
-from .tensor import ColwiseParallel as ColwiseParallel
-from .tensor import Replicated as Replicated
-from .tensor import RowwiseParallel as RowwiseParallel
-from .tensor import SequenceParallel as SequenceParallel
-from .tensor import shard_placement as shard_placement
-from .tensor import split_halves as split_halves
-from .tensor import tp_plan as tp_plan
+from .dispatch import check_overflow
+from .experts import ExpertParallel
+from .fsdp import clip_grad_norm_, expert_placement, param_groups
+from .gather import quantized_gather
+from .overlap import overlap_rules
+from .pairs import overlap_pairs
+from .pipeline import delay_weight_gradients, dw_builder
+from .tensor import (
+    ColwiseParallel,
+    Replicated,
+    RowwiseParallel,
+    SequenceParallel,
+    shard_placement,
+    split_halves,
+    tp_plan,
+)
 
 __all__ = [
     "ColwiseParallel",

@@ -5,11 +5,8 @@ its plan    assemble, explanation (of one Sequential, of a model)
 pages       text, html, drawing; layout is what they share; charts (images of bars)
 """
 
-from .explanation import Explanation as Explanation
-from .explanation import FusionPlan as FusionPlan
-from .plans import explain as explain
-from .plans import plan_of as plan_of
-from .plans import plans as plans
+from .explanation import Explanation, FusionPlan
+from .plans import explain, plan_of, plans
 
 __all__ = [
     "Explanation",

@@ -10,12 +10,7 @@ from urllib.parse import quote
 
 LABEL, BAR, ROW, EDGE = 118, 15, 19, 14
 BARS, LINES = 470, 742  # widths of a page
-AXIS, TALL, TOP, LEGEND = (
-    44,
-    190,
-    60,
-    18,
-)  # beside, in and above a panel of lines, and a row below it
+AXIS, TALL, TOP, LEGEND = 44, 190, 60, 18  # beside, in and above a panel of lines, a row below it
 COLORS = {"ours": "#0f766e", "peer": "#8c9bb0", "other": "#c6cfdb"}
 LINE_COLORS = ("#0f766e", "#c2670c", "#6d4bc3", "#b4487c", "#4f7a1f")
 QUIET = "#9aa7b6"

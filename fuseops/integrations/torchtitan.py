@@ -33,9 +33,8 @@ from fuseops.layers import Sequential
 
 log = logging.getLogger("fuseops.fusion")
 STOCK = "torchtitan"  # a way of tokens: by the dispatcher that the config has
-_BUILT = (
-    "_fuseops"  # in a module's `__dict__`, where it is no child: it has no parameters of its own
-)
+# in a module's `__dict__`, where it is no child: it has no parameters of its own
+_BUILT = "_fuseops"
 
 
 def _known(module: str, name: str) -> Any:

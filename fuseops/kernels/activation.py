@@ -354,7 +354,7 @@ def _scaled_bwd(
     """Write dx, which may be x: a program has read an element, and those that go with it, before it writes them."""
     constants, n = _constants(x, form)
     x2, dy2 = as_rows(x), _grad_rows(dy, x, n)
-    scale = x if probs is None else _probs_of(probs, x)
+    scale = factors_of(probs, x)
     dprobs = x.new_empty(x.shape[:-1] if need_dprobs else 0, dtype=torch.float32)
     y = x.new_empty(*x.shape[:-1], n) if need_y else x.new_empty(0)
     config = SCALED_BWD.pick(len(x2), (n,), x)
@@ -388,7 +388,7 @@ def act_dprobs(dy: Tensor, x: Tensor, form: ActivationForm) -> Tensor:
 def _forward(x: Tensor, probs: Tensor | None, form: ActivationForm) -> Tensor:
     constants, n = _constants(x, form)
     x2, y = as_rows(x), x.new_empty(*x.shape[:-1], n)
-    scale = x if probs is None else _probs_of(probs, x)
+    scale = factors_of(probs, x)
     config = (GATE_FWD if form.kind in GATES else FWD).pick(len(x2), (n,), x)
     grid = tiles.tile_grid(len(x2), n, config)
     launch(
@@ -429,7 +429,10 @@ def _grad_rows(dy: Tensor, x: Tensor, n: int) -> Tensor:
     return as_rows(dy)
 
 
-def _probs_of(probs: Tensor, x: Tensor) -> Tensor:
+def factors_of(probs: Tensor | None, x: Tensor) -> Tensor:
+    """What a kernel multiplies the rows of x by: any tensor where there is nothing."""
+    if probs is None:
+        return x
     check_shape("probs", probs, x.shape[:-1])
     return probs.to(torch.float32).contiguous()
 

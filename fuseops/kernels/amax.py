@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fuseops.kernels import tiles
 from fuseops.kernels.configs import Space
-from fuseops.kernels.groups import BLOCK
+from fuseops.kernels.groups import BLOCK, columns_of
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.quantize import (
@@ -175,10 +175,11 @@ def _of_tensor(x: Tensor, offs: Tensor | None, index: Tensor | None) -> _Shared 
     rows = x.shape[0] if index is None else index.shape[0]
     if not x.numel() or not rows or too_large(x) or rows >= 1 << 24:
         return None
+    groups = 0 if offs is None else len(offs)
+    blocks = columns_of(rows, groups) // BLOCK
     if offs is None:
-        return _Shared(x, "one", cdiv(rows, BLOCK), rows, 0, 1, None, index)
-    groups = len(offs)
-    return _Shared(x, "groups", rows // BLOCK + groups, rows, groups, groups, offs, index)
+        return _Shared(x, "one", blocks, rows, 0, 1, None, index)
+    return _Shared(x, "groups", blocks, rows, groups, groups, offs, index)
 
 
 def _amax(of: _Shared) -> Tensor:

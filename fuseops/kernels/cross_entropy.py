@@ -32,7 +32,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.bias import bias_bwd
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.grouped import gemm_op, grouped_wgrad_into, one_group
-from fuseops.kernels.grouped_paths import wgrad_path
+from fuseops.kernels.grouped_paths import wgrad_choice
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
@@ -435,11 +435,8 @@ def linear_cross_entropy_bwd(p: HeadGradient) -> tuple[Tensor, Tensor, Tensor]:
 def linear_cross_entropy_grads(p: HeadAtOnce) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, dx, dweight, dbias), where the gradient of each row's loss, `dloss`, is known beforehand."""
     _check(p)
-    rows, dloss, total = (
-        _row_results(p.x),
-        p.dloss.float().contiguous(),
-        _total(p.class_weights, p.x),
-    )
+    rows, dloss = _row_results(p.x), p.dloss.float().contiguous()
+    total = _total(p.class_weights, p.x)
     need_dx, need_dweight, need_dbias = p.needs
     dx, dweight = _empty(p.x, need_dx, p.x.dtype), _empty(p.weight, need_dweight, torch.float32)
     dbias = torch.zeros(len(p.weight) if need_dbias else 0, dtype=torch.float32, device=p.x.device)
@@ -553,7 +550,7 @@ def add_weight_grad(total: Tensor, dy: Tensor, x: Tensor, first: bool = False) -
     On Hopper by the kernel of grouped GEMMs, whose tiles L2 adds while the next ones are multiplied: cuBLAS reads what
     it adds to, and everything waits for that.
     """
-    own = dy.is_cuda and dy.dtype.itemsize == 2 and wgrad_path(dy, x) == "pingpong"
+    own = dy.is_cuda and dy.dtype.itemsize == 2 and wgrad_choice(dy, x).path == "pingpong"
     if not own:
         add_product(total, dy.t(), x, first)
         return

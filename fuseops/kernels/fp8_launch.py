@@ -166,10 +166,8 @@ def checked_mm(p: ScaledProduct) -> ScaledProduct:
         bias = bias.contiguous()
     if offs is not None:
         offs, tiles = checked_groups(offs, tiles, groups, rows)
-    left, right = (
-        (x.contiguous(), x_scale.contiguous()),
-        (weight.contiguous(), weight_scale.contiguous()),
-    )
+    left = x.contiguous(), x_scale.contiguous()
+    right = weight.contiguous(), weight_scale.contiguous()
     return ScaledProduct(*left, *right, scaling, offs, tiles, bias)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.activation import GATES, Form, shape_constants
 from fuseops.kernels.configs import Config
-from fuseops.kernels.grouped_paths import MM_SPACES, WGRAD_SPACES, mm_path, wgrad_path
+from fuseops.kernels.grouped_paths import MM_SPACES, WGRAD_SPACES, mm_choice, wgrad_choice
 from fuseops.kernels.launch import device, launch, num_sms, overlap
 from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.records import Arguments
@@ -63,7 +63,7 @@ def launch_mm(p: Product, y: Tensor) -> None:
         raise FuseOpsError("probs multiply the bias, and none was given.")
     if not y.numel():
         return
-    path = "pointer" if y.data_ptr() % 16 else mm_path(p.x, p.weight, p.index)
+    path = "pointer" if y.data_ptr() % 16 else mm_choice(p.x, p.weight, p.index).path
     if p.index is not None and path != "gather":
         launch_mm(p.gathered(), y)
         return
@@ -196,13 +196,13 @@ def launch_wgrad(g: Gradient) -> None:
             g.dw.zero_()
         return
     groups = len(g.dw) if g.dw.dtype.itemsize == 2 else None
-    path = wgrad_path(g.dy, g.x, g.dy_index, g.x_index, groups)
+    path = wgrad_choice(g.dy, g.x, g.dy_index, g.x_index, groups).path
     if path == "few":
         _launch_few(g)
         return
     if g.dy_index is not None and g.x_index is not None:
         g = g.gathered()
-        path = wgrad_path(g.dy, g.x, g.dy_index, g.x_index)
+        path = wgrad_choice(g.dy, g.x, g.dy_index, g.x_index).path
     if g.dw.data_ptr() % 16:  # a part of somebody's buffer
         path = "pointer"
     if g.index is not None and path != "gather":

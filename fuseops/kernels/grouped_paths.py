@@ -208,15 +208,10 @@ def chosen(best: str, **ways: Reasons) -> KernelPath:
     return KernelPath(best)
 
 
-def mm_path(x: Tensor, weight: Tensor, index: Tensor | None = None) -> str:
-    """Which kernel multiplies these: "gather" (pingpong that reads rows by index), "pingpong",
-    "tma" or "pointer"; with an index, all but the first copy the rows before.
-    """
-    return mm_choice(x, weight, index).path
-
-
 def mm_choice(x: Tensor, weight: Tensor, index: Tensor | None = None) -> KernelPath:
-    """`mm_path`, and why not a better one."""
+    """Which kernel multiplies these, and why not a better one: "gather" (pingpong that reads rows by index),
+    "pingpong", "tma" or "pointer"; with an index, all but the first copy the rows before.
+    """
     if forced_path is not None:
         return KernelPath(forced_path)
     few = None if index is None else index.shape[0] <= FEW_ROWS
@@ -234,7 +229,7 @@ def act_path(
     """The path that can end in an activation of `ENDS`, "gather" or "pingpong": gate and up are halves of N, a multiple
     of 256, or alternate; "" where the activation is a pass of its own.
     """
-    path, n = mm_path(x, weight, index), weight.shape[1]
+    path, n = mm_choice(x, weight, index).path, weight.shape[1]
     fits = RAN.get(kind) == interleave and weight.stride(2) == 1
     fits = fits and (n % 256 == 0 or kind == "srelu" or interleave == 1)
     return path if path in SWIGLU_SPACES and fits else ""
@@ -244,23 +239,9 @@ def act_bwd_path(dy: Tensor, weight: Tensor, h: Tensor, index: Tensor | None = N
     """The path that can go on through an activation of `BACK`, "gather" or "pingpong": N a multiple of 64, h packed;
     "" where the activation is a pass of its own.
     """
-    path, n = mm_path(dy, weight, index), weight.shape[1]
+    path, n = mm_choice(dy, weight, index).path, weight.shape[1]
     fits = h.is_contiguous() and n % 64 == 0 and (is_fake(h) or h.data_ptr() % 16 == 0)
     return path if path in SWIGLU_BWD_SPACES and fits else ""
-
-
-def wgrad_path(
-    dy: Tensor,
-    x: Tensor,
-    dy_index: Tensor | None = None,
-    x_index: Tensor | None = None,
-    groups: int | None = None,
-) -> str:
-    """Which kernel takes the weight gradient of these: "few", "gather", "pingpong", "tma" or "pointer".
-
-    groups: of a 16-bit gradient; None where it is float32, or nothing is known of the groups.
-    """
-    return wgrad_choice(dy, x, dy_index, x_index, groups).path
 
 
 def wgrad_choice(
@@ -270,7 +251,11 @@ def wgrad_choice(
     x_index: Tensor | None = None,
     groups: int | None = None,
 ) -> KernelPath:
-    """`wgrad_path`, and why not a better one."""
+    """Which kernel takes the weight gradient of these, and why not a better one: "few", "gather", "pingpong", "tma" or
+    "pointer".
+
+    groups: of a 16-bit gradient; None where it is float32, or nothing is known of the groups.
+    """
     if forced_path is not None:
         return KernelPath(forced_path)
     rows = (x if x_index is None else x_index).shape[0]

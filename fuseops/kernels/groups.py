@@ -28,8 +28,8 @@ def bounds_of(offs: Tensor) -> list[tuple[int, int]]:
 
 
 def columns_of(rows: int, groups: int | None) -> int:
-    """C, the columns that so many rows take: each group begins at a multiple of 128.   groups: None without `offs`"""
-    return -(-rows // BLOCK) * BLOCK if groups is None else (rows // BLOCK + groups) * BLOCK
+    """C, the columns of so many rows: each group begins at a multiple of 128.   groups: None or 0 without `offs`"""
+    return (rows // BLOCK + groups) * BLOCK if groups else -(-rows // BLOCK) * BLOCK
 
 
 def place_of_row(offs: Tensor | None, rows: int, like: Tensor) -> Tensor:

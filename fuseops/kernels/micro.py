@@ -104,7 +104,7 @@ def _cases() -> Iterator[tuple[Any, ...]]:
 def _outputs(p: MicroLayout) -> tuple[Tensor, Tensor]:
     x, data, layout, offs, _, swizzle = p
     (rows, k), form, four, turned = x.shape, micro_format(data), data is E2M1, layout == "col"
-    columns = cdiv(rows, 128) * 128 if offs is None else (rows // 128 + len(offs)) * 128
+    columns = columns_of(rows, None if offs is None else len(offs))
     high, wide = (k, columns) if turned else (rows, k)
     scale: tuple[int, ...] = high, cdiv(wide, form.block[1])
     if swizzle:
@@ -133,7 +133,7 @@ def quantize_micro(p: MicroLayout) -> tuple[Tensor, Tensor]:
     if not x.numel() or too_large(x):
         return _quantize_micro(*p)
     rows, k = x.shape
-    columns = (rows // 128 + groups if groups else cdiv(rows, 128)) * 128
+    columns = columns_of(rows, groups)
     codes, scale = _outputs(p)
     config = (NVFP4 if four else MXFP8).pick(rows, (k,), x)
     ends, whole = (scale if t is None else t.contiguous() for t in (offs, amax))

@@ -104,10 +104,8 @@ def rmsnorm_operand(
     if not x.numel() or n > MAX_WIDTH or uneven(n, x2, added):
         return _rmsnorm_operand(x, residual, weight, eps, dtype, weight_offset)
     rows = len(x2)
-    data, scale = (
-        x.new_empty(rows, n, dtype=dtype),
-        x.new_empty(cdiv(n, BLOCK), rows, dtype=torch.float32),
-    )
+    data = x.new_empty(rows, n, dtype=dtype)
+    scale = x.new_empty(cdiv(n, BLOCK), rows, dtype=torch.float32)
     h = x.new_empty(0 if residual is None else x.shape)
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
     config = _config(rows, n, x)

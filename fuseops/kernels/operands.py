@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels import fp8_paths, tiles
-from fuseops.kernels.activation import act_fwd, scaled_act_bwd, scaled_act_fwd
+from fuseops.kernels.activation import act_fwd, factors_of, scaled_act_bwd, scaled_act_fwd
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.formats import LARGEST, Format, quantize_format
 from fuseops.kernels.fp8 import dequantize
@@ -64,8 +64,7 @@ def _permute_operand(
 def _columns(data: Tensor, scale: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor]:
     """The exponent shift of rows."""
     rows, k = data.shape
-    groups = None if offs is None else len(offs)
-    width = columns_of(rows, groups)
+    width = columns_of(rows, _groups(offs))
     place = place_of_row(offs, rows, data)
     codes = data.new_zeros(width + 1, k, dtype=torch.float32).index_copy(0, place, data.float())
     scales = scale.new_zeros(len(scale), width + 1).index_copy(1, place, scale)[:, :width]
@@ -287,7 +286,7 @@ def swiglu_operand(p: HiddenOperand) -> Four:
         config = SWIGLU_ONCE.pick(rows, (n,), h)
         launch(
             device("fp8_dswiglu").fp8_swiglu_kernel, (cdiv(rows, 8 * config["SLICES"]) * (n // BLOCK),),
-            h, h if h_scale is None else h_scale.contiguous(), _probs(probs, h), *out[:2], rows, n, h.stride(0),
+            h, h if h_scale is None else h_scale.contiguous(), factors_of(probs, h), *out[:2], rows, n, h.stride(0),
             SCALED=probs is not None, **config, num_warps=4,
         )  # fmt: skip
         return out
@@ -296,7 +295,7 @@ def swiglu_operand(p: HiddenOperand) -> Four:
         offs, blocks = None, cdiv(rows, config["BLOCK_R"])
     launch(
         device("fp8_swiglu").swiglu_operand_kernel, (blocks * cdiv(n, BLOCK),),
-        h, h if h_scale is None else h_scale.contiguous(), _probs(probs, h), _ends(offs, h), *out,
+        h, h if h_scale is None else h_scale.contiguous(), factors_of(probs, h), _ends(offs, h), *out,
         rows, n, _groups(offs), h.stride(0), SHIFT=LARGEST[dtype], SCALED=probs is not None, ROW=row, COL=col,
         **_by_group(offs), **overlap(h.device), **config,
     )  # fmt: skip
@@ -328,7 +327,7 @@ def dswiglu_operand(
         da,
         h,
         h if h_scale is None else h_scale.contiguous(),
-        _probs(probs, h),
+        factors_of(probs, h),
         _ends(offs, h),
     )
     wanted = {
@@ -392,20 +391,13 @@ def _outputs(
     col: bool,
 ) -> tuple[Four, int]:
     """(rows, scales, columns, scales), and the number of blocks of tokens."""
-    blocks = cdiv(rows, BLOCK) if offs is None else rows // BLOCK + len(offs)
+    blocks = columns_of(rows, _groups(offs)) // BLOCK
     features = cdiv(n, BLOCK)
     data = like.new_empty((rows, n) if row else 0, dtype=dtype)
     scale = like.new_empty((features, rows) if row else 0, dtype=torch.float32)
     columns = like.new_empty((n, blocks * BLOCK) if col else 0, dtype=dtype)
     squares = like.new_empty((features, blocks) if col else 0, dtype=torch.float32)
     return (data, scale, columns, squares), blocks
-
-
-def _probs(probs: Tensor | None, h: Tensor) -> Tensor:
-    if probs is None:
-        return h
-    check_shape("probs", probs, (len(h),))
-    return probs.to(torch.float32).contiguous()
 
 
 def _ends(offs: Tensor | None, x: Tensor) -> Tensor:

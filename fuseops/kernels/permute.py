@@ -110,11 +110,8 @@ TOKENS, EXPERTS = 8192, 64
 
 def _cases(what: str) -> Iterator[tuple[Any, ...]]:
     sizes = [(torch.bfloat16, 2048, 8), (torch.bfloat16, 4096, 2), (torch.bfloat16, 100, 4)]
-    sizes += [
-        (torch.float16, 2048, 8),
-        (torch.float32, 2048, 8),
-        (torch.float32, 1, 1),
-    ]  # the last: probs
+    # the last: probs
+    sizes += [(torch.float16, 2048, 8), (torch.float32, 2048, 8), (torch.float32, 1, 1)]
     for dtype, n, k in sizes:
         rows = TOKENS * k
         tokens, routed = (on_meta(r, n, dtype=dtype) for r in (TOKENS, rows))

@@ -21,7 +21,7 @@ from torch import Tensor
 from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.formats import Format, quantize_format, turned_in_groups
-from fuseops.kernels.groups import BLOCK
+from fuseops.kernels.groups import BLOCK, columns_of
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.registry import ints, kernel_op, on_meta
 from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, require
@@ -109,8 +109,8 @@ def quantize_group_blocks(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[
     require(offs.dim() == 1 and len(offs) > 0, f"offs is {tuple(offs.shape)}, expected (E,).")
     if too_large(x):
         return _quantize_group_blocks(x, offs, dtype)
-    blocks = rows // 128 + len(offs)
-    col = x.new_empty(n, blocks * 128, dtype=dtype)
+    blocks = columns_of(rows, len(offs)) // BLOCK
+    col = x.new_empty(n, blocks * BLOCK, dtype=dtype)
     scale = x.new_empty(blocks, n, dtype=torch.float32)
     config = GROUP_BLOCKS.pick(rows, (n,), x)
     launch(

@@ -131,9 +131,8 @@ class Transcriber(torch_private.DispatchMode):
         if _reads_values(func, args) or func.namespace != "aten" or func._schema.is_mutable:
             self.why = f"it calls {func}"
         elif not all(isinstance(t, Tensor) for t in results):
-            if (
-                next(_tensors_in((*args, *kwargs.values())), None) is not None
-            ):  # a question about dtypes is none about values
+            # a question about dtypes is none about values
+            if next(_tensors_in((*args, *kwargs.values())), None) is not None:
                 self.why = f"{func} gives no tensor"
         else:
             self._note(func, args, kwargs, out)
@@ -283,9 +282,8 @@ class _Writer:
         self.seen, self.result = seen, result
         self.known: dict[str, Any] = {"check": seen.check, "held_once": torch_private.held_once}
         self.names = len(seen.memory)  # further ones are of memory that replays take for themselves
-        self.objects = {
-            slot.number for slot in _slots_in(result)
-        }  # those of which there are tensors
+        # those of which there are tensors
+        self.objects = {slot.number for slot in _slots_in(result)}
         self.addressed: set[int] = set()  # roots of what launches read and write
         self.steps: list[NotedCall] = []
         for step in reversed(seen.steps):

@@ -36,7 +36,7 @@ class SequentialCall:
     def __init__(self, module: Composed, path: str, parent: SequentialCall | None) -> None:
         self.module, self.path, self.parent = module, path, parent
         self.pieces: Sequence[tuple[str, Run | nn.Module]] = tuple(runner_of(module).pieces)
-        self.wanted = sum(isinstance(piece, Run) for _, piece in self.pieces)
+        self.wanted = [piece for _, piece in self.pieces if isinstance(piece, Run)]
         self.runs: list[tuple[RunPlan, SeenTensor | None]] = []
         self.nested: list[SequentialCall] = []
         self.packed = 0
@@ -45,8 +45,7 @@ class SequentialCall:
 
     def continues_with(self, ops: Ops) -> bool:
         """Is the next run of this call the one of these ops?"""
-        runs = [piece for _, piece in self.pieces if isinstance(piece, Run)]
-        return len(self.runs) < len(runs) and runs[len(self.runs)].ops == ops
+        return len(self.runs) < len(self.wanted) and self.wanted[len(self.runs)].ops == ops
 
 
 class Observer:

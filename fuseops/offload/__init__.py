@@ -17,28 +17,17 @@ decides:
     planning/     what to move, decided beforehand
 """
 
-from .marks import mark_module as mark_module
-from .marks import mark_not_offload as mark_not_offload
-from .marks import mark_offload as mark_offload
-from .marks import start_offload as start_offload
-from .planning.hardware import Hardware as Hardware
-from .planning.pipeline import plan_pipeline as plan_pipeline
-from .planning.plan import OffloadPlan as OffloadPlan
-from .planning.plan import plan as plan
-from .planning.planner import Limits as Limits
-from .planning.together import share_decisions as share_decisions
-from .planning.together import share_host as share_host
-from .planning.turns import Pipeline as Pipeline
-from .policy import Candidate as Candidate
-from .policy import Policy as Policy
-from .report import Entry as Entry
-from .report import Report as Report
-from .scheduler import Scheduler as Scheduler
-from .scopes import disabled as disabled
-from .scopes import dispatch_again as dispatch_again
-from .scopes import keep as keep
-from .scopes import recompute as recompute
-from .scopes import to_host as to_host
+from .marks import mark_module, mark_not_offload, mark_offload, start_offload
+from .planning.hardware import Hardware
+from .planning.pipeline import plan_pipeline
+from .planning.plan import OffloadPlan, plan
+from .planning.planner import Limits
+from .planning.together import share_decisions, share_host
+from .planning.turns import Pipeline
+from .policy import Candidate, Policy
+from .report import Entry, Report
+from .scheduler import Scheduler
+from .scopes import disabled, dispatch_again, keep, recompute, to_host
 
 __all__ = [
     "Candidate",

@@ -164,10 +164,15 @@ class LayerScope(Scope):
         if modules.thread.running and modules.thread.running[-1] is module:
             modules.thread.running.pop()
         modules.unwatch(self.module_entered)
+        mover = self.mover
+
+        def begin(grads: Any) -> None:  # its backward
+            mover.backward(call)
+
         for node in {t.grad_fn for t in tensors_in(output)}:
             if node is not None:
-                node.register_prehook(_Begin(self.mover, call))
-        self.mover.leave(call)
+                node.register_prehook(begin)
+        mover.leave(call)
 
     def follow(
         self, decisions: Mapping[str, Decision], recomputed: Iterable[str], lag: int
@@ -278,18 +283,6 @@ class LayerScope(Scope):
         if resident is not None:
             return f"in the storage of {resident}, which stays"
         return self._policy.why_keep(Candidate.of(t, named), self._thread_calls.running[-1].quota)
-
-
-class _Begin:
-    """A `_Begin` is a prehook of the autograd nodes that made a layer's output: the layer's backward begins."""
-
-    __slots__ = ("call", "mover")
-
-    def __init__(self, mover: Mover, call: LayerRun) -> None:
-        self.mover, self.call = mover, call
-
-    def __call__(self, grads: Any) -> None:
-        self.mover.backward(self.call)
 
 
 class Hook(Generic[T]):

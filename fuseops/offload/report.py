@@ -127,9 +127,8 @@ class Ledger:
         self.entries: dict[Entry, int] = {}
         self.out = self.back = (0, 0)
         self.records: list[weakref.ref[Moves]] = []
-        self.backward_seen = (
-            False  # saved tensors were read: what is saved next belongs to another step
-        )
+        # saved tensors were read: what is saved next belongs to another step
+        self.backward_seen = False
         self._lock = threading.Lock()
         self._limit = 64  # of `records`, before the dead go
 

@@ -54,9 +54,8 @@ _promised: dict[tuple[str, bool], dict[Any, Judged]] = {}
 class Scope(Guarded):
     """A `Scope` has what all scopes share: hooks, names, the report, and when they stand aside."""
 
-    _goes_along = (
-        False  # what lies in a storage that leaves goes with it, however it would be judged
-    )
+    # what lies in a storage that leaves goes with it, however it would be judged
+    _goes_along = False
     _not_captured: str | None = "CUDA graph capture"  # why what a captured graph saves stays
 
     def __init__(self, root: nn.Module | None = None) -> None:

@@ -184,10 +184,8 @@ def input_gradient(
     dy: Operand, weight: Tensor, offs: Tensor, call: Call, index: Tensor | None = None
 ) -> Tensor:
     """-> (R, in), in the caller's buffer where one of its dtype was given. index: of dy."""
-    tiles, roles = (
-        tiles_of(call, offs, index.shape[0] if index is not None else rows_of(dy)),
-        call.precision.roles,
-    )
+    rows = index.shape[0] if index is not None else rows_of(dy)
+    tiles, roles = tiles_of(call, offs, rows), call.precision.roles
     if roles is not None:
         return gemm.dgrad(dy, weight_columns(weight, call), offs, tiles, call.name)
     dy = cast("Tensor", dy)

@@ -129,9 +129,8 @@ class _LinearLoss(Op[LinearLossSaved]):
                     f"linear_loss expects operands of one dtype, got {name} of {t.dtype} and input of {x.dtype}."
                 )
         chunks: Any = self._chunks(x, weight)
-        if (
-            torch.is_grad_enabled() or not call.needs
-        ):  # under `reference()` autograd differentiates it
+        # under `reference()` autograd differentiates it
+        if torch.is_grad_enabled() or not call.needs:
             parts = [self._of(F.linear(x[s], w, b), [t[s] for t in rows]) for s in chunks]  # type: ignore[arg-type]
             return Out(self._summed(parts), None)
         needs = [name in call.needs for name in ("x", "weight", "bias")]

@@ -70,12 +70,10 @@ class RouterSaved(NamedTuple):
     logits: Tensor | None  # (T, E) float32, or (T, K) of the chosen experts where those are enough
     experts: Tensor | None  # (T, K) int32
     load: Tensor | None  # (E,) int32: the copies of each expert, where there is a balance loss
-    share: (
-        Tensor | None
-    )  # (): where the loss is over many ranks, what this one's part of the mean is multiplied by
-    form: (
-        RouterForm | None
-    )  # that of the forward: attributes may have changed by the time of the backward
+    # (): where the loss is over many ranks, what this one's part of the mean is multiplied by
+    share: Tensor | None
+    # that of the forward: attributes may have changed by the time of the backward
+    form: RouterForm | None
 
 
 class Router(Op[RouterSaved]):

@@ -203,9 +203,8 @@ class scope(ContextDecorator):
         here.said, here.token = self.before.pop()
 
     def _recreate_cm(self) -> "scope":
-        return scope(
-            self.override
-        )  # of each call of a function that it decorates, whichever thread calls
+        # of each call of a function that it decorates, whichever thread calls
+        return scope(self.override)
 
     def __repr__(self) -> str:
         said = ", ".join(f"{name}={_shown(value)}" for name, value in self.override)

@@ -169,9 +169,8 @@ class ShardedLoss(NamedTuple):
     ) -> tuple[Tensor, dict[str, Tensor], PartialSoftmax]:
         """The loss of each token, what can be published of it, and what `bwd` reads."""
         ranks = self.vocabulary.ranks
-        if (
-            torch.is_grad_enabled() and x.requires_grad
-        ):  # autograd differentiates it, as plain torch
+        # autograd differentiates it, as plain torch
+        if torch.is_grad_enabled() and x.requires_grad:
             x = sum_of_gradients(x, ranks)
         mine, at = self.vocabulary.own(targets)
         ends = self.own_ends, NEVER, self.options.chunk_bytes

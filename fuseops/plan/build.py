@@ -75,9 +75,8 @@ def _unit(c: Site, ops: Sequence[Op[Any]]) -> _Unit:
             f"rule {c.rule.name!r}: build must return a FusedOp, got {type(target).__name__}."
         )
     for name in _DEFINES[c.rule.kind]:
-        found = target.__dict__.get(name) or getattr(
-            type(target), name, None
-        )  # Saved of an instance
+        # Saved of an instance
+        found = target.__dict__.get(name) or getattr(type(target), name, None)
         if found is getattr(FusedOp, name, None):
             raise FuseOpsError(
                 f"rule {c.rule.name!r} is a {c.rule.kind} rule: {type(target).__name__} must define {name}."

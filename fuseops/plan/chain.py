@@ -36,9 +36,8 @@ class Chain(NamedTuple):
     reads: tuple[Sides, ...]
     writes: tuple[Sides, ...]
     parameters: tuple[tuple[str, ...], ...]  # names of every op's
-    outside: tuple[
-        str, ...
-    ]  # side tensors that are read and not written before, by their names in the plan
+    # side tensors that are read and not written before, by their names in the plan
+    outside: tuple[str, ...]
 
     def shapes(self, x: Shape, known: dict[str, Shape]) -> Iterator[Shape]:
         """Shapes before op 0, 1, ... and after the last one.  known: those of `outside`; what ops publish is added"""

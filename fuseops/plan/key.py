@@ -198,9 +198,8 @@ class Glance:
         self.readers = [itemgetter(*_depends_on(own, i in read)) for i, own in enumerate(owns)]
         self.values = [*joined(map(call, self.readers, owns))]
         self.hooked = [*map(any, map(HOOKS, owns))]
-        self.versions: object = (
-            None  # what the instances had been written when they were last found alike
-        )
+        # what the instances had been written when they were last found alike
+        self.versions: object = None
         self.hooks: list[Any] = []  # of all ops, then
         self.aliasing = [op for op in chain.ops if op.__class__.alias is not NEVER]
         self.aliases = [op.alias for op in self.aliasing]

@@ -178,9 +178,8 @@ class Segment:
     aliases: bool = field(init=False)  # nothing but alias ops, which call no kernel
     # of `reads`, by position: those that an op computes with another tensor in the place of
     local_reads: tuple[tuple[int, Local], ...] = field(init=False)
-    tap: str | None = field(
-        init=False
-    )  # the name under which a Tap, which stands alone, publishes x
+    # the name under which a Tap, which stands alone, publishes x
+    tap: str | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.elsewhere = any(step.main or step.later is not None for step in self.backward)

@@ -128,9 +128,8 @@ def _passes(layer: LinearRun, rows: int) -> tuple[float, float]:
     """(bytes, launches) beyond those of high precision: what quantizes x, dy and weights."""
     roles, gemms = layer.roles, layer.gemms
     by_block = _by_block(roles)
-    again = (
-        0 if by_block else 1
-    )  # to know the amax: two bytes an element, half of them from the cache
+    # to know the amax: two bytes an element, half of them from the cache
+    again = 0 if by_block else 1
     weights = sum(math.prod(gemm) for gemm in gemms)
     if roles.weights == "none":
         nbytes, launches = weights * (6.0 + 2 * again), 2.0 * len(gemms)

@@ -121,9 +121,8 @@ def _operand(
     if isinstance(x, Quantized):
         return _from_codes(x, scaling, offs, row, col, index)
     x = x.reshape(-1, x.shape[-1])
-    if (
-        index is not None and columns_follow(scaling) and scaling.block is not None
-    ):  # tokens once, however many rows they are
+    # tokens once, however many rows they are
+    if index is not None and columns_follow(scaling) and scaling.block is not None:
         tokens = operand(x, scaling)
         return _from_codes(tokens, scaling, offs, row, col, index)
     if scaling.block is None and scaling.colwise is None:
@@ -261,9 +260,8 @@ def _amax_of_groups(
     return K.amax_of_groups(K.amax_of_tokens(x, axis, lay), ends)
 
 
-Whole = tuple[
-    Tensor, Tensor
-]  # amax of a tensor, or of groups: as blocks broadcast with it, and as it is
+# amax of a tensor, or of groups: as blocks broadcast with it, and as it is
+Whole = tuple[Tensor, Tensor]
 
 
 def _spread(

@@ -92,10 +92,13 @@ def _values(function: FunctionType, kind: type) -> Iterator[Any]:
     """What the code of a function names: globals, what is closed over, modules that it imports itself, attributes of
     modules, methods of `kind`.
     """
-    names = [*_names(function.__code__)]
+    codes = [*_codes(function.__code__)]
+    names = [name for code in codes for name in code.co_names]
     inner = [getattr(kind, name, None) for name in names]
     found = [function.__globals__[name] for name in names if name in function.__globals__]
-    found += [*_imported(function.__code__)]
+    steps = (step for code in codes for step in dis.get_instructions(code))
+    imported = (step.argval for step in steps if step.opname == "IMPORT_NAME")
+    found += [sys.modules[name] for name in imported if name in sys.modules]
     found += [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
     found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     yield from (value for value in inner if isinstance(value, FunctionType))
@@ -108,20 +111,12 @@ def _values(function: FunctionType, kind: type) -> Iterator[Any]:
             found += [vars(value)[name] for name in names if name in vars(value)]
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function, and of those that stand in it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def _imported(code: CodeType) -> Iterator[ModuleType]:
-    for step in dis.get_instructions(code):
-        if step.opname == "IMPORT_NAME" and step.argval in sys.modules:
-            yield sys.modules[step.argval]
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _imported(constant)
+            yield from _codes(constant)
 
 
 def _filled(cell: Any) -> bool:

@@ -60,9 +60,8 @@ class Runner:
         self.last: Tokens | None = None
         self.held: tuple[scopes.SettingsLayer | None, ...] = ()  # what those stand for
         self.children: list[tuple[str, Any]] = []  # of the module itself
-        self.versions: list[
-            object
-        ] = []  # of what says so, and of the dicts of ops, when they were last found alike
+        # of what says so, and of the dicts of ops, when they were last found alike
+        self.versions: list[object] = []
         self.places: dict[int, str] = {}  # of modules that traced code walks, by address
         self.live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
         self._with_apart: dict[frozenset[str], Runner] = {}

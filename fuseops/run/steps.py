@@ -290,9 +290,8 @@ def calls_of(
 ) -> Sequence[Any]:
     """The calls of a step with what lives for one call only."""
     shared, out, calls = once.scratch, once.out, []
-    for call, scope in zip(
-        step.calls, step.scopes, strict=True
-    ):  # `_replace`, without a call for each
+    # `_replace`, without a call for each
+    for call, scope in zip(step.calls, step.scopes, strict=True):
         scratch = None if shared is None else shared.setdefault(scope, {})
         calls.append(new(Call, (*call[:OUT], out, scratch)))
     if once.seed is not None:  # numbers of its own for each op, and each of its two layouts

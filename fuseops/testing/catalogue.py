@@ -30,9 +30,8 @@ class OpEntry(NamedTuple):
 
     op: type[Op[Any]]
     make: Callable[[Wanted], Op[Any]]
-    width: str = (
-        "keeps"  # the last axis: "keeps" it, "maps" it to any other, "halves" it, or "ends" a chain
-    )
+    # the last axis: "keeps" it, "maps" it to any other, "halves" it, or "ends" a chain
+    width: str = "keeps"
     flat: bool = False  # takes (rows, width) only
     heads: bool = False  # takes (..., tokens, heads, width) only
     routing: str = ""  # of an op that reads or writes a Routing of tokens: what its rows are, "tokens" or "copies"

@@ -267,13 +267,17 @@ def test_paths():
     """On the interpreter, which stands for Hopper without Gluon."""
     x, w = torch.empty(8, 64, dtype=torch.bfloat16), torch.empty(2, 64, 64, dtype=torch.bfloat16)
     if DEVICE == "cpu":
-        assert grouped_paths.mm_path(x, w) == "tma" == grouped_paths.mm_path(x, w.transpose(1, 2))
-        assert grouped_paths.wgrad_path(x, x) == "tma"
-        assert grouped_paths.wgrad_path(x, x, groups=2) == "few"
-        assert grouped_paths.mm_path(x[:, :63], w[:, :, :63]) == "tma"
-    assert grouped_paths.mm_path(x.float(), w.float()) == "pointer"
-    assert grouped_paths.mm_path(x, w[:, :63]) == "pointer"
-    assert grouped_paths.mm_path(x[:, 1:33], w[:, :, 1:33]) == "pointer"
+        assert (
+            grouped_paths.mm_choice(x, w).path
+            == "tma"
+            == grouped_paths.mm_choice(x, w.transpose(1, 2)).path
+        )
+        assert grouped_paths.wgrad_choice(x, x).path == "tma"
+        assert grouped_paths.wgrad_choice(x, x, groups=2).path == "few"
+        assert grouped_paths.mm_choice(x[:, :63], w[:, :, :63]).path == "tma"
+    assert grouped_paths.mm_choice(x.float(), w.float()).path == "pointer"
+    assert grouped_paths.mm_choice(x, w[:, :63]).path == "pointer"
+    assert grouped_paths.mm_choice(x[:, 1:33], w[:, :, 1:33]).path == "pointer"
 
 
 def test_paths_of_hopper(monkeypatch):

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fuseops import kernels as K
 from fuseops.distributed.pairs import BACKWARD, FORWARD, give_way
 
 from .exchange import Arrived, Exchange
@@ -50,7 +49,7 @@ class AllToAll(Exchange):
         return Arrived(x, ids, weights, rows, slots, arrivals, ready)
 
     def collect(self, y: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
-        return self._summed(arrived(*self._returned(y, arrivals), side=FORWARD), slots)
+        return self.summed(arrived(*self._returned(y, arrivals), side=FORWARD), slots)
 
     def dispatch_bwd(
         self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
@@ -65,7 +64,7 @@ class AllToAll(Exchange):
         def end() -> tuple[Tensor, Tensor | None]:
             rows, *copies = [arrived(*each) for each in sent]
             weights = [self.own_weights(t, experts, slots) for t in copies]
-            return self._summed(rows, slots), weights[0] if weights else None
+            return self.summed(rows, slots), weights[0] if weights else None
 
         return end
 
@@ -112,10 +111,6 @@ class AllToAll(Exchange):
             out, rows.contiguous(), received, sent, group=self.group, async_op=True
         )
         return out, work.wait
-
-    def _summed(self, rows: Tensor, slots: Tensor) -> Tensor:
-        """The sum of what came back of each token, in the order of ranks."""
-        return K.combine_fwd(rows, slots, K.one_group(len(rows), rows)[0])
 
 
 def arrived(rows: Tensor, ready: Callable[[], Any], side: str = "") -> Tensor:

@@ -100,9 +100,9 @@ class Bounded(Exchange):
         flag |= (counts > self.room).any().to(flag.dtype)
         return torch.where(slots < self.room, slots, -1), counts.clamp(max=self.room)
 
-    def _summed(self, rows: Tensor, slots: Tensor) -> Tensor:
-        """The sum of what came back of each token, in the order of ranks; NaN where something had no room."""
-        y = K.combine_fwd(rows, slots, K.one_group(len(rows), rows)[0])
+    def summed(self, rows: Tensor, slots: Tensor) -> Tensor:
+        """As of any exchange; NaN where something had no room."""
+        y = super().summed(rows, slots)
         return y.masked_fill_(flag_of(self.group, rows.device) != 0, torch.nan)
 
     def agree(self, x: Tensor) -> None:

@@ -206,7 +206,7 @@ class DeviceCounts(Bounded):
         else:
             copies, _ = narrow.travel(dweights, arrivals[1])
         rows, _ = wide.travel(y, arrivals[1])
-        return self._summed(rows, slots), copies
+        return self.summed(rows, slots), copies
 
     def no_arrivals(self, x: Tensor) -> Tensor:
         return x.new_empty(2, self.world, dtype=torch.int64)

@@ -183,6 +183,10 @@ class Exchange(abc.ABC):
         ids = experts.to(torch.int32) - owner[:, None].to(torch.int32) * self.local
         return torch.where((ids >= 0) & (ids < self.local) & (experts >= 0), ids, -1)
 
+    def summed(self, rows: Tensor, slots: Tensor) -> Tensor:
+        """The sum of what came back of each token, in the order of ranks."""
+        return K.combine_fwd(rows, slots, K.one_group(len(rows), rows)[0])
+
     def own_weights(self, by_slot: Tensor, experts: Tensor, slots: Tensor) -> Tensor:
         """What came back beside the tokens (S, K), of every copy from the rank of its expert.   -> (T, K)"""
         homes = self.homes(experts)

@@ -66,9 +66,8 @@ def _made(group: Any, nbytes: int, device: torch.device) -> Fabric:
         )
     memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(memory, group)
-    inside = (
-        memory.data_ptr() - handle.buffer_ptrs[handle.rank]
-    )  # a pool of allocations has one handle
+    # a pool of allocations has one handle
+    inside = memory.data_ptr() - handle.buffer_ptrs[handle.rank]
     table = torch.tensor([p + inside for p in handle.buffer_ptrs], device=device)
     uses = torch.zeros(1, dtype=torch.int64, device=device)
     return Fabric(table, uses, flag_of(group, device), nbytes, handle, memory)

@@ -13,12 +13,9 @@ router, rope, loss                                                report       w
 import importlib.util
 
 from . import experts as _experts
-from .applied import apply as apply
-from .applied import revert as revert
-from .report import ApplyReport as ApplyReport
-from .report import ReportEntry as ReportEntry
-from .weights import to_fuseops as to_fuseops
-from .weights import to_hf as to_hf
+from .applied import apply, revert
+from .report import ApplyReport, ReportEntry
+from .weights import to_fuseops, to_hf
 
 if importlib.util.find_spec("transformers") is not None:
     _experts.register()

@@ -23,9 +23,8 @@ from fuseops.ops.paths import LENT
 
 from . import lent
 
-Factors = dict[
-    str, tuple[Tensor, Tensor]
-]  # of a parameter by name: down (E, r, in) and up (E, out, r)
+# of a parameter by name: down (E, r, in) and up (E, out, r)
+Factors = dict[str, tuple[Tensor, Tensor]]
 READ = "_adapters"  # key in the `__dict__` of experts, during a call: its Factors
 
 

@@ -23,9 +23,8 @@ from fuseops.kernels.activation import Form
 from fuseops.ops.activations import ScaledActivation
 
 ROWS = 16
-TOLERANCE = (
-    32 * torch.finfo(torch.float32).eps
-)  # modules compute in float32 in places, whatever their dtype
+# modules compute in float32 in places, whatever their dtype
+TOLERANCE = 32 * torch.finfo(torch.float32).eps
 
 
 # the op of a kind that multiplies by a probability a row

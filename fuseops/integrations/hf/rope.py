@@ -241,11 +241,8 @@ def _head(module: Any) -> int | None:
 @recognise.alone()
 def _splits_halves(function: Any) -> bool:
     """Whether a function turns columns i and D / 2 + i, by angles that it is given once or twice."""
-    q, k, angles = (
-        recognise.drawn(2, 3, 5, 8),
-        recognise.drawn(2, 1, 5, 8),
-        recognise.drawn(2, 5, 4),
-    )
+    q, k = recognise.drawn(2, 3, 5, 8), recognise.drawn(2, 1, 5, 8)
+    angles = recognise.drawn(2, 5, 4)
     cos, sin = angles.cos(), angles.sin()
     expected = [K.apply_rope.twin(t.transpose(1, 2), cos, sin, False) for t in (q, k)]
     for times in (1, 2):

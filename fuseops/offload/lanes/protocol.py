@@ -14,13 +14,8 @@ from fuseops.errors import FuseOpsError
 
 Lane = Literal["host", "compute", "d2h", "h2d", "network"]
 Place = Literal["device", "host"]
-LANES: tuple[Lane, ...] = (
-    "host",
-    "compute",
-    "d2h",
-    "h2d",
-    "network",
-)  # the last in simulations alone
+# the last in simulations alone
+LANES: tuple[Lane, ...] = ("host", "compute", "d2h", "h2d", "network")
 
 _serials = itertools.count()
 

@@ -170,13 +170,8 @@ class CostModel:
         copied: dict[int, float] = {}  # by slot
         arrived: dict[int, float] = {}
         late: dict[int, float] = {}
-        out, back, slots, sizes, coding = (
-            self.seconds_out,
-            self.seconds_back,
-            self.slots,
-            self._link_bytes,
-            self.coding,
-        )
+        out, back, coding = self.seconds_out, self.seconds_back, self.coding
+        slots, sizes = self.slots, self._link_bytes
         for kind, item, k, base in self.events:
             if kind == AGAIN:
                 if item in drop:
