@@ -293,7 +293,8 @@ def test_a_step_holds_no_whole_logits() -> None:
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"soft_cap": -1.0}, "soft_cap=-1.0"),
         ({"gradients": "forward", "reduction": "none"}, "one number"),
-        ({"chunk_bytes": 0}, "chunk_bytes=0"),
+        ({"chunk_bytes": 0}, "chunk_bytes is 0"),
+        ({"chunk_bytes": 1e9}, "chunk_bytes is 1000000000.0, expected an integer from 1 on"),
         ({"weight": torch.ones(3)}, r"of shape \(37,\)"),
     ],
 )
