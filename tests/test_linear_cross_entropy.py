@@ -296,6 +296,7 @@ def test_a_step_holds_no_whole_logits() -> None:
         ({"chunk_bytes": 0}, "chunk_bytes is 0"),
         ({"chunk_bytes": 1e9}, "chunk_bytes is 1000000000.0, expected an integer from 1 on"),
         ({"weight": torch.ones(3)}, r"of shape \(37,\)"),
+        ({"weight": torch.ones(37, requires_grad=True)}, "weight wants a gradient"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
