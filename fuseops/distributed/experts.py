@@ -128,7 +128,7 @@ class ExpertParallel(ParallelStyle):
         _shard_first(op, mesh)
         op.num_groups //= mesh.size()
         local = Local(mean_of=mesh.size() if self.average else 1)
-        op._local = {"weight": local, "bias": local}
+        op._local = dict.fromkeys(("weight", "bias", "down", "up"), local)
 
     def _spread_lent(self, experts: Any, mesh: DeviceMesh) -> None:
         check_mesh(mesh, experts.num_experts)

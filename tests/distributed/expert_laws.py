@@ -101,10 +101,17 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
 
 
-def layer(seed: int = 0, **options: Any) -> fo.MoE:
+def layer(seed: int = 0, low_rank: int | None = None, **options: Any) -> fo.MoE:
     torch.manual_seed(seed)
     options = {"dtype": torch.float64, "top_k": TOP, **options}
-    return fo.MoE(D, F, E, **options)
+    moe = fo.MoE(D, F, E, **options)
+    for name, op in moe.named_children() if low_rank else ():
+        if isinstance(op, fo.ops.GroupedLinear):
+            sizes = op.num_groups, op.in_features, op.out_features, op.bias is not None
+            made = fo.ops.GroupedLinear(*sizes, low_rank=low_rank, dtype=torch.float64)
+            torch.nn.init.uniform_(made.up)
+            moe.add_module(name, made)
+    return moe
 
 
 def batch(tokens: list[int], spread: float = 1.0) -> list[Tensor]:
@@ -184,6 +191,7 @@ def law_every_option_equals_one_process() -> None:
     equal_to_one_process(tokens(6, 3), balance_loss=0.1, z_loss=0.1)
     equal_to_one_process(tokens(3, 8), z_loss=0.1, score="sigmoid", expert_bias=True, scale=1.5)
     equal_to_one_process(tokens(2, 9), activation="geglu", router_bias=True)
+    equal_to_one_process(tokens(5, 4), low_rank=2)
 
 
 def law_a_rank_may_have_no_token() -> None:
