@@ -305,7 +305,7 @@ def tp_plan(
         Sequential work on this rank's tokens.
     Its other ops are `Replicated` without sequence_parallel. What else a model has (attention, say) takes entries of
     yours: the plan is a dict of styles by path.
-    Raises FuseOpsError where there is no MLP.
+    Raises FuseOpsError where there is no MLP, and for an op that shares a parameter with another module.
     """
     plan: dict[str, ParallelStyle] = {}
     for path, module in model.named_modules():
@@ -322,7 +322,24 @@ def tp_plan(
         if isinstance(module, Op) and path not in plan and module.__dict__["_parameters"]:
             head = isinstance(module, ops.LinearCrossEntropy)
             plan[path] = ColwiseParallel() if head else Replicated()
+    _check_untied(model, plan)
     return plan
+
+
+def _check_untied(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
+    """Raise FuseOpsError where a style would make a parameter of its own of one that two modules share."""
+    homes: dict[nn.Parameter, str] = {}
+    for path, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is None:
+                continue
+            first = homes.setdefault(p, path)
+            if first != path and not plan.keys().isdisjoint((first, path)):
+                raise FuseOpsError(
+                    f"tp_plan: {name} of {path!r} is a parameter of {first!r} too, and a style lays out one op at a "
+                    "time, so that they would be two from then on. Untie them, or plan the modules without: "
+                    "tp_plan(model.blocks)."
+                )
 
 
 def _plan_of(

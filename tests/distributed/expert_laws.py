@@ -194,6 +194,21 @@ def law_every_option_equals_one_process() -> None:
     equal_to_one_process(tokens(5, 4), low_rank=2)
 
 
+def law_what_layers_share_they_share_over_ranks() -> None:
+    """Ops, as a layer and its replay do, and parameters."""
+    moe, other = layer(), layer(seed=1)
+    other.fc1.weight = moe.fc1.weight  # type: ignore[union-attr]
+    model = torch.nn.ModuleList([moe, moe.replaying(), other])
+    whole_ones = copy.deepcopy(model)
+    parallelize_module(model, mesh(), parallel(average=False, capacity=8.0))
+    x = batch(tokens(5, 4))[dist.get_rank()]
+    for first, replay, tied in (whole_ones, model):
+        y, chosen = first(x, returns=("experts",))
+        close(replay(x, chosen=chosen), y, "y")
+        assert tied.fc1.weight is replay.fc1.weight is first.fc1.weight
+    close(model[2](x), whole_ones[2](x), "y")
+
+
 def law_a_rank_may_have_no_token() -> None:
     equal_to_one_process(tokens(0, 7), balance_loss=0.1)
     equal_to_one_process(tokens(0, 7), top_k=1)

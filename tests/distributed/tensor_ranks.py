@@ -439,6 +439,11 @@ def law_wrong_plans_are_refused() -> None:
         assert op(x).shape == (TOKENS, D // 2) and op.in_features == D
     refused("sequence_dim is -1", lambda: distributed.SequenceParallel(sequence_dim=-1))
     refused("tp_plan found no MLP", lambda: distributed.tp_plan(nn.Linear(2, 2)))
+    tied = nn.ModuleDict({"emb": nn.Embedding(F, D), "blocks": mlp()})
+    tied["head"] = fo.ops.LinearCrossEntropy(D, F)
+    tied["head"].weight = tied["emb"].weight
+    refused("weight of 'head' is a parameter of 'emb' too", lambda: distributed.tp_plan(tied))
+    assert distributed.tp_plan(tied["blocks"])
     moe = fo.MoE(D, F, 4, 2)
     refused("router", lambda: distributed.tp_plan(moe, sequence_parallel=True))
 
