@@ -678,6 +678,21 @@ def law_models_of_transformers_spread_too() -> None:
         raises("makes 'model.layers.0' again, the other does not", attach)
 
 
+def law_adapters_of_experts_over_ranks_are_refused() -> None:
+    """Adapters of other modules are not, nor those that are switched off."""
+    peft, x = pytest.importorskip("peft"), torch.randint(1, 17, (1, 6))
+    both = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"]
+    )
+    alone, model = of_transformers(), peft.get_peft_model(of_transformers(), both)
+    hf.apply(alone)
+    hf.apply(model)
+    parallelize_module(model, mesh(), parallel())
+    raises("has adapters of 'gate_up_proj', whose factors are of all", lambda: model(x))
+    with model.disable_adapter():
+        close(model(x).logits, alone(x).logits, "logits")
+
+
 def law_wrong_use_says_so() -> None:
     raises("must divide", lambda: fo.MoE(D, F, 7, 2, ep=mesh()))
     raises("no experts to spread", lambda: ExpertParallel()._apply(nn.Linear(2, 2), mesh()))
