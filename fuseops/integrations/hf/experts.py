@@ -96,6 +96,13 @@ def forward(
     return y.to(hidden_states.dtype)
 
 
+@lent.while_hung
+def bound(self: nn.Module, *args: Any, **keywords: Any) -> Tensor:
+    """As `forward`, where `apply` has bound it; by the library's switch that one runs modules that nobody has."""
+    return forward(self, *args, **keywords)
+
+
+@lent.while_hung
 def forward_adapted(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
     """As PEFT's, of adapters around experts that run here."""
     inner = peft.adapted(self)
@@ -106,7 +113,7 @@ def forward_adapted(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor
             "leave the experts on one rank."
         )
     own = inner.__dict__.get("forward")
-    here = getattr(own, "func", None) is forward and not lent.hooked(inner)
+    here = getattr(own, "func", None) is bound and not lent.hooked(inner)
     plain = "adapter_names" not in keywords and not torch.compiler.is_compiling()
     found = peft.factors(self) if here and plain and not lent.sharded(inner) else None
     if found is None:
