@@ -32,6 +32,7 @@ from fuseops.ops.halves import is_gate
 from fuseops.ops.local import Local, Ranks, halved
 from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of
+from fuseops.ops.stored import stored_in
 from fuseops.ops.vocab_parallel import vocabulary_over
 from fuseops.run.composed import Composed
 
@@ -90,7 +91,14 @@ class _Style(ParallelStyle):
 
 
 def check_whole(style: str, module: nn.Module) -> None:
-    """Raise FuseOpsError where parameters are spread already."""
+    """Raise FuseOpsError where parameters are spread already, or have no values."""
+    stored = stored_in(module)
+    if stored is not None and stored.lives:
+        raise FuseOpsError(
+            f"{style}: the weight of {path_of(module) or type(module).__name__} lives as {stored.scaling} "
+            "(fo.quantized_init), and its Parameter has no values to spread: build the model without, and let a recipe "
+            "quantize each rank's part."
+        )
     for name, p in module._parameters.items():
         if torch_private.is_dtensor(type(p)):
             held: Any = p

@@ -700,6 +700,9 @@ def law_wrong_use_says_so() -> None:
     both = fo.MoE(D, 4, E, TOP)
     parallelize_module(both, mesh(), tp_plan(both))
     raises("over a mesh already", lambda: ExpertParallel()._apply(both, mesh()))
+    with fo.quantized_init(fo.recipes.Float8BlockScaling()):
+        codes = layer()
+    raises("has no values to spread", lambda: parallel()._apply(codes, mesh()))
     raises("main_grad", lambda: layer(accumulate_into_main_grad=True, ep=mesh()))
     raises("spread over ranks already", lambda: parallel()._apply(layer(ep=mesh()), mesh()))
     raises("way gave None", lambda: ExpertParallel(way=lambda *_: None)._apply(layer(), mesh()))  # type: ignore[arg-type,return-value]

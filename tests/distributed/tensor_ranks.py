@@ -428,9 +428,12 @@ def law_wrong_plans_are_refused() -> None:
     refused("is a DTensor already", lambda: columns()._apply(twice[1], mesh()))
     last, late = Shard(-1), distributed.RowwiseParallel
     every = (columns(), late(), distributed.SequenceParallel(), distributed.Replicated())
+    with fo.quantized_init(fo.recipes.Float8BlockScaling()):
+        codes = fo.ops.Linear(D, D)
     for style in every:  # of one Parameter a group no gradient would be added up
         apart = fo.ops.GroupedLinear(2, D, D, packed=False)
         refused("one Parameter a group", partial(style._apply, apart, mesh()))
+        refused("has no values to spread", partial(style._apply, codes, mesh()))
     for style in (columns(input_layouts=last), late(output_layouts=last)):
         op = fo.ops.Linear(D, D).double()
         refused("another axis than the last", partial(style._apply, op, mesh()))
