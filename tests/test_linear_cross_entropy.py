@@ -304,6 +304,26 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message:
         fo.ops.LinearCrossEntropy(D, V, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("label_smoothing", 2.0),
+        ("temperature", 0.0),
+        ("soft_cap", -1.0),
+        ("z_loss", float("nan")),
+        ("chunk_bytes", 1e9),
+        ("ignore_index", 1.5),
+    ],
+)
+def test_options_that_are_assigned_are_checked_too(name: str, value: float) -> None:
+    head = fo.ops.LinearCrossEntropy(D, 37)
+    x, targets = torch.randn(3, D), torch.zeros(3, dtype=torch.int64)
+    head(x, targets=targets)
+    setattr(head, name, value)
+    with pytest.raises(fo.FuseOpsError, match=name):
+        head(x, targets=targets)
+
+
 @pytest.mark.parametrize("targets", [torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 9)])
 def test_targets_of_another_shape_or_dtype_are_refused(targets: Tensor) -> None:
     x, weight, _, _ = operands()

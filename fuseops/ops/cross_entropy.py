@@ -196,6 +196,8 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             loss, *rest = found if isinstance(found, tuple) else (found,)
             side = dict(zip(self.writes, rest, strict=True))
             return Out(loss, LinearCrossEntropySaved(), side or None)
+        if not torch.compiler.is_compiling():
+            self._options.check()  # they may be assigned
         classes = len(weight) if self.vocabulary is None else self.vocabulary.total
         check_operands("LinearCrossEntropy", x, weight, bias, class_weights, classes)
         self._check_targets(x, targets, classes)
