@@ -293,13 +293,35 @@ def test_a_step_holds_no_whole_logits() -> None:
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"soft_cap": -1.0}, "soft_cap=-1.0"),
         ({"gradients": "forward", "reduction": "none"}, "one number"),
-        ({"chunk_bytes": 0}, "chunk_bytes=0"),
+        ({"chunk_bytes": 0}, "chunk_bytes is 0"),
+        ({"chunk_bytes": 1e9}, "chunk_bytes is 1000000000.0, expected an integer from 1 on"),
         ({"weight": torch.ones(3)}, r"of shape \(37,\)"),
+        ({"weight": torch.ones(37, requires_grad=True)}, "weight wants a gradient"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(fo.FuseOpsError, match=message):
         fo.ops.LinearCrossEntropy(D, V, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("label_smoothing", 2.0),
+        ("temperature", 0.0),
+        ("soft_cap", -1.0),
+        ("z_loss", float("nan")),
+        ("chunk_bytes", 1e9),
+        ("ignore_index", 1.5),
+    ],
+)
+def test_options_that_are_assigned_are_checked_too(name: str, value: float) -> None:
+    head = fo.ops.LinearCrossEntropy(D, 37)
+    x, targets = torch.randn(3, D), torch.zeros(3, dtype=torch.int64)
+    head(x, targets=targets)
+    setattr(head, name, value)
+    with pytest.raises(fo.FuseOpsError, match=name):
+        head(x, targets=targets)
 
 
 @pytest.mark.parametrize("targets", [torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 9)])

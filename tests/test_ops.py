@@ -3,11 +3,12 @@
 import copy
 import importlib
 import pkgutil
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -132,6 +133,26 @@ def test_only_what_a_needed_gradient_reads_is_saved(op: type[Op[Any]], data: st.
     table = model.saves_for or {}
     allowed = {f"0.{f}" for need in needs for f in table.get(need, fields)}
     assert set(saved_names(case)) <= (set() if model.alias else allowed)
+
+
+@every_op
+@some
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@given(data=st.data())
+def test_a_batch_of_output_gradients_gives_what_each_alone_does(
+    op: type[Op[Any]], data: st.DataObject
+) -> None:
+    case = data.draw(op_cases(op, kinds=["normal"]))
+    assume(case.x.shape[-1] > 1)  # RoPE of no pairs passes x on, which torch has no rule for
+    case = ask(case, set(needed(case)))
+    y, wanted = y_of(case), [*needed(case).values()]
+    dys = torch.randn(2, *y.shape, dtype=y.dtype)
+    grad = partial(torch.autograd.grad, y, wanted, retain_graph=True, allow_unused=True)
+    batched, each = grad(dys, is_grads_batched=True), [grad(dy) for dy in dys]
+    for found, *expected in zip(batched, *each, strict=True):
+        assert (found is None) == (None in expected)
+        if found is not None:
+            torch.testing.assert_close(found, torch.stack(expected), equal_nan=True)
 
 
 @every_op

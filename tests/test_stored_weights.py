@@ -165,6 +165,13 @@ def test_a_checkpoint_with_scales_goes_in_and_out_bit_for_bit(make: Any) -> None
         assert out[key].dtype is t.dtype and torch.equal(
             out[key].view(torch.uint8), t.view(torch.uint8)
         ), key
+    with torch.device("meta"):
+        empty = stored(make)
+    empty.load_state_dict(state, assign=True)
+    for key, t in empty.state_dict().items():
+        assert torch.equal(t.view(torch.uint8), state[key].view(torch.uint8)), key
+    with fo.recipe(RECIPE):
+        assert torch.equal(empty(tokens()), model(tokens()))
     plain = make().float()
     plain.load_state_dict(state)
     for key in keys:

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+Done = dict[Any, Any]
+"""What one call has spread, by what it was: layers may share ops (`MoE.replaying`) and parameters."""
+
+
 class ExpertParallel(ParallelStyle):
     """Spreads the experts of every layer in a module over the ranks of a mesh of one dimension.
 
@@ -75,12 +79,13 @@ class ExpertParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         found = False
+        done: Done = {}
         for inner in list(module.modules()):
             if isinstance(inner, Composed) and isinstance(_dispatch(inner), ops.Dispatch):
-                self._spread(inner, device_mesh)
+                self._spread(inner, device_mesh, done)
                 found = True
             elif of_transformers(inner):
-                self._spread_lent(inner, device_mesh)
+                self._spread_lent(inner, device_mesh, done)
                 found = True
         if not found:
             spread = any(isinstance(inner, ExpertDispatch) for inner in module.modules())
@@ -92,7 +97,8 @@ class ExpertParallel(ParallelStyle):
             )
         return module
 
-    def _spread(self, layer: Composed, mesh: DeviceMesh) -> None:
+    def _spread(self, layer: Composed, mesh: DeviceMesh, done: Done | None = None) -> None:
+        done = {} if done is None else done
         children: dict[str, Any] = dict(layer._modules)
         dispatch = children["dispatch"]
         combine = [name for name, op in children.items() if isinstance(op, ops.Combine)]
@@ -102,7 +108,7 @@ class ExpertParallel(ParallelStyle):
                 "Combine behind 'dispatch', and no 'collect' of its own."
             )
         for child in children.values():
-            if isinstance(child, ops.GroupedLinear):
+            if isinstance(child, ops.GroupedLinear) and child not in done:
                 _check(child)
         top_k: Any = children[combine[0]].top_k
         exchange = choose(self.way, mesh, dispatch.num_experts, top_k, **self.limits)
@@ -113,7 +119,7 @@ class ExpertParallel(ParallelStyle):
         layer._modules.clear()
         for name, child in children.items():
             if isinstance(child, ops.GroupedLinear):
-                self._shard(child, mesh)
+                self._shard(child, mesh, done)
             elif isinstance(child, ops.Router):
                 child.over = mesh
             elif isinstance(child, ops.Combine):
@@ -124,16 +130,19 @@ class ExpertParallel(ParallelStyle):
             if name == combine[0]:
                 layer.add_module("collect", ExpertCollect(exchange))
 
-    def _shard(self, op: ops.GroupedLinear, mesh: DeviceMesh) -> None:
-        _shard_first(op, mesh)
+    def _shard(self, op: ops.GroupedLinear, mesh: DeviceMesh, done: Done) -> None:
+        if op in done:
+            return
+        done[op] = op
+        _shard_first(op, mesh, done)
         op.num_groups //= mesh.size()
         local = Local(mean_of=mesh.size() if self.average else 1)
-        op._local = {"weight": local, "bias": local}
+        op._local = dict.fromkeys(("weight", "bias", "down", "up"), local)
 
-    def _spread_lent(self, experts: Any, mesh: DeviceMesh) -> None:
+    def _spread_lent(self, experts: Any, mesh: DeviceMesh, done: Done) -> None:
         check_mesh(mesh, experts.num_experts)
         check_whole("ExpertParallel", experts)
-        _shard_first(experts, mesh)
+        _shard_first(experts, mesh, done)
         experts.__dict__[SPREAD] = partial(self._spread, mesh=mesh)
 
 
@@ -153,11 +162,13 @@ def _check(op: ops.GroupedLinear) -> None:
     check_whole("ExpertParallel", op)
 
 
-def _shard_first(module: nn.Module, mesh: DeviceMesh) -> None:
+def _shard_first(module: nn.Module, mesh: DeviceMesh, done: Done) -> None:
     """Make every parameter a DTensor, sharded by its first axis."""
     for name, p in module._parameters.items():
         if p is not None:
-            module._parameters[name] = placed(p, p.detach(), mesh, Shard(0))
+            if p not in done:
+                done[p] = placed(p, p.detach(), mesh, Shard(0))
+            module._parameters[name] = done[p]
 
 
 def _ahead_of_shared(children: dict[str, Any], arrive: ExpertArrive) -> dict[str, Any]:

@@ -32,10 +32,12 @@ from fuseops.ops.halves import is_gate
 from fuseops.ops.local import Local, Ranks, halved
 from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of
+from fuseops.ops.stored import stored_in
 from fuseops.ops.vocab_parallel import vocabulary_over
 from fuseops.run.composed import Composed
 
 Products = (ops.Linear, ops.GroupedLinear)
+OUTPUTS = {"weight": -2, "up": -2, "bias": -1}  # parameters with an axis of outputs, from the last
 
 
 class _Style(ParallelStyle):
@@ -58,6 +60,11 @@ class _Style(ParallelStyle):
             raise FuseOpsError(
                 f"{type(module).__name__}(accumulate_into_main_grad=True) has buffers of its own, which are no "
                 "DTensors: leave it off under tensor parallelism."
+            )
+        if not getattr(module, "packed", True):
+            raise FuseOpsError(
+                f"{type(self).__name__}: {path_of(module) or type(module).__name__} (packed=False) has one Parameter a "
+                "group: build it packed for tensor parallelism."
             )
         check_whole(type(self).__name__, module)
         self._lay_out(module, device_mesh)
@@ -84,7 +91,14 @@ class _Style(ParallelStyle):
 
 
 def check_whole(style: str, module: nn.Module) -> None:
-    """Raise FuseOpsError where parameters are spread already."""
+    """Raise FuseOpsError where parameters are spread already, or have no values."""
+    stored = stored_in(module)
+    if stored is not None and stored.lives:
+        raise FuseOpsError(
+            f"{style}: the weight of {path_of(module) or type(module).__name__} lives as {stored.scaling} "
+            "(fo.quantized_init), and its Parameter has no values to spread: build the model without, and let a recipe "
+            "quantize each rank's part."
+        )
     for name, p in module._parameters.items():
         if torch_private.is_dtensor(type(p)):
             held: Any = p
@@ -149,8 +163,9 @@ class ColwiseParallel(_Style):
         before = () if alone else _entry(self.input_layouts, mesh)
         attribute = "size" if alone else "out_features"
         _divide(op, attribute, mesh, 2 if self.gate_up else 1)
-        self._spread(op, "weight", mesh, -2, Local(-3 if self.gate_up else 0))
-        self._spread(op, "bias", mesh, -1, Local(-2 if self.gate_up else 0))
+        for name, axis in OUTPUTS.items():
+            self._spread(op, name, mesh, axis, Local(axis - 1 if self.gate_up else 0))
+        self._spread(op, "down", mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
         op._layout = self.input_layouts
         if alone:
             return
@@ -197,8 +212,10 @@ class RowwiseParallel(_Style):
             op._around = ((), after)
             return
         _divide(op, "in_features", mesh, 1)
-        self._spread(op, "weight", mesh, -1, Local())
+        for name in ("weight", "down"):
+            self._spread(op, name, mesh, -1, Local())
         self._spread(op, "bias", mesh, None, Local(whole="first", ranks=Ranks(mesh)))
+        self._spread(op, "up", mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
         op._layout = Shard(-1)
         if "probs" in op.reads:
             _sum_of_probs(op, mesh)
@@ -223,7 +240,7 @@ class SequenceParallel(_Style):
         self.sequence_dim = sequence_dim
 
     def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
-        for name in ("weight", "bias"):
+        for name in [*op._parameters]:
             self._spread(op, name, mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
         op._layout = Shard(self.sequence_dim)
 
@@ -279,10 +296,6 @@ def _divide(op: Any, attribute: str, mesh: DeviceMesh, parts: int) -> None:
         raise FuseOpsError(
             f"{type(op).__name__}.{attribute} is {size}, which does not divide by {of}{ranks} ranks."
         )
-    if not getattr(op, "packed", True):
-        raise FuseOpsError(
-            "GroupedLinear(packed=False) has one Parameter a group: build it packed for tensor parallelism."
-        )
     setattr(op, attribute, size // ranks)
 
 
@@ -300,7 +313,7 @@ def tp_plan(
         Sequential work on this rank's tokens.
     Its other ops are `Replicated` without sequence_parallel. What else a model has (attention, say) takes entries of
     yours: the plan is a dict of styles by path.
-    Raises FuseOpsError where there is no MLP.
+    Raises FuseOpsError where there is no MLP, and for an op that shares a parameter with another module.
     """
     plan: dict[str, ParallelStyle] = {}
     for path, module in model.named_modules():
@@ -317,7 +330,24 @@ def tp_plan(
         if isinstance(module, Op) and path not in plan and module.__dict__["_parameters"]:
             head = isinstance(module, ops.LinearCrossEntropy)
             plan[path] = ColwiseParallel() if head else Replicated()
+    _check_untied(model, plan)
     return plan
+
+
+def _check_untied(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
+    """Raise FuseOpsError where a style would make a parameter of its own of one that two modules share."""
+    homes: dict[nn.Parameter, str] = {}
+    for path, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is None:
+                continue
+            first = homes.setdefault(p, path)
+            if first != path and not plan.keys().isdisjoint((first, path)):
+                raise FuseOpsError(
+                    f"tp_plan: {name} of {path!r} is a parameter of {first!r} too, and a style lays out one op at a "
+                    "time, so that they would be two from then on. Untie them, or plan the modules without: "
+                    "tp_plan(model.blocks)."
+                )
 
 
 def _plan_of(
@@ -390,12 +420,12 @@ def split_halves(model: nn.Module) -> nn.Module:
 
 
 def _split(op: Any) -> None:
-    for name, axis in (("weight", -3), ("bias", -2)):
+    for name, axis in OUTPUTS.items():
         parameter = op._parameters.get(name)
         if parameter is not None and name not in op._local:
-            halves = halved(parameter.detach(), axis)
+            halves = halved(parameter.detach(), axis - 1)
             op._parameters[name] = nn.Parameter(halves, parameter.requires_grad)
-            op._local = {**op._local, name: Local(axis)}
+            op._local = {**op._local, name: Local(axis - 1)}
 
 
 def shard_placement(parameter: nn.Parameter) -> Any:

@@ -95,16 +95,19 @@ def split_gate(x: Tensor, interleave: int = 0) -> tuple[Tensor, Tensor]:
     if not interleave:
         gate, linear = x.chunk(2, dim=-1)
         return gate, linear
-    gate, linear = x.unflatten(-1, (-1, 2, interleave)).unbind(-2)
-    return gate.flatten(-2), linear.flatten(-2)
+    # by reshape, which a batch of output gradients (is_grads_batched) goes through, and unflatten does not
+    *rows, width = x.shape
+    gate, linear = x.reshape(*rows, width // (2 * interleave), 2, interleave).unbind(-2)
+    return gate.reshape(*rows, width // 2), linear.reshape(*rows, width // 2)
 
 
 def join_gate(gate: Tensor, linear: Tensor, interleave: int = 0) -> Tensor:
     """Inverse of `split_gate`."""
     if not interleave:
         return torch.cat([gate, linear], dim=-1)
-    halves = [h.unflatten(-1, (-1, interleave)) for h in (gate, linear)]
-    return torch.stack(halves, dim=-2).flatten(-3)
+    *rows, width = gate.shape
+    halves = [h.reshape(*rows, width // interleave, interleave) for h in (gate, linear)]
+    return torch.stack(halves, dim=-2).reshape(*rows, 2 * width)
 
 
 Form = tuple[Any, ...]

@@ -196,19 +196,23 @@ def _gradients(
     """dx, and the sums of dweight (or main_grad, with them added) and dbias unrounded."""
     x, weight, dtype = p.x, p.weight, accumulator(p.x.dtype)
     need_dx, need_dweight, need_dbias = p.needs
-    dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0)
-    dweight = main_grad if main_grad is not None else _zeros(weight, dtype, need_dweight)
-    dbias = _zeros(weight[:, 0], dtype, need_dbias)
+    dx, dweight, dbias = [], main_grad, None
     for s in row_chunks(len(x), len(weight), x.itemsize, p.chunk_bytes):
         rows = lse[s], expected[s], [g[s] for g in grads]
         dlogits = _dlogits(_logits(p, s), p.targets[s], p.criterion, *rows).to(x.dtype)
         if need_dx:
-            dx[s] = dlogits @ weight
+            dx.append(dlogits @ weight)
         if need_dweight:
-            dweight += (wide(dlogits).t() @ wide(x[s])).to(dweight.dtype)
+            dweight = _added(dweight, (wide(dlogits).t() @ wide(x[s])).to(dtype))
         if need_dbias:
-            dbias += wide(dlogits).sum(0)
-    return dx, dweight, dbias
+            dbias = _added(dbias, wide(dlogits).sum(0))
+    dweight, dbias = (x.new_empty(0, dtype=dtype) if t is None else t for t in (dweight, dbias))
+    return torch.cat(dx) if need_dx else x.new_empty(0), dweight, dbias
+
+
+def _added(total: Tensor | None, part: Tensor) -> Tensor:
+    """The first part begins the sum: of a batch of output gradients (is_grads_batched) it is a batch."""
+    return part if total is None else total.add_(part)
 
 
 @of_fields(Head)
@@ -228,10 +232,6 @@ def _logit_grads_into(logits: Tensor, p: HeldClasses) -> Tensor:
     if p.dbias is not None:
         p.dbias += wide(logits).sum(0)
     return logits @ p.weight if p.need_dx else p.x.new_empty(0)
-
-
-def _zeros(like: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
-    return torch.zeros(like.shape if wanted else (0,), dtype=dtype, device=like.device)
 
 
 def _logits(p: Head, rows: slice) -> Tensor:

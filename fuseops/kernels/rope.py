@@ -27,7 +27,10 @@ def _apply_rope(
     first, second = rotary_pairs(wide(x), pairs, interleaved)
     c, s = (t.unsqueeze(-2).to(first.dtype) for t in (cos, -sin if inverse else sin))
     turned = [first * c - second * s, second * c + first * s]
-    y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    if interleaved:  # by reshape: a batch of output gradients does not go through flatten
+        y = torch.stack(turned, -1).reshape(*first.shape[:-1], 2 * pairs)
+    else:
+        y = torch.cat(turned, -1)
     return torch.cat([y.to(x.dtype), x[..., 2 * pairs :]], -1)
 
 

@@ -123,6 +123,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         self.bias = nn.Parameter(torch.empty(vocab_size, **factory)) if bias else None
         if weight is not None:
             check_tensors("LinearCrossEntropy", weight=weight)
+            _refuse_gradient("LinearCrossEntropy", weight)
         if weight is not None and weight.shape != (vocab_size,):
             raise ShapeError(
                 f"LinearCrossEntropy expects weight, one number a class, of shape ({vocab_size},), got "
@@ -195,6 +196,8 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             loss, *rest = found if isinstance(found, tuple) else (found,)
             side = dict(zip(self.writes, rest, strict=True))
             return Out(loss, LinearCrossEntropySaved(), side or None)
+        if not torch.compiler.is_compiling():
+            self._options.check()  # they may be assigned
         classes = len(weight) if self.vocabulary is None else self.vocabulary.total
         check_operands("LinearCrossEntropy", x, weight, bias, class_weights, classes)
         self._check_targets(x, targets, classes)
@@ -389,6 +392,13 @@ def check_operands(
             )
 
 
+def _refuse_gradient(who: str, weight: Tensor) -> None:
+    if weight.requires_grad:
+        raise FuseOpsError(
+            f"{who}: weight wants a gradient and would get none, as in torch: detach it."
+        )
+
+
 def _needed(t: Any) -> Any:
     """A saved field that `saves_for` has kept."""
     if t is None:
@@ -438,10 +448,8 @@ def linear_cross_entropy(
         ignored, label_smoothing, z_loss, soft_cap, temperature, reduction, published, gradients,
         chunk_bytes,
     )  # fmt: skip
-    if weight is not None and weight.requires_grad:
-        raise FuseOpsError(
-            "linear_cross_entropy: weight wants a gradient and would get none, as in torch: detach it."
-        )
+    if weight is not None:
+        _refuse_gradient("linear_cross_entropy", weight)
     mesh, total = None, 0
     if torch_private.is_dtensor(type(linear_weight)):
         check_layout(linear_weight, linear_bias)

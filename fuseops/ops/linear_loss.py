@@ -19,7 +19,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.cross_entropy import add_weight_grad, row_chunks
 
-from .checks import check_tensors, is_number
+from .checks import check_integers, check_tensors
 from .cross_entropy import check_operands
 from .loss_options import CHUNK_BYTES
 from .op import Call, Grads, Op, Out, Shape
@@ -63,7 +63,8 @@ def linear_loss(
     loss (6 N D V operations in all), by autograd over `loss` for the chunk; that of the weight is summed in float32.
     Under torch.compile the graph is broken here.
     Raises ShapeError for other shapes and for dtypes that differ, FuseOpsError where rows, or a tensor that `loss`
-    reads from elsewhere, want a gradient, where it returns no number, and for a chunk_bytes below 1.
+    reads from elsewhere, want a gradient, where it returns no number, and for a chunk_bytes that is no integer from 1
+    on.
     """
     named = {f"rows {k}": t for k, t in enumerate(rows)}
     named |= {} if linear_bias is None else {"linear_bias": linear_bias}
@@ -86,8 +87,7 @@ def linear_loss(
                 f"linear_loss: rows {k} want a gradient and would get none: detach them, or make what they are "
                 "of a part of `loss`."
             )
-    if not is_number(chunk_bytes) or chunk_bytes < 1:
-        raise FuseOpsError(f"linear_loss got chunk_bytes={chunk_bytes!r}: a number of bytes.")
+    check_integers("linear_loss", 1, chunk_bytes=chunk_bytes)
     given = {"weight": linear_weight} | ({} if linear_bias is None else {"bias": linear_bias})
     side = {**given, **{f"rows{k}": t for k, t in enumerate(rows)}}
     op = _LinearLoss(loss, tuple(given), len(rows), chunk_bytes)

@@ -53,12 +53,9 @@ class LossOptions(NamedTuple):
             "temperature": (is_number(self.temperature) and self.temperature > 0, "above zero"),
             "publishes": (known, f"names among {ROWS}"),
             "gradients": (self.gradients in (None, "forward", "backward"), ways),
-            "chunk_bytes": (
-                is_number(self.chunk_bytes) and self.chunk_bytes >= 1,
-                "a number of bytes",
-            ),
         }
         check_integers("LinearCrossEntropy", ignore_index=self.ignore_index)
+        check_integers("LinearCrossEntropy", 1, chunk_bytes=self.chunk_bytes)
         for name, (fine, wanted) in fits.items():
             if not fine:
                 raise FuseOpsError(

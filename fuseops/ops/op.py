@@ -376,7 +376,8 @@ class Op(nn.Module, Generic[S]):
         self._drop_kept()
         fit_all(self, state_dict, prefix)
         fit_state(self._buffers, state_dict, prefix)
-        taken = stored.load(self, state_dict, prefix, args[-1])
+        assign = args[0].get("assign_to_params_buffers", False)
+        taken = stored.load(self, state_dict, prefix, args[-1], assign)
         super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
         missing: list[str] = args[-3]
         missing[:] = [key for key in missing if key not in taken]

@@ -68,16 +68,25 @@ class StoredWeight:
         return Quantized(self.codes(), None, self.scaling, None, dtype).dequantize()
 
     @torch.no_grad()
-    def write(self, values: Tensor) -> None:
+    def write(self, values: Tensor, assign: bool = False) -> None:
         """Make the codes of these values, where they are."""
         row = cast("Layout", weight_operand(values, self.scaling, row=True, col=False).row)
-        self.put(*row)
+        self.put(*row, assign)
 
     @torch.no_grad()
-    def put(self, data: Tensor, scale: Tensor) -> None:
-        """Take codes and scales as they are."""
+    def put(self, data: Tensor, scale: Tensor, assign: bool = False) -> None:
+        """Take codes and scales as they are.   assign: these tensors, on their device, in the place of those here"""
         for name, t, raw in ((CODES, data, torch.uint8), (SCALES, scale, torch.int32)):
-            self.buffers[name].copy_(t.contiguous().view(raw))  # type: ignore[union-attr]
+            given = t.contiguous().view(raw)
+            if assign:
+                self.buffers[name] = given
+            else:
+                self.buffers[name].copy_(given)  # type: ignore[union-attr]
+        if assign:  # torch makes another Parameter too
+            weight = cast("nn.Parameter", self.parameters["weight"])
+            carrier = blank(weight.shape, weight.dtype, data.device)
+            self.parameters["weight"] = nn.Parameter(carrier, weight.requires_grad)
+            self.listen()
 
     def refill(self) -> None:
         """Make the codes of the master."""
@@ -213,9 +222,12 @@ def save(op: nn.Module, state: dict[str, Any], prefix: str, keep_vars: bool) -> 
         state[prefix + MASTER] = stored.master if keep_vars else stored.master.detach()
 
 
-def load(op: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> tuple[str, ...]:
+def load(
+    op: nn.Module, state: dict[str, Any], prefix: str, errors: list[str], assign: bool = False
+) -> tuple[str, ...]:
     """Take what a state_dict has for the weight: codes with their scales, bit for bit where the weight lives in them,
     else what they stand for; high precision, which is quantized where the weight lives in codes.   -> keys taken
+    assign: as of `load_state_dict`
     """
     stored, key = stored_in(op), f"{prefix}weight"
     stored = stored if stored is not None and stored.lives else None
@@ -235,9 +247,9 @@ def load(op: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -
     if stored is None or given is None or given.shape != stored.parameters["weight"].shape:  # type: ignore[union-attr]
         return ()
     if isinstance(given, Quantized) and given.scaling.data is stored.scaling.data:
-        stored.put(*cast("Layout", given.row))
+        stored.put(*cast("Layout", given.row), assign)
     else:
-        stored.write(given.dequantize() if isinstance(given, Quantized) else given)
+        stored.write(given.dequantize() if isinstance(given, Quantized) else given, assign)
     master = state.pop(prefix + MASTER, None)
     if master is not None or stored.master is not None:
         with torch.no_grad():

@@ -101,10 +101,17 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
 
 
-def layer(seed: int = 0, **options: Any) -> fo.MoE:
+def layer(seed: int = 0, low_rank: int | None = None, **options: Any) -> fo.MoE:
     torch.manual_seed(seed)
     options = {"dtype": torch.float64, "top_k": TOP, **options}
-    return fo.MoE(D, F, E, **options)
+    moe = fo.MoE(D, F, E, **options)
+    for name, op in moe.named_children() if low_rank else ():
+        if isinstance(op, fo.ops.GroupedLinear):
+            sizes = op.num_groups, op.in_features, op.out_features, op.bias is not None
+            made = fo.ops.GroupedLinear(*sizes, low_rank=low_rank, dtype=torch.float64)
+            torch.nn.init.uniform_(made.up)
+            moe.add_module(name, made)
+    return moe
 
 
 def batch(tokens: list[int], spread: float = 1.0) -> list[Tensor]:
@@ -184,6 +191,22 @@ def law_every_option_equals_one_process() -> None:
     equal_to_one_process(tokens(6, 3), balance_loss=0.1, z_loss=0.1)
     equal_to_one_process(tokens(3, 8), z_loss=0.1, score="sigmoid", expert_bias=True, scale=1.5)
     equal_to_one_process(tokens(2, 9), activation="geglu", router_bias=True)
+    equal_to_one_process(tokens(5, 4), low_rank=2)
+
+
+def law_what_layers_share_they_share_over_ranks() -> None:
+    """Ops, as a layer and its replay do, and parameters."""
+    moe, other = layer(), layer(seed=1)
+    other.fc1.weight = moe.fc1.weight  # type: ignore[union-attr]
+    model = torch.nn.ModuleList([moe, moe.replaying(), other])
+    whole_ones = copy.deepcopy(model)
+    parallelize_module(model, mesh(), parallel(average=False, capacity=8.0))
+    x = batch(tokens(5, 4))[dist.get_rank()]
+    for first, replay, tied in (whole_ones, model):
+        y, chosen = first(x, returns=("experts",))
+        close(replay(x, chosen=chosen), y, "y")
+        assert tied.fc1.weight is replay.fc1.weight is first.fc1.weight
+    close(model[2](x), whole_ones[2](x), "y")
 
 
 def law_a_rank_may_have_no_token() -> None:
@@ -655,6 +678,21 @@ def law_models_of_transformers_spread_too() -> None:
         raises("makes 'model.layers.0' again, the other does not", attach)
 
 
+def law_adapters_of_experts_over_ranks_are_refused() -> None:
+    """Adapters of other modules are not, nor those that are switched off."""
+    peft, x = pytest.importorskip("peft"), torch.randint(1, 17, (1, 6))
+    both = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"]
+    )
+    alone, model = of_transformers(), peft.get_peft_model(of_transformers(), both)
+    hf.apply(alone)
+    hf.apply(model)
+    parallelize_module(model, mesh(), parallel())
+    raises("has adapters of 'gate_up_proj', whose factors are of all", lambda: model(x))
+    with model.disable_adapter():
+        close(model(x).logits, alone(x).logits, "logits")
+
+
 def law_wrong_use_says_so() -> None:
     raises("must divide", lambda: fo.MoE(D, F, 7, 2, ep=mesh()))
     raises("no experts to spread", lambda: ExpertParallel()._apply(nn.Linear(2, 2), mesh()))
@@ -662,6 +700,9 @@ def law_wrong_use_says_so() -> None:
     both = fo.MoE(D, 4, E, TOP)
     parallelize_module(both, mesh(), tp_plan(both))
     raises("over a mesh already", lambda: ExpertParallel()._apply(both, mesh()))
+    with fo.quantized_init(fo.recipes.Float8BlockScaling()):
+        codes = layer()
+    raises("has no values to spread", lambda: parallel()._apply(codes, mesh()))
     raises("main_grad", lambda: layer(accumulate_into_main_grad=True, ep=mesh()))
     raises("spread over ranks already", lambda: parallel()._apply(layer(ep=mesh()), mesh()))
     raises("way gave None", lambda: ExpertParallel(way=lambda *_: None)._apply(layer(), mesh()))  # type: ignore[arg-type,return-value]

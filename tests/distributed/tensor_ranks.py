@@ -156,12 +156,12 @@ def law_a_bias_of_its_own_and_blocks_in_blocks() -> None:
 
 def law_experts() -> None:
     """Grouped MLPs, whose probabilities are a side input, and a whole MoE layer with shared experts."""
-    for bias in (False, True):
+    for bias, low_rank in ((False, None), (True, None), (True, 2)):
         model = fo.Sequential(
             {
-                "fc1": fo.ops.GroupedLinear(3, D, 2 * F, bias=bias),
+                "fc1": fo.ops.GroupedLinear(3, D, 2 * F, bias=bias, low_rank=low_rank),
                 "act": fo.ops.ScaledSwiGLU(),
-                "fc2": fo.ops.GroupedLinear(3, F, D, bias=bias, scale_bias=True),
+                "fc2": fo.ops.GroupedLinear(3, F, D, bias=bias, scale_bias=True, low_rank=low_rank),
             }
         ).double()
         randomised(model)
@@ -427,6 +427,13 @@ def law_wrong_plans_are_refused() -> None:
     twice = parallelized(mlp())
     refused("is a DTensor already", lambda: columns()._apply(twice[1], mesh()))
     last, late = Shard(-1), distributed.RowwiseParallel
+    every = (columns(), late(), distributed.SequenceParallel(), distributed.Replicated())
+    with fo.quantized_init(fo.recipes.Float8BlockScaling()):
+        codes = fo.ops.Linear(D, D)
+    for style in every:  # of one Parameter a group no gradient would be added up
+        apart = fo.ops.GroupedLinear(2, D, D, packed=False)
+        refused("one Parameter a group", partial(style._apply, apart, mesh()))
+        refused("has no values to spread", partial(style._apply, codes, mesh()))
     for style in (columns(input_layouts=last), late(output_layouts=last)):
         op = fo.ops.Linear(D, D).double()
         refused("another axis than the last", partial(style._apply, op, mesh()))
@@ -435,6 +442,11 @@ def law_wrong_plans_are_refused() -> None:
         assert op(x).shape == (TOKENS, D // 2) and op.in_features == D
     refused("sequence_dim is -1", lambda: distributed.SequenceParallel(sequence_dim=-1))
     refused("tp_plan found no MLP", lambda: distributed.tp_plan(nn.Linear(2, 2)))
+    tied = nn.ModuleDict({"emb": nn.Embedding(F, D), "blocks": mlp()})
+    tied["head"] = fo.ops.LinearCrossEntropy(D, F)
+    tied["head"].weight = tied["emb"].weight
+    refused("weight of 'head' is a parameter of 'emb' too", lambda: distributed.tp_plan(tied))
+    assert distributed.tp_plan(tied["blocks"])
     moe = fo.MoE(D, F, 4, 2)
     refused("router", lambda: distributed.tp_plan(moe, sequence_parallel=True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -145,6 +146,28 @@ def test_a_change_is_that_of_a_stock_model(what: str, name: str, again: bool) ->
     agree(step(ours, x, **more), step(theirs, x, **more))
     twin = copy.deepcopy(ours)
     agree(step(twin, x, **more), step(theirs, x, **more))
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("name", ["Mixtral", "DeepSeek-V3", "GPT-OSS", "Llama"])
+def test_what_wraps_a_forward_calls_it_after_apply_and_revert(name: str, pack: bool) -> None:
+    """As accelerate wraps that of a model for mixed precision."""
+    model, x = stock(name).train(), tokens()
+    expected = step(model, x)
+    hf.apply(model, pack=pack)
+    for module in model.modules():
+        if "forward" in vars(module):
+            module.forward = wrapped(module.forward)
+    for _ in range(2):
+        assert model(x, labels=x).logits is None
+        hf.apply(model)
+    hf.revert(model)
+    assert model(x, labels=x).logits is not None
+    agree(step(model, x), expected)
+
+
+def wrapped(forward: Any) -> Any:
+    return functools.wraps(forward)(lambda *args, **keywords: forward(*args, **keywords))
 
 
 @pytest.mark.parametrize("again", [False, True])

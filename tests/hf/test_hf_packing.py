@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import shutil
 from typing import Any
 
@@ -68,11 +69,11 @@ def test_the_packed_op_keeps_the_laws() -> None:
 
 
 def test_a_copy_and_what_runs_as_written() -> None:
-    """A hook on the packed projection runs, and a copy has weights of its own."""
+    """A hook on the packed projection runs; a copy, and one through pickle, has weights of its own, and is unpacked."""
     model, x = stock("Llama"), tokens()
     expected = step(copy.deepcopy(model), x)
     hf.apply(model, pack=True)
-    other, seen = copy.deepcopy(model), []
+    others, seen = (copy.deepcopy(model), pickle.loads(pickle.dumps(model))), []
     model.model.layers[0].mlp.gate_up_proj.register_forward_hook(lambda *_: seen.append(1))  # type: ignore[index, union-attr]
     with torch.no_grad():
         for p in model.parameters():
@@ -82,7 +83,11 @@ def test_a_copy_and_what_runs_as_written() -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    agree(apart(step(other, x)), expected)
+    for other in others:
+        agree(apart(step(other, x)), expected)
+        hf.revert(other)
+        agree(step(other, x), expected)
+        assert other._weight_conversions == []
 
 
 def test_what_cannot_be_packed_stays_apart_with_the_reason() -> None:

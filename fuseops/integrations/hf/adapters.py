@@ -277,6 +277,7 @@ def build(wrapper: Any) -> AdaptedLinear:
     return op
 
 
+@lent.while_hung
 def forward(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
     """As PEFT's, of an adapted Linear."""
     if args or keywords or not here(self) or not active(self):

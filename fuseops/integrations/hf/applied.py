@@ -52,7 +52,7 @@ def apply(model: nn.Module, *, pack: bool = False, dry_run: bool = False) -> App
         if stand_in is None:
             why = why or part.otherwise(module)
             entries.append(ReportEntry(path, part.name, type(module).__name__, None, why))
-            if not dry_run:
+            if not dry_run and not _wrapped(module):
                 _unbind(module)
             continue
         apart = None
@@ -104,6 +104,11 @@ def bound(module: nn.Module) -> bool:
     return isinstance(own, functools.partial) and own.func in FORWARDS
 
 
+def _wrapped(module: nn.Module) -> bool:
+    """Whether another forward is bound on the instance, which may call one of ours."""
+    return "forward" in module.__dict__ and not bound(module)
+
+
 def _candidates(model: nn.Module) -> Iterator[tuple[str, AppliedPart, nn.Module]]:
     """Every module that looks like one of the parts, parents first."""
     angles = rope.tables(model)
@@ -131,7 +136,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, AppliedPart, nn.Module]
 def _refused(part: AppliedPart, module: nn.Module) -> str | None:
     if type(module).__module__.startswith("transformers_modules."):
         return "remote code"
-    if "forward" in module.__dict__ and not bound(module):
+    if _wrapped(module):
         return "has a forward of its own (replaced on the instance, as by a hook of accelerate)"
     if part in ALONE and (more := recognise.beside_x(module)):
         return f"its forward takes {' and '.join(more)} too"
@@ -190,7 +195,7 @@ def _by_loss(second: Any) -> str:
 
 EXPERTS = AppliedPart(
     "experts",
-    experts.forward,
+    experts.bound,
     _build_experts,
     experts.refused,
     lambda module: "is none that fuseops knows",

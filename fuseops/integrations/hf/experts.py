@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fuseops import ops
 from fuseops.errors import FuseOpsError
 from fuseops.layers.sequential import Sequential
-from fuseops.ops.paths import LENT, SPREAD
+from fuseops.ops.paths import LENT, SPREAD, path_of
 
 from . import adapters as peft
 from . import lent, recognise
@@ -96,11 +96,24 @@ def forward(
     return y.to(hidden_states.dtype)
 
 
+@lent.while_hung
+def bound(self: nn.Module, *args: Any, **keywords: Any) -> Tensor:
+    """As `forward`, where `apply` has bound it; by the library's switch that one runs modules that nobody has."""
+    return forward(self, *args, **keywords)
+
+
+@lent.while_hung
 def forward_adapted(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
     """As PEFT's, of adapters around experts that run here."""
     inner = peft.adapted(self)
+    if SPREAD in inner.__dict__ and peft.active(self) != []:
+        raise FuseOpsError(
+            f"{path_of(inner) or type(inner).__name__} has adapters of {self.parameter_name!r}, whose factors are of "
+            "all experts, and this rank has a part of them (ExpertParallel). Adapt other modules (target_modules), or "
+            "leave the experts on one rank."
+        )
     own = inner.__dict__.get("forward")
-    here = getattr(own, "func", None) is forward and not lent.hooked(inner)
+    here = getattr(own, "func", None) is bound and not lent.hooked(inner)
     plain = "adapter_names" not in keywords and not torch.compiler.is_compiling()
     found = peft.factors(self) if here and plain and not lent.sharded(inner) else None
     if found is None:

@@ -7,10 +7,11 @@ built once and hang on the module without being its children.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from operator import is_
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from fuseops.words import dtype_name
 
 Source = str | Callable[[Any], Tensor | None]  # the owner's attribute, or what reads it there
 C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger("fuseops.fusion")
 _told: set[str] = set()  # which classes have changed after hf.apply, once a process
 
@@ -82,6 +84,19 @@ def hung(owner: nn.Module, built_for: Any) -> Any:
     """What stands in for the owner's forward, unless it was built for something else."""
     found = owner.__dict__.get(LENT)
     return found if found is not None and found.built_for == built_for else None
+
+
+def while_hung(forward: F) -> F:
+    """Have a bound forward be that of the class where nothing hangs on the module: who has wrapped it, as accelerate
+    does for mixed precision, calls it after `revert` too.
+    """
+
+    @functools.wraps(forward)
+    def either(self: nn.Module, *args: Any, **keywords: Any) -> Any:
+        own = forward if LENT in self.__dict__ else type(self).forward
+        return own(self, *args, **keywords)
+
+    return cast("F", either)
 
 
 # --- whether it still computes the same

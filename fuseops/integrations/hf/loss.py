@@ -75,6 +75,7 @@ def loss_of_hidden(
     return losses.loss_sum(x, targets=targets) / num_items_in_batch
 
 
+@lent.while_hung
 def forward(
     self: nn.Module,
     *args: Any,

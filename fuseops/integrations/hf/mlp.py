@@ -253,6 +253,7 @@ def _read_factor(child: str, which: int, owner: Any) -> Tensor | None:
     return adapters.factor(which, part) if adapted else None
 
 
+@lent.while_hung
 def forward(self: nn.Module, x: Tensor) -> Tensor:
     """As the module's own, which runs where a projection cannot be read past its forward at the moment, as with a
     hook, or where the activation is another one.

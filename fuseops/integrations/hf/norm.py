@@ -31,6 +31,7 @@ def build(module: nn.Module) -> LentRMSNorm | None:
     return op
 
 
+@lent.while_hung
 def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     """As the module's own; in the dtype of the input, rounded once."""
     if lent.sharded(self) or not lent.stands(self):

@@ -16,6 +16,7 @@ from . import lent
 
 PACKED, HALVES = "gate_up_proj", ("gate_proj", "up_proj")
 HOOK = "_fuseops_packed"  # of loading; says that it was packed here
+CONVERSIONS = "_fuseops_conversions"  # of a model: those of its checkpoints that packing added
 
 
 def packed(module: nn.Module) -> bool:
@@ -99,9 +100,6 @@ def convert_checkpoints(model: nn.Module) -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import Concatenate, PrefixChange, WeightConverter
 
-    class Packing(WeightConverter):
-        pass
-
     for each in model.modules():
         if not isinstance(each, PreTrainedModel):
             continue
@@ -110,11 +108,13 @@ def convert_checkpoints(model: nn.Module) -> None:
         if given is None:  # as saving a model that was not loaded finds them
             found = get_model_conversion_mapping(each, add_legacy=False)
             given = [c for c in found if not isinstance(c, PrefixChange)]
-        rest = [c for c in given if type(c).__name__ != Packing.__name__]
-        each.__dict__["_weight_conversions"] = rest + [
-            Packing(
+        before = {id(c) for c in each.__dict__.get(CONVERSIONS, ())}
+        each.__dict__[CONVERSIONS] = [
+            WeightConverter(
                 [f"{n}.{h}.{kind}" for h in HALVES], f"{n}.{PACKED}.{kind}", [Concatenate(dim=0)]
             )
             for n in names
             for kind, _ in each.get_submodule(f"{n}.{PACKED}").named_parameters()
         ]
+        rest = [c for c in given if id(c) not in before]
+        each.__dict__["_weight_conversions"] = rest + each.__dict__[CONVERSIONS]

@@ -23,7 +23,7 @@ from fuseops.ops.paths import LENT
 from fuseops.ops.rope import angle_gradients, shared_angles
 from fuseops.torch_private import is_dtensor
 
-from . import recognise
+from . import lent, recognise
 
 TAKES = ("q", "k", "cos", "sin")
 
@@ -228,6 +228,7 @@ def build(module: nn.Module) -> RotaryPair | None:
     return None if width is None else RotaryPair(own, rotary_names(module), width)
 
 
+@lent.while_hung
 def forward(self: nn.Module, *args: Any, **keywords: Any) -> Any:
     """As the module's own, but for the function that turns queries and keys."""
     return self.__dict__[LENT].swapped(self, *args, **keywords)

@@ -98,6 +98,7 @@ def build(module: nn.Module) -> LentRouter | None:
     return op
 
 
+@lent.while_hung
 def forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As the module's own: logits (T, E), weights (T, K), experts (T, K) int64."""
     if lent.sharded(self) or not lent.stands(self):
