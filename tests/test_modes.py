@@ -133,7 +133,7 @@ def test_a_copy_of_a_compiled_model_runs_itself(case: Case, how: Call) -> None:
     for module in case.model.modules():
         replace_call(module, of_the_original)
     copied = how(case.model)
-    for module in copied.children() if how is copy.copy else ():
+    for module in [*copied.modules()][1:] if how is copy.copy else ():
         replace_call(module, None)  # both have these
     assert_same(run(case._replace(model=copied)), expected)
 

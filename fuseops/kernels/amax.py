@@ -16,7 +16,7 @@ Hardware: sm_89 and later convert; older ones run the twin, as sizes and strides
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,9 +182,9 @@ def _of_tensor(x: Tensor, offs: Tensor | None, index: Tensor | None) -> _Shared 
     return _Shared(x, "groups", blocks, rows, groups, groups, offs, index)
 
 
-def _amax(of: _Shared) -> Tensor:
-    """(count,) float32"""
-    amax = of.x.new_empty(of.count, dtype=torch.float32)
+def _amax(of: _Shared, shape: Sequence[int]) -> Tensor:
+    """Of each that shares a scale, in this shape."""
+    amax = of.x.new_empty(shape, dtype=torch.float32)
     constants, kernels = of.constants(), device("amax")
     launch(
         kernels.no_amax_kernel, (1,), amax, of.count,
@@ -210,7 +210,7 @@ def _codes(
     config = QUANTIZE.pick(of.rows, (n,), of.x)
     launch(
         device("amax").quantize_groups_kernel, (of.blocks * cdiv(n, config["BLOCK_N"]),),
-        *of.operands(), _amax(of) if up is None else up.contiguous(), *out, *of.sizes(),
+        *of.operands(), _amax(of, scale.shape) if up is None else up.contiguous(), *out, *of.sizes(),
         LIMIT=torch.finfo(out[0].dtype).max, UP=up is not None, ROW=row, COL=col, ALIGN=align,
         **of.constants(), **config,
     )  # fmt: skip
@@ -224,14 +224,14 @@ def group_amax(x: Tensor, offs: Tensor | None, index: Tensor | None = None) -> T
     of = _of_tensor(x, offs, index)
     if of is None:
         return _group_amax(x, offs, index)
-    return _amax(of).view(() if offs is None else len(offs))
+    return _amax(of, () if offs is None else offs.shape)
 
 
 @kernel_op(twin=amax_of_matrices, cases=_matrix_cases)
 def matrix_amax(weight: Tensor) -> Tensor:
     """The largest magnitude of each matrix.   (N, K) or (E, N, K) -> () or (E,) float32"""
     of = _of_matrices(weight)
-    return amax_of_matrices(weight) if of is None else _amax(of).view(weight.shape[:-2])
+    return amax_of_matrices(weight) if of is None else _amax(of, weight.shape[:-2])
 
 
 def _bytes(x: Tensor, count: int, row: bool, col: bool, up: Tensor | None) -> int:

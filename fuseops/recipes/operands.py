@@ -126,7 +126,11 @@ def _operand(
         tokens = operand(x, scaling)
         return _from_codes(tokens, scaling, offs, row, col, index)
     if scaling.block is None and scaling.colwise is None:
-        return _by_group(x, scaling, offs, row, col, index, see, up)
+        if up is None and (see is not None or not scaling.plain):
+            up = (see or partial(_up, scaling))(K.group_amax(x, offs, index))
+        data, turned, scale = K.quantize_groups(x, offs, scaling.data, row, col, index, up)
+        rows, columns = Layout(data, scale) if row else None, Layout(turned, scale) if col else None
+        return Quantized(rows, columns, scaling, offs, x.dtype)
     if index is not None:
         x = K.gather_rows(x, index, offs)  # type: ignore[arg-type]
     if scaling.colwise is not None:
@@ -142,24 +146,6 @@ def _operand(
 
 
 Layouts = tuple[Layout | None, Layout | None]
-
-
-def _by_group(
-    x: Tensor,
-    scaling: Scaling,
-    offs: Tensor | None,
-    row: bool,
-    col: bool,
-    index: Tensor | None,
-    see: See | None,
-    up: Tensor | None,
-) -> Quantized:
-    """Both layouts with one scale, or one a group: its own where nothing else gives it."""
-    if up is None and (see is not None or not scaling.plain):
-        up = (see or partial(_up, scaling))(K.group_amax(x, offs, index))
-    data, turned, scale = K.quantize_groups(x, offs, scaling.data, row, col, index, up)
-    rows, columns = Layout(data, scale) if row else None, Layout(turned, scale) if col else None
-    return Quantized(rows, columns, scaling, offs, x.dtype)
 
 
 def _by_vector(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col: bool) -> Layouts:
