@@ -29,7 +29,8 @@ class Recomputed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.inner or type(self.module).forward.__get__(self.module)
-        if not self.on or not torch.is_grad_enabled() or torch_private.in_backward():
+        twice = isinstance(forward, Recomputed) and forward.on  # that of another scheduler does it
+        if not self.on or twice or not torch.is_grad_enabled() or torch_private.in_backward():
             return forward(*args, **kwargs)
         return checkpoint(
             forward, *args, use_reentrant=False, context_fn=checkpoint_contexts, **kwargs

@@ -323,6 +323,8 @@ NOTES = (
     "fused past the mutation, seen with LoRA: wrong outputs, no error). The ports sum a token's rows by a gather.",
     "compile: torch 2.13's inductor writes CPU code for the backward of a router with sigmoid scores and a balance_loss"
     " that reads a buffer it has given to another (UnboundLocalError). Other backends and softmax scores compile.",
+    "compile, parametrized: each parametrization runs once a forward; with torch 2.11, whose dynamo does not see "
+    "`parametrize.cached`, twice, which one with state (`spectral_norm`) shows.",
     "checkpoint: non-reentrant, with `context_fn=fo.checkpoint_contexts`; configured: `fo.configure(model, rules=..., "
     "disable=...)` and no context_fn.",
     "checkpoint, reentrant, where the input of a block has no gradient (LoRA): it is made to want one, as by "
