@@ -48,7 +48,8 @@ def as_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def model_file(tmp_path: Path) -> str:
+def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delitem(sys.modules, "a_model", raising=False)  # that of an earlier test
     file = tmp_path / "a_model.py"
     file.write_text(MODEL)
     return str(file)
@@ -100,7 +101,6 @@ def test_explain_takes_a_module(
 ) -> None:
     monkeypatch.chdir(Path(model_file).parent)
     assert "linear_act" in output(capsys, "explain", "a_model")
-    sys.modules.pop("a_model")
 
 
 @pytest.mark.parametrize(

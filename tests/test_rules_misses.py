@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from norm_linear import NORM_LINEAR
 from torch import Tensor
 
@@ -277,8 +277,14 @@ def test_what_is_switched_off_is_a_miss(scope: Callable[[], Any], why: str) -> N
 
 def test_an_overlap_is_what_would_have_fired_alone_and_the_first_line_counts_the_others() -> None:
     seen: Counter[bool] = Counter()
+    x, linear = torch.ones(2, 4), fo.ops.Linear(4, 4)
+    both = (
+        fo.Sequential(linear, fo.ops.GELU(), last) for last in (fo.ops.Linear(4, 4), fo.ops.Bias(4))
+    )
 
     @given(case=chains(BUILTIN_RULES, torch.float32))
+    @example(Case(next(both), x, {}))  # an overlap
+    @example(Case(next(both), x, {}))  # none
     def law(case: Case) -> None:
         every = list(case.model.plan(case.x, **case.side).walk())
         alone: dict[str, list[FusionPlan]] = {}
