@@ -154,7 +154,7 @@ class _Shared:
         return self.rows, self.x.shape[1], self.size, self.x.stride(0)
 
     def constants(self) -> dict[str, Any]:
-        wide = tiles.pow2(self.count if self.form != "one" else 0, least=32)
+        wide = tiles.pow2(self.count, least=32)
         has = {"FORM": self.form, "INDEX": self.index is not None, "BLOCK_E": wide}
         return has | overlap(self.x.device)
 

@@ -265,7 +265,7 @@ def _some_columns(
     x: Operand, scaling: Scaling, offs: Tensor, index: Tensor | None
 ) -> tuple[Operand, Callable[[Operand], Operand]]:
     """(tokens, what makes the columns of rows by index of some of their features): of codes where columns are made of
-    those, else of copies of rows, which one scale a group keeps that of all features for.
+    those, else of the rows, with the scales of all features where a group has one.
     """
     up = None
     if of_codes(scaling):
