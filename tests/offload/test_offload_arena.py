@@ -1,5 +1,6 @@
 """Host memory: exact, asked for once, never given twice, ordered after its last reader."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -88,6 +89,78 @@ def test_a_step_that_takes_and_gives_in_turn_gets_the_same_places(steps: list[in
     step(), step(), step()
     fourth, reserved = step(), arena.reserved
     assert step() == fourth and arena.reserved == reserved
+
+
+N = 12  # slabs of a step at most
+per_mille = st.lists(st.integers(-50, 50), min_size=N, max_size=N)
+
+
+def varied(bases: list[int], changes: Sequence[int]) -> list[int]:
+    return [base * (1000 + k) // 1000 for base, k in zip(bases, changes, strict=False)]
+
+
+@given(
+    bases=st.lists(st.integers(REGION // 8, 6 * REGION), min_size=1, max_size=N),
+    steps=st.lists(per_mille, min_size=20, max_size=20),
+    grow=st.booleans(),
+)
+def test_sizes_that_vary_by_a_twentieth_ask_for_memory_in_a_few_steps(
+    bases: list[int], steps: list[list[int]], grow: bool
+) -> None:
+    """Whether or not they grow all the time: in six steps after the first, and for three times what is used at most."""
+    arena, reserved = Arena(lambda nbytes: nbytes), []
+    for changes in zip(*map(sorted, zip(*steps, strict=True)), strict=True) if grow else steps:
+        slabs = [arena.take(nbytes) for nbytes in varied(bases, changes)]
+        while slabs:
+            arena.give(slabs.pop())
+        reserved.append(arena.reserved)
+    assert len({*reserved}) <= 1 + 6
+    assert arena.reserved <= 3 * max(arena.peak, REGION)
+
+
+@given(steps=st.lists(st.one_of(few_sizes, st.integers(-30, -1)), max_size=40))
+def test_a_step_of_constant_sizes_asks_for_exactly_those(steps: list[int]) -> None:
+    """In whatever order slabs are taken and given back, as long as one is out until the end."""
+    regions: list[int] = []
+    arena = Arena(regions.append)
+    for _ in range(4):
+        first, out = arena.take(1), []
+        for wanted in steps:
+            if wanted > 0:
+                out.append(arena.take(wanted))
+            elif out:
+                arena.give(out.pop(-wanted % len(out)))
+        for slab in (first, *out):
+            arena.give(slab)
+    assert {*regions} <= {max(REGION, aligned(wanted)) for wanted in (1, *steps) if wanted > 0}
+
+
+@given(
+    bases=st.lists(st.integers(REGION // 2, 4 * REGION), min_size=2, max_size=N),
+    steps=st.lists(per_mille, min_size=8, max_size=8),
+    share=st.integers(4, 16),
+)
+def test_half_of_a_budget_is_for_what_is_asked_exactly(
+    bases: list[int], steps: list[list[int]], share: int
+) -> None:
+    budget, wanted = sum(bases) * share // 4, 0
+
+    def make(nbytes: int) -> int:
+        exact = min(max(aligned(wanted), REGION), budget - arena.reserved)
+        assert nbytes == exact or (nbytes > exact and 2 * (arena.reserved + nbytes) <= budget)
+        return nbytes
+
+    arena = Arena(make, budget)
+    for changes in steps:
+        slabs = []
+        for wanted in varied(bases, changes):
+            try:
+                slabs.append(arena.take(wanted))
+            except NoRoomError:
+                assert aligned(wanted) > budget - arena.reserved
+        while slabs:
+            arena.give(slabs.pop())
+        assert arena.reserved <= budget
 
 
 def test_large_buffers_have_regions_of_exactly_their_size() -> None:

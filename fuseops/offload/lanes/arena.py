@@ -7,8 +7,10 @@ taken; what is parked becomes one with its neighbours only when a request fits n
 requests in the same order get the same places, so that after the first steps nothing is allocated
 and addresses stay, as captured CUDA graphs need it: as long as every request finds a slab of its size
 parked, or nothing is, slabs stay as they are; once one did not, whatever is parked becomes one each
-time that all is given back, and what follows begins as if nothing had been before. Pure: `make`
-brings the memory.
+time that all is given back, and what follows begins as if nothing had been before. Where sizes vary
+from step to step, regions of exact size would never all fit, and each step would ask for more: there
+a region has headroom, and room for a few slabs. Sizes vary if one is new after all was given back
+once, so that a step that asks for the same each time has none. Pure: `make` brings the memory.
 """
 
 import threading
@@ -23,6 +25,7 @@ from .protocol import Buf, Event, NoRoomError
 
 ALIGN = 512
 REGION = 64 << 20  # small buffers share regions of this size
+MANY = 1024  # sizes; a step that asks for the same each time has fewer
 
 
 def aligned(nbytes: int) -> int:
@@ -69,6 +72,10 @@ class Arena:
         # by size: those given back as they were, (region, offset, slab), the first in memory on top
         self._parked: dict[int, list[tuple[int, int, Slab]]] = {}
         self._merged = False  # parked ones were made one with others, at some time
+        # that were asked for before all was given back for the first time
+        self._sizes: set[int] = set()
+        self._again = False  # all was given back, at some time
+        self._varies = False  # a size that is not among those was asked for since
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, name: str = "") -> Slab:
@@ -98,8 +105,10 @@ class Arena:
             self._used -= slab.room
             parked = self._parked.setdefault(slab.room, [])
             heappush(parked, (slab.region, slab.offset, slab))
-        if self._merged and not self._used:
-            self._merge()
+        if not self._used:
+            self._again = self.peak > 0
+            if self._merged:
+                self._merge()
 
     def _merge(self) -> None:
         """Have all that is parked among the free ones, one with their neighbours."""
@@ -121,6 +130,9 @@ class Arena:
     def _divide(self, wanted: int) -> Slab:
         """A slab out of the smallest free one that has room, or out of a new region."""
         self._merge()
+        if not self._varies and wanted not in self._sizes:
+            self._varies = self._again or len(self._sizes) == MANY
+            self._sizes.add(wanted)
         at = bisect_left(self._free, (wanted,))
         best = self._free.pop(at)[-1] if at < len(self._free) else self._grow(wanted)
         rest = best.room - wanted
@@ -133,6 +145,13 @@ class Arena:
     def _grow(self, wanted: int) -> Slab:
         room = None if self.budget is None else self.budget - self.reserved
         nbytes = max(wanted, REGION)
+        if self._varies and self._used + wanted <= self.peak * 9 // 8:
+            # What there is lies in the wrong pieces, and would again in the next step. With so many slabs of this size
+            # that they come to an eighth of all, each an eighth larger, that ends after a few steps.
+            slabs = 1 + self.reserved // max(8 * wanted, REGION)
+            more = max(nbytes, aligned(slabs * wanted * 9 // 8))
+            if self.budget is None or 2 * (self.reserved + more) <= self.budget:
+                nbytes = more  # the other half of a budget is for what is needed exactly
         if room is not None:
             nbytes = min(nbytes, max(room, wanted))
             if wanted > room:
