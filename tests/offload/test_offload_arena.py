@@ -1,6 +1,8 @@
 """Host memory: exact, asked for once, never given twice, ordered after its last reader."""
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,6 +227,28 @@ def test_pinning_asks_for_the_exact_size_and_falls_back_to_pageable_memory(
     assert region.numel() == 12345 * 512 and cudart.asked == [12345 * 512]
     region.fill_(7)  # real memory, pinned or not
     assert ("could not be pinned" in caplog.text) == (error != 0)
+
+
+def mapping(address: int) -> tuple[list[str], list[str]]:
+    """The first line and the flags of what /proc says of the memory that is mapped there."""
+    found: list[str] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if re.fullmatch("[0-9a-f]+-[0-9a-f]+", words[0]):
+            begin, end = (int(word, 16) for word in words[0].split("-"))
+            found = words if begin <= address < end else []
+        elif found and words[0] == "VmFlags:":
+            return found, words[1:]
+    pytest.skip("/proc has no flags of mappings")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="there is no /proc")
+def test_pinned_memory_has_huge_pages_and_is_no_child_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(0))
+    monkeypatch.setattr(torch_private, "is_capturing", lambda: False)
+    region = cuda.pinned(4 << 20)
+    first, flags = mapping(region.data_ptr())
+    assert first[1] == "rw-p" and {"hg", "dc"} <= {*flags}
 
 
 def test_a_capture_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

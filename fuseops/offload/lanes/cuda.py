@@ -181,11 +181,16 @@ def pinned(nbytes: int) -> Tensor:
     """Page-locked host memory of exactly that size; pageable, with a warning, if it is refused."""
     if torch_private.is_capturing():
         raise RuntimeError("CUDA graph capture can pin none; run the step once before")
-    memory = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Shared memory, which mmap makes by default, has no huge pages as most kernels are set up. Private memory has,
+        # but a fork would have it copied: a child gets none of it.
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(mmap.MADV_DONTFORK)
+    else:
+        memory = mmap.mmap(-1, nbytes)
     region = torch.frombuffer(memory, dtype=torch.uint8)
-    region.zero_()  # by several threads; a page at a time inside cudaHostRegister takes longer
+    region.zero_()  # by torch's threads; a page at a time inside cudaHostRegister takes longer
     error = torch.cuda.cudart().cudaHostRegister(region.data_ptr(), nbytes, 0)  # type: ignore[no-untyped-call]
     if int(error) != 0:
         log.warning("%d bytes of host memory could not be pinned: copies will be slow", nbytes)
