@@ -52,10 +52,11 @@ SMALL = {
     "batch": 8, "micro-batches": 4, "dense-every": 2,
 }  # fmt: skip
 LAYOUTS: dict[str, dict[str, int]] = {
-    "reference": {"pp": 2, "chunks": 2},
+    "reference": {"pp": 2, "chunks": 2, "capacity": 4},
     "fsdp": {"ep": 1, "batch": 4, "micro-batches": 1},
     "experts": {"batch": 4, "micro-batches": 1, "capacity": 4},
 }
+"""A capacity of as many ranks as share the experts: room for all tokens, wherever they go."""
 MODULES = {  # what may leave, by module
     "attention": "blocks.*.attention.**",
     "norms": "blocks.*.norm.**",

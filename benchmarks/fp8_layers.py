@@ -6,7 +6,8 @@
 law, and with two empty groups. `layer/`: router, top-k softmax, gather, the experts and combine. `dense/`: RMSNorm,
 fc1, SwiGLU, fc2 and the residual, of so many rows. All candidates share one set of parameters. "fp8" quantizes
 weights in the step, where each is read; "fp8_kept" has them from the micro-batch before; "fp8_hidden" is "fp8_kept"
-with h saved as codes; "torch" is bf16 in eager torch, experts by `F.grouped_mm`; "torchao" is torchao's float8 training
+with h saved as codes; "current" and "delayed" have one scale a group or a weight, "current_kept" with weights from the
+micro-batch before; "torch" is bf16 in eager torch, experts by `F.grouped_mm`; "torchao" is torchao's float8 training
 of the dense MLP (rowwise scales, compiled), where it is installed.
 Candidates run in turn, in balanced order, back to back for `--span` seconds to warm up and as long again in each round;
 ratios are bf16's time over theirs, round by round. Bytes are those that a forward leaves beyond its inputs and its
@@ -36,6 +37,9 @@ RECIPES = {
     "fp8": Block(),
     "fp8_kept": Block(weights="step"),
     "fp8_hidden": Block(weights="step", hidden="float8"),
+    "current": fo.recipes.Float8CurrentScaling(),
+    "current_kept": fo.recipes.Float8CurrentScaling(weights="step"),
+    "delayed": fo.recipes.DelayedScaling(),
 }
 LAYERS = {
     **moe_layer.SHAPES,
