@@ -526,6 +526,26 @@ def pipeline(found: Any) -> dict[str, Found]:
     return {name.replace("_", " "): rows[name] for name in PIPELINE if name in rows}
 
 
+LAYOUT: dict[str, Callable[[Iterable[Any]], Any]] = {  # the worst of all ranks
+    "ms": max, "ms_with_offload": max, "step_ratio": max, "to_leave_gib": min, "left_of_it": min,
+    "peak_error_over_moved": max, "stall_not_predicted_ms": max, "rate_over_planned": min, "gradients_bit_equal": all,
+}  # fmt: skip
+
+
+def layout(found: Any) -> dict[str, Found]:
+    return {
+        "FSDP2" if way == "none" else way.replace("_", " "): {
+            name.replace("_", " "): worst(row[name] for row in rows)
+            for name, worst in LAYOUT.items()
+        }
+        for way, rows in found["ways"].items()
+    }
+
+
+def layout_missed(found: Any) -> Found:
+    return {name: bar["found"] for name, bar in found["bars"].items() if not bar["met"]}
+
+
 def together(found: Any) -> dict[str, Found]:
     """What came of each combination, and the largest error, by model."""
     rows: dict[str, dict[str, str]] = {}
@@ -623,6 +643,7 @@ SUBJECTS = {
         (
             Table("over bf16", fp8_steps, "fp8_layers_h200", "fp8_layers_torchao_h200"),
             Table("bytes over bf16's", fp8_bytes, "fp8_layers_h200"),
+            Table("one scale a group, over bf16", fp8_steps, "fp8_one_scale_h200"),
         ),
         f"{span([*fp8_layers.LEAST['fp8'].values()])} times bf16's speed forward and backward, "
         f"{span([*fp8_layers.LEAST['fp8_kept'].values()])} with kept weights, each layer its own",
@@ -732,6 +753,22 @@ SUBJECTS = {
         "of each shape, in the file",
         dispatch_missed,
     ),
+    "Experts over four GPUs": Subject(
+        "{over titan} times the peer's speed",
+        (Table("microseconds", dispatch, "distributed_h200x4"),),
+        "of each shape, in the file",
+        dispatch_missed,
+    ),
+    "Mixed layers over GPUs with offload": Subject(
+        "",
+        (
+            Table("four GPUs, FSDP2", layout, "layout_fsdp_h200x4"),
+            Table("four GPUs, experts over all of them", layout, "layout_experts_h200x4"),
+            Table("two GPUs, the same", layout, "layout_experts_h200x2"),
+        ),
+        "of each figure, in the file",
+        layout_missed,
+    ),
     "A pipeline of two GPUs with offload": Subject("", (Table("", pipeline, "pipeline_h200x2"),)),
     "What was tried together on two GPUs": Subject("", (Table("", together, "ports_nccl_h200x2"),)),
     "Two releases of Triton": Subject(
@@ -747,6 +784,7 @@ SUBJECTS = {
         "",
         (
             Table("triton 3.6.0", sanitized, "sanitize_h200"),
+            Table("what changed since", sanitized, "sanitize_on_device_h200"),
             Table("triton 3.9.0", sanitized, "sanitize_triton39_h200"),
             Table("triton 3.6.0, on an H100", sanitized, "sanitize_h100"),
         ),
