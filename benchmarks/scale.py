@@ -141,7 +141,7 @@ def lines() -> Iterator[str]:
 
 Every number is written by `python benchmarks/scale.py`, from formulas over published sizes, links and one measured
 rate: {speed / 1e12:.0f} TFLOP/s of a layer of experts ([measured.md](measured.md)), {TOKENS} tokens a rank, bf16, even
-routing. They are bounds of what links allow, no measurement: what ran on two GPUs stands in measured.md."""
+routing. They are bounds of what links allow, no measurement: what ran on two and four GPUs stands in measured.md."""
     for name, m in MODELS.items():
         yield from model(name, m, compute(m, speed))
     yield from walls(speed)
