@@ -66,8 +66,8 @@ def test_three_ops_with_and_without_to_host() -> None:
         return step_of(fo.Sequential(*ops), *scope)
 
     assert three() <= 116
-    assert three(offload.to_host) <= 156 + OLDEST  # nothing is large enough to move
-    assert three(lambda: offload.to_host(min_bytes=0)) <= 237 + OLDEST  # two of four do
+    assert three(offload.to_host) <= 150 + OLDEST  # nothing is large enough to move
+    assert three(lambda: offload.to_host(min_bytes=0)) <= 233 + OLDEST  # two of four do
 
 
 @pytest.mark.uninitialized

@@ -55,13 +55,18 @@ class PackHook:
     def __call__(self, t: Tensor) -> Handle:
         """What a node of fuseops saves is packed when the first of it is."""
         scope: Any = self._scope()
-        if names.take(t) is None:
+        frame: Any = names.thread.frame
+        if frame is None or not frame.tensors:
             handle: Handle = scope.pack((t,))[0]
             return handle
-        frame: Any = names.thread.frame
+        place = frame.taken
+        if place < len(frame.tensors) and frame.tensors[place] is t:
+            frame.taken = place + 1
+        else:
+            names.take(t)  # says what is wrong
         if frame.packed is None:
             frame.packed = scope.pack(frame.tensors, frame.names)
-        handle = frame.packed[frame.taken - 1]
+        handle = frame.packed[place]
         return handle
 
 

@@ -53,7 +53,9 @@ StridedLayout = tuple[torch.Size, tuple[int, ...], Any, torch.dtype, bool, bool]
 
 
 def layout_of(t: Tensor) -> StridedLayout:
-    return t.size(), t.stride(), t.storage_offset(), t.dtype, t.is_conj(), t.is_neg()
+    dtype = t.dtype
+    conj = dtype.is_complex and t.is_conj()
+    return t.shape, t.stride(), t.storage_offset(), dtype, conj, t.is_neg()
 
 
 def tensor_in(storage: torch.UntypedStorage, layout: StridedLayout, start: int = 0) -> Tensor:

@@ -97,8 +97,8 @@ def saved_names(
 
     Calls that save alike get the same list.
     """
-    own = {id(p) for p in params}
-    is_param = tuple([id(t) in own for t in flat])
+    own = {*map(id, params)}
+    is_param = (*map(own.__contains__, map(id, flat)),)
     # what else is there may change from call to call, and be unhashable
     where = tuple([None if type(entry) is Const else entry for entry in rows])
     key = prefix, is_param, id(rows) if type(rows) is Rows else where
