@@ -571,28 +571,23 @@ def disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
-_HOOKS = "fuseops.torch_private", "fuseops.observe.", "fuseops.offload."  # where pack hooks run
+_AOT = "torch._functorch._aot_autograd"
 
 
-def compiled_region() -> list[torch.nn.Module] | None:
-    """Inside a pack hook: the modules whose forwards run, innermost first, if a node that torch.compile
-    made is what saves. Else None. A compiled forward calls no hooks; its frames know the modules.
+def compiled_region(below: FrameType | None) -> list[torch.nn.Module] | None:
+    """The modules whose forwards run, innermost first, if a node that torch.compile made is what saves. Else None.
+    A compiled forward calls no hooks; its frames know the modules.
+
+    below: the frame that called the pack hook: asked for by each tensor that torch saves, so that one look has to do
     """
-
-    def home(frame: FrameType) -> str:
-        return frame.f_globals.get("__name__") or ""
-
-    frame: FrameType | None = sys._getframe(1)
-    # what saves stands below the pack hook. Without a call for each frame: scopes ask for every tensor that torch saves
-    while frame is not None and (frame.f_globals.get("__name__") or "").startswith(_HOOKS):
-        frame = frame.f_back
-    if frame is not None and home(frame) == "torch.autograd.function":
-        frame = frame.f_back
-    if frame is None or not home(frame).startswith("torch._functorch._aot_autograd"):
+    while below is not None and below.f_globals.get("__name__") == "torch.autograd.function":
+        below = below.f_back
+    if below is None or not str(below.f_globals.get("__name__")).startswith(_AOT):
         return None
-    found = []
+    found, frame = [], below.f_back
     while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and home(frame) == "torch.nn.modules.module":
+        home = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "_call_impl" and home == "torch.nn.modules.module":
             found.append(frame.f_locals["self"])
         frame = frame.f_back
     return found

@@ -6,7 +6,8 @@ path of the running module, where a root is known, and the grad_fn of the tensor
 that made it ("leaf" without one; "compiled" for all that a compiled region saves), numbered in save order.
 """
 
-from collections import defaultdict
+from collections.abc import Sequence
+from types import FrameType
 
 from torch import Tensor, nn
 
@@ -29,33 +30,65 @@ def paths_under(root: nn.Module) -> dict[int, str]:
     return {id(module): stripped(path) for path, module in walk(root)}
 
 
+class _Kind:
+    """A `_Kind` has the names of what one kind of node saves in a module, by number."""
+
+    __slots__ = ("lasts", "names", "op", "owners", "stem")
+
+    def __init__(self, path: str, made_by: str, owners: tuple[nn.Module, ...], lasts: bool) -> None:
+        self.stem = f"{path}.{made_by}" if path else made_by
+        self.op = type(owners[0]).__name__ if owners else made_by
+        self.owners, self.lasts, self.names = owners, lasts, dict[int, SavedName]()
+
+    def numbered(self, number: int) -> SavedName:
+        name = SavedName((f"{self.stem}.{number}",), False, self.op, self.owners, self.lasts)
+        return self.names.setdefault(number, name)
+
+
 class Labels:
     """`Labels` name the saved tensors of one scope. Numbers start again after a backward, so that every step has the
     same names.
     """
 
     def __init__(self, paths: dict[int, str] | None) -> None:
-        self.paths = paths
-        self._numbers: defaultdict[str, int] = defaultdict(int)
+        self.paths = paths or {}
+        self._numbers: dict[str, int] = {}
+        self._kinds: dict[
+            tuple[int, str], _Kind
+        ] = {}  # of modules that have a path, by id and node
 
     def start_again(self) -> None:
         self._numbers.clear()
 
-    def of_torch(self, t: Tensor) -> SavedName:
-        """Names a tensor that no op of fuseops saves."""
+    def from_0(self) -> "Labels":
+        """Others that give the same names, and count for themselves."""
+        labels = Labels(self.paths)
+        labels._kinds = self._kinds
+        return labels
+
+    def of_torch(self, t: Tensor, below: FrameType | None) -> SavedName:
+        """Names a tensor that no op of fuseops saves. below: the frame that called the pack hook"""
         running, node = modules.thread.running, t.grad_fn
-        made_by = "leaf" if node is None else _node_name(node.name())
+        made_by = "leaf" if node is None else node.name()
         if made_by == torch_private.FSDP_WATCHES:
             node = torch_private.producer(t)
-            made_by = "leaf" if node is None else _node_name(node.name())
-        region = torch_private.compiled_region()
+            made_by = "leaf" if node is None else node.name()
+        region = torch_private.compiled_region(below)
         if region is not None:  # one node for all of it
             running, made_by = region[::-1] or running, "compiled"
-        path = modules.path_in(self.paths or {}, running)
-        stem = f"{path}.{made_by}" if path else made_by
-        number, self._numbers[stem] = self._numbers[stem], self._numbers[stem] + 1
-        op = type(running[-1]).__name__ if running else made_by
-        return SavedName((f"{stem}.{number}",), False, op, tuple(running[-1:]))
+        module = running[-1] if running else None
+        kind = self._kinds.get((id(module), made_by)) or self._kind(running, made_by)
+        number = self._numbers.get(kind.stem, 0)
+        self._numbers[kind.stem] = number + 1
+        return kind.names.get(number) or kind.numbered(number)
+
+    def _kind(self, running: Sequence[nn.Module], made_by: str) -> _Kind:
+        module, path = id(running[-1]) if running else None, modules.path_in(self.paths, running)
+        lasts = module in self.paths  # others may be gone, and their ids another's
+        kind = _Kind(path, _node_name(made_by), tuple(running[-1:]), lasts)
+        if lasts and module is not None:
+            self._kinds[module, made_by] = kind
+        return kind
 
 
 def _node_name(name: str) -> str:

@@ -8,9 +8,10 @@ graphs need no code of their own.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
@@ -30,7 +31,7 @@ from .codes import Coding, coding_of, exact_by_name
 from .nesting import belongs_to_checkpoint, enclosing, take_out, unlinked
 from .policy import Candidate, Policy, Quota
 from .records import Handle, Judged, Kept, Mover, Record, Staying
-from .report import KEPT, Entry
+from .report import KEPT, Entry, Report
 from .schedule import Decision, LayerRun
 from .scopes import Scope, dispatch_again, recompute
 from .storages import StorageMap
@@ -52,6 +53,7 @@ class Running:
     quota: Quota = field(default_factory=Quota)
     inside: ExitStack = field(default_factory=ExitStack)
     staying: Staying | None = None
+    stayed: list[Entry] = field(default_factory=list)  # what torch saved, not yet reported
 
 
 class _LayersThread(threading.local):
@@ -126,7 +128,7 @@ class LayerScope(Scope):
         elif aside:
             kind = type(module).__name__
             self._ledger.saw(Entry(path, kind, (), None, 0, KEPT, aside))
-        labels, inputs = Labels(self._labels.paths), list(self._recomputed.get(path, ()))
+        labels, inputs = self._labels.from_0(), list(self._recomputed.get(path, ()))
         running = Running(module, call, labels, inputs)
         self._thread_calls.running.append(running)
         if call is None:
@@ -155,6 +157,7 @@ class LayerScope(Scope):
 
     def _leave(self, ended: Running, output: Any) -> None:
         module = ended.module
+        self._ledger.take(ended.stayed)
         ended.inside.close()
         call = ended.call
         if call is None:
@@ -207,25 +210,35 @@ class LayerScope(Scope):
 
     # --- saving
 
-    def _named_by_torch(self, t: Tensor) -> SavedName:
+    def pack_of_torch(self, t: Tensor, below: FrameType | None) -> Handle:
         running = self._thread_calls.running[-1]
-        named = running.labels.of_torch(t)
+        named = running.labels.of_torch(t, below)
         if running.inputs and t.numel():
-            return named._replace(names=(running.inputs.pop(0),))
-        return named
+            named = named._replace(names=(running.inputs.pop(0),), lasts=False)
+        return self.pack_one(t, named, self._judged, running.stayed)
+
+    def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]:
+        self._count()
+        return super().pack(tensors, named)
+
+    def _count(self) -> None:
+        """Has the report count what torch saved in the layer that runs, and stayed."""
+        for running in self._thread_calls.running:
+            self._ledger.take(running.stayed)
+
+    def report(self) -> Report:
+        self._count()
+        return super().report()
 
     def _stay(self, t: Tensor, entry: Entry, storage: torch.UntypedStorage | None = None) -> Kept:
-        handle, running = Kept(t, entry, self._ledger), self._thread_calls.running[-1]
-        resident = self._resident
+        running, resident = self._thread_calls.running[-1], self._resident
         if storage is not None and entry.name not in self._left:
             self.names[entry.name] = "keep"
         if storage is not None and resident is not None and resident.get(storage) != entry.name:
             resident.set(storage, entry.name)
-        if running.call is not None:
-            if running.staying is None:
-                running.staying = Staying(self.mover, running.call)
-            handle.of = running.staying
-        return handle
+        if running.staying is None and running.call is not None:
+            running.staying = Staying(self.mover, running.call)
+        return Kept(t, entry, self._ledger, running.staying)
 
     def _moves_from_cuda(self, t: Tensor) -> bool:
         return self.mover.on_gpu

@@ -6,10 +6,11 @@ it would stay in force in whoever runs next; leaving one that is not the innermo
 raises.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
@@ -30,9 +31,8 @@ class Packs(Protocol):
 
     in_checkpoint: bool
 
-    def pack(
-        self, tensors: Sequence[Tensor], named: Sequence[SavedName] | None = None
-    ) -> list[Handle]: ...
+    def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]: ...
+    def pack_of_torch(self, t: Tensor, below: FrameType | None) -> Handle: ...
 
 
 class PackHook:
@@ -57,7 +57,7 @@ class PackHook:
         scope: Any = self._scope()
         frame: Any = names.thread.frame
         if frame is None or not frame.tensors:
-            handle: Handle = scope.pack((t,))[0]
+            handle: Handle = scope.pack_of_torch(t, sys._getframe().f_back)
             return handle
         place = frame.taken
         if place < len(frame.tensors) and frame.tensors[place] is t:

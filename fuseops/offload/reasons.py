@@ -16,12 +16,13 @@ from .storages import StorageMap
 
 PARAMETER, BUFFER = "parameter", "buffer of the model"
 CAST = "cast copy of a parameter"
+PLAIN = (Tensor, nn.Parameter)  # types of tensors that can be moved
 HELD_ANYWAY = frozenset({PARAMETER, BUFFER, CAST})  # so its bytes are no cost of saving it
 
 
 def why_not_plain(t: Tensor) -> str | None:
     """Why t has no storage that could be copied and rebuilt, or None."""
-    if type(t) not in (Tensor, nn.Parameter):
+    if type(t) not in PLAIN:
         return f"{type(t).__name__} is not a plain tensor"
     if is_functorch_wrapped(t):
         return "inside a torch.func transform"

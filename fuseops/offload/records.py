@@ -56,7 +56,7 @@ class Judged(NamedTuple):
 
     entry: Entry  # for the report: moved, or kept for what reason
     again: Entry  # the same, where its storage has been counted
-    saved: SavedName | None  # its id stands for it and for the modules that save it
+    saved: SavedName  # its id stands for it and for the modules that save it
     coding: Coding | None = None  # how it leaves, if not as it is
 
 
@@ -178,7 +178,7 @@ class Record(Item):
     def __init__(self, t: Tensor, found: Judged, ledger: Ledger, mover: Mover) -> None:
         storage = t.untyped_storage()
         self.origin, self.whole = weakref.ref(storage), storage.nbytes()
-        self.entry, _, self._promised, self.coding = found
+        self.entry, _, _, self.coding = found
         if self.coding is not None:
             storage = encode(storage, self.coding).untyped_storage()
         name, owner = self.entry.name, mover.lanes.compute()
@@ -193,7 +193,7 @@ class Record(Item):
             return None
         said = marks.ready(origin, self.version) if marks.complete.entries else None
         frame = names.thread.frame
-        if said is not None or self._promised is None or frame is None or mover.lanes.at_once:
+        if said is not None or frame is None or not frame.tensors or mover.lanes.at_once:
             return said
         # a node's tensors are all there before the first of them is saved
         if frame.complete is None or frame.complete.whose != self.source.owner:

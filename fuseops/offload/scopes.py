@@ -11,6 +11,7 @@ refuses to run under saved-tensor hooks; under `disabled()` it runs.
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from fuseops.ops import names
 from fuseops.ops import scopes as settings
 from fuseops.ops.names import SavedName
 from fuseops.run.config import set_root
-from fuseops.torch_private import NO_BACKWARD, storage_key
+from fuseops.torch_private import NO_BACKWARD, is_functorch_wrapped, storage_key
 
 from . import marks, records
 from .arguments import whole_number
@@ -32,7 +33,7 @@ from .codes import Coding
 from .lanes.devices import lanes_of
 from .nesting import Disabled, Guarded, PackHook, belongs_to_checkpoint, enclosing, take_out
 from .policy import DEFAULT_MIN_BYTES, too_small
-from .reasons import HELD_ANYWAY, PARAMETER, Owned, mark_on, why_keep, why_not_plain
+from .reasons import HELD_ANYWAY, PARAMETER, PLAIN, Owned, mark_on, why_keep, why_not_plain
 from .records import Handle, Judged, Kept, Moved, Mover, Record
 from .report import KEPT, MISSED, MOVED, SHARED, Entry, Ledger, Report
 from .schedule import LayerRun, Schedule
@@ -119,83 +120,89 @@ class Scope(Guarded):
             why = "recomputed by checkpoint"
         else:
             why = f"other saved-tensor hooks inside the scope: {_described(top[0])}"
-        path = (self._labels.paths or {}).get(id(module)) or type(module).__name__
+        path = self._labels.paths.get(id(module)) or type(module).__name__
         self._ledger.saw(Entry(path, type(module).__name__, (), None, 0, MISSED, why))
 
     # --- saving
 
-    def pack(
-        self, tensors: Sequence[Tensor], named: Sequence[SavedName] | None = None
-    ) -> list[Handle]:
-        """Decide about all that a node saves, do it, report it. What is the same in every step is found out once.
-
-        named: None where the node is torch's
-        """
-        promised = named is not None
-        if named is None:
-            named = [self._named_by_torch(t) for t in tensors]
-        inside = torch_private.backward_now() != NO_BACKWARD
-        in_backward = INSIDE_BACKWARD[self.in_checkpoint] if inside else None
-        judged = self._judged_promised if promised else self._judged
-        owned, resident, changes = self._owned.storages, self._resident, marks.module_changes
-        leaving = records.thread.records if self._goes_along else ()
+    def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]:
+        """Decide about all that a node saves, do it, report it."""
+        judged = self._judged_promised if named[0].owners is None else self._judged
         packed: list[Handle] = []
-        stayed: list[Entry] = []  # one after the other, which the ledger takes in one go
+        stayed: list[Entry] = []
         for t, known in zip(tensors, named, strict=True):
-            aside = why_not_plain(t)
-            if aside is None:
-                captured = self._not_captured and t.is_cuda and torch_private.is_capturing()
-                aside = self._not_captured if captured else in_backward
-            if aside is not None:
-                self._ledger.take(stayed)
-                packed.append(self._keep(t, known, aside, _bytes_of(t)))
-                continue
-            storage = t.untyped_storage()
-            if leaving and storage_key(storage) in leaving:
-                record = records.find(t)
-                if record is not None:
-                    self._ledger.take(stayed)
-                    packed.append(self._share(t, known, record))
-                    continue
-            which: int | str = id(known)
-            mark = marks.marked.get(storage) if marks.marked.entries else None
-            if not promised:
-                which, mark, changes = known.name, mark_on(t, known), 0
-            facts = (
-                *(which, mark, changes, owned.get(storage), self._on_gpu),
-                *(resident and resident.get(storage), type(t), type(t._base)),
-                *(t.shape, t.dtype, t.device, storage.nbytes()),
-            )
-            found = judged.get(facts)
-            if found is None:
-                found = self._judge(t, known, promised)
-                if len(judged) >= REMEMBERED:
-                    judged.clear()
-                if self._lasting:
-                    judged[facts] = found
-            entry = found.entry
-            if entry.decision == MOVED:
-                if stayed:
-                    self._ledger.take(stayed)
-                handle = self._move(t, found)
-                if not isinstance(handle, str):
-                    packed.append(handle)
-                    continue
-                entry = entry._replace(decision=KEPT, reason=handle)
-            if entry.nbytes and not self._counted.first(storage, True):
-                entry = found.again if entry is found.entry else entry._replace(nbytes=0)
-            stayed.append(entry)
-            packed.append(self._stay(t, entry, storage))
+            packed.append(self.pack_one(t, known, judged, stayed))
         if stayed:
             self._ledger.take(stayed)
         return packed
 
-    def _named_by_torch(self, t: Tensor) -> SavedName:
+    def pack_of_torch(self, t: Tensor, below: FrameType | None) -> Handle:
+        """The same of a tensor that no op of fuseops saves. below: the frame that called the pack hook"""
         if self._ledger.take_backward_seen():
             self._labels.start_again()
-        return self._labels.of_torch(t)
+        return self.pack((t,), (self._labels.of_torch(t, below),))[0]
 
-    def _judge(self, t: Tensor, named: SavedName, promised: bool) -> Judged:
+    def pack_one(
+        self, t: Tensor, named: SavedName, judged: dict[Any, Judged], stayed: list[Entry]
+    ) -> Handle:
+        """Decide about a saved tensor, and do it. What is the same in every step is found out once.
+
+        judged  of what is alike, by all that tells it from others
+        stayed  one after the other, which the report counts in one go: moves, which it counts at once, come after
+        """
+        aside = None
+        plain = type(t) in PLAIN and t.layout is torch.strided and (t.is_cuda or t.is_cpu)
+        if not plain or t.is_quantized or is_functorch_wrapped(t):
+            aside = why_not_plain(t)
+        if aside is None and self._not_captured and t.is_cuda and torch_private.is_capturing():
+            aside = self._not_captured
+        if aside is None and torch_private.backward_now() != NO_BACKWARD:
+            aside = INSIDE_BACKWARD[self.in_checkpoint]
+        if aside is not None:
+            self._ledger.take(stayed)
+            return self._keep(t, named, aside, _bytes_of(t))
+        storage = t.untyped_storage()
+        if self._goes_along and storage_key(storage) in records.thread.records:
+            record = records.find(t)
+            if record is not None:
+                self._ledger.take(stayed)
+                return self._share(t, named, record)
+        resident = self._resident
+        facts = (
+            id(named),
+            marks.marked.get(storage) if marks.marked.entries else None,
+            marks.module_changes,
+            self._owned.storages.get(storage),
+            self._on_gpu,
+            resident and resident.get(storage),
+            type(t),
+            type(t._base),
+            t.shape,
+            t.dtype,
+            t.device,
+            storage.nbytes(),
+        )
+        found = judged.get(facts)
+        if found is None:
+            found = self._judge(t, named)
+            if len(judged) >= REMEMBERED:
+                judged.clear()
+            if self._lasting and named.lasts:
+                judged[facts] = found
+        entry = found.entry
+        if entry.decision == MOVED:
+            if stayed:
+                self._ledger.take(stayed)
+            handle = self._move(t, found)
+            if not isinstance(handle, str):
+                return handle
+            entry = entry._replace(decision=KEPT, reason=handle)
+        if entry.nbytes and not self._counted.first(storage, True):
+            entry = found.again if entry is found.entry else entry._replace(nbytes=0)
+        stayed.append(entry)
+        return self._stay(t, entry, storage)
+
+    def _judge(self, t: Tensor, named: SavedName) -> Judged:
         reason, why = self._reason(t, named)
         nbytes = 0 if reason in HELD_ANYWAY else t.untyped_storage().nbytes()
         decision = MOVED if reason is None else KEPT
@@ -203,9 +210,8 @@ class Scope(Guarded):
         if coding:
             why += "; as float8 codes" if isinstance(coding, Coding) else f"; exact: {coding}"
         entry = self._entry(t, named, decision, reason or why, nbytes)
-        saved = named if promised else None
         coded = coding if isinstance(coding, Coding) else None
-        return Judged(entry, entry._replace(nbytes=0), saved, coded)
+        return Judged(entry, entry._replace(nbytes=0), named, coded)
 
     def _coding(self, t: Tensor, named: SavedName) -> Coding | str:
         """How t is quantized before it leaves, or why it is not: "" where nobody asks for it."""
@@ -300,9 +306,7 @@ class _ToHost(Scope):
         mover = self._movers.get(t.device) or self._new_mover(t.device)
         return mover.save(None, t, found, self._ledger)
 
-    def pack(
-        self, tensors: Sequence[Tensor], named: Sequence[SavedName] | None = None
-    ) -> list[Handle]:
+    def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]:
         packed = super().pack(tensors, named)
         for mover in self._movers.values():
             if mover.node:

@@ -21,12 +21,14 @@ class SavedName(NamedTuple):
     names   all of them, such as `<path>.<field>`; the first is its own
     op      class name of the op that saves it
     owners  the modules that save it, as far as they are known; None: the bridge names it, and knows no modules
+    lasts   this object names the same tensor of the next step
     """
 
     names: tuple[str, ...]
     is_param: bool
     op: str
     owners: tuple[nn.Module, ...] | None = None
+    lasts: bool = True
 
     @property
     def name(self) -> str:

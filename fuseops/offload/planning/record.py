@@ -10,6 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe import modules
-from fuseops.observe.labels import Labels
 from fuseops.observe.memory import Meter, Ops, outside_bytes, stored, tensors_in
 from fuseops.observe.travel import TRAVEL
 from fuseops.offload.codes import Coding, coded_bytes, coding_of, exact_by_name
@@ -151,13 +151,13 @@ class _Recording(Scope):
 
     def called(self) -> None:
         """A layer is called: its names count from 0, as under a scheduler."""
-        self._labels = Labels(self._labels.paths)
+        self._labels = self._labels.from_0()
 
-    def pack(
-        self, tensors: Sequence[Tensor], named: Sequence[SavedName] | None = None
-    ) -> list[Handle]:
-        known = [self._labels.of_torch(t) for t in tensors] if named is None else named
-        return [self._note(t, name) for t, name in zip(tensors, known, strict=True)]
+    def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]:
+        return [self._note(t, name) for t, name in zip(tensors, named, strict=True)]
+
+    def pack_of_torch(self, t: Tensor, below: FrameType | None) -> Handle:
+        return self._note(t, self._labels.of_torch(t, below))
 
     def _note(self, t: Tensor, named: SavedName) -> _Noted:
         odd = None if torch_private.is_fake(t) else why_not_plain(t)
