@@ -542,6 +542,14 @@ def layout(found: Any) -> dict[str, Found]:
     }
 
 
+def weak_scaling(found: Any) -> dict[str, Found]:
+    rates = {ranks: row["tokens_s_a_rank"] for ranks, row in found["weak_scaling"].items()}
+    return {
+        ranks: {"tokens/s a rank": rate, "of one rank's": rate / rates["1"]}
+        for ranks, rate in rates.items()
+    }
+
+
 def layout_missed(found: Any) -> Found:
     missed = {}
     for way, row in layout(found).items():
@@ -769,6 +777,8 @@ SUBJECTS = {
         (
             Table("four GPUs", layout, "layout_fsdp_h200x4", "layout_experts_h200x4"),
             Table("two GPUs", layout, "layout_experts_h200x2"),
+            Table("stages 2 x virtual 2 x experts 2", layout, "layout_reference_h200x4"),
+            Table("ranks, experts over all", weak_scaling, "layout_reference_h200x4"),
         ),
         "of each figure, in the file",
         layout_missed,

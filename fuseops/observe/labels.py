@@ -23,6 +23,7 @@ from fuseops.run.composed import Composed
 from . import modules
 
 ATTENTION = "ScaledDotProductAttentionBackward0"
+RMS_NORM = "FusedRmsNormBackward"  # of a dry run; torch numbers its own
 
 
 def paths_under(root: nn.Module) -> dict[int, str]:
@@ -92,7 +93,11 @@ class Labels:
 
 
 def _node_name(name: str) -> str:
-    """Gives all kernels of attention one name, so that a plan made without a GPU has the names of a run on one."""
+    """Gives all kernels of attention one name, and RMSNorm of a dry run that of CUDA's kernel, so that a plan made
+    without a GPU has the names of a run on one.
+    """
+    if name == RMS_NORM:
+        return f"{name}0"
     return ATTENTION if name.startswith(ATTENTION.partition("Attention")[0]) else name
 
 

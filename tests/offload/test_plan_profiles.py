@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,9 +232,43 @@ def test_a_dry_run_of_transformers_says_that_its_masks_may_differ(step: Profiled
     assert not any("transformers" in text for text in dry_run(step, H200).assumed)
 
 
+class Normed(nn.Module):
+    """RMSNorm of torch, which is one kernel on CUDA unless its weight has another dtype, and what reads it."""
+
+    def __init__(self, affine: bool = True, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(D, elementwise_affine=affine, dtype=dtype)
+        self.out = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.norm(x).to(x.dtype))
+
+
+@pytest.mark.parametrize(("affine", "dtype"), [(True, None), (False, None), (True, torch.float64)])
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_rms_norm_of_torch_saves_what_its_kernel_on_cuda_does(
+    affine: bool, dtype: torch.dtype | None
+) -> None:
+    model, rows = nn.Sequential(*(Normed(affine, dtype) for _ in range(2))), 24
+    profile = dry_run(step_of(model, torch.randn(rows, D)), replace(H200, arch=90))
+    saved = {s.name: s.nbytes for s in profile.saved if s.name.startswith("1.") and s.nbytes}
+    if dtype is None:
+        norm, out, row = "1.norm.FusedRmsNormBackward0.0", "1.out.FusedRmsNormBackward0.0", 4
+        assert saved == {
+            "1.norm.AddBackward0.0": rows * D * 4,
+            norm: rows * row,
+            out: rows * D * 4,
+        }
+    else:
+        assert "1.norm.RsqrtBackward0.0" in saved
+
+
 @pytest.mark.gpu
-def test_a_dry_run_names_what_a_recorded_step_of_the_device_names() -> None:
-    model = Model().to("cuda", torch.bfloat16)
+@pytest.mark.parametrize("make", [Model, lambda: nn.Sequential(Normed(), Normed(False), Normed())])
+def test_a_dry_run_names_what_a_recorded_step_of_the_device_names(
+    make: Callable[[], nn.Module],
+) -> None:
+    model = make().to("cuda", torch.bfloat16)
     step = step_of(model, torch.randn(2, 64, D, device="cuda", dtype=torch.bfloat16))
     dry, real = dry_run(step, Hardware.measure()), record(step)
     assert {dry.saved[k].name for k in dry.candidates()} == {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from fuseops.observe.rehearse import unseen
 from fuseops.observe.untouched import main_grads, untouched
 from fuseops.ops.op import Op as FuseOp
 
+from .fused import FusedOps
 from .hardware import ATTENTION_SAVES, Hardware
 from .measure import event
 from .profile import Profile
@@ -113,7 +114,8 @@ def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None 
             meter = StorageMeter(_there(step.model, (args, side)))
             recorder = Recorder(step, meter, Roofline(hardware), rows)
             as_on, blind = as_if_on(hardware.arch), torch.autograd.set_detect_anomaly(False)
-            with mode, sdpa_kernel(backends), recorder.running(), as_on, blind, _explained():
+            fused = FusedOps() if hardware.arch else nullcontext()
+            with mode, sdpa_kernel(backends), recorder.running(), as_on, blind, _explained(), fused:
                 step.run(args, side)
         return recorder
 
