@@ -118,6 +118,7 @@ def runs(draw: st.DrawFn) -> tuple[fo.Sequential, Tensor, dict[str, Tensor]]:
     )
 
 
+@pytest.mark.in_turn
 @pytest.mark.usefixtures("graphs", "by_choice")
 def test_a_run_equals_its_ops_and_is_one_span() -> None:
     @settings(max_examples=settings.default.max_examples // 5)  # each is traced
@@ -138,6 +139,7 @@ def test_a_run_equals_its_ops_and_is_one_span() -> None:
     law()
 
 
+@pytest.mark.in_turn
 @pytest.mark.usefixtures("by_choice")
 def test_inductor_makes_one_kernel_each_way_for_every_number_of_rows(
     monkeypatch: pytest.MonkeyPatch,

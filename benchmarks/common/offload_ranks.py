@@ -18,6 +18,7 @@ from fuseops import offload
 from . import measure
 
 GIB = 2**30
+SETTLE = 8  # steps of each way before any counts: where sizes vary, memory and kernels for them are found one by one
 Visit = dict[str, float]
 
 
@@ -73,6 +74,10 @@ class OffloadedRank:
     def rounds(self) -> dict[str, list[Visit]]:
         """All ways in turn, in balanced order, until the first rank's clock says that it is enough."""
         found: dict[str, list[Visit]] = {name: [] for name in ("nothing", *self.schedulers)}
+        for name in found:
+            with self.way(name):
+                for _ in range(SETTLE if self.cuda else 0):
+                    self.step()
         orders, end, go = measure.orders(found), time.perf_counter() + self.options.seconds, True
         while go:
             for name in next(orders):

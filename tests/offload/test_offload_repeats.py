@@ -169,7 +169,7 @@ def test_a_tensor_that_stays_costs_few_calls(options: dict[str, Any]) -> None:
         before = seen()
         run()
         saved = seen() - before
-    assert 0 < more <= 26 * saved  # those of the layer and its modules among them
+    assert 0 < more <= 28 * saved  # those of the layer and its modules among them
 
 
 class Passing(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from typing import Any
 
 import pytest
 import table
@@ -35,7 +36,13 @@ def judged(port: Port, cell: Cell) -> Step:
     return expected(port, tuple(f for f in cell if f.on_stock or f.changes_numerics))
 
 
-@pytest.mark.parametrize("cell", SINGLE, ids=title)
+def costly(cell: Cell) -> Any:
+    """A cell, in turn with others where it compiles."""
+    marks = [pytest.mark.in_turn] if any("compile" in f.name for f in cell) else []
+    return pytest.param(cell, marks=marks, id=title(cell))
+
+
+@pytest.mark.parametrize("cell", map(costly, SINGLE))
 @pytest.mark.parametrize("name", PORTS)
 def test_cell(name: str, cell: Cell) -> None:
     if torch.__version__.startswith("2.11.") and any("compile" in f.name for f in cell):
