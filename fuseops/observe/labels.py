@@ -6,6 +6,7 @@ path of the running module, where a root is known, and the grad_fn of the tensor
 that made it ("leaf" without one; "compiled" for all that a compiled region saves), numbered in save order.
 """
 
+import weakref
 from collections.abc import Sequence
 from types import FrameType
 
@@ -36,10 +37,11 @@ class _Kind:
 
     __slots__ = ("lasts", "names", "op", "owners", "stem")
 
-    def __init__(self, path: str, made_by: str, owners: tuple[nn.Module, ...], lasts: bool) -> None:
+    def __init__(self, path: str, made_by: str, owner: nn.Module | None, lasts: bool) -> None:
         self.stem = f"{path}.{made_by}" if path else made_by
-        self.op = type(owners[0]).__name__ if owners else made_by
-        self.owners, self.lasts, self.names = owners, lasts, dict[int, SavedName]()
+        self.op = made_by if owner is None else type(owner).__name__
+        self.owners = tuple(weakref.ref(m) for m in (owner,) if m is not None)
+        self.lasts, self.names = lasts, dict[int, SavedName]()
 
     def numbered(self, number: int) -> SavedName:
         name = SavedName((f"{self.stem}.{number}",), False, self.op, self.owners, self.lasts)
@@ -54,9 +56,8 @@ class Labels:
     def __init__(self, paths: dict[int, str] | None) -> None:
         self.paths = paths or {}
         self._numbers: dict[str, int] = {}
-        self._kinds: dict[
-            tuple[int, str], _Kind
-        ] = {}  # of modules that have a path, by id and node
+        # of modules that have a path, by id, class and node
+        self._kinds: dict[tuple[int, type, str], _Kind] = {}
 
     def start_again(self) -> None:
         self._numbers.clear()
@@ -78,17 +79,19 @@ class Labels:
         if region is not None:  # one node for all of it
             running, made_by = region[::-1] or running, "compiled"
         module = running[-1] if running else None
-        kind = self._kinds.get((id(module), made_by)) or self._kind(running, made_by)
+        kind = self._kinds.get((id(module), type(module), made_by))
+        if kind is None or kind.owners[0]() is not module:
+            kind = self._kind(running, made_by)
         number = self._numbers.get(kind.stem, 0)
         self._numbers[kind.stem] = number + 1
         return kind.names.get(number) or kind.numbered(number)
 
     def _kind(self, running: Sequence[nn.Module], made_by: str) -> _Kind:
-        module, path = id(running[-1]) if running else None, modules.path_in(self.paths, running)
-        lasts = module in self.paths  # others may be gone, and their ids another's
-        kind = _Kind(path, _node_name(made_by), tuple(running[-1:]), lasts)
-        if lasts and module is not None:
-            self._kinds[module, made_by] = kind
+        module = running[-1] if running else None
+        lasts = module is not None and id(module) in self.paths
+        kind = _Kind(modules.path_in(self.paths, running), _node_name(made_by), module, lasts)
+        if lasts:
+            self._kinds[id(module), type(module), made_by] = kind
         return kind
 
 
@@ -106,7 +109,7 @@ def owners_of(saved: SavedName) -> tuple[nn.Module, ...]:
     Sequential that runs, or an op that is called alone.
     """
     if saved.owners is not None:
-        return saved.owners
+        return tuple(module for of in saved.owners if (module := of()) is not None)
     running = modules.thread.running
     if not running:
         return ()

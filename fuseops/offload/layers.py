@@ -116,6 +116,7 @@ class LayerScope(Scope):
     def enter(self, module: nn.Module) -> None:
         """Before the forward of a layer."""
         self.forget_interrupted()
+        self._count()
         path, call = self._layers[id(module)], None
         self.called.add(path)
         aside = self._why_layer_aside()
@@ -222,7 +223,6 @@ class LayerScope(Scope):
         return super().pack(tensors, named)
 
     def _count(self) -> None:
-        """Has the report count what torch saved in the layer that runs, and stayed."""
         for running in self._thread_calls.running:
             self._ledger.take(running.stayed)
 

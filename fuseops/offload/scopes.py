@@ -121,7 +121,11 @@ class Scope(Guarded):
         else:
             why = f"other saved-tensor hooks inside the scope: {_described(top[0])}"
         path = self._labels.paths.get(id(module)) or type(module).__name__
+        self._count()
         self._ledger.saw(Entry(path, type(module).__name__, (), None, 0, MISSED, why))
+
+    def _count(self) -> None:
+        """Has the report count what it has not yet, before what comes now."""
 
     # --- saving
 
@@ -151,6 +155,7 @@ class Scope(Guarded):
         stayed  one after the other, which the report counts in one go: moves, which it counts at once, come after
         """
         aside = None
+        # without a call for each: most are
         plain = type(t) in PLAIN and t.layout is torch.strided and (t.is_cuda or t.is_cpu)
         if not plain or t.is_quantized or is_functorch_wrapped(t):
             aside = why_not_plain(t)
@@ -167,10 +172,15 @@ class Scope(Guarded):
             if record is not None:
                 self._ledger.take(stayed)
                 return self._share(t, named, record)
-        resident = self._resident
+        resident, mark = self._resident, None
+        which: int | str = id(named)
+        if not named.lasts:
+            which, mark = named.name, mark_on(t, named)
+        elif marks.marked.entries:
+            mark = marks.marked.get(storage)
         facts = (
-            id(named),
-            marks.marked.get(storage) if marks.marked.entries else None,
+            which,
+            mark,
             marks.module_changes,
             self._owned.storages.get(storage),
             self._on_gpu,
@@ -187,7 +197,7 @@ class Scope(Guarded):
             found = self._judge(t, named)
             if len(judged) >= REMEMBERED:
                 judged.clear()
-            if self._lasting and named.lasts:
+            if self._lasting:
                 judged[facts] = found
         entry = found.entry
         if entry.decision == MOVED:

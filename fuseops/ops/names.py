@@ -6,6 +6,7 @@ checks that it was promised for this very tensor. Nothing is published while nob
 """
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,14 +21,15 @@ class SavedName(NamedTuple):
 
     names   all of them, such as `<path>.<field>`; the first is its own
     op      class name of the op that saves it
-    owners  the modules that save it, as far as they are known; None: the bridge names it, and knows no modules
+    owners  the modules that save it, as far as they are known, none of which it keeps alive; None: the bridge names it,
+            and knows no modules
     lasts   this object names the same tensor of the next step
     """
 
     names: tuple[str, ...]
     is_param: bool
     op: str
-    owners: tuple[nn.Module, ...] | None = None
+    owners: tuple[weakref.ref[nn.Module], ...] | None = None
     lasts: bool = True
 
     @property

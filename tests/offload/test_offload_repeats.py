@@ -202,6 +202,57 @@ def test_a_module_that_is_made_for_a_call_is_named_by_its_layer_and_not_kept() -
     assert {e.times for e in report.entries} == {3}
 
 
+def test_a_module_that_was_replaced_is_let_go() -> None:
+    model = Model()
+    with offload.Scheduler(model, "blocks.*", plan={}) as scheduler:
+        step(model, 5, None, False)
+        gone = [weakref.ref(model.blocks[1].out[1]), weakref.ref(model.blocks[1].mlp.act)]
+        replace_plain(model), put_in("act", fo.ops.SwiGLU, None)(model)
+        for _ in range(2):
+            step(model, 5, None, False)
+        gc.collect()
+        assert [of() for of in gone] == [None, None]
+    assert scheduler.report().entries
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.cos()).exp()
+
+
+def test_a_layer_in_a_layer_is_reported_where_it_runs() -> None:
+    model = nn.Sequential(Outer())
+    with offload.Scheduler(model, ["0", "0.inner"], plan={}) as scheduler:
+        model(torch.randn(3, D, requires_grad=True)).sum().backward()
+    names = [e.name for e in scheduler.report().entries]
+    assert names == ["0.leaf.0", "0.inner.TanhBackward0.0", "0.ExpBackward0.0"]
+
+
+@pytest.mark.parametrize("open_one", [offload.keep, offload.to_host])
+def test_a_scope_without_a_root_remembers_what_it_judged(
+    open_one: Callable[[], scopes.Scope], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[str] = []
+    judge = scopes.Scope._judge
+    monkeypatch.setattr(
+        scopes.Scope,
+        "_judge",
+        lambda scope, t, named: judged.append(named.name) or judge(scope, t, named),
+    )
+    model = Model()
+    with open_one():
+        for _ in range(3):
+            step(model, 5, None, False)
+        assert judged
+        judged.clear()
+        step(model, 5, None, False)
+    assert not judged
+
+
 def test_a_report_in_the_midst_of_a_layer_has_what_is_saved_so_far() -> None:
     model = nn.Sequential(Passing())
     with offload.Scheduler(model, "*", plan={}) as scheduler:

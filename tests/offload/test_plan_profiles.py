@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload, torch_private
@@ -261,6 +262,41 @@ def test_rms_norm_of_torch_saves_what_its_kernel_on_cuda_does(
         }
     else:
         assert "1.norm.RsqrtBackward0.0" in saved
+
+
+def checkpointed(norm: nn.Module, x: Tensor) -> Tensor:
+    y = checkpoint(norm, x, use_reentrant=False)
+    assert isinstance(y, Tensor)
+    return y
+
+
+def vmapped(norm: nn.Module, x: Tensor) -> Tensor:
+    with offload.disabled():
+        return torch.vmap(norm)(x)
+
+
+def cast(norm: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return norm(x.bfloat16()).to(x.dtype)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize("how", [checkpointed, vmapped, cast])
+@pytest.mark.parametrize("arch", [0, 90])
+def test_a_dry_run_takes_rms_norm_however_it_runs(
+    how: Callable[[nn.Module, Tensor], Tensor], arch: int
+) -> None:
+    class Runs(Normed):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.out(how(self.norm, x))
+
+    plain = torch.rms_norm
+    profile = dry_run(
+        step_of(nn.Sequential(Runs(), Runs()), torch.randn(24, D)), replace(H200, arch=arch)
+    )
+    assert torch.rms_norm is plain and profile.saved
+    if how is cast and arch:  # saved in float32, as under autocast of CUDA
+        assert any(s.nbytes == 24 * D * 4 for s in profile.saved if "1.norm" in s.name)
 
 
 @pytest.mark.gpu

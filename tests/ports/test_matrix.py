@@ -42,7 +42,7 @@ def costly(cell: Cell) -> Any:
     return pytest.param(cell, marks=marks, id=title(cell))
 
 
-@pytest.mark.parametrize("cell", map(costly, SINGLE))
+@pytest.mark.parametrize("cell", [costly(cell) for cell in SINGLE])
 @pytest.mark.parametrize("name", PORTS)
 def test_cell(name: str, cell: Cell) -> None:
     if torch.__version__.startswith("2.11.") and any("compile" in f.name for f in cell):

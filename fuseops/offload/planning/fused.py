@@ -2,37 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+
+from fuseops import torch_private
+
+_lock = threading.RLock()
 
 
-class FusedOps(TorchFunctionMode):
-    """Inside `FusedOps` RMSNorm saves what CUDA's kernel saves, its input and a number a row: no values are right."""
+@contextmanager
+def fused_ops() -> Iterator[None]:
+    """Inside, RMSNorm of fakes on the CPU saves what CUDA's kernel saves, its input and a number a row. In the place of
+    torch's, since no mode is on where a checkpoint runs its function again.
+    """
+    with _lock:
+        composed = torch.rms_norm
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func in (F.rms_norm, torch.rms_norm):
-            return _rms_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        def rms_norm(
+            input: Tensor,
+            normalized_shape: Sequence[int],
+            weight: Tensor | None = None,
+            eps: float | None = None,
+        ) -> Tensor:
+            if not _is_foreign(input):
+                return composed(input, normalized_shape, weight, eps)
+            if torch_private.any_autocast():  # to float32, as on CUDA
+                input, weight = _widened(input), None if weight is None else _widened(weight)
+            if weight is not None and weight.dtype != input.dtype:  # no kernel for it
+                return composed(input, normalized_shape, weight, eps)
+            dims = len(normalized_shape)
+            y, _ = FusedRmsNorm.apply(input, weight, dims)  # type: ignore[no-untyped-call]
+            normed: Tensor = y
+            return normed
+
+        torch.rms_norm = rms_norm  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.rms_norm = composed
 
 
-def _rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
-    if weight is not None and weight.dtype != input.dtype:
-        return torch.rms_norm(input, normalized_shape, weight, eps)  # no kernel for it: composed
-    y, _ = FusedRmsNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
-    normed: Tensor = y
-    return normed
+def _is_foreign(x: Tensor) -> bool:
+    """Whether a CUDA kernel is to be thought of: fakes of CUDA tensors run it."""
+    if not torch_private.is_fake(x) or x.device.type != "cpu":
+        return False
+    if torch_private.inside_functorch() or torch_private.inside_forward_ad():
+        return False
+    return x.dim() not in (4, 5) or x.is_contiguous()  # not as images whose channels are last
+
+
+def _widened(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
 
 class FusedRmsNorm(torch.autograd.Function):
@@ -43,10 +68,12 @@ class FusedRmsNorm(torch.autograd.Function):
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         rstd = x.new_empty((*x.shape[:-dims], *[1] * dims), dtype=wide)
         ctx.save_for_backward(x, weight, rstd)
+        ctx.set_materialize_grads(False)
         y = x.clone() if weight is None else x * weight  # reads and writes as many bytes
         return y, rstd
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (x, weight, _), dy = ctx.saved_tensors, grads[0]
-        return dy * x, None if weight is None else dy.sum_to_size(weight.shape), None
+        dx = dy * x if ctx.needs_input_grad[0] else None
+        return dx, dy.sum_to_size(weight.shape) if ctx.needs_input_grad[1] else None, None

@@ -25,7 +25,7 @@ from fuseops.observe.rehearse import unseen
 from fuseops.observe.untouched import main_grads, untouched
 from fuseops.ops.op import Op as FuseOp
 
-from .fused import FusedOps
+from .fused import fused_ops
 from .hardware import ATTENTION_SAVES, Hardware
 from .measure import event
 from .profile import Profile
@@ -114,7 +114,7 @@ def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None 
             meter = StorageMeter(_there(step.model, (args, side)))
             recorder = Recorder(step, meter, Roofline(hardware), rows)
             as_on, blind = as_if_on(hardware.arch), torch.autograd.set_detect_anomaly(False)
-            fused = FusedOps() if hardware.arch else nullcontext()
+            fused = fused_ops() if hardware.arch else nullcontext()
             with mode, sdpa_kernel(backends), recorder.running(), as_on, blind, _explained(), fused:
                 step.run(args, side)
         return recorder
