@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fuseops as fo
 from fuseops import offload
 from fuseops.offload import records, scopes
+from fuseops.ops.names import SavedName
 
 D = 8
 
@@ -172,6 +173,20 @@ def test_a_tensor_that_stays_costs_few_calls(options: dict[str, Any]) -> None:
     assert 0 < more <= 28 * saved  # those of the layer and its modules among them
 
 
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of saved tensors that a scope finds out about, from here on."""
+    names: list[str] = []
+    judge = scopes.Scope._judge
+
+    def noted(scope: scopes.Scope, t: Tensor, named: SavedName) -> records.Judged:
+        names.append(named.name)
+        return judge(scope, t, named)
+
+    monkeypatch.setattr(scopes.Scope, "_judge", noted)
+    return names
+
+
 class Passing(nn.Module):
     """A layer that makes a module for one call, and asks for a report in the midst of it."""
 
@@ -234,15 +249,8 @@ def test_a_layer_in_a_layer_is_reported_where_it_runs() -> None:
 
 @pytest.mark.parametrize("open_one", [offload.keep, offload.to_host])
 def test_a_scope_without_a_root_remembers_what_it_judged(
-    open_one: Callable[[], scopes.Scope], monkeypatch: pytest.MonkeyPatch
+    open_one: Callable[[], scopes.Scope], judged: list[str]
 ) -> None:
-    judged: list[str] = []
-    judge = scopes.Scope._judge
-    monkeypatch.setattr(
-        scopes.Scope,
-        "_judge",
-        lambda scope, t, named: judged.append(named.name) or judge(scope, t, named),
-    )
     model = Model()
     with open_one():
         for _ in range(3):
@@ -271,14 +279,7 @@ def test_shapes_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPat
             assert 0 < len(scheduler._scope._judged) <= 50
 
 
-def test_nothing_is_judged_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    judged: list[str] = []
-    judge = scopes.why_keep
-    monkeypatch.setattr(
-        scopes,
-        "why_keep",
-        lambda t, named, *facts: judged.append(named.name) or judge(t, named, *facts),
-    )
+def test_nothing_is_judged_twice(judged: list[str]) -> None:
     model = Model()
     with offload.Scheduler(model, "blocks.*", plan={}):
         for _ in range(3):
@@ -303,16 +304,7 @@ def scoped_step(model: nn.Module, x: Tensor, **options: Any) -> offload.Report:
 
 
 @pytest.mark.parametrize("min_bytes", [0, 1 << 20])
-def test_a_scope_of_each_step_judges_what_ops_save_once(
-    min_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judged: list[str] = []
-    judge = scopes.why_keep
-    monkeypatch.setattr(
-        scopes,
-        "why_keep",
-        lambda t, named, *facts: judged.append(named.name) or judge(t, named, *facts),
-    )
+def test_a_scope_of_each_step_judges_what_ops_save_once(min_bytes: int, judged: list[str]) -> None:
     model, x = three_ops()
     first = scoped_step(model, x, min_bytes=min_bytes)
     assert len(judged) == 4
