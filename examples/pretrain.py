@@ -252,9 +252,7 @@ class Run:
     def plans(
         self, peak: int | None = None, policy: offload.Policy | None = None
     ) -> tuple[offload.OffloadPlan, ...]:
-        """One of every rank of the pipeline, from a dry run of the whole model over one micro-batch; without a pipeline
-        the one of this rank, from a recorded step.
-        """
+        """One of every rank of a pipeline, from a dry run of a micro-batch; else this rank's, from a recorded step."""
         c, hardware = self.c, self.hardware()
         options: dict[str, Any] = {"layers": "blocks.*", "hardware": hardware, "policy": policy}
         if self.schedule is None:
@@ -271,9 +269,7 @@ class Run:
         return offload.plan_pipeline(profile, hardware, pipeline, offload.Limits(peak))
 
     def hardware(self) -> offload.Hardware:
-        """That of the rank with the slowest link while all of them copy: all ranks plan for the same. On CPUs as fast
-        as an H200, with ops as they are there.
-        """
+        """The slowest link of all ranks while they copy, so that all plan alike; on CPUs an H200's, their own ops."""
         if self.device.type == "cuda":
             return offload.Hardware.measure(dist.group.WORLD)
         return replace(offload.Hardware.h200(), arch=0)
