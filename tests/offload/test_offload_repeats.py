@@ -247,20 +247,6 @@ def test_a_layer_in_a_layer_is_reported_where_it_runs() -> None:
     assert names == ["0.leaf.0", "0.inner.TanhBackward0.0", "0.ExpBackward0.0"]
 
 
-@pytest.mark.parametrize("open_one", [offload.keep, offload.to_host])
-def test_a_scope_without_a_root_remembers_what_it_judged(
-    open_one: Callable[[], scopes.Scope], judged: list[str]
-) -> None:
-    model = Model()
-    with open_one():
-        for _ in range(3):
-            step(model, 5, None, False)
-        assert judged
-        judged.clear()
-        step(model, 5, None, False)
-    assert not judged
-
-
 def test_a_report_in_the_midst_of_a_layer_has_what_is_saved_so_far() -> None:
     model = nn.Sequential(Passing())
     with offload.Scheduler(model, "*", plan={}) as scheduler:
@@ -279,9 +265,18 @@ def test_shapes_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPat
             assert 0 < len(scheduler._scope._judged) <= 50
 
 
-def test_nothing_is_judged_twice(judged: list[str]) -> None:
+@pytest.mark.parametrize(
+    "scope_of",
+    [
+        lambda model: offload.Scheduler(model, "blocks.*", plan={}),
+        lambda model: offload.keep(),  # knows no root
+        lambda model: offload.to_host(),
+    ],
+    ids=["scheduler", "keep", "to_host"],
+)
+def test_nothing_is_judged_twice(scope_of: Callable[[Model], Any], judged: list[str]) -> None:
     model = Model()
-    with offload.Scheduler(model, "blocks.*", plan={}):
+    with scope_of(model):
         for _ in range(3):
             step(model, 5, None, False)
         assert judged
