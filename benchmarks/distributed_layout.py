@@ -112,15 +112,17 @@ class Rank(OffloadedRank):
         return [g.to_local().clone() if hasattr(g, "to_local") else g.clone() for g in found]
 
     def trace(self, name: str) -> dict[str, float]:
-        """Of one step: ms of it, ms without any kernel, GB/s of copies out and back."""
+        """What `of_trace` finds, of as many steps as a visit has."""
         with self.way(name), tempfile.TemporaryDirectory() as folder:
             self.step()
             self.sync()
             with profile(activities=[ProfilerActivity.CUDA]) as seen:
-                self.step()
+                for _ in range(self.options.steps):
+                    self.step()
                 self.sync()
             seen.export_chrome_trace(path := str(Path(folder) / "trace.json"))
-            return of_trace(json.loads(Path(path).read_text())["traceEvents"])
+            events = json.loads(Path(path).read_text())["traceEvents"]
+            return of_trace(events, self.options.steps)
 
     def found(self) -> dict[str, Any]:
         """Everything that this rank measured."""
@@ -148,13 +150,25 @@ class Rank(OffloadedRank):
         return []
 
 
-def of_trace(events: list[dict[str, Any]]) -> dict[str, float]:
-    """ms from the first kernel to the last, ms without any, and rates of large copies."""
-    kernels = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel")
-    span, busy, end = max(b for _, b in kernels) - kernels[0][0], 0.0, 0.0
-    for a, b in kernels:
-        busy, end = busy + max(b - max(a, end), 0.0), max(end, b)
-    found = {"ms": span / 1e3, "idle_ms": (span - busy) / 1e3}
+def of_trace(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
+    """Of a step, on average: ms from the first kernel to the last, ms without any, those of them in which the host had
+    not launched the next yet. And GB/s of large copies.
+    """
+    of_host = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    launched = {e["args"].get("correlation"): e["ts"] for e in of_host}
+    kernels = sorted(
+        (e["ts"], e["ts"] + e["dur"], launched.get(e["args"]["correlation"], 0.0))
+        for e in events
+        if e.get("cat") == "kernel"
+    )
+    first, end = kernels[0][:2]
+    idle = late = 0.0
+    for begin, done, launch in kernels:
+        idle += max(begin - end, 0.0)
+        late += max(min(begin, launch) - end, 0.0)
+        end = max(end, done)
+    times = {"ms": end - first, "idle_ms": idle, "host_late_ms": late}
+    found = {what: us / 1e3 / steps for what, us in times.items()}
     for name, kind in (("out", "DtoH"), ("back", "HtoD")):
         copies = [e for e in events if e.get("cat") == "gpu_memcpy" and kind in e["name"]]
         large = [e for e in copies if e["args"].get("bytes", 0) >= 1 << 20]
@@ -183,7 +197,7 @@ def on_every_rank(options: argparse.Namespace) -> None:
     dist.init_process_group(options.backend, device_id=device if cuda else None)
     pair = options.layout == "reference" and dist.get_world_size() == 2
     alone = options.layout == "fsdp" or pair  # nobody to send tokens to
-    ways: list[str | None] = [None] if alone or not cuda else ["peer_memory", "host_counts"]
+    ways: list[str | None] = [None] if alone or not cuda else options.ways
     found: dict[str, Any] = {}
     for way in ways:
         mine = Rank(way, options, device)
@@ -228,7 +242,7 @@ def weak_scaling(ranks: int, small: bool) -> Iterator[tuple[str, dict[str, float
         sizes |= {"batch": 4, "layers": 8}
     for n in (n for n in (1, 2, 4, 8) if n <= ranks):
         # room for all tokens, wherever they go
-        said = torchrun(n, str(PRETRAIN), *words(sizes, steps=6, capacity=n))
+        said = torchrun(n, str(PRETRAIN), *words(sizes, steps=24, capacity=n, show=4))
         rates = [float(r.replace(",", "")) for r in re.findall(r"([\d,]+) tokens/s", said)]
         yield str(n), {"tokens_s_a_rank": statistics.median(rates[2:])}
 
@@ -256,7 +270,7 @@ def run(options: argparse.Namespace) -> None:
         sys.exit(f"--layout {options.layout} has a pipeline of 2: {count} ranks are none.")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        same = ["--layout", options.layout, "--backend", options.backend]
+        same = ["--layout", options.layout, "--backend", options.backend, "--ways", *options.ways]
         same += ["--seconds", str(options.seconds)]
         same += ["--steps", str(options.steps), *["--small"] * options.small, "--out", str(out)]
         print(torchrun(count, __file__, *same), end="")
@@ -288,7 +302,8 @@ def main() -> None:
     parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
     parser.add_argument("--ranks", type=int, default=0, help="all GPUs unless it is given")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--steps", type=int, default=2, help="of a visit")
+    parser.add_argument("--ways", nargs="+", default=["peer_memory", "host_counts"])
+    parser.add_argument("--steps", type=int, default=12, help="of a visit")
     parser.add_argument("--seconds", type=float, default=60, help="of rounds, of each way")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -775,8 +775,10 @@ SUBJECTS = {
     "Mixed layers over GPUs with offload": Subject(
         "",
         (
-            Table("four GPUs", layout, "layout_fsdp_h200x4", "layout_experts_h200x4"),
-            Table("two GPUs", layout, "layout_experts_h200x2"),
+            Table("two GPUs", layout, "layout_fsdp_h200x2", "layout_experts_h200x2"),
+            Table(
+                "four GPUs, steps waited for", layout, "layout_fsdp_h200x4", "layout_experts_h200x4"
+            ),
             Table("stages 2 x virtual 2 x experts 2", layout, "layout_reference_h200x4"),
             Table("ranks, experts over all", weak_scaling, "layout_reference_h200x4"),
         ),

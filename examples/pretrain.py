@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 8 examples/pretrain.py --pp 2 --chunks 2 --micro-batches 4 --memory 60
     torchrun --nproc-per-node 8 examples/pretrain.py --stock            # the same model of plain torch
 
-Batches follow from the step and the rank, so that a run that is resumed on the same mesh goes on bit for bit.
+Batches follow from the step and the rank, so that a run that is resumed on the same mesh goes on bit for bit. The host
+waits for the device where it shows the loss or saves, every `--show` and `--every` steps, and is ahead of it elsewhere.
 """
 
 import argparse
@@ -197,7 +198,7 @@ class Run:
         self.schedule = self.pipeline() if c.pp > 1 else None
         groups = fd.param_groups(self.model, weight_decay=0.1)
         self.optimizer = torch.optim.AdamW(groups, lr=c.lr, betas=(0.9, 0.95), fused=True)
-        self.text = read_corpus().train
+        self.text = read_corpus().train.to(device)
 
     def pipeline(self) -> Any:
         c = self.c
@@ -211,20 +212,19 @@ class Run:
             fd.overlap_pairs(schedule)
         return schedule
 
-    def train(self) -> float:
-        """One step.   -> the mean loss of all ranks"""
+    def train(self) -> Tensor:
+        """One step, whose end the host does not wait for.   -> the mean loss of all ranks"""
         world, rank = self.every.size(), self.every.get_local_rank()
         seed = (self.c.seed * 1_000_003 + self.step) * world + rank  # alike on all of a pipeline
-        draw = torch.Generator().manual_seed(seed)
-        text = batch(self.text, self.c.batch, self.c.context, draw).to(self.device)
+        draw = torch.Generator(self.device).manual_seed(seed)
+        text = batch(self.text, self.c.batch, self.c.context, draw)
         self.optimizer.zero_grad()
         mean = self.backward(text[:, :-1].contiguous(), text[:, 1:].contiguous())
         fd.clip_grad_norm_(self.model.parameters(), 1.0, over=self.mesh["pp"])
         self.optimizer.step()
         self.step += 1
         dist.all_reduce(mean)
-        fd.check_overflow()
-        return float(mean) / world
+        return mean / world
 
     def backward(self, text: Tensor, targets: Tensor) -> Tensor:
         """Gradients of the mean over micro-batches.   -> the loss, zero but on the last rank of a pipeline"""
@@ -269,9 +269,9 @@ class Run:
         return offload.plan_pipeline(profile, hardware, pipeline, offload.Limits(peak))
 
     def hardware(self) -> offload.Hardware:
-        """The slowest link of all ranks while they copy, so that all plan alike; on CPUs an H200's, their own ops."""
+        """The slowest link of all ranks while they copy, so that all plan alike, and some room; on CPUs an H200's."""
         if self.device.type == "cuda":
-            return offload.Hardware.measure(dist.group.WORLD)
+            return offload.Hardware.measure(dist.group.WORLD).slower(1.1)
         return replace(offload.Hardware.h200(), arch=0)
 
     def save(self) -> None:
@@ -315,7 +315,7 @@ def parsed(args: list[str] | None = None) -> argparse.Namespace:
     for name, value in (
         ("steps", 6), ("dim", 64), ("heads", 4), ("layers", 2), ("ffn", 64), ("experts", 8), ("top-k", 2),
         ("context", 64), ("batch", 4), ("ep", 0), ("every", 100), ("seed", 0), ("dense-every", 0),
-        ("pp", 1), ("chunks", 1), ("micro-batches", 1), ("show", 1),
+        ("pp", 1), ("chunks", 1), ("micro-batches", 1), ("show", 10),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N")
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -338,22 +338,26 @@ def parsed(args: list[str] | None = None) -> argparse.Namespace:
 
 def train(c: argparse.Namespace, device: torch.device) -> list[float]:
     """The losses of the steps up to `c.steps`."""
-    run, losses = Run(c, device), []
+    run, losses = Run(c, device), list[Tensor]()
     run.resume()
     size, share = f"{run.size:,} parameters a stage", f"{run.active:,} of them for a token"
     mesh = "stages {} x replicas {} x parts of the experts {}".format(*run.mesh.shape)
     tell(f"{mesh}: {size}, {share}; {run.step} of {c.steps} steps are done")
+    begun, done = time.perf_counter(), run.step
     with run.scheduler() if c.memory else contextlib.nullcontext() as scheduler:
         while run.step < c.steps:
-            begun = time.perf_counter()
             losses.append(run.train())
             if scheduler and len(losses) == 1:  # it is made at the first forward
                 tell("\n".join([repr(scheduler.plan), *scheduler.plan.warnings]))
-            if run.step % c.show == 0 or run.step == c.steps:
-                log(run, losses[-1], time.perf_counter() - begun)
-            if c.out and (run.step % c.every == 0 or run.step == c.steps):
-                run.save()
-    return losses
+            show, save = ((run.step % n == 0 or run.step == c.steps) for n in (c.show, c.every))
+            if show or save:
+                fd.check_overflow()  # waits for the device
+                if show:
+                    log(run, float(losses[-1]), (time.perf_counter() - begun) / (run.step - done))
+                if save and c.out:
+                    run.save()
+                begun, done = time.perf_counter(), run.step
+    return [float(loss) for loss in losses]
 
 
 if __name__ == "__main__":

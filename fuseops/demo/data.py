@@ -74,9 +74,10 @@ def windows(text: Tensor, length: int) -> Tensor:
 
 
 def batch(text: Tensor, size: int, length: int, generator: torch.Generator) -> Tensor:
-    """Windows from random places.   (size, length + 1) int64"""
-    starts = torch.randint(len(text) - length, (size, 1), generator=generator)
-    return text[starts + torch.arange(length + 1)].long()
+    """Windows from random places, where text and generator are.   (size, length + 1) int64"""
+    where = text.device
+    starts = torch.randint(len(text) - length, (size, 1), generator=generator, device=where)
+    return text[starts + torch.arange(length + 1, device=where)].long()
 
 
 def bigram_log_probs(text: Tensor, smoothing: float = 0.3) -> Tensor:

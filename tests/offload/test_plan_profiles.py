@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ import fuseops as fo
 from fuseops import offload, torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe.memory import StorageMeter
+from fuseops.offload.planning import record as recorder
 from fuseops.offload.planning import step as planned_step
 from fuseops.offload.planning.hardware import Curve, Hardware
 from fuseops.offload.planning.plan import plan_profile
@@ -523,3 +526,17 @@ def test_recorded_ops_do_not_carry_the_time_of_their_launch() -> None:
     short = [op.seconds for op in profile.ops if "mul" in op.name]
     assert len(short) >= 40 and sorted(short)[len(short) // 2] < 20e-6
     assert sum(op.seconds for op in profile.ops if "mm" in op.name) > sum(short)
+
+
+def test_recorded_ops_do_not_carry_what_it_takes_to_time_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a clock that goes on when it is read, and by ten with every op."""
+    clock = itertools.count()
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr(StorageMeter, "before", lambda _: [next(clock) for _ in range(10)])
+    step = step_of(Model(), torch.randn(2, 6, D))
+    seen = recorder.Recorder(step, StorageMeter())
+    with seen.running():
+        step.run(step.args, step.side)
+    assert {op.seconds for op in seen.result().ops} == {10.0}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,12 @@ from fuseops import torch_private
 
 MIB = 1 << 20
 SIZES = tuple(MIB << k for k in range(0, 9, 2))  # 1 MiB to 256 MiB
+AREA = (
+    1 << 30
+)  # bytes of the host that are copied to and from in turn: more than its caches hold, as in a step
 ROUNDS = 9
 HOT = 0.15  # seconds until power limits the clock
+Parts = Iterator[torch.Tensor]
 
 
 def copy_rates(
@@ -26,16 +31,17 @@ def copy_rates(
     """
     points: dict[str, list[tuple[int, float]]] = {"d2h": [], "h2d": [], "both": []}
     out, back = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    areas = [torch.empty(AREA, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     for size in SIZES:
         device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
-        host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        host = [cycle(area.split(size)) for area in areas]
         repeat = max(2, (256 * MIB) // size)  # back to back, as a schedule queues them
 
-        def down(device: list[torch.Tensor] = device, host: list[torch.Tensor] = host) -> None:
-            host[0].copy_(device[0], non_blocking=True)
+        def down(device: list[torch.Tensor] = device, host: list[Parts] = host) -> None:
+            next(host[0]).copy_(device[0], non_blocking=True)
 
-        def up(device: list[torch.Tensor] = device, host: list[torch.Tensor] = host) -> None:
-            device[1].copy_(host[1], non_blocking=True)
+        def up(device: list[torch.Tensor] = device, host: list[Parts] = host) -> None:
+            device[1].copy_(next(host[1]), non_blocking=True)
 
         for name, works in (
             ("d2h", ((out, down),)),

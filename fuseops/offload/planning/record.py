@@ -6,6 +6,7 @@ Saved tensors are named and judged as the scopes do it; nothing is moved.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -380,6 +381,7 @@ class Recorder:
 
 
 LEAD = 600_000  # cycles, about 0.3 ms: the host has launched an op by then
+EMPTY = 15  # timers of nothing, whose median is taken off each of the others
 
 
 class _Timer:
@@ -410,7 +412,14 @@ class _Timer:
 
 
 def _times(timers: Sequence[_Timer]) -> list[float]:
-    """Seconds of each, once the device has done them all."""
+    """Seconds of each, once the device has done them all. Two events are some microseconds apart with nothing between
+    them: those are no op's, and a step has thousands.
+    """
+    idle = []
+    for _ in range(EMPTY):
+        idle.append(_Timer(bool(timers[0]._events)))
+        idle[-1].stop()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return [timer.seconds() for timer in timers]
+    apart = statistics.median(timer.seconds() for timer in idle)
+    return [max(timer.seconds() - apart, 0.0) for timer in timers]
