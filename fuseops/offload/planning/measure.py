@@ -34,7 +34,7 @@ def copy_rates(
     areas = [torch.empty(AREA, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     for size in SIZES:
         device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
-        host = [cycle(area.split(size)) for area in areas]
+        host: list[Parts] = [cycle(area.view(-1, size).unbind()) for area in areas]
         repeat = max(2, (256 * MIB) // size)  # back to back, as a schedule queues them
 
         def down(device: list[torch.Tensor] = device, host: list[Parts] = host) -> None:
