@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import rank_features
 import torch
 from port import Feature, Port
@@ -277,6 +278,12 @@ def pair(a: Feature, b: Feature) -> Cell:
 
 def title(cell: Cell) -> str:
     return " + ".join(f.name for f in cell)
+
+
+def costly(cell: Cell) -> Any:
+    """The parameter of a cell's test, in turn with others where it compiles."""
+    marks = [pytest.mark.in_turn] if any("compile" in f.name for f in cell) else []
+    return pytest.param(cell, marks=marks, id=title(cell))
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
 
 import pytest
 import table
 import torch
-from features import FEATURES, PORTS, REFUSED, Cell, Feature, cells, drawn, in_turn, refusal, title
+from features import FEATURES, PORTS, REFUSED, Cell, Feature, cells, costly, drawn, in_turn, refusal
 from port import Port, Step
 from run import coarsest, differences, ported, reference
 
@@ -34,12 +33,6 @@ def expected(port: Port, cell: tuple[Feature, ...]) -> Step:
 
 def judged(port: Port, cell: Cell) -> Step:
     return expected(port, tuple(f for f in cell if f.on_stock or f.changes_numerics))
-
-
-def costly(cell: Cell) -> Any:
-    """A cell, in turn with others where it compiles."""
-    marks = [pytest.mark.in_turn] if any("compile" in f.name for f in cell) else []
-    return pytest.param(cell, marks=marks, id=title(cell))
 
 
 @pytest.mark.parametrize("cell", [costly(cell) for cell in SINGLE])
