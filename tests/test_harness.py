@@ -81,7 +81,10 @@ def test_the_mark_leaves_torch_alone() -> None:
 
 @pytest.mark.parametrize(
     "backend",
-    ["aot_eager", pytest.param("inductor", marks=[pytest.mark.cxx, pytest.mark.slow])],
+    [
+        "aot_eager",
+        pytest.param("inductor", marks=[pytest.mark.cxx, pytest.mark.slow, pytest.mark.in_turn]),
+    ],
 )
 def test_compiled_code_is_not_disturbed(backend: str) -> None:
     torch.compiler.reset()
