@@ -242,7 +242,8 @@ class Run:
         """What keeps a step within `c.memory` GiB: of a pipeline by the plan of this rank."""
         budget = int(self.c.memory * 2**30)
         if self.schedule is None:
-            return offload.Scheduler(self.stages[0], layers="blocks.*", peak=budget)
+            hardware = self.hardware()
+            return offload.Scheduler(self.stages[0], "blocks.*", peak=budget, hardware=hardware)
         # The plan has weights and gradients whole, as in a step. Shards and AdamW's moments come on top.
         mine = [p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters()]
         held = sum(4 * p.numel() * p.element_size() for p in mine)

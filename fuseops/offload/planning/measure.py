@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from fuseops import torch_private
+from fuseops.offload.lanes.cuda import pinned, unpin
 
 MIB = 1 << 20
 SIZES = tuple(MIB << k for k in range(0, 9, 2))  # 1 MiB to 256 MiB
-AREA = (
-    1 << 30
-)  # bytes of the host that are copied to and from in turn: more than its caches hold, as in a step
+AREA = 1 << 30  # host bytes that are copied in turn: more than caches hold, as of a step
 ROUNDS = 9
 HOT = 0.15  # seconds until power limits the clock
 Parts = Iterator[torch.Tensor]
@@ -29,11 +28,21 @@ def copy_rates(
 
     meet  waits until all who measure are there, so that they copy at the same time
     """
+    here = torch.device("cuda", torch.cuda.current_device())
+    areas = [pinned(AREA) for _ in range(2)]  # as copies of a step have it
+    try:
+        return _copy_rates(areas, here, meet)
+    finally:
+        unpin(here, areas)
+
+
+def _copy_rates(
+    areas: list[torch.Tensor], here: torch.device, meet: Callable[[], object]
+) -> dict[str, tuple[tuple[int, float], ...]]:
     points: dict[str, list[tuple[int, float]]] = {"d2h": [], "h2d": [], "both": []}
     out, back = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    areas = [torch.empty(AREA, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     for size in SIZES:
-        device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        device = [torch.empty(size, dtype=torch.uint8, device=here) for _ in range(2)]
         host: list[Parts] = [cycle(area.view(-1, size).unbind()) for area in areas]
         repeat = max(2, (256 * MIB) // size)  # back to back, as a schedule queues them
 
