@@ -179,13 +179,19 @@ def finds(folder: str, model: Net, alone: Net, one: torch.optim.AdamW) -> None:
     same(model, optimizer, alone, one)
 
 
-def losses(*options: str) -> list[float]:
-    """Of the steps of examples/pretrain.py."""
+def pretrain() -> Any:
+    """examples/pretrain.py as a module."""
     path = ROOT / "examples" / "pretrain.py"
     spec: Any = importlib.util.spec_from_file_location("pretrain", path)
-    spec.loader.exec_module(pretrain := importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+def losses(*options: str) -> list[float]:
+    """Of the steps of examples/pretrain.py."""
+    example = pretrain()
     given = ["--dim", "16", "--layers", "1", "--context", "16", "--batch", "2", *options]
-    return pretrain.train(pretrain.parsed(given), torch.device("cpu"))
+    return example.train(example.parsed(given), torch.device("cpu"))
 
 
 TRAINED = ("--ep", "2", "--every", "2")

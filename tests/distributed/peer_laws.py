@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fsdp_laws import pretrain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -183,6 +184,24 @@ def law_dispatched_again_is_what_arrived(ways: Ways) -> None:
         for mine, p in zip(got, parameters, strict=True):
             assert torch.equal(mine, whole(p.grad)), way
         check_overflow()
+
+
+def law_pretraining_waits_for_nothing_in_a_step(ways: Ways) -> None:
+    """A host that begins a forward together with the device falls behind it where saved tensors pass hooks."""
+    example, device = pretrain(), torch.device("cuda", torch.cuda.current_device())
+    given = "--dim 256 --heads 2 --ffn 128 --context 128 --dense-every 2 --capacity 2 --way"
+    run = example.Run(example.parsed([*given.split(), ways[0]]), device)
+    plan = run.plans(policy=offload.Policy(min_bytes=1))[0]
+    with offload.Scheduler(run.model, "blocks.*", plan=plan):
+        for _ in range(3):
+            run.train()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss = run.train()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert loss.isfinite()
+    check_overflow()
 
 
 class Block(nn.Module):
