@@ -4,8 +4,7 @@
     torchrun --nproc-per-node 8 examples/pretrain.py --pp 2 --chunks 2 --micro-batches 4 --memory 60
     torchrun --nproc-per-node 8 examples/pretrain.py --stock            # the same model of plain torch
 
-Batches follow from the step and the rank, so that a run that is resumed on the same mesh goes on bit for bit. The host
-waits for the device where it shows the loss or saves, every `--show` and `--every` steps, and is ahead of it elsewhere.
+Batches follow from the step and the rank, so that a run that is resumed on the same mesh goes on bit for bit.
 """
 
 import argparse
@@ -166,11 +165,9 @@ def spread_experts(model: nn.Module, c: argparse.Namespace, mesh: DeviceMesh) ->
 def spread(stage: Stage, c: argparse.Namespace, mesh: DeviceMesh, every: DeviceMesh) -> None:
     """Experts over `ep` ranks, everything over all that have this stage: gathered once a step by a pipeline."""
     spread_experts(stage, c, mesh)
-    place, ignored = None, set[nn.Parameter]()
-    if mesh["dp"].size() == 1:  # nobody holds the same experts
-        ignored |= {p for p in stage.parameters() if type(p.data) is DTensor}
-    elif mesh["ep"].size() > 1:
-        place = fd.expert_placement(mesh["dp"])
+    alone = mesh["dp"].size() == 1  # nobody holds the same experts
+    ignored = {p for p in stage.parameters() if alone and type(p.data) is DTensor}
+    place = None if alone or mesh["ep"].size() == 1 else fd.expert_placement(mesh["dp"])
     options: Any = {"shard_placement_fn": place, "ignored_params": ignored}
     for module in [*stage.blocks.values(), stage]:
         fully_shard(module, mesh=every, reshard_after_forward=c.pp == 1, **options)
@@ -250,12 +247,10 @@ class Run:
         plan = self.plans(peak=max(budget - held, 0))[self.mesh.get_local_rank("pp")]
         return offload.Scheduler(self.model, layers="blocks.*", plan=plan)
 
-    def plans(
-        self, peak: int | None = None, policy: offload.Policy | None = None
-    ) -> tuple[offload.OffloadPlan, ...]:
+    def plans(self, peak: int | None = None, **more: Any) -> tuple[offload.OffloadPlan, ...]:
         """One of every rank of a pipeline, from a dry run of a micro-batch; else this rank's, from a recorded step."""
         c, hardware = self.c, self.hardware()
-        options: dict[str, Any] = {"layers": "blocks.*", "hardware": hardware, "policy": policy}
+        options: dict[str, Any] = {"layers": "blocks.*", "hardware": hardware} | more
         if self.schedule is None:
             text = torch.zeros(c.batch, c.context, dtype=torch.long, device=self.device)
             options |= {"record": True, "peak": peak, "loss": lambda y: loss_of(y, text)}
@@ -352,7 +347,7 @@ def train(c: argparse.Namespace, device: torch.device) -> list[float]:
                 tell("\n".join([repr(scheduler.plan), *scheduler.plan.warnings]))
             show, save = ((run.step % n == 0 or run.step == c.steps) for n in (c.show, c.every))
             if show or save:
-                fd.check_overflow()  # waits for the device
+                fd.check_overflow()  # waits for the device, which other steps do not
                 if show:
                     log(run, float(losses[-1]), (time.perf_counter() - begun) / (run.step - done))
                 if save and c.out:

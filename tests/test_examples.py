@@ -44,7 +44,7 @@ def test_an_example_runs(example: Path) -> None:
         ("hf_qwen3_moe", 90),
         ("moe_layer", 80),
         ("offload_any_model", 40),
-        ("pretrain", 375),
+        ("pretrain", 370),
         ("quickstart", 41),
     ],
 )
