@@ -5,17 +5,15 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import tempfile
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
+import host_memory
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -41,58 +39,6 @@ def parallel(**options: Any) -> ExpertParallel:
     return ExpertParallel(way=WAY[0], **options)
 
 
-class SharedFiles:
-    """Buffers of all ranks of a group that this one maps, in the place of GPUs' symmetric memory."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-
-    def barrier(self, channel: int, timeout_ms: int) -> None:
-        dist.barrier(self.group)
-
-    @staticmethod
-    def fabric(group: Any, nbytes: int, device: torch.device) -> symmetric.Fabric:
-        with tempfile.NamedTemporaryFile(delete=False) as file:
-            file.truncate(nbytes)
-        names: list[Any] = [None] * group.size()
-        dist.all_gather_object(names, file.name, group)
-        memory = [torch.from_file(n, True, nbytes, dtype=torch.uint8) for n in names]
-        dist.barrier(group)
-        Path(file.name).unlink()
-        table = torch.tensor([m.data_ptr() for m in memory])
-        uses, flag = torch.zeros(1, dtype=torch.int64), overflow.flag_of(group, device)
-        return symmetric.Fabric(table, uses, flag, nbytes, SharedFiles(group), memory)
-
-
-class OverGloo(device_counts.Lane):
-    """A lane whose rows a backend of the host moves. Where nothing came are ids of experts, and NaN.
-
-    Raises where a lane is used twice running: over NVSHMEM its rows may not have been read yet.
-    """
-
-    last: device_counts.Lane | None = None
-
-    def _exchange(self, leaving: Tensor, come: Tensor) -> None:
-        assert OverGloo.last is not self, "the two lanes take turns"
-        OverGloo.last = self
-        counts, group = torch.empty_like(self.sent), _resolve_process_group(self.group)
-        dist.all_to_all_single(counts, self.sent, group=group)
-        there, total = self.sent.tolist(), int(counts.sum())
-        come[::2], come[1::2] = 0, 255
-        sizes = counts.tolist(), there
-        dist.all_to_all_single(come[:total], leaving[: sum(there)], *sizes, group=group)
-        self.received.copy_(torch.stack([counts, counts.cumsum(0) - counts]))
-
-    @staticmethod
-    def made(group: Any, nbytes: int, device: torch.device) -> device_counts.Lane:
-        memory = [torch.full((nbytes,), 255, dtype=torch.uint8) for _ in range(2)]
-        sent = torch.empty(group.size(), dtype=torch.int64)
-        return OverGloo(group.group_name, *memory, sent, torch.stack([sent, sent]))
-
-
-ON_GPUS, OVER_NVSHMEM = symmetric._made, device_counts._made
-symmetric._made, device_counts._made = SharedFiles.fabric, OverGloo.made
-device_counts.LEAST = 0  # so that a row too many raises
 BOUNDED = ("fixed_capacity", "device_counts", "peer_memory")
 
 
@@ -715,7 +661,11 @@ def law_wrong_use_says_so() -> None:
     for said, options in wrong:
         raises(said, partial(ExpertParallel, **options))
     raises("capacity is 0", partial(FixedCapacity, mesh(), E, TOP, capacity=0))
-    for made, said in ((ON_GPUS, "got tokens on cpu"), (OVER_NVSHMEM, "by NVSHMEM, which")):
+    of_gpus = (
+        (host_memory.ON_GPUS, "got tokens on cpu"),
+        (host_memory.OVER_NVSHMEM, "by NVSHMEM, which"),
+    )
+    for made, said in of_gpus:
         raises(said, partial(made, mesh().get_group(), 64, torch.device("cpu")))
     two = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
     for model in (layer(), of_transformers()):

@@ -11,6 +11,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import host_memory
 import torch
 import torch.distributed as dist
 
@@ -75,6 +76,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection, allocator: str |
     warnings.simplefilter("ignore")
     options: Any = {"init_method": f"file://{store}", "rank": rank, "world_size": world}
     if allocator is None:
+        host_memory.install()
         dist.init_process_group("gloo", timeout=COLLECTIVE, **options)
     else:
         torch.cuda.memory._set_allocator_settings(allocator)

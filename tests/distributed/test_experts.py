@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import again_laws
 import expert_laws
 import fsdp_laws
+import host_memory
 import pytest
 import torch
 from spawned import Ranks
 
 from fuseops.distributed import clip_grad_norm_
+from fuseops.distributed.dispatch import device_counts, symmetric
 
 LAWS = [name for name in vars(expert_laws) if name.startswith("law_")]
 
@@ -29,6 +32,14 @@ def four() -> Iterator[Ranks]:
 @pytest.mark.parametrize("law", LAWS)
 def test_law(ranks: Ranks, law: str) -> None:
     ranks.run("expert_laws", law)
+
+
+@pytest.mark.parametrize("laws", ["expert_laws", "fsdp_laws", "peer_laws"])
+def test_laws_that_are_imported_share_no_memory_of_the_host(laws: str) -> None:
+    """Laws of GPUs import laws of CPUs, and meet what is real."""
+    importlib.import_module(laws)
+    assert symmetric._made is host_memory.ON_GPUS and device_counts.LEAST > 0
+    assert device_counts._made is host_memory.OVER_NVSHMEM
 
 
 def test_a_buffer_of_another_library_fits(ranks: Ranks) -> None:

@@ -108,16 +108,17 @@ def transposing_rate() -> float:
 
 def launch_seconds() -> float:
     """Seconds from one kernel to the next, where kernels wait for each other and not for the host."""
-    kernels = 200
+    kernels, rounds = 50, []
     one, start, stop = torch.ones((), device="cuda"), event(), event()
-    for lead in (0, 20_000 * kernels):  # cycles, about 10 us each; the first warms up
-        torch_private.occupy_device(lead)
+    for _ in range(ROUNDS + 2):  # the first two warm up
+        torch_private.occupy_device(20_000 * kernels)  # cycles: about 10 us for each
         start.record()
         for _ in range(kernels):
             one.add_(1)
         stop.record()
         stop.synchronize()
-    return _digits(start.elapsed_time(stop) / kernels / 1e3)
+        rounds.append(start.elapsed_time(stop) / 1e3)
+    return _digits(statistics.median(rounds[2:]) / kernels)
 
 
 def attention_rate() -> tuple[float, str]:
