@@ -273,11 +273,14 @@ def law_the_reference_layout_moves_what_its_plans_say() -> None:
 
 
 def law_fsdp2_moves_what_its_plans_say() -> None:
-    """`--layout fsdp`."""
-    layout_moves_what_its_plans_say("fsdp", (1, 4, 1))
+    """`--layout fsdp`. The plan knows where FSDP2 copies sizes and addresses, behind what comes back."""
+    plan = layout_moves_what_its_plans_say("fsdp", (1, 4, 1))
+    behind = [op.name.split(".")[1] for op in plan.profile.ops if op.from_host]
+    gathered = len({call.layer for call in plan.profile.calls}) + 1  # the rest of the model, too
+    assert behind.count("chunk_cat") == gathered <= behind.count("split_with_sizes_copy"), behind
 
 
-def layout_moves_what_its_plans_say(layout: str, mesh: tuple[int, ...]) -> None:
+def layout_moves_what_its_plans_say(layout: str, mesh: tuple[int, ...]) -> Any:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import distributed_layout
 
@@ -291,6 +294,7 @@ def layout_moves_what_its_plans_say(layout: str, mesh: tuple[int, ...]) -> None:
     )  # tokens that come here are as many as come
     assert found["repeats_bit_equal"] and found["gradients_bit_equal"], found
     assert all(found["leave"].values()), found["leave"]
+    return rank.plan
 
 
 def law_marks_and_scopes_hold_in_stages_with_experts_over_ranks() -> None:

@@ -89,7 +89,9 @@ def finished(
 def profiles(
     draw: st.DrawFn, max_saved: int = 9, groups: bool = False, micro_batches: int = 1
 ) -> Profile:
-    """Few layers and tensors of any sizes, on LINK from idle to overloaded; some ops are transfers between ranks."""
+    """Few layers and tensors of any sizes, on LINK from idle to overloaded; some ops are transfers between ranks, and
+    some copy from the host.
+    """
     layers = draw(st.integers(2, 6))
     each = max(1, min(3, max_saved // layers))
     sizes = draw(st.lists(st.integers(1, 40), min_size=layers * each, max_size=layers * each))
@@ -104,8 +106,10 @@ def profiles(
         groups=groups,
         micro_batches=micro_batches,
     )
-    every = draw(st.sampled_from([0, 0, 3, 4]))
-    return with_network(drawn, every, draw(st.integers(1, 3))) if every else drawn
+    every, copies = draw(st.sampled_from([0, 0, 3, 4])), draw(st.sampled_from([0, 0, 2, 3]))
+    if every:
+        drawn = with_network(drawn, every, draw(st.integers(1, 3)))
+    return with_copies_from_host(drawn, copies) if copies else drawn
 
 
 def with_codes(profile: Profile, names: set[str]) -> Profile:
@@ -128,6 +132,15 @@ def with_network(profile: Profile, every: int, later: int) -> Profile:
         for p, op in enumerate(profile.ops)
     )
     return replace(profile, ops=ops)
+
+
+def with_copies_from_host(profile: Profile, every: int) -> Profile:
+    """The profile where one op of `every` copies from the host, but for what travels."""
+    ops = (
+        op._replace(from_host=p % every == 0 and op.lane == "compute")
+        for p, op in enumerate(profile.ops)
+    )
+    return replace(profile, ops=tuple(ops))
 
 
 @functools.cache

@@ -44,6 +44,18 @@ def test_a_wait_stalls_for_what_is_left() -> None:
     assert lanes.waits[-1].implied and lanes.waits[-1].end == 3.0
 
 
+def test_a_copy_of_ones_own_comes_after_others_and_is_not_ordered_by_that() -> None:
+    lanes = SimulatedLanes()
+    back = lanes.alloc(MIB, "device", "back")
+    lanes.wait("h2d", lanes.record("compute"))
+    lanes.op("h2d", (), (back,), 2.0)
+    lanes.stand_behind("h2d")
+    (stall,) = lanes.stalls()
+    assert (stall.on, stall.start, stall.end, lanes.now["compute"]) == ("h2d", 0.0, 2.0, 2.0)
+    with pytest.raises(OrderError, match="no event orders them"):
+        lanes.op("compute", (back,), (), 1.0)
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_a_copy_waits_for_nothing_that_compute_has_waited_for(known: bool) -> None:
     lanes = SimulatedLanes()

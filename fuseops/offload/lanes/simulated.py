@@ -200,6 +200,15 @@ class SimulatedLanes(Lanes):
         self.op(lane, sources, [target], target.nbytes)
         return self.record(lane)
 
+    def stand_behind(self, lane: Lane) -> None:
+        """Compute copies something of its own, once the copies that the lane has been given are over. They are not
+        ordered by that: it is how the engine that copies works.
+        """
+        before, work = self.now["compute"], self._last.get(lane)
+        self.now["compute"] = max(before, self.now[lane])
+        what = "" if work is None else work.name
+        self.waits.append(Wait("compute", lane, before, self.now["compute"], False, what))
+
     # --- what came of it
 
     @property

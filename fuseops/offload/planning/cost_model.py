@@ -18,7 +18,7 @@ from fuseops.offload.lanes.arena import aligned
 from .hardware import Hardware
 from .profile import Profile
 from .simulate import LinkSettings
-from .timetable import AGAIN, FETCH, LAST, RELEASE, SEND, Hole, Timetable
+from .timetable import AGAIN, BEHIND, FETCH, LAST, RELEASE, SEND, Hole, Timetable
 
 
 class Choice(NamedTuple):
@@ -152,7 +152,7 @@ class CostModel:
         return out, back
 
     def _events(self, timetable: Timetable) -> list[tuple[int, int, int, float]]:
-        """(kind, item or group, saved, seconds without any stall), in the order of the program."""
+        """(kind, item or group or 0, saved, seconds without any stall), in the order of the program."""
         clock = self.profile.clock
         found: list[tuple[tuple[int, int], int, int, int]] = []
         for order, (kind, saved, position) in enumerate(timetable.events):
@@ -160,13 +160,21 @@ class CostModel:
         for g, group in enumerate(self.groups):
             for call, at in self.profile.made_again(self.profile.recompute[group]).items():
                 found.append(((at, len(timetable.events)), AGAIN, g, call))
-        return [(kind, k, saved, clock[p]) for (p, _), kind, k, saved in sorted(found)]
+        for at, op in enumerate(self.profile.ops):
+            if op.from_host:
+                found.append(((at, len(timetable.events)), BEHIND, 0, 0))
+        # an op that copies waits first for what travels to it
+        begun = [end - op.seconds for end, op in zip(clock[1:], self.profile.ops, strict=True)]
+        return [
+            (kind, k, saved, begun[p] if kind == BEHIND else clock[p])
+            for (p, _), kind, k, saved in sorted(found)
+        ]
 
     def _time(
         self, leave: frozenset[int], drop: frozenset[int]
     ) -> tuple[float, float, int, dict[int, float]]:
         stall = recompute = out_free = back_free = 0.0
-        host = host_peak = 0
+        host = host_peak = last = 0
         copied: dict[int, float] = {}  # by slot
         arrived: dict[int, float] = {}
         late: dict[int, float] = {}
@@ -176,6 +184,12 @@ class CostModel:
             if kind == AGAIN:
                 if item in drop:
                     recompute += self.profile.recompute[self.groups[item]].each
+                continue
+            if kind == BEHIND:
+                wait = back_free - base - stall - recompute
+                if wait > 0.0:
+                    stall += wait
+                    late[last] = late.get(last, 0.0) + wait
                 continue
             if item not in leave:
                 continue
@@ -191,6 +205,7 @@ class CostModel:
                 if copied[slot] > start:
                     start = copied[slot]
                 back_free = arrived[slot] = start + back[k]
+                last = item
             else:
                 wait = (copied if kind == RELEASE else arrived)[slot] - now
                 if wait > 0.0:
@@ -211,10 +226,14 @@ class CostModel:
         wanted: dict[int, dict[int, float]] = {SEND: {}, FETCH: {}}  # lane -> saved -> when
         queue: dict[int, list[tuple[int, int, float]]] = {SEND: [], FETCH: []}
         free = {SEND: 0.0, FETCH: 0.0}
-        stall = 0.0
+        stall, behind = 0.0, 0
         for kind, item, k, base in self.events:
             now, leaves = base + stall, item in choice.leave
-            if kind in queue:
+            if kind == BEHIND:
+                for _, asked, _ in queue[FETCH][behind:]:
+                    wanted[FETCH].setdefault(asked, now)
+                behind = len(queue[FETCH])
+            elif kind in queue:
                 start = max(free[kind], now)
                 queue[kind].append((item, k, start))
                 if leaves:

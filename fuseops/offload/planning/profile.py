@@ -23,10 +23,11 @@ DRY_RUN, RECORDED = "dry run", "recorded"
 class ProfiledOp(NamedTuple):
     """A `ProfiledOp` is one op of the step, with its time and bytes.
 
-    seconds   on the device, measured or estimated
-    resident  bytes on the device while it runs, at most, with nothing offloaded
-    lane      "compute", or "network": what travels between ranks, beside what compute does next
-    join      of the network: position of the op that waits for it; -1: nobody does before the end of the step
+    seconds    on the device, measured or estimated
+    resident   bytes on the device while it runs, at most, with nothing offloaded
+    lane       "compute", or "network": what travels between ranks, beside what compute does next
+    join       of the network: position of the op that waits for it; -1: nobody does before the end of the step
+    from_host  it copies from the host itself, behind all that comes back by then: one engine copies in order
     """
 
     name: str
@@ -34,6 +35,7 @@ class ProfiledOp(NamedTuple):
     resident: int
     lane: str = "compute"
     join: int = -1
+    from_host: bool = False
 
 
 class Again(NamedTuple):

@@ -42,6 +42,13 @@ from .measure import event
 from .profile import DRY_RUN, RECORDED, Again, LayerCall, Profile, ProfiledOp, Saved
 
 COLLECTIVES = ("c10d.", "_c10d_functional.")
+FROM_HOST = (
+    "fsdp.chunk_cat",
+    "fsdp.split_with_sizes_copy",
+    "aten._chunk_cat",
+    "aten.split_with_sizes_copy",
+)
+"""Their kernels on CUDA read addresses and sizes, which torch copies from pinned memory for each call."""
 
 Loss = Callable[[Any], Tensor]
 Seconds = Callable[[Any, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], Any], float]
@@ -338,7 +345,8 @@ class Recorder:
                 self._travelling.set(t.untyped_storage(), position)
         elif name.startswith(COLLECTIVES):  # timed while compute waited for it
             lane, join = "network", position + 1
-        self.ops.append(ProfiledOp(name, seconds, self.meter.after(made), lane, join))
+        nbytes, from_host = self.meter.after(made), name.startswith(FROM_HOST)
+        self.ops.append(ProfiledOp(name, seconds, nbytes, lane, join, from_host))
         self._look()
 
     def _wait_for(self, t: Tensor) -> None:

@@ -4,6 +4,7 @@ every stall. The schedule is the one that runs on CUDA; only the lanes differ.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -102,17 +103,23 @@ def simulate(
 
 
 class _Timed(Item):
-    """A `_Timed` is an item that knows when compute would have let go of it."""
+    """A `_Timed` is an item that knows when compute would have let go of it, and when it was first in compute's way."""
 
-    __slots__ = ("at_release", "lanes")
+    __slots__ = ("at_release", "lanes", "returning", "wanted")
 
-    def __init__(self, name: str, source: Buf, lanes: SimulatedLanes) -> None:
+    def __init__(
+        self, name: str, source: Buf, lanes: SimulatedLanes, returning: list[_Timed]
+    ) -> None:
         super().__init__(name, source)
         self.lanes, self.at_release = lanes, 0.0
+        self.returning, self.wanted = returning, math.inf
 
     def leaves(self, point: Literal["copy", "release"]) -> None:
         if point == "release":
             self.at_release = self.lanes.now["compute"]
+
+    def comes_back(self) -> None:
+        self.returning.append(self)
 
 
 class PlayedStep:
@@ -192,6 +199,7 @@ class _Step(PlayedStep):
         self.read: dict[int, SimulatedBuf] = {}
         self.as_codes: set[int] = set()
         self.ready: dict[int, tuple[float, float]] = {}  # when it was wanted, and when it came
+        self.returning: list[_Timed] = []  # that no op has stood behind
         self.wanted: list[int] = []  # saved storages that the next op reads
         self.done: list[tuple[int, int]] = []  # saved tensors that go after it
 
@@ -218,6 +226,8 @@ class _Step(PlayedStep):
             levels.append(Level(lanes.now["compute"] - started, nbytes, op.name))
             for k in profile.joins.get(position, ()):
                 lanes.wait("compute", travelling[k])
+            if op.from_host:
+                self._stand_behind()
             reads = [self.read[k] for k in self.wanted]
             travels = op.lane == "network"
             lanes.op("compute", reads, (), 0.0 if travels else op.seconds, op.name)
@@ -250,6 +260,13 @@ class _Step(PlayedStep):
             coding=self.coding_seconds,
         )
 
+    def _stand_behind(self) -> None:
+        """The next op copies from the host, after all that has been asked back."""
+        for item in self.returning:
+            item.wanted = min(item.wanted, self.lanes.now["compute"])
+        self.returning.clear()
+        self.lanes.stand_behind("h2d")
+
     # --- happenings
 
     def _save(self, k: int, _: int) -> None:
@@ -259,12 +276,12 @@ class _Step(PlayedStep):
         self.made[k] = source
         call = self.calls[saved.call]
         if k not in self.coding or call.soon:
-            self.items[k] = _Timed(saved.name, source, self.lanes)
+            self.items[k] = _Timed(saved.name, source, self.lanes, self.returning)
             self.schedule.save(call, self.items[k])
             return
         codes = self.lanes.alloc(saved.codes, "device", saved.name)
         self._code(self.coding[k][0], source, codes)
-        self.items[k] = _Timed(saved.name, codes, self.lanes)
+        self.items[k] = _Timed(saved.name, codes, self.lanes, self.returning)
         self.schedule.save(call, self.items[k])
         if self.items[k].kept is None:
             self.lanes.free(source)
@@ -321,7 +338,7 @@ class _Step(PlayedStep):
             found[k] = Window(
                 (out.start - started, out.end - started),
                 (back.start - started, back.end - started),
-                min(before - arrived, item.at_release - out.end),
+                min(min(before, item.wanted) - arrived, item.at_release - out.end),
             )
         return found
 

@@ -15,7 +15,8 @@ from fuseops.offload.schedule import Item, Schedule
 from .profile import Profile, Saved
 from .simulate import LinkSettings, PlayedStep
 
-SEND, RELEASE, FETCH, READ, LAST, AGAIN = range(6)  # LAST: the last read
+SEND, RELEASE, FETCH, READ, LAST, AGAIN, BEHIND = range(7)
+"""LAST: the last read. BEHIND: an op copies from the host, after all that has been asked back."""
 WAYS: dict[str, Literal["forward", "backward"]] = {"enter": "forward", "backward": "backward"}
 
 
