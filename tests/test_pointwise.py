@@ -104,8 +104,9 @@ def runs(draw: st.DrawFn) -> tuple[fo.Sequential, Tensor, dict[str, Tensor]]:
         ops.insert(0, fo.ops.SwiGLU())
     sides = {"probs": torch.rand(leading)}
     if draw(st.booleans()):
-        ops.append(fo.ops.Add("other"))
-        sides["other"] = torch.randn(*leading, D).to(dtype)
+        name = draw(st.sampled_from(["other", "<residual>", "x of blocks.0"]))
+        ops.append(fo.ops.Add(name))
+        sides[name] = torch.randn(*leading, D).to(dtype)
     model = fo.Sequential(*ops).to(dtype)
     with torch.no_grad():
         for p in model.parameters():

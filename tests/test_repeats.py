@@ -55,14 +55,44 @@ def inputs(k: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(6, 16, generator=torch.Generator().manual_seed(k)).to(dtype).requires_grad_()
 
 
+class Swish(fo.Op):
+    """Level 1: `fwd` alone."""
+
+    def fwd(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+
+
+PARTS: dict[str, Callable[[], list[Any]]] = {
+    "linear": lambda: [fo.ops.Linear(16, 16)],
+    "norm": lambda: [fo.ops.RMSNorm(16)],
+    "act": lambda: [fo.ops.GELU()],
+    "level 1": lambda: [Swish()],
+    "plain": lambda: [nn.Identity()],
+    "tap": lambda: [fo.ops.Tap("kept"), fo.ops.Linear(16, 16), fo.ops.Add("kept")],
+    "residual": lambda: [fo.Residual(fo.ops.RMSNorm(16), Swish(), fo.ops.Linear(16, 16))],
+    "experts": lambda: [fo.MoE(16, 8, 4, top_k=2)],
+}
+
+
+@settings(max_examples=10)
+@given(st.lists(st.sampled_from([*PARTS]), min_size=1, max_size=5))
+def test_a_repeated_step_of_any_chain_gives_what_a_first_one_gives(chain: list[str]) -> None:
+    torch.manual_seed(0)
+    repeats(fo.Sequential(*(op for name in chain for op in PARTS[name]())))
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_repeated_step_gives_what_a_first_one_gives(name: str, autocast: bool) -> None:
-    model = MODELS[name]()
+    repeats(MODELS[name](), autocast)
+
+
+def repeats(model: nn.Module, autocast: bool = False) -> None:
+    """Five steps of a training are each to the bit what a copy gives that repeats nothing."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         for k in range(5):
             x = inputs(k)
-            new = copy.deepcopy(model)  # which repeats nothing
+            new = copy.deepcopy(model)
             for ours, theirs in zip(step(model, x, k), step(new, x, k), strict=True):
                 assert torch.equal(ours, theirs)
             with torch.no_grad():

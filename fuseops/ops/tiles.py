@@ -67,6 +67,7 @@ def tiles_of_columns(call: Call, offs: Tensor, columns: int) -> Tensor | None:
     return tiles_of(call, offs, columns)
 
 
-def tables_alone(scratch: dict[str, dict[str, Any]]) -> bool:
-    """Whether ops share nothing but tables in a call."""
-    return {TILES}.union(*scratch.values()) == {TILES}
+def tables_alone(scratch: dict[Any, dict[str, Any]]) -> bool:
+    """Whether ops share nothing but tables in a call: states of level-1 ops, which lie there too, are each its own."""
+    shared = (own for path, own in scratch.items() if isinstance(path, str))
+    return {TILES}.union(*shared) == {TILES}

@@ -40,7 +40,8 @@ class Pointwise(FusedOp):
         self.absent = [(i, name) for i, name in own if members[i].sample(name) is None]
         sides = [(i, name) for i, op in enumerate(members) for name in op.side_names()]
         self.places = [place for place in own if place not in self.absent] + sides
-        fields = {f"{name}_of_{i}": f"{i}.{name}" for i, name in self.places}
+        # a Residual reads "<residual>", which names no field
+        fields = {f"t{k}": f"{i}.{name}" for k, (i, name) in enumerate(self.places)}
         self.names = {"x": "0.x", **fields}
         self.Saved = namedtuple("PointwiseSaved", ["x", *fields, "kernels"])  # type: ignore[misc]
 
