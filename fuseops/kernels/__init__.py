@@ -123,8 +123,6 @@ from .scales import amax_of_groups as amax_of_groups
 from .scales import amax_of_matrices as amax_of_matrices
 from .scales import amax_of_tokens as amax_of_tokens
 from .scales import by_pieces as by_pieces
-from .scales import codes_of_matrices as codes_of_matrices
-from .scales import codes_of_rows as codes_of_rows
 from .scales import columns_in_groups as columns_in_groups
 from .scales import inverse_scale as inverse_scale
 from .scales import pieces as pieces

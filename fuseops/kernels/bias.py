@@ -62,7 +62,6 @@ def _group_of_row(offs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 SUM_TILE = 2048  # partial sums that a program of the second stage adds at a time
 CHUNK = 128  # rows of one group that a program of its first stage adds, at most
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -95,7 +94,7 @@ GROUPED_BWD = Space("grouped_bias_bwd", _grouped_bwd_candidates)
 
 
 def _cases(*, grouped: bool, backward: bool) -> Cases:
-    for dtype in DTYPES:
+    for dtype in tiles.FLOATS:
         for n in (2048, 100):
             x, bias = on_meta(8192, n, dtype=dtype), on_meta(*(64,) * grouped, n, dtype=dtype)
             offs, probs = ints(64), floats(8192)

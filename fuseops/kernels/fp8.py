@@ -43,14 +43,14 @@ from fuseops.kernels.fp8_launch import (
     launch_mm,
     launch_wgrad,
 )
-from fuseops.kernels.fp8_paths import COOPERATIVE, OUTPUTS, mm_path, wgrad_path
+from fuseops.kernels.fp8_paths import COOPERATIVE, mm_path, wgrad_path
 from fuseops.kernels.grouped import add_or_write, gemm_op, grouped_mm, grouped_wgrad_into, one_group
 from fuseops.kernels.grouped_launch import table_size
 from fuseops.kernels.groups import BLOCK, column_bounds, column_offs, group_of_row
 from fuseops.kernels.quantize import quantize_vectors
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import floats, ints, on_meta
-from fuseops.kernels.tiles import cdiv
+from fuseops.kernels.tiles import FLOATS, cdiv
 
 BLOCKS = {"block": (1, BLOCK), "square": (BLOCK, BLOCK)}
 
@@ -165,7 +165,7 @@ def _mm_cases() -> Iterator[tuple[Any, ...]]:
     vectors, squares = floats(k // 128, rows), (n // 128, k // 128)
     bias = on_meta(e, n)
     blocks = x, vectors, w, floats(e, *squares), "block"
-    for dtype in OUTPUTS:
+    for dtype in FLOATS:
         yield *blocks, offs, tiles, None, dtype
     yield *blocks, offs, tiles, bias
     yield _codes(rows, k, dtype=torch.float8_e5m2), *blocks[1:], offs, tiles
@@ -263,7 +263,7 @@ def fp8_wgrad_into(main_grad: Tensor, g: AddedColumns) -> None:
 
     What is overwritten may have another dtype, and be some rows or columns of larger matrices.
     """
-    rounded = not g.accumulate and main_grad.dtype in OUTPUTS and main_grad.stride(-1) == 1
+    rounded = not g.accumulate and main_grad.dtype in FLOATS and main_grad.stride(-1) == 1
     if not rounded and (main_grad.dtype != torch.float32 or not main_grad.is_contiguous()):
         raise FuseOpsError(
             f"main_grad is {main_grad.dtype} with strides {main_grad.stride()}, "

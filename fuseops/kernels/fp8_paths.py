@@ -19,12 +19,11 @@ from fuseops.torch_private import is_fake
 from fuseops.words import dtype_name
 
 COOPERATIVE = "cooperative"
-OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _tile(m: int, n: int, stages: int, band: int = 2048) -> Config:
+def _tile(m: int, n: int, stages: int) -> Config:
     """GROUP makes bands of so many rows."""
-    return {"BLOCK_M": m, "BLOCK_N": n, "GROUP": band // m, "STAGES": stages}
+    return {"BLOCK_M": m, "BLOCK_N": n, "GROUP": 2048 // m, "STAGES": stages}
 
 
 TALL, WIDE, SQUARE = _tile(256, 128, 3), _tile(128, 256, 3), _tile(128, 128, 5)

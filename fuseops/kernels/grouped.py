@@ -32,7 +32,7 @@ from fuseops.kernels.groups import bounds_of
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta, thread
-from fuseops.kernels.tiles import as_rows, pow2, wide
+from fuseops.kernels.tiles import FLOATS, as_rows, pow2, wide
 
 
 def _gathered(x: Tensor, index: Tensor | None, offs: Tensor) -> Tensor:
@@ -109,7 +109,6 @@ def add_or_write(total: Tensor, part: Tensor, accumulate: bool) -> None:
 
 
 MAX_GROUPS = 1 << 11
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _tiles_fake(offs: Tensor, rows: int) -> Tensor:
@@ -146,7 +145,7 @@ def _tiles_cases() -> Cases:
 def _mm_cases() -> Cases:
     groups, rows, n, k = 8, 16384, 4096, 2048
     offs, tiles = ints(groups), ints(table_size(rows, groups))
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         x, w = on_meta(rows, k, dtype=dtype), on_meta(groups, n, k, dtype=dtype)
         yield x, w, offs, tiles
         yield x, on_meta(groups, k, n, dtype=dtype).transpose(1, 2), offs, tiles
@@ -176,7 +175,7 @@ def _wgrad_cases() -> Cases:
     groups, rows, n, k = 8, 16384, 4096, 2048
     offs, tiles = ints(groups), ints(table_size(rows, groups))
     index = ints(rows)
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         wide, narrow = on_meta(rows, n, dtype=dtype), on_meta(rows, k, dtype=dtype)
         yield wide, narrow, offs, tiles
         if dtype.itemsize == 2:
@@ -375,7 +374,7 @@ def _check_index(index: Tensor | None, name: str) -> None:
 
 
 def _check_dtypes(x: Tensor, other: Tensor) -> None:
-    if x.dtype not in DTYPES or other.dtype != x.dtype:
+    if x.dtype not in FLOATS or other.dtype != x.dtype:
         raise FuseOpsError(
             f"operands are {x.dtype} and {other.dtype}, expected one dtype of bfloat16, float16, float32."
         )

@@ -145,7 +145,7 @@ def scatter_rows(
     x: Tensor, pos: Tensor, offs: Tensor, rows: int, probs: Tensor | None = None
 ) -> Tensor:
     """y[pos[t, k]] = x[t] (* probs[pos[t, k]]), zeros at padding rows.   x (T, N) -> y (rows, N)"""
-    x2, k = _checked(x, "x"), _check_pos(pos, len(x))
+    x2, k = _checked(x), _check_pos(pos, len(x))
     _check_rest(offs, probs, rows)
     n = x.shape[1]
     y = x.new_empty(rows, n)
@@ -162,7 +162,7 @@ def scatter_rows(
 @kernel_op(twin=_gather_rows, nbytes=_gather_bytes, cases=lambda: _cases("gather"))
 def gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
     """y[r] = x[index[r]] (* probs[r]), zeros at padding rows.   x (T, N), index (R,) -> y (R, N)"""
-    x2 = _checked(x, "x")
+    x2 = _checked(x)
     check_axes("index", index, "(R,)")
     _check_rest(offs, probs, len(index))
     rows, n = len(index), x.shape[1]
@@ -187,7 +187,7 @@ def combine_fwd(
 
     dtype: of y, None for that of x.
     """
-    x2, k = _checked(x, "x"), _check_pos(pos, None)
+    x2, k = _checked(x), _check_pos(pos, None)
     _check_rest(offs, probs, len(x))
     tokens, n = len(pos), x.shape[1]
     y = x.new_empty(tokens, n, dtype=dtype)
@@ -209,8 +209,8 @@ def values_of_copies(values: Tensor, pos: Tensor, offs: Tensor) -> Tensor:
     return found.view(pos.shape)
 
 
-def _checked(x: Tensor, name: str) -> Tensor:
-    require(x.dim() == 2, f"{name} is {tuple(x.shape)}, expected two axes.")
+def _checked(x: Tensor) -> Tensor:
+    require(x.dim() == 2, f"x is {tuple(x.shape)}, expected two axes.")
     return as_rows(x)
 
 

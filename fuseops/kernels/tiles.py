@@ -13,6 +13,9 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.configs import Config
 from fuseops.kernels.launch import num_sms
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""What GEMMs, and sums of their results, take and write."""
+
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums are kept in: float32, or wider if the input is."""

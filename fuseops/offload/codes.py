@@ -23,6 +23,7 @@ from torch import Tensor, UntypedStorage
 
 from fuseops import kernels as K
 from fuseops.globs import matches
+from fuseops.kernels.tiles import FLOATS
 from fuseops.recipes.scaling import E4M3
 from fuseops.words import dtype_name
 
@@ -31,7 +32,6 @@ from .storages import rows_of
 
 BLOCK = 128
 BOUND = "each element within max(|x|/16, amax/229376), amax that of its 128 neighbours"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COMPONENTS = ("row", "col")  # of a quantized tensor; with a suffix, what they are multiplied by
 STATISTICS = ("rstd", "mean", "lse")
 
@@ -52,7 +52,7 @@ def coding_of(candidate: Candidate, globs: tuple[str, ...]) -> Coding | str:
     why = exact_by_name(names, globs)
     if why is not None:
         return why
-    if dtype not in DTYPES:
+    if dtype not in FLOATS:
         return f"no codes of {dtype_name(dtype)}"
     if len(shape) < 2 or shape[-1] < BLOCK:
         return f"narrower than a block of {BLOCK}"

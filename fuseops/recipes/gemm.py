@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.kernels.tiles import FLOATS
 
 from .numbers import Measuring, watching
 from .operands import Operand
@@ -28,8 +29,6 @@ from .scaling import SQUARE, VECTOR
 
 TilesOf = Callable[[Tensor, int], Tensor | None]
 """Of the ends of groups and the number of columns: the tile table of a product over these."""
-
-OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def fprop(
@@ -95,7 +94,7 @@ def _multiplied(
     """A product of rows with a weight, whose layout has the summed axis last, and the bias, which a kernel for codes in
     large blocks adds before it rounds.
     """
-    if isinstance(a, Quantized) and isinstance(weight, Quantized) and a.dtype in OUTPUTS:
+    if isinstance(a, Quantized) and isinstance(weight, Quantized) and a.dtype in FLOATS:
         codes, turned = a.row, weight.row if layout == "row" else weight.col
         other = weight.scaling if layout == "row" else weight.scaling.colwise or weight.scaling
         kind = other.kernel if other.kernel == a.scaling.kernel else None
@@ -111,7 +110,7 @@ def _multiplied_otherwise(
     a: Operand, weight: Operand, layout: str, offs: Tensor | None, tiles: Tensor | None
 ) -> Tensor:
     """The same where no kernel multiplies codes in large blocks."""
-    if a.dtype in OUTPUTS and _small(a, "row", weight, layout):
+    if a.dtype in FLOATS and _small(a, "row", weight, layout):
         whole = _whole(a, "row", weight, layout, offs)  # type: ignore[arg-type]
         parts = *scaled_tiles(a, "row"), *scaled_tiles(weight, layout)  # type: ignore[arg-type]
         return K.micro_mm(*parts, offs, whole, a.dtype)
@@ -211,7 +210,7 @@ def _columns(
     dy: Operand, x: Operand, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, str] | None:
     """Both columns with their scales, and how those lie, as the FP8 kernel takes them."""
-    if not (isinstance(dy, Quantized) and isinstance(x, Quantized)) or dtype not in OUTPUTS:
+    if not (isinstance(dy, Quantized) and isinstance(x, Quantized)) or dtype not in FLOATS:
         return None
     kind = (dy.scaling.colwise or dy.scaling).kernel
     if dy.col is None or x.col is None or kind is None or dy.scaling.columns != x.scaling.columns:
@@ -247,7 +246,7 @@ def _wgrad(
     columns = _columns(dy, x, dtype)
     if columns is not None:
         return K.fp8_wgrad(*columns, offs, _table(columns[0], offs, tiles_of), dtype)
-    if dtype in OUTPUTS and _small(dy, "col", x, "col") and _same_columns(dy, x):
+    if dtype in FLOATS and _small(dy, "col", x, "col") and _same_columns(dy, x):
         parts = *scaled_tiles(dy, "col"), *scaled_tiles(x, "col")  # type: ignore[arg-type]
         return K.micro_wgrad(*parts, offs, _whole(dy, "col", x, "col", offs), dtype)  # type: ignore[arg-type]
     if offs is None and _same_columns(dy, x):

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuseops import ops
+from fuseops.ops.loss_options import IGNORED
 from fuseops.ops.paths import LENDER, LENT
 
 from . import lent, recognise
@@ -34,7 +35,6 @@ OF_SECOND = {
     "_buffers",
     "_loss_function",
 }
-IGNORED = -100
 
 
 class PassOn(nn.Module):

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels.groups import columns_of
-from fuseops.kernels.tiles import cdiv
+from fuseops.kernels.tiles import FLOATS, cdiv
 from fuseops.ops.linear import WEIGHT, Indexed, grad_operand, of_codes
 from fuseops.ops.op import Call, Calls
 from fuseops.ops.tiles import tiles_of_columns
 from fuseops.recipes import Operand, Roles, Scaling, gemm, operand
-from fuseops.recipes.gemm import OUTPUTS
 from fuseops.recipes.numbers import Measuring
 from fuseops.recipes.operands import up_of_rows
 from fuseops.recipes.quantized import BLOCK, some_features
@@ -101,7 +100,7 @@ def _divisible(dy: Tensor, calls: Calls, copied: bool) -> bool:
     squares, whose scales the parts keep, or such as kernels make of copies and multiply.
     """
     first, _, last = calls
-    if dy.dtype not in OUTPUTS or Measuring.numbers or "weight" in (first.out or {}):
+    if dy.dtype not in FLOATS or Measuring.numbers or "weight" in (first.out or {}):
         return False
     if copied:
         alike = map(_alike, (first.precision.roles, last.precision.roles))
