@@ -209,22 +209,6 @@ class SimulatedLanes(Lanes):
         what = "" if work is None else work.name
         self.waits.append(Wait("compute", lane, before, self.now["compute"], False, what))
 
-    # --- what came of it
-
-    @property
-    def seconds(self) -> float:
-        """When the last lane is done."""
-        return max(self.now.values())
-
-    @property
-    def peak(self) -> Level:
-        """The most bytes on the device, and when."""
-        return max(self.levels, key=lambda level: level.nbytes)
-
-    def stalls(self) -> list[Wait]:
-        """When compute stood still."""
-        return [wait for wait in self.waits if wait.lane == "compute" and wait.end > wait.start]
-
     # --- inside
 
     def _issue(self, lane: Lane) -> None:
