@@ -91,15 +91,13 @@ class Row(NamedTuple):
         return f"{self.kernel} {self.variant} sm_{self.arch}"
 
 
-def rows(
-    ops: Iterable[KernelOp[Any, Any] | PeerKernel] | None = None, archs: Iterable[int] = ARCHS
-) -> dict[str, Row]:
+def rows(archs: Iterable[int] = ARCHS) -> dict[str, Row]:
     """Every variant that a launcher can choose, by key."""
     if INTERPRET:
         raise FuseOpsError("the ahead-of-time table needs compiled kernels: unset TRITON_INTERPRET")
     found: dict[str, Row] = {}
     every: list[KernelOp[Any, Any] | PeerKernel] = [*KERNEL_OPS.values(), *PEER_KERNELS]
-    for op in every if ops is None else ops:
+    for op in every:
         for args in op.cases():
             for arch in archs:
                 for row in _rows_of(op, args, arch):
