@@ -44,6 +44,7 @@ class _Norm:
     floats = True
     _weight_offset: float  # what is added to the weight: 1 where it is zero-centered
     normalized_shape: Any
+    eps: Any
     grads: Callable[..., Grads]
 
     def out_shape(self, shape: Shape) -> Shape:
@@ -62,6 +63,12 @@ class _Norm:
     def zero_centered_gamma(self) -> bool:
         """Whether 1 is added to the weight. Read-only: a backward that is under way would read another."""
         return bool(self._weight_offset)
+
+    def epsilon(self, dtype: torch.dtype) -> float:
+        """The eps that an x of `dtype` gets."""
+        if self.eps is not None:
+            return self.eps
+        return torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
 
     def reset_parameters(self) -> None:
         super().reset_parameters()  # type: ignore[misc]
@@ -108,12 +115,6 @@ class RMSNorm(_Norm, Op[RMSNormSaved], nn.RMSNorm):
         check_flags("RMSNorm", **flags, zero_centered_gamma=zero_centered_gamma)
         self._weight_offset = float(zero_centered_gamma)
         nn.RMSNorm.__init__(self, normalized_shape, eps, elementwise_affine, device, dtype)
-
-    def epsilon(self, dtype: torch.dtype) -> float:
-        """The eps that an x of `dtype` gets."""
-        if self.eps is not None:
-            return self.eps
-        return torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
 
     def fwd(self, x: Tensor, *, weight: Tensor | None) -> Out:
         shape = tuple(self.normalized_shape)
@@ -230,10 +231,6 @@ class LayerNorm(_Norm, Op[LayerNormSaved], nn.LayerNorm):
         shape, params = tuple(self.normalized_shape), {"weight": weight, "bias": bias}
         found = self.normed(x, params, self.eps, None, len(shape))
         return Out(found.y, self.kept(found, weight, shape))
-
-    def epsilon(self, dtype: torch.dtype) -> float:
-        """The eps that an x of `dtype` gets."""
-        return self.eps
 
     def normed(
         self, x: Tensor, params: Params, eps: float, residual: Tensor | None = None, dims: int = 1
