@@ -52,11 +52,8 @@ SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
         8,
         "on sm_120: a slot that ptxas zeroes beside the scaled mma; nothing is spilled",
     ),
-    "act_dprobs_kernel": (8, "widths that are not aligned, with a gate"),
     "router_fwd_kernel": (8, "256 experts in groups, tokens of one warp"),
     "dswiglu_operand_kernel": (8, "on sm_120, of sixteen warps, which have no more registers"),
-    "permute_operand_kernel": (16, "on sm_120; with so few registers Hopper runs one more program"),
-    "grouped_bias_bwd_kernel": (16, "what only the end of a group reads, for one more program"),
     "grouped_wgrad_pingpong_kernel": (16, "what a gather is told, once, before the first tile"),
 }
 """Kernels that may spill, how many bytes and why."""
