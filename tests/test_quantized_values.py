@@ -220,6 +220,9 @@ def test_what_is_no_value_is_refused_in_words() -> None:
     with pytest.raises(fo.FuseOpsError, match=r"by row; .* by row and col.*both layouts"):
         with fo.recipe(BLOCK(wgrad="block")):
             op(fo.quantize(x, input_of(BLOCK(wgrad="block")), col=False))
+    with pytest.raises(fo.FuseOpsError, match=r"in blocks of \(128, 1\), not \(128, 128\)"):
+        with fo.recipe(BLOCK(wgrad="block")):
+            op(fo.quantize(x, input_of(BLOCK())))
     grouped = fo.ops.GroupedLinear(2, D, F, bias=False, dtype=BF16)
     with pytest.raises(fo.FuseOpsError, match=r"of 2 groups.*same offs"):
         with fo.recipe(BLOCK(wgrad="block")):

@@ -132,7 +132,9 @@ class Guarded:
             error.add_note(wrong)
 
     def _out_of_order(self) -> str | None:
-        if self._thread != threading.get_ident():
+        if self._thread is None:
+            why = "left a second time"
+        elif self._thread != threading.get_ident():
             why = "left in another thread than it was entered in, where it is still open"
         elif _stack.scopes[-1] is not self:
             why = f"left while offload.{_stack.scopes[-1]} inside it is open"

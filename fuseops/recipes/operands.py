@@ -413,6 +413,8 @@ def check_codes(
     given = (
         f"an operand arrived as {x}; this GEMM reads {scaling} by {' and '.join(wanted)}{groups}"
     )
+    if alike and col and x.scaling.columns != scaling.columns:
+        given += f" in blocks of {scaling.columns}, not {x.scaling.columns}"
     if not alike:
         raise FuseOpsError(f"{given}: quantize it in that format.")
     if alone:

@@ -356,6 +356,14 @@ def test_law_18_a_scope_left_over_another_one_raises() -> None:
     assert decisions(mine) == ["moved"]
 
 
+def test_a_scope_that_is_left_again_says_so() -> None:
+    scope = offload.keep()
+    scope.__enter__()
+    scope.__exit__(None, None, None)
+    with pytest.raises(FuseOpsError, match=r"keep\(\) was left a second time"):
+        scope.__exit__(None, None, None)
+
+
 def test_law_18_a_scope_left_over_hooks_of_others_raises() -> None:
     generator = suspended()
     next(generator)
