@@ -241,6 +241,38 @@ def test_ops_that_share_a_weight_stay_so() -> None:
         assert torch.equal(alone(tokens()), model[2](tokens()))
 
 
+@pytest.mark.parametrize("make", [moe, dense, tied])
+@pytest.mark.parametrize("made", ["frozen", "trained"])
+def test_the_master_of_a_frozen_weight_is_frozen_until_it_is_not(make: Any, made: str) -> None:
+    """Whether it was made before or after the freeze; also of a weight that is assigned or copied meanwhile."""
+    first: Any = stored(make)
+    weights = lambda model: [m.weight for m in model.modules() if stored_in(m) is not None]  # noqa: E731
+    if made == "trained":
+        fo.masters(first)
+    for weight in weights(first):
+        weight.requires_grad_(False)
+    fo.masters(first)
+    assigned: Any = stored(make)
+    for weight in weights(assigned):
+        weight.requires_grad_(False)
+    assigned.load_state_dict(first.state_dict(), assign=True)
+    for model in (first, assigned, copy.deepcopy(first)):
+        masters = fo.masters(model)
+        optimizer = torch.optim.SGD(masters, lr=1.0)
+        for frozen in (True, False):
+            for weight in weights(model):
+                weight.requires_grad_(not frozen)
+            before = [m.detach().clone() for m in masters]
+            with fo.recipe(RECIPE):
+                model(tokens()).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            own = {id(p) for p in model.parameters()}
+            for master, old in zip(masters, before, strict=True):
+                assert id(master) in own or torch.equal(master, old) is frozen
+            assert all(weight.grad is None for weight in weights(model))
+
+
 def test_weights_that_cannot_be_shared_are_refused() -> None:
     late: Any = stored(
         lambda: fo.Sequential(*[fo.ops.Linear(D, D, bias=False, dtype=BF16) for _ in "ab"])

@@ -51,8 +51,10 @@ class StoredWeight:
                 "(FSDP, DTensor) do not take it. Shard first, and let a recipe quantize what is gathered."
             )
         self.check(source)
-        if self.master is not None and self.master._version != self.version:
-            self.refill()
+        if self.master is not None:
+            self.listen()
+            if self.master._version != self.version:
+                self.refill()
         found = self.codes()
         if layout == "row":
             return Quantized(found, None, self.scaling, None, source.dtype)
@@ -121,9 +123,12 @@ class StoredWeight:
         return self.master
 
     def listen(self) -> None:
-        """Have the master get the gradients of the weight."""
-        if self.master is not None:
+        """Have the master get the gradients of the weight, from when it has any on: it may be frozen until then."""
+        if self.master is None or not self.carrier.requires_grad:
+            return
+        if self._take_gradient not in (self.carrier._post_accumulate_grad_hooks or {}).values():
             self.carrier.register_post_accumulate_grad_hook(self._take_gradient)
+            self.master.requires_grad_()
 
     @torch.no_grad()
     def _take_gradient(self, weight: Tensor) -> None:
