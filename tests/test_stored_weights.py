@@ -135,6 +135,10 @@ def test_a_step_with_masters_is_that_of_float32_weights_quantized_each_time(make
         assert torch.equal(
             stored_in(m).codes().data.view(torch.uint8), want.row.data.view(torch.uint8)
         )  # type: ignore[union-attr]
+    again.float().load_state_dict(model.state_dict())  # in high precision: the masters
+    for name, m in model.named_modules():
+        if stored_in(m) is not None:
+            assert torch.equal(again.get_submodule(name).weight, stored_in(m).master)  # type: ignore
     resumed = stored(make)
     resumed.load_state_dict(model.state_dict())
     with fo.recipe(RECIPE):

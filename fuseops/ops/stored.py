@@ -284,12 +284,14 @@ def load(
     op: nn.Module, state: dict[str, Any], prefix: str, errors: list[str], assign: bool = False
 ) -> tuple[str, ...]:
     """Take what a state_dict has for the weight: codes with their scales, bit for bit where the weight lives in them,
-    else what they stand for; high precision, which is quantized where the weight lives in codes.   -> keys taken
+    else their master or what they stand for; high precision, which is quantized where the weight lives in codes.
+    -> keys taken
     assign: as of `load_state_dict`
     """
     stored, key = stored_in(op), f"{prefix}weight"
     stored = stored if stored is not None and stored.lives else None
     given, scale = state.get(key), state.pop(prefix + SCALE_INV, None)
+    master = None if scale is None else state.pop(prefix + MASTER, None)
     if isinstance(given, Tensor) and given.dtype in (E4M3, E5M2) and scale is not None:
         blocks = (*given.shape[:-2], *[-(-size // 128) for size in given.shape[-2:]])
         if tuple(scale.shape) != blocks:
@@ -300,7 +302,7 @@ def load(
         form = Scaling(given.dtype, SQUARE, SQUARE)
         codes = Quantized(Layout(given, scale.float()), None, form, None, torch.float32)
         if stored is None:
-            state[key] = codes.dequantize()
+            state[key] = codes.dequantize() if master is None else master
         given = codes
     if stored is None or given is None or given.shape != stored.carrier.shape:
         return ()
@@ -308,7 +310,6 @@ def load(
         stored.put(*cast("Layout", given.row), assign)
     else:
         stored.write(given.dequantize() if isinstance(given, Quantized) else given, assign)
-    master = state.pop(prefix + MASTER, None)
     if master is not None or stored.master is not None:
         with torch.no_grad():
             own = stored.with_master()
