@@ -174,6 +174,22 @@ def test_autocast_quantizes_the_same_numbers(recipe: Any) -> None:
         assert y.dtype is torch.bfloat16 and torch.equal(y, half(x))
 
 
+@settings(max_examples=8)
+@given(recipe=recipes(("bf16", "float8")))
+def test_autocast_leaves_float64_alone(recipe: Any) -> None:
+    """What a recipe computes in float32 of it, too: autocast is off inside of every op, forward and backward."""
+    results = []
+    for half in (None, torch.bfloat16, torch.float16):
+        model, x = dense().double(), tokens().detach().double().requires_grad_()
+        torch.manual_seed(0)
+        with fo.recipe(recipe), torch.autocast("cpu", half, enabled=half is not None):
+            y = model(x)
+            y.square().sum().backward()
+        results.append([y, x.grad, *(p.grad for p in model.parameters())])
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
 @pytest.mark.parametrize("mark", [offload.mark_offload, offload.mark_not_offload])
 def test_a_mark_reaches_every_component_of_a_quantized_tensor(mark: Any) -> None:
     q = fo.quantize(tokens().detach(), fo.recipes.Scaling())

@@ -455,21 +455,22 @@ def test_autocast_ends_with_its_scope() -> None:
     assert after.dtype is torch.float32 and torch.equal(before, after)
 
 
-def test_autocast_inside_one_call_reaches_level_one_ops() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_inside_one_call_reaches_level_one_ops(dtype: torch.dtype) -> None:
     class Mixed(fo.Op):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.eye(4))
 
         def fwd(self, x: Tensor, *, weight: Tensor) -> Tensor:
-            return x @ weight
+            return x.float() @ weight.float()
 
-    seq, x = fo.Sequential(Linear(4, 4), Mixed()), data(3, 4)
+    seq, x = fo.Sequential(Linear(4, 4), Mixed()).to(dtype), data(3, 4).to(dtype)
     with torch.autocast("cpu", torch.bfloat16):
         y = seq(x)
     assert y.dtype is torch.bfloat16
     y.float().sum().backward()
-    assert seq[1].weight.grad.dtype is torch.float32
+    assert seq[1].weight.grad.dtype is dtype
 
 
 # --- backward ---------------------------------------------------------------------------------

@@ -135,6 +135,10 @@ def test_a_step_with_masters_is_that_of_float32_weights_quantized_each_time(make
         assert torch.equal(
             stored_in(m).codes().data.view(torch.uint8), want.row.data.view(torch.uint8)
         )  # type: ignore[union-attr]
+    again.float().load_state_dict(model.state_dict())  # in high precision: the masters
+    for name, m in model.named_modules():
+        if stored_in(m) is not None:
+            assert torch.equal(again.get_submodule(name).weight, stored_in(m).master)  # type: ignore
     resumed = stored(make)
     resumed.load_state_dict(model.state_dict())
     with fo.recipe(RECIPE):
@@ -183,6 +187,113 @@ def test_a_checkpoint_with_scales_goes_in_and_out_bit_for_bit(make: Any) -> None
     fresh = stored(make)
     fresh.load_state_dict(make().state_dict())  # from high precision
     assert_equal(after(fresh), after(make()))
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    first, second = (fo.ops.Linear(D, D, bias=False, dtype=BF16) for _ in "ab")
+    second.weight = first.weight
+    return fo.Sequential(first, fo.ops.SiLU(), second)
+
+
+@pytest.mark.parametrize("call", [None, recomputed, moved, unfused, copied])
+def test_ops_that_share_a_weight_share_its_codes(call: Any) -> None:
+    model = stored(tied)
+    assert_equal(after(model, call), after(tied(), unfused if call is unfused else None))
+    assert len(fo.masters(model)) == 1
+
+
+def test_ops_that_share_a_weight_stay_so() -> None:
+    """Through steps, checkpoints, copies, other devices and dtypes."""
+
+    def alike(model: Any) -> Tensor:
+        with fo.recipe(RECIPE), torch.no_grad():
+            x = tokens()
+            first, second = model[0](x), model[2](x)
+            assert torch.equal(first, second) and not first.isnan().any()
+            return first
+
+    model: Any = stored(tied)
+    optimizer = torch.optim.SGD(fo.masters(model), lr=1.0)
+    before = alike(model)
+    with fo.recipe(RECIPE):
+        model(tokens()).float().square().sum().backward()
+    optimizer.step()
+    assert fo.weights_changed(model) == 0
+    now = alike(model)
+    assert not torch.equal(before, now)
+    state = model.state_dict()
+    assert torch.equal(state["0.weight_master"], state["2.weight_master"])
+    for part in ("weight", "weight_scale_inv"):
+        assert torch.equal(
+            state[f"0.{part}"].view(torch.uint8), state[f"2.{part}"].view(torch.uint8)
+        )
+    with torch.device("meta"):
+        empty = stored(tied)
+        assigned = stored(tied)
+    empty.to_empty(device="cpu")
+    assigned.load_state_dict(state, assign=True)
+    fresh = stored(tied)
+    for other in (fresh, empty):
+        other.load_state_dict(state)
+    for other in (fresh, empty, assigned, copy.deepcopy(model), model.float().to(BF16)):
+        assert other.get_submodule("0").weight is other.get_submodule("2").weight
+        assert torch.equal(alike(other), now)
+        assert len(fo.masters(other)) == 1
+    alone = copy.deepcopy(model[2])
+    with fo.recipe(RECIPE), torch.no_grad():
+        assert torch.equal(alone(tokens()), model[2](tokens()))
+
+
+@pytest.mark.parametrize("make", [moe, dense, tied])
+@pytest.mark.parametrize("made", ["frozen", "trained"])
+def test_the_master_of_a_frozen_weight_is_frozen_until_it_is_not(make: Any, made: str) -> None:
+    """Whether it was made before or after the freeze; also of a weight that is assigned or copied meanwhile."""
+    first: Any = stored(make)
+    weights = lambda model: [m.weight for m in model.modules() if stored_in(m) is not None]  # noqa: E731
+    if made == "trained":
+        fo.masters(first)
+    for weight in weights(first):
+        weight.requires_grad_(False)
+    fo.masters(first)
+    assigned: Any = stored(make)
+    for weight in weights(assigned):
+        weight.requires_grad_(False)
+    assigned.load_state_dict(first.state_dict(), assign=True)
+    for model in (first, assigned, copy.deepcopy(first)):
+        masters = fo.masters(model)
+        optimizer = torch.optim.SGD(masters, lr=1.0)
+        for frozen in (True, False):
+            for weight in weights(model):
+                weight.requires_grad_(not frozen)
+            before = [m.detach().clone() for m in masters]
+            with fo.recipe(RECIPE):
+                model(tokens()).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            own = {id(p) for p in model.parameters()}
+            for master, old in zip(masters, before, strict=True):
+                assert id(master) in own or torch.equal(master, old) is frozen
+            assert all(weight.grad is None for weight in weights(model))
+
+
+def test_weights_that_cannot_be_shared_are_refused() -> None:
+    late: Any = stored(
+        lambda: fo.Sequential(*[fo.ops.Linear(D, D, bias=False, dtype=BF16) for _ in "ab"])
+    )
+    late[1].weight = late[0].weight
+    for call in (lambda: late(tokens()), lambda: fo.masters(late), late.state_dict):
+        with (
+            fo.recipe(RECIPE),
+            pytest.raises(fo.FuseOpsError, match="tied or assigned after the scope"),
+        ):
+            call()
+    with pytest.raises(fo.FuseOpsError, match="another scope"), fo.quantized_init(RECIPE):
+        fo.ops.Linear(D, D, bias=False, dtype=BF16).weight = late[0].weight
+    with pytest.raises(fo.FuseOpsError, match=r"weight of Embedding .*high precision"):
+        with fo.quantized_init(RECIPE):
+            embedding, head = nn.Embedding(256, D), fo.ops.Linear(D, 256)
+            head.weight = embedding.weight
 
 
 def test_what_cannot_be_honoured_is_refused() -> None:

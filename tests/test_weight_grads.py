@@ -44,7 +44,7 @@ def model(**options: Any) -> fo.Sequential:
 
 
 def call(seq: fo.Sequential, counts: list[int], x: Tensor) -> Tensor:
-    probs = torch.linspace(0.1, 1, len(x), dtype=torch.float64)
+    probs = torch.linspace(0.1, 1, len(x), dtype=x.dtype)
     routing = fo.Routing.from_counts(counts, probs=probs)
     y: Tensor = seq(x, routing)
     return y
@@ -95,6 +95,40 @@ def test_main_grad_is_overwritten_where_the_parameter_says_so() -> None:
             p.main_grad, p.overwrite_main_grad = torch.full_like(p, torch.nan), True
     call(seq, [2, 0, 3], x).square().sum().backward()
     close(seq["fc1"].weight.main_grad, plain([2, 0, 3], x)["fc1.weight"])
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # ops write this one themselves
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_backward_overwrites_the_main_grad_of_a_shared_weight_once(
+    fused: bool, packed: bool, delayed: bool, again: bool, dtype: torch.dtype
+) -> None:
+    """Ops that share a weight, in one step or in two, and an op that runs twice: later gradients are added."""
+
+    def shared(**options: Any) -> fo.Sequential:
+        torch.manual_seed(0)
+        fc1, fc2 = (fo.ops.GroupedLinear(E, D, D, packed=packed, **options) for _ in "ab")
+        for name, p in fc1.named_parameters():
+            setattr(fc2, name, p)
+        ops = [fc1, fo.ops.ScaledSReLU(), fc2] + [fo.ops.SiLU(), fc1] * again
+        return fo.Sequential(*ops).to(dtype)
+
+    counts, usual = [2, 0, 3], shared()
+    seq = shared(accumulate_into_main_grad=True, delay_wgrad=delayed)
+    usual.load_state_dict(seq.state_dict())
+    for p in seq.parameters():
+        p.main_grad, p.overwrite_main_grad = torch.full_like(p, torch.nan), True
+    for x in (data(5).to(dtype), data(5).to(dtype)):
+        usual.zero_grad()
+        call(usual, counts, x).square().sum().backward()
+        with fo.fusion(fused):
+            y = call(seq, counts, x)
+        y.square().sum().backward()
+        seq.backward_dw()
+        for p, q in zip(seq.parameters(), usual.parameters(), strict=True):
+            torch.testing.assert_close(p.main_grad, q.grad)
 
 
 def test_main_grad_is_asked_for_where_it_is_made_on_demand() -> None:

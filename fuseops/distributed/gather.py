@@ -32,7 +32,7 @@ class GatheredWeight(StoredWeight):
     def codes(self) -> Layout:
         return cast("Layout", self.gathered)
 
-    def emptied(self) -> None:
+    def emptied(self, before: Any = None, now: Any = None) -> None:
         pass
 
 

@@ -388,11 +388,11 @@ class Op(nn.Module, Generic[S]):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._drop_kept()
-        before = dict(self._buffers)
+        before, parameter = dict(self._buffers), self._parameters.get("weight")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         keep_float32(self._buffers, before)
         if (weight := stored.stored_in(self)) is not None:
-            weight.emptied()
+            weight.emptied(parameter, self._parameters.get("weight"))
         return self
 
     def _drop_kept(self) -> None:

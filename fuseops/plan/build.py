@@ -222,7 +222,7 @@ class _Builder:
             calls=calls,
             keywords={"call": calls[0]} if first.signature.fwd_call else {},
             keep=self._joint_keep(u) if u.kind == "joint" else NOTHING,
-            cast=self.call.autocast if first.autocast and not first.pure else None,
+            cast=self.call.compute if first.autocast and not first.pure else None,
             pure=u.kind == "op" and first.pure,
             codes=self._takes_quantized(u),
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
@@ -294,7 +294,7 @@ class _Builder:
         return Call(
             needs=needs,
             keep=keep,
-            precision=Precision(self.call.autocast, roles),
+            precision=Precision(self.call.autocast if op.pure else self.call.compute, roles),
             training=op.training,
             store=None if roles is None else self._store(op, roles),
             name="" if roles is None else path_of(op) or self.names[i],

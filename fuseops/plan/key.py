@@ -43,9 +43,14 @@ class CallFacts(NamedTuple):
     grad: bool  # the mode
     x_needs: bool
     x_class: type
-    autocast: torch.dtype | None
+    autocast: torch.dtype | None  # None: it is off
     hooked: bool
     compiling: bool
+
+    @property
+    def compute(self) -> torch.dtype | None:
+        """The dtype that autocast gives x. By torch's own rule double is not cast, though autocast is on."""
+        return None if self.dtype is torch.float64 else self.autocast
 
 
 def call_facts(
@@ -277,12 +282,10 @@ def _depends_on(own: Mapping[str, Any], read: bool) -> list[str]:
 
 
 def autocast_of(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast gives x, None where it is off. By torch's own rule double is not cast; the meta device
-    has no autocast, and raises when asked.
-    """
+    """The dtype of autocast where x is, None where it is off. The meta device has none, and raises when asked."""
     if not any_autocast():
         return None
     device = x.device.type
-    if x.dtype is torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)

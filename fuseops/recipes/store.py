@@ -80,7 +80,7 @@ class WeightStore:
         policy: "step" or "unshard".  both: the other layout will be read too, so it is made in the same pass.
         """
         if self.stored is not None and self._is(weight):
-            return self.stored.read(layout)
+            return self.stored.read(layout, self.parameters["weight"])
         source = self._live(weight)
         if source is None:
             one = {"row": layout == "row", "col": layout == "col"}

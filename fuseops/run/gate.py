@@ -37,7 +37,7 @@ class GatedRun(NamedTuple):
 def layers_of(chain: Chain, scanned: Scan, facts: Facts) -> tuple[GatedRun, ...]:
     """What has to pay under the recipe of a call: the ops of one fused op together, others by themselves."""
     settings, call = facts.settings, facts.key.call
-    halves = (call.autocast or call.dtype) in (torch.bfloat16, torch.float16)
+    halves = (call.compute or call.dtype) in (torch.bfloat16, torch.float16)
     if settings.recipe is None or settings.strict_recipe or not halves:
         return ()
     if not multiplies_codes(call.device):

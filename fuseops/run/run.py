@@ -203,7 +203,7 @@ class Run:
             k=shape[-1] if shape else 1,
             n=out[-1] if out else 1,
             rows=numel(shape[:-1]),
-            dtype=call.autocast or x.dtype,
+            dtype=call.compute or x.dtype,
             device=x.device,
             recipe=entry.facts.settings.recipe,
             needs=entry.facts.needs[start:stop],

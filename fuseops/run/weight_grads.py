@@ -7,6 +7,7 @@ attributes. The autograd node returns None for such a gradient.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -133,7 +134,11 @@ def elsewhere(
         delay(ops[0], run, step.later, saved[0], dy)
         if not step.calls[0].needs:
             return [Grads()]
-    out = [{n: destination(op, n) for m, n in step.main if m == k} for k, op in enumerate(ops)]
+    out: list[Destinations] = [
+        {n: destination(op, n) for m, n in step.main if m == k} for k, op in enumerate(ops)
+    ]
+    if any(place.overwrite for mine in out for place in mine.values()):
+        out = _shared(ops, out)
     results = list(run(step, out))
     for k, (op, destinations) in enumerate(zip(ops, out, strict=True)):
         params = dict(results[k].params or {})
@@ -142,6 +147,25 @@ def elsewhere(
             params[name] = _dummy(op, name)
         results[k] = results[k]._replace(params=params)
     return results
+
+
+def _shared(ops: Sequence[Op[Any]], out: Sequence[Destinations]) -> list[Destinations]:
+    """The destinations of the ops of one step, which write in an order of their own: a buffer that several of them
+    write to, and one overwrites, is emptied before.
+    """
+
+    def owner(op: Op[Any], name: str) -> int:
+        return id(getattr(op, op.registered(name)[0]))
+
+    def place(op: Op[Any], name: str, found: Destination) -> Destination:
+        if not found.overwrite or times[owner(op, name)] == 1:
+            return found
+        found.buffer.zero_()
+        return found._replace(overwrite=False)
+
+    pairs = [*zip(ops, out, strict=True)]
+    times = Counter(owner(op, name) for op, mine in pairs for name in mine)
+    return [{name: place(op, name, found) for name, found in mine.items()} for op, mine in pairs]
 
 
 def _dummy(op: Op[Any], name: str) -> Tensor | None:
@@ -174,18 +198,19 @@ def with_buffers(calls: Sequence[Call], out: Sequence[Destinations]) -> tuple[Ca
 # --- main_grad
 
 
-def destination(op: Op[Any], name: str) -> Destination:
+def destination(op: Op[Any], name: str, written: set[int] | None = None) -> Destination:
     """The main_grad of a parameter.  Raises FuseOpsError when there is none, or it cannot hold the gradient.
 
     Of a parameter that is kept by group: the one buffer that those of the groups are views of, or else a new one.
+    written: as of the `Pass` that the gradient is of, by default the one that runs
     """
     names = op.registered(name)
     if name in names:
-        fresh = getattr(getattr(op, name), "overwrite_main_grad", False)
-        return Destination(_buffer(op, name), fresh)
+        buffer = _buffer(op, name)
+        return Destination(buffer, _overwrites(getattr(op, name), written))
     parameters = {n: p for n in names if (p := getattr(op, n)).requires_grad}
     buffers = {n: _buffer(op, n) for n in parameters}
-    overwrite = {n: getattr(p, "overwrite_main_grad", False) for n, p in parameters.items()}
+    overwrite = {n: _overwrites(p, written) for n, p in parameters.items()}
     whole = alias_of([*buffers.values()]) if len(buffers) == len(names) else None
     if whole is not None and len({*overwrite.values()}) == 1:
         return Destination(whole, overwrite[names[0]])
@@ -194,6 +219,18 @@ def destination(op: Op[Any], name: str) -> Destination:
     like = next(iter(buffers.values()))
     shares = tuple(buffers.get(n) for n in names)
     return Destination(like.new_empty(len(names), *like.shape), True, shares)
+
+
+def _overwrites(parameter: Any, written: set[int] | None) -> bool:
+    """Whether the next gradient takes the place of what is in main_grad: the first one of a backward, where it is asked
+    for. Others of the same backward, of a weight that is used twice, are added to it.
+    """
+    if not getattr(parameter, "overwrite_main_grad", False):
+        return False
+    written = _pass_now().written if written is None else written
+    first = id(parameter) not in written
+    written.add(id(parameter))
+    return first
 
 
 def _buffer(op: Op[Any], name: str) -> Tensor:
@@ -246,6 +283,7 @@ class Pass:
 
     def __init__(self) -> None:
         self.ended = False
+        self.written: set[int] = set()  # ids of parameters whose main_grad it has overwritten
         end = End(self)
         torch_private.when_backward_ends(end)
         self.end = weakref.ref(end)
@@ -362,7 +400,7 @@ def _work_off(path: str, op: Any, queue: list[Delayed]) -> int:
 
 def _accumulate(op: Op[Any], delayed: Delayed) -> int:
     """Compute and add the gradients of one delayed step.   -> how many"""
-    run, step, reads, _ = delayed
+    run, step, reads, by = delayed
     for name, t, version in reads:
         if torch_private.version(t) != version:
             raise InPlaceError(
@@ -376,13 +414,15 @@ def _accumulate(op: Op[Any], delayed: Delayed) -> int:
                 f"backward_dw: {type(op).__name__}.{registered} is sharded by now (FSDP2 has reduced its gradients "
                 "at the end of the backward): a delayed weight gradient does not go with it. Leave delay_wgrad off."
             )
-    out = {n: destination(op, n) for n in names} if op.accumulate_into_main_grad else {}
+    written = {*by.written}
+    out = {n: destination(op, n, written) for n in names} if op.accumulate_into_main_grad else {}
     gradients = run(step, [out])[0].params or {}
     for name in names:
         if name in out:
             accept(op, name, out[name], gradients[name])
         elif gradients[name] is not None:
             _add_to_grad(op, name, gradients[name])  # type: ignore[arg-type]
+    by.written |= written
     for hook in op.__dict__.get(WGRAD_HOOKS, ()):
         with torch.enable_grad():
             hook()
