@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fuseops import torch_private
 from fuseops.run.config import checkpoint_contexts
 
 from .nesting import unlinked
@@ -30,7 +29,7 @@ class Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.inner or type(self.module).forward.__get__(self.module)
         twice = isinstance(forward, Recomputed) and forward.on  # that of another scheduler does it
-        if not self.on or twice or not torch.is_grad_enabled() or torch_private.in_backward():
+        if not self.on or twice or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return checkpoint(
             forward, *args, use_reentrant=False, context_fn=checkpoint_contexts, **kwargs

@@ -546,6 +546,20 @@ def test_a_plan_recomputes_a_layer_or_fields_of_an_op() -> None:
     assert "forward" not in model.blocks[1].__dict__
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_is_recomputed_inside_of_a_checkpoint(reentrant: bool) -> None:
+    """As torch's own checkpoints nest, and so do those of a plan."""
+    plain = nn.Sequential(nn.Sequential(Block(), Block()), Block())
+    model = copy.deepcopy(plain)
+    x = inputs()
+    for m in (plain, model):
+        plan = {"0": "recompute", "0.1": "recompute"} if m is model else {}
+        with offload.Scheduler(m, ["0", "0.1"], plan=plan, policy=ALL):
+            for _ in range(2):
+                checkpoint(m, x, use_reentrant=reentrant).square().sum().backward()
+    assert all(map(torch.equal, grads(plain), grads(model)))
+
+
 # --- what is moved
 
 
