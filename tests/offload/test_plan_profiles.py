@@ -333,6 +333,22 @@ def test_what_moves_axes_takes_longer_and_what_does_no_work_takes_none() -> None
     assert took(aten.expand_copy.default, x, [0, *x.shape]) == 1e-6  # reads none of x
 
 
+def test_a_convolution_whose_input_wants_no_gradient_is_counted() -> None:
+    """Its backward gives None in the place of dx, and torch's formula asks for each by its place."""
+    model = nn.Sequential(nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3, bias=False))
+    here = replace(H200, memory=1e9, launch=0.0)  # arithmetic alone
+    seen = dry_run(step_of(model, torch.randn(2, 64, 66, 66)), here)
+    first, last, again, wgrad = (o.seconds for o in seen.ops if "convolution" in o.name)
+    assert wgrad == pytest.approx(first) and again == pytest.approx(2 * last)
+
+
+def test_an_op_whose_formula_raises_counts_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, aten, x = Roofline(H200), torch.ops.aten, torch.randn(64, 64)
+    monkeypatch.setitem(seconds._flops, aten.mm, lambda *_, **__: 1 // 0)
+    took = seconds(aten.mm.default, [x, x], x, (x, x), {})
+    assert took == H200.op_seconds(0.0, 3 * x.nbytes, "float32")
+
+
 def test_a_recording_leaves_what_modules_count_as_it_was() -> None:
     """The copies that a router counts for its expert bias are no buffer."""
     moe = fo.MoE(8, 8, 4, 2, expert_bias=True)

@@ -52,7 +52,7 @@ FROM_HOST = (
 """Their kernels on CUDA read addresses and sizes, which torch copies from pinned memory for each call."""
 
 Loss = Callable[[Any], Tensor]
-Seconds = Callable[[Any, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], Any], float]
+Seconds = Callable[[Any, Sequence[Tensor], Any, tuple[Any, ...], Any], float]
 
 
 class ProfiledStep(NamedTuple):
@@ -336,8 +336,7 @@ class Recorder:
         if self.seconds is None:
             self._timers.append(self._timer)
         else:
-            inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
-            seconds = self.seconds(func, inputs, outputs, args, kwargs)
+            seconds = self.seconds(func, list(tensors_in((args, kwargs))), out, args, kwargs)
         for t in stored((args, kwargs)):
             self._wait_for(t)
         for t in made:
