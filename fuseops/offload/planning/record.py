@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe import modules
-from fuseops.observe.memory import Meter, Ops, outside_bytes, stored, tensors_in
+from fuseops.observe.memory import Meter, Ops, dense, outside_bytes, stored, tensors_in
 from fuseops.observe.travel import TRAVEL
 from fuseops.observe.untouched import Written, buffers_of, written
 from fuseops.offload.codes import Coding, coded_bytes, coding_of, exact_by_name
@@ -169,7 +169,8 @@ class _Recording(Scope):
         return self._note(t, self._labels.of_torch(t, below))
 
     def _note(self, t: Tensor, named: SavedName) -> _Noted:
-        odd = None if torch_private.is_fake(t) else why_not_plain(t)
+        fake = torch_private.is_fake(t) and t.layout is torch.strided
+        odd = None if fake else why_not_plain(t)
         if odd is None and torch_private.in_backward():
             odd = "recomputed by checkpoint"
         handle = _Noted(t, self._entry(t, named, KEPT, odd or "recorded", 0), self._ledger)
@@ -245,7 +246,7 @@ class Recorder:
             (self.model.buffers(), BUFFER),
             (self.model.parameters(), PARAMETER),
         ):
-            for t in tensors:
+            for t in dense(list(tensors)):
                 self._owned.set(t.untyped_storage(), what)
         with ExitStack() as stack:
             stack.enter_context(modules.followed(self._entered, self._left))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fuseops.kernels.registry import register_flops
-from fuseops.observe.memory import tensors_in
+from fuseops.observe.memory import dense
 from fuseops.observe.travel import TRAVEL
 from fuseops.words import dtype_name
 
@@ -35,7 +35,7 @@ class Roofline:
         args: tuple[Any, ...],
         kwargs: Any,
     ) -> float:
-        outputs = list(tensors_in(out))
+        inputs, outputs = list(dense(inputs)), list(dense(out))
         if str(func) == TRAVEL:
             return self._hardware.network_seconds(args[2])
         if func._schema.name.partition("::")[2] in NO_WORK:
