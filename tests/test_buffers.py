@@ -234,6 +234,13 @@ def test_a_buffer_that_cannot_take_it_is_refused(out: dict[str, Any], said: str)
         OP(X, offs=OFFS, out=out)
 
 
+@pytest.mark.parametrize("out", [3, "y", ("y", X.detach()), torch.ones(1)], ids=repr)
+def test_what_is_no_mapping_of_buffers_is_refused(out: Any) -> None:
+    for call in (OP, fo.Sequential(OP)):
+        with pytest.raises(FuseOpsError, match=r": out is \w+, expected buffers by their names"):
+            call(X, offs=OFFS, out=out)
+
+
 def test_buffers_may_not_lie_over_each_other() -> None:
     both = torch.empty(ROWS * D + 1)
     out = {"y": both[:-1].view(ROWS, D), "dx": both[1:].view(ROWS, D)}

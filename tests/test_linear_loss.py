@@ -78,6 +78,19 @@ def test_a_policy_loss_over_tokens(frozen: str) -> None:
     same(found, policy(x @ weight.T, targets, advantages), [*leaves.values()])
 
 
+@pytest.mark.parametrize("lead", [(9,), (5, 3)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_loss_may_write_in_place_to_its_logits(lead: tuple[int, ...], biased: bool) -> None:
+    def tempered(logits: Tensor, targets: Tensor) -> Tensor:
+        return -log_probs(logits.div_(2.0), targets).sum() + logits.tanh_().sum()
+
+    x, weight, bias, targets = operands(*lead)
+    b = bias if biased else None
+    found = fo.linear_loss(tempered, x, weight, targets, linear_bias=b, chunk_bytes=V * 8 * 2)
+    expected = tempered(F.linear(x, weight, b), targets)
+    same(found, expected, [x, weight, bias] if biased else [x, weight])
+
+
 def test_halves_sum_in_float32() -> None:
     x, weight, _, targets = operands(64, dtype=torch.bfloat16)
     mean = lambda logits, t: F.cross_entropy(logits.float(), t, reduction="sum") / 64  # noqa: E731

@@ -262,6 +262,20 @@ def test_an_option_that_is_no_number_is_refused_where_it_is_given(
         with_option(made, name, value)
 
 
+SIZES = [
+    (fo.ops.Linear, {"out_features": 8}, "in_features"),
+    (fo.ops.RMSNorm, {}, "normalized_shape"),
+    (fo.ops.GroupedLinear, {"in_features": 8, "out_features": 8}, "num_groups"),
+    (fo.ops.LinearCrossEntropy, {"in_features": 8}, "vocab_size"),
+]
+
+
+@pytest.mark.parametrize(("op", "others", "name"), SIZES, ids=lambda v: getattr(v, "__name__", ""))
+def test_a_size_that_is_a_bool_is_refused(op: type, others: dict[str, int], name: str) -> None:
+    with pytest.raises(fo.FuseOpsError, match=rf"{name} is True, expected an integer"):
+        op(**others, **{name: True})
+
+
 class Fused(fo.FusedOp):
     """The least that a rule may build."""
 

@@ -242,6 +242,14 @@ def test_returned_side_outputs_carry_gradients() -> None:
     torch.testing.assert_close(both, alone + dx)
 
 
+def test_returns_of_one_name_or_none_is_as_of_several() -> None:
+    seq, x = fo.Sequential(Publish("aux")), torch.ones(2)
+    assert torch.equal(seq(x, returns=None), seq(x))
+    assert str(seq.plan(x, returns=None)) == str(seq.plan(x))
+    one, several = (str(seq.explain(x, returns=given)) for given in ("aux", ("aux",)))
+    assert one == several
+
+
 def test_returns_of_something_unwritten_says_what_is_written() -> None:
     with pytest.raises(fo.SideInputError, match=r"\['a'\].*'b'"):
         fo.Sequential(Publish("a"))(torch.ones(2), returns=("b",))

@@ -180,6 +180,12 @@ def test_a_side_input_that_was_forgotten_is_named() -> None:
         assert_bwd_is_vjp(Scale(), X)
 
 
+@pytest.mark.parametrize("given", [nn.Linear(2, 2), fo.Sequential(fo.ops.SiLU()), 3, None])
+def test_what_is_no_op_has_no_contract(given: Any) -> None:
+    with pytest.raises(fo.FuseOpsError, match="expects an op of fuseops, got"):
+        assert_bwd_is_vjp(given, X)
+
+
 # --- fused against unfused
 
 

@@ -29,7 +29,7 @@ from fuseops.ops.paths import path_of, stripped, walk
 from fuseops.plan.records import Planned, SavedTensor
 from fuseops.run.composed import Composed
 from fuseops.run.config import set_root
-from fuseops.run.sides import check_module
+from fuseops.run.sides import asked_for, check_module
 
 from .assemble import plan_from
 from .explanation import Explanation, FusionPlan
@@ -63,7 +63,7 @@ def plan_of(
     sequential: Composed, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any
 ) -> FusionPlan:
     """The plan of one call of a Sequential."""
-    args, side = (x, *args), {**side, "returns": tuple(returns)}
+    args, side = (x, *args), {**side, "returns": asked_for(returns)}
     plan = _observe(sequential, args, side)[0]
     with _unplanned_again(sequential):
         peak = peak_of_step(sequential, args, side)

@@ -21,7 +21,7 @@ from fuseops.ops.activations import Activation, ScaledActivation
 from fuseops.ops.checks import check_flags, check_integers
 from fuseops.ops.op import Op
 from fuseops.recipes import Quantized
-from fuseops.run.sides import described
+from fuseops.run.sides import asked_for, described
 from fuseops.run.splice import opaque_reason
 from fuseops.torch_private import unsafe_view
 
@@ -170,7 +170,7 @@ class MoE(Sequential):
         self, x: Tensor | Quantized, *args: Any, returns: Iterable[str] = (), **side: Any
     ) -> Any:
         """Runs the layer over the flattened tokens of x (..., dim), with the options of a Sequential."""
-        returns = (returns,) if isinstance(returns, str) else tuple(returns)
+        returns = asked_for(returns)
         counts = self._counting() and self.training and torch.is_grad_enabled()
         router: Any = self._modules["router"] if counts else None
         asked = returns if router is None else (*returns, "experts")

@@ -23,7 +23,14 @@ from fuseops.run.compiled import entrance
 from fuseops.run.composed import Composed
 from fuseops.run.run import Run
 from fuseops.run.runner import Runner, runner_of, tokens_of
-from fuseops.run.sides import check_input, check_returns, described, no_tensor_between, side_inputs
+from fuseops.run.sides import (
+    asked_for,
+    check_input,
+    check_returns,
+    described,
+    no_tensor_between,
+    side_inputs,
+)
 
 RESIDUAL = "<residual>"  # a name that no Tap or Add inside a Residual has
 
@@ -52,7 +59,7 @@ class Sequential(Composed):
     ) -> Any:
         if is_compiling():
             return entrance()().run(self, x, args, returns, out, side)
-        returns = (returns,) if isinstance(returns, str) else tuple(returns)
+        returns = asked_for(returns) if returns else ()
         runner: Runner | None = self._runner
         if runner is None or not runner.fits(self):
             runner = runner_of(self)
@@ -165,7 +172,8 @@ def _run_alone(
     outs = None
     if out:
         name = type(op).__name__
-        outs = buffers.by_op(name, {f"{name}.{what}": t for what, t in out.items()}, (name,))[name]
+        own = {f"{name}.{what}": t for what, t in buffers.by_name(name, out).items()}
+        outs = buffers.by_op(name, own, (name,))[name]
     y = run(x, env, tokens, tuple(op.writes), prefix_of(op) or "", {}, runner.versions, outs)
     return (y, *(env[name] for name in op.writes)) if op.writes else y
 

@@ -116,6 +116,11 @@ class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
+def dense(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside but sparse ones, which have no storage to ask for its bytes."""
+    return (t for t in tensors_in(value) if t.layout in (torch.strided, torch.jagged))
+
+
 def stored(value: Any) -> Iterator[Tensor]:
     """Every tensor inside that has a storage; of a wrapper those that it is made of."""
     parts = (part for t in tensors_in(value) for part in plain_parts(t))

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
+from fuseops.ops.op import Op
 from fuseops.ops.scopes import DELAYED
 from fuseops.torch_private import version
 
@@ -26,6 +27,34 @@ def main_grad_of(p: Tensor) -> Tensor | None:
 def main_grads(model: nn.Module) -> list[Tensor]:
     """The `main_grad_of` every parameter of a model that has one."""
     return [t for t in map(main_grad_of, model.parameters()) if t is not None]
+
+
+Written = dict[str, tuple[Tensor, int]]
+
+
+def buffers_of(module: nn.Module) -> Written:
+    """The buffers under a module, each with how often it was written.
+
+    Without those of ops, whose scales see in a second forward what they saw in the first.
+    """
+    owners = ((path, m) for path, m in module.named_modules() if not isinstance(m, Op))
+    return {
+        f"{path}.{name}" if path else name: (t, version(t))
+        for path, m in owners
+        for name, t in m._buffers.items()
+        if t is not None
+    }
+
+
+def written(before: Written, after: Written) -> str | None:
+    """The name of a buffer that was written between two `buffers_of`, or replaced by one of its shape: a table that
+    grows is none that a second forward would make differently.
+    """
+    for name, (old, count) in before.items():
+        new, now = after.get(name, (old, count))
+        if (new is not old or now != count) and new.shape == old.shape:
+            return name
+    return None
 
 
 @contextmanager

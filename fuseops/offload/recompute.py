@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fuseops import torch_private
+from fuseops.errors import FuseOpsError
+from fuseops.observe.untouched import buffers_of, written
 from fuseops.run.config import checkpoint_contexts
 
 from .nesting import unlinked
@@ -17,10 +18,11 @@ class Recomputed:
     """Stands in for `module.forward` from now on: what it saves is dropped, and made again in the backward.
     The scheduler's hooks are outside, so that its inputs can still leave.
     A copy or a pickle of the module is not recomputed.
+    Raises FuseOpsError where the forward writes buffers: a second one would write them once more, or read other values.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.on = module, True
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path, self.module, self.on = path, module, True
         self.inner: Callable[..., Any] | None = module.__dict__.get("forward")
         module.__dict__["forward"] = self
 
@@ -30,11 +32,19 @@ class Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.inner or type(self.module).forward.__get__(self.module)
         twice = isinstance(forward, Recomputed) and forward.on  # that of another scheduler does it
-        if not self.on or twice or not torch.is_grad_enabled() or torch_private.in_backward():
+        if not self.on or twice or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(
+        before = {} if torch.compiler.is_compiling() else buffers_of(self.module)
+        out = checkpoint(
             forward, *args, use_reentrant=False, context_fn=checkpoint_contexts, **kwargs
         )
+        if before and (name := written(before, buffers_of(self.module))):
+            raise FuseOpsError(
+                f"the plan recomputes {self.path or 'the model'}, whose forward writes its buffer {name!r}: the second "
+                'forward would do it once more. Plan "offload" or "keep" for what it saves, or "recompute" for layers '
+                "in it that write none."
+            )
+        return out
 
     def remove(self) -> None:
         """Give the module its own forward back, whatever came around it since."""

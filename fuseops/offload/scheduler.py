@@ -185,7 +185,7 @@ class Scheduler:
             whole = [path for path in again if groups_of(self.layers[path])]
             check_alike([*whole, *sent], self.model)
         self._scope.follow(decisions, again, self.lag)
-        self._recomputed += [Recomputed(self.layers[path]) for path in again]
+        self._recomputed += [Recomputed(path, self.layers[path]) for path in again]
 
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan a step for these arguments of the model: recorded, or, where the device has no room for

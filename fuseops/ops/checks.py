@@ -160,8 +160,9 @@ def check_flags(op: str, **options: Any) -> None:
 
 
 def check_integers(op: str, least: int | None = None, **options: Any) -> None:
-    """Raise FuseOpsError for an option of `op` that is no integer from `least` on."""
+    """Raise FuseOpsError for an option of `op` that is no integer from `least` on: a bool is none."""
     for name, value in options.items():
-        if not isinstance(value, SupportsIndex) or (least is not None and value < least):  # type: ignore[operator]
+        whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
+        if not whole or (least is not None and value < least):
             wanted = "an integer" + ("" if least is None else f" from {least} on")
             raise FuseOpsError(f"{op}: {name} is {value!r}, expected {wanted}.")

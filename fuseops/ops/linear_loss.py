@@ -155,13 +155,14 @@ class _LinearLoss(Op[LinearLossSaved]):
         for s in chunks:
             logits = F.linear(x[s], weight, bias).requires_grad_()
             with torch.enable_grad():
-                found = self._of(logits, [t[s] for t in rows])
+                writable = torch_private.unsafe_view(logits, logits.shape)  # a leaf is not
+                found = self._of(writable, [t[s] for t in rows])
                 dlogits = _gradient(found[0], logits)
             depends = depends or dlogits is not None
             dlogits = torch.zeros_like(logits) if dlogits is None else dlogits
             parts.append(tuple(t.detach() for t in found))
             flat = dlogits.flatten(0, -2)
-            del logits, found
+            del logits, writable, found
             if dx is not None:
                 torch.matmul(dlogits, weight, out=dx[s])
             if dweight is not None:

@@ -17,10 +17,17 @@ from fuseops.errors import FuseOpsError, ShapeError
 Buffers = Mapping[str, Tensor]  # "y", "dx"
 
 
+def by_name(who: str, out: Any) -> Mapping[str, Any]:
+    """What was given as `out`.  Raises FuseOpsError where it is no mapping."""
+    if isinstance(out, Mapping):
+        return out
+    raise FuseOpsError(f"{who}: out is {type(out).__name__}, expected buffers by their names.")
+
+
 def by_op(module: str, out: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Buffers]:
     """The buffers of every op in `names`.   {"fc2.y": t} -> {"fc2": {"y": t}}"""
     found: dict[str, dict[str, Any]] = {}
-    for key, buffer in out.items():
+    for key, buffer in by_name(module, out).items():
         op, _, what = key.rpartition(".")
         if op not in names or what not in ("y", "dx"):
             raise FuseOpsError(

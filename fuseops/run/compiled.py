@@ -39,7 +39,7 @@ from .closed import closed
 from .composed import Composed
 from .run import call_op, run_segment
 from .runner import Runner, prepare
-from .sides import check_input, side_inputs
+from .sides import asked_for, check_input, side_inputs
 from .steps import Once, write_forward
 from .told import STAYS, told
 from .traced import TABLE, alive
@@ -61,7 +61,7 @@ def forward(
     side: dict[str, Any],
 ) -> Any:
     """`forward` of a Sequential, or of an op that is called alone."""
-    returns = (returns,) if isinstance(returns, str) else tuple(returns)
+    returns = asked_for(returns)
     if out:
         raise FuseOpsError("out= is eager only: compile around the ops that write to buffers.")
     check_input(module, x)

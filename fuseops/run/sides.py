@@ -1,6 +1,6 @@
 """A caller passes x, side inputs by name or in a Routing, and `returns`. Wrong ones get an error that helps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -70,6 +70,11 @@ def no_tensor_between(module: nn.Module, pieces: Sequence[tuple[str, Any]], x: A
         f"{before!r} ({type(plain).__name__}) in {described(module)} returned {type(x).__name__}, and the op "
         f"{name!r} behind it takes a tensor: wrap the module so that it returns one."
     )
+
+
+def asked_for(returns: Iterable[str] | None) -> tuple[str, ...]:
+    """The names that a caller asks for by `returns`: one, several, or None."""
+    return (returns,) if isinstance(returns, str) else tuple(returns or ())
 
 
 def check_returns(module: nn.Module, runner: Sides, returns: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, Grads, Op, Out
 from fuseops.ops.routing import Routing
 from fuseops.plan.facts import kept_fields
@@ -77,8 +78,14 @@ def assert_bwd_is_vjp(op: Op[Any], *inputs: Any, **side: Any) -> None:
     from `self`, or write to a tensor that it was given. Then the op runs as a module, so that a
     level-1 op (which has no `bwd` of its own) is checked too.
     inputs: x and, as in a call, at most one Routing. They are copied to float64.
-    Raises AssertionError that names the need, and the field of Saved that is missing or too many.
+    Raises AssertionError that names the need, and the field of Saved that is missing or too many, and FuseOpsError for
+    what is no op.
     """
+    if not isinstance(op, Op):
+        raise FuseOpsError(
+            f"assert_bwd_is_vjp expects an op of fuseops, got {type(op).__name__}: a model of ops is what "
+            "assert_fused_matches_unfused takes."
+        )
     case = _case(op, inputs, side)
     with torch.random.fork_rng(devices=()):
         out = _fwd(case.op, case, frozenset(case.needs), case.keywords)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from lazy_lanes import LazyLanes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
@@ -544,6 +546,68 @@ def test_a_plan_recomputes_a_layer_or_fields_of_an_op() -> None:
     one_step(model)
     assert [b.forwards for b in model.blocks] == [3, 5, 5, 3]
     assert "forward" not in model.blocks[1].__dict__
+
+
+class Counted(nn.Module):
+    """Writes a buffer in each forward, one way or another."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(D))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        if self.way == "in place":
+            self.mean.mul_(0.9).add_(mean)
+        elif self.way == "through data":
+            self.mean.data.mul_(0.9).add_(mean)
+        elif self.way == "by another":
+            self.mean = 0.9 * self.mean + mean
+        return (x * 2).tanh().sin() * self.mean
+
+
+WRITERS: dict[str, Callable[[], nn.Module]] = {
+    **{way: partial(Counted, way) for way in ("in place", "through data", "by another")},
+    "BatchNorm": lambda: nn.Sequential(nn.BatchNorm1d(D), nn.Tanh()),
+    "InstanceNorm": lambda: nn.Sequential(
+        nn.Unflatten(0, (-1, 1)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten(0, 1)
+    ),
+    "spectral_norm": lambda: nn.Sequential(spectral_norm(nn.Linear(D, D)), nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_layer_that_writes_buffers_is_not_recomputed(kind: str, record: bool) -> None:
+    """Nothing but what another layer saves is made again, and a plan by hand is refused."""
+    model = nn.Sequential(WRITERS[kind](), Out(nn.Linear(D, D), nn.Tanh()))
+    planned = offload.plan(model, inputs(), layers="*", min_bytes=1, record=record)
+    groups = {g.name for g in planned.profile.recompute if g.kind == "module"}
+    assert groups == {"1"}
+    if kind == "through data":
+        return
+    with offload.Scheduler(model, "*", plan={"0": "recompute"}, policy=ALL):
+        with pytest.raises(FuseOpsError, match="the plan recomputes 0, whose forward writes"):
+            model(inputs())
+    model.eval()
+    if kind in ("BatchNorm", "InstanceNorm", "spectral_norm"):
+        with offload.Scheduler(model, "*", plan={"0": "recompute"}, policy=ALL):
+            model(inputs()).sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_is_recomputed_inside_of_a_checkpoint(reentrant: bool) -> None:
+    """As torch's own checkpoints nest, and so do those of a plan."""
+    plain = nn.Sequential(nn.Sequential(Block(), Block()), Block())
+    model = copy.deepcopy(plain)
+    x = inputs()
+    for m in (plain, model):
+        plan = {"0": "recompute", "0.1": "recompute"} if m is model else {}
+        with offload.Scheduler(m, ["0", "0.1"], plan=plan, policy=ALL):
+            for _ in range(2):
+                checkpoint(m, x, use_reentrant=reentrant).square().sum().backward()
+    assert all(map(torch.equal, grads(plain), grads(model)))
 
 
 # --- what is moved

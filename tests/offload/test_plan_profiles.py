@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -331,6 +332,58 @@ def test_what_moves_axes_takes_longer_and_what_does_no_work_takes_none() -> None
     assert took(aten.new_empty.default, x, [1 << 20]) == 0.0
     assert took(aten.add.Tensor, x[:0], x[:0]) == 1e-6
     assert took(aten.expand_copy.default, x, [0, *x.shape]) == 1e-6  # reads none of x
+
+
+def test_a_convolution_whose_input_wants_no_gradient_is_counted() -> None:
+    """Its backward gives None in the place of dx, and torch's formula asks for each by its place."""
+    model = nn.Sequential(nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3, bias=False))
+    here = replace(H200, memory=1e9, launch=0.0)  # arithmetic alone
+    seen = dry_run(step_of(model, torch.randn(2, 64, 66, 66)), here)
+    first, last, again, wgrad = (o.seconds for o in seen.ops if "convolution" in o.name)
+    assert wgrad == pytest.approx(first) and again == pytest.approx(2 * last)
+
+
+class Mixes(nn.Module):
+    """x times a sparse matrix: a buffer, or made of a parameter in each forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        dense = torch.randn(D, D).relu()
+        mixed = dense.to_sparse_csr() if kind == "csr buffer" else dense.to_sparse()
+        self.register_buffer("mixed", None if kind == "made" else mixed)
+        self.weight = nn.Parameter(dense)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.weight.to_sparse() if self.mixed is None else self.mixed
+        return torch.sparse.mm(mixed, x * self.weight).tanh()
+
+
+def _mixes(kind: str) -> tuple[nn.Module, Tensor]:
+    return Mixes(kind), torch.randn(D, D)
+
+
+SPARSE: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "gradient": lambda: (nn.Embedding(10, D, sparse=True), torch.randint(10, (D,))),
+    **{kind: partial(_mixes, kind) for kind in ("buffer", "csr buffer", "made")},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_tensors_are_left_out_of_what_is_counted(kind: str) -> None:
+    first, x = SPARSE[kind]()
+    model = nn.Sequential(first, nn.Sequential(nn.Linear(D, D), nn.Tanh()))
+    for layers in ("*", "1"):
+        step = step_of(model, x, layers=(layers,))
+        for seen in (dry_run(step, H200), record(step)):
+            assert {s.shape for s in seen.saved if s.nbytes and s.name.startswith("1.")}
+
+
+def test_an_op_whose_formula_raises_counts_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, aten, x = Roofline(H200), torch.ops.aten, torch.randn(64, 64)
+    monkeypatch.setitem(seconds._flops, aten.mm, lambda *_, **__: 1 // 0)
+    took = seconds(aten.mm.default, [x, x], x, (x, x), {})
+    assert took == H200.op_seconds(0.0, 3 * x.nbytes, "float32")
 
 
 def test_a_recording_leaves_what_modules_count_as_it_was() -> None:

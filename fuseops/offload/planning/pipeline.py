@@ -262,9 +262,8 @@ class _Copy(NamedTuple):
         return self.first_call + call - self.part.layers.start
 
     def call(self, call: LayerCall) -> LayerCall:
-        return LayerCall(
-            call.layer, self.micro_batch, *map(self.place, (call.enter, call.leave, call.backward))
-        )
+        enter, leave, backward = map(self.place, (call.enter, call.leave, call.backward))
+        return LayerCall(call.layer, self.micro_batch, enter, leave, backward, call.writes)
 
     def saved(self, s: Saved) -> list[Saved]:
         """The storage, and the gradient that waits beside it for the weight half, where it is x of a product."""

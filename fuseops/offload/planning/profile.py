@@ -84,6 +84,8 @@ class Saved(NamedTuple):
 class LayerCall(NamedTuple):
     """A `LayerCall` is one call of a layer: where its forward begins and ends, and where its backward begins (-1: it
     has none).
+
+    writes  a buffer that its forward writes, so that it does not run twice
     """
 
     layer: str
@@ -91,6 +93,7 @@ class LayerCall(NamedTuple):
     enter: int
     leave: int
     backward: int
+    writes: str | None = None
 
 
 class Recompute(NamedTuple):

@@ -64,7 +64,9 @@ def _calls_by_layer(calls: Sequence[LayerCall]) -> dict[str, list[int]]:
 
 
 def _layers(seen: Profile) -> Iterator[Recompute]:
-    """All calls of a layer together, without what comes in from outside or is saved elsewhere too."""
+    """All calls of a layer together, without what comes in from outside or is saved elsewhere too. None of a layer that
+    writes buffers.
+    """
     for layer, mine in _calls_by_layer(seen.calls).items():
         members = [
             n
@@ -72,6 +74,8 @@ def _layers(seen: Profile) -> Iterator[Recompute]:
             if s.call in mine and s.nbytes and not s.again and s.made >= seen.calls[s.call].enter
         ]
         calls = [seen.calls[k] for k in mine]
+        if any(call.writes for call in calls):
+            continue
         seconds = sum(op.seconds for c in calls for op in seen.ops[c.enter : c.leave])
         yield from _group(seen, layer, "module", members, seconds)
 

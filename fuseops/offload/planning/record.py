@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe import modules
-from fuseops.observe.memory import Meter, Ops, outside_bytes, stored, tensors_in
+from fuseops.observe.memory import Meter, Ops, dense, outside_bytes, stored, tensors_in
 from fuseops.observe.travel import TRAVEL
+from fuseops.observe.untouched import Written, buffers_of, written
 from fuseops.offload.codes import Coding, coded_bytes, coding_of, exact_by_name
 from fuseops.offload.policy import Candidate, Policy, Quota
 from fuseops.offload.reasons import (
@@ -35,7 +36,7 @@ from fuseops.offload.report import KEPT
 from fuseops.offload.scopes import Scope
 from fuseops.offload.storages import StorageMap
 from fuseops.ops.names import SavedName
-from fuseops.torch_private import WeakStorage
+from fuseops.torch_private import WeakStorage, storage_key
 from fuseops.words import dtype_name
 
 from .measure import event
@@ -51,7 +52,7 @@ FROM_HOST = (
 """Their kernels on CUDA read addresses and sizes, which torch copies from pinned memory for each call."""
 
 Loss = Callable[[Any], Tensor]
-Seconds = Callable[[Any, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], Any], float]
+Seconds = Callable[[Any, Sequence[Tensor], Any, tuple[Any, ...], Any], float]
 
 
 class ProfiledStep(NamedTuple):
@@ -168,7 +169,8 @@ class _Recording(Scope):
         return self._note(t, self._labels.of_torch(t, below))
 
     def _note(self, t: Tensor, named: SavedName) -> _Noted:
-        odd = None if torch_private.is_fake(t) else why_not_plain(t)
+        fake = torch_private.is_fake(t) and t.layout is torch.strided
+        odd = None if fake else why_not_plain(t)
         if odd is None and torch_private.in_backward():
             odd = "recomputed by checkpoint"
         handle = _Noted(t, self._entry(t, named, KEPT, odd or "recorded", 0), self._ledger)
@@ -219,6 +221,8 @@ class Recorder:
         self._travelling: StorageMap[int] = StorageMap()  # between ranks: by which op
         self._owned: StorageMap[str] = StorageMap()
         self.running_call = -1  # the call of a layer whose forward runs, -1 outside of all
+        self._buffers: Written = {}  # of that layer, as its forward began
+        self._wrote: str | None = None  # one of them that an op wrote
         self._ordinals: dict[str, int] = {}
 
     @property
@@ -242,7 +246,7 @@ class Recorder:
             (self.model.buffers(), BUFFER),
             (self.model.parameters(), PARAMETER),
         ):
-            for t in tensors:
+            for t in dense(list(tensors)):
                 self._owned.set(t.untyped_storage(), what)
         with ExitStack() as stack:
             stack.enter_context(modules.followed(self._entered, self._left))
@@ -333,12 +337,13 @@ class Recorder:
         if self.seconds is None:
             self._timers.append(self._timer)
         else:
-            inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
-            seconds = self.seconds(func, inputs, outputs, args, kwargs)
+            seconds = self.seconds(func, list(tensors_in((args, kwargs))), out, args, kwargs)
         for t in stored((args, kwargs)):
             self._wait_for(t)
         for t in made:
             self._made.set(t.untyped_storage(), position)
+        if self.running_call >= 0 and func._schema.is_mutable:
+            self._note_writes(func._schema.arguments, args, kwargs)
         if name == TRAVEL:
             lane = "network"
             for t in made:
@@ -348,6 +353,15 @@ class Recorder:
         nbytes, from_host = self.meter.after(made), name.startswith(FROM_HOST)
         self.ops.append(ProfiledOp(name, seconds, nbytes, lane, join, from_host))
         self._look()
+
+    def _note_writes(self, arguments: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        """A buffer of the running layer is written, maybe through its `.data`, which no version counts."""
+        given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+        targets = [given.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
+        storages = {storage_key(t.untyped_storage()) for t in stored(targets)}
+        for name, (buffer, _) in self._buffers.items():
+            if any(storage_key(t.untyped_storage()) in storages for t in stored(buffer)):
+                self._wrote = name
 
     def _wait_for(self, t: Tensor) -> None:
         """The next op reads what travels, if t does."""
@@ -370,6 +384,7 @@ class Recorder:
         ordinal = self._ordinals[path] = self._ordinals.get(path, -1) + 1
         self.running_call = len(self.calls)
         self._scope.called()
+        self._buffers, self._wrote = buffers_of(module), None
         self.calls.append(LayerCall(path, ordinal, self.position, -1, -1))
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -378,7 +393,8 @@ class Recorder:
         if not ends or torch_private.in_backward():
             return
         self.running_call = -1
-        self.calls[k] = self.calls[k]._replace(leave=self.position)
+        writes = self._wrote or written(self._buffers, buffers_of(module))
+        self.calls[k] = self.calls[k]._replace(leave=self.position, writes=writes)
         for t in tensors_in(output):
             if t.grad_fn is not None:
                 t.grad_fn.register_prehook(lambda _, k=k: self._backward(k))

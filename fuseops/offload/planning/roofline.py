@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fuseops.kernels.registry import register_flops
+from fuseops.observe.memory import dense
 from fuseops.observe.travel import TRAVEL
 from fuseops.words import dtype_name
 
@@ -30,10 +31,11 @@ class Roofline:
         self,
         func: Any,
         inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
+        out: Any,
         args: tuple[Any, ...],
         kwargs: Any,
     ) -> float:
+        inputs, outputs = list(dense(inputs)), list(dense(out))
         if str(func) == TRAVEL:
             return self._hardware.network_seconds(args[2])
         if func._schema.name.partition("::")[2] in NO_WORK:
@@ -45,14 +47,17 @@ class Roofline:
         if "scaled_dot_product" in str(func):
             flops = _attention_flops(func, args, kwargs)
             return self._hardware.op_seconds(flops, nbytes, dtype, attention=True)
+        flops = self._operations(func, out, args, kwargs)
+        moves = not flops and func.namespace == "aten" and _is_transposing(inputs, outputs)
+        return self._hardware.op_seconds(flops, nbytes, dtype, transposing=moves)
+
+    def _operations(self, func: Any, out: Any, args: tuple[Any, ...], kwargs: Any) -> float:
+        """By the formula that is registered for an op. Without one, or where it does not know the call: none."""
         formula = self._flops.get(func._overloadpacket)
-        if formula is None:
-            moves = func.namespace == "aten" and _is_transposing(inputs, outputs)
-            return self._hardware.op_seconds(0.0, nbytes, dtype, transposing=moves)
-        out = outputs[0] if len(outputs) == 1 else tuple(outputs)
-        return self._hardware.op_seconds(
-            float(formula(*args, **kwargs, out_val=out)), nbytes, dtype
-        )
+        try:
+            return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
+        except Exception:
+            return 0.0
 
 
 def _is_transposing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:

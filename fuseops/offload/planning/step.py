@@ -20,7 +20,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import as_if_on
 from fuseops.observe.fakes import fake, faked
 from fuseops.observe.labels import matching, paths_under
-from fuseops.observe.memory import CudaMeter, StorageMeter, tensors_in
+from fuseops.observe.memory import CudaMeter, StorageMeter, dense, tensors_in
 from fuseops.observe.rehearse import unseen
 from fuseops.observe.untouched import main_grads, untouched
 from fuseops.ops.op import Op as FuseOp
@@ -217,7 +217,7 @@ def _there(model: nn.Module, inputs: Any) -> list[Tensor]:
     """What is on the device before the step begins."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     gradients += main_grads(model)
-    return [*model.parameters(), *model.buffers(), *gradients, *tensors_in(inputs)]
+    return list(dense([*model.parameters(), *model.buffers(), *gradients, inputs]))
 
 
 # --- a step of fake tensors
