@@ -252,6 +252,20 @@ def test_a_compiled_call_sees_the_scope_and_the_replaced_op() -> None:
     torch.testing.assert_close(run(x), model(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_is_off_inside_of_compiled_ops(dtype: torch.dtype) -> None:
+    """As in eager, forward and backward: of what a recipe computes in float32, too."""
+    model = fo.Sequential(fo.ops.Linear(D, D), fo.ops.SiLU(), fo.ops.Linear(D, D)).to(dtype)
+    x = torch.randn(5, D, dtype=dtype)
+    run, _ = compiled(model, "aot_eager")
+    with fo.recipe(fo.recipes.MXFP8BlockScaling()):
+        alone = step(model, model, x, {})
+        with torch.autocast("cpu", torch.bfloat16):
+            eager = step(model, model, x, {})
+            assert all(map(torch.equal, step(run, model, x, {}), eager))
+    assert dtype is not torch.float64 or all(map(torch.equal, eager, alone))
+
+
 def test_a_compiled_call_sees_a_forward_that_was_replaced_on_the_instance() -> None:
     torch.compiler.reset()
     seq, x = fo.Sequential(fo.ops.Linear(D, D), fo.ops.SiLU()), torch.randn(3, D)

@@ -199,7 +199,7 @@ class _Builder:
             size=size,
             needs_grad=needed,
             device=self.call.device.type,
-            autocast=self.call.autocast is not None,
+            autocast=self.call.autocast is not None and not (mode == "plain" and ops[0].pure),
         )
 
     def _outlives(self, name: str, stop: int) -> bool:

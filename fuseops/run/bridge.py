@@ -126,6 +126,9 @@ def _backward_in(
 
     saved: what autograd gives back, which is taken out of the list
     """
+    if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
+        with torch.autocast(seg.device, enabled=False):
+            return _backward_in(seg, live, rows, saved, dy, dsides, entered, seed)
     backward = seg.bwd or write_backward(seg)
     once = Once() if live is None else live.once
     if seed is not None:
@@ -141,9 +144,6 @@ def _backward_in(
     here.unseen = seg.quiet and unseen
     given = dy, dsides, entered
     try:
-        if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
-            with torch.autocast(seg.device, enabled=False):
-                return repeats.backward(seg, backward, rows, saved, given, once, unseen)
         return repeats.backward(seg, backward, rows, saved, given, once, unseen)
     except Exception as error:
         unsaved = checks.unsaved(checks.failing_step(error))

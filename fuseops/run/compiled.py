@@ -13,6 +13,7 @@ on. What other ops read is not known: dynamo traces them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -194,7 +195,8 @@ def in_graph(number: int, x: Any, *inputs: Any) -> Any:
     (y, *exports)
     """
     seg: Segment = TABLE[number]
-    with torch_private.compiling():
+    own = torch.autocast(seg.device, enabled=False) if seg.autocast else contextlib.nullcontext()
+    with torch_private.compiling(), own:
         if seg.needs_grad:
             return bridge.Node.apply(seg, None, x, *inputs)  # type: ignore[no-untyped-call]
         t = list(inputs)

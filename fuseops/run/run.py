@@ -343,7 +343,7 @@ def run_segments(
                 x = call_op(seg, x, env)
             elif seg.tap is not None and seg.checked_forward:
                 env[seg.tap] = x
-            elif seg.autocast and not (seg.kind == "plain" and seg.ops[0].pure):
+            elif seg.autocast:
                 with torch.autocast(seg.device, enabled=False):
                     x = run_segment(seg, x, env, Live(path, once))
             elif seg.kind == "node" and seg.needs_grad and not seg.exports:  # most
