@@ -234,7 +234,9 @@ def test_a_buffer_that_cannot_take_it_is_refused(out: dict[str, Any], said: str)
         OP(X, offs=OFFS, out=out)
 
 
-@pytest.mark.parametrize("out", [3, "y", ("y", X.detach()), torch.ones(1)], ids=repr)
+@pytest.mark.parametrize(
+    "out", [3, "y", ("y", X.detach()), torch.ones(1)], ids=["int", "str", "tuple", "tensor"]
+)
 def test_what_is_no_mapping_of_buffers_is_refused(out: Any) -> None:
     for call in (OP, fo.Sequential(OP)):
         with pytest.raises(FuseOpsError, match=r": out is \w+, expected buffers by their names"):
