@@ -195,8 +195,8 @@ def every_number(name: str, value: bool | float) -> Change:
 
 def doubled(model: Any) -> None:
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module is not model.lm_head:
-            module.forward = functools.partial(twice, module)
+        if hasattr(module, "down_proj"):
+            module.down_proj.forward = functools.partial(twice, module.down_proj)
 
 
 def twice(module: nn.Linear, x: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ COMPILED: dict[str, tuple[str, Change]] = {
     "activation": ("Llama", every("act_fn", nn.ReLU)),
     "epsilon": ("Llama", every_number("variance_epsilon", 0.5)),
     "loss": ("Llama", every("loss_function", lambda: mean_square)),
-    "forward of projections": ("Llama", doubled),
+    "forward of a projection": ("Llama", doubled),
     "soft cap": ("Gemma 2", CHANGES["another soft cap"][0]),
     "more experts": ("Qwen3-MoE", three_experts),
     "weights of experts as they are": ("Qwen3-MoE", every_number("norm_topk_prob", False)),
