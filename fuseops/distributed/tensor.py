@@ -16,6 +16,7 @@ form, and `split_halves` gives a whole model the same, for `torch.distributed.ch
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,7 @@ from fuseops.ops.vocab_parallel import vocabulary_over
 from fuseops.run.composed import Composed
 
 Products = (ops.Linear, ops.GroupedLinear)
+log = logging.getLogger("fuseops.distributed")
 OUTPUTS = {"weight": -2, "up": -2, "bias": -1}  # parameters with an axis of outputs, from the last
 
 
@@ -307,12 +309,13 @@ def tp_plan(
 ) -> dict[str, ParallelStyle]:
     """The plan of `parallelize_module` for every MLP of a model: an activation between two Linear or GroupedLinear of
     one Sequential. The first is sharded by its outputs, `[gate | up]` by both halves, the second by its inputs. A
-    LinearCrossEntropy is sharded by its classes: with sequence_parallel where it stands in a Sequential with an MLP.
+    LinearCrossEntropy is sharded by its classes: with sequence_parallel where it stands in a Sequential that holds an
+    MLP, itself or in a block.
 
-    sequence_parallel: x and y of the MLP are sharded by tokens, on axis `sequence_dim`; norms and biases of the same
-        Sequential work on this rank's tokens.
-    Its other ops are `Replicated` without sequence_parallel. What else a model has (attention, say) takes entries of
-    yours: the plan is a dict of styles by path.
+    sequence_parallel: x and y of the MLP are sharded by tokens, on axis `sequence_dim`; norms and biases of every
+        Sequential that holds an MLP, itself or in a block, work on this rank's tokens.
+    Its other ops are `Replicated` without sequence_parallel; with it a warning names those that have parameters. What
+    else a model has (attention, say) takes entries of yours: the plan is a dict of styles by path.
     Raises FuseOpsError where there is no MLP, and for an op that shares a parameter with another module.
     """
     plan: dict[str, ParallelStyle] = {}
@@ -326,12 +329,27 @@ def tp_plan(
             f"tp_plan found no MLP in {type(model).__name__}: a fuseops.Sequential with an activation between two "
             "Linear or GroupedLinear."
         )
-    for path, module in model.named_modules() if not sequence_parallel else ():
-        if isinstance(module, Op) and path not in plan and module.__dict__["_parameters"]:
-            head = isinstance(module, ops.LinearCrossEntropy)
-            plan[path] = ColwiseParallel() if head else Replicated()
+    left = {path: op for path, op in _ops_with_parameters(model) if path not in plan}
+    if left and sequence_parallel:
+        log.warning(
+            "tp_plan(sequence_parallel=True) has no style for %s: their parameters stay plain, and what they do over "
+            "a rank's tokens gives gradients of those alone. Add an entry for each: plan[path] = SequenceParallel().",
+            ", ".join(f"{path} ({type(op).__name__})" for path, op in left.items()),
+        )
+    elif left:
+        head = ops.LinearCrossEntropy
+        styles = (
+            ColwiseParallel() if isinstance(op, head) else Replicated() for op in left.values()
+        )
+        plan |= zip(left, styles, strict=True)
     _check_untied(model, plan)
     return plan
+
+
+def _ops_with_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if isinstance(module, Op) and any(p is not None for p in module._parameters.values()):
+            yield path, module
 
 
 def _check_untied(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
@@ -374,12 +392,18 @@ def _plan_of(
             mine[children[first - 1][0]] = ColwiseParallel()
             mine[children[second + 1][0]] = RowwiseParallel()
     beside = (ops.RMSNorm, ops.LayerNorm, ops.Bias)
-    for name, child in children if mine and sequence_parallel else ():
+    for name, child in children if sequence_parallel and _holds_mlp(module) else ():
         if isinstance(child, beside) and name not in mine:
             mine[name] = SequenceParallel(sequence_dim=dim)
         if isinstance(child, ops.LinearCrossEntropy):
             mine[name] = ColwiseParallel(input_layouts=tokens)
     yield from mine.items()
+
+
+def _holds_mlp(module: nn.Module) -> bool:
+    """Whether an MLP stands in a module, or in one below it: its x, too, is this rank's tokens."""
+    composed = [m for m in module.modules() if isinstance(m, Composed)]
+    return any(True for m in composed for _ in _mlps(list(m._modules.items())))
 
 
 def _routed(children: list[tuple[str, nn.Module]], first: int, second: int) -> bool:

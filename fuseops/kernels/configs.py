@@ -53,6 +53,10 @@ class Space:
     ) -> None:
         if name in SPACES:
             raise FuseOpsError(f"configuration space '{name}' is declared twice")
+        if not callable(candidates) and not [*candidates]:
+            raise FuseOpsError(
+                f"configuration space '{name}' has no candidates, expected one or more"
+            )
         self.name = name
         self._candidates = candidates if callable(candidates) else lambda dims, itemsize: candidates
         self.default, self.dims = default or self._first, dims
@@ -66,7 +70,9 @@ class Space:
         return list(distinct.values())
 
     def _first(self, rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-        return next(iter(self._candidates(dims, itemsize)))
+        for config in self._candidates(dims, itemsize):
+            return config
+        raise FuseOpsError(f"space '{self.name}' has no candidates for {self.dims} of {dims}")
 
     def pick(self, rows: int, dims: tuple[int, ...], like: torch.Tensor) -> Config:
         """The configuration for this many rows of tensors shaped and typed like ``like``."""

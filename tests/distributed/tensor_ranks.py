@@ -154,6 +154,24 @@ def law_a_bias_of_its_own_and_blocks_in_blocks() -> None:
         model.zero_grad()
 
 
+def law_what_stands_beside_blocks_works_on_their_tokens() -> None:
+    """Norms, biases and the head beside blocks that hold the MLPs have styles, as those beside an MLP have."""
+    norm, bias = fo.ops.RMSNorm(D), fo.ops.Bias(D)
+    stack = randomised(fo.Sequential(mlp(), norm, fo.Residual(mlp()), bias).double())
+    x = torch.randn(2, 2 * TOKENS, D).double()
+    compare(stack, parallelized(stack, sequence_parallel=True), x, sequence=-2)
+    head = fo.ops.LinearCrossEntropy(D, 7)
+    model = randomised(fo.Sequential(mlp(), fo.ops.LayerNorm(D), head).double())
+    parallel = parallelized(model, sequence_parallel=True)
+    targets = torch.arange(4 * TOKENS).view(2, -1) % 7
+    loss = model(x, targets=targets)
+    got = parallel(x.chunk(2, -2)[dist.get_rank()], targets=targets)
+    torch.testing.assert_close(got, loss)
+    loss.backward()
+    got.backward()
+    same_gradients(parallel, model)
+
+
 def law_experts() -> None:
     """Grouped MLPs, whose probabilities are a side input, and a whole MoE layer with shared experts."""
     for bias, low_rank in ((False, None), (True, None), (True, 2)):

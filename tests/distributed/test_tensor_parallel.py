@@ -46,3 +46,17 @@ def test_a_whole_model_with_split_halves_computes_and_loads_what_it_did() -> Non
     model[0].reset_parameters()
     model.load_state_dict(state)
     assert torch.equal(fresh(x), expected) and torch.equal(model(x), expected)
+
+
+def test_a_plan_over_token_shards_says_what_it_has_no_style_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mlp = fo.Sequential(fo.ops.Linear(4, 12), fo.ops.SwiGLU(), fo.ops.Linear(6, 4))
+    whole = fo.Sequential(mlp, fo.ops.RMSNorm(4))
+    assert [*distributed.tp_plan(whole, sequence_parallel=True)] == ["1", "0.0", "0.2"]
+    model = torch.nn.Sequential(fo.ops.Linear(4, 4), whole)
+    distributed.tp_plan(model)
+    assert not caplog.records
+    plan = distributed.tp_plan(model, sequence_parallel=True)
+    (record,) = caplog.records
+    assert "has no style for 0 (Linear):" in record.getMessage() and "0" not in plan

@@ -187,3 +187,45 @@ def test_it_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.M
     step(ours, tokens())
     said = "a LlamaMLP has changed since hf.apply, and runs as written: apply it again."
     assert [record.getMessage() for record in caplog.records] == [said]
+
+
+def every_number(name: str, value: bool | float) -> Change:
+    return every(name, lambda: value)
+
+
+def doubled(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "down_proj"):
+            module.down_proj.forward = functools.partial(twice, module.down_proj)
+
+
+def twice(module: nn.Linear, x: Tensor) -> Tensor:
+    return 2 * nn.Linear.forward(module, x)
+
+
+COMPILED: dict[str, tuple[str, Change]] = {
+    "activation": ("Llama", every("act_fn", nn.ReLU)),
+    "epsilon": ("Llama", every_number("variance_epsilon", 0.5)),
+    "loss": ("Llama", every("loss_function", lambda: mean_square)),
+    "forward of a projection": ("Llama", doubled),
+    "soft cap": ("Gemma 2", CHANGES["another soft cap"][0]),
+    "more experts": ("Qwen3-MoE", three_experts),
+    "weights of experts as they are": ("Qwen3-MoE", every_number("norm_topk_prob", False)),
+    "activation of experts": ("Qwen3-MoE", every("act_fn", nn.ReLU)),
+}
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("what", COMPILED)
+def test_compiled_code_follows_a_change(what: str) -> None:
+    """Dynamo guards what was asked about outside of its trace."""
+    name, change = COMPILED[what]
+    model, x = stock(name).train(), tokens()
+    hf.apply(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    before = compiled(x, labels=x).loss.detach()
+    change(model)
+    after = compiled(x, labels=x).loss.detach()
+    torch.testing.assert_close(after, model(x, labels=x).loss.detach())
+    assert abs(float(after - before)) > 1e-5

@@ -41,6 +41,19 @@ def test_dimensions_are_those_of_the_space():
         configs.SPACES["grouped_mm"].pick(1, (64,), torch.zeros(1))
 
 
+def test_a_space_without_candidates_is_refused():
+    with pytest.raises(FuseOpsError, match="'empty' has no candidates"):
+        configs.Space("empty", [])
+    assert "empty" not in configs.SPACES
+
+
+def test_a_function_that_lists_no_candidates_is_named(monkeypatch):
+    monkeypatch.setattr(configs, "SPACES", {})
+    space = configs.Space("none", lambda dims, itemsize: [])
+    with pytest.raises(FuseOpsError, match=r"space 'none' has no candidates for .*columns"):
+        space.pick(4, (64,), torch.empty(0))
+
+
 def test_shipped_table_holds_candidates_only():
     for key, config in configs.shipped_table().items():
         name, _, dtype, dims, _ = key.split("/")

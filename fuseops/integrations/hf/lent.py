@@ -25,6 +25,7 @@ from fuseops.words import dtype_name
 Source = str | Callable[[Any], Tensor | None]  # the owner's attribute, or what reads it there
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
+SIMPLE = (int, float, str, type(None))
 log = logging.getLogger("fuseops.fusion")
 _told: set[str] = set()  # which classes have changed after hf.apply, once a process
 
@@ -140,8 +141,9 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def asked(question: Callable[..., Any], owner: nn.Module, *more: Any) -> bool:
-    """The answer to a question about a module; in a trace it is asked outside of it, once."""
+    """The answer to a question about a module; in a trace it is asked outside of it, once for what is read here."""
     if torch.compiler.is_compiling():
+        watch(owner, *_said_by(id(owner)).split())
         return _asked_outside(question, id(owner), *more) == 1
     return bool(question(owner, *more))
 
@@ -151,6 +153,25 @@ def _asked_outside(question: Callable[..., Any], owner: int, *more: Any) -> int:
     from fuseops.run.traced import alive
 
     return int(bool(question(alive(owner), *more)))
+
+
+@assume_constant_result
+def _said_by(owner: int) -> str:
+    """Names of a module's numbers, words and functions, and of its children without parameters."""
+    from fuseops.run.traced import alive
+
+    module: nn.Module = alive(owner)
+    said = Said.of(module)
+    now = zip((*said.names, *said.children), said.values, strict=True)
+    return " ".join([n for n, v in now if isinstance(v, SIMPLE) or callable(v)])
+
+
+def watch(module: Any, *names: str) -> None:
+    """Read attributes, in a trace: dynamo guards what it reads, and traces anew where one is another."""
+    if torch.compiler.is_compiling():
+        for name in names:
+            found = getattr(module, name, None)
+            isinstance(found, SIMPLE) and bool(found)
 
 
 def stands(owner: nn.Module) -> bool:
@@ -177,6 +198,7 @@ def plain(module: nn.Module | None, kind: type[nn.Module]) -> str | None:
     """Why a module may not be read past its `forward`, that of `kind`; None if it may."""
     if not isinstance(module, kind) or type(module).forward is not kind.forward:
         return f"is {type(module).__name__}, whose forward is not {kind.__name__}'s"
+    watch(module, "forward")
     if "forward" in module.__dict__:
         return "has a forward of its own (replaced on the instance)"
     return "has hooks" if hooked(module) else None

@@ -88,6 +88,8 @@ def forward(
     skip_logits: leave them out, or make them.
     """
     own: Any = type(self).forward
+    lent.watch(self, "_loss_function")
+    lent.watch(self.config, CAP)
     wants_loss = labels is not None or keywords.get("shift_labels") is not None
     skip = self.training if skip_logits is None else skip_logits
     if labels is not None:

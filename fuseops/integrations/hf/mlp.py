@@ -267,6 +267,7 @@ def _readable(part: Any) -> bool:
     """Whether a projection is a plain Linear now, or one with adapters that multiply beside it."""
     if not adapters.wraps(part):
         return lent.plain(part, nn.Linear) is None and not lent.sharded(part)
+    lent.watch(part, "forward")
     own = part.__dict__.get("forward")
     ours = own is None or getattr(own, "func", None) is adapters.forward
     return ours and not lent.hooked(part) and adapters.here(part)
