@@ -23,6 +23,7 @@ import functools
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -154,8 +155,10 @@ class KernelOp(Generic[P, R]):
                 f"kernel op '{self.label}' is registered twice: torch keeps an op until the process ends, so give the "
                 "launcher another name."
             )
+        schema = torch.library.infer_schema(launcher, mutates_args=mutates)
+        self._takes_lists = re.search(r"Tensor\S*\[", schema.partition(" -> ")[0]) is not None
         lib = library(space)
-        lib.define(self.name + torch.library.infer_schema(launcher, mutates_args=mutates))
+        lib.define(self.name + schema)
         lib.impl(self.name, self._dispatched, "CompositeExplicitAutograd")
         writes_alone = signature.return_annotation in (None, "None")
         shapes = (lambda *_: None) if writes_alone else fake or twin
@@ -197,13 +200,14 @@ class KernelOp(Generic[P, R]):
             if out is not NOT_REPLAYED:
                 return out
         if not self.launches(args, kwargs):
-            if self.traces_twin or not _traced(args):
+            if self.traces_twin or not _traced(self._values(args, kwargs)):
                 return self.twin(*args, **kwargs)
             given = enumerate((*args, *kwargs.values()))
             check_all_meta(
                 [
                     (f"{self.name}: argument {k}", t.is_meta)
-                    for k, t in given
+                    for k, value in given
+                    for t in _each(value)
                     if isinstance(t, Tensor)
                 ]
             )
@@ -212,7 +216,7 @@ class KernelOp(Generic[P, R]):
             torch.compiler.is_compiling()
             or torch_private.num_dispatch_modes()
             or torch_private.num_function_modes()
-            or not (_ORDINARY.issuperset(map(type, args)) or _none_fake(args))
+            or not (_ORDINARY.issuperset(map(type, args)) or _none_fake(self._values(args, kwargs)))
         ):
             return self.op(*args, **kwargs)
         if _watched is not None:
@@ -256,7 +260,7 @@ class KernelOp(Generic[P, R]):
         if _transformed() and not torch.compiler.is_compiling():
             return False
         grad, where = torch.is_grad_enabled(), first.device
-        for value in (*args, *kwargs.values()) if kwargs else args:
+        for value in self._values(args, kwargs) if kwargs or self._takes_lists else args:
             plain = type(value) in PLAIN
             if plain or isinstance(value, Tensor):
                 if value.dtype not in self.dtypes or value.device != where:
@@ -264,6 +268,13 @@ class KernelOp(Generic[P, R]):
                 if (grad and value.requires_grad) or not (plain or torch_private.is_fake(value)):
                     return False
         return True
+
+    def _values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What a call is given, and what stands in lists of it where the op takes lists of tensors."""
+        given = *args, *kwargs.values()
+        if not self._takes_lists:
+            return given
+        return tuple([value for one in given for value in _each(one)])
 
     def written_to(self, args: tuple[Any, ...]) -> list[Tensor]:
         """The tensors of a call that it writes to."""
@@ -436,6 +447,11 @@ def _shapes_alone(fake: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return _packed(fake(*args))
     finally:
         thread.shapes_alone = before
+
+
+def _each(value: Any) -> Sequence[Any]:
+    """What stands in a list, or the one value."""
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _none_fake(args: tuple[Any, ...]) -> bool:

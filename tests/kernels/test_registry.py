@@ -374,3 +374,63 @@ def test_what_the_registered_op_gives_is_contiguous_and_takes_names_however_ofte
             assert op.op(x).shape == (2, 3)
     with pytest.raises(TypeError, match="test_registry::turned"):
         op.op(x, row=4)
+
+
+COUNT = itertools.count()  # no op can be registered twice
+
+
+@pytest.fixture
+def listed():
+    """A kernel op of a list of tensors, and what its launcher is called with: it multiplies by each of them."""
+    launched = []
+
+    def product(x: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
+        for factor in factors:
+            x = x * factor
+        return x
+
+    def listed(x: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
+        launched.append(factors)
+        return product(x.detach(), [t.detach() for t in factors])
+
+    listed.__name__ = f"listed_{next(COUNT)}"
+    op = kernel_op(twin=product, namespace="test_registry", traces_twin=False)(listed)
+    del KERNEL_OPS[op.label]  # of other tests
+    return op, launched
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestLists:
+    """What stands in a list is looked at as other tensors are."""
+
+    def test_tensors_in_a_list_get_gradients(self, listed):
+        op, launched = listed
+        x, w = torch.full((3,), 2.0), torch.full((3,), 3.0, requires_grad=True)
+        for y in (op(x, [w]), op(x, factors=[w])):
+            (dw,) = torch.autograd.grad(y.sum(), w)
+            assert torch.equal(dw, x) and not launched
+        with torch.no_grad():
+            assert torch.equal(op(x, [w]), x * w.detach()) and len(launched) == 1
+
+    @pytest.mark.parametrize("how", ["float64", "subclass"])
+    def test_what_no_kernel_takes_is_plain_torch(self, listed, how):
+        op, launched = listed
+        x, w = torch.ones(3), torch.full((3,), 1 / 3, dtype=torch.float64)
+        w = w if how == "float64" else w.float().as_subclass(Mine)
+        y = op(x, [x, w])
+        assert y.dtype is w.dtype and type(y) is type(w) and not launched
+
+    def test_fakes_and_meta_tensors_are_seen(self, listed):
+        op, launched = listed
+        x, w = torch.ones(3), torch.ones(3, device="meta")
+        with pytest.raises(FuseOpsError, match="argument 1 on the meta device beside"):
+            op(x, [x, w])
+        with FakeTensorMode() as mode:
+            fake = mode.from_tensor(x)
+        assert type(op(fake, [fake])) is type(fake) and not launched
+
+    def test_compiled_code_launches(self, listed):
+        op, launched = listed
+        x = torch.full((3,), 2.0)
+        compiled = torch.compile(lambda x: op(x, [x, x]), fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), x**3) and launched
