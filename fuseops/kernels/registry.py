@@ -36,7 +36,7 @@ from torch.autograd import forward_ad, profiler
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.replay import ALIGNED, NOT_REPLAYED, constant, replaying
+from fuseops.kernels.replay import ALIGNED, NOT_REPLAYED, announce_writes, constant, replaying
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -136,6 +136,7 @@ class KernelOp(Generic[P, R]):
         fuses: bool,
         cases: Callable[[], Iterable[tuple[Any, ...]]],
         mutates: Iterable[str],
+        announces: bool,
         namespace: str | None,
         dtypes: frozenset[torch.dtype],
     ) -> None:
@@ -143,7 +144,7 @@ class KernelOp(Generic[P, R]):
         self.name: str = launcher.__name__
         space = namespace or _namespace_of(launcher)
         self.label = f"{space}::{self.name}"
-        self.launcher, self.twin = launcher, twin
+        self.twin = twin
         signature = inspect.signature(launcher)
         self._defaults = tuple([(p.name, p.default) for p in signature.parameters.values()])
         self._names = tuple([name for name, _ in self._defaults])
@@ -169,7 +170,9 @@ class KernelOp(Generic[P, R]):
         )
         self.op = getattr(getattr(torch.ops, space), self.name).default
         takes = enumerate(self.op._schema.arguments)
-        self._written = [k for k, a in takes if a.alias_info is not None and a.alias_info.is_write]
+        self.writes = [k for k, a in takes if a.alias_info is not None and a.alias_info.is_write]
+        self.announced = self.writes if announces else []
+        self.launcher = self._announcing(launcher) if self.announced else launcher
         self._dispatcher = torch_private.replace_overload(self.op, self._called())
         self.flops = flops
         KERNEL_OPS[key] = self
@@ -278,7 +281,21 @@ class KernelOp(Generic[P, R]):
 
     def written_to(self, args: tuple[Any, ...]) -> list[Tensor]:
         """The tensors of a call that it writes to."""
-        return [args[k] for k in self._written if k < len(args) and args[k] is not None]
+        found = [args[k] for k in self.writes if k < len(args) and args[k] is not None]
+        return [t for value in found for t in _each(value)]
+
+    def _announcing(self, launcher: Callable[P, R]) -> Callable[P, R]:
+        """The launcher, which tells autograd what it has written to: a twin does by its ops of torch, and what repeats
+        a launch without it by itself. (What a `Transcriber` writes down writes to nothing that others hold.)
+        """
+
+        @functools.wraps(launcher)
+        def announcing(*args: P.args, **kwargs: P.kwargs) -> R:
+            out = launcher(*args, **kwargs)
+            announce_writes(self.written_to(self._in_order(args, kwargs) if kwargs else args))
+            return out
+
+        return announcing
 
     def _on_device(self, t: Tensor) -> bool:
         if not t.is_cuda:
@@ -358,6 +375,7 @@ def kernel_op(
     fuses: bool = False,
     cases: Callable[[], Iterable[tuple[Any, ...]]] = tuple[Any, ...],
     mutates: Iterable[str] = (),
+    announces: bool = True,
     namespace: str | None = None,
     dtypes: frozenset[torch.dtype] = DTYPES,
 ) -> Callable[[Callable[P, R]], KernelOp[P, R]]:
@@ -371,7 +389,8 @@ def kernel_op(
     min_arch: the first architecture (80, 90, ...) that can run it; 0 for a launcher without Triton, on any CUDA device.
     traces_twin: False for a twin that reads values: traced code and fake tensors then see the registered op instead.
     fuses: compiled code is given the twin, since the compiler fuses it with what stands around it.
-    mutates: names of the tensors that it writes to.
+    mutates: names of the tensors that it writes to; a launch moves their versions, by which autograd knows.
+    announces: False where it is only called for tensors that nobody else can read: versions stay.
     namespace: of `torch.ops`, in which the op stands by the launcher's name; left out: the top-level package that the
         launcher is defined in ("main" of a script).
     dtypes: those that it loads; a call with a tensor of another one runs the twin.
@@ -388,6 +407,7 @@ def kernel_op(
         fuses,
         cases,
         mutates,
+        announces,
         namespace,
         dtypes,
     )

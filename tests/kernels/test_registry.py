@@ -434,3 +434,30 @@ class TestLists:
         x = torch.full((3,), 2.0)
         compiled = torch.compile(lambda x: op(x, [x, x]), fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(x), x**3) and launched
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("how", ["called", "by_name", "registered", "without_grad"])
+def test_autograd_sees_what_a_launcher_writes_to(how):
+    """What it saved has another value then, and a gradient would be wrong."""
+
+    def add(x: torch.Tensor, y: torch.Tensor) -> None:
+        x.add_(y)
+
+    def add_into(x: torch.Tensor, y: torch.Tensor) -> None:
+        x.data.add_(y)  # as a kernel does
+
+    add_into.__name__ = f"add_into_{how}"
+    op = kernel_op(twin=add, mutates=("x",), namespace="test_registry")(add_into)
+    del KERNEL_OPS[op.label]  # of other tests
+    w, x, y = torch.ones(3, requires_grad=True), torch.ones(3), torch.ones(3)
+    loss = (w * x).sum()
+    with torch.set_grad_enabled(how != "without_grad"):
+        op(x, y=y) if how == "by_name" else op.op(x, y) if how == "registered" else op(x, y)
+    assert torch.equal(x, y + 1) and x._version == 1 and y._version == 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        x = torch.ones(3)
+    op(x, y)  # has no versions
+    assert torch.equal(x, y + 1)
