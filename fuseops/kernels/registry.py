@@ -157,6 +157,11 @@ class KernelOp(Generic[P, R]):
                 "launcher another name."
             )
         schema = torch.library.infer_schema(launcher, mutates_args=mutates)
+        if re.match(r"\(Tensor(\(\w+!\))? ", schema) is None:
+            raise FuseOpsError(
+                f"kernel op '{self.label}' takes {schema.partition(' -> ')[0]}: its first argument has to be a Tensor, "
+                "by whose device a call knows whether it launches."
+            )
         self._takes_lists = re.search(r"Tensor\S*\[", schema.partition(" -> ")[0]) is not None
         lib = library(space)
         lib.define(self.name + schema)
@@ -180,6 +185,12 @@ class KernelOp(Generic[P, R]):
             register_flops()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not args:
+            name = self._names[0]
+            if name not in kwargs:
+                return self.launcher(*args, **kwargs)  # raises what Python does
+            others = {key: value for key, value in kwargs.items() if key != name}
+            return self(kwargs[name], **others)  # type: ignore[arg-type]
         unseen_by = thread.unseen
         if unseen_by:
             if kwargs:
@@ -394,7 +405,7 @@ def kernel_op(
     namespace: of `torch.ops`, in which the op stands by the launcher's name; left out: the top-level package that the
         launcher is defined in ("main" of a script).
     dtypes: those that it loads; a call with a tensor of another one runs the twin.
-    Raises FuseOpsError for a second op of one name.
+    Raises FuseOpsError for a second op of one name, and for one whose first argument is no Tensor.
     """
     return lambda launcher: KernelOp(
         launcher,

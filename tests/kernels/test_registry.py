@@ -461,3 +461,42 @@ def test_autograd_sees_what_a_launcher_writes_to(how):
         x = torch.ones(3)
     op(x, y)  # has no versions
     assert torch.equal(x, y + 1)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_call_by_keyword_alone_is_one_by_position():
+    op, x, bias = KERNEL_OPS["bias_fwd"], torch.ones(2, 3), torch.ones(3, requires_grad=True)
+    assert torch.equal(op(bias=bias, x=x), x + 1) and op(bias=bias, x=x).requires_grad
+    with torch.no_grad():
+        for _ in range(4):  # the last ones are replayed
+            assert torch.equal(op(bias=bias, x=x), x + 1)
+    compiled = torch.compile(lambda x: op(x=x, bias=bias), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), x + 1)
+    for given in ({}, {"bias": bias}, {"bias": bias, "y": x}, {"x": x, "bias": bias, "y": x}):
+        with pytest.raises(TypeError, match="argument"):
+            op(**given)
+
+
+def _number(a: float, x: torch.Tensor) -> torch.Tensor:
+    return x * a
+
+
+def _maybe(x: torch.Tensor | None, y: torch.Tensor) -> torch.Tensor:
+    return y.clone()
+
+
+def _several(xs: list[torch.Tensor]) -> torch.Tensor:
+    return xs[0].clone()
+
+
+def _nothing() -> torch.Tensor:
+    return torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    "launcher", [_number, _maybe, _several, _nothing], ids=lambda f: f.__name__
+)
+def test_a_first_argument_that_is_no_tensor_is_refused(launcher):
+    with pytest.raises(FuseOpsError, match=f"{launcher.__name__}' takes .*has to be a Tensor"):
+        kernel_op(twin=launcher, namespace="test_registry")(launcher)
+    assert not hasattr(torch.ops.test_registry, launcher.__name__)
