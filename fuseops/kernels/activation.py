@@ -337,6 +337,7 @@ def scaled_act_bwd(
     twin=_scaled_act_bwd_into,
     fuses=True,
     mutates=("x",),
+    announces=False,  # a spare x: see `registry.held_once`
     nbytes=lambda x, dy, *rest: scaled_act_bwd.nbytes(dy, x, *rest),
     cases=lambda: ((x, dy, *rest) for dy, x, *rest in islice(_cases(dy=True, probs=True), 1)),
 )

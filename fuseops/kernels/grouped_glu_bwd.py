@@ -115,6 +115,7 @@ def grouped_dswiglu(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor, T
     flops=_flops,
     nbytes=grouped_dswiglu.nbytes,
     mutates=("h",),
+    announces=False,  # a spare h: see `registry.held_once`
     cases=lambda: islice(_cases(), 1),
 )
 @of_fields(ActivationGradient)

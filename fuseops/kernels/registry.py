@@ -23,6 +23,7 @@ import functools
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +36,7 @@ from torch.autograd import forward_ad, profiler
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.replay import ALIGNED, NOT_REPLAYED, constant, replaying
+from fuseops.kernels.replay import ALIGNED, NOT_REPLAYED, announce_writes, constant, replaying
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -135,6 +136,7 @@ class KernelOp(Generic[P, R]):
         fuses: bool,
         cases: Callable[[], Iterable[tuple[Any, ...]]],
         mutates: Iterable[str],
+        announces: bool,
         namespace: str | None,
         dtypes: frozenset[torch.dtype],
     ) -> None:
@@ -142,7 +144,7 @@ class KernelOp(Generic[P, R]):
         self.name: str = launcher.__name__
         space = namespace or _namespace_of(launcher)
         self.label = f"{space}::{self.name}"
-        self.launcher, self.twin = launcher, twin
+        self.twin = twin
         signature = inspect.signature(launcher)
         self._defaults = tuple([(p.name, p.default) for p in signature.parameters.values()])
         self._names = tuple([name for name, _ in self._defaults])
@@ -154,8 +156,15 @@ class KernelOp(Generic[P, R]):
                 f"kernel op '{self.label}' is registered twice: torch keeps an op until the process ends, so give the "
                 "launcher another name."
             )
+        schema = torch.library.infer_schema(launcher, mutates_args=mutates)
+        if re.match(r"\(Tensor(\(\w+!\))? ", schema) is None:
+            raise FuseOpsError(
+                f"kernel op '{self.label}' takes {schema.partition(' -> ')[0]}: its first argument has to be a Tensor, "
+                "by whose device a call knows whether it launches."
+            )
+        self._takes_lists = re.search(r"Tensor\S*\[", schema.partition(" -> ")[0]) is not None
         lib = library(space)
-        lib.define(self.name + torch.library.infer_schema(launcher, mutates_args=mutates))
+        lib.define(self.name + schema)
         lib.impl(self.name, self._dispatched, "CompositeExplicitAutograd")
         writes_alone = signature.return_annotation in (None, "None")
         shapes = (lambda *_: None) if writes_alone else fake or twin
@@ -166,7 +175,9 @@ class KernelOp(Generic[P, R]):
         )
         self.op = getattr(getattr(torch.ops, space), self.name).default
         takes = enumerate(self.op._schema.arguments)
-        self._written = [k for k, a in takes if a.alias_info is not None and a.alias_info.is_write]
+        self.writes = [k for k, a in takes if a.alias_info is not None and a.alias_info.is_write]
+        self.announced = self.writes if announces else []
+        self.launcher = self._announcing(launcher) if self.announced else launcher
         self._dispatcher = torch_private.replace_overload(self.op, self._called())
         self.flops = flops
         KERNEL_OPS[key] = self
@@ -174,6 +185,12 @@ class KernelOp(Generic[P, R]):
             register_flops()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not args:
+            name = self._names[0]
+            if name not in kwargs:
+                return self.launcher(*args, **kwargs)  # raises what Python does
+            others = {key: value for key, value in kwargs.items() if key != name}
+            return self(kwargs[name], **others)  # type: ignore[arg-type]
         unseen_by = thread.unseen
         if unseen_by:
             if kwargs:
@@ -197,13 +214,14 @@ class KernelOp(Generic[P, R]):
             if out is not NOT_REPLAYED:
                 return out
         if not self.launches(args, kwargs):
-            if self.traces_twin or not _traced(args):
+            if self.traces_twin or not _traced(self._values(args, kwargs)):
                 return self.twin(*args, **kwargs)
             given = enumerate((*args, *kwargs.values()))
             check_all_meta(
                 [
                     (f"{self.name}: argument {k}", t.is_meta)
-                    for k, t in given
+                    for k, value in given
+                    for t in _each(value)
                     if isinstance(t, Tensor)
                 ]
             )
@@ -212,7 +230,7 @@ class KernelOp(Generic[P, R]):
             torch.compiler.is_compiling()
             or torch_private.num_dispatch_modes()
             or torch_private.num_function_modes()
-            or not (_ORDINARY.issuperset(map(type, args)) or _none_fake(args))
+            or not (_ORDINARY.issuperset(map(type, args)) or _none_fake(self._values(args, kwargs)))
         ):
             return self.op(*args, **kwargs)
         if _watched is not None:
@@ -256,7 +274,7 @@ class KernelOp(Generic[P, R]):
         if _transformed() and not torch.compiler.is_compiling():
             return False
         grad, where = torch.is_grad_enabled(), first.device
-        for value in (*args, *kwargs.values()) if kwargs else args:
+        for value in self._values(args, kwargs) if kwargs or self._takes_lists else args:
             plain = type(value) in PLAIN
             if plain or isinstance(value, Tensor):
                 if value.dtype not in self.dtypes or value.device != where:
@@ -265,9 +283,30 @@ class KernelOp(Generic[P, R]):
                     return False
         return True
 
+    def _values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What a call is given, and what stands in lists of it where the op takes lists of tensors."""
+        given = *args, *kwargs.values()
+        if not self._takes_lists:
+            return given
+        return tuple([value for one in given for value in _each(one)])
+
     def written_to(self, args: tuple[Any, ...]) -> list[Tensor]:
         """The tensors of a call that it writes to."""
-        return [args[k] for k in self._written if k < len(args) and args[k] is not None]
+        found = [args[k] for k in self.writes if k < len(args) and args[k] is not None]
+        return [t for value in found for t in _each(value)]
+
+    def _announcing(self, launcher: Callable[P, R]) -> Callable[P, R]:
+        """The launcher, which tells autograd what it has written to: a twin does by its ops of torch, and what repeats
+        a launch without it by itself. (What a `Transcriber` writes down writes to nothing that others hold.)
+        """
+
+        @functools.wraps(launcher)
+        def announcing(*args: P.args, **kwargs: P.kwargs) -> R:
+            out = launcher(*args, **kwargs)
+            announce_writes(self.written_to(self._in_order(args, kwargs) if kwargs else args))
+            return out
+
+        return announcing
 
     def _on_device(self, t: Tensor) -> bool:
         if not t.is_cuda:
@@ -347,6 +386,7 @@ def kernel_op(
     fuses: bool = False,
     cases: Callable[[], Iterable[tuple[Any, ...]]] = tuple[Any, ...],
     mutates: Iterable[str] = (),
+    announces: bool = True,
     namespace: str | None = None,
     dtypes: frozenset[torch.dtype] = DTYPES,
 ) -> Callable[[Callable[P, R]], KernelOp[P, R]]:
@@ -360,11 +400,12 @@ def kernel_op(
     min_arch: the first architecture (80, 90, ...) that can run it; 0 for a launcher without Triton, on any CUDA device.
     traces_twin: False for a twin that reads values: traced code and fake tensors then see the registered op instead.
     fuses: compiled code is given the twin, since the compiler fuses it with what stands around it.
-    mutates: names of the tensors that it writes to.
+    mutates: names of the tensors that it writes to; a launch moves their versions, by which autograd knows.
+    announces: False where it is only called for tensors that nobody else can read: versions stay.
     namespace: of `torch.ops`, in which the op stands by the launcher's name; left out: the top-level package that the
         launcher is defined in ("main" of a script).
     dtypes: those that it loads; a call with a tensor of another one runs the twin.
-    Raises FuseOpsError for a second op of one name.
+    Raises FuseOpsError for a second op of one name, and for one whose first argument is no Tensor.
     """
     return lambda launcher: KernelOp(
         launcher,
@@ -377,6 +418,7 @@ def kernel_op(
         fuses,
         cases,
         mutates,
+        announces,
         namespace,
         dtypes,
     )
@@ -436,6 +478,11 @@ def _shapes_alone(fake: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return _packed(fake(*args))
     finally:
         thread.shapes_alone = before
+
+
+def _each(value: Any) -> Sequence[Any]:
+    """What stands in a list, or the one value."""
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _none_fake(args: tuple[Any, ...]) -> bool:

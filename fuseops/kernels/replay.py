@@ -73,6 +73,13 @@ def noting(recorder: LaunchRecorder) -> Iterator[LaunchRecorder]:
         thread.recorder = outer
 
 
+def announce_writes(written: Sequence[Tensor]) -> None:
+    """Tell autograd what a kernel has written to, as torch does of its own writes in place."""
+    for t in written:
+        if not t.is_inference():  # which has no versions
+            torch.autograd.graph.increment_version(t)
+
+
 class ReplayError(FuseOpsError):
     """A launcher does more than allocate and launch, or depends on more than its operands."""
 
@@ -174,10 +181,12 @@ class Allocation(NamedTuple):
 class Replay:
     """A `Replay` repeats the allocations and launches of an op for operands of one kind.
 
-    programs is None where the launcher cannot be replayed.
+    programs is None where the launcher cannot be replayed.  writes: the operands whose versions it moves
     """
 
-    def __init__(self, launcher: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, launcher: Callable[..., Any], args: tuple[Any, ...], writes: Sequence[int] = ()
+    ) -> None:
         where = [k for k, value in enumerate(args) if isinstance(value, Tensor)]
         rest = [k for k, value in enumerate(args) if not isinstance(value, Tensor)]
         tensors = [args[k] for k in where]
@@ -189,6 +198,7 @@ class Replay:
         self.programs: list[Launch] | None = None
         self.contiguous = False  # known to be: all that it gives
         self.launcher = launcher
+        self.writes = [k for k in writes if k in where]
         # how it launches by itself, once launches have told; `launchable`: they may yet
         self.launchers: Sequence[Launcher] = ()
         self.written: list[Program] = []
@@ -246,7 +256,12 @@ class Replay:
 
     def _checked(self, *args: Any) -> Any:
         """Launch operands of this kind as the launcher does; NOT_REPLAYED for others."""
-        return self(self.tensors_of(args)) if self.fits(args) else NOT_REPLAYED
+        if not self.fits(args):
+            return NOT_REPLAYED
+        out = self(self.tensors_of(args))
+        if self.writes and out is not NOT_REPLAYED:
+            announce_writes([args[k] for k in self.writes])
+        return out
 
     def _launch(self, tensors: Sequence[Tensor]) -> None:
         """Launch as the launcher does, and get ready to do it without Triton's look at every argument."""
@@ -295,6 +310,9 @@ class Replay:
         ]
         new = [f"t{k}" for k in range(len(tensors_of), len(tensors))]
         lines += self.lines([f"p{k}" for k in range(len(tensors_of))], new, known)
+        if self.writes:
+            known["announce_writes"] = announce_writes
+            lines.append(f" announce_writes([{', '.join([given[k] for k in self.writes])}])")
         if self.outputs is not None:
             every = ", ".join(new)
             new = [
@@ -489,7 +507,7 @@ class Replays(dict[tuple[Any, ...], list[Replay]]):
                 self.clear()
             self[key] = []
         elif not any(replay.fits(args) for replay in kinds):
-            kinds.insert(0, Replay(op.launcher, args))
+            kinds.insert(0, Replay(op.launcher, args, op.announced))
             del kinds[MOST_KINDS:]
 
     def keep_answer(self, key: tuple[Any, ...], given: list[Tensor], answer: Any) -> None:

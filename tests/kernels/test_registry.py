@@ -374,3 +374,129 @@ def test_what_the_registered_op_gives_is_contiguous_and_takes_names_however_ofte
             assert op.op(x).shape == (2, 3)
     with pytest.raises(TypeError, match="test_registry::turned"):
         op.op(x, row=4)
+
+
+COUNT = itertools.count()  # no op can be registered twice
+
+
+@pytest.fixture
+def listed():
+    """A kernel op of a list of tensors, and what its launcher is called with: it multiplies by each of them."""
+    launched = []
+
+    def product(x: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
+        for factor in factors:
+            x = x * factor
+        return x
+
+    def listed(x: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
+        launched.append(factors)
+        return product(x.detach(), [t.detach() for t in factors])
+
+    listed.__name__ = f"listed_{next(COUNT)}"
+    op = kernel_op(twin=product, namespace="test_registry", traces_twin=False)(listed)
+    del KERNEL_OPS[op.label]  # of other tests
+    return op, launched
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestLists:
+    """What stands in a list is looked at as other tensors are."""
+
+    def test_tensors_in_a_list_get_gradients(self, listed):
+        op, launched = listed
+        x, w = torch.full((3,), 2.0), torch.full((3,), 3.0, requires_grad=True)
+        for y in (op(x, [w]), op(x, factors=[w])):
+            (dw,) = torch.autograd.grad(y.sum(), w)
+            assert torch.equal(dw, x) and not launched
+        with torch.no_grad():
+            assert torch.equal(op(x, [w]), x * w.detach()) and len(launched) == 1
+
+    @pytest.mark.parametrize("how", ["float64", "subclass"])
+    def test_what_no_kernel_takes_is_plain_torch(self, listed, how):
+        op, launched = listed
+        x, w = torch.ones(3), torch.full((3,), 1 / 3, dtype=torch.float64)
+        w = w if how == "float64" else w.float().as_subclass(Mine)
+        y = op(x, [x, w])
+        assert y.dtype is w.dtype and type(y) is type(w) and not launched
+
+    def test_fakes_and_meta_tensors_are_seen(self, listed):
+        op, launched = listed
+        x, w = torch.ones(3), torch.ones(3, device="meta")
+        with pytest.raises(FuseOpsError, match="argument 1 on the meta device beside"):
+            op(x, [x, w])
+        with FakeTensorMode() as mode:
+            fake = mode.from_tensor(x)
+        assert type(op(fake, [fake])) is type(fake) and not launched
+
+    def test_compiled_code_launches(self, listed):
+        op, launched = listed
+        x = torch.full((3,), 2.0)
+        compiled = torch.compile(lambda x: op(x, [x, x]), fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), x**3) and launched
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("how", ["called", "by_name", "registered", "without_grad"])
+def test_autograd_sees_what_a_launcher_writes_to(how):
+    """What it saved has another value then, and a gradient would be wrong."""
+
+    def add(x: torch.Tensor, y: torch.Tensor) -> None:
+        x.add_(y)
+
+    def add_into(x: torch.Tensor, y: torch.Tensor) -> None:
+        x.data.add_(y)  # as a kernel does
+
+    add_into.__name__ = f"add_into_{how}"
+    op = kernel_op(twin=add, mutates=("x",), namespace="test_registry")(add_into)
+    del KERNEL_OPS[op.label]  # of other tests
+    w, x, y = torch.ones(3, requires_grad=True), torch.ones(3), torch.ones(3)
+    loss = (w * x).sum()
+    with torch.set_grad_enabled(how != "without_grad"):
+        op(x, y=y) if how == "by_name" else op.op(x, y) if how == "registered" else op(x, y)
+    assert torch.equal(x, y + 1) and x._version == 1 and y._version == 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        x = torch.ones(3)
+    op(x, y)  # has no versions
+    assert torch.equal(x, y + 1)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_call_by_keyword_alone_is_one_by_position():
+    op, x, bias = KERNEL_OPS["bias_fwd"], torch.ones(2, 3), torch.ones(3, requires_grad=True)
+    assert torch.equal(op(bias=bias, x=x), x + 1) and op(bias=bias, x=x).requires_grad
+    with torch.no_grad():
+        for _ in range(4):  # the last ones are replayed
+            assert torch.equal(op(bias=bias, x=x), x + 1)
+    compiled = torch.compile(lambda x: op(x=x, bias=bias), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), x + 1)
+    for given in ({}, {"bias": bias}, {"bias": bias, "y": x}, {"x": x, "bias": bias, "y": x}):
+        with pytest.raises(TypeError, match="argument"):
+            op(**given)
+
+
+def _number(a: float, x: torch.Tensor) -> torch.Tensor:
+    return x * a
+
+
+def _maybe(x: torch.Tensor | None, y: torch.Tensor) -> torch.Tensor:
+    return y.clone()
+
+
+def _several(xs: list[torch.Tensor]) -> torch.Tensor:
+    return xs[0].clone()
+
+
+def _nothing() -> torch.Tensor:
+    return torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    "launcher", [_number, _maybe, _several, _nothing], ids=lambda f: f.__name__
+)
+def test_a_first_argument_that_is_no_tensor_is_refused(launcher):
+    with pytest.raises(FuseOpsError, match=f"{launcher.__name__}' takes .*has to be a Tensor"):
+        kernel_op(twin=launcher, namespace="test_registry")(launcher)
+    assert not hasattr(torch.ops.test_registry, launcher.__name__)

@@ -294,6 +294,45 @@ def test_what_is_written_out_gives_kernels_what_the_launcher_does(name, monkeypa
     )
 
 
+WRITERS = sorted(name for name in names_here() if KERNEL_OPS[name].announced)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("how", ["called", "registered"])
+def test_each_launch_moves_the_versions_of_what_it_writes_to(name, how):
+    """The first, and those that are replayed: autograd and offload look at versions."""
+    op, args = KERNEL_OPS[name], again(here(name))
+    call, written = op if how == "called" else op.op, op.written_to(args)
+    read = [t for t in args if isinstance(t, torch.Tensor) and not any(t is w for w in written)]
+    for _ in range(4):
+        before, stay = [t._version for t in written], [t._version for t in read]
+        call(*args)
+        assert all(t._version > v for t, v in zip(written, before, strict=True))
+        assert [t._version for t in read] == stay
+
+
+def test_memory_that_a_backward_has_for_itself_is_written_without_a_version():
+    """A fused op's backward may write over what it was given where nobody else can read it."""
+    op, args = KERNEL_OPS["scaled_act_bwd_into"], again(here("scaled_act_bwd_into"))
+    before = args[0]._version
+    for _ in range(4):
+        op(*args)
+    assert args[0]._version == before
+
+
+def test_a_replay_that_is_written_out_moves_versions(monkeypatch):
+    op, args = KERNEL_OPS["scaled_act_bwd_into"], samples()["scaled_act_bwd_into"]
+    monkeypatch.setattr(torch_private, "current_device", lambda: -1)
+    replay = Replay(op.launcher, args, [0])
+    replay.launch = lambda *_: Noted([])
+    for _ in range(3):
+        before = [t._version for t in args if isinstance(t, torch.Tensor)]
+        assert replay.again(*args) is not NOT_REPLAYED
+        after = [t._version for t in args if isinstance(t, torch.Tensor)]
+        assert after == [before[0] + 1, *before[1:]]
+    assert replay.again != replay._checked  # it is written out
+
+
 def test_replays_of_an_override_are_its_own_and_are_kept():
     first, second = grouped_paths.MM_SPACES["tma"], grouped_paths.WGRAD_SPACES["tma"]
     config = first.candidates((2, 64, 64), 2)[0]
