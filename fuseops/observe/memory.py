@@ -116,6 +116,11 @@ class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
+def by_name(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an op is given, by the names of its arguments."""
+    return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | {**kwargs}
+
+
 def dense(value: Any) -> Iterator[Tensor]:
     """Every tensor inside but sparse ones, which have no storage to ask for its bytes."""
     return (t for t in tensors_in(value) if t.layout in (torch.strided, torch.jagged))

@@ -185,14 +185,12 @@ class SimulatedLanes(Lanes):
     def wait(self, lane: Lane, event: Event) -> None:
         if not isinstance(event, SimulatedEvent):
             raise FuseOpsError(f"simulated lanes know only their own events, got {event!r}.")
-        clock, before = self._clocks[lane], self.now[lane]
+        clock = self._clocks[lane]
         implied = all(known >= new for known, new in zip(clock, event.clock, strict=True))
         self._clocks[lane] = [max(pair) for pair in zip(clock, event.clock, strict=True)]
-        self.now[lane] = max(before, event.seconds)
         if lane == "compute":
             event.awaited(self.compute())
-        what = "" if event.work is None else event.work.name
-        self.waits.append(Wait(lane, event.lane, before, self.now[lane], implied, what))
+        self._stand(lane, event.lane, event.seconds, implied, event.work)
 
     def move(
         self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
@@ -204,12 +202,16 @@ class SimulatedLanes(Lanes):
         """Compute copies something of its own, once the copies that the lane has been given are over. They are not
         ordered by that: it is how the engine that copies works.
         """
-        before, work = self.now["compute"], self._last.get(lane)
-        self.now["compute"] = max(before, self.now[lane])
-        what = "" if work is None else work.name
-        self.waits.append(Wait("compute", lane, before, self.now["compute"], False, what))
+        self._stand("compute", lane, self.now[lane], False, self._last.get(lane))
 
     # --- inside
+
+    def _stand(self, lane: Lane, on: Lane, until: float, implied: bool, work: Busy | None) -> None:
+        """A lane does nothing until then."""
+        before = self.now[lane]
+        self.now[lane] = max(before, until)
+        what = "" if work is None else work.name
+        self.waits.append(Wait(lane, on, before, self.now[lane], implied, what))
 
     def _issue(self, lane: Lane) -> None:
         """Whatever the host did before it gives a lane something to do is over by then."""

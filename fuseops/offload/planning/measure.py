@@ -108,17 +108,10 @@ def transposing_rate() -> float:
 
 def launch_seconds() -> float:
     """Seconds from one kernel to the next, where kernels wait for each other and not for the host."""
-    kernels, rounds = 50, []
-    one, start, stop = torch.ones((), device="cuda"), event(), event()
-    for _ in range(ROUNDS + 2):  # the first two warm up
-        torch_private.occupy_device(20_000 * kernels)  # cycles: about 10 us for each
-        start.record()
-        for _ in range(kernels):
-            one.add_(1)
-        stop.record()
-        stop.synchronize()
-        rounds.append(start.elapsed_time(stop) / 1e3)
-    return _digits(statistics.median(rounds[2:]) / kernels)
+    kernels, one = 50, torch.ones((), device="cuda")
+    works = ((torch.cuda.current_stream(), lambda: one.add_(1)),)
+    # cycles, about 10 us for each: the host has launched them by then
+    return _digits(_seconds(works, kernels, partial(torch_private.occupy_device, 20_000 * kernels)))
 
 
 def attention_rate() -> tuple[float, str]:
@@ -146,7 +139,10 @@ Work = tuple[torch.cuda.Stream, Callable[[], object]]
 def _seconds(
     works: tuple[Work, ...], repeat: int, meet: Callable[[], object] = lambda: None
 ) -> float:
-    """Seconds of one call of each work, all streams at once: the median of ROUNDS of `repeat`."""
+    """Seconds of one call of each work, all streams at once: the median of ROUNDS of `repeat`.
+
+    meet  is called before each round
+    """
     rounds = []
     main = torch.cuda.current_stream()
     for _ in range(ROUNDS + 2):  # the first two warm up

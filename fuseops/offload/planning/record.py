@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe import modules
-from fuseops.observe.memory import Meter, Ops, dense, outside_bytes, stored, tensors_in
+from fuseops.observe.memory import Meter, Ops, by_name, dense, outside_bytes, stored, tensors_in
 from fuseops.observe.travel import TRAVEL
 from fuseops.observe.untouched import Written, buffers_of, written
 from fuseops.offload.codes import Coding, coded_bytes, coding_of, exact_by_name
@@ -343,7 +343,7 @@ class Recorder:
         for t in made:
             self._made.set(t.untyped_storage(), position)
         if self.running_call >= 0 and func._schema.is_mutable:
-            self._note_writes(func._schema.arguments, args, kwargs)
+            self._note_writes(func, args, kwargs)
         if name == TRAVEL:
             lane = "network"
             for t in made:
@@ -354,10 +354,10 @@ class Recorder:
         self.ops.append(ProfiledOp(name, seconds, nbytes, lane, join, from_host))
         self._look()
 
-    def _note_writes(self, arguments: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    def _note_writes(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         """A buffer of the running layer is written, maybe through its `.data`, which no version counts."""
-        given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
-        targets = [given.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
+        given, takes = by_name(func, args, kwargs), func._schema.arguments
+        targets = [given.get(a.name) for a in takes if a.alias_info and a.alias_info.is_write]
         storages = {storage_key(t.untyped_storage()) for t in stored(targets)}
         for name, (buffer, _) in self._buffers.items():
             if any(storage_key(t.untyped_storage()) in storages for t in stored(buffer)):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fuseops.kernels.registry import register_flops
-from fuseops.observe.memory import dense
+from fuseops.observe.memory import by_name, dense
 from fuseops.observe.travel import TRAVEL
 from fuseops.words import dtype_name
 
@@ -67,7 +67,7 @@ def _is_transposing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool
 
 def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: Any) -> float:
     """FLOP of attention, for all kernels alike: torch counts CUDA's only, and those that a causal mask leaves out."""
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    named = by_name(func, args, kwargs)
     batch, heads, queries, width = named["query"].shape
     keys = named["key"].shape[-2]
     products = 10 if "backward" in str(func) else 4
