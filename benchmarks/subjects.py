@@ -528,7 +528,8 @@ def pipeline(found: Any) -> dict[str, Found]:
 
 LAYOUT: dict[str, Callable[[Iterable[Any]], Any]] = {  # the worst of all ranks
     "ms": max, "ms_with_offload": max, "step_ratio": max, "to_leave_gib": min, "left_of_it": min,
-    "peak_error_over_moved": max, "stall_not_predicted_ms": max, "rate_over_planned": min, "gradients_bit_equal": all,
+    "peak_error_over_moved": max, "stall_not_predicted_ms": max, "copies_stall_not_predicted_ms": max,
+    "rate_over_planned": min, "gradients_bit_equal": all,
 }  # fmt: skip
 
 
@@ -537,6 +538,7 @@ def layout(found: Any) -> dict[str, Found]:
         "FSDP2" if way == "none" else way.replace("_", " "): {
             name.replace("_", " "): worst(row[name] for row in rows)
             for name, worst in LAYOUT.items()
+            if name in rows[0]
         }
         for way, rows in found["ways"].items()
     }

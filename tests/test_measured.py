@@ -434,3 +434,25 @@ def test_the_page_on_scale_is_what_its_command_writes() -> None:
     assert scale.PAGE.read_text(encoding="utf-8") == scale.page(), "python benchmarks/scale.py"
     for name, billion in (("Qwen3-30B-A3B", 30.5), ("Qwen3-235B-A22B", 235.1)):  # as published
         assert abs(scale.MODELS[name].total / 1e9 - billion) < 0.1
+
+
+def event(cat: str, begin: float, took: float, stream: int, call: int, **more: Any) -> Any:
+    args = {"stream": stream, "correlation": call, **more}
+    return {"cat": cat, "name": "Memcpy DtoH", "ts": begin, "dur": took, "args": args}
+
+
+def test_a_trace_says_what_each_wait_of_the_stream_that_computes_was_for() -> None:
+    kernels = [(0, 100), (103, 97), (260, 40), (400, 50), (600, 50)]
+    launched = [0, 1, 2, 390, 3]  # the fourth when nothing had run for 70 us
+    copies = [
+        (95, 160, 7),
+        (455, 100, 7),
+        (300, 20, 1),
+    ]  # nothing waits for the second; the last computes
+    device = [event("kernel", b, took, 1, k) for k, (b, took) in enumerate(kernels)]
+    device += [event("gpu_memcpy", b, took, s, 9, bytes=1 << 24) for b, took, s in copies]
+    host = [event("cuda_runtime", at, 1, 0, k) for k, at in enumerate(launched)]
+    found = importlib.import_module("common.offload_trace").Trace([*device, *host]).found(1)
+    assert found["ms"] == 0.65 and found["out_gb_s"] == pytest.approx(2**25 / 260e3)
+    assert (found["idle_ms"], found["host_late_ms"]) == (0.293, 0.07)
+    assert found["behind_copies_ms"] == 0.06 and found["us_beside_out"] == 3
