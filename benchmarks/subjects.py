@@ -533,12 +533,24 @@ LAYOUT: dict[str, Callable[[Iterable[Any]], Any]] = {  # the worst of all ranks
 }  # fmt: skip
 
 
+BESIDE = {  # what the GPU takes from one kernel to the next, by what is copied meanwhile
+    "us_beside_nothing": "us between kernels",
+    "us_beside_out": "beside copies out",
+    "us_beside_back": "beside copies back",
+}
+
+
 def layout(found: Any) -> dict[str, Found]:
     return {
         "FSDP2" if way == "none" else way.replace("_", " "): {
             name.replace("_", " "): worst(row[name] for row in rows)
             for name, worst in LAYOUT.items()
             if name in rows[0]
+        }
+        | {
+            title: max(row["traces"]["offload"][name] for row in rows)
+            for name, title in BESIDE.items()
+            if name in rows[0]["traces"]["offload"]
         }
         for way, rows in found["ways"].items()
     }
