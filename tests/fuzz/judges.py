@@ -18,6 +18,7 @@ from fuseops import offload
 
 Tensors = dict[str, Tensor]
 Plain = Callable[[Tensor, Tensors, Tensors], Tensor]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-9  # of an element and of the mean of its tensor: float64, some tens of ops
 
 
@@ -99,31 +100,97 @@ def same_as_plain(
     call: str = "plain",
 ) -> None:
     """Raise AssertionError where y or a gradient of a chain is not that of plain torch."""
-    model = model.double()
-    for k, p in enumerate(model.parameters()):
-        with torch.no_grad():  # ones and zeros, as many start out, hide mistakes
-            p.add_(0.1 * torch.randn_like(p))
-        p.requires_grad_(k not in set(frozen))
-    x = torch.randn(rows, width, dtype=torch.float64)
-    sides = {"offs": torch.tensor([*offs], dtype=torch.int32), "probs": torch.rand(rows).double()}
-    results = []
-    for judge in (False, True):
-        leaf = x.clone().requires_grad_(x_grad)
-        side = {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in sides.items()}
-        p = {n: t.detach().requires_grad_(t.requires_grad) for n, t in model.named_parameters()}
-        reads = {n: side[n] for n in model.reads}
-        y = plain(leaf, p, side) if judge else CALLS[call](model, leaf, reads)
-        owners = {"x": leaf, **side, **(p if judge else dict(model.named_parameters()))}
-        wanted = {n: t for n, t in owners.items() if t.requires_grad}
-        grads: tuple[Tensor, ...] = ()
-        if y.requires_grad:
-            dy = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).sin().view_as(y)
-            grads = torch.autograd.grad(y, [*wanted.values()], dy, materialize_grads=True)
-        results.append({"y": y.detach(), **dict(zip(wanted, grads, strict=False))})
-    mine, theirs = results
+    model = varied(model.double(), frozen)
+    x, sides = drawn(rows, width, offs, torch.float64)
+    mine = outcome(CALLS[call], model, x, sides, x_grad)
+    theirs = outcome(of_plain(plain), model, x, sides, x_grad)
     assert mine.keys() == theirs.keys()
     for name in theirs:
-        assert_near(f"gradient of {name}" if name != "y" else name, mine[name], theirs[name])
+        assert_near(name, mine[name], theirs[name])
+
+
+def near_plain(
+    model: nn.Module,
+    plain: Plain,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    offs: Iterable[int] = (),
+    frozen: Iterable[int] = (),
+    x_grad: bool = True,
+    call: str = "plain",
+) -> None:
+    """Raise AssertionError where y or a gradient of a chain in a dtype, on a GPU if there is one, is further from plain
+    torch in float64 than rounding explains: much further than plain torch in that dtype, of numbers a rounding off too.
+    """
+    model = varied(model, frozen).to(DEVICE, dtype)
+    x, sides = drawn(rows, width, offs, dtype)
+    x, sides = x.to(DEVICE), {n: t.to(DEVICE) for n, t in sides.items()}
+    eps, judge = torch.finfo(dtype).eps, of_plain(plain)
+    mine = outcome(CALLS[call], model, x, sides, x_grad)
+    peers = [outcome(judge, model, x, sides, x_grad)]
+    for _ in range(3):
+        near = copy.deepcopy(model)
+        with torch.no_grad():
+            for p in near.parameters():
+                p.mul_(1 + eps * torch.randn_like(p))
+        peers.append(outcome(judge, near, x * (1 + eps * torch.randn_like(x)), sides, x_grad))
+    if not all(t.isfinite().all() for found in peers for t in found.values()):
+        return  # float16 has no numbers for it
+    exact = copy.deepcopy(model).to("cpu", torch.float64)
+    sides = {n: t.cpu().double() if t.is_floating_point() else t.cpu() for n, t in sides.items()}
+    for name, value in outcome(judge, exact, x.cpu().double(), sides, x_grad).items():
+        error, *others = (distance(found[name], value) for found in (mine, *peers))
+        size = float(value.norm())
+        bound = 4 * max(others) + 4 * eps * size
+        assert error <= bound, f"{name} is {error:.3g} from {size:.3g}, at most {bound:.3g}"
+
+
+def varied(model: nn.Module, frozen: Iterable[int]) -> nn.Module:
+    """With numbers added to ones and zeros, as many start out: these hide mistakes."""
+    for k, p in enumerate(model.parameters()):
+        with torch.no_grad():
+            p.add_(0.1 * torch.randn_like(p))
+        p.requires_grad_(k not in set(frozen))
+    return model
+
+
+def drawn(rows: int, width: int, offs: Iterable[int], dtype: torch.dtype) -> tuple[Tensor, Tensors]:
+    """x, and what ops may read beside it."""
+    ends = torch.tensor([*offs], dtype=torch.int32)
+    return torch.randn(rows, width).to(dtype), {"offs": ends, "probs": torch.rand(rows).to(dtype)}
+
+
+def of_plain(plain: Plain) -> Callable[..., Tensor]:
+    """A call with the parameters of a model."""
+
+    def call(model: nn.Module, x: Tensor, side: Tensors) -> Tensor:
+        return plain(x, dict(model.named_parameters()), side)
+
+    return call
+
+
+def outcome(
+    call: Callable[..., Tensor], model: nn.Module, x: Tensor, sides: Tensors, x_grad: bool
+) -> Tensors:
+    """y and every gradient, by name."""
+    leaf = x.clone().requires_grad_(x_grad)
+    side = {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in sides.items()}
+    y = call(model, leaf, {n: side[n] for n in model.reads})
+    owners = {"x": leaf, **side, **dict(model.named_parameters())}
+    wanted = {n: t for n, t in owners.items() if t.requires_grad}
+    grads: tuple[Tensor, ...] = ()
+    if y.requires_grad:
+        dy = torch.linspace(-1, 2, y.numel(), dtype=torch.float64).sin().view_as(y).to(y)
+        grads = torch.autograd.grad(y, [*wanted.values()], dy, materialize_grads=True)
+    named = zip(wanted, grads, strict=False)
+    return {"y": y.detach(), **{f"gradient of {name}": grad for name, grad in named}}
+
+
+def distance(got: Tensor, exact: Tensor) -> float:
+    assert got.shape == exact.shape, f"{tuple(got.shape)}, not {tuple(exact.shape)}"
+    off = float((got.cpu().double() - exact).norm())
+    return off if off == off else float("inf")
 
 
 def same_as_loop(kind: str, top_k: int, tokens: int, activation: str, **options: Any) -> None:
@@ -145,9 +212,10 @@ def same_unfused_and_kept(
     """Raise AssertionError where a chain under a recipe is not its ops one by one, or where weights that are kept give
     other bits than those that are made each call.
     """
-    x = torch.randn(rows, width) * torch.exp2(torch.randint(-4, 5, (rows, 1)))
-    sides = {"offs": torch.tensor([*offs], dtype=torch.int32), "probs": torch.rand(rows)}
-    side = {name: sides[name] for name in model.reads}
+    model = model.to(DEVICE)
+    x, sides = drawn(rows, width, offs, torch.float32)
+    x = (x * torch.exp2(torch.randint(-4, 5, (rows, 1)))).to(DEVICE)
+    side = {name: sides[name].to(DEVICE) for name in model.reads}
     fo.testing.assert_fused_matches_unfused(model, x, recipe=recipe(**options), **side)
     other = copy.deepcopy(model)
     for event in ("nothing", *events):

@@ -19,6 +19,7 @@ from fuseops.ops.glu import GATED, SCALED_GATED
 from fuseops.rules.rule import types_of
 
 WIDTHS, ROWS, GROUPS = (4, 6, 8, 10, 16, 34), (5, 1, 0, 17, 64), 3
+WIDE, MANY_ROWS = (8, 34, 64, 104, 128, 160, 256, 520), (64, 1, 0, 17, 65, 127, 300, 1030)
 CALLS = ("plain", "plain", "checkpoint", "functional_call", "unfused", "reference", "to_host")
 
 ACTIVATIONS = (
@@ -81,8 +82,10 @@ PATTERNS = (
 class Chain:
     """A Sequential and the same in plain torch, written down side by side."""
 
-    def __init__(self, rng: random.Random, taps: bool) -> None:
-        self.rng, self.taps = rng, taps
+    def __init__(
+        self, rng: random.Random, taps: bool = False, widths: tuple[int, ...] = WIDTHS
+    ) -> None:
+        self.rng, self.taps, self.widths = rng, taps, widths
         self.plain: list[str] = []
         self.count = 0
 
@@ -132,7 +135,7 @@ class Chain:
         if table is HALVING and width % 4:  # of two blocks, or of halves that GLUs can take again
             table = LINEAR
         constructor, line = self.rng.choice(table)
-        after = self.rng.choice(WIDTHS) if "$n" in constructor else width
+        after = self.rng.choice(self.widths) if "$n" in constructor else width
         names = {"w": width, "n": after, "p": f"{path}{len(made)}", "i": self.rng.choice((0, 1, 2))}
         expression = Template(line).substitute(names)
         self.emit(made, Template(constructor).substitute(names), f"h = {expression}")
@@ -185,13 +188,29 @@ class Chain:
 
 
 def chain(rng: random.Random, taps: bool = False) -> str:
-    rows, width = rng.choice(ROWS), rng.choice(WIDTHS)
-    written = Chain(rng, taps)
+    return beside_plain(rng, Chain(rng, taps), rng.choice(ROWS), "same_as_plain")
+
+
+def tap_graph(rng: random.Random) -> str:
+    return chain(rng, taps=True)
+
+
+def rounded(rng: random.Random) -> str:
+    """A chain in a dtype that rounds, at sizes of tiles and beside them: on a GPU, its kernels."""
+    dtype = rng.choice(("torch.bfloat16", "torch.float32", "torch.float16"))
+    written = Chain(rng, rng.random() < 0.5, WIDE)
+    return beside_plain(rng, written, rng.choice(MANY_ROWS), "near_plain", f", dtype={dtype}")
+
+
+def beside_plain(
+    rng: random.Random, written: Chain, rows: int, judge: str, options: str = ""
+) -> str:
+    width = rng.choice(written.widths)
     made, _ = written.sequence("", width, rng.randint(2, 7), {})
     ends = sorted(rng.choices(range(rows + 1), k=GROUPS))
     frozen = sorted(rng.sample(range(12), rng.choice((0, 0, 3, 8))))
     x_grad, call = rng.random() < 0.8, rng.choice(CALLS)
-    said = f"{rows=}, {width=}, offs={ends}, {frozen=}, {x_grad=}, {call=}"
+    said = f"{rows=}, {width=}, offs={ends}, {frozen=}, {x_grad=}, {call=}{options}"
     body = "\n".join(f"    {text}," for text in made)
     plain = "\n".join(f"    {line}" for line in written.plain)
     return f"""model = fo.Sequential(
@@ -202,12 +221,8 @@ def plain(h, p, side):
 {plain}
     return h
 
-same_as_plain(model, plain, {said})
+{judge}(model, plain, {said})
 """
-
-
-def tap_graph(rng: random.Random) -> str:
-    return chain(rng, taps=True)
 
 
 def experts(rng: random.Random) -> str:
@@ -220,7 +235,7 @@ def experts(rng: random.Random) -> str:
 def recipe(rng: random.Random) -> str:
     """A chain under a recipe with any options, between writes to its weights."""
     rows, width = rng.choice((5, 1, 130, 300)), rng.choice((16, 34, 128, 160))
-    made, _ = Chain(rng, False).sequence("", width, rng.randint(2, 6), {})
+    made, _ = Chain(rng).sequence("", width, rng.randint(2, 6), {})
     ends = sorted(rng.choices(range(rows + 1), k=GROUPS))
     formats = "torch.float8_e4m3fn", "torch.float8_e5m2"
     options = {"fwd": rng.choice(formats), "bwd": rng.choice(formats)}
@@ -280,7 +295,9 @@ KINDS: dict[str, Callable[[random.Random], str]] = {
     "moe": experts,
     "scheduler": scheduled,
     "recipe": recipe,
+    "rounded": rounded,
 }
+ON_GPU = ("rounded", "recipe")  # run on one where there is one
 HEAD = """import sys
 sys.path[:0] = ["tests", "tests/fuzz"]  # from the root of the repository
 """
@@ -288,7 +305,7 @@ IMPORTS = """import torch
 import torch.nn.functional as F
 from torch import nn
 import fuseops as fo
-from judges import gated, grouped, same_as_loop, same_as_plain, same_unfused_and_kept, situ
+from judges import gated, grouped, near_plain, same_as_loop, same_as_plain, same_unfused_and_kept, situ
 from offload_pair import Pair
 from plain_acts import TORCH
 
