@@ -359,7 +359,7 @@ class Recorder(Scope):
             return
         ordinal = self._ordinals[path] = self._ordinals.get(path, -1) + 1
         self.running_call = len(self.calls)
-        self._labels = self._labels.from_0()  # names count from 0 in each call, as under a scheduler
+        self._labels = self._labels.from_0()  # as under a scheduler
         self._buffers, self._wrote = buffers_of(module), None
         self.calls.append(LayerCall(path, ordinal, self.position, -1, -1))
 
