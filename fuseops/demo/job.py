@@ -1,14 +1,18 @@
 """The demo from start to end."""
 
 import argparse
+import sys
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from fuseops.cli.terminal import progress
 from fuseops.explain import explain
 
 from . import plans, report
@@ -16,23 +20,25 @@ from .checks import check
 from .data import Corpus, batch, bigram_log_probs, bigram_loss, windows
 from .model import ByteModel, Config
 from .outcome import Outcome, described
-from .progress import Voice
-from .train import LearningRate, evaluate, printable, sample, train
+from .train import History, LearningRate, evaluate, printable, sample, train
 
 GLANCES = 64  # about as many held-out windows are looked at on the way
 PROMPT = b"class Reader:\n    def __init__(self, "
 SAMPLE_BYTES = 400
+LINES = 10  # of training
+Say = Callable[[str], None]
 
 
 def run_job(args: argparse.Namespace, device: torch.device, corpus: Corpus) -> tuple[Outcome, Path]:
     """Train, check, and write the report.   -> what was found, and where the report is"""
-    voice = Voice(args.json)
+    stream = sys.stderr if args.json else sys.stdout  # which belongs to a JSON object
+    say = partial(print, file=stream, flush=True)
     with one_thread():
-        outcome = _work(args, device, corpus, voice)
+        outcome = _work(args, device, corpus, say)
     for line in outcome.lines():
-        voice.say(line)
+        say(line)
     path = report.write(outcome, Path(args.out))
-    voice.say(f"report: {path}" if args.json else str(path))
+    say(f"report: {path}" if args.json else str(path))
     return outcome, path
 
 
@@ -66,7 +72,7 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def _work(args: argparse.Namespace, device: torch.device, corpus: Corpus, voice: Voice) -> Outcome:
+def _work(args: argparse.Namespace, device: torch.device, corpus: Corpus, say: Say) -> Outcome:
     start = time.perf_counter()
     torch.manual_seed(args.seed)
     config, schedule = Config(), LearningRate(args.steps)
@@ -74,33 +80,33 @@ def _work(args: argparse.Namespace, device: torch.device, corpus: Corpus, voice:
     parameters = sum(p.numel() for p in model.parameters())
     judged = windows(corpus.held_out, config.context)
     bigram = bigram_loss(bigram_log_probs(corpus.train), judged)
-    voice.say(
+    say(
         f"{len(corpus.train) / 1e6:.1f} MB of Python from {corpus.root}, "
         f"{len(corpus.held_out) / 1e3:.0f} kB of other files held out"
     )
-    voice.say(
+    say(
         f"{parameters / 1e3:.0f} k parameters, {config.experts} experts of which each byte takes "
         f"{config.top_k}, on {described(device)}"
     )
     text = _batch(corpus.train, schedule, config, args.seed, device)
     found = explain(model, text[:, :-1])
-    voice.say("\nfusion plan in short (all of it is in the report)")
+    say("\nfusion plan in short (all of it is in the report)")
     for line in plans.lines(found.plans):
-        voice.say(line)
-    voice.say("\ntraining (on the way a part of the held-out text is judged)")
-    with voice.progress(args.steps) as watch:
-        history = train(
-            model,
-            corpus.train,
-            judged[:: max(1, len(judged) // GLANCES)],
-            schedule,
-            args.seed,
-            watch,
-        )
+        say(line)
+    say("\ntraining (on the way a part of the held-out text is judged)")
+    every, glances = max(1, args.steps // LINES), judged[:: max(1, len(judged) // GLANCES)]
+    with progress("training", quiet=args.json, lines=False) as told:
+
+        def watch(step: int, history: History) -> None:
+            told(str(history), step, args.steps)
+            if step % every == 0 or step == args.steps:
+                say(f"  step {step:>{len(str(args.steps))}}/{args.steps}  {history}")
+
+        history = train(model, corpus.train, glances, schedule, args.seed, watch)
     held_out = evaluate(model, judged)
     checked = check(model, text)
     written = printable(sample(model, PROMPT, SAMPLE_BYTES, args.seed))
-    voice.say(f"\nsample\n{_indented(written)}\n")
+    say(f"\nsample\n{textwrap.indent(written, '  | ', lambda line: True)}\n")
     seconds = time.perf_counter() - start
     return Outcome(
         *(args, device, corpus, parameters, history, bigram, held_out),
@@ -113,7 +119,3 @@ def _batch(
 ) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return batch(text, schedule.batch, config.context, generator).to(device)
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  | {line}" for line in text.splitlines())
