@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -489,14 +488,6 @@ def test_a_plan_that_recomputes_fields_runs() -> None:
         for _ in range(2):
             step.model(*step.args).sum().backward()
     scheduler.assert_matched(plan)
-
-
-def test_a_profile_comes_back_from_a_file(profile: Profile, tmp_path: Path) -> None:
-    profile.save(tmp_path / "p.json")
-    assert Profile.load(tmp_path / "p.json") == profile
-    (tmp_path / "bad.json").write_text('{"schema_version": 0}')
-    with pytest.raises(FuseOpsError, match="Record the step again"):
-        Profile.load(tmp_path / "bad.json")
 
 
 class Routes(nn.Module):
