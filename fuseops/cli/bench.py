@@ -47,8 +47,10 @@ def run(args: argparse.Namespace) -> int:
             torch.set_num_threads(threads)
         target, others = (load(args.target), {}) if args.target else _overhead()
         steps = {**ways(target), **others}
+        cuda = any(p.is_cuda for p in target.model.parameters())
+        wait = torch.cuda.synchronize if cuda else lambda: None
         with progress("timing", quiet=args.json, lines=False) as told:
-            times = measure(steps, args.rounds, args.calls, _synchronize(target), told)
+            times = measure(steps, args.rounds, args.calls, wait, told)
         used = torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
@@ -128,11 +130,6 @@ def _overhead() -> tuple[Target, dict[str, Step]]:
     x = torch.randn(16, 16)
     target = Target("eight Linear(16, 16), batch 16", ours, (x,), {})
     return target, {"nn.Sequential": training_step(target._replace(model=plain), nullcontext)}
-
-
-def _synchronize(target: Target) -> Callable[[], None]:
-    cuda = any(p.is_cuda for p in target.model.parameters())
-    return torch.cuda.synchronize if cuda else lambda: None
 
 
 def measure(

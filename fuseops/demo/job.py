@@ -4,18 +4,19 @@ import argparse
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from fuseops.cli.terminal import progress
 from fuseops.explain import explain
+from fuseops.explain.layout import groups, miss_rows
+from fuseops.plan.records import Planned
 
-from . import plans, report
+from . import report
 from .checks import check
 from .data import Corpus, batch, bigram_log_probs, bigram_loss, windows
 from .model import ByteModel, Config
@@ -88,10 +89,11 @@ def _work(args: argparse.Namespace, device: torch.device, corpus: Corpus, say: S
         f"{parameters / 1e3:.0f} k parameters, {config.experts} experts of which each byte takes "
         f"{config.top_k}, on {described(device)}"
     )
-    text = _batch(corpus.train, schedule, config, args.seed, device)
+    generator = torch.Generator().manual_seed(args.seed)
+    text = batch(corpus.train, schedule.batch, config.context, generator).to(device)
     found = explain(model, text[:, :-1])
     say("\nfusion plan in short (all of it is in the report)")
-    for line in plans.lines(found.plans):
+    for line in _in_short(found.plans):
         say(line)
     say("\ntraining (on the way a part of the held-out text is judged)")
     every, glances = max(1, args.steps // LINES), judged[:: max(1, len(judged) // GLANCES)]
@@ -114,8 +116,15 @@ def _work(args: argparse.Namespace, device: torch.device, corpus: Corpus, say: S
     )
 
 
-def _batch(
-    text: Tensor, schedule: LearningRate, config: Config, seed: int, device: torch.device
-) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return batch(text, schedule.batch, config.context, generator).to(device)
+def _in_short(found: Sequence[Planned]) -> Iterator[str]:
+    """What fused and what did not, equal Sequentials once."""
+    for group in groups([plan for plan in found if plan.forward]):
+        yield f"  {group.title}"
+        fused = set(group.plan.fused)
+        for span in group.plan.fused:
+            yield f"    fused      {span} ({span.kind})"
+        alone = [str(s) for s in group.plan.forward if s not in fused and s.kind == "op"]
+        if alone:
+            yield f"    alone      {', '.join(alone)}"
+        for rules, where, why in miss_rows(group.plan):
+            yield f"    not fused  {rules} at {where}: {why}"

@@ -147,13 +147,9 @@ def _refused(part: AppliedPart, module: nn.Module) -> str | None:
 
 
 def _build_experts(module: Any) -> nn.Module | None:
-    return experts.built(module, _top_k(module))
-
-
-def _top_k(module: Any) -> int:
-    """Of the calls to come. Another one is built when it comes."""
+    """For top_k of the calls to come. Another one is built when it comes."""
     config = getattr(module, "config", None)
-    return int(getattr(config, "num_experts_per_tok", None) or 1)
+    return experts.built(module, int(getattr(config, "num_experts_per_tok", None) or 1))
 
 
 def _by_experts(stand_in: Any) -> str:

@@ -62,7 +62,10 @@ def record(step: ProfiledStep, told: Progress = silent) -> Profile:
 
     there = [t.grad for t in _leaves(step) if t.grad is not None]
     new = [t for t in _leaves(step) if t.grad is None]
-    with untouched(step.model, there), _bordered(step), _without_gradients(new):
+    with ExitStack() as undo:
+        undo.enter_context(untouched(step.model, there))
+        undo.enter_context(_bordered(step))
+        undo.callback(_drop_gradients, new)  # whatever stops a step, its backward too
         told("warming up", 0, STAGES)  # caches, compilation
         step.run(step.args, step.side)
         _drop_gradients(new)
@@ -197,15 +200,6 @@ def _leaves(step: ProfiledStep) -> list[Tensor]:
     """What gets a gradient."""
     inputs = tensors_in((step.args, step.side))
     return [t for t in (*step.model.parameters(), *inputs) if t.is_leaf and t.requires_grad]
-
-
-@contextmanager
-def _without_gradients(leaves: list[Tensor]) -> Iterator[None]:
-    """Whatever stops a step, its backward too, leaves them none."""
-    try:
-        yield
-    finally:
-        _drop_gradients(leaves)
 
 
 def _drop_gradients(leaves: list[Tensor]) -> None:
