@@ -5,13 +5,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from fuseops.cli.terminal import progress
+from fuseops.cli.terminal import progress, threads
 from fuseops.explain import explain
 from fuseops.explain.layout import groups, miss_rows
 from fuseops.plan.records import Planned
@@ -34,28 +33,15 @@ def run_job(args: argparse.Namespace, device: torch.device, corpus: Corpus) -> t
     """Train, check, and write the report.   -> what was found, and where the report is"""
     stream = sys.stderr if args.json else sys.stdout  # which belongs to a JSON object
     say = partial(print, file=stream, flush=True)
-    with one_thread():
+    # Losses are not to depend on the number of cores. The tensors are small: a second thread gains a third on an idle
+    # machine, and on a busy one the two wait for each other and everything takes several times as long.
+    with threads(1):
         outcome = _work(args, device, corpus, say)
     for line in outcome.lines():
         say(line)
     path = report.write(outcome, Path(args.out))
     say(f"report: {path}" if args.json else str(path))
     return outcome, path
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run CPU ops on one thread, so that losses do not depend on the number of cores.
-
-    The tensors are small: a second thread gains a third on an idle machine, and on a busy one the
-    two wait for each other and everything takes several times as long.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def device_of(name: str) -> torch.device:
