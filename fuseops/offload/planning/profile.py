@@ -7,10 +7,10 @@ work on the device, in the order of the step, forward and backward.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 DRY_RUN, RECORDED = "dry run", "recorded"
 
@@ -141,8 +141,6 @@ class Profile:
     calls: tuple[LayerCall, ...]
     recompute: tuple[Recompute, ...] = ()
     assumed: tuple[str, ...] = ()
-    hardware: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def clock(self) -> tuple[float, ...]:
@@ -219,10 +217,6 @@ class Profile:
             call, at = self.saved[k].call, self.again_at(k)
             found[call] = min(at, found.get(call, at))
         return found
-
-    def candidates(self) -> Iterator[int]:
-        """Indices of what may leave."""
-        return (k for k, saved in enumerate(self.saved) if saved.why is None)
 
     def owner_at(self, position: int) -> str:
         """Which layer's forward or backward runs there: "in the backward of blocks.3"."""

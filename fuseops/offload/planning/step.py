@@ -85,9 +85,6 @@ def record(step: ProfiledStep, told: Progress = silent) -> Profile:
         ops=tuple(ops),
         recompute=tuple(g._replace(seconds=g.seconds * scales[0]) for g in seen.recompute),
         assumed=() if cuda else (on_cpu,),
-        hardware=torch.cuda.get_device_name() if cuda else "cpu",
-        facts={"forward_seconds": took[0], "step_seconds": sum(took)}
-        | {"forward_scale": scales[0], "backward_scale": scales[1]},
     )
 
 
@@ -125,7 +122,7 @@ def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None 
     with _bordered(step):
         seen = _seen(step.model, observe)
     assumed = tuple(_assumed(step, hardware, seen, rows))
-    return replace(seen, assumed=assumed, hardware=hardware.name)
+    return replace(seen, assumed=assumed)
 
 
 def _seen(model: nn.Module, observe: Callable[[], Recorder], told: Progress = silent) -> Profile:
