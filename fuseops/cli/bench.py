@@ -24,7 +24,7 @@ from fuseops.run.config import fusion, reference
 from fuseops.words import plural
 
 from .target import Target, add_target, load, writing
-from .terminal import Told, as_json, file_option, number_option, progress, table
+from .terminal import Told, as_json, file_option, number_option, progress, table, threads
 
 Step = Callable[[], None]
 
@@ -40,18 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    threads = args.threads or (None if args.target else 1)
-    before = torch.get_num_threads()
-    try:
-        if threads:
-            torch.set_num_threads(threads)
+    with threads(args.threads or (None if args.target else 1)):
         target, others = (load(args.target), {}) if args.target else _overhead()
         steps = {**ways(target), **others}
+        cuda = any(p.is_cuda for p in target.model.parameters())
+        wait = torch.cuda.synchronize if cuda else lambda: None
         with progress("timing", quiet=args.json, lines=False) as told:
-            times = measure(steps, args.rounds, args.calls, _synchronize(target), told)
+            times = measure(steps, args.rounds, args.calls, wait, told)
         used = torch.get_num_threads()
-    finally:
-        torch.set_num_threads(before)
     device = next((p.device for p in target.model.parameters()), torch.device("cpu"))
     title = f"{target.name} on {device}, {plural(used, 'thread')}"
     if args.plot:
@@ -128,11 +124,6 @@ def _overhead() -> tuple[Target, dict[str, Step]]:
     x = torch.randn(16, 16)
     target = Target("eight Linear(16, 16), batch 16", ours, (x,), {})
     return target, {"nn.Sequential": training_step(target._replace(model=plain), nullcontext)}
-
-
-def _synchronize(target: Target) -> Callable[[], None]:
-    cuda = any(p.is_cuda for p in target.model.parameters())
-    return torch.cuda.synchronize if cuda else lambda: None
 
 
 def measure(

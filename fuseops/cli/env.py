@@ -104,7 +104,7 @@ def _version(package: str) -> str:
 
 def _installed() -> str:
     """How: a checkout and its commit, or a package."""
-    root = _folder().parent
+    root = Path(str(sys.modules["fuseops"].__file__)).parents[1]
     if not (root / ".git").exists():
         return "as a package"
     try:
@@ -113,11 +113,6 @@ def _installed() -> str:
     except (OSError, subprocess.TimeoutExpired):
         commit = ""
     return f"from a checkout, {commit or 'of no known commit'}"
-
-
-def _folder() -> Path:
-    """Where the package that runs is."""
-    return Path(str(sys.modules["fuseops"].__file__)).parent
 
 
 def _cuda() -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""What commands take and print: values of options, tables as plain text, JSON for programs, how far they are."""
+"""What commands take and print: values of options, tables as plain text, JSON for programs, how far they are; and the
+threads that they run on.
+"""
 
 import argparse
 import importlib.util
@@ -8,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fuseops.errors import FuseOpsError
 from fuseops.offload.arguments import parse_bytes
@@ -63,6 +67,17 @@ def table(rows: Sequence[Sequence[str]]) -> None:
 
 def _is_number(cell: str) -> bool:
     return not cell or cell.replace(".", "", 1).isdigit()
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """CPU ops run on so many threads inside; None: on as many as before."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(count or before)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What the demo proves on its own model: fused equals unfused, offloaded equals resident."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -107,41 +107,26 @@ def unequal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tupl
     return tuple(name for name, t in expected.items() if not torch.equal(found[name], t))
 
 
-@contextmanager
-def repeatable(device: torch.device) -> Iterator[None]:
-    """The same input gives the same bits: attention's fast backward on CUDA does not."""
-    if device.type == "cuda":
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    else:
-        yield
-
-
-def offloaded(model: ByteModel, text: Tensor) -> tuple[Results, int]:
-    """Results with saved tensors moved to host memory, and how many bytes were moved."""
-    scope = offload.to_host(min_bytes=MIN_BYTES, root=model)
-    results = forward_backward(model, text, scope=scope)
-    return results, scope.report().moved_bytes
-
-
 def check(model: ByteModel, text: Tensor) -> Checked:
     """Run the model fused, unfused and offloaded on the same batch.
 
     The unfused run takes the routers' decisions from the fused one: a tie that rounding breaks the
     other way is no difference of the ops.
     """
-    with repeatable(text.device):
+    # attention's fast backward on CUDA gives other bits for the same input
+    with sdpa_kernel(SDPBackend.MATH) if text.is_cuda else nullcontext():
         fused = forward_backward(model, text)
         with fusion(False):
             unfused = forward_backward(model, text, fused.chosen)
             plain = explain(model, text[:, :-1])
-        moved, moved_bytes = offloaded(model, text)
+        scope = offload.to_host(min_bytes=MIN_BYTES, root=model)
+        moved = forward_backward(model, text, scope=scope)
         found = explain(model, text[:, :-1])
     return Checked(
         fused_spans=fused_and_missed(found.plans)[0],
         fusion=difference(fused.tensors, unfused.tensors),
         tolerance=TOLERANCE[text.device.type],
-        offloaded_bytes=moved_bytes,
+        offloaded_bytes=scope.report().moved_bytes,
         offload_unequal=unequal(moved.tensors, fused.tensors),
         saved_unfused=plain.saved_bytes,
         saved_fused=found.saved_bytes,

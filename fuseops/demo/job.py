@@ -1,54 +1,47 @@
 """The demo from start to end."""
 
 import argparse
+import sys
+import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from fuseops.cli.terminal import progress, threads
 from fuseops.explain import explain
+from fuseops.explain.layout import groups, miss_rows
+from fuseops.plan.records import Planned
 
-from . import plans, report
+from . import report
 from .checks import check
 from .data import Corpus, batch, bigram_log_probs, bigram_loss, windows
 from .model import ByteModel, Config
 from .outcome import Outcome, described
-from .progress import Voice
-from .train import LearningRate, evaluate, printable, sample, train
+from .train import History, LearningRate, evaluate, printable, sample, train
 
 GLANCES = 64  # about as many held-out windows are looked at on the way
 PROMPT = b"class Reader:\n    def __init__(self, "
 SAMPLE_BYTES = 400
+LINES = 10  # of training
+Say = Callable[[str], None]
 
 
 def run_job(args: argparse.Namespace, device: torch.device, corpus: Corpus) -> tuple[Outcome, Path]:
     """Train, check, and write the report.   -> what was found, and where the report is"""
-    voice = Voice(args.json)
-    with one_thread():
-        outcome = _work(args, device, corpus, voice)
+    stream = sys.stderr if args.json else sys.stdout  # which belongs to a JSON object
+    say = partial(print, file=stream, flush=True)
+    # Losses are not to depend on the number of cores. The tensors are small: a second thread gains a third on an idle
+    # machine, and on a busy one the two wait for each other and everything takes several times as long.
+    with threads(1):
+        outcome = _work(args, device, corpus, say)
     for line in outcome.lines():
-        voice.say(line)
+        say(line)
     path = report.write(outcome, Path(args.out))
-    voice.say(f"report: {path}" if args.json else str(path))
+    say(f"report: {path}" if args.json else str(path))
     return outcome, path
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run CPU ops on one thread, so that losses do not depend on the number of cores.
-
-    The tensors are small: a second thread gains a third on an idle machine, and on a busy one the
-    two wait for each other and everything takes several times as long.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def device_of(name: str) -> torch.device:
@@ -66,7 +59,7 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def _work(args: argparse.Namespace, device: torch.device, corpus: Corpus, voice: Voice) -> Outcome:
+def _work(args: argparse.Namespace, device: torch.device, corpus: Corpus, say: Say) -> Outcome:
     start = time.perf_counter()
     torch.manual_seed(args.seed)
     config, schedule = Config(), LearningRate(args.steps)
@@ -74,33 +67,34 @@ def _work(args: argparse.Namespace, device: torch.device, corpus: Corpus, voice:
     parameters = sum(p.numel() for p in model.parameters())
     judged = windows(corpus.held_out, config.context)
     bigram = bigram_loss(bigram_log_probs(corpus.train), judged)
-    voice.say(
+    say(
         f"{len(corpus.train) / 1e6:.1f} MB of Python from {corpus.root}, "
         f"{len(corpus.held_out) / 1e3:.0f} kB of other files held out"
     )
-    voice.say(
+    say(
         f"{parameters / 1e3:.0f} k parameters, {config.experts} experts of which each byte takes "
         f"{config.top_k}, on {described(device)}"
     )
-    text = _batch(corpus.train, schedule, config, args.seed, device)
+    generator = torch.Generator().manual_seed(args.seed)
+    text = batch(corpus.train, schedule.batch, config.context, generator).to(device)
     found = explain(model, text[:, :-1])
-    voice.say("\nfusion plan in short (all of it is in the report)")
-    for line in plans.lines(found.plans):
-        voice.say(line)
-    voice.say("\ntraining (on the way a part of the held-out text is judged)")
-    with voice.progress(args.steps) as watch:
-        history = train(
-            model,
-            corpus.train,
-            judged[:: max(1, len(judged) // GLANCES)],
-            schedule,
-            args.seed,
-            watch,
-        )
+    say("\nfusion plan in short (all of it is in the report)")
+    for line in _in_short(found.plans):
+        say(line)
+    say("\ntraining (on the way a part of the held-out text is judged)")
+    every, glances = max(1, args.steps // LINES), judged[:: max(1, len(judged) // GLANCES)]
+    with progress("training", quiet=args.json, lines=False) as told:
+
+        def watch(step: int, history: History) -> None:
+            told(str(history), step, args.steps)
+            if step % every == 0 or step == args.steps:
+                say(f"  step {step:>{len(str(args.steps))}}/{args.steps}  {history}")
+
+        history = train(model, corpus.train, glances, schedule, args.seed, watch)
     held_out = evaluate(model, judged)
     checked = check(model, text)
     written = printable(sample(model, PROMPT, SAMPLE_BYTES, args.seed))
-    voice.say(f"\nsample\n{_indented(written)}\n")
+    say(f"\nsample\n{textwrap.indent(written, '  | ', lambda line: True)}\n")
     seconds = time.perf_counter() - start
     return Outcome(
         *(args, device, corpus, parameters, history, bigram, held_out),
@@ -108,12 +102,15 @@ def _work(args: argparse.Namespace, device: torch.device, corpus: Corpus, voice:
     )
 
 
-def _batch(
-    text: Tensor, schedule: LearningRate, config: Config, seed: int, device: torch.device
-) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return batch(text, schedule.batch, config.context, generator).to(device)
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  | {line}" for line in text.splitlines())
+def _in_short(found: Sequence[Planned]) -> Iterator[str]:
+    """What fused and what did not, equal Sequentials once."""
+    for group in groups([plan for plan in found if plan.forward]):
+        yield f"  {group.title}"
+        fused = set(group.plan.fused)
+        for span in group.plan.fused:
+            yield f"    fused      {span} ({span.kind})"
+        alone = [str(s) for s in group.plan.forward if s not in fused and s.kind == "op"]
+        if alone:
+            yield f"    alone      {', '.join(alone)}"
+        for rules, where, why in miss_rows(group.plan):
+            yield f"    not fused  {rules} at {where}: {why}"

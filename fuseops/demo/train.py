@@ -41,6 +41,13 @@ class History:
     seconds: float = 0.0
     bytes_seen: int = 0
 
+    def __str__(self) -> str:
+        recent, rate = self.train[-20:], self.bytes_seen / max(self.seconds, 1e-9)
+        return (
+            f"train {sum(recent) / len(recent):.3f}  held out {self.held_out[-1][1]:.3f} nats/byte  "
+            f"{rate / 1e3:.0f} kB/s"
+        )
+
 
 Watcher = Callable[[int, History], None]
 

@@ -153,12 +153,6 @@ def _check(op: ops.GroupedLinear) -> None:
             f"ExpertParallel: {path_of(op) or 'a GroupedLinear'} is spread over a mesh already, by its hidden "
             "units: one of the two."
         )
-    if not op.packed or op.accumulate_into_main_grad:
-        raise FuseOpsError(
-            f"ExpertParallel: {path_of(op) or 'a GroupedLinear'} keeps "
-            + ("one Parameter a group" if not op.packed else "gradients in main_grad")
-            + ", which DTensors have no place for: build it without."
-        )
     check_whole("ExpertParallel", op)
 
 

@@ -11,6 +11,8 @@ weights of products, which the second computes by `backward_dw`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -30,7 +32,7 @@ def delay_weight_gradients(module: nn.Module) -> int:
     return len(products)
 
 
-def dw_builder(module: nn.Module) -> Callable[[], Callable[[], None]]:
+def dw_builder(module: nn.Module) -> Callable[[], Callable[[], Any]]:
     """The `dw_builder` of the PipelineStage of a module, whose Linear and GroupedLinear delay their weight gradients
     from now on. Of every micro-batch it takes what its backward has put off, so that the second halves may come in any
     order; gradients are added in the order in which they are computed.
@@ -49,13 +51,4 @@ def dw_builder(module: nn.Module) -> Callable[[], Callable[[], None]]:
             f"dw_builder({type(module).__name__}): no Linear or GroupedLinear of fuseops is in it, so nothing would "
             "wait. Leave dw_builder out, and torch splits the backward itself."
         )
-
-    def build() -> Callable[[], None]:
-        run = weight_grads.take_delayed(module)
-
-        def weight_half() -> None:
-            run()
-
-        return weight_half
-
-    return build
+    return partial(weight_grads.take_delayed, module)

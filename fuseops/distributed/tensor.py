@@ -58,16 +58,6 @@ class _Style(ParallelStyle):
             raise FuseOpsError(
                 f"{type(self).__name__} takes a mesh of one dimension, got {device_mesh}: slice it, mesh['tp']."
             )
-        if getattr(module, "accumulate_into_main_grad", False):
-            raise FuseOpsError(
-                f"{type(module).__name__}(accumulate_into_main_grad=True) has buffers of its own, which are no "
-                "DTensors: leave it off under tensor parallelism."
-            )
-        if not getattr(module, "packed", True):
-            raise FuseOpsError(
-                f"{type(self).__name__}: {path_of(module) or type(module).__name__} (packed=False) has one Parameter a "
-                "group: build it packed for tensor parallelism."
-            )
         check_whole(type(self).__name__, module)
         self._lay_out(module, device_mesh)
         return module
@@ -93,20 +83,25 @@ class _Style(ParallelStyle):
 
 
 def check_whole(style: str, module: nn.Module) -> None:
-    """Raise FuseOpsError where parameters are spread already, or have no values."""
-    stored = stored_in(module)
+    """Raise FuseOpsError where parameters are spread already, have no values, or cannot be DTensors."""
+    where, stored = path_of(module) or type(module).__name__, stored_in(module)
+    apart = not getattr(module, "packed", True)
+    if apart or getattr(module, "accumulate_into_main_grad", False):
+        raise FuseOpsError(
+            f"{style}: {where} keeps {'one Parameter a group' if apart else 'gradients in main_grad'}, which DTensors "
+            "have no place for: build it without."
+        )
     if stored is not None and stored.lives:
         raise FuseOpsError(
-            f"{style}: the weight of {path_of(module) or type(module).__name__} lives as {stored.scaling} "
-            "(fo.quantized_init), and its Parameter has no values to spread: build the model without, and let a recipe "
-            "quantize each rank's part."
+            f"{style}: the weight of {where} lives as {stored.scaling} (fo.quantized_init), and its Parameter has no "
+            "values to spread: build the model without, and let a recipe quantize each rank's part."
         )
     for name, p in module._parameters.items():
         if torch_private.is_dtensor(type(p)):
             held: Any = p
             raise FuseOpsError(
-                f"{style}: {name} of {path_of(module) or type(module).__name__} is a DTensor already, over "
-                f"{held.device_mesh}: spread it once, and before fully_shard."
+                f"{style}: {name} of {where} is a DTensor already, over {held.device_mesh}: spread it once, and before "
+                "fully_shard."
             )
 
 

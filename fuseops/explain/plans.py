@@ -54,8 +54,8 @@ def plans(model: nn.Module, *args: Any, **kwargs: Any) -> list[FusionPlan]:
     up to the model's.
     """
     check_module("explain(model, ...)", model)
-    if not isinstance(model, (Composed, Op)):
-        _see_root(model)
+    if not isinstance(model, (Composed, Op)) and not _above(model):
+        set_root(model)  # names are absolute, unless a larger root was seen before
     return _observe(model, args, kwargs)
 
 
@@ -71,12 +71,6 @@ def plan_of(
         return plan
     notes = (*plan.notes, *unseen())
     return replace(plan, temporaries=peak - plan.saved_bytes, rehearsed=True, notes=notes)
-
-
-def _see_root(model: nn.Module) -> None:
-    """Make names absolute, unless a larger root than this one was seen before."""
-    if not _above(model):
-        set_root(model)
 
 
 def _above(model: nn.Module) -> str:
@@ -95,15 +89,11 @@ def _joined(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def _paths(model: nn.Module) -> dict[int, str]:
-    above = _above(model)
-    return {id(m): _joined(above, stripped(path)) for path, m in walk(model)}
-
-
 def _observe(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[FusionPlan]:
-    paths = _paths(model)
+    above = _above(model)
+    paths = {id(m): _joined(above, stripped(path)) for path, m in walk(model)}
     observer = Observer(model, paths)
     ledger = SavedLedger(observer.where, Labels(paths))
     with ExitStack() as undo:

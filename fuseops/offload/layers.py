@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ from .schedule import Decision, LayerRun
 from .scopes import Scope, dispatch_again, recompute
 from .storages import StorageMap
 
-T = TypeVar("T")
 BEFORE_A_STEP = "CUDA graph capture, before a step has shown the order"
 SCOPES = {"recompute": recompute, "dispatch": dispatch_again}
 """Of a decision for what an op in a layer saves: what the layer runs in."""
@@ -113,7 +112,7 @@ class LayerScope(Scope):
 
     # --- hooks
 
-    def enter(self, module: nn.Module) -> None:
+    def enter(self, module: nn.Module, args: Any) -> None:
         """Before the forward of a layer."""
         self.forget_interrupted()
         self._count()
@@ -142,7 +141,7 @@ class LayerScope(Scope):
         modules.thread.running.append(module)
         self.module_entered(module)
 
-    def leave(self, module: nn.Module, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """After it, in whatever way it ended."""
         stack = self._thread_calls.running
         if not stack or stack[-1].module is not module:
@@ -298,11 +297,11 @@ class LayerScope(Scope):
         return self._policy.why_keep(Candidate.of(t, named), self._thread_calls.running[-1].quota)
 
 
-class Hook(Generic[T]):
+class Hook:
     """A `Hook` is a module hook of a scheduler. A copy or a pickle of the model comes without the scheduler."""
 
-    def __init__(self, owner: T | None = None) -> None:
-        self.owner = owner
+    def __init__(self, told: Callable[..., None] | None = None) -> None:
+        self.told = told
 
     def __deepcopy__(self, memo: Any) -> Self:
         return type(self)()
@@ -310,21 +309,9 @@ class Hook(Generic[T]):
     def __reduce__(self) -> Any:
         return type(self), ()
 
-
-class EnterHook(Hook[LayerScope]):
-    """An `EnterHook` tells a scheduler that the forward of a layer begins."""
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.owner is not None and not torch.compiler.is_compiling():
-            self.owner.enter(module)
-
-
-class LeaveHook(Hook[LayerScope]):
-    """A `LeaveHook` tells a scheduler that the forward of a layer has ended."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.owner is not None and not torch.compiler.is_compiling():
-            self.owner.leave(module, output)
+    def __call__(self, *given: Any) -> None:
+        if self.told is not None and not torch.compiler.is_compiling():
+            self.told(*given)
 
 
 class Interrupted:
@@ -360,5 +347,4 @@ class Interrupted:
                 scope.close()  # detached meanwhile: no hook has seen the end of this call
 
 
-torch_private.never_compile(EnterHook.__call__)
-torch_private.never_compile(LeaveHook.__call__)
+torch_private.never_compile(Hook.__call__)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs
 from fuseops.observe import modules
@@ -21,7 +20,7 @@ from fuseops.words import plural
 
 from .arguments import one_of, parse_bytes, whole_number
 from .lanes.devices import make_lanes
-from .layers import EnterHook, Hook, Interrupted, LayerScope, LeaveHook
+from .layers import Hook, Interrupted, LayerScope
 from .planning.hardware import Hardware
 from .planning.plan import OffloadPlan, plan
 from .planning.recompute import groups_of
@@ -162,12 +161,12 @@ class Scheduler:
             self._follow()
         else:
             # ahead of FSDP2's hook, which gathers what the steps of a plan free again
-            hook = PlanHook(self)
+            first = Hook(self.make_plan)
             self._hooks.append(
-                self.model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+                self.model.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
             )
         for module in self.layers.values():
-            enter, leave = EnterHook(self._scope), LeaveHook(self._scope)
+            enter, leave = Hook(self._scope.enter), Hook(self._scope.leave)
             self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
             self._hooks.append(module.register_forward_hook(leave, always_call=True))
             self._hooks.append(Interrupted(self._scope, module))
@@ -187,11 +186,12 @@ class Scheduler:
         self._scope.follow(decisions, again, self.lag)
         self._recomputed += [Recomputed(path, self.layers[path]) for path in again]
 
-    def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan a step for these arguments of the model: recorded, or, where the device has no room for
-        it as it is, run dry.
+    def make_plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the first training forward, plan a step for its arguments: recorded, or, where the device has no
+        room for it as it is, run dry.
         """
-        self._scope.paused = True
+        if self._peak is None or self._scope.paused or not torch.is_grad_enabled():
+            return  # it is made, or being made, or this is an evaluation
         if self._group is not None and self._hardware is None and torch.cuda.is_available():
             self._hardware = Hardware.measure(self._group)
         args, kwargs = tree_map_only(Tensor, _leaf, (args, kwargs))
@@ -206,6 +206,7 @@ class Scheduler:
             policy=self.policy,
             **kwargs,
         )
+        self._scope.paused = True
         try:
             try:
                 self.plan = planned(record=True)
@@ -345,24 +346,6 @@ def decisions_of(plan: Any) -> Mapping[str, Decision]:
                 f"plan={{{name!r}: {decision!r}}}: a decision is one of {', '.join(get_args(Decision))}."
             )
     return cast("Mapping[str, Decision]", found)
-
-
-class PlanHook(Hook[Scheduler]):
-    """A `PlanHook` has a scheduler make its plan before the first training forward of the model."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        scheduler = self.owner
-        if scheduler is None or not torch.is_grad_enabled():  # made, or an evaluation
-            return
-        self.owner = None  # the steps that it records call this too
-        try:
-            scheduler.make_plan(args, kwargs)
-        except BaseException:
-            self.owner = scheduler  # the next one is the first
-            raise
-
-
-torch_private.never_compile(PlanHook.__call__)
 
 
 def _leaf(t: Tensor) -> Tensor:

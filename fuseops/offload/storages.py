@@ -32,7 +32,8 @@ class StorageMap(Generic[V]):
 
     def set(self, storage: torch.UntypedStorage, value: V) -> None:
         if len(self.entries) >= self._limit:
-            self._forget_the_dead()
+            self.entries = {k: e for k, e in list(self.entries.items()) if e[0]() is not None}
+            self._limit = 2 * len(self.entries) + 64
         self.entries[storage_key(storage)] = (weakref.ref(storage), value)
 
     def first(self, storage: torch.UntypedStorage, value: V) -> bool:
@@ -42,10 +43,6 @@ class StorageMap(Generic[V]):
             return False
         self.set(storage, value)
         return True
-
-    def _forget_the_dead(self) -> None:
-        self.entries = {k: e for k, e in list(self.entries.items()) if e[0]() is not None}
-        self._limit = 2 * len(self.entries) + 64
 
 
 # how a tensor lies in its storage: size, strides, offset, dtype, and whether it is conjugated and negated lazily

@@ -92,10 +92,6 @@ def exported() -> list[type[Op[Any]]]:
     return [v for v in found if isinstance(v, type) and issubclass(v, Op) and v is not Op]
 
 
-def _dropout(w: Wanted) -> Op[Any]:
-    return ops.Dropout(w.choose(0.3, 0.0, 1.0)).train(w.choose(True, True, False))
-
-
 def _norm(w: Wanted) -> Op[Any]:
     # One column normed is its sign: what gradient there is comes of eps, the rest cancels.
     eps, affine = w.choose(1e-5, None) if w.width > 1 else 1e3, w.choose(True, True, False)
@@ -146,10 +142,6 @@ def _cross_entropy(w: Wanted) -> Op[Any]:
     )
 
 
-def _reshape(w: Wanted) -> Op[Any]:
-    return ops.Reshape(*w.choose((-1, w.width), (-1, 1, w.width)))
-
-
 def _router(w: Wanted) -> Op[Any]:
     options = {
         "score": w.choose("softmax", "sigmoid"),
@@ -195,9 +187,9 @@ register(ops.RoPE,          lambda w: ops.RoPE(w.choose(False, True)), heads=Tru
 register(ops.LinearCrossEntropy, _cross_entropy, width="ends")
 register(ops.Quantize,      lambda w: ops.Quantize(w.choose(True, False), w.choose(False, True)))
 register(ops.ConstantScale, lambda w: ops.ConstantScale(w.choose(0.5, -3.0, 0.0)))
-register(ops.Dropout,       _dropout)
+register(ops.Dropout,       lambda w: ops.Dropout(w.choose(0.3, 0.0, 1.0)).train(w.choose(True, True, False)))
 register(ops.Identity,      lambda w: ops.Identity())
-register(ops.Reshape,       _reshape)
+register(ops.Reshape,       lambda w: ops.Reshape(*w.choose((-1, w.width), (-1, 1, w.width))))
 register(ops.Tap,           lambda w: ops.Tap(w.choose("residual", "skip")))
 register(ops.Swap,          lambda w: ops.Swap("residual", "skip"))
 register(ops.Add,           lambda w: ops.Add(w.choose("residual", "skip")))

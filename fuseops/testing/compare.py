@@ -57,10 +57,6 @@ def describe(t: Any) -> str:
     return f"{dtype_name(t.dtype)}{list(t.shape)}"
 
 
-def _at(index: Tensor, shape: torch.Size) -> tuple[int, ...]:
-    return tuple(int(i) for i in torch.unravel_index(index, shape))
-
-
 def difference(
     name: str,
     got: Tensor | None,
@@ -94,8 +90,9 @@ def difference(
     if excess.flatten()[where] <= 0:
         return None
     x, y, d, most = (float(t.flatten()[where]) for t in (a, b, distance, allowed))
+    at = tuple(int(i) for i in torch.unravel_index(where, a.shape))
     text = (
-        f"{describe(got)}, worst element {_at(where, a.shape)}: {words[0]} {x:.6g}, "
+        f"{describe(got)}, worst element {at}: {words[0]} {x:.6g}, "
         f"{words[1]} {y:.6g}, difference {d:.3g}, allowed {most:.3g}"
     )
     return Difference(name, text, float(torch.nan_to_num(distance, nan=torch.inf).max()))

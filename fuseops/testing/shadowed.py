@@ -29,7 +29,8 @@ def shadow(rules: Sequence[Rule], rule: Rule, types: Types) -> Rule | None:
     for other in rules:
         if other is rule:
             continue
-        earlier = other.kind == rule.kind and _before(rules, other, rule)
+        first = next(r for r in rules if r is other or r is rule)
+        earlier = other.kind == rule.kind and first is other
         joint = other.kind == "joint" and rule.kind != "joint"
         starts = (0,) if earlier else range(len(types)) if joint else ()
         for start, theirs in itertools.product(starts, expansions(other)):
@@ -39,10 +40,6 @@ def shadow(rules: Sequence[Rule], rule: Rule, types: Types) -> Rule | None:
             if fits and (not other.when or demanded):
                 return other
     return None
-
-
-def _before(rules: Sequence[Rule], a: Rule, b: Rule) -> bool:
-    return next(r for r in rules if r is a or r is b) is a
 
 
 def assert_no_rule_is_shadowed(rules: Sequence[Rule]) -> None:

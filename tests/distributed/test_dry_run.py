@@ -20,7 +20,6 @@ from fuseops import offload
 from fuseops.distributed import ExpertParallel
 from fuseops.observe.travel import travel
 from fuseops.offload.planning.plan import dropping
-from fuseops.offload.planning.profile import Profile
 from fuseops.offload.schedule import DISPATCH
 
 RANKS, D, TOKENS, TOP_K, LAYERS = 4, 32, 64, 2, 3
@@ -112,7 +111,6 @@ def test_what_stands_in_counts_where_nobody_else_saves_it(mesh: DeviceMesh) -> N
     for layer in model:
         layer["moe"]["router"].requires_grad_(False)
     profile = offload.plan(model, x, layers="*", min_bytes=1).profile
-    assert Profile.from_json(profile.to_json()) == profile
     for group in profile.recompute:
         if group.kind == "dispatch":
             (k,), (held,) = group.saved, group.instead

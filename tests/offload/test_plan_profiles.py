@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,8 +106,9 @@ def test_a_forward_is_timed_by_itself() -> None:
             time.sleep(0.03)
             return super().forward(x)
 
-    facts = record(step_of(Slow(), torch.randn(2, 16, D))).facts
-    assert 0.03 <= facts["forward_seconds"] < facts["step_seconds"]
+    profile = record(step_of(Slow(), torch.randn(2, 16, D)))
+    turn = min(call.backward for call in profile.calls)
+    assert 0.03 <= profile.clock[turn] < profile.seconds
 
 
 def test_names_are_those_that_a_scheduler_sees(step: ProfiledStep, profile: Profile) -> None:
@@ -311,8 +311,8 @@ def test_a_dry_run_names_what_a_recorded_step_of_the_device_names(
     model = make().to("cuda", torch.bfloat16)
     step = step_of(model, torch.randn(2, 64, D, device="cuda", dtype=torch.bfloat16))
     dry, real = dry_run(step, Hardware.measure()), record(step)
-    assert {dry.saved[k].name for k in dry.candidates()} == {
-        real.saved[k].name for k in real.candidates()
+    assert {s.name for s in dry.saved if s.why is None} == {
+        s.name for s in real.saved if s.why is None
     }
 
 
@@ -489,14 +489,6 @@ def test_a_plan_that_recomputes_fields_runs() -> None:
         for _ in range(2):
             step.model(*step.args).sum().backward()
     scheduler.assert_matched(plan)
-
-
-def test_a_profile_comes_back_from_a_file(profile: Profile, tmp_path: Path) -> None:
-    profile.save(tmp_path / "p.json")
-    assert Profile.load(tmp_path / "p.json") == profile
-    (tmp_path / "bad.json").write_text('{"schema_version": 0}')
-    with pytest.raises(FuseOpsError, match="Record the step again"):
-        Profile.load(tmp_path / "bad.json")
 
 
 class Routes(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import statistics
@@ -194,7 +195,7 @@ def test_the_host_budget_is_kept() -> None:
 
 
 def test_the_same_profile_has_the_same_plan() -> None:
-    profile, again = transformer(12, 6), Profile.from_json(transformer(12, 6).to_json())
+    profile, again = transformer(12, 6), copy.deepcopy(transformer(12, 6))
     limits = Limits(profile.peak * 2 // 3)
     first, second = (solve(CostModel(p, LINK, LinkSettings()), limits) for p in (profile, again))
     assert first.choice == second.choice

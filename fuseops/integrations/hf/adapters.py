@@ -265,8 +265,10 @@ def refused(wrapper: Any) -> str | None:
     return None if why is None else f"its base layer {why}"
 
 
-def build(wrapper: Any) -> AdaptedLinear:
-    """The op for an adapted Linear."""
+def build(wrapper: Any) -> AdaptedLinear | str:
+    """The op for an adapted Linear, or why there is none."""
+    if (why := refused(wrapper)) is not None:
+        return why
     base = wrapper._modules["base_layer"]
     op = AdaptedLinear(base.in_features, base.out_features)
     sources: dict[str, lent.Source] = {

@@ -18,15 +18,12 @@ from .report import ApplyReport, ReportEntry
 class AppliedPart(NamedTuple):
     """An `AppliedPart` is a kind of module that fuseops can stand in for.
 
-    build is asked for what stands in (None: it computes something else), forward runs it; refused says why not even to
-    ask, otherwise says what a module does that is not known.
+    build is asked for what stands in, or why nothing does; forward runs it, and by says of it what it is.
     """
 
     name: str
     forward: Callable[..., Any]
-    build: Callable[[Any], nn.Module | None]
-    refused: Callable[[Any], str | None]
-    otherwise: Callable[[Any], str]
+    build: Callable[[Any], nn.Module | str]
     by: Callable[[Any], str]
 
 
@@ -47,11 +44,9 @@ def apply(model: nn.Module, *, pack: bool = False, dry_run: bool = False) -> App
     entries = []
     tied = packing.shared(model)
     for path, part, module in _candidates(model):
-        why = _refused(part, module)
-        stand_in = None if why else part.build(module)
-        if stand_in is None:
-            why = why or part.otherwise(module)
-            entries.append(ReportEntry(path, part.name, type(module).__name__, None, why))
+        stand_in = _refused(part, module) or part.build(module)
+        if isinstance(stand_in, str):
+            entries.append(ReportEntry(path, part.name, type(module).__name__, None, stand_in))
             if not dry_run and not _wrapped(module):
                 _unbind(module)
             continue
@@ -129,8 +124,8 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, AppliedPart, nn.Module]
         elif "Norm" in type(module).__name__ and {*own} == {"weight"} and not children:
             yield path, NORM, module
         elif rope.rotary_names(module):
-            refused = functools.partial(rope.refused, rope.nearest(path, angles))
-            yield path, ROPE._replace(refused=refused), module
+            build = functools.partial(rope.build, rope.nearest(path, angles))
+            yield path, ROPE._replace(build=build), module
 
 
 def _refused(part: AppliedPart, module: nn.Module) -> str | None:
@@ -140,41 +135,24 @@ def _refused(part: AppliedPart, module: nn.Module) -> str | None:
         return "has a forward of its own (replaced on the instance, as by a hook of accelerate)"
     if part in ALONE and (more := recognise.beside_x(module)):
         return f"its forward takes {' and '.join(more)} too"
-    return part.refused(module)
+    return None
 
 
 # --- the parts
 
 
-def _build_experts(module: Any) -> nn.Module | None:
-    return experts.built(module, _top_k(module))
-
-
-def _top_k(module: Any) -> int:
-    """Of the calls to come. Another one is built when it comes."""
-    config = getattr(module, "config", None)
-    return int(getattr(config, "num_experts_per_tok", None) or 1)
+def _build_experts(module: Any) -> nn.Module | str:
+    """For top_k of the calls to come. Another one is built when it comes."""
+    if (why := experts.refused(module)) is not None:
+        return why
+    top_k = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
+    return experts.built(module, int(top_k or 1)) or "is none that fuseops knows"
 
 
 def _by_experts(stand_in: Any) -> str:
     act = stand_in["act"]
     between = "its own gate, as written" if isinstance(act, experts.Written) else act.kind
     return f"grouped GEMMs over {stand_in['fc1'].num_groups} experts, {between}"
-
-
-def _unknown_mlp(module: Any) -> str:
-    act_fn = getattr(module, "act_fn", None)
-    if act_fn is not None and recognise.activation_of(act_fn) is None:
-        return f"unknown activation {type(act_fn).__name__}"
-    return "computes something else than down_proj(act_fn(gate_proj(x)) * up_proj(x))"
-
-
-def _quantized_weight(module: Any) -> str | None:
-    return lent.quantized(module._parameters["weight"])
-
-
-def _refused_norm(module: Any) -> str | None:
-    return "has no weight" if module._parameters["weight"] is None else _quantized_weight(module)
 
 
 def _by_norm(op: Any) -> str:
@@ -193,68 +171,29 @@ def _by_loss(second: Any) -> str:
     return "linear cross entropy" + (f", soft cap {soft_cap:g}" if soft_cap else "")
 
 
-EXPERTS = AppliedPart(
-    "experts",
-    experts.bound,
-    _build_experts,
-    experts.refused,
-    lambda module: "is none that fuseops knows",
-    _by_experts,
-)
-ROUTER = AppliedPart(
-    "router",
-    router.forward,
-    router.build,
-    _quantized_weight,
-    lambda module: "gives something else than (logits, weights, experts) of a known top-k",
-    _by_router,
-)
-MLP = AppliedPart(
-    "mlp",
-    mlp.forward,
-    mlp.build,
-    mlp.refused,
-    _unknown_mlp,
-    mlp.in_words,
-)
-NORM = AppliedPart(
-    "norm",
-    norm.forward,
-    norm.build,
-    _refused_norm,
-    lambda module: "computes something else than an RMSNorm over the last axis",
-    _by_norm,
-)
+EXPERTS = AppliedPart("experts", experts.bound, _build_experts, _by_experts)
+ROUTER = AppliedPart("router", router.forward, router.build, _by_router)
+MLP = AppliedPart("mlp", mlp.forward, mlp.build, mlp.in_words)
+NORM = AppliedPart("norm", norm.forward, norm.build, _by_norm)
 ALONE = (ROUTER, MLP, NORM)  # whose stand-ins take x and nothing else
 ROPE = AppliedPart(
     "rope",
     rope.forward,
-    rope.build,
-    functools.partial(rope.refused, None),
-    lambda module: "does not say how wide a head is",
+    functools.partial(rope.build, None),
     lambda op: f"q and k in one launch, {op.width} columns",
 )
 ADAPTER = AppliedPart(
+    "adapter", adapters.forward, adapters.build, lambda op: "one op with the Linear"
+)
+EXPERT_ADAPTER = AppliedPart(
     "adapter",
-    adapters.forward,
-    adapters.build,
-    adapters.refused,
-    lambda module: "is none that fuseops knows",
-    lambda op: "one op with the Linear",
+    experts.forward_adapted,
+    lambda wrapper: (
+        adapters.refused(wrapper) or nn.Identity()
+    ),  # experts read the factors themselves
+    lambda op: "low-rank products in the rule of the experts",
 )
-EXPERT_ADAPTER = ADAPTER._replace(
-    forward=experts.forward_adapted,
-    build=lambda wrapper: nn.Identity(),  # experts read the factors themselves
-    by=lambda op: "low-rank products in the rule of the experts",
-)
-LOSS = AppliedPart(
-    "loss",
-    loss.forward,
-    loss.build,
-    loss.refused,
-    lambda module: "the loss reads something else than the head's logits",
-    _by_loss,
-)
+LOSS = AppliedPart("loss", loss.forward, loss.build, _by_loss)
 FORWARDS = {
     part.forward for part in (EXPERTS, ROUTER, MLP, NORM, ROPE, ADAPTER, EXPERT_ADAPTER, LOSS)
 }

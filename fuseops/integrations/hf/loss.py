@@ -131,32 +131,26 @@ def _follows(model: Any) -> bool:
 # --- building
 
 
-def refused(model: nn.Module) -> str | None:
-    """Why a loss with logits stays, or None."""
-    head = model._modules[HEAD]
-    if (why := lent.plain(head, nn.Linear)) is not None:
-        return f"lm_head {why}"
-    if (why := lent.quantized(head.weight)) is not None:  # type: ignore[union-attr, arg-type]
-        return f"lm_head {why}"
-    return why_another_loss(model)
-
-
 def why_another_loss(model: nn.Module) -> str | None:
     """Why the loss of a model is not the cross entropy of the next token, or None."""
     name = getattr(getattr(model, "loss_function", None), "__name__", "unknown")
     return None if name == "ForCausalLMLoss" else f"the loss is {name}"
 
 
-def build(model: Any) -> nn.Module | None:
-    """The second self of a model, None where its logits are more than its head's."""
-    soft_cap = getattr(model.config, CAP, None)
-    if not _fits(model, model.config, soft_cap):
-        return None
-    config = model.config
-    if soft_cap is not None:
+def build(model: Any) -> nn.Module | str:
+    """The second self of a model, or why a loss with logits stays."""
+    head = model._modules[HEAD]
+    if (why := lent.plain(head, nn.Linear) or lent.quantized(head.weight)) is not None:
+        return f"lm_head {why}"
+    if (why := why_another_loss(model)) is not None:
+        return why
+    config, soft_cap = model.config, getattr(model.config, CAP, None)
+    fits = _fits(model, config, soft_cap)
+    if fits and soft_cap is not None:
         config = _uncapped(config)
-        if not _fits(model, config, None):
-            return None
+        fits = _fits(model, config, None)
+    if not fits:
+        return "the loss reads something else than the head's logits"
     new = _second(model, config, {**model._modules, HEAD: PassOn()})
     new.__dict__["_loss_function"] = functools.partial(loss_of_hidden, model)
     new.__dict__["losses"] = _losses(model, soft_cap)

@@ -24,7 +24,7 @@ from fuseops.ops.paths import LENDER, LENT
 
 from . import adapters, lent, packing
 from .adapters import LowRankProduct, lowered
-from .recognise import GATED, PLAIN_MLP, gated_by, mlp_of
+from .recognise import GATED, PLAIN_MLP, activation_of, gated_by, mlp_of
 
 
 class MLPSaved(NamedTuple):
@@ -194,7 +194,7 @@ def _beside(x: Tensor, products: list[LowRankProduct]) -> tuple[Tensor, tuple[Te
 # --- in the place of a module's forward
 
 
-def refused(module: nn.Module) -> str | None:
+def _refused(module: nn.Module) -> str | None:
     """Why fuseops does not run this module of gate_proj, up_proj and down_proj, or None."""
     for name in _names(module):
         child: Any = module._modules[name]
@@ -211,20 +211,29 @@ def _names(module: nn.Module) -> tuple[str, ...]:
     return GATED if "gate_proj" in module._modules else PLAIN_MLP
 
 
-def build(module: nn.Module) -> MLP | None:
-    """The op for this module, None where it computes something else."""
+def build(module: nn.Module) -> MLP | str:
+    """The op for this module, or why there is none."""
+    if (why := _refused(module)) is not None:
+        return why
     packed = packing.packed(module)  # nobody can run its class any more
     found: MLP | None = module.__dict__[LENT] if packed else None
     if found is not None and lent.stands(module):
         return found
     form = gated_by(module) if packed else mlp_of(module)
     if form is None:
-        return found
+        return found or _unknown(module)
     first = packing.PACKED if packed else "up_proj"
     sizes: Any = [adapters.adapted(module._modules[name]) for name in (first, "down_proj")]
     op = MLP(form, sizes[0].in_features, sizes[1].out_features)
     lend(op, module)
     return op
+
+
+def _unknown(module: Any) -> str:
+    act_fn = getattr(module, "act_fn", None)
+    if act_fn is not None and activation_of(act_fn) is None:
+        return f"unknown activation {type(act_fn).__name__}"
+    return "computes something else than down_proj(act_fn(gate_proj(x)) * up_proj(x))"
 
 
 def lend(op: MLP, module: nn.Module) -> None:

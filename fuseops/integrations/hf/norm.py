@@ -18,12 +18,16 @@ class LentRMSNorm(ops.RMSNorm):
     """A `LentRMSNorm` is an RMSNorm whose weight a module lends."""
 
 
-def build(module: nn.Module) -> LentRMSNorm | None:
-    """The op for this module, None where it computes something else."""
+def build(module: nn.Module) -> LentRMSNorm | str:
+    """The op for this module, or why there is none."""
+    weight: Any = module._parameters["weight"]
+    if weight is None:
+        return "has no weight"
+    if (why := lent.quantized(weight)) is not None:
+        return why
     found = norm_of(module)
     if found is None:
-        return None
-    weight: Any = module._parameters["weight"]
+        return "computes something else than an RMSNorm over the last axis"
     op = LentRMSNorm(
         weight.shape[0], eps=found.eps, device="meta", zero_centered_gamma=found.zero_centered
     )

@@ -204,12 +204,13 @@ def nearest(path: str, known: dict[str, nn.Module]) -> nn.Module | None:
     return known[max(around, key=len)] if around else None
 
 
-def refused(table: nn.Module | None, module: nn.Module) -> str | None:
-    """Why a module's own function turns its queries and keys, or None."""
+def build(table: nn.Module | None, module: nn.Module) -> RotaryPair | str:
+    """The op for this module, or why its own function turns its queries and keys.   table: of its angles"""
+    own: Any = type(module).forward
     for name, function in _rotary_functions(module).items():
         if not _splits_halves(function):
             return f"{name} turns other pairs of columns than i and D / 2 + i"
-    if not _layers(type(module).forward):
+    if not _layers(own):
         return "a decorator of its forward holds it elsewhere than in a closure"
     if table is None:
         return "where its angles come from is not known"
@@ -218,14 +219,7 @@ def refused(table: nn.Module | None, module: nn.Module) -> str | None:
         return f"{type(table).__name__} gives other angles to the second half of the columns"
     if width is None or columns != width:
         return f"partial: {columns} of {width} columns are turned"
-    return None
-
-
-def build(module: nn.Module) -> RotaryPair | None:
-    """The op for this module."""
-    width = _head(module)
-    own: Any = type(module).forward
-    return None if width is None else RotaryPair(own, rotary_names(module), width)
+    return RotaryPair(own, rotary_names(module), width)
 
 
 @lent.while_hung

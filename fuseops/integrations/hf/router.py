@@ -82,12 +82,14 @@ class LentRouter(Op[LentRouterSaved]):
         return Grads(d.to(weight.dtype) @ weight if "x" in call.needs else None, params)  # type: ignore[union-attr, operator]
 
 
-def build(module: nn.Module) -> LentRouter | None:
-    """The op for this module, None where it computes something else."""
+def build(module: nn.Module) -> LentRouter | str:
+    """The op for this module, or why there is none."""
+    weight: Any = module._parameters["weight"]
+    if (why := lent.quantized(weight)) is not None:
+        return why
     route = route_of(module)
     if route is None:
-        return None
-    weight: Any = module._parameters["weight"]
+        return "gives something else than (logits, weights, experts) of a known top-k"
     op = LentRouter(route, weight.shape[1], weight.shape[0])
     sources = {"weight": "weight"}
     if module._parameters.get("bias") is not None:

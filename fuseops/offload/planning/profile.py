@@ -6,17 +6,12 @@ work on the device, in the order of the step, forward and backward.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from fuseops.errors import FuseOpsError
-
-SCHEMA_VERSION = 1
 DRY_RUN, RECORDED = "dry run", "recorded"
 
 
@@ -146,8 +141,6 @@ class Profile:
     calls: tuple[LayerCall, ...]
     recompute: tuple[Recompute, ...] = ()
     assumed: tuple[str, ...] = ()
-    hardware: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def clock(self) -> tuple[float, ...]:
@@ -225,10 +218,6 @@ class Profile:
             found[call] = min(at, found.get(call, at))
         return found
 
-    def candidates(self) -> Iterator[int]:
-        """Indices of what may leave."""
-        return (k for k, saved in enumerate(self.saved) if saved.why is None)
-
     def owner_at(self, position: int) -> str:
         """Which layer's forward or backward runs there: "in the backward of blocks.3"."""
         last = None
@@ -243,62 +232,3 @@ class Profile:
         if last.what == "backward":
             return f"in the backward of {layer}"
         return f"{'in' if position < call.leave else 'after'} the forward of {layer}"
-
-    # --- files
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data with a schema_version."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "model": self.model,
-            "kind": self.kind,
-            "hardware": self.hardware,
-            "assumed": list(self.assumed),
-            "facts": dict(self.facts),
-            "ops": [list(op) for op in self.ops],
-            "saved": [saved._asdict() for saved in self.saved],
-            "calls": [call._asdict() for call in self.calls],
-            "recompute": [group._asdict() for group in self.recompute],
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Profile:
-        """Raises FuseOpsError for data of another version."""
-        if data.get("schema_version") != SCHEMA_VERSION:
-            raise FuseOpsError(
-                f"a step profile has schema_version {SCHEMA_VERSION}, got "
-                f"{data.get('schema_version')!r}. Record the step again."
-            )
-        return cls(
-            model=data["model"],
-            kind=data["kind"],
-            ops=tuple(ProfiledOp(*op) for op in data["ops"]),
-            saved=tuple(_saved(s) for s in data["saved"]),
-            calls=tuple(LayerCall(**call) for call in data["calls"]),
-            recompute=tuple(
-                Recompute(
-                    **{**g, "saved": tuple(g["saved"]), "instead": tuple(g.get("instead", ()))}
-                )
-                for g in data["recompute"]
-            ),
-            assumed=tuple(data["assumed"]),
-            hardware=data["hardware"],
-            facts=data["facts"],
-        )
-
-    def save(self, path: str | Path) -> None:
-        """Write it to a file, as JSON."""
-        Path(path).write_text(json.dumps(self.to_json()), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Read what `save` wrote.  Raises FuseOpsError when it is no such file."""
-        try:
-            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise FuseOpsError(f"cannot read a step profile from {path}: {error}") from None
-
-
-def _saved(data: Mapping[str, Any]) -> Saved:
-    again = tuple(Again(*entry) for entry in data["again"])
-    return Saved(**{**data, "shape": tuple(data["shape"]), "again": again})

@@ -148,51 +148,8 @@ class _Noted(Kept):
             self.recorder.dropped.append(self.storage)
 
 
-class _Recording(Scope):
-    """A `_Recording` is a scope that keeps everything, and tells the recorder."""
-
-    def __init__(self, recorder: Recorder, root: nn.Module) -> None:
-        super().__init__(root)
-        self._recorder = recorder
-
-    def __str__(self) -> str:
-        return "record()"
-
-    def called(self) -> None:
-        """A layer is called: its names count from 0, as under a scheduler."""
-        self._labels = self._labels.from_0()
-
-    def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]:
-        return [self._note(t, name) for t, name in zip(tensors, named, strict=True)]
-
-    def pack_of_torch(self, t: Tensor, below: FrameType | None) -> Handle:
-        return self._note(t, self._labels.of_torch(t, below))
-
-    def _note(self, t: Tensor, named: SavedName) -> _Noted:
-        fake = torch_private.is_fake(t) and t.layout is torch.strided
-        odd = None if fake else why_not_plain(t)
-        if odd is None and torch_private.in_backward():
-            odd = "recomputed by checkpoint"
-        handle = _Noted(t, self._entry(t, named, KEPT, odd or "recorded", 0), self._ledger)
-        handle.recorder, handle.call = self._recorder, self._recorder.running_call
-        handle.storage = None
-        if odd is None:
-            handle.storage = self._recorder.saved(t, named, self)
-        return handle
-
-    def why(self, t: Tensor, named: SavedName) -> str | None:
-        """Why t would stay under any plan."""
-        return self._recorder.owner_of(t) or self._reason(t, named)[0]
-
-    def _moves_from_cuda(self, t: Tensor) -> bool:
-        return self._recorder.on_gpu
-
-    def _by_policy(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
-        return self._recorder.by_policy(Candidate.of(t, named)), ""
-
-
-class Recorder:
-    """A `Recorder` follows one run of a step.
+class Recorder(Scope):
+    """A `Recorder` follows one run of a step. It is a scope that keeps everything.
 
     seconds    how long an op takes; None: measured
     intercept  runs the ops of a step that is not real
@@ -205,10 +162,11 @@ class Recorder:
         seconds: Seconds | None = None,
         intercept: Callable[..., Any] | None = None,
     ) -> None:
+        super().__init__(step.model)
         self.model, self.layers, self.policy = step.model, step.layers, step.policy
         self.meter, self.seconds, self.intercept = meter, seconds, intercept
         self._quotas: defaultdict[int, Quota] = defaultdict(Quota)  # by call
-        self.on_gpu = any(p.is_cuda for p in self.model.parameters())
+        self._on_gpu = any(p.is_cuda for p in self.model.parameters())
         self.ops: list[ProfiledOp] = []
         self.calls: list[LayerCall] = []
         self._timers: list[Any] = []
@@ -219,23 +177,18 @@ class Recorder:
         self._by_storage: StorageMap[_Storage] = StorageMap()
         self._made: StorageMap[int] = StorageMap()
         self._travelling: StorageMap[int] = StorageMap()  # between ranks: by which op
-        self._owned: StorageMap[str] = StorageMap()
+        self._held: StorageMap[str] = StorageMap()  # by the model, fake tensors too
         self.running_call = -1  # the call of a layer whose forward runs, -1 outside of all
         self._buffers: Written = {}  # of that layer, as its forward began
         self._wrote: str | None = None  # one of them that an op wrote
         self._ordinals: dict[str, int] = {}
 
+    def __str__(self) -> str:
+        return "record()"
+
     @property
     def position(self) -> int:
         return len(self.ops)
-
-    def owner_of(self, t: Tensor) -> str | None:
-        """Whether t lies in a parameter or buffer, fake ones included."""
-        return self._owned.get(t.untyped_storage())
-
-    def by_policy(self, candidate: Candidate) -> str | None:
-        """Why the policy keeps what the running call saves, or None."""
-        return self.policy.why_keep(candidate, self._quotas[self.running_call])
 
     # --- the step
 
@@ -247,10 +200,10 @@ class Recorder:
             (self.model.parameters(), PARAMETER),
         ):
             for t in dense(list(tensors)):
-                self._owned.set(t.untyped_storage(), what)
+                self._held.set(t.untyped_storage(), what)
         with ExitStack() as stack:
             stack.enter_context(modules.followed(self._entered, self._left))
-            self._scope = stack.enter_context(_Recording(self, self.model))
+            stack.enter_context(self)
             stack.enter_context(Ops(self._ran, self._run))
             yield
         self._look()
@@ -272,16 +225,37 @@ class Recorder:
         saved = tuple(s.done(end) for s in self._storages)
         return Profile(type(self.model).__name__, kind, tuple(ops), saved, tuple(calls))
 
-    # --- what the hooks tell
+    # --- what is saved
 
-    def saved(self, t: Tensor, named: SavedName, scope: _Recording) -> _Storage:
-        """A tensor is packed."""
+    def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]:
+        return [self._note(t, name) for t, name in zip(tensors, named, strict=True)]
+
+    def pack_of_torch(self, t: Tensor, below: FrameType | None) -> Handle:
+        return self._note(t, self._labels.of_torch(t, below))
+
+    def _note(self, t: Tensor, named: SavedName) -> _Noted:
+        fake = torch_private.is_fake(t) and t.layout is torch.strided
+        odd = None if fake else why_not_plain(t)
+        if odd is None and torch_private.in_backward():
+            odd = "recomputed by checkpoint"
+        handle = _Noted(t, self._entry(t, named, KEPT, odd or "recorded", 0), self._ledger)
+        handle.recorder, handle.call = self, self.running_call
+        handle.storage = None if odd is not None else self._saved(t, named)
+        return handle
+
+    def _moves_from_cuda(self, t: Tensor) -> bool:
+        return self._on_gpu
+
+    def _by_policy(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
+        return self.policy.why_keep(Candidate.of(t, named), self._quotas[self.running_call]), ""
+
+    def _saved(self, t: Tensor, named: SavedName) -> _Storage:
         self._names.update(named.names)
         storage = t.untyped_storage()
         known = self._by_storage.get(storage)
         if known is None:
             call = self.running_call
-            why = scope.why(t, named)
+            why = self._held.get(storage) or self._reason(t, named)[0]
             if why is None and call < 0:
                 why = "outside of the layers"
             known = _Storage(storage, self._seen(t, named, call, why))
@@ -322,10 +296,12 @@ class Recorder:
         globs = tuple(self.policy.quantize)
         return dtype_name(t.dtype) == known.dtype and exact_by_name(named.names, globs) is None
 
+    # --- what the hooks tell
+
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.intercept is not None:
             return self.intercept(func, args, kwargs)
-        self._timer = _Timer(self.on_gpu)
+        self._timer = _Timer(self._on_gpu)
         self.meter.before()
         out = func(*args, **kwargs)
         self._timer.stop()
@@ -383,7 +359,7 @@ class Recorder:
             return
         ordinal = self._ordinals[path] = self._ordinals.get(path, -1) + 1
         self.running_call = len(self.calls)
-        self._scope.called()
+        self._labels = self._labels.from_0()  # as under a scheduler
         self._buffers, self._wrote = buffers_of(module), None
         self.calls.append(LayerCall(path, ordinal, self.position, -1, -1))
 

@@ -62,7 +62,10 @@ def record(step: ProfiledStep, told: Progress = silent) -> Profile:
 
     there = [t.grad for t in _leaves(step) if t.grad is not None]
     new = [t for t in _leaves(step) if t.grad is None]
-    with untouched(step.model, there), _bordered(step), _without_gradients(new):
+    with ExitStack() as undo:
+        undo.enter_context(untouched(step.model, there))
+        undo.enter_context(_bordered(step))
+        undo.callback(_drop_gradients, new)  # whatever stops a step, its backward too
         told("warming up", 0, STAGES)  # caches, compilation
         step.run(step.args, step.side)
         _drop_gradients(new)
@@ -82,9 +85,6 @@ def record(step: ProfiledStep, told: Progress = silent) -> Profile:
         ops=tuple(ops),
         recompute=tuple(g._replace(seconds=g.seconds * scales[0]) for g in seen.recompute),
         assumed=() if cuda else (on_cpu,),
-        hardware=torch.cuda.get_device_name() if cuda else "cpu",
-        facts={"forward_seconds": took[0], "step_seconds": sum(took)}
-        | {"forward_scale": scales[0], "backward_scale": scales[1]},
     )
 
 
@@ -122,7 +122,7 @@ def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None 
     with _bordered(step):
         seen = _seen(step.model, observe)
     assumed = tuple(_assumed(step, hardware, seen, rows))
-    return replace(seen, assumed=assumed, hardware=hardware.name)
+    return replace(seen, assumed=assumed)
 
 
 def _seen(model: nn.Module, observe: Callable[[], Recorder], told: Progress = silent) -> Profile:
@@ -197,15 +197,6 @@ def _leaves(step: ProfiledStep) -> list[Tensor]:
     """What gets a gradient."""
     inputs = tensors_in((step.args, step.side))
     return [t for t in (*step.model.parameters(), *inputs) if t.is_leaf and t.requires_grad]
-
-
-@contextmanager
-def _without_gradients(leaves: list[Tensor]) -> Iterator[None]:
-    """Whatever stops a step, its backward too, leaves them none."""
-    try:
-        yield
-    finally:
-        _drop_gradients(leaves)
 
 
 def _drop_gradients(leaves: list[Tensor]) -> None:
