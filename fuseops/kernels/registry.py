@@ -156,6 +156,11 @@ class KernelOp(Generic[P, R]):
                 f"kernel op '{self.label}' is registered twice: torch keeps an op until the process ends, so give the "
                 "launcher another name."
             )
+        if alone := [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]:
+            raise FuseOpsError(
+                f"kernel op '{self.label}' takes {', '.join(alone)} by keyword alone, and calls are repeated by "
+                "position: leave the * out of the launcher's parameters; they may be given by keyword all the same."
+            )
         schema = torch.library.infer_schema(launcher, mutates_args=mutates)
         if re.match(r"\(Tensor(\(\w+!\))? ", schema) is None:
             raise FuseOpsError(
@@ -405,7 +410,8 @@ def kernel_op(
     namespace: of `torch.ops`, in which the op stands by the launcher's name; left out: the top-level package that the
         launcher is defined in ("main" of a script).
     dtypes: those that it loads; a call with a tensor of another one runs the twin.
-    Raises FuseOpsError for a second op of one name, and for one whose first argument is no Tensor.
+    Raises FuseOpsError for a second op of one name, for one whose first argument is no Tensor, and for parameters that
+    come by keyword alone.
     """
     return lambda launcher: KernelOp(
         launcher,

@@ -500,3 +500,14 @@ def test_a_first_argument_that_is_no_tensor_is_refused(launcher):
     with pytest.raises(FuseOpsError, match=f"{launcher.__name__}' takes .*has to be a Tensor"):
         kernel_op(twin=launcher, namespace="test_registry")(launcher)
     assert not hasattr(torch.ops.test_registry, launcher.__name__)
+
+
+def test_a_parameter_by_keyword_alone_is_refused():
+    """Calls are repeated by position: the registered op, compiled code and replays failed."""
+
+    def starred(x: torch.Tensor, *, scale: float = 2.0) -> torch.Tensor:
+        return x * scale
+
+    with pytest.raises(FuseOpsError, match="test_registry::starred' takes scale by keyword alone"):
+        kernel_op(twin=starred, namespace="test_registry")(starred)
+    assert not hasattr(torch.ops.test_registry, "starred")
