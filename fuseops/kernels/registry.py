@@ -396,7 +396,8 @@ def kernel_op(
     dtypes: frozenset[torch.dtype] = DTYPES,
 ) -> Callable[[Callable[P, R]], KernelOp[P, R]]:
     """Register the decorated launcher: its signature is the op's schema, so every argument has a type that
-    `torch.library.infer_schema` knows, the first is a Tensor, and what it returns are new tensors.
+    `torch.library.infer_schema` knows, the first is a Tensor, and what it returns are new tensors. It decides by its
+    arguments alone: calls alike are repeated without it.
 
     twin: the same in plain differentiable torch, with the same arguments: it runs wherever the launcher does not.
     fake: outputs without values, where the twin reads values; an op that returns nothing needs none.
