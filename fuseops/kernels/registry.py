@@ -156,16 +156,16 @@ class KernelOp(Generic[P, R]):
                 f"kernel op '{self.label}' is registered twice: torch keeps an op until the process ends, so give the "
                 "launcher another name."
             )
-        if alone := [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]:
-            raise FuseOpsError(
-                f"kernel op '{self.label}' takes {', '.join(alone)} by keyword alone, and calls are repeated by "
-                "position: leave the * out of the launcher's parameters; they may be given by keyword all the same."
-            )
         schema = torch.library.infer_schema(launcher, mutates_args=mutates)
         if re.match(r"\(Tensor(\(\w+!\))? ", schema) is None:
             raise FuseOpsError(
                 f"kernel op '{self.label}' takes {schema.partition(' -> ')[0]}: its first argument has to be a Tensor, "
                 "by whose device a call knows whether it launches."
+            )
+        if " *, " in schema:
+            raise FuseOpsError(
+                f"kernel op '{self.label}' takes {schema.partition(' -> ')[0]}, some of it by keyword alone, and calls "
+                "are repeated by position: leave the * out of the launcher. Callers may give keywords all the same."
             )
         self._takes_lists = re.search(r"Tensor\S*\[", schema.partition(" -> ")[0]) is not None
         lib = library(space)

@@ -508,6 +508,6 @@ def test_a_parameter_by_keyword_alone_is_refused():
     def starred(x: torch.Tensor, *, scale: float = 2.0) -> torch.Tensor:
         return x * scale
 
-    with pytest.raises(FuseOpsError, match="test_registry::starred' takes scale by keyword alone"):
+    with pytest.raises(FuseOpsError, match=r"starred' takes .*\*, float scale.* by keyword alone"):
         kernel_op(twin=starred, namespace="test_registry")(starred)
     assert not hasattr(torch.ops.test_registry, "starred")
