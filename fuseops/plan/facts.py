@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fuseops.errors import FuseOpsError
 from fuseops.ops.paths import path_of
 from fuseops.ops.scopes import Settings
 from fuseops.recipes import Recipe, Roles
@@ -32,12 +31,7 @@ def roles_of(chain: Chain, recipe: Recipe | None, modes: Sequence[str]) -> tuple
     for op, name, mode in zip(chain.ops, chain.names, modes, strict=True):
         given = None
         if recipe is not None and (op.multiplies or op.quantizes) and not mode:
-            given = recipe.roles_of(op, path_of(op) or name)
-            if not isinstance(given, Roles):
-                raise FuseOpsError(
-                    f"{type(recipe).__name__} gave {given!r:.80} as the roles of {path_of(op) or name!r} "
-                    f"({type(op).__name__}): expected a fuseops.recipes.Roles; Roles() is high precision."
-                )
+            given = recipe.checked_roles_of(op, path_of(op) or name)
         found.append(None if given is None or given.high else given)
     return tuple(found)
 

@@ -134,6 +134,16 @@ class Recipe:
         """The formats of this op's operands; name: its dotted name, in the model where that is known."""
         return self.roles()
 
+    def checked_roles_of(self, op: Any, name: str) -> Roles:
+        """What `roles_of` gives.  Raises FuseOpsError where that is something else."""
+        given = self.roles_of(op, name)
+        if isinstance(given, Roles):
+            return given
+        raise FuseOpsError(
+            f"{type(self).__name__} gave {given!r:.80} as the roles of {name!r} ({type(op).__name__}): expected a "
+            "fuseops.recipes.Roles; Roles() is high precision."
+        )
+
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
