@@ -219,7 +219,8 @@ class KernelOp(Generic[P, R]):
             if out is not NOT_REPLAYED:
                 return out
         if not self.launches(args, kwargs):
-            if self.traces_twin or not _traced(self._values(args, kwargs)):
+            values = self._values(args, kwargs)
+            if self.traces_twin or not _traced(values) or self._loses_gradient(values):
                 return self.twin(*args, **kwargs)
             given = enumerate((*args, *kwargs.values()))
             check_all_meta(
@@ -294,6 +295,13 @@ class KernelOp(Generic[P, R]):
         if not self._takes_lists:
             return given
         return tuple([value for one in given for value in _each(one)])
+
+    def _loses_gradient(self, values: tuple[Any, ...]) -> bool:
+        """Whether compiled code would drop a gradient that somebody wants: torch knows none of the registered op."""
+        if not (torch.is_grad_enabled() and torch.compiler.is_compiling()):
+            return False
+        wanted = any(isinstance(t, Tensor) and t.requires_grad for t in values)
+        return wanted and not torch_private.has_autograd(self.label)
 
     def written_to(self, args: tuple[Any, ...]) -> list[Tensor]:
         """The tensors of a call that it writes to."""
@@ -404,7 +412,8 @@ def kernel_op(
     flops, nbytes: formulas over the arguments, for profilers.
     cases: arguments on the meta device, for what compiles kernels ahead of time.
     min_arch: the first architecture (80, 90, ...) that can run it; 0 for a launcher without Triton, on any CUDA device.
-    traces_twin: False for a twin that reads values: traced code and fake tensors then see the registered op instead.
+    traces_twin: False for a twin that reads values: traced code and fake tensors then see the registered op instead,
+        and for a gradient the twin, unless `torch.library.register_autograd` told one.
     fuses: compiled code is given the twin, since the compiler fuses it with what stands around it.
     mutates: names of the tensors that it writes to; a launch moves their versions, by which autograd knows.
     announces: False where it is only called for tensors that nobody else can read: versions stay.
