@@ -131,6 +131,12 @@ def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+@assume_constant_result
+def has_autograd(op: str) -> bool:
+    """Whether a derivative is registered of an op, "namespace::name"."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, "Autograd")
+
+
 def allow_in_graph(function: Callable[..., Any]) -> None:
     """`torch.compiler.allow_in_graph`, in a trace, where dynamo has been imported."""
     torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]

@@ -226,7 +226,7 @@ OP = fo.ops.GroupedLinear(E, D, D)
         ({"y": X.detach()}, "lies over memory of x, which is still read"),
         ({"dx": X.detach()}, "lies over memory of x"),
         ({"y": OP.weight.detach().view(-1)[-54:].view(9, 6)}, "over memory of an input of it"),
-        ({"z": torch.empty(1)}, "there is no output 'GroupedLinear.z' to write to a buffer"),
+        ({"z": torch.empty(1)}, r"GroupedLinear: there is no output 'z' .*some of \['y', 'dx'\]"),
     ],
 )  # fmt: skip
 def test_a_buffer_that_cannot_take_it_is_refused(out: dict[str, Any], said: str) -> None:
@@ -235,7 +235,7 @@ def test_a_buffer_that_cannot_take_it_is_refused(out: dict[str, Any], said: str)
 
 
 @pytest.mark.parametrize(
-    "out", [3, "y", ("y", X.detach()), torch.ones(1)], ids=["int", "str", "tuple", "tensor"]
+    "out", [3, "y", ("y", X.detach()), torch.ones(2)], ids=["int", "str", "tuple", "tensor"]
 )
 def test_what_is_no_mapping_of_buffers_is_refused(out: Any) -> None:
     for call in (OP, fo.Sequential(OP)):

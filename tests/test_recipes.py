@@ -498,6 +498,25 @@ def test_another_format_is_refused(recipe: Any, role: str) -> None:
         recipe(**{role: torch.float16})
 
 
+@pytest.mark.parametrize(
+    "name", ["input", "weight", "grad_output", "hidden", "weights", "backward"]
+)
+def test_roles_of_something_else_are_refused(name: str) -> None:
+    with pytest.raises(fo.FuseOpsError, match=rf"Roles\({name}='other'\): expected "):
+        fo.recipes.Roles(**{name: "other"})
+
+
+@pytest.mark.parametrize("given", [None, fo.recipes.Scaling()])
+def test_a_recipe_that_gives_no_roles_is_refused(given: Any) -> None:
+    class Mine(fo.recipes.Recipe):
+        def roles(self) -> Any:
+            return given
+
+    with pytest.raises(fo.FuseOpsError, match=r"Mine gave .* as the roles of '0' \(Linear\)"):
+        with fo.recipe(Mine()):
+            fo.Sequential(fo.ops.Linear(4, 4))(torch.ones(2, 4))
+
+
 @pytest.mark.parametrize("recipe", DRAWN, ids=lambda recipe: recipe.__name__)
 def test_an_option_that_is_not_there_is_refused(recipe: Any) -> None:
     """Each of every recipe, by its name and with what it may be."""

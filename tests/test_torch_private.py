@@ -245,6 +245,14 @@ def test_any_autocast_is_true_inside_one_only() -> None:
     assert not torch_private.any_autocast()
 
 
+def test_has_autograd_is_true_of_an_op_with_a_derivative() -> None:
+    lib = torch.library.Library("test_torch_private", "FRAGMENT")
+    lib.define("with_none(Tensor x) -> Tensor")
+    assert not torch_private.has_autograd("test_torch_private::with_none")
+    torch.library.register_autograd("test_torch_private::with_none", lambda ctx, dy: dy, lib=lib)
+    assert torch_private.has_autograd("test_torch_private::with_none")
+
+
 def test_inside_functorch_is_true_inside_a_transform_only() -> None:
     seen: list[bool] = []
 

@@ -404,6 +404,26 @@ def test_a_fused_op_that_gives_another_kind_of_tensor_is_refused_at_its_first_ca
     scaled_step(as_rule(lambda where, result: result))
 
 
+DECLARED: dict[str, tuple[dict[str, Any], str]] = {
+    "a need of no member": ({"saves_for": {"weight": ("x",)}}, r"Wrong has 'weight' in .*0 to 0"),
+    "a field that is not saved": ({"saves_for": {"x": ("y",)}}, r"saves_for\['x'\] names \['y'\]"),
+    "the name of another field": ({"names": {"y": "0.x"}}, r"Wrong\.names has \['y'\]"),
+    "the name of another member": ({"names": {"x": "1.x"}}, r"Wrong has '1\.x' in .*0 to 0"),
+    "a name without a member": ({"names": {"x": "x"}}, r"Wrong has 'x' in names"),
+    "a Saved without names": ({"Saved": tuple}, r"Wrong\.Saved is .*expected a NamedTuple"),
+}
+
+
+@pytest.mark.parametrize("mistake", DECLARED)
+def test_what_a_joint_op_declares_is_refused_when_it_is_planned(mistake: str) -> None:
+    declared, told = DECLARED[mistake]
+    model = fo.Sequential(Scaled())
+    rule = fo.Rule("wrong", (Scaled,), type("Wrong", (FusedScaled,), declared), "joint")
+    fo.configure(model, rules=[rule])
+    with pytest.raises(fo.FuseOpsError, match=told):
+        model.plan(torch.ones(3, 4), probs=torch.rand(3, 1))
+
+
 # --- every call
 
 

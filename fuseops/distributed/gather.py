@@ -123,7 +123,7 @@ def quantized_gather(model: nn.Module, recipe: Recipe) -> list[str]:
         weight = op._parameters.get("weight")
         if not getattr(op, "multiplies", False) or type(weight) is not nn.Parameter:
             continue
-        scaling = recipe.roles_of(op, path_of(op) or name).weight
+        scaling = recipe.checked_roles_of(op, path_of(op) or name).weight
         if scaling is None:
             continue
         if scaling.block != SQUARE:

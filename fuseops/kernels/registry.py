@@ -162,6 +162,11 @@ class KernelOp(Generic[P, R]):
                 f"kernel op '{self.label}' takes {schema.partition(' -> ')[0]}: its first argument has to be a Tensor, "
                 "by whose device a call knows whether it launches."
             )
+        if " *, " in schema:
+            raise FuseOpsError(
+                f"kernel op '{self.label}' takes {schema.partition(' -> ')[0]}, some of it by keyword alone, and calls "
+                "are repeated by position: leave the * out of the launcher. Callers may give keywords all the same."
+            )
         self._takes_lists = re.search(r"Tensor\S*\[", schema.partition(" -> ")[0]) is not None
         lib = library(space)
         lib.define(self.name + schema)
@@ -214,7 +219,8 @@ class KernelOp(Generic[P, R]):
             if out is not NOT_REPLAYED:
                 return out
         if not self.launches(args, kwargs):
-            if self.traces_twin or not _traced(self._values(args, kwargs)):
+            values = self._values(args, kwargs)
+            if self.traces_twin or not _traced(values) or self._loses_gradient(values):
                 return self.twin(*args, **kwargs)
             given = enumerate((*args, *kwargs.values()))
             check_all_meta(
@@ -289,6 +295,13 @@ class KernelOp(Generic[P, R]):
         if not self._takes_lists:
             return given
         return tuple([value for one in given for value in _each(one)])
+
+    def _loses_gradient(self, values: tuple[Any, ...]) -> bool:
+        """Whether compiled code would drop a gradient that somebody wants: torch knows none of the registered op."""
+        if not (torch.is_grad_enabled() and torch.compiler.is_compiling()):
+            return False
+        wanted = any(isinstance(t, Tensor) and t.requires_grad for t in values)
+        return wanted and not torch_private.has_autograd(self.label)
 
     def written_to(self, args: tuple[Any, ...]) -> list[Tensor]:
         """The tensors of a call that it writes to."""
@@ -391,21 +404,24 @@ def kernel_op(
     dtypes: frozenset[torch.dtype] = DTYPES,
 ) -> Callable[[Callable[P, R]], KernelOp[P, R]]:
     """Register the decorated launcher: its signature is the op's schema, so every argument has a type that
-    `torch.library.infer_schema` knows, the first is a Tensor, and what it returns are new tensors.
+    `torch.library.infer_schema` knows, the first is a Tensor, and what it returns are new tensors. It decides by its
+    arguments alone: calls alike are repeated without it.
 
     twin: the same in plain differentiable torch, with the same arguments: it runs wherever the launcher does not.
     fake: outputs without values, where the twin reads values; an op that returns nothing needs none.
     flops, nbytes: formulas over the arguments, for profilers.
     cases: arguments on the meta device, for what compiles kernels ahead of time.
     min_arch: the first architecture (80, 90, ...) that can run it; 0 for a launcher without Triton, on any CUDA device.
-    traces_twin: False for a twin that reads values: traced code and fake tensors then see the registered op instead.
+    traces_twin: False for a twin that reads values: traced code and fake tensors then see the registered op instead,
+        and for a gradient the twin, unless `torch.library.register_autograd` told one.
     fuses: compiled code is given the twin, since the compiler fuses it with what stands around it.
     mutates: names of the tensors that it writes to; a launch moves their versions, by which autograd knows.
     announces: False where it is only called for tensors that nobody else can read: versions stay.
     namespace: of `torch.ops`, in which the op stands by the launcher's name; left out: the top-level package that the
         launcher is defined in ("main" of a script).
     dtypes: those that it loads; a call with a tensor of another one runs the twin.
-    Raises FuseOpsError for a second op of one name, and for one whose first argument is no Tensor.
+    Raises FuseOpsError for a second op of one name, for one whose first argument is no Tensor, and for parameters that
+    come by keyword alone.
     """
     return lambda launcher: KernelOp(
         launcher,

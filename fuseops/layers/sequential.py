@@ -70,10 +70,10 @@ class Sequential(Composed):
             check_input(self, x)
         tokens, versions = tokens_of(self, runner), runner.versions
         outs: dict[str, Buffers] = {}
-        if out:
+        if out is not None:
             ops = tuple([name for name, m, *_ in runner.planned if isinstance(m, Op)])
             outs = buffers.by_op(described(self), out, ops)
-            runner = runner.with_apart(frozenset(outs))
+            runner = runner.with_apart(frozenset(outs)) if outs else runner
         path, entered = self.__dict__.get("_prefix"), False
         if path is None:
             path, entered = _enter(self) if naming.thread.observers else ("", False)
@@ -169,11 +169,7 @@ def _run_alone(
     run = runner.pieces[0][1]
     if not isinstance(run, Run):
         raise FuseOpsError(f"{type(op).__name__} is not an op")
-    outs = None
-    if out:
-        name = type(op).__name__
-        own = {f"{name}.{what}": t for what, t in buffers.by_name(name, out).items()}
-        outs = buffers.by_op(name, own, (name,))[name]
+    outs = None if out is None else buffers.by_op(type(op).__name__, out, ("",)).get("")
     y = run(x, env, tokens, tuple(op.writes), prefix_of(op) or "", {}, runner.versions, outs)
     return (y, *(env[name] for name in op.writes)) if op.writes else y
 

@@ -9,7 +9,7 @@ Everything else (autograd, fusion, offload, compile, explain) is written once, e
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar, get_args
 
@@ -250,7 +250,8 @@ class Op(nn.Module, Generic[S]):
             cls.saves_for = None
         else:
             cls.Saved = _saved_class(cls)
-            _check_saves_for(cls)
+            needs = None if cls.signature.any_side else {"x", *cls.signature.keywords}
+            check_saves_for(cls.__name__, cls, needs)
 
     def fwd(self, *args: Any, **keywords: Any) -> Any:
         """x and, by keyword, own parameters and side inputs -> Out (or a bare tensor)."""
@@ -459,25 +460,27 @@ def _saved_class(cls: type[Op[Any]]) -> type[Any]:
     )
 
 
-def _check_saves_for(cls: type[Op[Any]]) -> None:
-    fields, needs = set(cls.Saved._fields), {"x", *cls.signature.keywords}
-    if not isinstance(cls.saves_for, Mapping | None):
+def check_saves_for(name: str, saver: Any, needs: Collection[str] | None) -> None:
+    """Raise FuseOpsError where `saves_for` of an op or a fused op has a field that is not saved, or another need than
+    these (None: any).
+    """
+    fields = saver.Saved._fields
+    if not isinstance(saver.saves_for, Mapping | None):
         raise FuseOpsError(
-            f"{cls.__name__}.saves_for is {cls.saves_for!r:.80}, expected {{need: the fields that its gradient reads}}."
+            f"{name}.saves_for is {saver.saves_for!r:.80}, expected {{need: the fields that its gradient reads}}."
         )
-    for need, saved in (cls.saves_for or {}).items():
+    for need, saved in (saver.saves_for or {}).items():
         if isinstance(saved, str):
             raise FuseOpsError(
-                f"{cls.__name__}.saves_for[{need!r}] is a tuple of fields, ({saved!r},), not {saved!r}."
+                f"{name}.saves_for[{need!r}] is a tuple of fields, ({saved!r},), not {saved!r}."
             )
-        if need not in needs and not cls.signature.any_side:
+        if needs is not None and need not in needs:
             raise FuseOpsError(
-                f"{cls.__name__}.saves_for has a need {need!r}, but its fwd takes {sorted(needs)}."
+                f"{name}.saves_for has a need {need!r}, but its fwd takes {sorted(needs)}."
             )
-        unknown = set(saved) - fields
-        if unknown:
+        if unknown := set(saved).difference(fields):
             raise FuseOpsError(
-                f"{cls.__name__}.saves_for[{need!r}] names {sorted(unknown)}, but {cls.Saved.__name__} has "
+                f"{name}.saves_for[{need!r}] names {sorted(unknown)}, but {saver.Saved.__name__} has "
                 f"{sorted(fields)}."
             )
 

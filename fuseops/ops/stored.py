@@ -211,7 +211,7 @@ def quantized_init(recipe: Recipe) -> Iterator[None]:
     finally:
         hook.remove()
     new = [op for op in made if getattr(op, "multiplies", False) and stored_in(op) is None]
-    formats = {op: recipe.roles_of(op, path_of(op) or "").weight for op in new}
+    formats = {op: recipe.checked_roles_of(op, path_of(op) or "").weight for op in new}
     _check_shared(made, formats)
     kept: dict[nn.Parameter, StoredWeight] = {}
     for op, scaling in formats.items():

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fuseops.errors import FuseOpsError
-from fuseops.ops.op import Call, FusedOp, Op, Precision
+from fuseops.ops.op import Call, FusedOp, Op, Precision, check_saves_for
 from fuseops.ops.paths import path_of
 from fuseops.ops.stored import stored_in
 from fuseops.ops.weights import scales_of, store_of
@@ -81,12 +81,37 @@ def _unit(c: Site, ops: Sequence[Op[Any]]) -> _Unit:
             raise FuseOpsError(
                 f"rule {c.rule.name!r} is a {c.rule.kind} rule: {type(target).__name__} must define {name}."
             )
+    if c.rule.kind == "joint":
+        _check_joint(target, c.rule.name)
     if len(target.members) != c.stop - c.start:
         raise FuseOpsError(
             f"rule {c.rule.name!r}: {type(target).__name__}.members has {len(target.members)} ops, "
             f"the match has {c.stop - c.start}: pass every matched op to FusedOp.__init__."
         )
     return _Unit(c.start, c.stop, target, c.rule.kind, c.rule.name)
+
+
+def _check_joint(fused: FusedOp, rule: str) -> None:
+    """Raise FuseOpsError for a Saved that is no NamedTuple, and for needs and names of other fields or members."""
+    kind = type(fused).__name__
+    fields = getattr(fused.Saved, "_fields", None)
+    if fields is None:
+        raise FuseOpsError(
+            f"rule {rule!r}: {kind}.Saved is {fused.Saved!r:.80}, expected a NamedTuple."
+        )
+    check_saves_for(kind, fused, None)
+    if unknown := fused.names.keys() - fields:
+        raise FuseOpsError(
+            f"rule {rule!r}: {kind}.names has {sorted(unknown)}, but what it saves has {sorted(fields)}."
+        )
+    members = {*map(str, range(len(fused.members)))}
+    for name in (*fused.names.values(), *(need for need in fused.saves_for or () if need != "x")):
+        member, _, own = name.partition(".")
+        if member not in members or not own:
+            raise FuseOpsError(
+                f"rule {rule!r}: {kind} has {name!r} in names or saves_for, expected 'member.name', as '0.weight', of "
+                f"members 0 to {len(members) - 1}."
+            )
 
 
 def _units(ops: Sequence[Op[Any]], *fused: Sequence[_Unit]) -> list[_Unit]:

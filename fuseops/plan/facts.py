@@ -31,7 +31,7 @@ def roles_of(chain: Chain, recipe: Recipe | None, modes: Sequence[str]) -> tuple
     for op, name, mode in zip(chain.ops, chain.names, modes, strict=True):
         given = None
         if recipe is not None and (op.multiplies or op.quantizes) and not mode:
-            given = recipe.roles_of(op, path_of(op) or name)
+            given = recipe.checked_roles_of(op, path_of(op) or name)
         found.append(None if given is None or given.high else given)
     return tuple(found)
 

@@ -14,6 +14,33 @@ from .scaling import COLUMN, E4M3, E5M2, SQUARE, VECTOR, Scaling
 from .store import POLICIES
 
 BACKWARDS = (None, "high_precision", "dequantized")
+FORMAT = {"kind": Scaling | None}  # of a field that is one
+
+
+def option(*choices: Any) -> Any:
+    """A field of a recipe that is one of these, by default the first."""
+    return field(default=choices[0], metadata={"choices": choices})
+
+
+def number(default: float, least: float) -> Any:
+    """A field of a recipe that is a finite number, a whole one where the default is."""
+    return field(default=default, metadata={"least": least})
+
+
+def check_fields(made: Any) -> None:
+    """Raise FuseOpsError for a field that is none of its choices, no format, or no number from its least one on."""
+    for f in fields(made):
+        value, wanted = getattr(made, f.name, None), ""
+        if value not in (choices := f.metadata.get("choices", (value,))):
+            wanted = f"one of {choices}"
+        if not isinstance(value, f.metadata.get("kind", object)):
+            wanted = "a fuseops.recipes.Scaling, or None for high precision"
+        if (least := f.metadata.get("least")) is not None:
+            kind = int if isinstance(f.default, int) else int | float
+            if not isinstance(value, kind) or not least <= value < math.inf:
+                wanted = f"a number, {least:g} or above"
+        if wanted:
+            raise FuseOpsError(f"{type(made).__name__}({f.name}={value!r:.80}): expected {wanted}.")
 
 
 @dataclass(frozen=True)
@@ -29,20 +56,22 @@ class Roles:
     delayed     the recipe whose state gives the scales, where they are not those of the tensor itself
     columns, squares  follow from them: whether the weight gradient multiplies two quantized operands (of one alone it
                 reads the rows), and whether those are squares, as producers of operands write them
+    Raises FuseOpsError for another value of any of them.
     """
 
-    input: Scaling | None = None
-    weight: Scaling | None = None
-    grad_output: Scaling | None = None
+    input: Scaling | None = field(default=None, metadata=FORMAT)
+    weight: Scaling | None = field(default=None, metadata=FORMAT)
+    grad_output: Scaling | None = field(default=None, metadata=FORMAT)
     high_wgrad: bool = False
-    hidden: Scaling | None = None
-    weights: str = "none"
-    backward: str | None = None
+    hidden: Scaling | None = field(default=None, metadata=FORMAT)
+    weights: str = option(*POLICIES)
+    backward: str | None = option(*BACKWARDS)
     delayed: Any = None
     columns: bool = field(init=False, repr=False, compare=False)
     squares: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         # dy stays as it is, and with "high_precision" all that it meets
         if self.backward is not None:
             object.__setattr__(self, "grad_output", None)
@@ -86,16 +115,6 @@ class Roles:
         return self.weight.block != VECTOR  # type: ignore[union-attr]
 
 
-def option(*choices: Any) -> Any:
-    """A field of a recipe that is one of these, by default the first."""
-    return field(default=choices[0], metadata={"choices": choices})
-
-
-def number(default: float, least: float) -> Any:
-    """A field of a recipe that is a finite number, a whole one where the default is."""
-    return field(default=default, metadata={"least": least})
-
-
 @dataclass(frozen=True, eq=False)
 class Recipe:
     """A recipe turns the role of an operand (input, weight or output gradient) into its format; this is their base.
@@ -105,17 +124,7 @@ class Recipe:
     """
 
     def __post_init__(self) -> None:
-        """Raise FuseOpsError for a field that is none of its choices, or no number from its least one on."""
-        for f in fields(self):
-            value, wanted = getattr(self, f.name), ""
-            if value not in (choices := f.metadata.get("choices", (value,))):
-                wanted = f"one of {choices}"
-            if (least := f.metadata.get("least")) is not None:
-                kind = int if isinstance(f.default, int) else int | float
-                if not isinstance(value, kind) or not least <= value < math.inf:
-                    wanted = f"a number, {least:g} or above"
-            if wanted:
-                raise FuseOpsError(f"{type(self).__name__}({f.name}={value!r}): expected {wanted}.")
+        check_fields(self)
 
     def roles(self) -> Roles:
         """The formats of an op's operands."""
@@ -124,6 +133,16 @@ class Recipe:
     def roles_of(self, op: Any, name: str) -> Roles:
         """The formats of this op's operands; name: its dotted name, in the model where that is known."""
         return self.roles()
+
+    def checked_roles_of(self, op: Any, name: str) -> Roles:
+        """What `roles_of` gives.  Raises FuseOpsError where that is something else."""
+        given = self.roles_of(op, name)
+        if isinstance(given, Roles):
+            return given
+        raise FuseOpsError(
+            f"{type(self).__name__} gave {given!r:.80} as the roles of {name!r} ({type(op).__name__}): expected a "
+            "fuseops.recipes.Roles; Roles() is high precision."
+        )
 
 
 @dataclass(frozen=True)

@@ -17,23 +17,23 @@ from fuseops.errors import FuseOpsError, ShapeError
 Buffers = Mapping[str, Tensor]  # "y", "dx"
 
 
-def by_name(who: str, out: Any) -> Mapping[str, Any]:
-    """What was given as `out`.  Raises FuseOpsError where it is no mapping."""
-    if isinstance(out, Mapping):
-        return out
-    raise FuseOpsError(f"{who}: out is {type(out).__name__}, expected buffers by their names.")
+def by_op(module: str, out: Any, names: tuple[str, ...]) -> dict[str, Buffers]:
+    """The buffers of every op in `names`, of one alone "".   {"fc2.y": t} -> {"fc2": {"y": t}}
 
-
-def by_op(module: str, out: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Buffers]:
-    """The buffers of every op in `names`.   {"fc2.y": t} -> {"fc2": {"y": t}}"""
+    Raises FuseOpsError for what is no mapping, or names something else.
+    """
+    if not isinstance(out, Mapping):
+        raise FuseOpsError(
+            f"{module}: out is {type(out).__name__}, expected buffers by their names."
+        )
     found: dict[str, dict[str, Any]] = {}
-    for key, buffer in by_name(module, out).items():
-        op, _, what = key.rpartition(".")
-        if op not in names or what not in ("y", "dx"):
+    known = [f"{op}.{what}".lstrip(".") for op in names for what in ("y", "dx")]
+    for key, buffer in out.items():
+        if key not in known:
             raise FuseOpsError(
-                f"{module}: there is no output {key!r} to write to a buffer. An op's are named '<op>.y' and "
-                f"'<op>.dx', of the ops {list(names)}."
+                f"{module}: there is no output {key!r} to write to a buffer, expected some of {known}."
             )
+        op, _, what = key.rpartition(".")
         found.setdefault(op, {})[what] = buffer
     return {**found}
 

@@ -429,6 +429,17 @@ class TestLists:
             fake = mode.from_tensor(x)
         assert type(op(fake, [fake])) is type(fake) and not launched
 
+    @pytest.mark.parametrize("known", [False, True])
+    def test_compiled_code_loses_no_gradient(self, listed, known):
+        """The registered op has none of its own, and with one it stays whole."""
+        op, launched = listed
+        if known:
+            torch.library.register_autograd(op.label, lambda ctx, dy: (3 * dy, [None, None]))
+        compiled = torch.compile(lambda x: op(x * 1.0, [x, x]), fullgraph=True, backend="aot_eager")
+        x = torch.full((3,), 2.0, requires_grad=True)
+        (dx,) = torch.autograd.grad(compiled(x).sum(), x)
+        assert dx.eq(3 if known else 12).all() and bool(launched) == known
+
     def test_compiled_code_launches(self, listed):
         op, launched = listed
         x = torch.full((3,), 2.0)
@@ -500,3 +511,14 @@ def test_a_first_argument_that_is_no_tensor_is_refused(launcher):
     with pytest.raises(FuseOpsError, match=f"{launcher.__name__}' takes .*has to be a Tensor"):
         kernel_op(twin=launcher, namespace="test_registry")(launcher)
     assert not hasattr(torch.ops.test_registry, launcher.__name__)
+
+
+def test_a_parameter_by_keyword_alone_is_refused():
+    """Calls are repeated by position: the registered op, compiled code and replays failed."""
+
+    def starred(x: torch.Tensor, *, scale: float = 2.0) -> torch.Tensor:
+        return x * scale
+
+    with pytest.raises(FuseOpsError, match=r"starred' takes .*\*, float scale.* by keyword alone"):
+        kernel_op(twin=starred, namespace="test_registry")(starred)
+    assert not hasattr(torch.ops.test_registry, "starred")
