@@ -293,12 +293,18 @@ def law_delayed_weight_gradients() -> None:
             if isinstance(op, fo.ops.Linear | fo.ops.RMSNorm):
                 op.delays = ("weight",)
         model(x).square().sum().backward()
-        parallel(x.chunk(2)[dist.get_rank()] if sequence else x).square().sum().backward()
+        loss = parallel(x.chunk(2)[dist.get_rank()] if sequence else x).square().sum()
+        asked = torch.autograd.grad(
+            loss, [parallel[1].weight, parallel[3].weight], retain_graph=True
+        )
+        loss.backward()
         early = parallel[1].weight.grad  # zeros, where torch's DTensor makes them of nothing (2.11)
         assert early is None or not early.full_tensor().any()
         assert parallel[1].bias.grad is not None
         assert parallel.backward_dw() == 3
         same_gradients(parallel, model)
+        for given, op in zip(asked, (parallel[1], parallel[3]), strict=True):
+            torch.testing.assert_close(whole(given), whole(op.weight.grad))
 
 
 def law_recomputation_and_offload() -> None:
