@@ -22,6 +22,7 @@ from fuseops.words import plural
 from .arguments import one_of, parse_bytes, whole_number
 from .lanes.devices import make_lanes
 from .layers import EnterHook, Hook, Interrupted, LayerScope, LeaveHook
+from .nesting import belongs_to_checkpoint
 from .planning.hardware import Hardware
 from .planning.plan import OffloadPlan, plan
 from .planning.recompute import groups_of
@@ -354,6 +355,12 @@ class PlanHook(Hook[Scheduler]):
         scheduler = self.owner
         if scheduler is None or not torch.is_grad_enabled():  # made, or an evaluation
             return
+        if belongs_to_checkpoint(torch_private.top_saved_tensor_hooks()):
+            raise FuseOpsError(
+                f"offload.Scheduler(peak=...): the first training forward of {type(module).__name__} runs in a "
+                "checkpoint around all of it, which saves nothing that a plan could move. Checkpoint its layers "
+                "instead, or leave peak out."
+            )
         self.owner = None  # the steps that it records call this too
         try:
             scheduler.make_plan(args, kwargs)

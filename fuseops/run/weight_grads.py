@@ -240,6 +240,11 @@ def _buffer(op: Op[Any], name: str) -> Tensor:
     get = getattr(parameter, "get_main_grad", None)
     buffer = getattr(parameter, "main_grad", None) if get is None else get()
     what = f"{type(op).__name__} accumulates the gradient of {name!r} into {name}.main_grad"
+    if torch_private.is_dtensor(type(parameter)):
+        raise FuseOpsError(
+            f"{what}, and {name} is a DTensor over {parameter.device_mesh}: this rank has the gradient of its part "
+            "alone. Leave accumulate_into_main_grad off for weights over ranks."
+        )
     if not isinstance(buffer, Tensor):
         raise FuseOpsError(
             f"{what}, which is {type(buffer).__name__}: set it to a float32 tensor of shape {tuple(parameter.shape)}, "

@@ -471,6 +471,10 @@ def law_wrong_plans_are_refused() -> None:
     tied["head"].weight = tied["emb"].weight
     refused("weight of 'head' is a parameter of 'emb' too", lambda: distributed.tp_plan(tied))
     assert distributed.tp_plan(tied["blocks"])
+    spread = parallelized(mlp())
+    spread[1].accumulate_into_main_grad = True  # type: ignore[index]
+    spread[1].weight.main_grad = torch.zeros_like(spread[1].weight)  # type: ignore[index]
+    refused("weight is a DTensor over", lambda: spread(x).sum().backward())
     moe = fo.MoE(D, F, 4, 2)
     refused("router", lambda: distributed.tp_plan(moe, sequence_parallel=True))
 
