@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel import style as styles
 from torch.utils.checkpoint import checkpoint
@@ -385,12 +386,30 @@ def law_plans_say_what_runs_and_fuse_local_tensors() -> None:
     saved = {t.name: t for t in plan.saved}
     assert saved["1.x"].nbytes == x.numel() * 8 and not saved["1.x"].is_param
     assert sum(t.is_param for t in plan.saved) == 3
-    # a DTensor at the border is unwrapped, laid out as the first op takes it
-    given = DTensor.from_local(x, mesh(), [Replicate()]).requires_grad_()
-    y = parallel(given)
-    torch.testing.assert_close(y, model(x).chunk(2)[dist.get_rank()])
-    y.sum().backward()
-    assert given.grad is not None
+
+
+def law_a_dtensor_at_the_border_is_laid_out_as_the_first_op_takes_it() -> None:
+    """Over the mesh of the ops and over one that has it as a dimension, before an MLP and before routed experts."""
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    x, moe = torch.randn(TOKENS, D).double(), randomised(fo.MoE(D, F, 4, 2).double())
+    leaf = x.clone().requires_grad_()
+    for model, sequence in ((randomised(mlp()), False), (randomised(mlp()), True), (moe, False)):
+        plan = distributed.tp_plan(model, sequence_parallel=sequence)
+        parallel = parallelize_module(copy.deepcopy(model), both["tp"], plan)
+        expected = model(leaf)
+        (want,) = torch.autograd.grad(expected.square().sum(), leaf)
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            for over in (both["tp"], both):
+                spread = distribute_tensor(x, over, [Replicate()] * (over.ndim - 1) + [placement])
+                y = parallel(spread.requires_grad_())
+                mine = expected.chunk(2)[dist.get_rank()] if sequence else expected
+                torch.testing.assert_close(y, mine)
+                y.square().sum().backward()
+                torch.testing.assert_close(whole(spread.grad), want)
+    foreign = distribute_tensor(x, other, [Replicate(), Shard(0)])
+    with pytest.raises(fo.FuseOpsError, match="are no dimension by name"):
+        parallel(foreign)
 
 
 def law_collectives_beside_products_run_as_one() -> None:
