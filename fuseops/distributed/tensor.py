@@ -170,6 +170,8 @@ class ColwiseParallel(_Style):
         self._spread(op, "down", mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
         placement = Replicate() if self.input_layouts == Partial() else self.input_layouts
         op._layout = InputLayout(placement, Ranks(mesh))
+        if "probs" in op.reads:
+            _sum_of_probs(op, mesh)
         if alone:
             return
         after: tuple[Op[Any], ...] = ()

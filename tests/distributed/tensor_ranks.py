@@ -233,15 +233,18 @@ def law_single_products() -> None:
     plan["out"] = distributed.RowwiseParallel()
     plan["qkv"] = distributed.ColwiseParallel()
     compare(model, parallelize_module(copy.deepcopy(model), mesh(), plan), x)
-    grouped = randomised(fo.ops.GroupedLinear(3, D, F).double())
-    routing = fo.Routing.from_counts([2, 0, 5])
+    grouped = randomised(fo.ops.GroupedLinear(3, D, F, scale_bias=True).double())
     style = distributed.ColwiseParallel(output_layouts=Replicate())
+    asked = [torch.rand(7, dtype=torch.float64).requires_grad_()]
+    asked.append(asked[0].detach().clone().requires_grad_())
+    given = iter(asked)
     compare(
         grouped,
         parallelize_module(copy.deepcopy(grouped), mesh(), style),
         torch.randn(7, D).double(),
-        run=lambda model, x: model(x, routing),
+        run=lambda model, x: model(x, fo.Routing.from_counts([2, 0, 5], next(given))),
     )
+    torch.testing.assert_close(asked[1].grad, asked[0].grad)
 
 
 def law_collectives_of_ops() -> None:
