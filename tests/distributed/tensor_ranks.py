@@ -199,6 +199,13 @@ def law_experts() -> None:
         randomised(moe)
         parallel = parallelized(moe)
         compare(moe, parallel, torch.randn(9, D).double())
+        alone = copy.deepcopy(parallel)  # the activation, which has no parameters, by itself
+        alone["act"].register_forward_hook(lambda *_: None)
+        for model, scope in ((parallel, fo.reference()), (alone, fo.fusion())):
+            moe.zero_grad()
+            model.zero_grad()
+            with scope:
+                compare(moe, model, torch.randn(9, D).double())
         spans = [span.rule for span in parallel.plan(torch.randn(9, D).double()).forward]
         assert "routed_mlp" in spans
 
