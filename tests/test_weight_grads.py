@@ -399,6 +399,7 @@ def test_a_backward_that_was_interrupted_puts_nothing_off(
     trapped.register_hook(stopped)
     with pytest.raises(StoppedError):
         call(seq, counts, trapped).square().sum().backward()
+    assert [len(seq[fc].__dict__["_delayed_gradients"]) for fc in ("fc1", "fc2")] == [before] * 2
     leaf = x.clone().requires_grad_()
     leaf.register_hook(lambda _: done.append(seq.backward_dw()))
     done: list[int] = []

@@ -113,9 +113,9 @@ class ExpertParallel(ParallelStyle):
         top_k: Any = children[combine[0]].top_k
         exchange = choose(self.way, mesh, dispatch.num_experts, top_k, **self.limits)
         exchange.sums = self.sums
-        shared = "shared" in children
-        if shared:
-            children = _ahead_of_shared(children, ExpertArrive())
+        arrive = ExpertArrive() if "shared" in children else None
+        if arrive is not None:
+            children = _ahead_of_shared(children, arrive)
         layer._modules.clear()
         for name, child in children.items():
             if isinstance(child, ops.GroupedLinear):
@@ -125,7 +125,7 @@ class ExpertParallel(ParallelStyle):
             elif isinstance(child, ops.Combine):
                 child.sums = self.sums
             elif name == "dispatch":
-                child = ExpertDispatch(exchange, dispatch.capacity_factor, ahead=shared)
+                child = ExpertDispatch(exchange, dispatch.capacity_factor, arrive)
             layer.add_module(name, child)
             if name == combine[0]:
                 layer.add_module("collect", ExpertCollect(exchange))

@@ -30,7 +30,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops.activations import Activation, ScaledActivation
 from fuseops.ops.checks import check_flags, check_integers
 from fuseops.ops.halves import is_gate
-from fuseops.ops.local import Local, Ranks, halved
+from fuseops.ops.local import InputLayout, Local, Ranks, halved
 from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of
 from fuseops.ops.stored import stored_in
@@ -163,7 +163,10 @@ class ColwiseParallel(_Style):
         for name, axis in OUTPUTS.items():
             self._spread(op, name, mesh, axis, Local(axis - 1 if self.gate_up else 0))
         self._spread(op, "down", mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
-        op._layout = self.input_layouts
+        placement = Replicate() if self.input_layouts == Partial() else self.input_layouts
+        op._layout = InputLayout(placement, Ranks(mesh))
+        if "probs" in op.reads:
+            _sum_of_probs(op, mesh)
         if alone:
             return
         after: tuple[Op[Any], ...] = ()
@@ -180,7 +183,7 @@ class ColwiseParallel(_Style):
         op.vocabulary = vocabulary
         for name, axis in (("weight", -2), ("bias", -1)):
             self._spread(op, name, mesh, axis, Local())
-        op._layout = self.input_layouts
+        op._layout = InputLayout(self.input_layouts, Ranks(mesh))
 
 
 class RowwiseParallel(_Style):
@@ -213,7 +216,7 @@ class RowwiseParallel(_Style):
             self._spread(op, name, mesh, -1, Local())
         self._spread(op, "bias", mesh, None, Local(whole="first", ranks=Ranks(mesh)))
         self._spread(op, "up", mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
-        op._layout = Shard(-1)
+        op._layout = InputLayout(Shard(-1), Ranks(mesh))
         if "probs" in op.reads:
             _sum_of_probs(op, mesh)
         op._around = ((), after)
@@ -239,7 +242,7 @@ class SequenceParallel(_Style):
     def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
         for name in [*op._parameters]:
             self._spread(op, name, mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
-        op._layout = Shard(self.sequence_dim)
+        op._layout = InputLayout(Shard(self.sequence_dim), Ranks(mesh))
 
 
 class Replicated(_Style):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs
 from fuseops.observe import modules
@@ -21,6 +22,7 @@ from fuseops.words import plural
 from .arguments import one_of, parse_bytes, whole_number
 from .lanes.devices import make_lanes
 from .layers import Hook, Interrupted, LayerScope
+from .nesting import belongs_to_checkpoint
 from .planning.hardware import Hardware
 from .planning.plan import OffloadPlan, plan
 from .planning.recompute import groups_of
@@ -192,6 +194,12 @@ class Scheduler:
         """
         if self._peak is None or self._scope.paused or not torch.is_grad_enabled():
             return  # it is made, or being made, or this is an evaluation
+        if belongs_to_checkpoint(torch_private.top_saved_tensor_hooks()):
+            raise FuseOpsError(
+                f"offload.Scheduler(peak=...): the first training forward of {type(model).__name__} runs in a "
+                "checkpoint around all of it, which saves nothing that a plan could move. Checkpoint its layers "
+                "instead, or leave peak out."
+            )
         if self._group is not None and self._hardware is None and torch.cuda.is_available():
             self._hardware = Hardware.measure(self._group)
         args, kwargs = tree_map_only(Tensor, _leaf, (args, kwargs))

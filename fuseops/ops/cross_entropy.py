@@ -271,6 +271,11 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
                 f"LinearCrossEntropy expects targets int64 of shape {tuple(x.shape[:-1])}, the class of each token, "
                 f"got {targets.dtype} of shape {tuple(targets.shape)}."
             )
+        if torch_private.is_dtensor(type(targets)):
+            raise FuseOpsError(
+                "LinearCrossEntropy takes plain targets beside a plain x, those of all its tokens, got a DTensor: "
+                "targets.full_tensor()."
+            )
         check_targets("LinearCrossEntropy", targets, classes, self.ignore_index)
 
     def _total(self, targets: Tensor, class_weights: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -141,10 +141,30 @@ def like(parameter: Any, local: Tensor) -> Any:
     )
 
 
-def unwrapped(x: Any, layout: Any) -> Tensor:
+class InputLayout(NamedTuple):
+    """An `InputLayout` says how what goes into an op is laid out over ranks: DTensor's placement."""
+
+    placement: Any
+    ranks: Ranks
+
+    def over(self, x: Any) -> list[Any]:
+        """The placements of a DTensor x, which stay over other dimensions of its mesh."""
+        mesh, mine = x.device_mesh, 0
+        if mesh.ndim > 1:
+            names, (own,) = mesh.mesh_dim_names or (), self.ranks.group.mesh_dim_names or ("",)
+            if own not in names:
+                raise FuseOpsError(
+                    f"x is a DTensor over {mesh}, of which the first op's ranks, {self.ranks.group}, are no dimension "
+                    "by name: pass it over theirs, or x.to_local(), laid out as the op's style takes it."
+                )
+            mine = names.index(own)
+        return [self.placement if k == mine else p for k, p in enumerate(x.placements)]
+
+
+def unwrapped(x: Any, layout: InputLayout | None) -> Tensor:
     """The local tensor of a DTensor at the border of a Sequential, laid out as its first parallel op takes it."""
-    if layout is not None and x.device_mesh.ndim == 1:
-        x = x.redistribute(placements=[layout])
+    if layout is not None:
+        x = x.redistribute(placements=layout.over(x))
     found: Tensor = x.to_local()
     return found
 

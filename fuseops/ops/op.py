@@ -211,7 +211,7 @@ class Op(nn.Module, Generic[S]):
     _runner: Any = None  # of an op that is called alone
     _settings: int = 0  # token of what fuseops.configure said of this op
     # what a style of parallelism says of it: tensors that it computes with in the place of others, by name; ops that
-    # run before it and after it wherever it runs; and DTensor's placement of its input
+    # run before it and after it wherever it runs; and the `InputLayout` of it
     _local: Mapping[str, Local] = {}
     _around: tuple[tuple["Op[Any]", ...], tuple["Op[Any]", ...]] = ((), ())
     _layout: Any = None

@@ -55,7 +55,7 @@ class Chain(NamedTuple):
 
     @property
     def layout(self) -> Any:
-        """DTensor's placement of what goes into the first of them, None where none says."""
+        """The `InputLayout` of what goes into the first of them, None where none says."""
         return next((op._layout for op in self.ops if op._layout is not None), None)
 
     @classmethod

@@ -167,8 +167,9 @@ class Segment:
     repeatable: bool = field(init=False)
     repeats: Any = field(init=False, default=None)
     inputs: int = field(init=False)  # how many tensors the node takes besides x
-    # where the tensors of `params` are registered, by the name of a dict of each op; none where some are not
-    registered: tuple[tuple[Op[Any], str, str], ...] = field(init=False)
+    # where the tensors of `params` are registered, by the name of a dict of each op; None where some inputs are not as
+    # they are registered or published
+    registered: tuple[tuple[Op[Any], str, str], ...] | None = field(init=False)
     path: str | None = None  # it runs in ranges of a profile, which are named below this path
     # as it runs in a profile, by path, and with other gradients that go through autograd
     variants: dict[Any, Segment] = field(init=False, default_factory=dict)
@@ -203,7 +204,7 @@ class Segment:
             if name in op.__dict__[kind] and not op._local
         ]
         plain = not self.local_reads and len(owners) == len(self.params)
-        self.registered = tuple(owners) if plain else ()
+        self.registered = tuple(owners) if plain else None
         self.aliases = all(op.alias for op in self.ops)
         alone = self.kind == "plain" and len(self.exports) == 1 and len(self.ops) == 1
         self.tap = self.exports[0] if alone and type(self.ops[0]) is Tap else None

@@ -415,11 +415,11 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) ->
 
 def _inputs(seg: Segment, env: dict[str, Any]) -> list[Any]:
     """`inputs_of`, where all of them are what is registered."""
+    if seg.registered is None:
+        return inputs_of(seg, env)
     try:
         parameters = [op.__dict__[kind][name] for op, kind, name in seg.registered]
     except KeyError:  # it is parametrized by now
-        return inputs_of(seg, env)
-    if len(parameters) < len(seg.params):
         return inputs_of(seg, env)
     return [*_sides(seg, env), *parameters] if seg.reads else parameters
 

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -69,6 +70,8 @@ def as_asked(seg: Segment, given: Sequence[bool], edges: Sequence[tuple[Any, int
 
     def adds(i: int, name: str) -> bool:
         node = edges[1 + sum(given[: position(i, name)])][0]
+        if name in seg.ops[i]._local:
+            node = _behind(node)
         return _own(seg.ops[i], name, node) and torch_private.will_accumulate(node)
 
     steps = tuple(_as_asked(step, adds, position) for step in seg.backward)
@@ -85,8 +88,6 @@ def _own(op: Op[Any], name: str, node: Any) -> bool:
     registered = op.registered(name)
     if any(n not in op._parameters for n in registered):
         return True  # parametrized, or put there by a wrapper: refused, where it has no buffer
-    if name in op._local:
-        node = _behind(node)
     nodes = [node] if name in registered else [behind for behind, _ in node.next_functions]
     found = [getattr(behind, "variable", None) for behind in nodes if behind is not None]
     if name in registered and not op._parameters[name].requires_grad:  # type: ignore[union-attr]
@@ -96,8 +97,8 @@ def _own(op: Op[Any], name: str, node: Any) -> bool:
 
 def _behind(node: Any) -> Any:
     """The node of the leaf that a local tensor was made of, by one function after another."""
-    while node is not None and not hasattr(node, "variable"):
-        node = node.next_functions[0][0] if node.next_functions else None
+    while node.next_functions and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
     return node
 
 
@@ -239,6 +240,11 @@ def _buffer(op: Op[Any], name: str) -> Tensor:
     get = getattr(parameter, "get_main_grad", None)
     buffer = getattr(parameter, "main_grad", None) if get is None else get()
     what = f"{type(op).__name__} accumulates the gradient of {name!r} into {name}.main_grad"
+    if torch_private.is_dtensor(type(parameter)):
+        raise FuseOpsError(
+            f"{what}, and {name} is a DTensor over {parameter.device_mesh}: this rank has the gradient of its part "
+            "alone. Leave accumulate_into_main_grad off for weights over ranks."
+        )
     if not isinstance(buffer, Tensor):
         raise FuseOpsError(
             f"{what}, which is {type(buffer).__name__}: set it to a float32 tensor of shape {tuple(parameter.shape)}, "
@@ -286,7 +292,8 @@ class Pass:
         self.written: set[int] = set()  # ids of parameters whose main_grad it has overwritten
         end = End(self)
         torch_private.when_backward_ends(end)
-        self.end = weakref.ref(end)
+        self.queues: list[list[Delayed]] = []  # of ops, while it runs
+        self.end = weakref.ref(end, partial(_forget_interrupted, self.queues))
 
     @property
     def interrupted(self) -> bool:
@@ -301,6 +308,13 @@ class End:
 
     def __call__(self) -> None:
         self.of.ended = True
+
+
+def _forget_interrupted(queues: list[list[Delayed]], _: Any) -> None:
+    """Let go of what a backward that was interrupted has put off, as it ends: that step is no more."""
+    for queue in queues:
+        queue[:] = [delayed for delayed in queue if not delayed.by.interrupted]
+    queues.clear()
 
 
 _passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
@@ -335,7 +349,9 @@ def delay(op: Op[Any], run: Backward, step: BackwardStep, saved: Any, dy: Any) -
     named = [("dy", dy), *((name, getattr(saved, name)) for name in fields if saved is not None)]
     tensors = [pair for name, value in named for pair in _tensors(name, value)]
     reads = tuple((name, t, torch_private.version(t)) for name, t in tensors)
-    op.__dict__.setdefault(DELAYED, []).append(Delayed(run, step, reads, _pass_now()))
+    by, queue = _pass_now(), op.__dict__.setdefault(DELAYED, [])
+    queue.append(Delayed(run, step, reads, by))
+    by.queues.append(queue)
 
 
 def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
@@ -352,20 +368,13 @@ def take_delayed(module: nn.Module) -> Callable[[], int]:
     taken = [
         (path, op, _taken(op))
         for path, op in reversed(list(module.named_modules()))
-        if _waiting(op)
+        if op.__dict__.get(DELAYED)
     ]
 
     def run() -> int:
         return sum(_work_off(path, op, queue) for path, op, queue in taken)
 
     return run
-
-
-def _waiting(op: nn.Module) -> list[Delayed]:
-    """The queue of an op, without what a backward that was interrupted has left there: that step is no more."""
-    queue: list[Delayed] = op.__dict__.get(DELAYED, [])
-    queue[:] = [delayed for delayed in queue if not delayed.by.interrupted]
-    return queue
 
 
 def _taken(op: nn.Module) -> list[Delayed]:
@@ -381,7 +390,8 @@ def run_delayed(module: nn.Module) -> int:
     in the queue.
     """
     return sum(
-        _work_off(path, op, _waiting(op)) for path, op in reversed(list(module.named_modules()))
+        _work_off(path, op, op.__dict__.get(DELAYED, []))
+        for path, op in reversed(list(module.named_modules()))
     )
 
 

@@ -233,6 +233,27 @@ def law_checkpointed_delayed_and_reference_are_equal() -> None:
     equal_to_one_process(tokens(5, 4), delay_wgrad=True)
 
 
+def law_tokens_are_waited_for_where_an_op_is_called_by_itself() -> None:
+    """As one with a hook is: the dispatch, or what waits for its tokens behind shared experts."""
+    for name in ("dispatch", "arrive"):
+
+        def hooked(moe: fo.MoE, x: Tensor, name: str = name) -> Any:
+            moe.get_submodule(name).register_forward_hook(lambda *_: None)
+            exchange: Any = moe["dispatch"].exchange
+            sent = exchange.dispatch
+
+            def late(*args: Any) -> Any:
+                got = sent(*args).there()
+                arrived = got.x.clone()
+                got.x.fill_(math.nan)
+                return got._replace(ready=lambda: got.x.copy_(arrived))
+
+            exchange.dispatch = late
+            return plainly(moe, x)
+
+        equal_to_one_process(tokens(5, 4), run=hooked, shared_experts=1)
+
+
 def law_tokens_travel_beside_other_kernels() -> None:
     """While shared experts are computed, and on their way home while both weight gradients are, or fc1's alone where
     memory is preferred: to the bit what the layer gives where each transfer is waited for at once, by every way; one

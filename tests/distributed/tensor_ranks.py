@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel import style as styles
 from torch.utils.checkpoint import checkpoint
@@ -198,6 +199,13 @@ def law_experts() -> None:
         randomised(moe)
         parallel = parallelized(moe)
         compare(moe, parallel, torch.randn(9, D).double())
+        alone = copy.deepcopy(parallel)  # the activation, which has no parameters, by itself
+        alone["act"].register_forward_hook(lambda *_: None)
+        for model, scope in ((parallel, fo.reference()), (alone, fo.fusion())):
+            moe.zero_grad()
+            model.zero_grad()
+            with scope:
+                compare(moe, model, torch.randn(9, D).double())
         spans = [span.rule for span in parallel.plan(torch.randn(9, D).double()).forward]
         assert "routed_mlp" in spans
 
@@ -232,15 +240,18 @@ def law_single_products() -> None:
     plan["out"] = distributed.RowwiseParallel()
     plan["qkv"] = distributed.ColwiseParallel()
     compare(model, parallelize_module(copy.deepcopy(model), mesh(), plan), x)
-    grouped = randomised(fo.ops.GroupedLinear(3, D, F).double())
-    routing = fo.Routing.from_counts([2, 0, 5])
+    grouped = randomised(fo.ops.GroupedLinear(3, D, F, scale_bias=True).double())
     style = distributed.ColwiseParallel(output_layouts=Replicate())
+    asked = [torch.rand(7, dtype=torch.float64).requires_grad_()]
+    asked.append(asked[0].detach().clone().requires_grad_())
+    given = iter(asked)
     compare(
         grouped,
         parallelize_module(copy.deepcopy(grouped), mesh(), style),
         torch.randn(7, D).double(),
-        run=lambda model, x: model(x, routing),
+        run=lambda model, x: model(x, fo.Routing.from_counts([2, 0, 5], next(given))),
     )
+    torch.testing.assert_close(asked[1].grad, asked[0].grad)
 
 
 def law_collectives_of_ops() -> None:
@@ -293,12 +304,18 @@ def law_delayed_weight_gradients() -> None:
             if isinstance(op, fo.ops.Linear | fo.ops.RMSNorm):
                 op.delays = ("weight",)
         model(x).square().sum().backward()
-        parallel(x.chunk(2)[dist.get_rank()] if sequence else x).square().sum().backward()
+        loss = parallel(x.chunk(2)[dist.get_rank()] if sequence else x).square().sum()
+        asked = torch.autograd.grad(
+            loss, [parallel[1].weight, parallel[3].weight], retain_graph=True
+        )
+        loss.backward()
         early = parallel[1].weight.grad  # zeros, where torch's DTensor makes them of nothing (2.11)
         assert early is None or not early.full_tensor().any()
         assert parallel[1].bias.grad is not None
         assert parallel.backward_dw() == 3
         same_gradients(parallel, model)
+        for given, op in zip(asked, (parallel[1], parallel[3]), strict=True):
+            torch.testing.assert_close(whole(given), whole(op.weight.grad))
 
 
 def law_recomputation_and_offload() -> None:
@@ -379,12 +396,30 @@ def law_plans_say_what_runs_and_fuse_local_tensors() -> None:
     saved = {t.name: t for t in plan.saved}
     assert saved["1.x"].nbytes == x.numel() * 8 and not saved["1.x"].is_param
     assert sum(t.is_param for t in plan.saved) == 3
-    # a DTensor at the border is unwrapped, laid out as the first op takes it
-    given = DTensor.from_local(x, mesh(), [Replicate()]).requires_grad_()
-    y = parallel(given)
-    torch.testing.assert_close(y, model(x).chunk(2)[dist.get_rank()])
-    y.sum().backward()
-    assert given.grad is not None
+
+
+def law_a_dtensor_at_the_border_is_laid_out_as_the_first_op_takes_it() -> None:
+    """Over the mesh of the ops and over one that has it as a dimension, before an MLP and before routed experts."""
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    x, moe = torch.randn(TOKENS, D).double(), randomised(fo.MoE(D, F, 4, 2).double())
+    leaf = x.clone().requires_grad_()
+    for model, sequence in ((randomised(mlp()), False), (randomised(mlp()), True), (moe, False)):
+        plan = distributed.tp_plan(model, sequence_parallel=sequence)
+        parallel = parallelize_module(copy.deepcopy(model), both["tp"], plan)
+        expected = model(leaf)
+        (want,) = torch.autograd.grad(expected.square().sum(), leaf)
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            for over in (both["tp"], both):
+                spread = distribute_tensor(x, over, [Replicate()] * (over.ndim - 1) + [placement])
+                y = parallel(spread.requires_grad_())
+                mine = expected.chunk(2)[dist.get_rank()] if sequence else expected
+                torch.testing.assert_close(y, mine)
+                y.square().sum().backward()
+                torch.testing.assert_close(whole(spread.grad), want)
+    foreign = distribute_tensor(x, other, [Replicate(), Shard(0)])
+    with pytest.raises(fo.FuseOpsError, match="are no dimension by name"):
+        parallel(foreign)
 
 
 def law_collectives_beside_products_run_as_one() -> None:
@@ -465,6 +500,10 @@ def law_wrong_plans_are_refused() -> None:
     tied["head"].weight = tied["emb"].weight
     refused("weight of 'head' is a parameter of 'emb' too", lambda: distributed.tp_plan(tied))
     assert distributed.tp_plan(tied["blocks"])
+    spread = parallelized(mlp())
+    spread[1].accumulate_into_main_grad = True  # type: ignore[index]
+    spread[1].weight.main_grad = torch.zeros_like(spread[1].weight)  # type: ignore[index]
+    refused("weight is a DTensor over", lambda: spread(x).sum().backward())
     moe = fo.MoE(D, F, 4, 2)
     refused("router", lambda: distributed.tp_plan(moe, sequence_parallel=True))
 

@@ -158,6 +158,9 @@ def law_what_it_cannot_do_is_refused() -> None:
     ):
         with pytest.raises(fo.FuseOpsError, match=message):
             fo.linear_cross_entropy(x, given, targets, **options)  # type: ignore[arg-type]
+    spread = distribute_tensor(targets, mesh(), [Replicate()])
+    with pytest.raises(fo.FuseOpsError, match="plain targets beside a plain x"):
+        fo.linear_cross_entropy(x, part, spread)
 
 
 def law_autocast_computes_in_its_dtype() -> None:

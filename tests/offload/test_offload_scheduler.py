@@ -733,6 +733,8 @@ def test_a_peak_is_planned_for_at_the_first_forward_and_kept_to() -> None:
         model.train()
         with pytest.raises(FuseOpsError, match="x to end in"):
             model(x[:, 1:])
+        with pytest.raises(FuseOpsError, match="a checkpoint around all of it"):
+            checkpoint(model, x, use_reentrant=False)
         assert scheduler.plan is None  # nor does a forward that fails: the next one is the first
         for _ in range(3):
             for m in (plain, model):

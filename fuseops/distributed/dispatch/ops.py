@@ -23,7 +23,9 @@ from fuseops.ops.linear import high
 from fuseops.ops.op import Call, Grads, NothingSaved, Op, Out, SideGrads
 from fuseops.ops.permute import AGAIN, ON_DX, SENT, OnDx, Sent
 from fuseops.ops.structure import Alias
+from fuseops.plan.key import hooked
 from fuseops.recipes import Operand, Quantized, Roles, quantize
+from fuseops.run.splice import opaque_reason
 
 from . import compiled
 from .codes import packed, travelling, travels, unpacked
@@ -73,12 +75,16 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
     apart_when_compiled = True
 
     def __init__(
-        self, exchange: Exchange, capacity_factor: float | None = None, ahead: bool = False
+        self,
+        exchange: Exchange,
+        capacity_factor: float | None = None,
+        until: ExpertArrive | None = None,
     ) -> None:
-        """ahead: whether an `ExpertArrive` comes behind it, until which tokens travel beside what stands between."""
+        """until: comes behind it; until then tokens travel beside what stands between."""
         super().__init__()
         self.exchange, self.capacity_factor = exchange, capacity_factor
-        self.num_experts, self.ahead = exchange.local, ahead
+        self.num_experts = exchange.local
+        self._until = () if until is None else (until,)  # no child
         if exchange.sums is not None:
             self.writes = (*self.writes, "like")
 
@@ -135,7 +141,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
             y, *side = _Dispatched.apply(self, x, experts, weights)  # type: ignore[no-untyped-call]
             return Out(y, None, dict(zip(self.writes, side, strict=True)))
         got, side = self._dispatched(x, experts, weights)
-        if self.ahead and call.scratch is not None and got.ready is not None:
+        if self._ahead() and call.scratch is not None and got.ready is not None:
             call.scratch[READY] = got.there
         else:
             got = got.there()
@@ -147,6 +153,13 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         if call.scratch is not None and "x" in call.needs and (beside or sums is not None):
             call.scratch[ON_DX] = OnDx(partial(self._begin, saved), beside)
         return Out(got.x, saved, side)
+
+    def _ahead(self) -> bool:
+        """Whether an `ExpertArrive` waits for tokens that are on their way. An op that is called by itself, as one with
+        hooks is, has a scratch of its own.
+        """
+        alone = (opaque_reason(op) is not None for op in (self, *self._until))
+        return bool(self._until) and not hooked() and not any(alone)
 
     def _begin(
         self,
