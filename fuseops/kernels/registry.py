@@ -28,8 +28,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -361,8 +360,7 @@ class KernelOp(Generic[P, R]):
         return f"<kernel op {self.label}>"
 
 
-@dataclass(frozen=True, kw_only=True)
-class kernel_op:
+class kernel_op(NamedTuple):
     """A `kernel_op` registers the launcher that it decorates: its signature is the op's schema, so every argument has a
     type that `torch.library.infer_schema` knows, the first is a Tensor, and what it returns are new tensors.
 

@@ -16,7 +16,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +25,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 
-if TYPE_CHECKING:
-    from .delayed import DelayedScaling  # which comes after this
-
 INFINITE = torch.finfo(torch.float32).max  # the amax of what holds an infinity: see `magnitude`
 ROLES = ("input", "weight", "grad_output")
 AMAX, HISTORY, SCALE = "fp8_amax", "fp8_amax_history", "fp8_scale"
+KeepsScales = Any
+"""A recipe whose scales follow from the amaxes of earlier steps: a `DelayedScaling`."""
 See = Callable[[Tensor], Tensor]
 """From the amax of a tensor, or of groups, to what it is multiplied by."""
 
@@ -44,16 +43,16 @@ class ScaleState:
         self, buffers: dict[str, Tensor | None], parameters: dict[str, Tensor | None]
     ) -> None:
         self.buffers, self.parameters = buffers, parameters
-        self.recipe: DelayedScaling | None = None  # that it was used under last
+        self.recipe: KeepsScales | None = None  # that it was used under last
         self.number = next(_numbers)
         _states.add(self)
         watch_optimizers()
 
-    def see(self, recipe: DelayedScaling, role: str, note: bool) -> See:
+    def see(self, recipe: KeepsScales, role: str, note: bool) -> See:
         """What gives the scale of an operand in its role for its amax, () or (G,), which it notes if it is to."""
         return functools.partial(self._see, recipe, ROLES.index(role), note)
 
-    def _see(self, recipe: DelayedScaling, k: int, note: bool, amax: Tensor) -> Tensor:
+    def _see(self, recipe: KeepsScales, k: int, note: bool, amax: Tensor) -> Tensor:
         dtype = recipe.bwd if k == 2 else recipe.fwd
         own = _scale(recipe, dtype, torch.where(amax == 0, torch.finfo(dtype).max, amax))
         if torch_private.is_fake(amax) or amax.is_meta:
@@ -65,7 +64,7 @@ class ScaleState:
         scales = scales.float().view(amax.shape)
         return torch.where(scales == 0, own, scales)
 
-    def _make(self, recipe: DelayedScaling, like: Tensor) -> None:
+    def _make(self, recipe: KeepsScales, like: Tensor) -> None:
         """Buffers for these groups and this length, where they are not there."""
         self.recipe, length, groups = recipe, recipe.amax_history_len, like.numel()
         if self.buffers.get(SCALE) is None:
@@ -88,7 +87,7 @@ class ScaleState:
 
     def advance(self) -> None:
         """What was seen since the last time becomes the latest step of the history."""
-        recipe: DelayedScaling = self.recipe  # type: ignore[assignment]
+        recipe: KeepsScales = self.recipe
         amax, history, scale = (self.buffers[name] for name in (AMAX, HISTORY, SCALE))
         if amax is None or history is None or scale is None:
             return
@@ -108,7 +107,7 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
         return like.new_zeros(shape, dtype=torch.float32)
 
 
-def _scale(recipe: DelayedScaling, dtype: torch.dtype, amax: Tensor) -> Tensor:
+def _scale(recipe: KeepsScales, dtype: torch.dtype, amax: Tensor) -> Tensor:
     largest = torch.full_like(amax, torch.finfo(dtype).max)
     return (largest / amax * 2.0**-recipe.margin).clamp(max=torch.finfo(torch.float32).max)
 
