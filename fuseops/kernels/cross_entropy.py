@@ -36,7 +36,7 @@ from fuseops.kernels.grouped_paths import wgrad_choice
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
-from fuseops.kernels.tiles import accumulator, cdiv, pow2, wide
+from fuseops.kernels.tiles import accumulator, cdiv, fit, pow2, wide
 
 
 class Loss(NamedTuple):
@@ -558,20 +558,9 @@ def add_weight_grad(total: Tensor, dy: Tensor, x: Tensor, first: bool = False) -
 
 
 def _check(p: Head) -> None:
-    (n, d), x, weight, targets = p.x.shape, p.x, p.weight, p.targets
-    vocab = len(weight)
-    if weight.shape != (vocab, d) or x.dtype != weight.dtype:
-        raise FuseOpsError(
-            f"x is {x.dtype} of shape {tuple(x.shape)} and weight {weight.dtype} of shape {tuple(weight.shape)}, "
-            "expected (N, D) and (V, D) of one dtype."
-        )
-    if targets.shape != (n,) or targets.dtype != torch.int64:
-        raise FuseOpsError(
-            f"targets are {targets.dtype} of shape {tuple(targets.shape)}, expected int64 of shape ({n},)."
-        )
-    for name, t in (("bias", p.bias), ("class_weights", p.class_weights)):
-        if t is not None and t.shape != (vocab,):
-            raise FuseOpsError(f"{name} has shape {tuple(t.shape)}, expected ({vocab},).")
+    fit(vars(p), "x (N, D), weight (V, D), bias (V,), targets (N,) int64, class_weights (V,)")
+    if p.x.dtype != p.weight.dtype:
+        raise FuseOpsError(f"x is {p.x.dtype} and weight {p.weight.dtype}, expected one dtype.")
 
 
 def _row_results(x: Tensor) -> list[Tensor]:
