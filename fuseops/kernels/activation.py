@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import tiles
-from fuseops.kernels.bias import sum_partials
+from fuseops.kernels.bias import factors_of, sum_partials
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.records import of_fields
@@ -431,14 +431,6 @@ def shape_constants(kind: str, *shape: float) -> dict[str, float]:
 def _grad_rows(dy: Tensor, x: Tensor, n: int) -> Tensor:
     check_shape("dy", dy, (*x.shape[:-1], n))
     return as_rows(dy)
-
-
-def factors_of(probs: Tensor | None, x: Tensor) -> Tensor:
-    """What a kernel multiplies the rows of x by: any tensor where there is nothing."""
-    if probs is None:
-        return x
-    check_shape("probs", probs, x.shape[:-1])
-    return probs.to(torch.float32).contiguous()
 
 
 def _like(x: Tensor) -> Tensor:

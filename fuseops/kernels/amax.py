@@ -46,7 +46,7 @@ from fuseops.kernels.scales import (
     columns_in_groups,
     inverse_scale,
 )
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, require
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, fit
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -203,10 +203,7 @@ def _codes(
     """Write the codes and the scales."""
     n, scale = of.x.shape[1], out[2]
     if up is not None:
-        require(
-            up.shape == scale.shape and up.dtype == torch.float32,
-            f"up is {up.dtype} of shape {tuple(up.shape)}, expected float32 {tuple(scale.shape)}.",
-        )
+        fit({"up": up}, "up (E,) float32" if scale.dim() else "up () float32", E=scale.numel())
     config = QUANTIZE.pick(of.rows, (n,), of.x)
     launch(
         device("amax").quantize_groups_kernel, (of.blocks * cdiv(n, config["BLOCK_N"]),),

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ from fuseops.kernels.grouped_paths import wgrad_choice
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
-from fuseops.kernels.tiles import accumulator, cdiv, pow2, wide
+from fuseops.kernels.tiles import accumulator, cdiv, fit, pow2, wide
 
 
 class Loss(NamedTuple):
@@ -72,17 +72,6 @@ def _scaled_to(t: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass
-class Criterion:
-    """A `Criterion` is what the loss of logits is made of, those of the classes from `first` on, of a `vocab`."""
-
-    class_weights: Tensor | None
-    options: Sequence[float]
-    ignore_index: int
-    first: int = 0
-    vocab: int | None = None
-
-
-@dataclass
 class Head(Arguments):
     """A `Head` has the operands of a linear layer and of the loss of its logits.
 
@@ -97,9 +86,8 @@ class Head(Arguments):
     options: Sequence[float]
     ignore_index: int
 
-    @property
-    def criterion(self) -> Criterion:
-        return Criterion(self.class_weights, self.options, self.ignore_index)
+    first: ClassVar[int] = 0
+    vocab: ClassVar[int | None] = None  # all classes are there
 
 
 @dataclass
@@ -156,16 +144,15 @@ class HeldClasses(Arguments):
     dbias: Tensor | None
     begin: bool
 
-    @property
-    def criterion(self) -> Criterion:
-        ends = self.options, self.ignore_index, self.first, self.vocab
-        return Criterion(self.class_weights, *ends)
+
+Criterion = Head | HeldClasses
+"""What the loss of logits is made of: class weights, options and the target that is ignored."""
 
 
 @of_fields(ChunkedHead)
 def _linear_cross_entropy_fwd(p: ChunkedHead) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parts = [
-        _results_of(_logits(p, s), p.targets[s], p.criterion)
+        _results_of(_logits(p, s), p.targets[s], p)
         for s in row_chunks(len(p.x), len(p.weight), p.x.itemsize, p.chunk_bytes)
     ]
     loss, lse, logp, expected = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -199,7 +186,7 @@ def _gradients(
     dx, dweight, dbias = [], main_grad, None
     for s in row_chunks(len(x), len(weight), x.itemsize, p.chunk_bytes):
         rows = lse[s], expected[s], [g[s] for g in grads]
-        dlogits = _dlogits(_logits(p, s), p.targets[s], p.criterion, *rows).to(x.dtype)
+        dlogits = _dlogits(_logits(p, s), p.targets[s], p, *rows).to(x.dtype)
         if need_dx:
             dx.append(dlogits @ weight)
         if need_dweight:
@@ -219,13 +206,13 @@ def _added(total: Tensor | None, part: Tensor) -> Tensor:
 def _logits_with_rows(p: Head) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     logits = logits_buffer(p.x, len(p.weight))
     logits.copy_(F.linear(p.x, p.weight, None if p.bias is None else p.bias.to(p.x.dtype)))
-    return logits, *_results_of(_divided(logits, p.options), p.targets, p.criterion)
+    return logits, *_results_of(_divided(logits, p.options), p.targets, p)
 
 
 @of_fields(HeldClasses)
 def _logit_grads_into(logits: Tensor, p: HeldClasses) -> Tensor:
     divided, rows = _divided(logits, p.options), (p.lse, p.lse, [p.dloss])
-    logits.copy_(_dlogits(divided, p.targets, p.criterion, *rows))
+    logits.copy_(_dlogits(divided, p.targets, p, *rows))
     if p.dweight is not None:
         product = (wide(logits).t() @ wide(p.x)).to(p.dweight.dtype)
         p.dweight.copy_(product if p.begin else p.dweight + product)
@@ -387,9 +374,8 @@ def linear_cross_entropy_fwd(p: ChunkedHead) -> tuple[Tensor, Tensor, Tensor, Te
     """(loss, lse, logp, expected) of each row."""
     _check(p)
     rows, total = _row_results(p.x), _total(p.class_weights, p.x)
-    criterion = p.criterion
     for s, logits in _row_chunks(p):
-        _launch(logits, p.targets[s], criterion, total, [r[s] for r in rows], [])
+        _launch(logits, p.targets[s], p, total, [r[s] for r in rows], [])
     return rows[0], rows[1], rows[2], rows[3]
 
 
@@ -414,11 +400,9 @@ def linear_cross_entropy_bwd(p: HeadGradient) -> tuple[Tensor, Tensor, Tensor]:
     dx = _empty(x, need_dx, torch.float32)
     dweight = _empty(weight, need_dweight and p.main_grad is None, weight.dtype)
     dbias = _empty(weight[:, 0], need_dbias, torch.float32)
-    total, criterion = _total(p.class_weights, x), p.criterion
-    criterion.vocab = len(weight)
+    total = _total(p.class_weights, x)
     for s, logits in _class_chunks(p):
-        criterion.first = s.start
-        _launch(logits, p.targets, criterion, total, rows, grads)
+        _launch(logits, p.targets, p, total, rows, grads, s.start, len(weight))
         if need_dx:
             add_product(dx, logits, weight[s], first=s.start == 0)
         if need_dweight and p.main_grad is not None:
@@ -440,9 +424,8 @@ def linear_cross_entropy_grads(p: HeadAtOnce) -> tuple[Tensor, Tensor, Tensor, T
     need_dx, need_dweight, need_dbias = p.needs
     dx, dweight = _empty(p.x, need_dx, p.x.dtype), _empty(p.weight, need_dweight, torch.float32)
     dbias = torch.zeros(len(p.weight) if need_dbias else 0, dtype=torch.float32, device=p.x.device)
-    criterion = p.criterion
     for s, logits in _row_chunks(p):
-        _launch(logits, p.targets[s], criterion, total, [r[s] for r in rows], [dloss[s]])
+        _launch(logits, p.targets[s], p, total, [r[s] for r in rows], [dloss[s]])
         if need_dx:
             torch.mm(logits, p.weight, out=dx[s])
         if need_dweight:
@@ -480,7 +463,7 @@ def logits_with_rows(p: Head) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check(p)
     logits = _product(p.x, p.weight, p.bias, logits_buffer(p.x, len(p.weight)))
     rows = _row_results(p.x)
-    _launch(logits, p.targets, p.criterion, _total(p.class_weights, p.x), rows, [])
+    _launch(logits, p.targets, p, _total(p.class_weights, p.x), rows, [])
     return logits, rows[0], rows[1], rows[2], rows[3]
 
 
@@ -498,7 +481,8 @@ def logit_grads_into(logits: Tensor, p: HeldClasses) -> Tensor:
         raise FuseOpsError(f"logits have strides {logits.stride()}, expected rows.")
     lse = p.lse.contiguous()
     rows, grads = [lse] * 4, [p.dloss.to(lse.dtype).contiguous()]  # rows are read, as lse alone is
-    _launch(logits, p.targets, p.criterion, _total(p.class_weights, logits), rows, grads)
+    total = _total(p.class_weights, logits)
+    _launch(logits, p.targets, p, total, rows, grads, p.first, p.vocab)
     if p.dweight is not None:
         add_weight_grad(p.dweight, logits, p.x, first=p.begin)
     if p.dbias is not None:
@@ -558,20 +542,9 @@ def add_weight_grad(total: Tensor, dy: Tensor, x: Tensor, first: bool = False) -
 
 
 def _check(p: Head) -> None:
-    (n, d), x, weight, targets = p.x.shape, p.x, p.weight, p.targets
-    vocab = len(weight)
-    if weight.shape != (vocab, d) or x.dtype != weight.dtype:
-        raise FuseOpsError(
-            f"x is {x.dtype} of shape {tuple(x.shape)} and weight {weight.dtype} of shape {tuple(weight.shape)}, "
-            "expected (N, D) and (V, D) of one dtype."
-        )
-    if targets.shape != (n,) or targets.dtype != torch.int64:
-        raise FuseOpsError(
-            f"targets are {targets.dtype} of shape {tuple(targets.shape)}, expected int64 of shape ({n},)."
-        )
-    for name, t in (("bias", p.bias), ("class_weights", p.class_weights)):
-        if t is not None and t.shape != (vocab,):
-            raise FuseOpsError(f"{name} has shape {tuple(t.shape)}, expected ({vocab},).")
+    fit(vars(p), "x (N, D), weight (V, D), bias (V,), targets (N,) int64, class_weights (V,)")
+    if p.x.dtype != p.weight.dtype:
+        raise FuseOpsError(f"x is {p.x.dtype} and weight {p.weight.dtype}, expected one dtype.")
 
 
 def _row_results(x: Tensor) -> list[Tensor]:
@@ -622,8 +595,12 @@ def _launch(
     total: Tensor,
     rows: Sequence[Tensor],
     grads: Sequence[Tensor],
+    first: int = 0,
+    vocab: int | None = None,
 ) -> None:
-    """rows: loss, lse, logp and expected, written; read where the logits are those of some of a `vocab`."""
+    """rows: loss, lse, logp and expected, written; read where logits are those of the classes from `first` on, of a
+    `vocab`.
+    """
     loss, width = Loss(*c.options), logits.shape[1]
     loss_rows, lse, logp, expected = rows
     dloss, dlse, dlogp, dexpected = [*grads, *(lse,) * (4 - len(grads))]
@@ -632,9 +609,9 @@ def _launch(
         device("cross_entropy").cross_entropy_kernel, (len(logits),),
         logits, targets.contiguous(), weights, total,
         loss_rows, lse, logp, expected, dloss, dlse, dlogp, dexpected,
-        c.first, width, c.vocab or width, logits.stride(0), c.ignore_index,
+        first, width, vocab or width, logits.stride(0), c.ignore_index,
         float(loss.smoothing), float(loss.z_loss), float(loss.soft_cap), 1.0 / loss.temperature,
         WEIGHTED=c.class_weights is not None, SMOOTHED=loss.smoothing != 0, CAPPED=loss.soft_cap != 0,
-        STATISTICS=c.vocab is None, GRADIENT=bool(grads), OTHERS=len(grads) > 1,
+        STATISTICS=vocab is None, GRADIENT=bool(grads), OTHERS=len(grads) > 1,
         **SPACE.pick(len(logits), (width,), logits),
     )  # fmt: skip

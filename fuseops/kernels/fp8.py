@@ -24,7 +24,7 @@ multiply them. No look at `offs` on the host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,10 +46,11 @@ from fuseops.kernels.fp8_launch import (
 from fuseops.kernels.fp8_paths import COOPERATIVE, mm_path, wgrad_path
 from fuseops.kernels.grouped import add_or_write, gemm_op, grouped_mm, grouped_wgrad_into, one_group
 from fuseops.kernels.grouped_launch import table_size
-from fuseops.kernels.groups import BLOCK, column_bounds, column_offs, group_of_row
+from fuseops.kernels.groups import BLOCK, column_bounds, column_offs
 from fuseops.kernels.quantize import quantize_vectors
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import floats, ints, on_meta
+from fuseops.kernels.scales import spread_over_groups
 from fuseops.kernels.tiles import FLOATS, cdiv
 
 BLOCKS = {"block": (1, BLOCK), "square": (BLOCK, BLOCK)}
@@ -81,9 +82,8 @@ def dequantized_rows(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The rows (R, K) of `fp8_mm`; of "tensor" one scale, or one a group."""
-    if scaling == "tensor" and scale.numel() > 1 and offs is not None:
-        by_group = torch.cat([scale, scale.new_ones(1)])
-        scale, scaling = by_group[group_of_row(offs, x.shape[0])], "row"
+    if scaling == "tensor" and scale.numel() > 1:
+        scale, scaling = spread_over_groups(scale, offs, len(x)), "row"
     return dequantize(x, scale, scaling, dtype)
 
 
@@ -94,13 +94,7 @@ def weight_scaling(scaling: str) -> str:
 
 @of_fields(RoundedProduct)
 def _fp8_mm(p: RoundedProduct) -> Tensor:
-    left = dequantized_rows(p.x, p.x_scale, p.scaling, p.offs)
-    right = dequantize(p.weight, p.weight_scale, weight_scaling(p.scaling))
-    bias = None if p.bias is None else p.bias.float()
-    if p.offs is None:
-        y = left @ right.t()
-        return (y if bias is None else y + bias).to(p.dtype)
-    return grouped_mm.twin(left, right, p.offs, None, bias).to(p.dtype)
+    return _multiplied(p, p.dtype, torch.float32, grouped_mm.twin)
 
 
 @of_fields(ScaledProduct)
@@ -213,7 +207,7 @@ def fp8_mm(given: RoundedProduct) -> Tensor:
     """x[rows of e] @ weight[e].T (+ bias[e]), padding rows zero.   -> (R, N) of `dtype`"""
     p = checked_mm(given)
     if mm_path(p.x, p.weight, given.dtype) != COOPERATIVE:
-        return _multiplied(p, given.dtype)
+        return _multiplied(p, given.dtype, _exact(p.scaling, given.dtype), grouped_mm)
     y = _product(given)
     launch_mm(p, y, fast=given.fast)
     return y
@@ -230,7 +224,8 @@ def fp8_mm_operand(p: ScaledProduct) -> tuple[Tensor, Tensor]:
     """`fp8_mm` in bf16, as e4m3 codes (R, N) with a power of two for 128 columns of a row (ceil(N/128), R)."""
     p = checked_mm(p)
     if mm_path(p.x, p.weight, E4M3) != COOPERATIVE:
-        data, scale = quantize_vectors(_multiplied(p, torch.bfloat16), E4M3)
+        inner = _exact(p.scaling, torch.bfloat16)
+        data, scale = quantize_vectors(_multiplied(p, torch.bfloat16, inner, grouped_mm), E4M3)
         return data, scale
     y, y_scale = _codes_of(p)
     launch_mm(p, y, y_scale)
@@ -293,18 +288,16 @@ def _describable(dw: Tensor) -> bool:
 # --- other hardware, and sizes that no descriptor takes
 
 
-def _multiplied(p: ScaledProduct, dtype: torch.dtype) -> Tensor:
-    """`fp8_mm` of dequantized operands."""
-    x, x_scale, weight, weight_scale, scaling, offs, tiles, bias = p
-    inner = _exact(scaling, dtype)
-    left = dequantized_rows(x, x_scale, scaling, offs, inner)
-    right = dequantize(weight, weight_scale, weight_scaling(scaling), inner)
-    if offs is not None:
-        bias = None if bias is None else bias.to(inner)
-        return grouped_mm(left, right, offs, tiles, bias).to(dtype)
-    return torch.nn.functional.linear(left, right, None if bias is None else bias.to(inner)).to(
-        dtype
-    )
+def _multiplied(
+    p: ScaledProduct, dtype: torch.dtype, inner: torch.dtype, product: Callable[..., Tensor]
+) -> Tensor:
+    """`fp8_mm` of operands that are dequantized to the dtype `inner`.   product: of groups"""
+    left = dequantized_rows(p.x, p.x_scale, p.scaling, p.offs, inner)
+    right = dequantize(p.weight, p.weight_scale, weight_scaling(p.scaling), inner)
+    bias = None if p.bias is None else p.bias.to(inner)
+    if p.offs is None:
+        return torch.nn.functional.linear(left, right, bias).to(dtype)
+    return product(left, right, p.offs, p.tiles, bias).to(dtype)
 
 
 def _gradient(dw: Tensor, g: ScaledColumns, accumulate: bool) -> None:

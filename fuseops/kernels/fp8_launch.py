@@ -18,8 +18,7 @@ from fuseops.kernels.grouped import checked_groups, group_tiles, groups_of
 from fuseops.kernels.grouped_launch import count_place, first_entry
 from fuseops.kernels.launch import device, launch, num_sms
 from fuseops.kernels.records import Arguments
-from fuseops.kernels.tiles import cdiv
-from fuseops.words import dtype_name
+from fuseops.kernels.tiles import cdiv, fit
 
 
 @dataclass
@@ -131,43 +130,35 @@ def _launch(config: Config, programs: int, *args: Any, **options: Any) -> None:
     launch(kernel, (programs,), *args, **options, **config, num_warps=4, maxnreg=168)
 
 
-MM_SCALINGS = ("block", "row", "tensor")
-WGRAD_SCALINGS = ("square", "block", "tensor")
+MM_SCALES = {
+    "block": "x_scale (L, R) float32, weight_scale ({}M, L) float32",
+    "row": "x_scale (R,) float32, weight_scale ({}N,) float32",
+    "tensor": "",
+}
+WGRAD_SCALES = {
+    "square": "dy_scale (M, B) float32, x_scale (L, B) float32",
+    "block": "dy_scale (B, N) float32, x_scale (B, K) float32",
+    "tensor": "",
+}
+"""By scaling, the axes of scales, where they are not one a tensor or a group."""
 
 
 def checked_mm(p: ScaledProduct) -> ScaledProduct:
     """The operands as `launch_mm` takes them."""
-    x, x_scale, weight, weight_scale = p.x, p.x_scale, p.weight, p.weight_scale
     scaling, offs, tiles, bias = p.scaling, p.offs, p.tiles, p.bias
-    if scaling not in MM_SCALINGS:
-        raise FuseOpsError(f"scaling is '{scaling}', expected one of {MM_SCALINGS}.")
-    groups = 1 if offs is None else groups_of(offs)
-    rank = 2 if offs is None else 3
-    if x.dim() != 2 or weight.dim() != rank or x.shape[1] != weight.shape[-1]:
-        raise FuseOpsError(
-            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, expected (R, K) and "
-            f"{'(N, K) without offs' if offs is None else '(E, N, K)'}."
-        )
-    rows, (n, k) = x.shape[0], weight.shape[-2:]
-    lead = weight.shape[:-2]
-    if lead not in ((), (groups,)):
-        raise FuseOpsError(f"weight is {tuple(weight.shape)} and offs has {groups} groups.")
-    blocks = cdiv(k, 128)
+    scales = _axes_of_scales(scaling, MM_SCALES)
+    groups, each = (1, "") if offs is None else (groups_of(offs), "E, ")
+    axes = f"x (R, K), weight ({each}N, K)"
+    fit(vars(p), axes, E=groups)
+    blocks = {"L": cdiv(p.x.shape[1], 128), "M": cdiv(p.weight.shape[-2], 128)}
+    fit(vars(p), f"{axes}, bias ({each}N,), {scales.format(each)}", E=groups, **blocks)
     if scaling == "tensor":
-        _check_tensor_scales(groups, x_scale=x_scale, weight_scale=weight_scale)
-    elif scaling == "row":
-        _check_shape("x_scale", x_scale, (rows,))
-        _check_shape("weight_scale", weight_scale, (*lead, n))
-    else:
-        _check_shape("x_scale", x_scale, (blocks, rows))
-        _check_shape("weight_scale", weight_scale, (*lead, cdiv(n, 128), blocks))
-    if bias is not None:
-        _check_shape("bias", bias, (*lead, n))
-        bias = bias.contiguous()
+        _check_tensor_scales(groups, x_scale=p.x_scale, weight_scale=p.weight_scale)
     if offs is not None:
-        offs, tiles = checked_groups(offs, tiles, groups, rows)
-    left = x.contiguous(), x_scale.contiguous()
-    right = weight.contiguous(), weight_scale.contiguous()
+        offs, tiles = checked_groups(offs, tiles, len(p.x))
+    left = p.x.contiguous(), p.x_scale.contiguous()
+    right = p.weight.contiguous(), p.weight_scale.contiguous()
+    bias = None if bias is None else bias.contiguous()
     return ScaledProduct(*left, *right, scaling, offs, tiles, bias)
 
 
@@ -175,48 +166,34 @@ def checked_wgrad(dw: Tensor, g: ScaledColumns) -> ScaledColumns:
     """The operands as `launch_wgrad` takes them."""
     dy, dy_scale, x, x_scale = g.dy, g.dy_scale, g.x, g.x_scale
     scaling, offs, tiles = g.scaling, g.offs, g.tiles
-    if scaling not in WGRAD_SCALINGS:
-        raise FuseOpsError(f"scaling is '{scaling}', expected one of {WGRAD_SCALINGS}.")
-    groups = 1 if offs is None else groups_of(offs)
-    if dy.dim() != 2 or x.dim() != 2 or dy.shape[1] != x.shape[1]:
-        raise FuseOpsError(
-            f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}, expected columns (N, C) and (K, C)."
-        )
-    columns = dy.shape[1]
+    scales = _axes_of_scales(scaling, WGRAD_SCALES)
+    groups, each = (1, "") if offs is None else (groups_of(offs), "E, ")
+    given = {"main_grad": dw, **vars(g)}
+    fit(given, "dy (N, C), x (K, C)")
+    (n, columns), k = dy.shape, x.shape[0]
     if offs is not None and (columns % 128 or columns < groups * 128):
         raise FuseOpsError(
             f"dy and x have {columns} columns, expected (R // 128 + {groups}) * 128: those of each group begin at a "
             "multiple of 128."
         )
-    shape = (*dw.shape[:-2], dy.shape[0], x.shape[0])
-    lead = () if offs is None else (groups,)
-    if dw.shape != shape or dw.shape[:-2] != lead:
-        raise FuseOpsError(f"main_grad is {tuple(dw.shape)}, expected {(*lead, *shape[-2:])}.")
-    for name, codes, scale in (("dy", dy, dy_scale), ("x", x, x_scale)):
-        blocks, size = cdiv(columns, 128), codes.shape[0]
-        if scaling == "tensor":
-            _check_tensor_scales(groups, **{f"{name}_scale": scale})
-        else:
-            expected = {
-                "square": (cdiv(size, 128), blocks), "block": (blocks, size)
-            }  # fmt: skip
-            _check_shape(f"{name}_scale", scale, expected[scaling])
+    blocks = {"B": cdiv(columns, 128), "M": cdiv(n, 128), "L": cdiv(k, 128)}
+    fit(given, f"main_grad ({each}N, K), {scales}", E=groups, N=n, K=k, **blocks)
+    if scaling == "tensor":
+        _check_tensor_scales(groups, dy_scale=dy_scale, x_scale=x_scale)
     if offs is not None:
         tiles = group_tiles(offs, columns) if tiles is None else tiles
         if tiles.dim() != 1 or len(tiles) < groups + 2 or tiles.dtype != torch.int32:
             raise FuseOpsError("tiles is not group_tiles(offs, R).")
         offs, tiles = offs.contiguous(), tiles.contiguous()
-    fit = _vectors if scaling == "block" else Tensor.contiguous
-    operands = dy.contiguous(), fit(dy_scale), x.contiguous(), fit(x_scale)
+    lay = _vectors if scaling == "block" else Tensor.contiguous
+    operands = dy.contiguous(), lay(dy_scale), x.contiguous(), lay(x_scale)
     return ScaledColumns(*operands, scaling, offs, tiles)
 
 
-def _check_shape(name: str, t: Tensor, expected: tuple[int, ...]) -> None:
-    dtype = t.dtype if name == "bias" else torch.float32
-    if tuple(t.shape) != expected or t.dtype != dtype:
-        raise FuseOpsError(
-            f"{name} is {t.dtype}{tuple(t.shape)}, expected {dtype_name(dtype)}{expected}."
-        )
+def _axes_of_scales(scaling: str, known: dict[str, str]) -> str:
+    if scaling not in known:
+        raise FuseOpsError(f"scaling is '{scaling}', expected one of {(*known,)}.")
+    return known[scaling]
 
 
 def _check_tensor_scales(groups: int, **scales: Tensor) -> None:

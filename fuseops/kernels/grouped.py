@@ -32,7 +32,7 @@ from fuseops.kernels.groups import bounds_of
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta, thread
-from fuseops.kernels.tiles import FLOATS, as_rows, pow2, wide
+from fuseops.kernels.tiles import FLOATS, as_rows, fit, pow2, wide
 
 
 def _gathered(x: Tensor, index: Tensor | None, offs: Tensor) -> Tensor:
@@ -293,24 +293,12 @@ def grouped_mm_into(y: Tensor, p: Product) -> None:
 
 def checked_product(p: Product) -> Product:
     """The operands as `launch_mm` takes them. Raises FuseOpsError for those that nothing can take."""
-    x, weight, probs, rows = p.x, p.weight, p.probs, p.rows
-    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
-        raise FuseOpsError(
-            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, expected (R, K) and (E, N, K)."
-        )
-    _check_index(p.index, "index")
-    _check_dtypes(x, weight)
-    if p.bias is not None and p.bias.shape != weight.shape[:2]:
-        raise FuseOpsError(f"bias is {tuple(p.bias.shape)}, expected {tuple(weight.shape[:2])}.")
-    if probs is not None and (probs.shape != (rows,) or probs.dtype != torch.float32):
-        raise FuseOpsError(
-            f"probs is {probs.dtype}{tuple(probs.shape)}, expected float32 ({rows},)."
-        )
-    if 1 not in weight.stride()[1:]:
-        weight = weight.contiguous()
-    groups = checked_groups(p.offs, p.tiles, weight.shape[0], rows)
-    rest = [t if t is None else t.contiguous() for t in (p.bias, p.index, probs)]
-    return Product(as_rows(x), weight, *groups, *rest)
+    axes = "x (T, K), weight (E, N, K), bias (E, N), probs (R,) float32, index (R,) int, offs (E,) int32"
+    fit(vars(p), axes, R=p.rows)
+    _check_dtypes(p.x, p.weight)
+    weight = p.weight if 1 in p.weight.stride()[1:] else p.weight.contiguous()
+    rest = [t if t is None else t.contiguous() for t in (p.bias, p.index, p.probs)]
+    return Product(as_rows(p.x), weight, *checked_groups(p.offs, p.tiles, p.rows), *rest)
 
 
 @gemm_op(
@@ -349,28 +337,12 @@ def grouped_wgrad_into(g: Gradient) -> None:
 
 def _checked_gradient(g: Gradient) -> Gradient:
     """The operands as `launch_wgrad` takes them. Raises FuseOpsError for those that nothing can take."""
-    dy, x, groups, rows = g.dy, g.x, g.offs.numel(), g.rows
-    _check_index(g.dy_index, "dy_index")
-    _check_index(g.x_index, "x_index")
-    if x.dim() != 2 or dy.dim() != 2 or rows != (x if g.x_index is None else g.x_index).shape[0]:
-        raise FuseOpsError(
-            f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}, expected (R, N) and (R, K), "
-            "or an index of R rows."
-        )
-    shape = (groups, dy.shape[1], x.shape[1])
-    if g.dw.shape != shape:
-        raise FuseOpsError(f"main_grad is {tuple(g.dw.shape)}, expected {shape}.")
-    _check_dtypes(x, dy)
-    offs, tiles = checked_groups(g.offs, g.tiles, groups, rows)
+    axes = "dy (S, N), x (T, K), dy_index (R,) int, x_index (R,) int, offs (E,) int32, dw (E, N, K)"
+    fit(vars(g), axes, R=g.rows, **({"T": g.rows} if g.x_index is None else {}))
+    _check_dtypes(g.x, g.dy)
+    groups = checked_groups(g.offs, g.tiles, g.rows)
     index = [t if t is None else t.contiguous() for t in (g.dy_index, g.x_index)]
-    return Gradient(g.dw, as_rows(dy), as_rows(x), offs, tiles, g.accumulate, *index)
-
-
-def _check_index(index: Tensor | None, name: str) -> None:
-    if index is not None and (index.dim() != 1 or index.dtype not in (torch.int32, torch.int64)):
-        raise FuseOpsError(
-            f"{name} is {index.dtype}{tuple(index.shape)}, expected (R,) of int32 or int64."
-        )
+    return Gradient(g.dw, as_rows(g.dy), as_rows(g.x), *groups, g.accumulate, *index)
 
 
 def _check_dtypes(x: Tensor, other: Tensor) -> None:
@@ -380,14 +352,10 @@ def _check_dtypes(x: Tensor, other: Tensor) -> None:
         )
 
 
-def checked_groups(
-    offs: Tensor, tiles: Tensor | None, groups: int, rows: int
-) -> tuple[Tensor, Tensor]:
+def checked_groups(offs: Tensor, tiles: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
     """offs and their table, which is made where the caller brings none."""
-    if offs.shape != (groups,) or offs.dtype != torch.int32:
-        raise FuseOpsError(f"offs is {offs.dtype}{tuple(offs.shape)}, expected int32 ({groups},).")
     tiles = group_tiles(offs, rows) if tiles is None else tiles
-    if tiles.shape != (table_size(rows, groups),) or tiles.dtype != torch.int32:
+    if tiles.shape != (table_size(rows, len(offs)),) or tiles.dtype != torch.int32:
         raise FuseOpsError(
             f"tiles is {tiles.dtype}{tuple(tiles.shape)}, expected group_tiles(offs, {rows})."
         )

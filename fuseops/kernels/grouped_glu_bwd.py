@@ -32,7 +32,7 @@ from fuseops.kernels.grouped_paths import BACK, SWIGLU_BWD_SPACES, act_bwd_path
 from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import Cases, floats, ints, on_meta
-from fuseops.kernels.tiles import cdiv, wide
+from fuseops.kernels.tiles import cdiv, check_shape, wide
 
 
 @dataclass
@@ -128,17 +128,12 @@ def grouped_dswiglu_into(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tens
 
 def _backward(dh: Tensor, h: Tensor, given: ActivationGradient) -> tuple[Tensor, Tensor]:
     """Write dh, which may be h.   -> a, dprobs"""
-    dy, weight, offs, p, kind = given.dy, given.weight, given.offs, given.product, given.kind
-    rows, (groups, n, k) = p.rows, weight.shape
+    dy, weight, p, kind = given.dy, given.weight, given.product, given.kind
+    rows, n = p.rows, weight.shape[1]
     if kind not in BACK:
         raise FuseOpsError(f"a product goes back through one of {', '.join(BACK)}, not {kind!r}.")
-    width = n * (1 + (kind in GATES))
-    if h.shape != (rows, width) or dy.dim() != 2 or dy.shape[1] != k or offs.shape != (groups,):
-        raise FuseOpsError(
-            f"dy is {tuple(dy.shape)}, weight {tuple(weight.shape)}, h {tuple(h.shape)} and offs "
-            f"{tuple(offs.shape)}, expected (R, D), (E, F, D), ({rows}, {width}) and (E,)."
-        )
     p = checked_product(p)
+    check_shape("h", h, (rows, n * (1 + (kind in GATES))))
     path = act_bwd_path(p.x, p.weight, h, p.index)
     if not path or not rows or h.dtype != dy.dtype:
         da = dy.new_empty(rows, n)

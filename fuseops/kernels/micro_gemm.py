@@ -137,8 +137,7 @@ def micro_mm(p: MicroProduct) -> Tensor:
 def micro_wgrad(p: MicroProduct) -> Tensor:
     """dy[:, columns of e] @ x[:, columns of e].T times whole[e].   (N, C), (K, C) -> (N, K) or (E, N, K)"""
     n, width = p.a.shape
-    if p.b.shape[1] != width:
-        raise FuseOpsError(f"x is {tuple(p.b.shape)}, expected (K, {width}).")
+    check_shape("x", p.b, (len(p.b), width))
     _check(p.a, p.a_scale, cdiv(n, 128))
     _check(p.b, p.b_scale, cdiv(len(p.b), 128))
     blocks = cdiv(n, 128) * (1 if p.offs is None else len(p.offs))

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels import fp8_paths, tiles
-from fuseops.kernels.activation import act_fwd, factors_of, scaled_act_bwd, scaled_act_fwd
+from fuseops.kernels.activation import act_fwd, scaled_act_bwd, scaled_act_fwd
+from fuseops.kernels.bias import factors_of
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.formats import LARGEST, Format, quantize_format
 from fuseops.kernels.fp8 import dequantize

@@ -28,7 +28,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -124,39 +124,25 @@ def as_if_on(arch: int) -> Iterator[None]:
 class KernelOp(Generic[P, R]):
     """A `KernelOp` is a kernel with its twin and formulas, callable like the launcher it was made from."""
 
-    def __init__(
-        self,
-        launcher: Callable[P, R],
-        twin: Callable[..., Any],
-        fake: Callable[..., Any] | None,
-        flops: Callable[..., Any] | None,
-        nbytes: Callable[..., int] | None,
-        min_arch: int,
-        traces_twin: bool,
-        fuses: bool,
-        cases: Callable[[], Iterable[tuple[Any, ...]]],
-        mutates: Iterable[str],
-        announces: bool,
-        namespace: str | None,
-        dtypes: frozenset[torch.dtype],
-    ) -> None:
+    def __init__(self, launcher: Callable[P, R], how: kernel_op) -> None:
         functools.update_wrapper(self, launcher)
         self.name: str = launcher.__name__
-        space = namespace or _namespace_of(launcher)
+        space = how.namespace or _namespace_of(launcher)
         self.label = f"{space}::{self.name}"
-        self.twin = twin
+        self.twin = how.twin
         signature = inspect.signature(launcher)
         self._defaults = tuple([(p.name, p.default) for p in signature.parameters.values()])
         self._names = tuple([name for name, _ in self._defaults])
-        self.min_arch, self.traces_twin, self.fuses = min_arch, traces_twin, fuses
-        self.cases, self._nbytes, self.dtypes = cases, nbytes, dtypes
+        self.min_arch, self.traces_twin, self.fuses = how.min_arch, how.traces_twin, how.fuses
+        self.cases, self.flops, self._nbytes = how.cases, how.flops, how.nbytes
+        self.dtypes = how.dtypes
         key = self.name if space == OWN else self.label
         if key in KERNEL_OPS:
             raise FuseOpsError(
                 f"kernel op '{self.label}' is registered twice: torch keeps an op until the process ends, so give the "
                 "launcher another name."
             )
-        schema = torch.library.infer_schema(launcher, mutates_args=mutates)
+        schema = torch.library.infer_schema(launcher, mutates_args=how.mutates)
         if re.match(r"\(Tensor(\(\w+!\))? ", schema) is None:
             raise FuseOpsError(
                 f"kernel op '{self.label}' takes {schema.partition(' -> ')[0]}: its first argument has to be a Tensor, "
@@ -172,7 +158,7 @@ class KernelOp(Generic[P, R]):
         lib.define(self.name + schema)
         lib.impl(self.name, self._dispatched, "CompositeExplicitAutograd")
         writes_alone = signature.return_annotation in (None, "None")
-        shapes = (lambda *_: None) if writes_alone else fake or twin
+        shapes = (lambda *_: None) if writes_alone else how.fake or how.twin
         torch.library.register_fake(
             self.label,
             lambda *args, **kwargs: _shapes_alone(shapes, self._in_order(args, kwargs)),
@@ -181,12 +167,11 @@ class KernelOp(Generic[P, R]):
         self.op = getattr(getattr(torch.ops, space), self.name).default
         takes = enumerate(self.op._schema.arguments)
         self.writes = [k for k, a in takes if a.alias_info is not None and a.alias_info.is_write]
-        self.announced = self.writes if announces else []
+        self.announced = self.writes if how.announces else []
         self.launcher = self._announcing(launcher) if self.announced else launcher
         self._dispatcher = torch_private.replace_overload(self.op, self._called())
-        self.flops = flops
         KERNEL_OPS[key] = self
-        if flops is not None and "torch.utils.flop_counter" in sys.modules:
+        if self.flops is not None and "torch.utils.flop_counter" in sys.modules:
             register_flops()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -388,24 +373,10 @@ class KernelOp(Generic[P, R]):
         return f"<kernel op {self.label}>"
 
 
-def kernel_op(
-    *,
-    twin: Callable[..., Any],
-    fake: Callable[..., Any] | None = None,
-    flops: Callable[..., Any] | None = None,
-    nbytes: Callable[..., int] | None = None,
-    min_arch: int = 80,
-    traces_twin: bool = True,
-    fuses: bool = False,
-    cases: Callable[[], Iterable[tuple[Any, ...]]] = tuple[Any, ...],
-    mutates: Iterable[str] = (),
-    announces: bool = True,
-    namespace: str | None = None,
-    dtypes: frozenset[torch.dtype] = DTYPES,
-) -> Callable[[Callable[P, R]], KernelOp[P, R]]:
-    """Register the decorated launcher: its signature is the op's schema, so every argument has a type that
-    `torch.library.infer_schema` knows, the first is a Tensor, and what it returns are new tensors. It decides by its
-    arguments alone: calls alike are repeated without it.
+class kernel_op(NamedTuple):
+    """A `kernel_op` registers the launcher that it decorates: its signature is the op's schema, so every argument has a
+    type that `torch.library.infer_schema` knows, the first is a Tensor, and what it returns are new tensors. It decides
+    by its arguments alone: calls alike are repeated without it.
 
     twin: the same in plain differentiable torch, with the same arguments: it runs wherever the launcher does not.
     fake: outputs without values, where the twin reads values; an op that returns nothing needs none.
@@ -423,21 +394,22 @@ def kernel_op(
     Raises FuseOpsError for a second op of one name, for one whose first argument is no Tensor, and for parameters that
     come by keyword alone.
     """
-    return lambda launcher: KernelOp(
-        launcher,
-        twin,
-        fake,
-        flops,
-        nbytes,
-        min_arch,
-        traces_twin,
-        fuses,
-        cases,
-        mutates,
-        announces,
-        namespace,
-        dtypes,
-    )
+
+    twin: Callable[..., Any]
+    fake: Callable[..., Any] | None = None
+    flops: Callable[..., Any] | None = None
+    nbytes: Callable[..., int] | None = None
+    min_arch: int = 80
+    traces_twin: bool = True
+    fuses: bool = False
+    cases: Callable[[], Iterable[tuple[Any, ...]]] = tuple[Any, ...]
+    mutates: Iterable[str] = ()
+    announces: bool = True
+    namespace: str | None = None
+    dtypes: frozenset[torch.dtype] = DTYPES
+
+    def __call__(self, launcher: Callable[P, R]) -> KernelOp[P, R]:
+        return KernelOp(launcher, self)
 
 
 def _namespace_of(launcher: Callable[..., Any]) -> str:

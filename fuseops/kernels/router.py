@@ -218,12 +218,9 @@ def router_bwd(
     _check(logits, k, score)
     tokens, given = logits.shape
     wide = num_experts or given
-    for name, shape, wanted in (
-        ("experts", experts.shape, (tokens, k)),
-        ("dweights", dweights.shape, (tokens, k)),
-        ("logits", logits.shape, (tokens, k if num_experts else given)),
-    ):
-        require(shape == wanted, f"{name} is {tuple(shape)}, expected {wanted}.")
+    check_shape("experts", experts, (tokens, k))
+    check_shape("dweights", dweights, (tokens, k))
+    check_shape("logits", logits, (tokens, k if num_experts else given))
     require(
         not num_experts or normalize or score == "sigmoid",
         "the logits of the chosen do not tell the gradient of a softmax that is not normalized.",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +81,36 @@ def check_axes(name: str, t: Tensor, axes: str) -> None:
     """Raise a FuseOpsError unless a tensor has as many axes as are named, as in "(T, E)"."""
     if t.dim() != len(axes.strip("(,)").split(",")):
         raise FuseOpsError(f"{name} is {tuple(t.shape)}, expected {axes}.")
+
+
+AXES = r"(\w+) \(([^)]*)\)(?: (\w+))?"  # a name, axes and maybe a dtype
+KINDS = {"int": (torch.int32, torch.int64), "int32": (torch.int32,), "int64": (torch.int64,)}
+KINDS["float32"] = (torch.float32,)
+
+
+def fit(given: Mapping[str, Any], wanted: str, **sizes: int) -> None:
+    """Raise FuseOpsError for a tensor that has not the axes that are wanted, as in "x (R, K), offs (E,) int32".
+
+    A letter is one size wherever it stands: the one in `sizes`, or that of the first tensor that has it. `int` is of
+    32 or 64 bits. What is None fits.
+    """
+    for name, letters, dtype in _tensors_wanted(wanted):
+        t = given[name]
+        if t is None:
+            continue
+        shape = tuple([sizes.get(a, n) for a, n in zip(letters, t.shape, strict=False)])
+        if len(letters) != t.dim() or shape != t.shape or (dtype and t.dtype not in KINDS[dtype]):
+            axes = "".join(f"{sizes.get(a, a)}, " for a in letters)
+            axes = axes if len(letters) == 1 else axes[:-2]
+            found = f"{t.dtype if dtype else ''}{tuple(t.shape)}"
+            raise FuseOpsError(f"{name} is {found}, expected {dtype}({axes.rstrip()}).")
+        sizes |= zip(letters, shape, strict=True)
+
+
+@functools.cache
+def _tensors_wanted(wanted: str) -> list[tuple[str, list[str], str]]:
+    """The name, the axes and the dtype of each."""
+    return [(name, re.findall(r"\w+", axes), kind) for name, axes, kind in re.findall(AXES, wanted)]
 
 
 def wide_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:

@@ -63,9 +63,11 @@ class Sequential(Composed):
         runner: Runner | None = self._runner
         if runner is None or not runner.fits(self):
             runner = runner_of(self)
-        env = side_inputs(self, runner, args, side) if args or side or runner.reads else {}
+        env = {}
+        if args or side or runner.reads:
+            env = side_inputs(self, runner.reads, runner.writes, args, side)
         if returns:
-            check_returns(self, runner, returns)
+            check_returns(self, runner.writes, returns)
         if not isinstance(x, Tensor):
             check_input(self, x)
         tokens, versions = tokens_of(self, runner), runner.versions
@@ -164,7 +166,7 @@ def _run_alone(
         return entrance()().run(op, x, args, op.writes, out, side)
     check_input(op, x)
     runner = runner_of(op)
-    env = side_inputs(op, runner, args, side)
+    env = side_inputs(op, runner.reads, runner.writes, args, side)
     tokens = tokens_of(op, runner)
     run = runner.pieces[0][1]
     if not isinstance(run, Run):

@@ -21,6 +21,7 @@ from .vocab_parallel import (
     ShardedLoss,
     TokenGrads,
     Vocabulary,
+    Walk,
     check_layout,
     vocabulary_over,
 )
@@ -235,9 +236,9 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         dloss = dloss.expand(len(args[0]))
         if self.vocabulary is not None:
             sharded = ShardedLoss(self.vocabulary, self._options, class_weights)
-            of_rows: Any = *args, dloss, needs
-            return sharded.grads(*of_rows)
-        of_rows = *args, class_weights, *self._ends, dloss, needs
+            walk: Any = *args, dloss, needs
+            return Walk(sharded, *walk).run()
+        of_rows: Any = *args, class_weights, *self._ends, dloss, needs
         return K.linear_cross_entropy_grads(*of_rows)
 
     def _rows(

@@ -21,6 +21,7 @@ from .checks import check_flags, check_integers, check_offs, check_probs, check_
 from .grouped_state_dict import load_either
 from .linear import (
     columns_of,
+    flat,
     grad_operand,
     high,
     input_operand,
@@ -193,7 +194,7 @@ def input_gradient(
     dx = (call.out or {}).get("dx")
     if dx is None or dx.dtype is not dy.dtype:
         return K.grouped_mm(dy, transposed, offs, tiles, None, index)
-    K.grouped_mm_into(_flat(dx), dy, transposed, offs, tiles, None, index)
+    K.grouped_mm_into(flat(dx), dy, transposed, offs, tiles, None, index)
     return dx
 
 
@@ -425,9 +426,9 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         if probs is not None:
             check_probs("GroupedLinear", x, probs)
             probs, scaled = probs.reshape(-1), bias
-        rows = _flat(x)
+        rows = flat(x)
         buffer = (call.out or {}).get("y")
-        out = None if buffer is None else _flat(buffer)
+        out = None if buffer is None else flat(buffer)
         y, kept = grouped_linear(
             rows, weight, bias, offs, probs, call, out=out, low_rank=(down, up)
         )
@@ -437,7 +438,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         return Out(y if len(lead) == 1 else y.view(*lead, y.shape[-1]), saved)
 
     def bwd(self, saved: GroupedLinearSaved, dy: Tensor, *, call: Call) -> Grads:
-        rows = _flat(dy)
+        rows = flat(dy)
         grads = grouped_linear_bwd(saved, rows, call)
         if rows is dy:
             return grads
@@ -446,8 +447,3 @@ class GroupedLinear(Op[GroupedLinearSaved]):
             dx = dx.view(*lead, dx.shape[-1])
         dprobs = (grads.side or {}).get("probs") if "probs" in call.needs else None
         return Grads(dx, grads.params, {"probs": None if dprobs is None else dprobs.view(lead)})
-
-
-def _flat(x: Any) -> Any:
-    """x as (rows, width)."""
-    return x if isinstance(x, Quantized) or x.dim() == 2 else x.flatten(0, -2)

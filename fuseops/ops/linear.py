@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -119,13 +119,13 @@ def input_gradient(dy: Operand, weight: Tensor, call: Call) -> Tensor:
 def weight_gradient(dy: Operand, x: Operand, call: Call) -> Tensor:
     """dw of x and dy, which `grad_operand` gives, or which is as it was where the recipe says so."""
     if call.precision.roles.high_wgrad:  # type: ignore[union-attr]
-        return torch.mm(_rows(high(dy)).t(), _rows(high(x)))
+        return torch.mm(flat(high(dy)).t(), flat(high(x)))
     return gemm.wgrad(dy, columns_of(x, call), dy.dtype, name=call.name)
 
 
 def bias_gradient(dy: Operand) -> Tensor:
     """The sum of dy as it is."""
-    return K.bias_bwd(_rows(high(dy)))
+    return K.bias_bwd(flat(high(dy)))
 
 
 def input_operand(
@@ -238,7 +238,7 @@ def _operand(
         see = None if call.scales is None else _see(call, role)
         seed = call.seed if role == "grad_output" else None
         return operand(x, scaling, offs, row=row, col=col, index=index, seed=seed, see=see)
-    rows = _rows(high(x))
+    rows = flat(high(x))
     return rows if index is None else K.gather_rows(rows, index, offs)  # type: ignore[arg-type]
 
 
@@ -318,8 +318,9 @@ def high(x: Operand) -> Tensor:
     return x.dequantize() if isinstance(x, Quantized) else x
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+def flat(x: Any) -> Any:
+    """An operand without leading axes, as codes are."""
+    return x if x.dim() == 2 or isinstance(x, Quantized) else x.reshape(-1, x.shape[-1])
 
 
 class Linear(Op[LinearSaved], nn.Linear):

@@ -125,6 +125,9 @@ def replaced(t: T, **changes: Any) -> T:
     return new(type(t), map(changes.get, t._fields, t))  # type: ignore[attr-defined]
 
 
+Parameters = Collection[inspect.Parameter]
+
+
 class Signature(NamedTuple):
     """A `Signature` lists the keywords that an op class takes, read once from its `fwd` and `bwd`."""
 
@@ -136,22 +139,17 @@ class Signature(NamedTuple):
     bwd_dside: bool
 
 
-def _keywords(
-    fn: Callable[..., Any], kind: Any = inspect.Parameter.KEYWORD_ONLY
-) -> dict[str, inspect.Parameter]:
-    return {p.name: p for p in inspect.signature(fn).parameters.values() if p.kind is kind}
-
-
-def _signature(cls: type["Op[Any]"]) -> Signature:
-    fwd, bwd = _keywords(cls.fwd), _keywords(cls.bwd)
-    named = {name: p for name, p in fwd.items() if name != "call"}
+def _signature(fwd: Parameters, bwd: Parameters) -> Signature:
+    own = {p.name: p for p in fwd if p.kind is p.KEYWORD_ONLY}
+    backward = {p.name for p in bwd if p.kind is p.KEYWORD_ONLY}
+    named = {name: p for name, p in own.items() if name != "call"}
     return Signature(
         keywords=tuple(named),
         optional=frozenset(name for name, p in named.items() if p.default is not p.empty),
-        any_side=bool(_keywords(cls.fwd, inspect.Parameter.VAR_KEYWORD)),
-        fwd_call="call" in fwd,
-        bwd_call="call" in bwd,
-        bwd_dside="dside" in bwd,
+        any_side=any(p.kind is p.VAR_KEYWORD for p in fwd),
+        fwd_call="call" in own,
+        bwd_call="call" in backward,
+        bwd_dside="dside" in backward,
     )
 
 
@@ -232,8 +230,11 @@ class Op(nn.Module, Generic[S]):
             return  # an abstract family; its members bring fwd
         cls.pure = cls.bwd is Op.bwd
         cls.made = cls.fwd, cls.bwd
-        _check_methods(cls)
-        cls.signature = _signature(cls)
+        fwd, bwd = (inspect.signature(m).parameters.values() for m in cls.made)
+        _check_method(cls, "fwd", fwd, "x")
+        if not cls.pure:
+            _check_method(cls, "bwd", bwd, "saved", "dy")
+        cls.signature = _signature(fwd, bwd)
         if cls.pure:
             if cls.__dict__.get("saves_for") is not None:
                 raise FuseOpsError(
@@ -429,23 +430,20 @@ class Op(nn.Module, Generic[S]):
             weight.listen()
 
 
-def _check_methods(cls: type["Op[Any]"]) -> None:
+def _check_method(cls: type["Op[Any]"], method: str, parameters: Parameters, *names: str) -> None:
     """Raise FuseOpsError for a `fwd` or a `bwd` that could not be called: what else it takes comes by keyword."""
-    wanted = {"fwd": ("x",)} if cls.pure else {"fwd": ("x",), "bwd": ("saved", "dy")}
-    for method, names in wanted.items():
-        fixed = () if isinstance(inspect.getattr_static(cls, method), staticmethod) else ("self",)
-        parameters = inspect.signature(getattr(cls, method)).parameters.values()
-        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            continue
-        given = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        needed = [p for p in given if p.default is p.empty]
-        least = len(fixed) + len(names)
-        if len(given) < least or len(needed) > least:
-            beyond = "".join(f", {p.name}" for p in needed[least:]) or ", ..."
-            raise FuseOpsError(
-                f"{cls.__name__}.{method}({', '.join(p.name for p in parameters)}) takes by position what comes by "
-                f"keyword, or too little: write {method}({', '.join((*fixed, *names))}, *{beyond})."
-            )
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return
+    fixed = () if isinstance(inspect.getattr_static(cls, method), staticmethod) else ("self",)
+    given = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p for p in given if p.default is p.empty]
+    least = len(fixed) + len(names)
+    if len(given) < least or len(needed) > least:
+        beyond = "".join(f", {p.name}" for p in needed[least:]) or ", ..."
+        raise FuseOpsError(
+            f"{cls.__name__}.{method}({', '.join(p.name for p in parameters)}) takes by position what comes by "
+            f"keyword, or too little: write {method}({', '.join((*fixed, *names))}, *{beyond})."
+        )
 
 
 def _saved_class(cls: type[Op[Any]]) -> type[Any]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
+from fuseops.kernels.tiles import wide
 
 from .checks import check_chosen, check_integers, check_tensors, integers, seen
 
@@ -134,11 +135,6 @@ def _check_counts(counts: Tensor, total: int, probs: Tensor | None) -> None:
 def _of_rows(weights: Tensor, pos: Tensor, index: Tensor) -> Tensor:
     """The weight of every row, differentiable.   weights and pos (T, K), index (R,) -> (R,)"""
     rows = index.shape[0]
-    flat = _wide(weights).flatten()
+    flat = wide(weights).flatten()
     row = torch.where(pos < 0, rows, pos).flatten().long()  # copies without a row share one behind
     return flat.new_zeros(rows + 1).scatter(0, row, flat)[:rows]
-
-
-def _wide(probs: Tensor) -> Tensor:
-    """Probabilities in float32, wherever the router works in half; float64 is not rounded."""
-    return probs.to(torch.promote_types(probs.dtype, torch.float32))

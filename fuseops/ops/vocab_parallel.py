@@ -204,27 +204,6 @@ class ShardedLoss(NamedTuple):
             dx = torch_private.all_reduce(dx, self.vocabulary.ranks.group)
         return dx, dweight, dbias
 
-    # --- gradients that are made with the loss
-
-    def grads(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        dloss: Tensor,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """(loss of each token, dx, dweight, dbias), where the gradient of each token's loss is known beforehand."""
-        walk = _Walk(self, x, weight, bias, targets, dloss, needs)
-        sent, budget = None, self.options.chunk_bytes // 2
-        for tokens in row_chunks(len(targets), self.vocabulary.most, x.itemsize, budget):
-            before, sent = sent, walk.send(tokens)
-            if before is not None:
-                walk.take(before)
-        walk.take(sent)  # type: ignore[arg-type]
-        return walk.rows, walk.of_x(), walk.dweight, walk.dbias
-
 
 class _Sent(NamedTuple):
     """A `_Sent` is a chunk of tokens, with this rank's logits, whose numbers are on their way between the ranks."""
@@ -234,8 +213,10 @@ class _Sent(NamedTuple):
     numbers: Any
 
 
-class _Walk:
-    """A `_Walk` goes over chunks of tokens and makes their losses and the gradients that are needed."""
+class Walk:
+    """A `Walk` goes over chunks of tokens and makes their losses and the gradients that are needed, where the gradient
+    of each token's loss, `dloss`, is known beforehand.
+    """
 
     def __init__(
         self,
@@ -253,6 +234,17 @@ class _Walk:
         self.dx: list[Any] = []  # chunk after chunk, on its way
         self.dweight = torch.empty_like(weight, dtype=dloss.dtype) if needs[1] else None
         self.dbias = weight.new_zeros(len(weight), dtype=dloss.dtype) if needs[2] else None
+
+    def run(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """(loss of each token, dx, dweight, dbias)."""
+        sent, most, budget = None, self.loss.vocabulary.most, self.loss.options.chunk_bytes // 2
+        for tokens in row_chunks(len(self.targets), most, self.x.itemsize, budget):
+            before, sent = sent, self.send(tokens)
+            if before is not None:
+                self.take(before)
+        self.take(sent)  # type: ignore[arg-type]
+        dx = torch.cat([*map(torch_private.waited, self.dx)]) if self.wants_dx else None
+        return self.rows, dx, self.dweight, self.dbias
 
     def send(self, tokens: slice) -> _Sent:
         """The logits of a chunk, and their numbers on the way."""
@@ -276,10 +268,6 @@ class _Walk:
         dx = K.logit_grads_into(*args)
         if self.wants_dx:
             self.dx.append(torch_private.begin_all_reduce(dx, vocabulary.ranks.group))
-
-    def of_x(self) -> Tensor | None:
-        """The gradient of x, once all of it is there."""
-        return torch.cat([*map(torch_private.waited, self.dx)]) if self.wants_dx else None
 
 
 # --- the layout

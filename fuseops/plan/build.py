@@ -220,7 +220,7 @@ class _Builder:
             export_positions=tuple(position[("side", name)] for name in exports),
             forward=tuple(steps),
             backward=tuple(s for s in backs if s.later or any(call.needs for call in s.calls)),
-            slots=tuple(self._slots(start, forward)),
+            slots=tuple(slot for slot in self._slots(start, forward) if slot.kept),
             size=size,
             needs_grad=needed,
             device=self.call.device.type,
@@ -234,15 +234,11 @@ class _Builder:
     # --- one step
 
     def _forward_step(self, u: _Unit, base: int, position: dict[Any, int]) -> ForwardStep:
-        members = tuple(range(u.start - base, u.stop - base))
         first = self.ops[u.start]
         args = tuple(self._args(i, base, position) for i in range(u.start, u.stop))
         calls = tuple(self._call(i) for i in range(u.start, u.stop))
         return ForwardStep(
-            members=members,
-            at=self.facts.offset + u.start,
-            target=u.target,
-            kind=u.kind,
+            **self._of_both(u, base, position),
             args=args,
             calls=calls,
             keywords={"call": calls[0]} if first.signature.fwd_call else {},
@@ -251,9 +247,6 @@ class _Builder:
             pure=u.kind == "op" and first.pure,
             codes=self._takes_quantized(u),
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
-            scopes=self.chain.scopes[u.start : u.stop],
-            rule=u.rule or "",
-            writes=self._writes(u, position),
         )
 
     def _backward_step(self, u: _Unit, base: int, position: dict[Any, int]) -> BackwardStep:
@@ -264,10 +257,7 @@ class _Builder:
         )
         wanted = [(i - u.start, i, name) for i in members for name in self.chain.parameters[i]]
         step = BackwardStep(
-            members=tuple(i - base for i in members),
-            at=self.facts.offset + u.start,
-            target=u.target,
-            kind=u.kind,
+            **self._of_both(u, base, position),
             calls=calls,
             pure=u.kind == "op" and last.pure,
             empty=tuple(
@@ -278,9 +268,6 @@ class _Builder:
             takes_dside=last.signature.bwd_dside,
             dx="x" in calls[0].needs,
             live=any(self.ops[i].live_call or self._random(i) for i in members),
-            scopes=self.chain.scopes[u.start : u.stop],
-            rule=u.rule or "",
-            writes=self._writes(u, position),
             params=tuple(
                 (k, name, position[("param", i - base, name)])
                 for k, i, name in wanted
@@ -303,9 +290,18 @@ class _Builder:
         keywords = {"call": later[0]} if step.keywords else {}
         return replace(step, later=replace(step, calls=later, keywords=keywords))
 
-    def _writes(self, u: _Unit, position: dict[Any, int]) -> tuple[tuple[str, int], ...]:
+    def _of_both(self, u: _Unit, base: int, position: dict[Any, int]) -> dict[str, Any]:
+        """What the steps of both directions say alike."""
         pairs = [pair for sides in self.chain.writes[u.start : u.stop] for pair in sides]
-        return tuple((keyword, position[("side", name)]) for keyword, name in pairs)
+        return {
+            "members": tuple(range(u.start - base, u.stop - base)),
+            "at": self.facts.offset + u.start,
+            "target": u.target,
+            "kind": u.kind,
+            "scopes": self.chain.scopes[u.start : u.stop],
+            "rule": u.rule or "",
+            "writes": tuple((keyword, position[("side", name)]) for keyword, name in pairs),
+        }
 
     def _args(self, i: int, base: int, position: dict[Any, int]) -> Args:
         own = [(name, position[("param", i - base, name)]) for name in self.chain.parameters[i]]
@@ -426,37 +422,26 @@ class _Builder:
 
     # --- what is saved
 
-    def _slots(self, start: int, forward: Sequence[_Unit]) -> list[Slot]:
-        slots = []
+    def _slots(self, start: int, forward: Sequence[_Unit]) -> Iterator[Slot]:
         for u in forward:
             if u.kind == "joint":
-                slots.append(self._joint_slot(u, start))
-            else:
-                slots += [self._op_slot(i, start) for i in range(u.start, u.stop)]
-        return [slot for slot in slots if slot.kept]
-
-    def _op_slot(self, i: int, start: int) -> Slot:
-        op, keep = self.ops[i], self._call(i).keep
-        fields = op.Saved._fields
-        kept = tuple(k for k, name in enumerate(fields) if name in keep)
-        return Slot(
-            i - start,
-            op.Saved,
-            kept,
-            tuple(f"{self.names[i]}.{f}" for f in fields),
-            type(op).__name__,
-        )
-
-    def _joint_slot(self, u: _Unit, start: int) -> Slot:
-        fused, keep = u.target, self._joint_keep(u)
-        fields = fused.Saved._fields
-        kept = tuple(k for k, name in enumerate(fields) if name in keep)
-        names = tuple(self._published(u, fused.names.get(f, f"0.{f}")) for f in fields)
-        return Slot(u.start - start, fused.Saved, kept, names, type(fused).__name__)
+                fields, known = u.target.Saved._fields, u.target.names
+                names = [self._published(u, known.get(f, f"0.{f}")) for f in fields]
+                yield _slot(u.start - start, u.target, self._joint_keep(u), names)
+                continue
+            for i in range(u.start, u.stop):
+                op = self.ops[i]
+                names = [f"{self.names[i]}.{f}" for f in op.Saved._fields]
+                yield _slot(i - start, op, self._call(i).keep, names)
 
     def _published(self, u: _Unit, name: str) -> str:
         member, field = name.split(".", 1)
         return f"{self.names[u.start + int(member)]}.{field}"
+
+
+def _slot(owner: int, saver: Any, keep: frozenset[str], names: Sequence[str]) -> Slot:
+    kept = tuple(k for k, field in enumerate(saver.Saved._fields) if field in keep)
+    return Slot(owner, saver.Saved, kept, tuple(names), type(saver).__name__)
 
 
 def _without_delayed(

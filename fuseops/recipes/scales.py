@@ -16,7 +16,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,24 +28,10 @@ from fuseops.errors import FuseOpsError
 INFINITE = torch.finfo(torch.float32).max  # the amax of what holds an infinity: see `magnitude`
 ROLES = ("input", "weight", "grad_output")
 AMAX, HISTORY, SCALE = "fp8_amax", "fp8_amax_history", "fp8_scale"
+KeepsScales = Any
+"""A recipe whose scales follow from the amaxes of earlier steps: a `DelayedScaling`."""
 See = Callable[[Tensor], Tensor]
 """From the amax of a tensor, or of groups, to what it is multiplied by."""
-
-
-class KeepsScales(Protocol):
-    """A `KeepsScales` is a recipe whose scales follow from the amaxes of earlier steps: see `DelayedScaling`."""
-
-    @property
-    def margin(self) -> int: ...
-    @property
-    def amax_history_len(self) -> int: ...
-    @property
-    def group(self) -> str | None: ...
-    @property
-    def fwd(self) -> torch.dtype: ...
-    @property
-    def bwd(self) -> torch.dtype: ...
-    def amax_of(self, history: Tensor) -> Tensor: ...
 
 
 class ScaleState:
@@ -101,7 +87,7 @@ class ScaleState:
 
     def advance(self) -> None:
         """What was seen since the last time becomes the latest step of the history."""
-        recipe: KeepsScales = self.recipe  # type: ignore[assignment]
+        recipe: KeepsScales = self.recipe
         amax, history, scale = (self.buffers[name] for name in (AMAX, HISTORY, SCALE))
         if amax is None or history is None or scale is None:
             return

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
@@ -46,13 +46,6 @@ from .told import STAYS, told
 from .traced import TABLE, alive
 
 
-class Declared(NamedTuple):
-    """A `Declared` holds the side names that a runner reads and writes, which traced code checks a call by."""
-
-    reads: tuple[str, ...]
-    writes: frozenset[str]
-
-
 def forward(
     module: Any,
     x: Any,
@@ -73,8 +66,8 @@ def forward(
     reads = _listed(told(runner, "reads"))
     env = {}
     if args or side or reads:
-        declared = Declared(tuple(reads), frozenset(_listed(told(runner, "writes"))))
-        env = side_inputs(module, declared, args, side)
+        writes = frozenset(_listed(told(runner, "writes")))
+        env = side_inputs(module, tuple(reads), writes, args, side)
     tokens = scopes.tokens(module._settings)
     for at in range(told(runner, "pieces", returns)):
         place = told(runner, "place", at)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self, overload
 
 from torch import nn
@@ -115,9 +115,6 @@ class Composed(nn.Sequential):
 
     def __rmul__(self, other: int) -> Self:
         return self * other
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._modules.values())
 
     def __getstate__(self) -> dict[str, Any]:
         return scopes.portable(super().__getstate__())  # type: ignore[no-untyped-call]

@@ -133,12 +133,8 @@ def debug() -> Iterator[Debug]:
 def running() -> str:
     """The op whose forward runs, in words: read off the stack, since only here anybody asks."""
     frame: Any = sys._getframe(1)
-    step = None
-    while frame is not None:
-        if frame.f_code.co_filename == checks.WRITTEN and step is None:
-            step = frame.f_locals["step"]
-        elif frame.f_code is run.run_segments.__code__:
-            seg, path = frame.f_locals["seg"], frame.f_locals["path"]
-            return bridge.where(seg, path, step)
+    while frame is not None and frame.f_code is not run.run_segments.__code__:
         frame = frame.f_back
-    return "a grouped op"
+    if frame is None:
+        return "a grouped op"
+    return bridge.where(frame.f_locals["seg"], frame.f_locals["path"], checks.running_step())

@@ -1,7 +1,7 @@
 """A caller passes x, side inputs by name or in a Routing, and `returns`. Wrong ones get an error that helps."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,6 @@ from fuseops.recipes import Quantized
 from fuseops.recipes.fits import misfit
 
 RESERVED = frozenset({"x", "returns", "call", "out"})  # keywords of forward, fwd and bwd themselves
-
-
-class Sides(Protocol):
-    """`Sides` are the names of the side inputs that a sequence reads from its caller, and of those that it writes."""
-
-    @property
-    def reads(self) -> tuple[str, ...]: ...
-    @property
-    def writes(self) -> frozenset[str]: ...
 
 
 def check_side_names(name: str, op: Op[Any], sides: Sequence[str]) -> None:
@@ -77,44 +68,51 @@ def asked_for(returns: Iterable[str] | None) -> tuple[str, ...]:
     return (returns,) if isinstance(returns, str) else tuple(returns or ())
 
 
-def check_returns(module: nn.Module, runner: Sides, returns: tuple[str, ...]) -> None:
-    unknown = [name for name in returns if name not in runner.writes]
+def check_returns(module: nn.Module, writes: frozenset[str], returns: tuple[str, ...]) -> None:
+    unknown = [name for name in returns if name not in writes]
     if unknown:
         raise SideInputError(
-            f"{described(module)} writes {sorted(runner.writes)}; `returns` asks for {unknown}."
+            f"{described(module)} writes {sorted(writes)}; `returns` asks for {unknown}."
         )
 
 
 def side_inputs(
-    module: nn.Module, runner: Sides, args: tuple[Any, ...], side: dict[str, Any]
+    module: nn.Module,
+    reads: tuple[str, ...],
+    writes: frozenset[str],
+    args: tuple[Any, ...],
+    side: dict[str, Any],
 ) -> dict[str, Any]:
-    """Side inputs by name, from keywords and at most one Routing.  Raises SideInputError."""
+    """The side inputs of a module that reads and writes these, from keywords and at most one Routing.
+
+    Raises SideInputError.
+    """
     env = dict(side)
     if args:
         if len(args) > 1 or not isinstance(args[0], Routing):
             raise SideInputError(
                 f"{described(module)} takes x and at most one Routing by position, got "
                 f"{', '.join(type(a).__name__ for a in args)}. Pass side inputs by name: "
-                f"it reads {_listed(runner.reads)}.{_counts(runner.reads)}"
+                f"it reads {_listed(reads)}.{_counts(reads)}"
             )
         for name, value in args[0]._asdict().items():
-            if value is not None and name in runner.reads:
+            if value is not None and name in reads:
                 if name in side:
                     raise SideInputError(
                         f"{described(module)}: {name!r} is in the Routing and passed by name."
                     )
                 env[name] = value
-    if len(env) != len(runner.reads) or not all(
-        isinstance(env.get(name), Tensor) for name in runner.reads
-    ):
-        _refuse_sides(module, runner, env)
+    if len(env) != len(reads) or not all(isinstance(env.get(name), Tensor) for name in reads):
+        _refuse_sides(module, reads, writes, env)
     return env
 
 
-def _refuse_sides(module: nn.Module, runner: Sides, env: Mapping[str, Any]) -> None:
-    where, reads = described(module), runner.reads
+def _refuse_sides(
+    module: nn.Module, reads: tuple[str, ...], writes: frozenset[str], env: Mapping[str, Any]
+) -> None:
+    where = described(module)
     for name, value in env.items():
-        if name in runner.writes:
+        if name in writes:
             raise SideInputError(f"{where} writes {name!r} itself; it can't be passed in.")
         if name not in reads:
             raise SideInputError(

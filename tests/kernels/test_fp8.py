@@ -126,19 +126,19 @@ def test_wrong_operands_are_named():
     for changed, words in (
         ({"x_scale": x_scale.t().contiguous()}, "x_scale is torch.float32(6, 1), expected float32(1, 6)"),
         ({"weight_scale": weight_scale[0]}, "expected float32(3, 1, 1)"),
-        ({"weight": weight[0]}, "weight (16, 32), expected (R, K) and (E, N, K)"),
-        ({"offs": offs[:2]}, "weight is (3, 16, 32) and offs has 2 groups"),
+        ({"weight": weight[0]}, "weight is (16, 32), expected (3, N, 32)"),
+        ({"offs": offs[:2]}, "weight is (3, 16, 32), expected (2, N, 32)"),
         ({"offs": offs.long()}, "offs is torch.int64(3,), expected int32 (E,)"),
         ({"scaling": "square"}, "scaling is 'square', expected one of"),
         ({"tiles": offs}, "expected group_tiles(offs, 6)"),
-        ({"bias": weight_scale.half()}, "bias is torch.float16(3, 1, 1), expected float16(3, 16)"),
+        ({"bias": weight_scale.half()}, "bias is (3, 1, 1), expected (3, 16)"),
         ({"scaling": "tensor"}, "x_scale is torch.float32(1, 6), expected float32, () or (3,)"),
     ):  # fmt: skip
         with pytest.raises(FuseOpsError, match=re.escape(words)):
             run(lambda_of(fp8.fp8_mm, good | changed))
     columns = f8.of_wgrad(g, "square", offs, 6, 16, 32)
     for place_of, value, words in (
-        (0, columns[0][:, :200], "dy is (16, 200) and x (32, 384)"),
+        (0, columns[0][:, :200], "x is (32, 384), expected (K, 200)"),
         (1, columns[1].t().contiguous(), "dy_scale is torch.float32(3, 1), expected float32(1, 3)"),
         (4, "rows", "scaling is 'rows', expected one of"),
     ):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.activation import Form
-from fuseops.ops.linear import high, wgrad_input
+from fuseops.ops.linear import flat, high, wgrad_input
 from fuseops.ops.op import Call
 from fuseops.recipes import Operand
 
@@ -75,8 +75,3 @@ def through_activation(
         a = K.act_fwd(h, *form) if probs is None else K.scaled_act_fwd(h, probs, *form)
     del h
     return dh, a if roles is None else wgrad_input(a, last, offs), dprobs
-
-
-def flat(x: Any) -> Any:
-    """Without leading axes, as codes are."""
-    return x.reshape(-1, x.shape[-1]) if isinstance(x, Tensor) else x

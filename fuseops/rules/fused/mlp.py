@@ -26,6 +26,7 @@ from fuseops.kernels.registry import decided
 from fuseops.ops.activations import form_of
 from fuseops.ops.linear import (
     Linear,
+    flat,
     high,
     input_operand,
     linear,
@@ -49,7 +50,7 @@ from fuseops.recipes import Operand
 from fuseops.torch_private import is_fake
 
 from . import coded_swiglu
-from .activated import flat, through_activation
+from .activated import through_activation
 from .front import Front, FrontSaved
 from .gemm_bwd import backward, shaped
 

@@ -6,12 +6,10 @@ the run again. Numerics: bfloat16 and float16 are rounded where the run ends, no
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from types import CodeType, FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.kernels.generated import Both, RefusedError, TensorSpec, both, vjp
+from fuseops.ops.code import FOLLOWED, named_by
 from fuseops.ops.op import OF_EVERY_MODULE, Call, Calls, FusedOp, Given, Grads, Op, Out, SideGrads
 from fuseops.ops.structure import Add
 from fuseops.rules.rule import Conditions
@@ -140,7 +139,10 @@ def _state(op: Op[Any]) -> Any:
     if op.signature.fwd_call:
         raise RefusedError("it takes `call`, which may say something else in the next one")
     values = [item for item in op.__dict__.items() if item[0] not in NOT_COMPUTED]
-    values += [("training", op.training), *_read_elsewhere(type(op))]
+    values.append(("training", op.training))
+    for name, value in named_by(type(op).fwd, type(op)):
+        if not (callable(value) or isinstance(value, FOLLOWED | ModuleType)):
+            values.append((name, value))
     for name, value in values:
         items = value if isinstance(value, tuple) else (value,)
         if not all(isinstance(item, CONSTANTS) for item in items):
@@ -148,46 +150,6 @@ def _state(op: Op[Any]) -> Any:
     if op._modules:
         raise RefusedError("it has modules of its own")
     return type(op), type(op).fwd, repr(values)  # in which 1, 1.0 and True differ
-
-
-def _read_elsewhere(kind: type[Op[Any]]) -> list[tuple[str, Any]]:
-    """What the code of an op's class, and functions of the user that it calls, read by name that is nothing to call:
-    of the class, of modules, and of functions around them.
-    """
-    found: list[tuple[str, Any]] = []
-    todo: list[Any] = [kind.fwd]
-    seen: set[Any] = set()
-    while todo:
-        value = todo.pop()
-        function = getattr(value, "fget", getattr(value, "__func__", value))
-        if function in seen or _package(function) in ("torch", "fuseops"):
-            continue
-        seen.add(function)
-        names, known = _names(function.__code__), function.__globals__
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        read = [(name, cell.cell_contents) for name, cell in cells]
-        read += [
-            (name, inspect.getattr_static(kind, name)) for name in names if hasattr(kind, name)
-        ]
-        modules = [vars(known[n]) for n in names if isinstance(known.get(n), ModuleType)]
-        read += [(n, place[n]) for place in (known, *modules) for n in names if n in place]
-        for name, value in read:
-            if isinstance(value, FunctionType | property | staticmethod | classmethod):
-                todo.append(value)
-            elif not callable(value) and not isinstance(value, ModuleType):
-                found.append((f"{function.__name__}.{name}", value))
-    return found
-
-
-def _package(function: Any) -> str:
-    return (getattr(function, "__module__", None) or "").partition(".")[0]
-
-
-@functools.cache
-def _names(code: CodeType) -> tuple[str, ...]:
-    """The names of globals and attributes in the code of a function, and of those that stand in it."""
-    inner = [name for c in code.co_consts if isinstance(c, CodeType) for name in _names(c)]
-    return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
 def one_kernel(ops: tuple[Op[Any], ...], c: Conditions) -> str | None:
