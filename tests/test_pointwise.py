@@ -238,6 +238,7 @@ def test_what_an_op_computes_with_may_change(what: str, monkeypatch: pytest.Monk
         CHANGES[what](model[0], monkeypatch)
 
 
+@pytest.mark.in_turn
 @pytest.mark.usefixtures("graphs", "by_choice")
 def test_an_attribute_that_is_another_in_each_step_keeps_no_more_and_more_graphs(
     monkeypatch: pytest.MonkeyPatch,

@@ -434,6 +434,7 @@ assert peaks() == before
 """
 
 
+@pytest.mark.in_turn
 def test_the_planned_peak_is_the_same_where_dynamo_evaluates_frames() -> None:
     """Its evaluator, which a compilation that failed leaves behind, keeps what is passed until the call returns."""
     ran = fresh.run("-c", PEAKS_UNDER_DYNAMO)

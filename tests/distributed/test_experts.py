@@ -46,12 +46,7 @@ def test_a_buffer_of_another_library_fits(ranks: Ranks) -> None:
     ranks.run("buffer_laws", "law_a_buffer_of_another_library_fits")
 
 
-def costly(law: str) -> Any:
-    """A law, in turn with others where it trains the whole example."""
-    return pytest.param(law, marks=[pytest.mark.in_turn] if "pretraining" in law else [])
-
-
-@pytest.mark.parametrize("law", [costly(n) for n in vars(fsdp_laws) if n.startswith("law_")])
+@pytest.mark.parametrize("law", [n for n in vars(fsdp_laws) if n.startswith("law_")])
 def test_beside_fsdp(four: Ranks, law: str) -> None:
     four.run("fsdp_laws", law)
 
