@@ -66,8 +66,15 @@ def apply(model: nn.Module, *, pack: bool = False, dry_run: bool = False) -> App
 
 
 def revert(model: nn.Module) -> None:
-    """Give every module its own forward back, and what was packed its two parameters."""
-    packed = [module for module in model.modules() if packing.packed(module)]
+    """Give every module its own forward back, and what was packed its two parameters.
+
+    Raises FuseOpsError, and changes nothing, where adapters or hooks are on what was packed.
+    """
+    packed = []
+    for path, module in model.named_modules():
+        if packing.packed(module):
+            packing.check_separable(path, module)
+            packed.append(module)
     for module in [*model.modules()]:
         _unbind(module)
     for module in packed:
