@@ -161,6 +161,15 @@ def test_a_change_is_that_of_a_stock_model(what: str, name: str, again: bool) ->
     agree(step(twin, x, **more), step(theirs, x, **more))
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mixtral", "GPT-OSS"])
+def test_classes_of_one_s_own_are_left(name: str) -> None:
+    model, x = stock(name).train(), tokens()
+    twice_as_much(model)
+    expected = step(model, x)
+    hf.apply(model)
+    agree(step(model, x), expected)
+
+
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("name", ["Mixtral", "DeepSeek-V3", "GPT-OSS", "Llama"])
 def test_what_wraps_a_forward_calls_it_after_apply_and_revert(name: str, pack: bool) -> None:

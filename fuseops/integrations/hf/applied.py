@@ -152,6 +152,9 @@ def _build_experts(module: Any) -> nn.Module | str:
     """For top_k of the calls to come. Another one is built when it comes."""
     if (why := experts.refused(module)) is not None:
         return why
+    code = getattr(type(module).forward, "__code__", None)
+    if "experts_interface" not in getattr(code, "co_freevars", ()):
+        return "has a forward that is not that of the experts interface"
     top_k = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
     return experts.built(module, int(top_k or 1)) or "is none that fuseops knows"
 
