@@ -40,9 +40,14 @@ class OpCase(NamedTuple):
     sides: tuple[str, ...]  # which of them are side inputs
 
     @property
+    def own(self) -> set[str]:
+        """Inputs and parameters that the op holds; others are lent to it, by a module of another library."""
+        return {"x", *self.sides, *(name for name, _ in self.op.named_parameters())}
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """Everything that a gradient can be asked of."""
-        given = {*self.sides, *(name for name, _ in self.op.named_parameters())}
+        given = {*self.own, *(self.op.saves_for or ())}
         floating = [
             n
             for n, t in self.keywords.items()
@@ -96,7 +101,8 @@ def assert_bwd_is_vjp(op: Op[Any], *inputs: Any, **side: Any) -> None:
             for vjp in references:
                 if not op.pure:
                     _check_subset(case, needs, vjp)
-            _check_module(case, needs, references[0])
+            if needs <= case.own:
+                _check_module(case, needs, references[0])
         if not op.pure and op.saves_for is not None:
             for need in case.needs:
                 _check_every_field_matters(case, need, references[0], patterns[0])

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from families import agree, step, stock, tokens
-from peft import LoraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fuseops as fo
+from fuseops.errors import FuseOpsError
 from fuseops.integrations import hf
 from fuseops.integrations.hf import adapters, mlp
 from fuseops.ops.paths import LENT
@@ -170,6 +171,24 @@ def test_other_adapters_run_as_peft_has_them(options: dict[str, Any]) -> None:
     agree(*found)
 
 
+@pytest.mark.parametrize("names", ["gate_proj", "up_proj", "gate_proj|up_proj|down_proj"])
+def test_adapters_of_a_part_of_a_first_mlp(names: str) -> None:
+    """Its x needs no gradient, and not all of its products do."""
+    model, x = wrapped("Llama", target_modules=rf".*\.({names})"), tokens()
+    expected = step(model, x)
+    hf.apply(model)
+    agree(step(model, x), expected)
+
+
+def test_adalora_is_no_lora() -> None:
+    targets = ["q_proj", "gate_proj", "down_proj"]
+    config = AdaLoraConfig(r=2, init_r=3, total_step=10, target_modules=targets)
+    model, x = get_peft_model(stock("Llama"), config), tokens()
+    expected = step(model, x)
+    assert "gate_proj is SVDLinear" in str(hf.apply(model))
+    agree(step(model, x), expected)
+
+
 def kept(run: Callable[[], Any], model: Any) -> int:
     """Numbers that a call keeps for its backward, beside parameters."""
     own = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -229,6 +248,11 @@ def test_an_adapter_of_what_is_packed_is_in_the_op() -> None:
     for path, part in model.named_modules():
         if path.endswith("gate_up_proj"):
             part.register_forward_hook(lambda *_: None)
+    agree(found, step(model, x))
+    before = {n: p.clone() for n, p in model.state_dict().items()}
+    with pytest.raises(FuseOpsError, match=r"gate_up_proj has adapters, .* nothing was reverted"):
+        hf.revert(model)
+    agree(model.state_dict(), before)
     agree(found, step(model, x))
 
 

@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer, Training
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import fuseops as fo
 from fuseops.explain.explanation import FusionPlan
@@ -268,6 +269,22 @@ def test_what_computes_something_else_is_left_alone() -> None:
     assert [e.why for e in hf.apply(model).left] == [
         "computes something else than an RMSNorm over the last axis"
     ]
+
+
+class Dropping(LlamaMLP):
+    """An MLP with a dropout, as GTE's."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.dropout(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+
+def test_a_dropout_is_seen_in_evaluation_too() -> None:
+    mlp = Dropping(stock("Llama").config).eval()
+    assert len(hf.apply(mlp).left) == 1
 
 
 class Halved(nn.Module):

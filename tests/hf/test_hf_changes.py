@@ -113,12 +113,25 @@ def head_of(scale: float) -> Change:
     return change
 
 
+def twice_as_much(model: Any) -> None:
+    """Other classes, whose forwards add to those that they inherit."""
+
+    def forward(self: Any, *args: Any, **keywords: Any) -> Any:
+        out = super(type(self), self).forward(*args, **keywords)
+        return 2 * out if isinstance(out, Tensor) else out
+
+    for module in model.modules():
+        if type(module).__name__.endswith(("Norm", "MLP", "Experts", "ForCausalLM")):
+            module.__class__ = type(type(module).__name__, (type(module),), {"forward": forward})
+
+
 CHANGES: dict[str, tuple[Change, tuple[str, ...]]] = {
     "another activation": (every("act_fn", nn.ReLU), ("Llama", "Gemma 2", "Qwen2-MoE", "Mixtral")),
     "hooks on activations": (hooks, ("Llama", "Nemotron-H", "Mixtral")),
     "more experts": (three_experts, ("Mixtral", "DeepSeek-V3", "GPT-OSS")),
     "another loss": (every("loss_function", lambda: mean_square), ("Llama", "Qwen3-MoE")),
     "another head": (another_head, ("Llama", "Mixtral", "Gemma 2")),
+    "other classes": (twice_as_much, ("Llama", "Mixtral")),
     "more tokens": (lambda m: m.resize_token_embeddings(80), ("Llama", "Qwen3-MoE")),
     "another weight of the head": (head_of(1.5), ("Llama", "Gemma 2")),
     "another soft cap": (
@@ -146,6 +159,15 @@ def test_a_change_is_that_of_a_stock_model(what: str, name: str, again: bool) ->
     agree(step(ours, x, **more), step(theirs, x, **more))
     twin = copy.deepcopy(ours)
     agree(step(twin, x, **more), step(theirs, x, **more))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral", "GPT-OSS"])
+def test_classes_of_one_s_own_are_left(name: str) -> None:
+    model, x = stock(name).train(), tokens()
+    twice_as_much(model)
+    expected = step(model, x)
+    hf.apply(model)
+    agree(step(model, x), expected)
 
 
 @pytest.mark.parametrize("pack", [False, True])

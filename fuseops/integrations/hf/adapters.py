@@ -30,9 +30,11 @@ READ = "_adapters"  # key in the `__dict__` of experts, during a call: its Facto
 
 def wraps(module: nn.Module) -> bool:
     """Whether a module is an adapter of PEFT around a Linear or a parameter."""
+    own = module._modules
     return (
         type(module).__module__.startswith("peft.")
-        and {"base_layer", "lora_A"} <= module._modules.keys()
+        and "base_layer" in own
+        and isinstance(own.get("lora_A"), nn.ModuleDict)  # AdaLoRA's are parameters
     )
 
 

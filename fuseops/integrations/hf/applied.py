@@ -66,8 +66,15 @@ def apply(model: nn.Module, *, pack: bool = False, dry_run: bool = False) -> App
 
 
 def revert(model: nn.Module) -> None:
-    """Give every module its own forward back, and what was packed its two parameters."""
-    packed = [module for module in model.modules() if packing.packed(module)]
+    """Give every module its own forward back, and what was packed its two parameters.
+
+    Raises FuseOpsError, and changes nothing, where adapters or hooks are on what was packed.
+    """
+    packed = []
+    for path, module in model.named_modules():
+        if packing.packed(module):
+            packing.check_separable(path, module)
+            packed.append(module)
     for module in [*model.modules()]:
         _unbind(module)
     for module in packed:
@@ -145,6 +152,9 @@ def _build_experts(module: Any) -> nn.Module | str:
     """For top_k of the calls to come. Another one is built when it comes."""
     if (why := experts.refused(module)) is not None:
         return why
+    code = getattr(type(module).forward, "__code__", None)
+    if "experts_interface" not in getattr(code, "co_freevars", ()):
+        return "has a forward that is not that of the experts interface"
     top_k = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
     return experts.built(module, int(top_k or 1)) or "is none that fuseops knows"
 

@@ -78,7 +78,7 @@ def lend(op: Op[Any], owner: nn.Module, sources: Mapping[str, Source]) -> None:
 def hang(owner: nn.Module, stand_in: nn.Module, built_for: Any) -> None:
     """Keep what stands in for the owner's forward, and what it was built for. It is no child of the owner."""
     owner.__dict__[LENT] = stand_in
-    stand_in.__dict__["built_for"] = built_for
+    stand_in.__dict__.update(built_for=built_for, stands_for=type(owner).forward)
 
 
 def hung(owner: nn.Module, built_for: Any) -> Any:
@@ -88,14 +88,15 @@ def hung(owner: nn.Module, built_for: Any) -> Any:
 
 
 def while_hung(forward: F) -> F:
-    """Have a bound forward be that of the class where nothing hangs on the module: who has wrapped it, as accelerate
-    does for mixed precision, calls it after `revert` too.
+    """Have a bound forward be that of the class where nothing hangs on the module, as who has wrapped it, like
+    accelerate for mixed precision, calls it after `revert` too; and where the class has another one by now.
     """
 
     @functools.wraps(forward)
     def either(self: nn.Module, *args: Any, **keywords: Any) -> Any:
-        own = forward if LENT in self.__dict__ else type(self).forward
-        return own(self, *args, **keywords)
+        stand_in, own = self.__dict__.get(LENT), type(self).forward
+        ours = stand_in is not None and stand_in.stands_for is own
+        return (forward if ours else own)(self, *args, **keywords)
 
     return cast("F", either)
 

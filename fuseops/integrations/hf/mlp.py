@@ -124,18 +124,19 @@ class MLP(Op[MLPSaved]):
         params: dict[str, Tensor | None] = {}
         dh = self._through_act(rows, saved, call, params)
         dx: Tensor | None = None
-        for name, part in self._parts(dh, saved.gate):
+        for name, part in self._parts(dh):
             wanted = [*_wanted(call, name), *{"x"} & call.needs]
             product, through = _product(saved, name, part, call)
             dx, grads = product.bwd(part, saved.x, through, wanted, dx)
             params |= _named(name, grads)
         return Grads(None if dx is None else dx.view(*dy.shape[:-1], self.width), params)
 
-    def _parts(self, dh: Tensor | None, gate: Tensor | None) -> list[tuple[str, Tensor]]:
+    def _parts(self, dh: Tensor | None) -> list[tuple[str, Tensor]]:
         """(name, dh) of the first products: one, where there is no gate or `up` holds both."""
         if dh is None:
             return []
-        return [("up", dh)] if gate is None else [*zip(FIRSTS, dh.chunk(2, dim=1), strict=True)]
+        apart = "gate" in self.__dict__[LENDER].sources  # a gate that is not saved is one, too
+        return [*zip(FIRSTS, dh.chunk(2, dim=1), strict=True)] if apart else [("up", dh)]
 
     def _through_act(
         self, dy: Tensor, saved: MLPSaved, call: Call, params: dict[str, Tensor | None]
@@ -213,10 +214,10 @@ def _names(module: nn.Module) -> tuple[str, ...]:
 
 def build(module: nn.Module) -> MLP | str:
     """The op for this module, or why there is none."""
-    if (why := _refused(module)) is not None:
-        return why
     packed = packing.packed(module)  # nobody can run its class any more
     found: MLP | None = module.__dict__[LENT] if packed else None
+    if (why := _refused(module)) is not None:
+        return found or why
     if found is not None and lent.stands(module):
         return found
     form = gated_by(module) if packed else mlp_of(module)

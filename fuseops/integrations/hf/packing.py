@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import lent
+from fuseops.errors import FuseOpsError
+
+from . import adapters, lent
 
 PACKED, HALVES = "gate_up_proj", ("gate_proj", "up_proj")
 HOOK = "_fuseops_packed"  # of loading; says that it was packed here
@@ -56,10 +58,19 @@ def pack(module: nn.Module) -> None:
     module.__dict__[HOOK] = module.register_load_state_dict_pre_hook(_pack_loaded)
 
 
+def check_separable(path: str, module: nn.Module) -> None:
+    """Raises FuseOpsError where two Linears could not take over what is on the one of a packed module."""
+    both: Any = module._modules[PACKED]
+    why = "has adapters" if adapters.wraps(both) else lent.plain(both, nn.Linear)
+    if why is not None:
+        raise FuseOpsError(
+            f"hf.revert: {path}.{PACKED} {why}, which its two halves cannot take over, so nothing was reverted. "
+            "Remove it first: hooks by their handles, adapters by merge_and_unload() or unload()."
+        )
+
+
 def unpack(module: nn.Module) -> None:
     """Give a packed module its two Linears back."""
-    if not packed(module):
-        return
     module.__dict__.pop(HOOK).remove()
     both: Any = module._modules[PACKED]
     halves = zip(*(p.detach().chunk(2) for p in both.parameters()), strict=True)

@@ -78,8 +78,15 @@ def twin(
         new._parameters = {k: nn.Parameter(t, requires_grad=False) for k, t in parameters.items()}
         new._buffers = {}
         new._modules = dict(modules)
-        new.training = training
-        yield new
+        yield _in_mode(new, training)
+
+
+def _in_mode(module: nn.Module, training: bool) -> Any:
+    """A copy in training or in evaluation, and all that is in it: a dropout goes by its own flag."""
+    new = shallow(module)
+    new.training = training
+    new._modules = {k: m and _in_mode(m, training) for k, m in module._modules.items()}
+    return new
 
 
 @contextmanager
