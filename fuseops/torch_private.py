@@ -605,6 +605,10 @@ is_functorch_wrapped: Callable[[torch.Tensor], bool] = (
 )
 
 
+# the level of the `torch.func` transform that runs in this thread, which may wrap what is allocated in it, or None
+functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+
+
 def version(t: torch.Tensor) -> int:
     """How often t has been written in place; inference tensors do not count."""
     return 0 if t.is_inference() else t._version

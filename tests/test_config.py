@@ -1,6 +1,7 @@
 """Configuration: process, model, scopes, environment, logs, threads, and recomputation under them."""
 
 import copy
+import itertools
 import logging
 import os
 import pickle
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
+from fuseops import offload
+from fuseops.errors import FuseOpsError
 from fuseops.ops import Bias, Dropout, Linear, RMSNorm, SiLU, scopes
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 
@@ -571,3 +574,18 @@ def test_every_built_in_rule_can_be_named() -> None:
 def test_what_is_no_module_is_refused(call: Any) -> None:
     with pytest.raises(fo.FuseOpsError, match=r"expects an nn\.Module, got str"):
         call("model")
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_scopes_left_in_any_order_leave_nothing_said(order: tuple[int, ...]) -> None:
+    made = [fo.recipe(FP8), fo.fusion(False), offload.recompute()]
+    for scope in made:
+        scope.__enter__()
+    refused = 0
+    for place in order:
+        try:
+            made[place].__exit__(None, None, None)
+        except FuseOpsError as error:
+            refused += "left out of order" in str(error)
+    assert scopes.current().said is None and scopes.current().token == 0
+    assert (refused == 0) == (order == (2, 1, 0))

@@ -206,6 +206,8 @@ class LayerScope(Scope):
             return "recomputed by checkpoint"
         if next(enclosing(), None) is not None:
             return "an offload scope around it decides"
+        if torch_private.functorch_level() is not None:
+            return "inside a torch.func transform"
         return None
 
     # --- saving

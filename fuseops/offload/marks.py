@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage, nn
 
 from fuseops.errors import FuseOpsError
@@ -65,7 +66,12 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     dataclass.
     """
     if isinstance(value, Tensor):
-        yield from plain_parts(value)
+        for t in plain_parts(value):
+            if t.layout is not torch.strided:
+                raise FuseOpsError(
+                    f"a mark needs tensors that have a storage; got one of layout {t.layout}."
+                )
+            yield t
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _tensors_in(item)

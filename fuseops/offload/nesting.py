@@ -156,7 +156,7 @@ class Disabled(Guarded):
 
     def __init__(self) -> None:
         super().__init__()
-        self._taken: list[Pair] = []
+        self.taken: list[Pair] = []
 
     def __str__(self) -> str:
         return "disabled()"
@@ -165,13 +165,13 @@ class Disabled(Guarded):
         top = torch_private.top_saved_tensor_hooks()
         while top is not None and isinstance(top[0], PackHook):
             torch_private.pop_saved_tensor_hooks()
-            self._taken.append(top)
+            self.taken.append(top)
             top = torch_private.top_saved_tensor_hooks()
         modules.watch(self.module_entered)
 
     def _close(self) -> None:
-        while self._taken:
-            torch_private.push_saved_tensor_hooks(*self._taken.pop())
+        while self.taken:
+            torch_private.push_saved_tensor_hooks(*self.taken.pop())
         modules.unwatch(self.module_entered)
 
     def module_entered(self, module: nn.Module) -> None:
@@ -179,7 +179,10 @@ class Disabled(Guarded):
 
 
 def take_out(hook: PackHook) -> None:
-    """Take the pair of `hook` off torch's stack, from below others if it has to be."""
+    """Take the pair of `hook` off torch's stack, from below others if it has to be, or from what `disabled()` took."""
+    for scope in _stack.scopes:
+        if isinstance(scope, Disabled):
+            scope.taken = [pair for pair in scope.taken if pair[0] is not hook]
     above: list[Pair] = []
     while (top := torch_private.top_saved_tensor_hooks()) is not None:
         torch_private.pop_saved_tensor_hooks()

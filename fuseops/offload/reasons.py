@@ -30,6 +30,8 @@ def why_not_plain(t: Tensor) -> str | None:
         return f"layout {str(t.layout).removeprefix('torch.')}"
     if t.is_quantized:
         return "a torch quantized tensor"
+    if t._is_zerotensor():
+        return "zeros without memory"
     if not (t.is_cpu or t.is_cuda):  # KINDS, without the device's name
         return f"no copies for device {t.device.type}"
     return None

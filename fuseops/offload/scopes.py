@@ -157,7 +157,7 @@ class Scope(Guarded):
         aside = None
         # without a call for each: most are
         plain = type(t) in PLAIN and t.layout is torch.strided and (t.is_cuda or t.is_cpu)
-        if not plain or t.is_quantized or is_functorch_wrapped(t):
+        if not plain or t.is_quantized or t._is_zerotensor() or is_functorch_wrapped(t):
             aside = why_not_plain(t)
         if aside is None and self._not_captured and t.is_cuda and torch_private.is_capturing():
             aside = self._not_captured

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
+from fuseops.errors import FuseOpsError
+
 
 class Settings(NamedTuple):
     """The settings of a call say how it is planned: fusion, rules, recipe, recomputation."""
@@ -190,17 +192,28 @@ class scope(ContextDecorator):
 
     def __init__(self, override: Override) -> None:
         self.override = override
-        self.before: list[tuple[SettingsLayer | None, int]] = []
+        self.entered: list[SettingsLayer] = []
 
     def __enter__(self) -> None:
         here = current()
-        self.before.append((here.said, here.token))
         here.said = said = lay(here.said, self.override)
         here.token = said.token
+        self.entered.append(said)
 
-    def __exit__(self, *error: object) -> None:
-        here = current()
-        here.said, here.token = self.before.pop()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        here, mine = current(), self.entered.pop()
+        in_order = here.said is mine
+        said = here.said
+        while said is not None and said is not mine:  # what is open inside ends with this
+            said = said.before
+        if said is not None:
+            here.said, here.token = mine.before, 0 if mine.before is None else mine.before.token
+        if not in_order and kind is None:
+            raise FuseOpsError(
+                f"{self!r} was left out of order: another one is open inside it, or this is another thread. Entered "
+                "in a generator or a coroutine, a scope stays in force in whoever runs next: enter and leave it "
+                "without a yield or an await in between."
+            )
 
     def _recreate_cm(self) -> "scope":
         # of each call of a function that it decorates, whichever thread calls

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import fuseops as fo
 from fuseops import offload
@@ -360,6 +361,26 @@ def test_law_04_tensors_without_plain_storage_stay() -> None:
     (back, empty), report = round_trip(torch.eye(3).to_sparse(), torch.ones(0, 4))
     assert back.is_sparse and empty.shape == (0, 4)
     assert [e.reason for e in report.entries] == ["layout sparse_coo", "empty"]
+
+
+def test_law_04_forward_derivatives_are_exact() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def dual(tangent: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            y = model(forward_ad.make_dual(x, tangent))
+            return sum(forward_ad.unpack_dual(y))
+
+    for derivative in (dual, lambda tangent: sum(torch.func.jvp(model, (x,), (tangent,)))):
+        for tangent in (torch.randn(3, 4), torch._efficientzerotensor(3, 4)):
+            (expected,) = torch.autograd.grad(derivative(tangent).sum(), x)
+            policy = offload.Policy(min_bytes=0)
+            scheduler = offload.Scheduler(model, "*", policy=policy)
+            for scope in (offload.to_host(min_bytes=0), offload.keep(), scheduler):
+                with scope:
+                    y = derivative(tangent).sum()
+                assert torch.equal(torch.autograd.grad(y, x)[0], expected)
 
 
 def test_law_04_fake_and_meta_tensors_stay() -> None:

@@ -1,7 +1,9 @@
 """Laws 16 to 18: scopes nest, stand aside where they must, and leave nothing behind."""
 
 import asyncio
+import contextlib
 import copy
+import itertools
 import pickle
 import threading
 from collections.abc import Iterator
@@ -224,6 +226,9 @@ def test_law_16_marks_refuse_what_they_cannot_mark() -> None:
         offload.mark_module(nn.Linear(2, 2), "kep")
     with pytest.raises(FuseOpsError, match="mark_offload"):
         offload.mark_module(torch.ones(2), "keep")  # type: ignore[arg-type]
+    for mark in (offload.mark_offload, offload.mark_not_offload, offload.start_offload):
+        with pytest.raises(FuseOpsError, match=r"layout torch\.sparse_coo"):
+            mark([torch.ones(2), torch.eye(2).to_sparse()])
 
 
 def test_law_16_a_mark_reaches_every_tensor_of_a_container() -> None:
@@ -354,6 +359,18 @@ def test_law_18_a_scope_left_over_another_one_raises() -> None:
         assert top_saved_tensor_hooks()[0].scope is mine  # which goes on undisturbed
         leaf().sin()
     assert decisions(mine) == ["moved"]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_law_18_scopes_left_in_any_order_leave_no_hooks(order: tuple[int, ...]) -> None:
+    for kinds in itertools.product((offload.keep, offload.disabled), repeat=3):
+        scopes = [kind() for kind in kinds]
+        for scope in scopes:
+            scope.__enter__()
+        for place in order:
+            with contextlib.suppress(FuseOpsError):
+                scopes[place].__exit__(None, None, None)
+        assert top_saved_tensor_hooks() is None
 
 
 def test_a_scope_that_is_left_again_says_so() -> None:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuseops as fo
 from fuseops import offload
+from fuseops.errors import FuseOpsError
 from fuseops.observe.memory import StorageMeter, tensors_in
 from fuseops.offload.planning.cost_model import CostModel
 from fuseops.offload.planning.hardware import Hardware
@@ -198,6 +199,23 @@ def test_the_peak_of_a_profile_is_that_of_the_step(record: bool) -> None:
     on_cpu = replace(Hardware.h200(), arch=0)
     plan = offload.plan(model, x, layers="up", min_bytes=1 << 30, record=record, hardware=on_cpu)
     assert plan.before.peak == live.peak
+
+
+@pytest.mark.parametrize("record", [False, True], ids=["dry", "recorded"])
+def test_the_backward_begins_at_what_loss_returns_and_nowhere_else(record: bool) -> None:
+    model, x = Head(), torch.randn(64, 8)
+
+    def peak(loss: Any) -> int:
+        plan = offload.plan(model, x, layers="up", record=record, loss=loss)
+        return plan.before.peak
+
+    assert peak(lambda out: (out.loss,)) == peak(lambda out: out.loss) < peak(sum_of_both)
+    with pytest.raises(FuseOpsError, match="loss= whose result needs one"):
+        peak(lambda out: None)
+
+
+def sum_of_both(out: Output) -> torch.Tensor:
+    return out.loss + out.logits.float().sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

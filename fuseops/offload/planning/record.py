@@ -90,12 +90,12 @@ class ProfiledStep(NamedTuple):
     def _ends(self, out: Any) -> list[Tensor]:
         """Where the backward begins."""
         loss = getattr(out, "loss", None) if self.loss is None else self.loss(out)
-        tensors = [loss] if isinstance(loss, Tensor) else list(tensors_in(out))
-        ends = [t for t in tensors if t.requires_grad]
+        begin = loss if self.loss is not None or isinstance(loss, Tensor) else out
+        ends = [t for t in tensors_in(begin) if t.requires_grad]
         if not ends:
             raise FuseOpsError(
                 f"a step of {type(self.model).__name__} has no backward: no output needs a "
-                "gradient. Pass loss=, or an input or parameters that require gradients."
+                "gradient. Pass a loss= whose result needs one, or an input or parameters that require gradients."
             )
         return ends
 
