@@ -589,3 +589,25 @@ def test_scopes_left_in_any_order_leave_nothing_said(order: tuple[int, ...]) -> 
             refused += "left out of order" in str(error)
     assert scopes.current().said is None and scopes.current().token == 0
     assert (refused == 0) == (order == (2, 1, 0))
+
+
+def test_a_scope_that_two_threads_share_ends_in_each_by_itself() -> None:
+    shared, entered, leave = fo.recipe(FP8), threading.Event(), threading.Event()
+    left: list[Any] = []
+
+    def other() -> None:
+        with shared:
+            entered.set()
+            leave.wait(9)
+        left.append(scopes.current().said)
+
+    thread = threading.Thread(target=other, daemon=True)
+    with fo.fusion(False):
+        before = scopes.current().said
+        with shared:
+            thread.start()
+            entered.wait()
+        assert scopes.current().said is before
+        leave.set()
+        thread.join()
+    assert left == [None]

@@ -201,14 +201,16 @@ class scope(ContextDecorator):
         self.entered.append(said)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        here, mine = current(), self.entered.pop()
-        in_order = here.said is mine
-        said = here.said
-        while said is not None and said is not mine:  # what is open inside ends with this
+        here = current()
+        said = last = here.said
+        while said is not None and said not in self.entered:  # what is open inside ends with this
             said = said.before
-        if said is not None:
-            here.said, here.token = mine.before, 0 if mine.before is None else mine.before.token
-        if not in_order and kind is None:
+        if said is None:
+            self.entered.pop()
+        else:
+            self.entered.remove(said)  # another thread may have entered it since
+            here.said, here.token = said.before, 0 if said.before is None else said.before.token
+        if (said is None or said is not last) and kind is None:
             raise FuseOpsError(
                 f"{self!r} was left out of order: another one is open inside it, or this is another thread. Entered "
                 "in a generator or a coroutine, a scope stays in force in whoever runs next: enter and leave it "
