@@ -198,9 +198,8 @@ ADAPTER = AppliedPart(
 EXPERT_ADAPTER = AppliedPart(
     "adapter",
     experts.forward_adapted,
-    lambda wrapper: (
-        adapters.refused(wrapper) or nn.Identity()
-    ),  # experts read the factors themselves
+    # experts read the factors themselves
+    lambda wrapper: adapters.refused(wrapper) or nn.Identity(),
     lambda op: "low-rank products in the rule of the experts",
 )
 LOSS = AppliedPart("loss", loss.forward, loss.build, _by_loss)
