@@ -12,7 +12,7 @@ from typing import Any
 from fuseops.demo import DEFAULT_STEPS
 
 from .target import UsageError
-from .terminal import as_json, number_option
+from .terminal import as_json, number_option, progress, threads
 
 PRETRAIN = Path(__file__).resolve().parents[2] / "examples" / "pretrain.py"
 
@@ -54,7 +54,11 @@ def run(args: argparse.Namespace) -> int:
         device, corpus = job.device_of(args.device), data.read_corpus()
     except (ValueError, FileNotFoundError) as error:
         raise UsageError(str(error)) from None
-    outcome, path = job.run_job(args, device, corpus)
+    # Losses are not to depend on the number of cores. The tensors are small: a second thread gains a third on an idle
+    # machine, and on a busy one the two wait for each other and everything takes several times as long.
+    with threads(1):
+        shown = progress("training", quiet=args.json, lines=False)
+        outcome, path = job.run_job(args, device, corpus, shown)
     if args.json:
         as_json("demo", **outcome.to_json(path))
     return int(bool(outcome.failures))

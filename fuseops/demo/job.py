@@ -5,12 +5,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from fuseops.cli.terminal import progress, threads
 from fuseops.explain import explain
 from fuseops.explain.layout import groups, miss_rows
 from fuseops.plan.records import Planned
@@ -27,16 +27,17 @@ PROMPT = b"class Reader:\n    def __init__(self, "
 SAMPLE_BYTES = 400
 LINES = 10  # of training
 Say = Callable[[str], None]
+Progress = AbstractContextManager[Callable[[str, int, int], None]]
+"""Inside of it the training says how it goes, at which step of how many."""
 
 
-def run_job(args: argparse.Namespace, device: torch.device, corpus: Corpus) -> tuple[Outcome, Path]:
+def run_job(
+    args: argparse.Namespace, device: torch.device, corpus: Corpus, progress: Progress
+) -> tuple[Outcome, Path]:
     """Train, check, and write the report.   -> what was found, and where the report is"""
     stream = sys.stderr if args.json else sys.stdout  # which belongs to a JSON object
     say = partial(print, file=stream, flush=True)
-    # Losses are not to depend on the number of cores. The tensors are small: a second thread gains a third on an idle
-    # machine, and on a busy one the two wait for each other and everything takes several times as long.
-    with threads(1):
-        outcome = _work(args, device, corpus, say)
+    outcome = _work(args, device, corpus, say, progress)
     for line in outcome.lines():
         say(line)
     path = report.write(outcome, Path(args.out))
@@ -59,7 +60,9 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def _work(args: argparse.Namespace, device: torch.device, corpus: Corpus, say: Say) -> Outcome:
+def _work(
+    args: argparse.Namespace, device: torch.device, corpus: Corpus, say: Say, progress: Progress
+) -> Outcome:
     start = time.perf_counter()
     torch.manual_seed(args.seed)
     config, schedule = Config(), LearningRate(args.steps)
@@ -83,7 +86,7 @@ def _work(args: argparse.Namespace, device: torch.device, corpus: Corpus, say: S
         say(line)
     say("\ntraining (on the way a part of the held-out text is judged)")
     every, glances = max(1, args.steps // LINES), judged[:: max(1, len(judged) // GLANCES)]
-    with progress("training", quiet=args.json, lines=False) as told:
+    with progress as told:
 
         def watch(step: int, history: History) -> None:
             told(str(history), step, args.steps)
