@@ -325,6 +325,7 @@ print(sorted({s.rule for p in plans for s in p.forward if s.rule}))
         ({"FUSEOPS_DISABLE": "nonsense"}, "", "nonsense"),
         ({"FUSEOPS_FUSION": "off"}, "", "FUSEOPS_FUSION"),
         ({"FUSEOPS_LOG": "loud"}, "", "FUSEOPS_LOG"),
+        ({"FUSEOPS_NVTX": "true"}, "", "FUSEOPS_NVTX"),
     ],
 )
 def test_environment_variables_set_the_process_default(

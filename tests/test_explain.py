@@ -385,6 +385,23 @@ def test_an_overlap_behind_a_plain_module_names_its_true_place() -> None:
     assert miss == ("linear_act", (2, 4), "overlaps 1:3 of first")
 
 
+def test_a_hook_is_named_only_where_it_took_something() -> None:
+    class Hooked(nn.Module):
+        def __init__(self, op: fo.Op) -> None:
+            super().__init__()
+            self.inner = fo.Sequential(op)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                return self.inner(x)
+
+    x = torch.randn(4, 8, requires_grad=True)
+    assert "saved-tensors hook" in str(fo.explain(Hooked(fo.ops.SiLU()), x))
+    scale = fo.ops.ConstantScale(2.0)  # saves a number, and no tensor
+    assert "saved-tensors hook" not in str(fo.explain(Hooked(scale), x))
+    assert "note" not in str(fo.Sequential(scale).explain(x))
+
+
 def test_hooks_and_overridden_forwards_are_said() -> None:
     class Own(fo.ops.Linear):
         def forward(self, x: Any, *args: Any, **side: Any) -> Any:

@@ -160,7 +160,7 @@ def _notes_on(call: SequentialCall) -> Iterator[str]:
         yield f"{ran}: forward is overridden, or was left early"
     if nodes and not any(seg.needs_grad for seg in nodes):
         yield "no gradient is wanted: nothing is saved"
-    elif not call.packed and any(seg.needs_grad and seg.slots for seg in nodes):
+    elif not call.packed and any(any(seg.saved_names.values()) for seg in nodes):
         yield "a saved-tensors hook of the model took what this saves (a checkpoint, or a scope)"
 
 

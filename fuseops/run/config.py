@@ -255,13 +255,15 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
 
 def from_environment(environ: Any = os.environ) -> None:
-    """Read FUSEOPS_FUSION, FUSEOPS_DISABLE and FUSEOPS_LOG once, at import."""
+    """Read FUSEOPS_FUSION, FUSEOPS_DISABLE and FUSEOPS_LOG once, at import, and check FUSEOPS_NVTX."""
     said: dict[str, Any] = {}
     switch = environ.get("FUSEOPS_FUSION", "1")
     if switch not in ("0", "1"):
         raise FuseOpsError(f"FUSEOPS_FUSION={switch!r}: expected 0 or 1.")
     if switch == "0":
         said["fusion"] = False
+    if (nvtx := environ.get("FUSEOPS_NVTX", "0")) not in ("0", "1"):  # read by ranges.py
+        raise FuseOpsError(f"FUSEOPS_NVTX={nvtx!r}: expected 0 or 1.")
     if environ.get("FUSEOPS_DISABLE"):
         said["disable"] = [
             name.strip() for name in environ["FUSEOPS_DISABLE"].split(",") if name.strip()
