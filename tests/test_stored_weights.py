@@ -150,6 +150,19 @@ def test_a_step_with_masters_is_that_of_float32_weights_quantized_each_time(
         assert torch.equal(stored_in(m).master, stored_in(other).master)  # type: ignore[union-attr, arg-type]
 
 
+@pytest.mark.parametrize(
+    "copy_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_a_copy_has_the_codes_of_its_masters(copy_of: Any) -> None:
+    model = stored(dense)
+    with torch.no_grad():
+        for master in fo.masters(model):
+            master.mul_(3)
+    twin, x = copy_of(model), tokens()
+    with fo.recipe(RECIPE):
+        assert torch.equal(twin(x), model(x))
+
+
 @pytest.mark.parametrize("how", ["step", "fused step", "load"])
 def test_other_codes_between_a_forward_and_its_backward_are_an_error(how: str) -> None:
     model = stored(dense)

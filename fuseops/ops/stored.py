@@ -46,6 +46,10 @@ class StoredWeight:
         self.master: nn.Parameter | None = None
         self.version: int | None = None  # of the master that the codes are of
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy's master begins with a version of its own."""
+        return self.__dict__ | {"version": None}
+
     def read(self, layout: str, source: Tensor) -> Quantized:
         """The weight by rows or by columns, the transposed codes.   source: the Parameter of the op that reads"""
         if any(source.stride()):
