@@ -333,6 +333,11 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     with pytest.raises(fo.FuseOpsError, match="e5m2"):
         with fo.recipe(fo.recipes.Float8BlockScaling(fwd=torch.float8_e5m2)):
             model(x)
+    with fo.recipe(fo.recipes.Float8BlockScaling(backward="high_precision")):
+        with pytest.raises(fo.FuseOpsError, match="in its backward in high precision"):
+            model(x)
+        with torch.no_grad():
+            assert model(x).isfinite().all()
     with (
         pytest.raises(fo.FuseOpsError, match="squares of 128"),
         fo.quantized_init(fo.recipes.Float8CurrentScaling()),
