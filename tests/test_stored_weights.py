@@ -98,8 +98,11 @@ def test_weights_in_fp8_give_what_weights_that_are_quantized_give(make: Any, cal
         assert weight.untyped_storage().nbytes() == 2
 
 
+@pytest.mark.parametrize("fused", [False, True])  # which moves no version of what it steps
 @pytest.mark.parametrize("make", [moe, dense])
-def test_a_step_with_masters_is_that_of_float32_weights_quantized_each_time(make: Any) -> None:
+def test_a_step_with_masters_is_that_of_float32_weights_quantized_each_time(
+    make: Any, fused: bool
+) -> None:
     model, plain = stored(make), make()
     state = model.state_dict()
     plain.load_state_dict(state)  # what the codes stand for
@@ -107,7 +110,7 @@ def test_a_step_with_masters_is_that_of_float32_weights_quantized_each_time(make
     for name in ("norm", "router"):
         if name in plain._modules:
             plain.get_submodule(name).to(BF16)
-    optimizer = torch.optim.AdamW(fo.masters(model), lr=0.05)
+    optimizer = torch.optim.AdamW(fo.masters(model), lr=0.05, fused=fused)
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     held = [m for m in model.modules() if stored_in(m) is not None]
     assert all(id(m._parameters["weight"]) not in own for m in held)
@@ -145,6 +148,32 @@ def test_a_step_with_masters_is_that_of_float32_weights_quantized_each_time(make
         assert torch.equal(resumed(tokens()), y)
     for m, other in zip(held, [m for m in resumed.modules() if stored_in(m)], strict=True):
         assert torch.equal(stored_in(m).master, stored_in(other).master)  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize(
+    "copy_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_a_copy_has_the_codes_of_its_masters(copy_of: Any) -> None:
+    model = stored(dense)
+    with torch.no_grad():
+        for master in fo.masters(model):
+            master.mul_(3)
+    twin, x = copy_of(model), tokens()
+    with fo.recipe(RECIPE):
+        assert torch.equal(twin(x), model(x))
+
+
+@pytest.mark.parametrize("how", ["step", "fused step", "load"])
+def test_other_codes_between_a_forward_and_its_backward_are_an_error(how: str) -> None:
+    with fo.quantized_init(RECIPE):  # no other parameter, whose version autograd would see
+        model = fo.Sequential(fo.ops.Linear(160, 160, bias=False, dtype=BF16))
+    optimizer = torch.optim.AdamW(fo.masters(model), fused=how == "fused step")
+    with fo.recipe(RECIPE):
+        first, second = (model(tokens()).float().sum() for _ in range(2))
+    first.backward()
+    model.load_state_dict(model.state_dict()) if how == "load" else optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
 
 
 @pytest.mark.parametrize("make", [moe, dense])
@@ -305,6 +334,11 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     with pytest.raises(fo.FuseOpsError, match="e5m2"):
         with fo.recipe(fo.recipes.Float8BlockScaling(fwd=torch.float8_e5m2)):
             model(x)
+    with fo.recipe(fo.recipes.Float8BlockScaling(backward="high_precision")):
+        with pytest.raises(fo.FuseOpsError, match="in its backward in high precision"):
+            model(x)
+        with torch.no_grad():
+            assert model(x).isfinite().all()
     with (
         pytest.raises(fo.FuseOpsError, match="squares of 128"),
         fo.quantized_init(fo.recipes.Float8CurrentScaling()),

@@ -9,12 +9,15 @@ blocks of 128 x 128, as DeepSeek's checkpoints do; both come in and go out bit f
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fuseops.errors import FuseOpsError
 from fuseops.recipes import Layout, Quantized, Recipe, Scaling, weight_operand
@@ -41,7 +44,11 @@ class StoredWeight:
         self.carrier: Any = op._parameters["weight"] if self.lives else None
         self.scaling = scaling
         self.master: nn.Parameter | None = None
-        self.version = 0  # of the master that the codes are of
+        self.version: int | None = None  # of the master that the codes are of
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy's master begins with a version of its own."""
+        return self.__dict__ | {"version": None}
 
     def read(self, layout: str, source: Tensor) -> Quantized:
         """The weight by rows or by columns, the transposed codes.   source: the Parameter of the op that reads"""
@@ -53,8 +60,7 @@ class StoredWeight:
         self.check(source)
         if self.master is not None:
             self.listen()
-            if self.master._version != self.version:
-                self.refill()
+            self.follow()
         found = self.codes()
         if layout == "row":
             return Quantized(found, None, self.scaling, None, source.dtype)
@@ -108,23 +114,37 @@ class StoredWeight:
             self.replace(nn.Parameter(carrier, self.carrier.requires_grad))
             self.listen()
 
+    def moved(self) -> None:
+        """Have autograd see that a graph which has saved the Parameter would read other codes."""
+        if not self.carrier.is_inference():
+            torch.autograd.graph.increment_version(self.carrier)
+
     def refill(self) -> None:
         """Make the codes of the master."""
         if self.master is not None:
             self.write(self.master.detach())
             self.version = self.master._version
 
+    def follow(self) -> None:
+        """Make the codes of the master where it may have changed since they were."""
+        if self.master is not None and self.master._version != self.version:
+            self.refill()
+
     def with_master(self) -> nn.Parameter:
         """The float32 master, made of the codes where there was none, which gets the gradients of the weight."""
         if self.master is None:
             self.master = nn.Parameter(self.values(torch.float32), self.carrier.requires_grad)
             self.version = self.master._version
-            self.listen()
+        self.listen()
         return self.master
 
     def listen(self) -> None:
         """Have the master get the gradients of the weight, from when it has any on: it may be frozen until then."""
-        if self.master is None or not self.carrier.requires_grad:
+        if self.master is None:
+            return
+        _watch_optimizers()
+        _with_masters.add(self)
+        if not self.carrier.requires_grad:
             return
         if self._take_gradient not in (self.carrier._post_accumulate_grad_hooks or {}).values():
             self.carrier.register_post_accumulate_grad_hook(self._take_gradient)
@@ -149,6 +169,26 @@ class StoredWeight:
         weight.data = blank(weight.shape, weight.dtype, device)
         if self.master is not None and self.master.device != device:
             self.master.data = self.master.data.to(device)
+
+
+_with_masters: weakref.WeakSet[StoredWeight] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Of masters that were stepped, codes are old: fused optimizers move no version."""
+    if not _with_masters or torch.compiler.is_compiling():
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for stored in _with_masters:
+        master = stored.master
+        if master is not None and master.grad is not None and id(master) in held:
+            stored.version = None
+            stored.moved()
 
 
 def stored_in(op: nn.Module) -> StoredWeight | None:
@@ -273,8 +313,7 @@ def save(op: nn.Module, state: dict[str, Any], prefix: str, keep_vars: bool) -> 
     if stored is None or not stored.lives:
         return
     stored.check(op._parameters.get("weight"))
-    if stored.master is not None and stored.master._version != stored.version:
-        stored.refill()
+    stored.follow()
     state[f"{prefix}weight"], state[prefix + SCALE_INV] = stored.codes()
     if stored.master is not None:
         state[prefix + MASTER] = stored.master if keep_vars else stored.master.detach()
@@ -306,6 +345,7 @@ def load(
         given = codes
     if stored is None or given is None or given.shape != stored.carrier.shape:
         return ()
+    stored.moved()
     if isinstance(given, Quantized) and given.scaling.data is stored.scaling.data:
         stored.put(*cast("Layout", given.row), assign)
     else:

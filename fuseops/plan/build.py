@@ -327,9 +327,12 @@ class _Builder:
         """Raise FuseOpsError where a weight that lives in a format would be multiplied in another."""
         weight = stored_in(self.ops[i])
         given = None if roles is None else roles.weight
-        if weight is None or (given == weight.scaling and not self.call.compiling):
+        high = roles is not None and roles.backward == "high_precision" and "x" in self.needs[i]
+        if weight is None or (given == weight.scaling and not self.call.compiling and not high):
             return
         wanted = "high precision" if given is None else str(given)
+        if high and given is not None:
+            wanted = f'{wanted}, and in its backward in high precision (backward="dequantized" reads the codes)'
         wanted = f"{wanted} under torch.compile" if self.call.compiling else wanted
         raise FuseOpsError(
             f"op {path_of(self.ops[i]) or self.names[i]!r}: its weight lives as {weight.scaling} "
