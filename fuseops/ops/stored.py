@@ -9,7 +9,6 @@ blocks of 128 x 128, as DeepSeek's checkpoints do; both come in and go out bit f
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
@@ -17,11 +16,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fuseops.errors import FuseOpsError
 from fuseops.recipes import Layout, Quantized, Recipe, Scaling, weight_operand
 from fuseops.recipes.carrier import blank
+from fuseops.recipes.scales import held_by, when_stepped
 from fuseops.recipes.scaling import E4M3, E5M2, SQUARE
 
 from . import scopes
@@ -142,7 +141,7 @@ class StoredWeight:
         """Have the master get the gradients of the weight, from when it has any on: it may be frozen until then."""
         if self.master is None:
             return
-        _watch_optimizers()
+        when_stepped(_stepped)
         _with_masters.add(self)
         if not self.carrier.requires_grad:
             return
@@ -174,16 +173,9 @@ class StoredWeight:
 _with_masters: weakref.WeakSet[StoredWeight] = weakref.WeakSet()
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_post_hook(_stepped)
-
-
-def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _stepped(optimizer: torch.optim.Optimizer) -> None:
     """Of masters that were stepped, codes are old: fused optimizers move no version."""
-    if not _with_masters or torch.compiler.is_compiling():
-        return
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = held_by(optimizer) if _with_masters else set()
     for stored in _with_masters:
         master = stored.master
         if master is not None and master.grad is not None and id(master) in held:

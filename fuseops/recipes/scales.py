@@ -142,23 +142,39 @@ class Steps:
 
 
 @functools.cache
+def when_stepped(told: Callable[[torch.optim.Optimizer], None]) -> None:
+    """From now on a function is told of each step of any optimizer, but for those of compiled code, which moves the
+    versions of what it writes.
+    """
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            told(optimizer)
+
+    register_optimizer_step_post_hook(stepped)
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The ids of the tensors that it steps."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
 def watch_optimizers() -> None:
     """From now on a step of any optimizer is counted, and advances the states that follow it."""
-    register_optimizer_step_post_hook(_stepped)
+    when_stepped(_stepped)
 
 
-def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if not torch.compiler.is_compiling():  # compiled steps move the versions of what they write
-        Steps.taken += 1
-        if _states:
-            advance(_follow(optimizer))
+def _stepped(optimizer: torch.optim.Optimizer) -> None:
+    Steps.taken += 1
+    if _states:
+        advance(_follow(optimizer))
 
 
 def _follow(optimizer: torch.optim.Optimizer) -> list[ScaleState]:
     """The states whose step ends with this optimizer's: all but those of ops with trained parameters of which it holds
     none; all, where it holds none of any op (it may hold copies of them in another dtype).
     """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = held_by(optimizer)
     trained = {
         state: {id(p) for p in state.parameters.values() if p is not None and p.requires_grad}
         for state in _states
