@@ -46,9 +46,9 @@ class ExpertParallel(ParallelStyle):
     comes behind Combine. On the meta device nothing is sent; otherwise all ranks get the weights of the first one, as
     with `distribute_tensor`. Router losses and `expert_bias` are from then on over the tokens of all ranks.
 
-    way: how tokens travel: "host_counts", "fixed_capacity", "device_counts", "peer_memory" (docs/moe.md), None for the
-        fastest of the first and the last that all ranks can take, which they vote on, or one of your own, called with
-        the mesh, the experts of all ranks and top_k of every layer: it gives a `dispatch.Exchange`.
+    way: how tokens travel (docs/expert_parallel.md): "host_counts", "fixed_capacity", "device_counts", "peer_memory",
+        None for the fastest of the first and the last that all ranks can take, which they vote on, or one of your own,
+        called with the mesh, the experts of all ranks and top_k of every layer: it gives a `dispatch.Exchange`.
     capacity, tokens: with all but the first, how many times the mean there is room for, and the most tokens of a rank,
         by default those of the first forward.
     sums: the dtype in which partial sums of tokens, and of their gradients, travel and are added up: torch.float32 for
