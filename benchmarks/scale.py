@@ -139,22 +139,41 @@ def lines() -> Iterator[str]:
     speed = rate()
     yield f"""# Scale
 
-Every number is written by `python benchmarks/scale.py`, from formulas over published sizes, links and one measured
-rate: {speed / 1e12:.0f} TFLOP/s of a layer of experts ([measured.md](measured.md)), {TOKENS} tokens a rank, bf16, even
-routing. They are bounds of what links allow, no measurement: what ran on two and four GPUs stands in measured.md."""
+What does each way to spread a mixture of experts send, and where does it wait for its links? Every number is
+written by `python benchmarks/scale.py`, from formulas over published sizes, links and one measured rate,
+{speed / 1e12:.0f} TFLOP/s of a layer of experts ([All figures](measured.md)). A rank has {TOKENS} tokens, in bf16, and
+routing is even.
+
+The numbers are bounds of what links allow, no measurements: All figures has what ran on two and four GPUs.
+
+## How to read the tables
+
+The first table of a model has the MB that a rank sends for a layer in a step, and behind the colon their time as a
+share of the layer's compute, at {links()}.
+
+The second one is what the offload planner predicts for a rank that runs all layers over one micro-batch, with experts
+over all ranks (`python benchmarks/scale_planned.py`, dry runs of six blocks for one H200):
+
+- **saved, dispatched again**: saved tensors, and those where tokens that arrived are dispatched again in the backward,
+  which sends a quarter more for the experts.
+- **a layer, leaves**: the time of a layer and what leaves the device without a stall, if tokens travelled in no time.
+  **{"** and **".join(LINKS)}** are the same over either link, where nothing hides the tokens' travel.
+- **state and saved**: what state and saved tensors take together, in all and with that offload between hosts."""
     for name, m in MODELS.items():
         yield from model(name, m, compute(m, speed))
     yield from walls(speed)
 
 
+def links() -> str:
+    return " and at ".join(f"{b / 1e9:.0f} GB/s {where}" for where, b in LINKS.items())
+
+
 def model(name: str, m: Sizes, took: float) -> Iterator[str]:
-    links = " and at ".join(f"{b / 1e9:.0f} GB/s {where}" for where, b in LINKS.items())
     yield f"""
 ## {name}
 
-{m.total / 1e9:.1f} billion parameters, {m.layers} layers; a layer has {m.layer / 1e6:.0f} million, {m.active / 1e6:.0f}
-of them active, and computes for {took * 1e3:.2f} ms a step. MB that a rank sends for a layer in a step, and their time
-as a share of that, at {links}:
+{m.total / 1e9:.1f} billion parameters in {m.layers} layers. A layer has {m.layer / 1e6:.0f} million parameters,
+{m.active / 1e6:.0f} million of them active, and computes for {took * 1e3:.2f} ms a step. What a rank sends for it:
 """
     ranks = RANKS
     yield f"| | {' | '.join(f'{n} ranks' for n in ranks)} |"
@@ -163,20 +182,15 @@ as a share of that, at {links}:
         yield f"| {way} | {' | '.join(share(sends(m, n), took) for n in ranks)} |"
     held = ", ".join(f"{STATE * m.total / n / 1e9:.0f} GB on {n}" for n in ranks)
     yield f"""
-Weights, gradients and AdamW ({STATE} bytes a parameter) over all ranks: {held}, of {MEMORY / 1e9:.0f} GB."""
+A rank's part of weights, gradients and AdamW ({STATE} bytes a parameter) over all ranks:
+{held} ranks, of the {MEMORY / 1e9:.0f} GB of a GPU."""
     yield from planner(name, m)
 
 
 def planner(name: str, m: Sizes) -> Iterator[str]:
     """What its dry runs predict, and the network beside."""
     found = json.loads(PLANNED.read_text(encoding="utf-8"))["planned"]
-    yield """
-The offload planner predicts (dry runs of six blocks for one H200, `python benchmarks/scale_planned.py`), of a rank that
-runs all layers over one micro-batch, with experts over all ranks: the time of a layer and what leaves without a stall,
-with tokens that travel in no time and over either link, where nothing hides them; and what state and saved tensors take
-together, in all and with that offload between hosts. Saved too where tokens that arrived are dispatched again in the
-backward, which sends a quarter more for the experts:
-"""
+    yield "\nWhat the planner predicts:\n"
     columns = (
         "saved, dispatched again",
         "a layer, leaves",
@@ -208,12 +222,14 @@ def walls(speed: float) -> Iterator[str]:
         took = compute(m, speed)
         needed = data(m, 64) / slow / took * TOKENS
         inside, over = experts_once(m, 8) / fast / took, experts_once(m, 64) / slow / took
-        yield f"""- {name}: FSDP2 of everything over 64 ranks hides between hosts from {needed:,.0f} tokens a rank on.
-  Experts over the 8 ranks of a host take {inside:.0%} of the compute; over 64 ranks of many hosts {over:.1f} times it.
-  So experts stay inside a host, and FSDP2 shards them over hosts, once for many micro-batches."""
+        yield f"""- **{name}**: over 64 ranks between hosts, FSDP2 of everything hides behind the compute from
+  {needed:,.0f} tokens a rank on. Experts take {inside:.0%} of the compute over the 8 ranks of a host, and {over:.1f}
+  times it over 64 ranks of many hosts."""
     m = MODELS["Qwen3-30B-A3B"]
     saved = [f"{1 - experts_once(m, n) / experts_by_copy(m, n):.0%} on {n}" for n in (4, 8, 16, 64)]
-    yield f"- A token once a rank saves, of the rows of all its copies, {', '.join(saved)} ranks."
+    yield f"""- Sending a token once a rank, in place of a row a copy, saves {", ".join(saved)} ranks.
+
+So experts stay inside a host, and FSDP2 shards them over hosts, once for many micro-batches."""
 
 
 def main() -> None:

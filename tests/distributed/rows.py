@@ -82,9 +82,12 @@ def text() -> str:
 
 HEAD = """## Tensor parallelism and pipelines
 
-On two ranks over gloo, beside one process in float64, outputs and every gradient: pipelines to the bit, under
-autocast and FP8 too, tensor parallelism within rounding (autocast and FP8, which round, within 2 %, gradients 5 %);
-overlapped collectives on stand-ins of torch's CUDA ops. `tests/distributed` has the law of each cell; an empty one
-has none. Experts under sequence parallelism are refused, since the router takes every token, and only zero-bubble
-schedules delay weight gradients.
+Outputs and every gradient on two ranks, over gloo, beside one process in float64. `tests/distributed` has the test of
+each cell; an empty cell has none.
+
+- Pipelines are equal to the bit, under autocast and FP8 too.
+- Tensor parallelism is equal within rounding; autocast and FP8, which round, within 2 %, gradients within 5 %.
+- Collectives overlapped with products run on stand-ins of torch's CUDA ops.
+- Experts under sequence parallelism are refused, since the router takes every token.
+- Only zero-bubble schedules delay weight gradients.
 """

@@ -302,48 +302,51 @@ REFUSED: tuple[Refusal, ...] = (
         ("checkpoint", "compile"),
         BackendCompilerFailed,
         r"In torch\.compile mode, `context_fn` arg passed to `torch\.utils\.checkpoint`",
-        "torch takes no `context_fn` of scopes inside a compiled region. Leave it out there: what was traced is what "
-        "is recomputed (see `checkpoint, configured`), or checkpoint the compiled block.",
+        "Inside a compiled region torch takes no `context_fn` of scopes. Leave it out there, since what was traced is "
+        "what is recomputed (see `checkpoint, configured`), or checkpoint the compiled block.",
     ),
     Refusal(
         ("checkpoint, reentrant", "user's rule"),
         RecomputationError,
         r"recomputed under other settings than its forward.*rules was .*user_act",
-        "a reentrant checkpoint cannot re-enter the `fo.rules` scope of its forward. `fo.configure(model, rules=...)`, "
-        "or a non-reentrant one with `context_fn=fo.checkpoint_contexts`.",
+        "A reentrant checkpoint cannot re-enter the `fo.rules` scope of its forward. Use `fo.configure(model, "
+        "rules=...)`, or a non-reentrant checkpoint with `context_fn=fo.checkpoint_contexts`.",
     ),
     Refusal(
         ("checkpoint, configured", "user's rule"),
         RecomputationError,
         r"recomputed under other settings than its forward.*rules was .*user_act",
-        "the recomputation has no `context_fn` here, so it would leave the `fo.rules` scope of its forward. "
+        "The recomputation has no `context_fn` here, so it would leave the `fo.rules` scope of its forward. Use "
         "`fo.configure(model, rules=...)`, or `context_fn=fo.checkpoint_contexts`.",
     ),
     *rank_features.refusals(Refusal),
 )
 
 NOTES = (
-    "compile: `fullgraph=True`; alone every block, by inductor; in pairs the first block beside the second as it is, "
-    "with LoRA and with frozen experts by inductor, in the others by `aot_eager` (the same graph, joint backward and "
-    "partition, without generated code).",
-    "compile: torch 2.13's inductor may read the result of `index_add` into zeros before it is written (a CPU kernel "
-    "fused past the mutation, seen with LoRA: wrong outputs, no error). The ports sum a token's rows by a gather.",
-    "compile: torch 2.13's inductor writes CPU code for the backward of a router with sigmoid scores and a balance_loss"
-    " that reads a buffer it has given to another (UnboundLocalError). Other backends and softmax scores compile.",
-    "compile, parametrized: each parametrization runs once a forward; with torch 2.11, whose dynamo does not see "
-    "`parametrize.cached`, twice, which one with state (`spectral_norm`) shows.",
-    "checkpoint: non-reentrant, with `context_fn=fo.checkpoint_contexts`; configured: `fo.configure(model, rules=..., "
-    "disable=...)` and no context_fn.",
-    "checkpoint, reentrant, where the input of a block has no gradient (LoRA): it is made to want one, as by "
-    "transformers' `enable_input_require_grads()`; without, torch itself gives no gradients.",
-    "autocast: float32 parameters, compared within 8 units of bfloat16: fused ops keep in float32 what unfused "
-    "ones round.",
-    "LoRA: PEFT's adapters on linear layers that are ops, all else frozen.",
-    "moe_block: router and experts are one `fo.MoE`, whose auxiliary loss is injected with the micro-batch's scale.",
-    "EP=2: `fuseops.distributed.ExpertParallel`. Weights of experts are DTensors, which checkpoints take as they are; "
-    "under FSDP2 `expert_placement` gives them a mesh of their own. Losses of routers are set to be over the tokens of "
-    "a rank (`router.over = None`), as the stock model's are.",
-    "user's rule: in a `fo.rules` scope; user's op: a level-1 op in the place of `ScaledSwiGLU`.",
+    "**compile** is `fullgraph=True`. Alone, it compiles every block by inductor. In pairs it compiles the first "
+    "block and leaves the second as it is: by inductor with LoRA and with frozen experts, else by `aot_eager` (the "
+    "same graph, joint backward and partition, without generated code).",
+    "**compile**, torch 2.13: inductor may read the result of `index_add` into zeros before it is written (a CPU "
+    "kernel fused past the mutation, seen with LoRA: wrong outputs, no error). The ports sum a token's rows by a "
+    "gather.",
+    "**compile**, torch 2.13: for the backward of a router with sigmoid scores and a balance_loss, inductor writes "
+    "CPU code that reads a buffer it has given to another (UnboundLocalError). Other backends and softmax scores "
+    "compile.",
+    "**compile, parametrized**: each parametrization runs once a forward. With torch 2.11, whose dynamo does not see "
+    "`parametrize.cached`, it runs twice, which shows in one with state (`spectral_norm`).",
+    "**checkpoint** is non-reentrant, with `context_fn=fo.checkpoint_contexts`. **checkpoint, configured** is "
+    "`fo.configure(model, rules=..., disable=...)` and no context_fn.",
+    "**checkpoint, reentrant**: where the input of a block has no gradient (LoRA), it is made to require one, as by "
+    "transformers' `enable_input_require_grads()`. Otherwise torch itself gives no gradients.",
+    "**autocast**: float32 parameters, compared within 8 units of bfloat16, since fused ops keep in float32 what "
+    "unfused ones round.",
+    "**LoRA**: PEFT's adapters on linear layers that are ops, all else frozen.",
+    "**moe_block**: router and experts are one `fo.MoE`, whose auxiliary loss is injected with the micro-batch's "
+    "scale.",
+    "**EP=2** is `fuseops.distributed.ExpertParallel`. Weights of experts are DTensors, which checkpoints take as "
+    "they are; under FSDP2 `expert_placement` gives them a mesh of their own. Losses of routers are set to be over "
+    "the tokens of a rank (`router.over = None`), as the stock model's are.",
+    "**user's rule** is in a `fo.rules` scope. **user's op**, of a `fwd` alone, is in the place of `ScaledSwiGLU`.",
 )
 
 

@@ -129,11 +129,11 @@ FEATURES = (
 def refusals(refusal: Callable[..., Any]) -> list[Any]:
     """Pairs that torch refuses."""
     deepcopy, pickled, twice, both = (
-        "FSDP2 does not copy a sharded model: copy it before `fully_shard`, or its state_dict.",
-        "`fully_shard` makes a class at run time, which pickle does not find: pickle the model before, or use "
+        "FSDP2 does not copy a sharded model. Copy it before `fully_shard`, or copy its state_dict.",
+        "`fully_shard` makes a class at run time, which pickle does not find. Pickle the model before, or use "
         "`torch.distributed.checkpoint`.",
         "`fully_shard` takes a module once, with one policy.",
-        "both spread the same parameters, and DDP meets FSDP2's DTensors: one of the two, or FSDP2 over a mesh of "
+        "Both spread the same parameters, and DDP meets FSDP2's DTensors. Use one of the two, or FSDP2 over a mesh of "
         "two dimensions.",
     )
     return [

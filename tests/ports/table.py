@@ -16,14 +16,14 @@ from features import FEATURES, NOTES, PORTS, REFUSED, refusal
 FILE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 HEAD = """# Compatibility
 
-Two models built of fuseops ops train as the stock ones do, under every feature of this table and every pair of two:
-the same outputs, losses and gradients. `tests/ports` runs them on the CPU (in CI every cell; elsewhere a third
-of the pairs, and inductor on one port a cell) and writes this file from the same data (`python tests/ports/table.py`);
-CI fails when it is stale.
+Two models built of fuseops ops train as the stock ones do: the same outputs, losses and gradients, under every feature
+of a table and every pair of two. `tests/ports` runs them on the CPU: in CI every cell, elsewhere a third of the pairs,
+and inductor on one port a cell. It writes this file from the same data (`python tests/ports/table.py`), and CI fails
+when the file is stale.
 
-- **equal**: equal to the stock implementation, in float64 within rounding. For autocast and FP8, which round, to the
-  ported model with fusion off under the same numerics.
-- **refused**: an error says so and names both sides; the number says why, below.
+- **equal**: equal to the stock implementation, in float64 within rounding. Autocast and FP8 round, so they are compared
+  with the ported model with fusion off, under the same numerics.
+- **refused**: an error says so and names both sides. The number is that of the reason, below.
 - The diagonal is the feature alone.
 """
 
@@ -55,7 +55,7 @@ def _refusals() -> str:
     if not REFUSED:
         return "## Refused\n\nNothing.\n"
     lines = [
-        f"{k}. {' + '.join(entry.features)} ({', '.join(entry.ports)}): `{entry.error.__name__}`, {entry.because}"
+        f"{k}. {' + '.join(entry.features)} ({', '.join(entry.ports)}): `{entry.error.__name__}`. {entry.because}"
         for k, entry in enumerate(REFUSED, 1)
     ]
     return "## Refused, and why\n\n" + "\n".join(lines) + "\n"
