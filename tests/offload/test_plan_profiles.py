@@ -519,6 +519,9 @@ def test_a_step_without_a_backward_is_refused() -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(FuseOpsError, match="has no backward"):
         dry_run(step_of(model, torch.randn(2, 2)), H200)
+    for off in (torch.no_grad(), torch.inference_mode()):
+        with off, pytest.raises(FuseOpsError, match="Gradients are off: plan outside"):
+            dry_run(step_of(nn.Linear(2, 2), torch.randn(2, 2)), H200)
 
 
 def test_layers_are_found() -> None:
