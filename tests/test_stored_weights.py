@@ -370,3 +370,30 @@ def test_casts_and_devices_leave_the_codes_alone() -> None:
     for key, t in codes.items():
         assert torch.equal(model.state_dict()[key].view(torch.uint8), t.view(torch.uint8))
     assert_equal(after(model), after(dense()))
+
+
+LOOKS = {
+    "explain": fo.explain,
+    "plan": lambda model, x: offload.plan(model, x, layers="0"),
+    "record": lambda model, x: offload.plan(model, x, layers="0", record=True),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_model_may_be_looked_at_between_steps(look: str) -> None:
+    """Codes follow their masters by the next step, and masters get the gradients of steps alone."""
+    found = []
+    for looks in (False, True):
+        model = nn.Sequential(stored(dense), nn.Tanh())
+        masters = fo.masters(model)
+        optimizer = torch.optim.SGD(masters, lr=0.1)
+        with fo.recipe(RECIPE):
+            for step in range(2):
+                model(tokens(step)).float().square().sum().backward()
+                if looks and step:
+                    LOOKS[look](model, tokens(7))
+                optimizer.step()
+                if looks and not step:
+                    LOOKS[look](model, tokens(7))
+        found.append([*masters, *[m.grad for m in masters]])
+    assert_equal(*found)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuseops import torch_private
+from fuseops.ops.stored import follow_masters
 
 from .untouched import main_grad_of, nothing_waits
 
@@ -40,6 +41,7 @@ def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Parameters, buffers and tensors that are plain attributes are replaced by their fakes, tied ones by one; what
     waits for backward_dw stays.
     """
+    follow_masters(model)
     made: dict[int, Tensor] = {}
     before: list[tuple[Any, str, Tensor]] = []
     for module in model.modules():

@@ -189,6 +189,13 @@ def stored_in(op: nn.Module) -> StoredWeight | None:
     return found
 
 
+def follow_masters(model: nn.Module) -> None:
+    """Have the codes in `model` be those of its masters by now: trials that take buffers back start from there."""
+    for module in model.modules():
+        if (stored := stored_in(module)) is not None:
+            stored.follow()
+
+
 def store_weight(op: Any, scaling: Scaling, kept: dict[nn.Parameter, StoredWeight]) -> None:
     """Have the weight of an op live in a format from now on.  Raises FuseOpsError for one that cannot.
 

@@ -190,6 +190,27 @@ def test_recording_leaves_the_model_as_it_was() -> None:
         assert x.grad is None and torch.equal(torch.get_rng_state(), random)
 
 
+def test_recording_leaves_what_the_step_replaces_and_steps_no_optimizer() -> None:
+    class Replaces(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean, self.calls = 0.9 * self.mean + x.detach().mean(0), self.calls + 1
+            return super().forward(x - self.mean)
+
+    model, x = nn.Sequential(Replaces(D, D), nn.Tanh()), torch.randn(16, D)
+    model[0].register_buffer("mean", torch.zeros(D))
+    model[0].calls = torch.zeros(())
+    before, told = [*model.buffers(), model[0].calls, *model.parameters()], []
+    for p in model.parameters():  # the optimizer may be in the backward
+        p.register_post_accumulate_grad_hook(told.append)
+    for look in (lambda: record(step_of(model, x)), lambda: dry_run(step_of(model, x), H200)):
+        look()
+        now = [*model.buffers(), model[0].calls, *model.parameters()]
+        assert all(a is b for a, b in zip(now, before, strict=True)) and not told
+        assert not now[0].any() and not now[1]
+    model(x).sum().backward()
+    assert len(told) == 2
+
+
 def test_gradients_that_exist_are_there_from_the_start() -> None:
     model, x = Model(), torch.randn(2, 16, D)
     without = dry_run(step_of(model, x), H200)
