@@ -325,6 +325,16 @@ def test_weights_that_cannot_be_shared_are_refused() -> None:
             head.weight = embedding.weight
 
 
+def test_an_op_with_a_hook_is_asked_about_its_weight_when_it_is_called() -> None:
+    model = stored(dense)
+    found = after(model)
+    for fc in (model.fc1, model.fc2):
+        fc.register_forward_hook(lambda *given: None)
+    assert_equal(after(model), found)
+    with pytest.raises(fo.FuseOpsError, match="multiplies it as high precision"):
+        model(tokens())
+
+
 def test_what_cannot_be_honoured_is_refused() -> None:
     model, x = stored(dense), tokens()
     with pytest.raises(fo.FuseOpsError, match="multiplies it as high precision"):
