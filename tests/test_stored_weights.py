@@ -1,5 +1,6 @@
 """Weights that live in FP8, their masters, and checkpoints with scales."""
 
+import contextlib
 import copy
 import pickle
 from typing import Any
@@ -407,3 +408,44 @@ def test_a_model_may_be_looked_at_between_steps(look: str) -> None:
                     LOOKS[look](model, tokens(7))
         found.append([*masters, *[m.grad for m in masters]])
     assert_equal(*found)
+
+
+def forward_again(model: nn.Module) -> None:
+    with fo.recipe(RECIPE), torch.no_grad():
+        model(tokens(7))
+
+
+BETWEEN: dict[str, Any] = {
+    "nothing": lambda model: None,
+    "a forward": forward_again,
+    "weights_changed": fo.weights_changed,
+    "state_dict": lambda model: model.state_dict(),
+}
+
+
+@pytest.mark.parametrize("then", BETWEEN)
+@pytest.mark.parametrize("scope", [contextlib.nullcontext, offload.keep])
+def test_a_master_written_by_hand_before_the_backward_changes_no_gradient(
+    then: str, scope: Any
+) -> None:
+    """The backward is that of the codes that its forward read, or, where those are gone, an error."""
+
+    def gradients(written: bool) -> list[Any]:
+        model, x = stored(dense), tokens()
+        masters = fo.masters(model)
+        forward_again(model)
+        with fo.recipe(RECIPE):
+            with scope():
+                y = model(x).float().square().sum()
+            if written:
+                with torch.no_grad():
+                    masters[1].mul_(2)
+                BETWEEN[then](model)
+            y.backward()
+        return [x.grad, *[m.grad for m in masters]]
+
+    if then == "nothing":
+        assert_equal(gradients(True), gradients(False))
+    else:
+        with pytest.raises(RuntimeError, match=r"modified (in place|by an inplace operation)"):
+            gradients(True)

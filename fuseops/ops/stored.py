@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.recipes import Layout, Quantized, Recipe, Scaling, weight_operand
 from fuseops.recipes.carrier import blank
@@ -59,7 +60,8 @@ class StoredWeight:
         self.check(source)
         if self.master is not None:
             self.listen()
-            self.follow()
+            if not torch_private.in_backward():  # which is that of the codes that its forward read
+                self.follow()
         found = self.codes()
         if layout == "row":
             return Quantized(found, None, self.scaling, None, source.dtype)
@@ -121,6 +123,8 @@ class StoredWeight:
     def refill(self) -> None:
         """Make the codes of the master."""
         if self.master is not None:
+            if self.version is not None:  # else it is a copy's, or a step has said so
+                self.moved()
             self.write(self.master.detach())
             self.version = self.master._version
 
