@@ -1,5 +1,6 @@
 """The scheduler attaches to the layers of a model, without a line of the model changed."""
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,8 @@ from .recompute import Recomputed
 from .records import Mover
 from .report import MISSED, Entry, Report
 from .schedule import DISPATCH, MADE_AGAIN, RECOMPUTE, Decision, LayerRun, Schedule
+
+log = logging.getLogger("fuseops.offload")
 
 NOT_CALLED = "not called, or only inside a compiled region, which runs no hooks: compile the layers"
 
@@ -233,6 +236,8 @@ class Scheduler:
             self._host = self.plan.limits.host
         for group in groups_of(self.model):
             self.plan = share_decisions(self.plan, group)
+        if not self.plan.fits:
+            log.warning("%r: its plan %s", self, "; ".join(self.plan.warnings))
         self._peak = None
         self._follow()
 

@@ -749,6 +749,14 @@ def test_a_peak_is_planned_for_at_the_first_forward_and_kept_to() -> None:
         offload.Scheduler(model, "blocks.*", peak=peak, plan={})
 
 
+def test_a_peak_that_cannot_be_kept_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for peak, said in (("1GiB", 0), ("1KiB", 1)):
+        with offload.Scheduler(Model(2), "blocks.*", peak=peak) as scheduler:
+            one_step(scheduler.model)
+        warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert len(warnings) == said == sum("its plan does not fit" in text for text in warnings)
+
+
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_a_recorded_step_that_is_stopped_in_its_backward_leaves_no_gradient(
     accumulated: bool,
