@@ -211,6 +211,26 @@ def test_recording_leaves_what_the_step_replaces_and_steps_no_optimizer() -> Non
     assert len(told) == 2
 
 
+def test_tables_that_a_dry_run_makes_are_not_kept() -> None:
+    """They would be fakes, and so would all that a step makes of them."""
+
+    class Makes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            made = torch.arange(D).cos()
+            self.late = made if self.late is None else self.late
+            self.pair = getattr(self, "pair", (made, made))
+            table = self.tables.setdefault(x.shape, made)
+            return super().forward(x) * self.late * self.pair[0] * table
+
+    model, x = nn.Sequential(Makes(D, D), nn.Tanh()), torch.randn(16, D)
+    model[0].late, model[0].tables = None, {}
+    names = [*vars(model[0])], [*model.state_dict()]
+    assert dry_run(step_of(model, x), H200).ops
+    assert names == ([*vars(model[0])], [*model.state_dict()])
+    assert model[0].late is None and not model[0].tables
+    assert type(model(x)) is Tensor
+
+
 def test_gradients_that_exist_are_there_from_the_start() -> None:
     model, x = Model(), torch.randn(2, 16, D)
     without = dry_run(step_of(model, x), H200)
