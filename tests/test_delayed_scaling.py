@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
+from fuseops import offload
 from fuseops.recipes import scales
 from fuseops.testing import assert_fused_matches_unfused
 from fuseops.testing.strategies import filled
@@ -271,6 +272,11 @@ def test_nothing_is_noted_in_evaluation_nor_by_plans() -> None:
         model.eval()
         model(9 * x)
     assert same(state(model).values(), before.values())
+    model = dense()  # whose state the first call makes
+    with fo.recipe(recipe):
+        fo.explain(model, 9 * x)
+        offload.plan(model, x.detach(), layers="0", record=True)
+    assert not [*model.buffers()]
 
 
 def test_state_goes_through_checkpoints_copies_and_other_dtypes() -> None:

@@ -137,6 +137,23 @@ def test_random_numbers_are_found_in_every_call(way: str) -> None:
         model(x)
 
 
+@pytest.mark.parametrize("of_x", [False, True])
+def test_a_fwd_that_asks_whether_gradients_are_on_is_refused(of_x: bool) -> None:
+    """They are off in the forward, and on where the backward runs it again: that would be of another function."""
+
+    class Asks(fo.Op):
+        def fwd(self, x: Tensor) -> Tensor:
+            on = torch.is_grad_enabled() and (x.requires_grad or not of_x)
+            return x.sin() if on else x.cos()
+
+    model = fo.Sequential(fo.ops.ConstantScale(2.0), Asks())
+    with torch.no_grad():
+        model(ones())
+    y = model(ones())
+    with pytest.raises(fo.FuseOpsError, match=r"Asks\.fwd gives another y with gradients on"):
+        y.sum().backward()
+
+
 def test_numbers_that_others_draw_do_not_matter() -> None:
     class Doubled(Draws):
         def draw(self, x: Tensor) -> Tensor:

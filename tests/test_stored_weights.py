@@ -1,5 +1,6 @@
 """Weights that live in FP8, their masters, and checkpoints with scales."""
 
+import contextlib
 import copy
 import pickle
 from typing import Any
@@ -325,6 +326,16 @@ def test_weights_that_cannot_be_shared_are_refused() -> None:
             head.weight = embedding.weight
 
 
+def test_an_op_with_a_hook_is_asked_about_its_weight_when_it_is_called() -> None:
+    model = stored(dense)
+    found = after(model)
+    for fc in (model.fc1, model.fc2):
+        fc.register_forward_hook(lambda *given: None)
+    assert_equal(after(model), found)
+    with pytest.raises(fo.FuseOpsError, match="multiplies it as high precision"):
+        model(tokens())
+
+
 def test_what_cannot_be_honoured_is_refused() -> None:
     model, x = stored(dense), tokens()
     with pytest.raises(fo.FuseOpsError, match="multiplies it as high precision"):
@@ -370,3 +381,71 @@ def test_casts_and_devices_leave_the_codes_alone() -> None:
     for key, t in codes.items():
         assert torch.equal(model.state_dict()[key].view(torch.uint8), t.view(torch.uint8))
     assert_equal(after(model), after(dense()))
+
+
+LOOKS = {
+    "explain": fo.explain,
+    "plan": lambda model, x: offload.plan(model, x, layers="0"),
+    "record": lambda model, x: offload.plan(model, x, layers="0", record=True),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_model_may_be_looked_at_between_steps(look: str) -> None:
+    """Codes follow their masters by the next step, and masters get the gradients of steps alone."""
+    found = []
+    for looks in (False, True):
+        model = nn.Sequential(stored(dense), nn.Tanh())
+        masters = fo.masters(model)
+        optimizer = torch.optim.SGD(masters, lr=0.1)
+        with fo.recipe(RECIPE):
+            for step in range(2):
+                model(tokens(step)).float().square().sum().backward()
+                if looks and step:
+                    LOOKS[look](model, tokens(7))
+                optimizer.step()
+                if looks and not step:
+                    LOOKS[look](model, tokens(7))
+        found.append([*masters, *[m.grad for m in masters]])
+    assert_equal(*found)
+
+
+def forward_again(model: nn.Module) -> None:
+    with fo.recipe(RECIPE), torch.no_grad():
+        model(tokens(7))
+
+
+BETWEEN: dict[str, Any] = {
+    "nothing": lambda model: None,
+    "a forward": forward_again,
+    "weights_changed": fo.weights_changed,
+    "state_dict": lambda model: model.state_dict(),
+}
+
+
+@pytest.mark.parametrize("then", BETWEEN)
+@pytest.mark.parametrize("scope", [contextlib.nullcontext, offload.keep])
+def test_a_master_written_by_hand_before_the_backward_changes_no_gradient(
+    then: str, scope: Any
+) -> None:
+    """The backward is that of the codes that its forward read, or, where those are gone, an error."""
+
+    def gradients(written: bool) -> list[Any]:
+        model, x = stored(dense), tokens()
+        masters = fo.masters(model)
+        forward_again(model)
+        with fo.recipe(RECIPE):
+            with scope():
+                y = model(x).float().square().sum()
+            if written:
+                with torch.no_grad():
+                    masters[1].mul_(2)
+                BETWEEN[then](model)
+            y.backward()
+        return [x.grad, *[m.grad for m in masters]]
+
+    if then == "nothing":
+        assert_equal(gradients(True), gradients(False))
+    else:
+        with pytest.raises(RuntimeError, match=r"modified (in place|by an inplace operation)"):
+            gradients(True)

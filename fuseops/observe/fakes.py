@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuseops import torch_private
+from fuseops.ops.stored import follow_masters
 
 from .untouched import main_grad_of, nothing_waits
 
@@ -38,16 +39,19 @@ def fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
 @contextmanager
 def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Parameters, buffers and tensors that are plain attributes are replaced by their fakes, tied ones by one; what
-    waits for backward_dw stays.
+    waits for backward_dw stays. Fakes that a forward puts into a module, as a table that it makes once, go.
     """
+    follow_masters(model)
     made: dict[int, Tensor] = {}
-    before: list[tuple[Any, str, Tensor]] = []
+    before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     for module in model.modules():
-        tables: tuple[Any, ...] = (module._parameters, module._buffers, vars(module))
+        own = vars(module)
+        tables: tuple[dict[str, Any], ...] = (own["_parameters"], own["_buffers"], own)
+        before += [(table, dict(table)) for table in own.values() if type(table) is dict]
+        before.append((own, dict(own)))
         for table in tables:
             for name, t in table.items():
                 if isinstance(t, Tensor):
-                    before.append((table, name, t))
                     if id(t) not in made:
                         made[id(t)] = fake(t, mode)
                     table[name] = made[id(t)]
@@ -55,5 +59,17 @@ def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
         with nothing_waits(model):
             yield
     finally:
-        for table, name, t in before:
-            table[name] = t
+        for table, known in before:
+            _drop_fakes(table, known)
+
+
+def _drop_fakes(table: dict[Any, Any], known: dict[Any, Any]) -> None:
+    """Give what is fake in a table, or a list of fakes, its known value back, or take it out."""
+    for name, value in [*table.items()]:
+        parts = value if isinstance(value, tuple | list) else (value,)
+        if not any(map(torch_private.is_fake, parts)):
+            continue
+        if name in known:
+            table[name] = known[name]
+        else:
+            del table[name]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fuseops.ops.op import Op
 from fuseops.ops.scopes import DELAYED
+from fuseops.ops.stored import follow_masters, stored_in
 from fuseops.torch_private import version
 
 
@@ -86,6 +87,29 @@ def nothing_waits(model: nn.Module) -> Iterator[None]:
                 own[DELAYED] = queue
 
 
+@contextmanager
+def no_gradient_taken(model: nn.Module) -> Iterator[None]:
+    """Who takes the gradient of a parameter once it is there, as an optimizer that steps in the backward, is not told;
+    masters of weights that live in a format, which take theirs, have the same as before.
+    """
+    own = [stored.master for m in model.modules() if (stored := stored_in(m)) is not None]
+    grads = [(master, master.grad) for master in own if master is not None]
+    told = [hooks for p in model.parameters() if (hooks := p._post_accumulate_grad_hooks)]
+    before = [(hooks, dict(hooks)) for hooks in told]
+    try:
+        for hooks in told:
+            hooks.clear()
+        for master, _ in grads:
+            master.grad = None
+        yield
+    finally:
+        for hooks, known in before:
+            hooks.clear()
+            hooks.update(known)
+        for master, grad in grads:
+            master.grad = grad
+
+
 def forked_random() -> AbstractContextManager[None]:
     """Random states come back, those of all devices."""
     ready = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -93,11 +117,28 @@ def forked_random() -> AbstractContextManager[None]:
 
 
 @contextmanager
+def same_tensors(model: nn.Module) -> Iterator[None]:
+    """What modules hold by other tensors at the end are those of before again: buffers, made or replaced inside, and
+    attributes that were tensors.
+    """
+    before = [(m._buffers, dict(m._buffers), vars(m)) for m in model.modules()]
+    attributes = [{n: t for n, t in own.items() if isinstance(t, Tensor)} for *_, own in before]
+    try:
+        yield
+    finally:
+        for (table, known, own), tensors in zip(before, attributes, strict=True):
+            table.clear()
+            table.update(known)
+            own.update(tensors)
+
+
+@contextmanager
 def untouched(model: nn.Module, also: Iterable[Tensor] = ()) -> Iterator[None]:
     """What a step writes besides parameters and gradients comes back: buffers, each main_grad, what else modules hold,
-    what waits for backward_dw, random states, and the values of `also`.
+    what waits for backward_dw, random states, and the values of `also`. No gradient goes on from there.
     """
+    follow_masters(model)
     written = (*also, *model.buffers(), *main_grads(model))
     with put_back(written, unseen=True), put_back(held(model)), nothing_waits(model):
-        with forked_random():
+        with same_tensors(model), no_gradient_taken(model), forked_random():
             yield

@@ -28,7 +28,7 @@ from fuseops.words import dtype_name
 
 from . import records
 from .codes import Coding, coding_of, exact_by_name
-from .nesting import belongs_to_checkpoint, enclosing, take_out, unlinked
+from .nesting import PackHook, belongs_to_checkpoint, enclosing, take_out, unlinked
 from .policy import Candidate, Policy, Quota
 from .records import Handle, Judged, Kept, Mover, Record, Staying
 from .report import KEPT, Entry, Report
@@ -206,6 +206,8 @@ class LayerScope(Scope):
             return "recomputed by checkpoint"
         if next(enclosing(), None) is not None:
             return "an offload scope around it decides"
+        if top is not None and isinstance(top[0], PackHook) and top[0].scope is not self:
+            return "another scheduler around it decides"
         if torch_private.functorch_level() is not None:
             return "inside a torch.func transform"
         return None

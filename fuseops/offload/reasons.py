@@ -28,6 +28,8 @@ def why_not_plain(t: Tensor) -> str | None:
         return "inside a torch.func transform"
     if t.layout is not torch.strided:
         return f"layout {str(t.layout).removeprefix('torch.')}"
+    if t.is_nested:
+        return "a nested tensor"
     if t.is_quantized:
         return "a torch quantized tensor"
     if t._is_zerotensor():

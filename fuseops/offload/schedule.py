@@ -454,6 +454,11 @@ class Schedule:
         """Bring back what was released."""
         self._bring(b for b in self._bundles(call) if b.released)
 
+    @property
+    def alive(self) -> int:
+        """How many calls run, or have saved what still exists. None does where a step begins."""
+        return len(self._live)
+
     def calls(self, layer: str) -> list[LayerRun]:
         """The living calls of a layer, oldest first."""
         return [call for key, call in self._live.items() if key.layer == layer]

@@ -1,5 +1,6 @@
 """The scheduler attaches to the layers of a model, without a line of the model changed."""
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,8 @@ from .recompute import Recomputed
 from .records import Mover
 from .report import MISSED, Entry, Report
 from .schedule import DISPATCH, MADE_AGAIN, RECOMPUTE, Decision, LayerRun, Schedule
+
+log = logging.getLogger("fuseops.offload")
 
 NOT_CALLED = "not called, or only inside a compiled region, which runs no hooks: compile the layers"
 
@@ -133,6 +136,12 @@ class Scheduler:
         where = "attached" if self._hooks else "detached"
         return f"<offload.Scheduler of {type(self.model).__name__}, {plural(len(self.layers), 'layer')}, {where}>"
 
+    def __reduce__(self) -> Any:
+        raise FuseOpsError(
+            "an offload.Scheduler is not copied or pickled: its hooks are on one model, its buffers in one process. "
+            "Keep it outside of the model, and make one for the copy."
+        )
+
     def _make_mover(self) -> Mover:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         lanes = make_lanes(device, self._host)
@@ -227,6 +236,8 @@ class Scheduler:
             self._host = self.plan.limits.host
         for group in groups_of(self.model):
             self.plan = share_decisions(self.plan, group)
+        if not self.plan.fits:
+            log.warning("%r: its plan %s", self, "; ".join(self.plan.warnings))
         self._peak = None
         self._follow()
 
@@ -261,7 +272,10 @@ class Scheduler:
         names = [name for name, decision in written if decision not in MADE_AGAIN]
         if self.policy is None and not names:
             return
-        seen = {name for e in self._scope.report().entries for name in (e.name, *e.also)}
+        saved = [
+            e for e in self._scope.report().entries if e.dtype is not None
+        ]  # others are layers
+        seen = {name for e in saved for name in (e.name, *e.also)}
         if self.policy is not None:
             self.policy.check(seen)
         wrong = [name for name in names if name not in seen]
@@ -323,8 +337,10 @@ class Scheduler:
 
     def _facts(self) -> Iterator[tuple[str, int]]:
         schedule, arena = self._scope.mover.schedule, self._scope.mover.lanes.arena
+        self._scope.mover.tidy()
         yield from vars(schedule.stats).items()
         yield "mispredicted", schedule.order.mispredicted
+        yield "calls_alive", schedule.alive
         yield from (("host_reserved", arena.reserved), ("host_peak", arena.peak))
 
     def assert_matched(self, plan: OffloadPlan | Mapping[str, str] | None = None) -> None:

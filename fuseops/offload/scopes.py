@@ -154,10 +154,10 @@ class Scope(Guarded):
         judged  of what is alike, by all that tells it from others
         stayed  one after the other, which the report counts in one go: moves, which it counts at once, come after
         """
-        aside = None
-        # without a call for each: most are
+        aside = None  # found without a call for each: most are
         plain = type(t) in PLAIN and t.layout is torch.strided and (t.is_cuda or t.is_cpu)
-        if not plain or t.is_quantized or t._is_zerotensor() or is_functorch_wrapped(t):
+        odd = t.is_quantized or t.is_nested or t._is_zerotensor()
+        if not plain or odd or is_functorch_wrapped(t):
             aside = why_not_plain(t)
         if aside is None and self._not_captured and t.is_cuda and torch_private.is_capturing():
             aside = self._not_captured
@@ -274,7 +274,7 @@ class Scope(Guarded):
     ) -> Entry:
         if self.in_checkpoint and decision == MOVED:
             reason += "; instead of recompute by checkpoint"
-        shape = tuple(t.shape)
+        shape = () if t.is_nested and t.layout is torch.strided else tuple(t.shape)  # has none
         return Entry(named.name, named.op, shape, t.dtype, nbytes, decision, reason, named.also)
 
 

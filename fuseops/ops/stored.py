@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.recipes import Layout, Quantized, Recipe, Scaling, weight_operand
 from fuseops.recipes.carrier import blank
@@ -59,7 +60,8 @@ class StoredWeight:
         self.check(source)
         if self.master is not None:
             self.listen()
-            self.follow()
+            if not torch_private.in_backward():  # which is that of the codes that its forward read
+                self.follow()
         found = self.codes()
         if layout == "row":
             return Quantized(found, None, self.scaling, None, source.dtype)
@@ -121,6 +123,8 @@ class StoredWeight:
     def refill(self) -> None:
         """Make the codes of the master."""
         if self.master is not None:
+            if self.version is not None:  # else it is a copy's, or a step has said so
+                self.moved()
             self.write(self.master.detach())
             self.version = self.master._version
 
@@ -187,6 +191,13 @@ def stored_in(op: nn.Module) -> StoredWeight | None:
     """The stored weight of an op that has one."""
     found: StoredWeight | None = op.__dict__.get(STORED)
     return found
+
+
+def follow_masters(model: nn.Module) -> None:
+    """Have the codes in `model` be those of its masters by now: trials that take buffers back start from there."""
+    for module in model.modules():
+        if (stored := stored_in(module)) is not None:
+            stored.follow()
 
 
 def store_weight(op: Any, scaling: Scaling, kept: dict[nn.Parameter, StoredWeight]) -> None:

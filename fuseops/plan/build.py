@@ -326,6 +326,8 @@ class _Builder:
     def _check_stored(self, i: int, roles: Roles | None) -> None:
         """Raise FuseOpsError where a weight that lives in a format would be multiplied in another."""
         weight = stored_in(self.ops[i])
+        if self.facts.modes[i] == "call":
+            return  # it is planned by itself, and asked then
         given = None if roles is None else roles.weight
         high = roles is not None and roles.backward == "high_precision" and "x" in self.needs[i]
         if weight is None or (given == weight.scaling and not self.call.compiling and not high):

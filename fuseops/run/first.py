@@ -16,6 +16,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import PLAIN
 from fuseops.ops.op import Grads, Out
+from fuseops.ops.stored import stored_in
 from fuseops.plan.segment import BackwardStep, ForwardStep, Segment, Step
 from fuseops.recipes import Quantized
 
@@ -70,8 +71,8 @@ class FirstCall:
             (name, t[position])
             for i, args in zip(step.members, step.args, strict=True)
             for name, position in args
-            if name not in seg.ops[i]._buffers
-        ]
+            if name not in seg.ops[i]._buffers and not (name == "weight" and stored_in(seg.ops[i]))
+        ]  # a weight that lives in a format has no values: its version moves with its codes
         tensors = [(name, a) for name, a in (("x", x), *read) if isinstance(a, Tensor)]
         self.given = [Version(name, a, torch_private.version(a)) for name, a in tensors]
 

@@ -172,6 +172,33 @@ def _check_leaves(op: Any, results: Iterable[Tensor], leaves: Iterable[Any]) -> 
         nodes += [behind for behind, _ in node.next_functions]
 
 
+def _check_alike(op: Any, saved: Any, call: Any, out: Out) -> None:
+    """Raise FuseOpsError where `fwd` gave other results in the forward, with gradients off, than `out`, with them on:
+    the backward would be that of another function. On CPUs alone: elsewhere the host would wait for the values.
+    """
+    if torch_private.num_dispatch_modes() or not out.y.is_cpu:
+        return
+    with torch.no_grad():
+        _, off = _again(op, saved, call)
+        pairs = [("y", off.y, out.y)]
+        pairs += [(n, (off.side or {})[n], t) for n, t in (out.side or {}).items()]
+        for name, before, now in pairs:
+            if before.numel() and before.dtype.itemsize > 1 and not _close(before, now):
+                raise FuseOpsError(
+                    f"{type(op).__name__}.fwd gives another {name} with gradients on, as in the backward, which runs "
+                    "it again, than in the forward, where they are off: it asks whether they are, or what changes "
+                    "from call to call. Write bwd, or make it a plain nn.Module."
+                )
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Whether two results are alike but for another order of sums, or another kernel."""
+    if a.shape != b.shape:
+        return False
+    most = float(a.nan_to_num(0, 0, 0).abs().amax())
+    return torch.allclose(a, b, rtol=2**-6, atol=most * 2**-6, equal_nan=True)
+
+
 def bwd_by_autograd(
     step: Step,
     saved: Any,
@@ -190,6 +217,7 @@ def bwd_by_autograd(
         tensors, out = _again(op, saved, call)
         if first:
             _check_leaves(op, (out.y, *(out.side or {}).values()), tensors.values())
+            _check_alike(step.target if state is None else state.module(), saved, call, out)
         pairs = [(out.y, dy), *((t, dside.get(name)) for name, t in (out.side or {}).items())]
         pairs = [(y, d) for y, d in pairs if d is not None and y.requires_grad]
         wanted = {n: t for n, t in tensors.items() if n in call.needs and t is not None}

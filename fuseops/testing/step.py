@@ -67,7 +67,6 @@ def restored(model: nn.Module) -> Iterator[None]:
     """
     drop_kept(model)
     grads = {p: p.grad for p in model.parameters()}
-    tables = [(m._buffers, dict(m._buffers)) for m in model.modules()]  # a recipe makes some
     try:
         with untouched(model):
             for p in grads:
@@ -76,9 +75,6 @@ def restored(model: nn.Module) -> Iterator[None]:
     finally:
         for p, grad in grads.items():
             p.grad = grad
-        for table, own in tables:
-            table.clear()
-            table.update(own)
 
 
 def floating(t: Tensor) -> bool:

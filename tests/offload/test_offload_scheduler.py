@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import pickle
 import re
 import threading
@@ -748,6 +749,14 @@ def test_a_peak_is_planned_for_at_the_first_forward_and_kept_to() -> None:
         offload.Scheduler(model, "blocks.*", peak=peak, plan={})
 
 
+def test_a_peak_that_cannot_be_kept_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for peak, said in (("1GiB", 0), ("1KiB", 1)):
+        with offload.Scheduler(Model(2), "blocks.*", peak=peak) as scheduler:
+            one_step(scheduler.model)
+        warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert len(warnings) == said == sum("its plan does not fit" in text for text in warnings)
+
+
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_a_recorded_step_that_is_stopped_in_its_backward_leaves_no_gradient(
     accumulated: bool,
@@ -913,6 +922,39 @@ def test_hooks_come_and_go_and_copies_have_none_of_them(layers: str) -> None:
     assert top_saved_tensor_hooks() is None
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, pickle.dumps, lambda s: torch.save(s, io.BytesIO())]
+)
+def test_a_scheduler_is_not_copied(copied: Callable[[Any], Any]) -> None:
+    with pytest.raises(FuseOpsError, match=r"an offload\.Scheduler is not copied or pickled"):
+        copied(offload.Scheduler(Model(1), "blocks.*"))
+
+
+@pytest.mark.parametrize("inner", ["blocks.*", "blocks.*.mlp"])
+def test_of_two_schedulers_the_outer_one_decides_and_the_other_says_so(inner: str) -> None:
+    model, plain = Model(3), Model(3)
+    aside = offload.Scheduler(model, inner, policy=ALL)
+    with aside, offload.Scheduler(model, "blocks.*", policy=ALL) as scheduler:
+        for m in (model, plain):
+            one_step(m)
+        assert all(map(torch.equal, grads(model), grads(plain)))
+    assert moved(scheduler) and not moved(aside) and facts(aside)["steps"] == 0
+    assert {e.reason for e in aside.report().entries} == {"another scheduler around it decides"}
+
+
+def test_graphs_that_are_held_are_counted_and_later_steps_exact() -> None:
+    model, plain, held = Model(3), Model(3), []
+    with offload.Scheduler(model, "blocks.*", policy=ALL) as scheduler:
+        for step in range(1, 4):
+            held.append(model(inputs(step)))
+            for m in (model, plain):
+                one_step(m)
+            assert all(map(torch.equal, grads(model), grads(plain)))
+            assert facts(scheduler)["calls_alive"] == 3 * step and facts(scheduler)["steps"] == 1
+        held.clear()
+        assert facts(scheduler)["calls_alive"] == 0
+
+
 @given(st.permutations([0, 0, 1, 1, 2, 2, 2, 2]))
 def test_schedulers_come_and_go_in_any_order(turns: list[int]) -> None:
     """What each puts on a layer is taken off again, from below others too, and an attached one is followed."""
@@ -985,6 +1027,8 @@ def test_scopes_around_go_first() -> None:
         one_step(model)
     assert moved(scheduler) == set() and kept.report().kept_bytes > 0
     assert "an offload scope around it decides" in {e.reason for e in scheduler.report().entries}
+    with offload.Scheduler(model, "blocks.*", policy=offload.Policy("**.mlp.0.x")), offload.keep():
+        one_step(model)  # no tensor came that the glob could match
 
 
 def test_scopes_inside_go_first() -> None:

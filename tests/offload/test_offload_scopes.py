@@ -523,6 +523,30 @@ def test_compiled_regions_run_inside_a_scope(backend: str) -> None:
 # --- who follows modules
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_stay_and_gradients_are_exact() -> None:
+    for layout in (torch.strided, torch.jagged):
+        parts = [torch.randn(rows, 8) for rows in (3, 4)]
+        x = torch.nested.nested_tensor(parts, layout=layout)
+        model, expected = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), None
+        everything = offload.Policy(min_bytes=1)
+        for scope in (
+            contextlib.nullcontext(),
+            offload.keep(),
+            offload.to_host(min_bytes=1, root=model),
+            offload.Scheduler(model, "*", policy=everything),
+        ):
+            with scope:
+                y = torch.nested.to_padded_tensor(model(x), 0.0)
+            found = torch.autograd.grad(y.square().sum(), [*model.parameters()])
+            expected = expected or found
+            assert all(map(torch.equal, found, expected))
+        reason = (
+            "a nested tensor" if layout == torch.strided else "NestedTensor is not a plain tensor"
+        )
+        assert reason in {e.reason for e in scope.report().entries}
+
+
 def test_who_follows_modules_hears_of_this_thread_alone_and_scopes_inside_take_nothing_away() -> (
     None
 ):

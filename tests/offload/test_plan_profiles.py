@@ -190,6 +190,47 @@ def test_recording_leaves_the_model_as_it_was() -> None:
         assert x.grad is None and torch.equal(torch.get_rng_state(), random)
 
 
+def test_recording_leaves_what_the_step_replaces_and_steps_no_optimizer() -> None:
+    class Replaces(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean, self.calls = 0.9 * self.mean + x.detach().mean(0), self.calls + 1
+            return super().forward(x - self.mean)
+
+    model, x = nn.Sequential(Replaces(D, D), nn.Tanh()), torch.randn(16, D)
+    model[0].register_buffer("mean", torch.zeros(D))
+    model[0].calls = torch.zeros(())
+    before, told = [*model.buffers(), model[0].calls, *model.parameters()], []
+    for p in model.parameters():  # the optimizer may be in the backward
+        p.register_post_accumulate_grad_hook(told.append)
+    for look in (lambda: record(step_of(model, x)), lambda: dry_run(step_of(model, x), H200)):
+        look()
+        now = [*model.buffers(), model[0].calls, *model.parameters()]
+        assert all(a is b for a, b in zip(now, before, strict=True)) and not told
+        assert not now[0].any() and not now[1]
+    model(x).sum().backward()
+    assert len(told) == 2
+
+
+def test_tables_that_a_dry_run_makes_are_not_kept() -> None:
+    """They would be fakes, and so would all that a step makes of them."""
+
+    class Makes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            made = torch.arange(D).cos()
+            self.late = made if self.late is None else self.late
+            self.pair = getattr(self, "pair", (made, made))
+            table = self.tables.setdefault(x.shape, made)
+            return super().forward(x) * self.late * self.pair[0] * table
+
+    model, x = nn.Sequential(Makes(D, D), nn.Tanh()), torch.randn(16, D)
+    model[0].late, model[0].tables = None, {}
+    names = [*vars(model[0])], [*model.state_dict()]
+    assert dry_run(step_of(model, x), H200).ops
+    assert names == ([*vars(model[0])], [*model.state_dict()])
+    assert model[0].late is None and not model[0].tables
+    assert type(model(x)) is Tensor
+
+
 def test_gradients_that_exist_are_there_from_the_start() -> None:
     model, x = Model(), torch.randn(2, 16, D)
     without = dry_run(step_of(model, x), H200)
@@ -519,6 +560,9 @@ def test_a_step_without_a_backward_is_refused() -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(FuseOpsError, match="has no backward"):
         dry_run(step_of(model, torch.randn(2, 2)), H200)
+    for off in (torch.no_grad(), torch.inference_mode()):
+        with off, pytest.raises(FuseOpsError, match="Gradients are off: plan outside"):
+            dry_run(step_of(nn.Linear(2, 2), torch.randn(2, 2)), H200)
 
 
 def test_layers_are_found() -> None:

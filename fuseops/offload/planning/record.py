@@ -93,9 +93,13 @@ class ProfiledStep(NamedTuple):
         begin = loss if self.loss is not None or isinstance(loss, Tensor) else out
         ends = [t for t in tensors_in(begin) if t.requires_grad]
         if not ends:
+            instead = "Pass a loss= whose result needs one, or an input or parameters that require gradients."
+            if not torch.is_grad_enabled():
+                instead = (
+                    "Gradients are off: plan outside of torch.no_grad() and torch.inference_mode()."
+                )
             raise FuseOpsError(
-                f"a step of {type(self.model).__name__} has no backward: no output needs a "
-                "gradient. Pass a loss= whose result needs one, or an input or parameters that require gradients."
+                f"a step of {type(self.model).__name__} has no backward: no output needs a gradient. {instead}"
             )
         return ends
 
