@@ -309,6 +309,17 @@ def test_logits_that_are_not_the_head_s_keep_their_loss() -> None:
     agree(step(model, x), expected)
 
 
+def test_a_config_that_asks_for_a_tuple_gets_one() -> None:
+    config = CONFIG_MAPPING["bloom"](vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
+    model, x = AutoModelForCausalLM.from_config(config).train(), tokens()
+    report = hf.apply(model)
+    assert "loss" in {e.part for e in report.replaced}
+    expected = model(x, labels=x, return_dict=True).loss
+    model.config.return_dict = False
+    assert torch.allclose(model(x, labels=x)[0], expected)
+    assert model(x, labels=x, return_dict=True).logits is None
+
+
 def test_callers_find_the_parameters_of_forward() -> None:
     """Trainer drops the columns that are none of them."""
     model = stock("Qwen3")

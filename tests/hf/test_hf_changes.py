@@ -138,6 +138,7 @@ CHANGES: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda m: setattr(m.config, "final_logit_softcapping", 2.0),
         ("Gemma 2", "Gemma 3"),
     ),
+    "one more child": (lambda m: m.add_module("value_head", nn.Linear(32, 1)), ("Llama",)),
     "no soft cap": (lambda m: setattr(m.config, "final_logit_softcapping", None), ("Gemma 2",)),
     "another weight of the auxiliary loss": (
         lambda m: setattr(m, "router_aux_loss_coef", 5.0),

@@ -98,7 +98,7 @@ def forward(
         return own(self, *args, **keywords)
     stand_in = self.__dict__[SELF]
     for name, module in self._modules.items():
-        if name != HEAD and stand_in._modules[name] is not module:
+        if name != HEAD and stand_in._modules.get(name) is not module:
             stand_in._modules[name] = module
     out = own(stand_in, *args, **keywords)
     return type(out)(**{k: v for k, v in out.items() if k != "logits"})
@@ -106,7 +106,10 @@ def forward(
 
 def _free(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
     """Whether a call can do without logits: labels by name, a plain head, an output that has names."""
-    by_name = keywords.get("labels") is not None and keywords.get("return_dict") is not False
+    names = keywords.get("return_dict")
+    if names is None:
+        names = getattr(model.config, "return_dict", True)
+    by_name = keywords.get("labels") is not None and bool(names)
     known = keywords.get("ignore_index", IGNORED) == IGNORED and len(args) < 2
     head = model._modules[HEAD]
     return by_name and known and lent.plain(head, nn.Linear) is None and not lent.sharded(head)
