@@ -14,6 +14,7 @@ from families import FAMILIES, agree, step, stock, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
 
 from fuseops.integrations import hf
 
@@ -210,6 +211,29 @@ def test_it_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.M
     step(ours, tokens())
     said = "a LlamaMLP has changed since hf.apply, and runs as written: apply it again."
     assert [record.getMessage() for record in caplog.records] == [said]
+
+
+@pytest.mark.parametrize("name", ["eager_attention_forward", "apply_rotary_pos_emb"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_file_that_is_patched_is_what_runs(
+    name: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention is a copy of the function of its file, with the names that this had."""
+    ours, theirs = pair("Llama", lambda m: m.set_attn_implementation("eager"))
+    own, x = getattr(modeling_llama, name), tokens()
+    before = step(ours, x)
+
+    def patched(first: Any, *args: Any, **keywords: Any) -> Any:
+        found, *more = own(first, *args, **keywords)
+        return (2 * found, *more)
+
+    monkeypatch.setattr(modeling_llama, name, patched)
+    if again:
+        hf.apply(ours)
+    expected = step(theirs, x)
+    agree(step(ours, x), expected)
+    monkeypatch.undo()
+    agree(step(ours, x), before)
 
 
 def every_number(name: str, value: bool | float) -> Change:
