@@ -309,6 +309,45 @@ def test_logits_that_are_not_the_head_s_keep_their_loss() -> None:
     agree(step(model, x), expected)
 
 
+def own_class(module: Any, more: Any) -> None:
+    """Another class, whose forward does more with what it inherits."""
+
+    def forward(self: Any, *args: Any, **keywords: Any) -> Any:
+        out = super(type(self), self).forward(*args, **keywords)
+        more(self, out)
+        return out
+
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+
+def test_a_loss_that_is_added_to_keeps_its_logits() -> None:
+    model, x = stock("Llama").train(), tokens()
+
+    def penalty(self: Any, out: Any) -> None:
+        if out.loss is not None:
+            out.loss = out.loss + out.logits.logsumexp(-1).square().mean()
+
+    own_class(model, penalty)
+    expected = step(model, x)
+    assert hf.apply(model).left[0].why == "its forward adds something to the loss"
+    agree(step(model, x), expected)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+def test_what_a_forward_keeps_is_kept(name: str) -> None:
+    """As the outputs of a layer that is studied, and the tokens of experts that are counted."""
+    model, x = stock(name).train(), tokens()
+    kinds = ("Norm", "MLP", "Router", "ForCausalLM")
+    modules = [m for m in model.modules() if type(m).__name__.endswith(kinds)]
+    for module in modules:
+        own_class(module, lambda self, out: setattr(self, "kept", out))
+    report = hf.apply(model)
+    assert report.left[0].why == "its forward keeps something on the model"
+    assert model(x, labels=x).logits is not None
+    assert all(hasattr(m, "kept") for m in modules)
+
+
 def test_a_config_that_asks_for_a_tuple_gets_one() -> None:
     config = CONFIG_MAPPING["bloom"](vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
     model, x = AutoModelForCausalLM.from_config(config).train(), tokens()

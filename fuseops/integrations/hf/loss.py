@@ -148,12 +148,12 @@ def build(model: Any) -> nn.Module | str:
     if (why := why_another_loss(model)) is not None:
         return why
     config, soft_cap = model.config, getattr(model.config, CAP, None)
-    fits = _fits(model, config, soft_cap)
-    if fits and soft_cap is not None:
+    why = _why_not(model, config, soft_cap)
+    if why is None and soft_cap is not None:
         config = _uncapped(config)
-        fits = _fits(model, config, None)
-    if not fits:
-        return "the loss reads something else than the head's logits"
+        why = _why_not(model, config, None)
+    if why is not None:
+        return why
     new = _second(model, config, {**model._modules, HEAD: PassOn()})
     new.__dict__["_loss_function"] = functools.partial(loss_of_hidden, model)
     new.__dict__["losses"] = _losses(model, soft_cap)
@@ -213,8 +213,10 @@ class _Outputs:
 
 
 @recognise.alone()
-def _fits(model: nn.Module, config: Any, soft_cap: float | None) -> bool:
-    """Whether the loss, and who asks for logits, get what the head gives, capped or as it is."""
+def _why_not(model: nn.Module, config: Any, soft_cap: float | None) -> str | None:
+    """None where the loss, and who asks for logits, get what the head gives, capped or as it is, and where nothing
+    else is made of it.
+    """
     hidden = recognise.drawn(2, 5, 4)
     labels = torch.zeros(2, 5, dtype=torch.int64)
     seen: list[Any] = []
@@ -229,10 +231,15 @@ def _fits(model: nn.Module, config: Any, soft_cap: float | None) -> bool:
     keywords: dict[str, Any] = {"labels": labels, "input_ids": labels}
     if "output_router_logits" in inspect.signature(type(model).forward).parameters:
         keywords["output_router_logits"] = False
-    out = recognise.tried(functools.partial(type(model).forward, probe, **keywords))
+    out = recognise.own_forward(probe, **keywords)
+    if out is recognise.KEEPS:
+        return "its forward keeps something on the model"
     expected = hidden if soft_cap is None else soft_cap * torch.tanh(hidden / soft_cap)
     found = (*seen, getattr(out, "logits", None))
-    return len(seen) == 1 and all(recognise.same(f, expected) for f in found)
+    if len(seen) != 1 or not all(recognise.same(f, expected) for f in found):
+        return "the loss reads something else than the head's logits"
+    added = not recognise.same(getattr(out, "loss", None), torch.zeros(()))
+    return "its forward adds something to the loss" if added else None
 
 
 def bind(model: Any, second: nn.Module) -> Any:

@@ -25,6 +25,7 @@ from fuseops.ops.activations import ScaledActivation
 ROWS = 16
 # modules compute in float32 in places, whatever their dtype
 TOLERANCE = 32 * torch.finfo(torch.float32).eps
+KEEPS = object()  # in the place of what a forward gives
 
 
 # the op of a kind that multiplies by a probability a row
@@ -98,12 +99,20 @@ def alone() -> Iterator[None]:
             yield
 
 
-def tried(run: Callable[..., Any], *args: Any) -> Any:
+def tried(run: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """What unknown code gives; None for any error."""
     try:
-        return run(*args)
+        return run(*args, **keywords)
     except Exception:  # whatever it needs is not here, so it is not what we know
         return None
+
+
+def own_forward(module: nn.Module, *args: Any, **keywords: Any) -> Any:
+    """What the forward of a module's class gives; None for any error, KEEPS where it leaves something on the module."""
+    before, now = {**vars(module)}, vars(module)
+    found = tried(type(module).forward, module, *args, **keywords)
+    alike = now.keys() == before.keys() and all(now[k] is v for k, v in before.items())
+    return found if alike else KEEPS
 
 
 def drawn(*shape: int) -> Tensor:
@@ -197,7 +206,7 @@ def norm_of(module: nn.Module) -> Norm | None:
     scale = drawn(len(weight))
     y = K.rmsnorm_fwd.twin(x, None, eps)[0]
     twins = [*twin(module, {"weight": scale}, {})]
-    found = [tried(type(m).forward, m, x.clone()) for m in twins]
+    found = [own_forward(m, x.clone()) for m in twins]
     for zero_centered in (False, True):
         if all(same(f, y * (scale + zero_centered)) for f in found):
             return Norm(eps, zero_centered)
@@ -229,7 +238,7 @@ def mlp_of(module: nn.Module) -> Form | None:
     h = K.act_fwd.twin(gate, *act) * (up if len(names) == 3 else 1)
     expected = layers["down_proj"](h).detach()
     for m in twin(module, {}, {**others, **layers}):
-        if not same(tried(type(m).forward, m, x.clone()), expected):
+        if not same(own_forward(m, x.clone()), expected):
             return None
     return (GATED_BY[act[0]], 0) if len(names) == 3 else act
 
@@ -276,7 +285,7 @@ def route_of(router: nn.Module) -> Route | None:
     for m in twin(router, parameters, {}):
         if correction is not None:
             m._buffers = {"e_score_correction_bias": correction}
-        found.append(tried(type(m).forward, m, x.clone()))
+        found.append(own_forward(m, x.clone()))
     if any(not isinstance(f, tuple) or len(f) != 3 for f in found):
         return None
     logits = x @ parameters["weight"].t() + parameters.get("bias", 0.0)
