@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer, Training
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.modeling_outputs import CausalLMOutput
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama import modeling_llama
 
 import fuseops as fo
 from fuseops.explain.explanation import FusionPlan
@@ -219,6 +219,9 @@ def test_what_is_recognised_depends_on_no_default(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert hf.apply(stock(name).bfloat16(), dry_run=True) == expected
     assert hf.apply(stock(name).to("meta"), dry_run=True) == expected
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            assert hf.apply(stock(name), dry_run=True) == expected
     torch.set_default_dtype(torch.float64)
     try:
         assert hf.apply(stock(name), dry_run=True) == expected
@@ -271,7 +274,7 @@ def test_what_computes_something_else_is_left_alone() -> None:
     ]
 
 
-class Dropping(LlamaMLP):
+class Dropping(modeling_llama.LlamaMLP):
     """An MLP with a dropout, as GTE's."""
 
     def __init__(self, config: Any) -> None:
@@ -331,6 +334,29 @@ def test_a_loss_that_is_added_to_keeps_its_logits() -> None:
     own_class(model, penalty)
     expected = step(model, x)
     assert hf.apply(model).left[0].why == "its forward adds something to the loss"
+    agree(step(model, x), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        *(("Llama", "MLP"), ("Llama", "Norm"), ("Llama", "SiLUActivation")),
+        *(("Mixtral", "Router"), ("Mixtral", "SiLUActivation")),
+    ],
+)
+def test_a_part_that_is_detached_stays_so(name: str, end: str) -> None:
+    """Of two modules with the same outputs, the one with other gradients is another."""
+    model, x = stock(name).train(), tokens()
+    for module in [*model.modules()]:
+        if type(module).__name__.endswith(end):
+            kind = type(module)
+
+            def forward(self: Any, x: Tensor) -> Any:
+                return super(type(self), self).forward(x.lerp(x.detach(), 0.5))
+
+            module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    expected = step(model, x)
+    hf.apply(model)
     agree(step(model, x), expected)
 
 
@@ -503,6 +529,19 @@ def test_other_rotations_stay_as_they_are_written() -> None:
     assert (
         why == "apply_rotary_pos_emb_interleave turns other pairs of columns than i and D / 2 + i"
     )
+
+
+def test_a_rotation_that_detaches_stays_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = stock("Llama"), tokens()
+    own = modeling_llama.apply_rotary_pos_emb
+
+    def detached(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return own(q, k.detach(), cos, sin)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", detached)
+    expected = step(model, x)
+    hf.apply(model)
+    agree(step(model, x), expected)
 
 
 def test_tables_whose_halves_differ_keep_their_function() -> None:

@@ -247,7 +247,7 @@ def _head(module: Any) -> int | None:
 @recognise.alone()
 def _splits_halves(function: Any) -> bool:
     """Whether a function turns columns i and D / 2 + i, by angles that it is given once or twice."""
-    q, k = recognise.drawn(2, 3, 5, 8), recognise.drawn(2, 1, 5, 8)
+    q, k = (recognise.drawn(2, heads, 5, 8).requires_grad_() for heads in (3, 1))
     angles = recognise.drawn(2, 5, 4)
     cos, sin = angles.cos(), angles.sin()
     expected = [K.apply_rope.twin(t.transpose(1, 2), cos, sin, False) for t in (q, k)]
@@ -256,7 +256,8 @@ def _splits_halves(function: Any) -> bool:
         found = recognise.tried(function, q.clone(), k.clone(), *given)
         if not isinstance(found, tuple) or len(found) != 2:
             continue
-        if all(recognise.same(f, e.transpose(1, 2)) for f, e in zip(found, expected, strict=True)):
+        trios = zip(found, expected, (q, k), strict=True)
+        if all(recognise.same(f, e.transpose(1, 2), t) for f, e, t in trios):
             return True
     return False
 
