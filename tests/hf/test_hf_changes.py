@@ -14,6 +14,7 @@ from families import FAMILIES, agree, step, stock, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
 from fuseops.integrations import hf
@@ -211,6 +212,30 @@ def test_it_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.M
     step(ours, tokens())
     said = "a LlamaMLP has changed since hf.apply, and runs as written: apply it again."
     assert [record.getMessage() for record in caplog.records] == [said]
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_loss_that_is_patched_is_what_runs(
+    named: bool, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the name of what it stands for, and under its own."""
+    ours, theirs = pair("Llama", lambda m: None)
+    own, x = loss_utils.fixed_cross_entropy, tokens()
+
+    def twice(source: Tensor, *args: Any, **keywords: Any) -> Tensor:
+        return 2 * own(source, *args, **keywords)
+
+    changed = functools.wraps(own)(twice) if named else twice
+    monkeypatch.setattr(loss_utils, "fixed_cross_entropy", changed)
+    if again:
+        hf.apply(ours)
+    agree(step(ours, x), step(theirs, x))
+    monkeypatch.undo()
+    whole = functools.wraps(loss_utils.ForCausalLMLoss)(mean_square)
+    for model in (ours, theirs):
+        model.loss_function = whole if named else mean_square
+    agree(step(ours, x), step(theirs, x))
 
 
 @pytest.mark.parametrize("name", ["eager_attention_forward", "apply_rotary_pos_emb"])

@@ -136,8 +136,17 @@ def _follows(model: Any) -> bool:
 
 def why_another_loss(model: nn.Module) -> str | None:
     """Why the loss of a model is not the cross entropy of the next token, or None."""
-    name = getattr(getattr(model, "loss_function", None), "__name__", "unknown")
-    return None if name == "ForCausalLMLoss" else f"the loss is {name}"
+    loss = getattr(model, "loss_function", None)
+    inner = getattr(loss, "__globals__", {}).get("fixed_cross_entropy")
+    for function, name in ((loss, "ForCausalLMLoss"), (inner, "fixed_cross_entropy")):
+        found = getattr(function, "__name__", "unknown")
+        if found != name:
+            return f"the loss is {found}"
+        if function.__module__ != "transformers.loss.loss_utils" or hasattr(
+            function, "__wrapped__"
+        ):
+            return f"{name} is another function of that name"
+    return None
 
 
 def build(model: Any) -> nn.Module | str:
