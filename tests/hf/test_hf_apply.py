@@ -360,6 +360,57 @@ def test_a_part_that_is_detached_stays_so(name: str, end: str) -> None:
     agree(step(model, x), expected)
 
 
+class Gain(nn.Module):
+    """A scale that is learned, as it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.by * x
+
+
+class Scaled(modeling_llama.LlamaMLP):
+    """An MLP whose output is scaled."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.gain = Gain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain(super().forward(x))
+
+
+def test_what_changes_nothing_yet_learns() -> None:
+    mlp = Scaled(stock("Llama").config)
+    hf.apply(mlp)
+    mlp(torch.randn(3, 32)).sum().backward()
+    assert mlp.gain.by.grad is not None
+
+
+class Swish(nn.Module):
+    """A SiLU whose slope is learned, as it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.beta * x).sigmoid()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+def test_an_activation_that_is_learned_learns(name: str) -> None:
+    model, x = stock(name).train(), tokens()
+    for module in [*model.modules()]:
+        if hasattr(module, "act_fn"):
+            module.act_fn = Swish()
+    expected = step(model, x)
+    hf.apply(model)
+    agree(step(model, x), expected)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Mixtral"])
 def test_what_a_forward_keeps_is_kept(name: str) -> None:
     """As the outputs of a layer that is studied, and the tokens of experts that are counted."""

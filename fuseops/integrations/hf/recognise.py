@@ -41,6 +41,7 @@ SCALED: dict[str, Callable[..., ScaledActivation]] = {
 }
 OPTIONS = ("interleave", "alpha", "limit", "offset")  # of a form, by the names that those ops have
 PLAIN = ("silu", "gelu", "gelu_tanh", "qgelu", "relu", "srelu")
+OF_EXPERTS = {f"{n}_proj{bias}" for n in ("gate_up", "up", "down") for bias in ("", "_bias")}
 GATED_BY = {gate: kind for kind, gate in K.GATES.items() if kind != "clamped_swiglu"}
 
 
@@ -144,9 +145,16 @@ def _scales(least: float, most: float) -> Tensor:
 # --- activations
 
 
+def _holds(inner: Any) -> bool:
+    """Whether an activation, or another part, has parameters or buffers, by which it may become another one."""
+    return isinstance(inner, nn.Module) and bool([*inner.parameters(), *inner.buffers()])
+
+
 @alone()
 def activation_of(act_fn: Any) -> Form | None:
     """The plain activation that a callable computes."""
+    if _holds(act_fn):
+        return None
     x = _wide_range(64).requires_grad_()
     found = tried(act_fn, x.clone())
     for kind in PLAIN:
@@ -160,6 +168,10 @@ def gate_of(experts: nn.Module) -> Form | None:
     """What an experts module does between its two products: its `_apply_gate`, or `act_fn` without a gate."""
     if not getattr(experts, "has_gate", True):
         return activation_of(getattr(experts, "act_fn", None))
+    act_fn = experts._modules.get("act_fn")
+    held = {*experts._parameters, *experts._buffers} - OF_EXPERTS
+    if held or _holds(act_fn):
+        return None
     x = _wide_range(32).requires_grad_()
     gate: Any = getattr(experts, "_apply_gate", None)
     found = tried(gate, x.clone())
@@ -243,6 +255,8 @@ def mlp_of(module: nn.Module) -> Form | None:
     if act is None or (len(names) == 3 and act[0] not in GATED_BY):
         return None
     others = {k: m for k, m in module._modules.items() if k not in names and m is not None}
+    if any(map(_holds, others.values())):
+        return None
     layers = {name: nn.Linear(6, 6, bias=False, device="cpu") for name in names}
     for k, layer in enumerate(layers.values()):
         layer.weight = nn.Parameter(drawn(6, 6 + k)[:, :6].contiguous())
