@@ -337,6 +337,23 @@ def test_a_loss_that_is_added_to_keeps_its_logits() -> None:
     agree(step(model, x), expected)
 
 
+def test_a_penalty_that_sets_in_later_is_seen() -> None:
+    model, x = stock("Llama").train(), tokens()
+    model.by, model.losses = 0.0, []  # type: ignore[assignment]
+
+    def penalty(self: Any, out: Any) -> None:
+        if out.loss is not None and self.by:
+            out.loss = out.loss + self.by * out.logits.logsumexp(-1).square().mean()
+
+    own_class(model, penalty)
+    hf.apply(model)
+    assert model(x, labels=x).logits is None
+    model.by = 0.1  # type: ignore[assignment]
+    found = step(model, x)
+    hf.revert(model)
+    agree(found, step(model, x))
+
+
 @pytest.mark.parametrize(
     ("name", "end"),
     [

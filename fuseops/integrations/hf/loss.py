@@ -120,14 +120,19 @@ def _follows(model: Any) -> bool:
     model does.
     """
     second = model.__dict__[SELF]
-    mean = second.losses.loss_mean
+    mean = second._head_losses.loss_mean
     if model._modules[HEAD] is not mean.__dict__[LENDER].owner or why_another_loss(model):
         return False
     if getattr(model.config, CAP, None) != mean.soft_cap:
         return False
+    config = model.config if mean.soft_cap is None else _uncapped(model.config)
+    if not second._said.still_of(model):  # a penalty may have got a weight
+        if _why_not(model, config, None) is not None:
+            return lent.changed(model)
+        second.__dict__["_said"] = lent.Said.of(model)
     own = model.__dict__.items()
     second.__dict__.update({k: v for k, v in own if k not in OF_SECOND})
-    second.__dict__["config"] = model.config if mean.soft_cap is None else _uncapped(model.config)
+    second.__dict__["config"] = config
     return True
 
 
@@ -165,7 +170,7 @@ def build(model: Any) -> nn.Module | str:
         return why
     new = _second(model, config, {**model._modules, HEAD: PassOn()})
     new.__dict__["_loss_function"] = functools.partial(loss_of_hidden, model)
-    new.__dict__["losses"] = _losses(model, soft_cap)
+    new.__dict__.update(_head_losses=_losses(model, soft_cap), _said=lent.Said.of(model))
     return new
 
 
@@ -254,7 +259,7 @@ def _why_not(model: nn.Module, config: Any, soft_cap: float | None) -> str | Non
 def bind(model: Any, second: nn.Module) -> Any:
     """The forward of a model with a second self. It has the parameters of the model's own, by which callers go."""
     model.__dict__[SELF] = second
-    lent.hang(model, second.losses, None)  # type: ignore[arg-type]
+    lent.hang(model, second._head_losses, None)  # type: ignore[arg-type]
     bound = functools.partial(forward, model)
     known = inspect.signature(type(model).forward).parameters.values()
     plain = [p.replace(annotation=p.empty) for p in known][1:]  # by name, as pickle needs them
