@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer, Training
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.modeling_outputs import CausalLMOutput
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama import modeling_llama
 
 import fuseops as fo
 from fuseops.explain.explanation import FusionPlan
@@ -219,6 +219,9 @@ def test_what_is_recognised_depends_on_no_default(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert hf.apply(stock(name).bfloat16(), dry_run=True) == expected
     assert hf.apply(stock(name).to("meta"), dry_run=True) == expected
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            assert hf.apply(stock(name), dry_run=True) == expected
     torch.set_default_dtype(torch.float64)
     try:
         assert hf.apply(stock(name), dry_run=True) == expected
@@ -271,7 +274,7 @@ def test_what_computes_something_else_is_left_alone() -> None:
     ]
 
 
-class Dropping(LlamaMLP):
+class Dropping(modeling_llama.LlamaMLP):
     """An MLP with a dropout, as GTE's."""
 
     def __init__(self, config: Any) -> None:
@@ -307,6 +310,147 @@ def test_logits_that_are_not_the_head_s_keep_their_loss() -> None:
     left = {e.part: e.why for e in hf.apply(model).left}
     assert left == {"loss": "the loss reads something else than the head's logits"}
     agree(step(model, x), expected)
+
+
+def own_class(module: Any, more: Any) -> None:
+    """Another class, whose forward does more with what it inherits."""
+
+    def forward(self: Any, *args: Any, **keywords: Any) -> Any:
+        out = super(type(self), self).forward(*args, **keywords)
+        more(self, out)
+        return out
+
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+
+def test_a_loss_that_is_added_to_keeps_its_logits() -> None:
+    model, x = stock("Llama").train(), tokens()
+
+    def penalty(self: Any, out: Any) -> None:
+        if out.loss is not None:
+            out.loss = out.loss + out.logits.logsumexp(-1).square().mean()
+
+    own_class(model, penalty)
+    expected = step(model, x)
+    assert hf.apply(model).left[0].why == "its forward adds something to the loss"
+    agree(step(model, x), expected)
+
+
+def test_a_penalty_that_sets_in_later_is_seen() -> None:
+    model, x = stock("Llama").train(), tokens()
+    model.by, model.losses = 0.0, []  # type: ignore[assignment]
+
+    def penalty(self: Any, out: Any) -> None:
+        if out.loss is not None and self.by:
+            out.loss = out.loss + self.by * out.logits.logsumexp(-1).square().mean()
+
+    own_class(model, penalty)
+    hf.apply(model)
+    assert model(x, labels=x).logits is None
+    model.by = 0.1  # type: ignore[assignment]
+    found = step(model, x)
+    hf.revert(model)
+    agree(found, step(model, x))
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        *(("Llama", "MLP"), ("Llama", "Norm"), ("Llama", "SiLUActivation")),
+        *(("Mixtral", "Router"), ("Mixtral", "SiLUActivation")),
+    ],
+)
+def test_a_part_that_is_detached_stays_so(name: str, end: str) -> None:
+    """Of two modules with the same outputs, the one with other gradients is another."""
+    model, x = stock(name).train(), tokens()
+    for module in [*model.modules()]:
+        if type(module).__name__.endswith(end):
+            kind = type(module)
+
+            def forward(self: Any, x: Tensor) -> Any:
+                return super(type(self), self).forward(x.lerp(x.detach(), 0.5))
+
+            module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    expected = step(model, x)
+    hf.apply(model)
+    agree(step(model, x), expected)
+
+
+class Gain(nn.Module):
+    """A scale that is learned, as it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.by * x
+
+
+class Scaled(modeling_llama.LlamaMLP):
+    """An MLP whose output is scaled."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.gain = Gain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain(super().forward(x))
+
+
+def test_what_changes_nothing_yet_learns() -> None:
+    mlp = Scaled(stock("Llama").config)
+    hf.apply(mlp)
+    mlp(torch.randn(3, 32)).sum().backward()
+    assert mlp.gain.by.grad is not None
+
+
+class Swish(nn.Module):
+    """A SiLU whose slope is learned, as it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.beta * x).sigmoid()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+def test_an_activation_that_is_learned_learns(name: str) -> None:
+    model, x = stock(name).train(), tokens()
+    for module in [*model.modules()]:
+        if hasattr(module, "act_fn"):
+            module.act_fn = Swish()
+    expected = step(model, x)
+    hf.apply(model)
+    agree(step(model, x), expected)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+def test_what_a_forward_keeps_is_kept(name: str) -> None:
+    """As the outputs of a layer that is studied, and the tokens of experts that are counted."""
+    model, x = stock(name).train(), tokens()
+    kinds = ("Norm", "MLP", "Router", "ForCausalLM")
+    modules = [m for m in model.modules() if type(m).__name__.endswith(kinds)]
+    for module in modules:
+        own_class(module, lambda self, out: setattr(self, "kept", out))
+    report = hf.apply(model)
+    assert report.left[0].why == "its forward keeps something on the model"
+    assert model(x, labels=x).logits is not None
+    assert all(hasattr(m, "kept") for m in modules)
+
+
+def test_a_config_that_asks_for_a_tuple_gets_one() -> None:
+    config = CONFIG_MAPPING["bloom"](vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
+    model, x = AutoModelForCausalLM.from_config(config).train(), tokens()
+    report = hf.apply(model)
+    assert "loss" in {e.part for e in report.replaced}
+    expected = model(x, labels=x, return_dict=True).loss
+    model.config.return_dict = False
+    assert torch.allclose(model(x, labels=x)[0], expected)
+    assert model(x, labels=x, return_dict=True).logits is None
 
 
 def test_callers_find_the_parameters_of_forward() -> None:
@@ -453,6 +597,19 @@ def test_other_rotations_stay_as_they_are_written() -> None:
     assert (
         why == "apply_rotary_pos_emb_interleave turns other pairs of columns than i and D / 2 + i"
     )
+
+
+def test_a_rotation_that_detaches_stays_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = stock("Llama"), tokens()
+    own = modeling_llama.apply_rotary_pos_emb
+
+    def detached(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return own(q, k.detach(), cos, sin)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", detached)
+    expected = step(model, x)
+    hf.apply(model)
+    agree(step(model, x), expected)
 
 
 def test_tables_whose_halves_differ_keep_their_function() -> None:

@@ -14,6 +14,8 @@ from families import FAMILIES, agree, step, stock, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers.loss import loss_utils
+from transformers.models.llama import modeling_llama
 
 from fuseops.integrations import hf
 
@@ -138,6 +140,7 @@ CHANGES: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda m: setattr(m.config, "final_logit_softcapping", 2.0),
         ("Gemma 2", "Gemma 3"),
     ),
+    "one more child": (lambda m: m.add_module("value_head", nn.Linear(32, 1)), ("Llama",)),
     "no soft cap": (lambda m: setattr(m.config, "final_logit_softcapping", None), ("Gemma 2",)),
     "another weight of the auxiliary loss": (
         lambda m: setattr(m, "router_aux_loss_coef", 5.0),
@@ -209,6 +212,53 @@ def test_it_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.M
     step(ours, tokens())
     said = "a LlamaMLP has changed since hf.apply, and runs as written: apply it again."
     assert [record.getMessage() for record in caplog.records] == [said]
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_loss_that_is_patched_is_what_runs(
+    named: bool, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the name of what it stands for, and under its own."""
+    ours, theirs = pair("Llama", lambda m: None)
+    own, x = loss_utils.fixed_cross_entropy, tokens()
+
+    def twice(source: Tensor, *args: Any, **keywords: Any) -> Tensor:
+        return 2 * own(source, *args, **keywords)
+
+    changed = functools.wraps(own)(twice) if named else twice
+    monkeypatch.setattr(loss_utils, "fixed_cross_entropy", changed)
+    if again:
+        hf.apply(ours)
+    agree(step(ours, x), step(theirs, x))
+    monkeypatch.undo()
+    whole = functools.wraps(loss_utils.ForCausalLMLoss)(mean_square)
+    for model in (ours, theirs):
+        model.loss_function = whole if named else mean_square
+    agree(step(ours, x), step(theirs, x))
+
+
+@pytest.mark.parametrize("name", ["eager_attention_forward", "apply_rotary_pos_emb"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_file_that_is_patched_is_what_runs(
+    name: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention is a copy of the function of its file, with the names that this had."""
+    ours, theirs = pair("Llama", lambda m: m.set_attn_implementation("eager"))
+    own, x = getattr(modeling_llama, name), tokens()
+    before = step(ours, x)
+
+    def patched(first: Any, *args: Any, **keywords: Any) -> Any:
+        found, *more = own(first, *args, **keywords)
+        return (2 * found, *more)
+
+    monkeypatch.setattr(modeling_llama, name, patched)
+    if again:
+        hf.apply(ours)
+    expected = step(theirs, x)
+    agree(step(ours, x), expected)
+    monkeypatch.undo()
+    agree(step(ours, x), before)
 
 
 def every_number(name: str, value: bool | float) -> Change:

@@ -58,6 +58,22 @@ def test_as_the_stock_model(name: str, tmp_path: Any) -> None:
     ]
 
 
+def test_shards_of_a_stock_checkpoint() -> None:
+    """Of which one may have a gate and another its up: nothing is lost, and what no shard has is missing."""
+    model, own = stock("Qwen2-MoE"), stock("Qwen2-MoE").state_dict()
+    model.load_state_dict({n: torch.zeros_like(t) for n, t in own.items()})
+    hf.apply(model, pack=True)
+    for name, t in own.items():
+        assert not model.load_state_dict({name: t}, strict=False).unexpected_keys
+    half = next(name for name in own if "up_proj" in name and name.endswith("weight"))
+    del own[half]
+    with pytest.raises(RuntimeError, match=f'Missing key.*"{half}"'):
+        model.load_state_dict(own)
+    hf.revert(model)
+    expected = stock("Qwen2-MoE").state_dict()
+    assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
+
+
 def _stand_ins(model: nn.Module) -> list[Any]:
     return [vars(m)[LENT] for m in model.modules() if packing.packed(m)]
 

@@ -177,7 +177,7 @@ def _by_router(op: Any) -> str:
 
 
 def _by_loss(second: Any) -> str:
-    soft_cap = second.losses.loss_mean.soft_cap
+    soft_cap = second._head_losses.loss_mean.soft_cap
     return "linear cross entropy" + (f", soft cap {soft_cap:g}" if soft_cap else "")
 
 

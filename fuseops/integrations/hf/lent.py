@@ -184,8 +184,11 @@ def stands(owner: nn.Module) -> bool:
 
 def _stands(owner: nn.Module) -> bool:
     stand_in: Any = owner.__dict__[LENT]
-    if stand_in.built_for.still_of(owner):
-        return True
+    return bool(stand_in.built_for.still_of(owner)) or changed(owner)
+
+
+def changed(owner: nn.Module) -> bool:
+    """Tell, once for each class, that a module has changed.   -> False, as it does not stand any more"""
     if (name := type(owner).__name__) not in _told:
         _told.add(name)
         log.warning("a %s has changed since hf.apply, and runs as written: apply it again.", name)

@@ -98,7 +98,7 @@ def forward(
         return own(self, *args, **keywords)
     stand_in = self.__dict__[SELF]
     for name, module in self._modules.items():
-        if name != HEAD and stand_in._modules[name] is not module:
+        if name != HEAD and stand_in._modules.get(name) is not module:
             stand_in._modules[name] = module
     out = own(stand_in, *args, **keywords)
     return type(out)(**{k: v for k, v in out.items() if k != "logits"})
@@ -106,7 +106,10 @@ def forward(
 
 def _free(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
     """Whether a call can do without logits: labels by name, a plain head, an output that has names."""
-    by_name = keywords.get("labels") is not None and keywords.get("return_dict") is not False
+    names = keywords.get("return_dict")
+    if names is None:
+        names = getattr(model.config, "return_dict", True)
+    by_name = keywords.get("labels") is not None and bool(names)
     known = keywords.get("ignore_index", IGNORED) == IGNORED and len(args) < 2
     head = model._modules[HEAD]
     return by_name and known and lent.plain(head, nn.Linear) is None and not lent.sharded(head)
@@ -117,14 +120,19 @@ def _follows(model: Any) -> bool:
     model does.
     """
     second = model.__dict__[SELF]
-    mean = second.losses.loss_mean
+    mean = second._head_losses.loss_mean
     if model._modules[HEAD] is not mean.__dict__[LENDER].owner or why_another_loss(model):
         return False
     if getattr(model.config, CAP, None) != mean.soft_cap:
         return False
+    config = model.config if mean.soft_cap is None else _uncapped(model.config)
+    if not second._said.still_of(model):  # a penalty may have got a weight
+        if _why_not(model, config, None) is not None:
+            return lent.changed(model)
+        second.__dict__["_said"] = lent.Said.of(model)
     own = model.__dict__.items()
     second.__dict__.update({k: v for k, v in own if k not in OF_SECOND})
-    second.__dict__["config"] = model.config if mean.soft_cap is None else _uncapped(model.config)
+    second.__dict__["config"] = config
     return True
 
 
@@ -133,8 +141,17 @@ def _follows(model: Any) -> bool:
 
 def why_another_loss(model: nn.Module) -> str | None:
     """Why the loss of a model is not the cross entropy of the next token, or None."""
-    name = getattr(getattr(model, "loss_function", None), "__name__", "unknown")
-    return None if name == "ForCausalLMLoss" else f"the loss is {name}"
+    loss = getattr(model, "loss_function", None)
+    inner = getattr(loss, "__globals__", {}).get("fixed_cross_entropy")
+    for function, name in ((loss, "ForCausalLMLoss"), (inner, "fixed_cross_entropy")):
+        found = getattr(function, "__name__", "unknown")
+        if found != name:
+            return f"the loss is {found}"
+        if function.__module__ != "transformers.loss.loss_utils" or hasattr(
+            function, "__wrapped__"
+        ):
+            return f"{name} is another function of that name"
+    return None
 
 
 def build(model: Any) -> nn.Module | str:
@@ -145,15 +162,15 @@ def build(model: Any) -> nn.Module | str:
     if (why := why_another_loss(model)) is not None:
         return why
     config, soft_cap = model.config, getattr(model.config, CAP, None)
-    fits = _fits(model, config, soft_cap)
-    if fits and soft_cap is not None:
+    why = _why_not(model, config, soft_cap)
+    if why is None and soft_cap is not None:
         config = _uncapped(config)
-        fits = _fits(model, config, None)
-    if not fits:
-        return "the loss reads something else than the head's logits"
+        why = _why_not(model, config, None)
+    if why is not None:
+        return why
     new = _second(model, config, {**model._modules, HEAD: PassOn()})
     new.__dict__["_loss_function"] = functools.partial(loss_of_hidden, model)
-    new.__dict__["losses"] = _losses(model, soft_cap)
+    new.__dict__.update(_head_losses=_losses(model, soft_cap), _said=lent.Said.of(model))
     return new
 
 
@@ -210,8 +227,10 @@ class _Outputs:
 
 
 @recognise.alone()
-def _fits(model: nn.Module, config: Any, soft_cap: float | None) -> bool:
-    """Whether the loss, and who asks for logits, get what the head gives, capped or as it is."""
+def _why_not(model: nn.Module, config: Any, soft_cap: float | None) -> str | None:
+    """None where the loss, and who asks for logits, get what the head gives, capped or as it is, and where nothing
+    else is made of it.
+    """
     hidden = recognise.drawn(2, 5, 4)
     labels = torch.zeros(2, 5, dtype=torch.int64)
     seen: list[Any] = []
@@ -226,16 +245,21 @@ def _fits(model: nn.Module, config: Any, soft_cap: float | None) -> bool:
     keywords: dict[str, Any] = {"labels": labels, "input_ids": labels}
     if "output_router_logits" in inspect.signature(type(model).forward).parameters:
         keywords["output_router_logits"] = False
-    out = recognise.tried(functools.partial(type(model).forward, probe, **keywords))
+    out = recognise.own_forward(probe, **keywords)
+    if out is recognise.KEEPS:
+        return "its forward keeps something on the model"
     expected = hidden if soft_cap is None else soft_cap * torch.tanh(hidden / soft_cap)
     found = (*seen, getattr(out, "logits", None))
-    return len(seen) == 1 and all(recognise.same(f, expected) for f in found)
+    if len(seen) != 1 or not all(recognise.same(f, expected) for f in found):
+        return "the loss reads something else than the head's logits"
+    added = not recognise.same(getattr(out, "loss", None), torch.zeros(()))
+    return "its forward adds something to the loss" if added else None
 
 
 def bind(model: Any, second: nn.Module) -> Any:
     """The forward of a model with a second self. It has the parameters of the model's own, by which callers go."""
     model.__dict__[SELF] = second
-    lent.hang(model, second.losses, None)  # type: ignore[arg-type]
+    lent.hang(model, second._head_losses, None)  # type: ignore[arg-type]
     bound = functools.partial(forward, model)
     known = inspect.signature(type(model).forward).parameters.values()
     plain = [p.replace(annotation=p.empty) for p in known][1:]  # by name, as pickle needs them

@@ -97,12 +97,28 @@ def _replace(module: nn.Module, names: tuple[str, ...], parts: dict[str, nn.Line
     module._modules.update({**parts, **rest})
 
 
-def _pack_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Loading finds the names of a stock checkpoint."""
-    for kind in ("weight", "bias"):
+def _pack_loaded(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    _: Any,
+    strict: bool,
+    missing: list[str],
+    *more: Any,
+) -> None:
+    """Loading finds the names of a stock checkpoint. A half that comes without the other, as in a shard, goes beside
+    the one that is there.
+    """
+    for kind, p in adapters.adapted(module._modules[PACKED]).named_parameters():
         names = [f"{prefix}{name}.{kind}" for name in HALVES]
-        if all(name in state for name in names):
-            state[f"{prefix}{PACKED}.{kind}"] = torch.cat([state.pop(name) for name in names])
+        given = {name: state.pop(name) for name in names if name in state}
+        if len(given) == 1:
+            ((known, t),) = given.items()
+            there = dict(zip(names, p.detach().to(t.device).chunk(2), strict=True))
+            missing += [name for name in names if name != known]
+            given = there | given
+        if given:
+            state[f"{prefix}{PACKED}.{kind}"] = torch.cat([given[name] for name in names])
 
 
 def convert_checkpoints(model: nn.Module) -> None:

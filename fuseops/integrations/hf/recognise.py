@@ -1,9 +1,9 @@
 """Recognising a module by what it computes.
 
 A name or an attribute says what a module might be; whether it is that is found by running its own forward on a few
-random rows, beside the formula that would take its place. What differs, what draws random numbers and what cannot be
-run on its own is not recognised, and stays as it is. Probes run on the CPU, on small random parameters in the place of
-the module's own, which may not be loaded yet.
+random rows, and back, beside the formula that would take its place. What differs, what draws random numbers, what keeps
+something and what cannot be run on its own is not recognised, and stays as it is. Probes run on the CPU, on small
+random parameters in the place of the module's own, which may not be loaded yet.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fuseops.ops.activations import ScaledActivation
 ROWS = 16
 # modules compute in float32 in places, whatever their dtype
 TOLERANCE = 32 * torch.finfo(torch.float32).eps
+KEEPS = object()  # in the place of what a forward gives
 
 
 # the op of a kind that multiplies by a probability a row
@@ -40,6 +41,7 @@ SCALED: dict[str, Callable[..., ScaledActivation]] = {
 }
 OPTIONS = ("interleave", "alpha", "limit", "offset")  # of a form, by the names that those ops have
 PLAIN = ("silu", "gelu", "gelu_tanh", "qgelu", "relu", "srelu")
+OF_EXPERTS = {f"{n}_proj{bias}" for n in ("gate_up", "up", "down") for bias in ("", "_bias")}
 GATED_BY = {gate: kind for kind, gate in K.GATES.items() if kind != "clamped_swiglu"}
 
 
@@ -53,12 +55,26 @@ def scaled(form: Form) -> ScaledActivation | None:
 # --- by what it computes
 
 
-def same(found: Any, expected: Any) -> bool:
-    """Whether a module gave what a formula gives."""
+def same(found: Any, expected: Any, *of: Tensor) -> bool:
+    """Whether a module gave what a formula gives, and so do their backwards.   of: leaves that both are made of"""
     if not isinstance(found, Tensor) or found.shape != expected.shape:
         return False
     close = torch.isclose(found.double(), expected.double(), rtol=TOLERANCE, atol=TOLERANCE)
-    return bool(close.all())
+    return bool(close.all()) and (not of or _same_grads(found, expected, of))
+
+
+def _same_grads(found: Tensor, expected: Tensor, of: tuple[Tensor, ...]) -> bool:
+    """Whether rows of gradients agree as a whole: a part that is detached is no rounding."""
+    grads = [
+        tried(torch.autograd.grad, t, of, drawn(*t.shape).to(t), True, materialize_grads=True)
+        for t in (found, expected)
+    ]
+    if grads[0] is None:
+        return False
+    return all(
+        bool(((a - b).norm(dim=-1) <= 1e-3 * b.norm(dim=-1)).all())
+        for a, b in zip(*grads, strict=True)
+    )
 
 
 def shallow(module: nn.Module) -> Any:
@@ -69,13 +85,13 @@ def shallow(module: nn.Module) -> Any:
 
 
 def twin(
-    module: nn.Module, parameters: Mapping[str, Tensor], modules: Mapping[str, nn.Module]
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]
 ) -> Iterator[nn.Module]:
     """The module with other parameters and children, in training and in evaluation."""
     for training in (True, False):
         new = shallow(module)
         new.__dict__.pop("forward", None)
-        new._parameters = {k: nn.Parameter(t, requires_grad=False) for k, t in parameters.items()}
+        new._parameters = dict(parameters)
         new._buffers = {}
         new._modules = dict(modules)
         yield _in_mode(new, training)
@@ -91,19 +107,27 @@ def _in_mode(module: nn.Module, training: bool) -> Any:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """On the CPU, without autocast or a graph, and with random numbers of our own: whatever is set outside."""
+    """On the CPU, without autocast, with a graph, and with random numbers of our own: whatever is set outside."""
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
-        with torch.no_grad(), torch.device("cpu"):
+        with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
             torch.default_generator.manual_seed(0)  # torch.manual_seed would reach other devices
             yield
 
 
-def tried(run: Callable[..., Any], *args: Any) -> Any:
+def tried(run: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """What unknown code gives; None for any error."""
     try:
-        return run(*args)
+        return run(*args, **keywords)
     except Exception:  # whatever it needs is not here, so it is not what we know
         return None
+
+
+def own_forward(module: nn.Module, *args: Any, **keywords: Any) -> Any:
+    """What the forward of a module's class gives; None for any error, KEEPS where it leaves something on the module."""
+    before, now = {**vars(module)}, vars(module)
+    found = tried(type(module).forward, module, *args, **keywords)
+    alike = now.keys() == before.keys() and all(now[k] is v for k, v in before.items())
+    return found if alike else KEEPS
 
 
 def drawn(*shape: int) -> Tensor:
@@ -121,13 +145,20 @@ def _scales(least: float, most: float) -> Tensor:
 # --- activations
 
 
+def _holds(inner: Any) -> bool:
+    """Whether an activation, or another part, has parameters or buffers, by which it may become another one."""
+    return isinstance(inner, nn.Module) and bool([*inner.parameters(), *inner.buffers()])
+
+
 @alone()
 def activation_of(act_fn: Any) -> Form | None:
     """The plain activation that a callable computes."""
-    x = _wide_range(64)
+    if _holds(act_fn):
+        return None
+    x = _wide_range(64).requires_grad_()
     found = tried(act_fn, x.clone())
     for kind in PLAIN:
-        if same(found, K.act_fwd.twin(x, kind)):
+        if same(found, K.act_fwd.twin(x, kind), x):
             return (kind,)
     return None
 
@@ -137,11 +168,15 @@ def gate_of(experts: nn.Module) -> Form | None:
     """What an experts module does between its two products: its `_apply_gate`, or `act_fn` without a gate."""
     if not getattr(experts, "has_gate", True):
         return activation_of(getattr(experts, "act_fn", None))
-    x = _wide_range(32)
+    act_fn = experts._modules.get("act_fn")
+    held = {*experts._parameters, *experts._buffers} - OF_EXPERTS
+    if held or _holds(act_fn):
+        return None
+    x = _wide_range(32).requires_grad_()
     gate: Any = getattr(experts, "_apply_gate", None)
     found = tried(gate, x.clone())
     for candidate in _gates(experts):
-        if same(found, K.act_fwd.twin(x, *candidate)):
+        if same(found, K.act_fwd.twin(x, *candidate), x):
             return candidate
     return None
 
@@ -193,13 +228,13 @@ def norm_of(module: nn.Module) -> Norm | None:
     eps = next((vars(module)[n] for n in ("variance_epsilon", "eps") if n in vars(module)), None)
     if weight is None or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    x = drawn(ROWS, len(weight)) * _scales(-4, 1)  # eps counts in some of the rows
-    scale = drawn(len(weight))
+    x = (drawn(ROWS, len(weight)) * _scales(-4, 1)).requires_grad_()  # eps counts in some rows
+    scale = nn.Parameter(drawn(len(weight)))
     y = K.rmsnorm_fwd.twin(x, None, eps)[0]
     twins = [*twin(module, {"weight": scale}, {})]
-    found = [tried(type(m).forward, m, x.clone()) for m in twins]
+    found = [own_forward(m, x.clone()) for m in twins]
     for zero_centered in (False, True):
-        if all(same(f, y * (scale + zero_centered)) for f in found):
+        if all(same(f, y * (scale + zero_centered), x, scale) for f in found):
             return Norm(eps, zero_centered)
     return None
 
@@ -220,16 +255,18 @@ def mlp_of(module: nn.Module) -> Form | None:
     if act is None or (len(names) == 3 and act[0] not in GATED_BY):
         return None
     others = {k: m for k, m in module._modules.items() if k not in names and m is not None}
+    if any(map(_holds, others.values())):
+        return None
     layers = {name: nn.Linear(6, 6, bias=False, device="cpu") for name in names}
     for k, layer in enumerate(layers.values()):
-        layer.weight = nn.Parameter(drawn(6, 6 + k)[:, :6].contiguous(), requires_grad=False)
-    x = drawn(ROWS, 6)
+        layer.weight = nn.Parameter(drawn(6, 6 + k)[:, :6].contiguous())
+    x = drawn(ROWS, 6).requires_grad_()
     up = layers["up_proj"](x)
     gate = layers["gate_proj"](x) if len(names) == 3 else up
     h = K.act_fwd.twin(gate, *act) * (up if len(names) == 3 else 1)
-    expected = layers["down_proj"](h).detach()
+    expected, weights = layers["down_proj"](h), [layer.weight for layer in layers.values()]
     for m in twin(module, {}, {**others, **layers}):
-        if not same(tried(type(m).forward, m, x.clone()), expected):
+        if not same(own_forward(m, x.clone()), expected, x, *weights):
             return None
     return (GATED_BY[act[0]], 0) if len(names) == 3 else act
 
@@ -267,16 +304,16 @@ def route_of(router: nn.Module) -> Route | None:
         return None
     if {*router._buffers} - {"e_score_correction_bias"}:
         return None
-    parameters = {"weight": drawn(experts, width) / width**0.5}
+    parameters = {"weight": nn.Parameter(drawn(experts, width) / width**0.5)}
     if router._parameters.get("bias") is not None:
-        parameters["bias"] = drawn(experts)
+        parameters["bias"] = nn.Parameter(drawn(experts))
     correction = drawn(experts, 1)[:, 0] / 4 if router._buffers else None
-    x = drawn(2 * ROWS, width)
-    found = []
+    x = drawn(2 * ROWS, width).requires_grad_()
+    of, found = (x, *parameters.values()), []
     for m in twin(router, parameters, {}):
         if correction is not None:
             m._buffers = {"e_score_correction_bias": correction}
-        found.append(tried(type(m).forward, m, x.clone()))
+        found.append(own_forward(m, x.clone()))
     if any(not isinstance(f, tuple) or len(f) != 3 for f in found):
         return None
     logits = x @ parameters["weight"].t() + parameters.get("bias", 0.0)
@@ -285,7 +322,8 @@ def route_of(router: nn.Module) -> Route | None:
         weights, chosen, _ = K.router_fwd.twin(logits, top_k, *form)
         expected = _over_experts(weights, chosen, logits)
         if all(
-            same(f[0], logits) and same(_over_experts(f[1], f[2], logits), expected) for f in found
+            same(f[0], logits, *of) and same(_over_experts(f[1], f[2], logits), expected, *of)
+            for f in found
         ):
             return route
     return None

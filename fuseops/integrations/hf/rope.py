@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from operator import is_
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
@@ -92,6 +93,8 @@ class RotaryPair(Op[RotaryPairSaved]):
         known = dict(own.__globals__)
         # dynamo takes names of a function without a module from where the function has them, not from the module
         known.pop("__name__", None)
+        read = [name for name in own.__code__.co_names if name in known]
+        self.read = own.__globals__, read, [known[name] for name in read]
         known |= {name: self._turned(known[name]) for name in self.names}
         swapped = _copied(own, known, own.__closure__)
         for decorator in reversed(decorators):
@@ -113,7 +116,7 @@ class RotaryPair(Op[RotaryPairSaved]):
         return turned
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k != "swapped"}
+        return {k: v for k, v in super().__getstate__().items() if k not in ("swapped", "read")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -224,8 +227,16 @@ def build(table: nn.Module | None, module: nn.Module) -> RotaryPair | str:
 
 @lent.while_hung
 def forward(self: nn.Module, *args: Any, **keywords: Any) -> Any:
-    """As the module's own, but for the function that turns queries and keys."""
+    """As the module's own, but for the function that turns queries and keys; while its file means what it did."""
+    if not lent.asked(_reads_the_same, self):
+        return type(self).forward(self, *args, **keywords)
     return self.__dict__[LENT].swapped(self, *args, **keywords)
+
+
+def _reads_the_same(owner: nn.Module) -> bool:
+    """Whether the names that an attention's forward has of its file stand for what they did when it was copied."""
+    known, names, values = owner.__dict__[LENT].read
+    return all(map(is_, map(known.get, names), values)) or lent.changed(owner)
 
 
 def _head(module: Any) -> int | None:
@@ -236,7 +247,7 @@ def _head(module: Any) -> int | None:
 @recognise.alone()
 def _splits_halves(function: Any) -> bool:
     """Whether a function turns columns i and D / 2 + i, by angles that it is given once or twice."""
-    q, k = recognise.drawn(2, 3, 5, 8), recognise.drawn(2, 1, 5, 8)
+    q, k = (recognise.drawn(2, heads, 5, 8).requires_grad_() for heads in (3, 1))
     angles = recognise.drawn(2, 5, 4)
     cos, sin = angles.cos(), angles.sin()
     expected = [K.apply_rope.twin(t.transpose(1, 2), cos, sin, False) for t in (q, k)]
@@ -245,7 +256,8 @@ def _splits_halves(function: Any) -> bool:
         found = recognise.tried(function, q.clone(), k.clone(), *given)
         if not isinstance(found, tuple) or len(found) != 2:
             continue
-        if all(recognise.same(f, e.transpose(1, 2)) for f, e in zip(found, expected, strict=True)):
+        trios = zip(found, expected, (q, k), strict=True)
+        if all(recognise.same(f, e.transpose(1, 2), t) for f, e, t in trios):
             return True
     return False
 
