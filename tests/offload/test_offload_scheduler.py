@@ -444,6 +444,25 @@ def test_fully_sharded_parameters_stay_and_gradients_are_exact() -> None:
     assert any(e.decision == "moved" for e in entries)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, about the gloo device
+def test_no_fakes_stay_in_what_fsdp2_gathers() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        blocks = [fo.Residual(fo.ops.Linear(D, D), fo.ops.GELU()) for _ in range(2)]
+        model, mesh, x = fo.Sequential(*blocks), dist.init_device_mesh("cpu", (1,)), inputs()
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        with pytest.raises(FuseOpsError, match="fully_shard has sharded those of 'FSDPSequential'"):
+            offload.plan(model, x, layers="*")
+        assert not model.plan(x).rehearsed
+        assert all(p.grad is None for p in model.parameters())
+        model(x).sum().backward()
+        got = [p.grad.full_tensor() for p in model.parameters()]
+    finally:
+        dist.destroy_process_group()
+    assert all(type(g) is Tensor for g in got)
+
+
 def test_two_threads_train_two_models() -> None:
     pairs, x = [(Model(), Model()) for _ in range(2)], inputs()
     outcomes: list[bool] = []
