@@ -162,9 +162,17 @@ class InputLayout(NamedTuple):
 
 
 def unwrapped(x: Any, layout: InputLayout | None) -> Tensor:
-    """The local tensor of a DTensor at the border of a Sequential, laid out as its first parallel op takes it."""
+    """The local tensor of a DTensor at the border of a Sequential, laid out as its first parallel op takes it.
+
+    Raises FuseOpsError where that is one rank's part of a sum.
+    """
     if layout is not None:
         x = x.redistribute(placements=layout.over(x))
+    if any(p.is_partial() for p in x.placements):
+        raise FuseOpsError(
+            f"x is a DTensor laid out as {x.placements} over {x.device_mesh}: a rank has a part of a sum. "
+            "Add the parts up first: x.redistribute(placements=...) with Replicate() or Shard(dim) for Partial()."
+        )
     found: Tensor = x.to_local()
     return found
 
