@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,13 +33,6 @@ def fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
             parameter.main_grad = fake(main_grad, mode)
         return parameter
     return made.requires_grad_() if t.requires_grad else made
-
-
-def gathered_in(model: nn.Module) -> str | None:
-    """The first module that FSDP2 shards: it gathers into tensors of its own, which would be fakes for good."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    paths = (path for path, module in model.named_modules() if isinstance(module, kind))
-    return next((path or type(model).__name__ for path in paths), None)
 
 
 @contextmanager

@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 
 from fuseops import torch_private
 
-from .fakes import fake, faked, gathered_in
+from .fakes import fake, faked
 from .memory import Ops, StorageMeter, outside_bytes, tensors_in
+from .untouched import sharded
 
 
 def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
@@ -27,7 +28,7 @@ def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     parameters. None where fake tensors cannot tell: a plain module reads values, FSDP2 gathers
     parameters, or the caller has fake tensors of its own made, with which no other ones are mixed.
     """
-    if torch_private.inside_fake_mode() or gathered_in(model):
+    if torch_private.inside_fake_mode() or sharded(model):
         return None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with faked(model, mode):

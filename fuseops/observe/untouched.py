@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +73,24 @@ def put_back(tensors: Iterable[Tensor], unseen: bool = False) -> Iterator[None]:
             for t, known, value in before:
                 if unseen or version(t) != known:  # a pending backward may check that of the others
                     t.copy_(value)
+
+
+def sharded(model: nn.Module) -> list[Any]:
+    """The modules that FSDP2 shards. It gathers into tensors of its own, which would be fakes for good in a dry run."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+@contextmanager
+def sharded_again(model: nn.Module) -> Iterator[None]:
+    """What a forward without a backward leaves gathered is sharded again: parameters are those that were there."""
+    before = [*map(id, model.parameters())]
+    try:
+        yield
+    finally:
+        if before != [*map(id, model.parameters())]:
+            for module in sharded(model):
+                module.reshard()
 
 
 @contextmanager

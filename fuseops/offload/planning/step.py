@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import as_if_on
-from fuseops.observe.fakes import fake, faked, gathered_in
+from fuseops.observe.fakes import fake, faked
 from fuseops.observe.labels import matching, paths_under
 from fuseops.observe.memory import CudaMeter, StorageMeter, dense, tensors_in
 from fuseops.observe.rehearse import unseen
-from fuseops.observe.untouched import main_grads, untouched
+from fuseops.observe.untouched import main_grads, sharded, untouched
 from fuseops.ops.op import Op as FuseOp
 
 from .fused import fused_ops
@@ -101,10 +101,10 @@ def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None 
             "a plan was asked for inside of a FakeTensorMode, and fake tensors of two modes do not mix; leave "
             "the mode first: the model may have been made in it, or on the meta device."
         )
-    if sharded := gathered_in(step.model):
+    if modules := sharded(step.model):
         raise FuseOpsError(
-            f"a dry run cannot gather parameters, and fully_shard has sharded those of {sharded!r}: record a step "
-            "(record=True), or plan the model before fully_shard, on the meta device say."
+            f"a dry run cannot gather parameters, and fully_shard has sharded those of {type(modules[0]).__name__}: "
+            "record a step (record=True), or plan the model before fully_shard, on the meta device say."
         )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     flash = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
