@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fuseops.ops.op import Op
 from fuseops.ops.scopes import DELAYED
-from fuseops.torch_private import version
+from fuseops.torch_private import fsdp_accumulation, version
 
 
 def held(model: nn.Module) -> list[Tensor]:
@@ -94,6 +94,20 @@ def sharded_again(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def reducing(model: nn.Module) -> Iterator[None]:
+    """FSDP2 reduces the gradients of the steps inside, and what it has accumulated without comes back."""
+    kept = [each for module in sharded(model) for each in fsdp_accumulation(module)]
+    before = [getattr(owner, name) for owner, name, _ in kept]
+    for owner, name, value in kept:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name, _), value in zip(kept, before, strict=True):
+            setattr(owner, name, value)
+
+
+@contextmanager
 def nothing_waits(model: nn.Module) -> Iterator[None]:
     """What waits for `backward_dw` stays as it is, and what comes to it inside goes."""
     waiting = [(vars(module), vars(module).pop(DELAYED, None)) for module in model.modules()]
@@ -115,9 +129,9 @@ def forked_random() -> AbstractContextManager[None]:
 @contextmanager
 def untouched(model: nn.Module, also: Iterable[Tensor] = ()) -> Iterator[None]:
     """What a step writes besides parameters and gradients comes back: buffers, each main_grad, what else modules hold,
-    what waits for backward_dw, random states, and the values of `also`.
+    what waits for backward_dw or for FSDP2 to reduce it, random states, and the values of `also`.
     """
     written = (*also, *model.buffers(), *main_grads(model))
     with put_back(written, unseen=True), put_back(held(model)), nothing_waits(model):
-        with forked_random():
+        with reducing(model), forked_random():
             yield
