@@ -104,10 +104,7 @@ def seeded(seed: int, place: int, make: Any, *args: Any, **options: Any) -> Any:
 
 
 class Stage(nn.Module):
-    """Blocks of the model in a row: the first stage has the embeddings too, the last one the head.
-
-    Modules have the names, and the first weights, that they have in the whole model.
-    """
+    """Blocks in a row, in the first stage embeddings, in the last the head: names and first weights of the whole."""
 
     def __init__(self, c: argparse.Namespace, layers: range, bf16: bool) -> None:
         super().__init__()
@@ -232,8 +229,7 @@ class Run:
             return loss.detach()
         losses, target = list[Tensor](), targets if last else None
         self.schedule.step(*[text] * first, target=target, losses=losses, return_outputs=False)
-        found = torch.stack(losses) if last else torch.zeros(1, device=self.device)
-        return found.mean().detach()
+        return (torch.stack(losses) if last else torch.zeros(1, device=self.device)).mean().detach()
 
     def scheduler(self) -> Any:
         """What keeps a step within `c.memory` GiB: of a pipeline by the plan of this rank."""
@@ -322,8 +318,11 @@ def parsed(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pairs", action="store_true", help="stages in a V, run in turns")
     parser.add_argument("--stock", action="store_true", help="experts of plain torch everywhere")
     c = parser.parse_args(args)
-    if (c.micro_batches > 1 or c.pairs) and c.pp == 1:
-        parser.error("--micro-batches and --pairs go through a pipeline: --pp")
+    for name, value in vars(c).items():
+        if type(value) is int and value < (parser.get_default(name) > 0):
+            parser.error(f"--{name.replace('_', '-')} is {value}, which is too few")
+    if (c.micro_batches > 1 or c.chunks > 1 or c.pairs) and c.pp == 1:
+        parser.error("--micro-batches, --chunks and --pairs go through a pipeline: --pp")
     c.chunks = 2 if c.pairs else c.chunks
     c.stages = c.pp * c.chunks
     for size, parts in (("dim", "heads"), ("batch", "micro_batches"), ("layers", "stages")):
@@ -340,7 +339,7 @@ def train(c: argparse.Namespace, device: torch.device) -> list[float]:
     mesh = "stages {} x replicas {} x parts of the experts {}".format(*run.mesh.shape)
     tell(f"{mesh}: {size}, {share}; {run.step} of {c.steps} steps are done")
     begun, done = time.perf_counter(), run.step
-    with run.scheduler() if c.memory else contextlib.nullcontext() as scheduler:
+    with run.scheduler() if c.memory is not None else contextlib.nullcontext() as scheduler:
         while run.step < c.steps:
             losses.append(run.train())
             if scheduler and len(losses) == 1:  # it is made at the first forward

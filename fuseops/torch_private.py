@@ -696,6 +696,23 @@ def producer(t: torch.Tensor) -> Any:
     return None if node is None or node.name() == "torch::autograd::AccumulateGrad" else node
 
 
+def fsdp_accumulation(module: Any) -> list[tuple[Any, str, Any]]:
+    """Where FSDP2 keeps which gradients of a module it reduces, and those that it has not reduced: objects, names of
+    their attributes, and the values of a module that reduces all.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.12 it has one
+    found: list[tuple[Any, str, Any]] = []
+    for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
+        found += [(group, "reduce_grads", True), (group, "all_reduce_grads", True)]
+        found.append((group, "_partial_reduce_output", None))
+        for p in group.fsdp_params:
+            found.append((p, "unsharded_accumulated_grad", None))
+            if hasattr(p, "_unsharded_param"):  # not before it was gathered once
+                found.append((p._unsharded_param, "grad", None))
+    return found
+
+
 _watched_fsdp: list[Any] = []  # the class whose methods `watch_fsdp` has wrapped
 
 

@@ -389,6 +389,10 @@ def test_demo_over_ranks_runs_pretrain_with_options_that_it_takes(
         with pytest.raises(SystemExit):
             pretrain.parsed(given.split())
         assert f"{' '.join(given.split()[:2])} is no multiple of" in capsys.readouterr().err
+    for given, said in (("--chunks 2", "go through a pipeline"), ("--pp 0", "--pp is 0")):
+        with pytest.raises(SystemExit):
+            pretrain.parsed(given.split())
+        assert said in capsys.readouterr().err
 
 
 def test_only_demo_imports_the_demo() -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fuseops import ops
 from fuseops.errors import FuseOpsError
 from fuseops.ops.checks import check_flags
-from fuseops.ops.local import Local
+from fuseops.ops.local import Local, Ranks
 from fuseops.ops.paths import SPREAD, path_of
 from fuseops.run.composed import Composed
 
@@ -136,7 +136,7 @@ class ExpertParallel(ParallelStyle):
         done[op] = op
         _shard_first(op, mesh, done)
         op.num_groups //= mesh.size()
-        local = Local(mean_of=mesh.size() if self.average else 1)
+        local = Local(ranks=Ranks(mesh), mean_of=mesh.size() if self.average else 1)
         op._local = dict.fromkeys(("weight", "bias", "down", "up"), local)
 
     def _spread_lent(self, experts: Any, mesh: DeviceMesh, done: Done) -> None:

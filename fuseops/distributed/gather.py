@@ -136,5 +136,8 @@ def quantized_gather(model: nn.Module, recipe: Recipe) -> list[str]:
         op._parameters["weight"] = nn.Parameter(shard, weight.requires_grad)
         found.append(f"{name}.weight")
     if not found:
-        raise FuseOpsError("quantized_gather: the model has no weights that the recipe quantizes.")
+        raise FuseOpsError(
+            "quantized_gather: the model has no weights that the recipe quantizes and that are no DTensors, which are "
+            "gathered in high precision."
+        )
     return found

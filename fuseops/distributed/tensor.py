@@ -91,10 +91,12 @@ def check_whole(style: str, module: nn.Module) -> None:
             f"{style}: {where} keeps {'one Parameter a group' if apart else 'gradients in main_grad'}, which DTensors "
             "have no place for: build it without."
         )
-    if stored is not None and stored.lives:
+    if stored is not None:
+        lives = "lives as {} (fo.quantized_init), and its Parameter has no values to spread"
+        gathered = "is gathered as {} (quantized_gather), which FSDP2 does of whole weights alone"
         raise FuseOpsError(
-            f"{style}: the weight of {where} lives as {stored.scaling} (fo.quantized_init), and its Parameter has no "
-            "values to spread: build the model without, and let a recipe quantize each rank's part."
+            f"{style}: the weight of {where} {(lives if stored.lives else gathered).format(stored.scaling)}: build the "
+            "model without, and let a recipe quantize each rank's part."
         )
     for name, p in module._parameters.items():
         if torch_private.is_dtensor(type(p)):

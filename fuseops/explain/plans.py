@@ -22,7 +22,7 @@ from fuseops.observe.labels import Labels
 from fuseops.observe.observer import Observer
 from fuseops.observe.rehearse import peak_of_step, unseen
 from fuseops.observe.saved import SavedLedger, storages, tensors_by_owner
-from fuseops.observe.untouched import forked_random, held, put_back
+from fuseops.observe.untouched import forked_random, held, put_back, sharded_again
 from fuseops.ops import names, scopes
 from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of, stripped, walk
@@ -101,6 +101,7 @@ def _observe(
         undo.enter_context(forked_random())
         buffers = undo.enter_context(_copied_buffers(model))
         undo.enter_context(put_back(held(model)))
+        undo.enter_context(sharded_again(model))
         undo.enter_context(_unplanned_again(model))
         undo.enter_context(_eager())
         with names.observe(), ledger.hooks(), observer.watching():

@@ -17,6 +17,7 @@ from fuseops import torch_private
 
 from .fakes import fake, faked
 from .memory import Ops, StorageMeter, outside_bytes, tensors_in
+from .untouched import sharded
 
 
 def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
@@ -24,10 +25,10 @@ def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
     What the forward and the backward make counts, the output and new gradients too, and of the inputs
     what is saved, and what ops keep outside of torch's allocator; not the gradient of the output, nor
-    parameters. None where fake tensors cannot tell: a plain module reads values, or the caller has
-    fake tensors of its own made, with which no other ones are mixed.
+    parameters. None where fake tensors cannot tell: a plain module reads values, FSDP2 gathers
+    parameters, or the caller has fake tensors of its own made, with which no other ones are mixed.
     """
-    if torch_private.inside_fake_mode():
+    if torch_private.inside_fake_mode() or sharded(model):
         return None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with faked(model, mode):

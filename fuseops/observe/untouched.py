@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from fuseops.ops.op import Op
 from fuseops.ops.scopes import DELAYED
 from fuseops.ops.stored import follow_masters, stored_in
-from fuseops.torch_private import version
+from fuseops.torch_private import fsdp_accumulation, version
 
 
 def held(model: nn.Module) -> list[Tensor]:
@@ -72,6 +74,38 @@ def put_back(tensors: Iterable[Tensor], unseen: bool = False) -> Iterator[None]:
             for t, known, value in before:
                 if unseen or version(t) != known:  # a pending backward may check that of the others
                     t.copy_(value)
+
+
+def sharded(model: nn.Module) -> list[Any]:
+    """The modules that FSDP2 shards. It gathers into tensors of its own, which would be fakes for good in a dry run."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+@contextmanager
+def sharded_again(model: nn.Module) -> Iterator[None]:
+    """What a forward without a backward leaves gathered is sharded again: parameters are those that were there."""
+    before = [*map(id, model.parameters())]
+    try:
+        yield
+    finally:
+        if before != [*map(id, model.parameters())]:
+            for module in sharded(model):
+                module.reshard()
+
+
+@contextmanager
+def reducing(model: nn.Module) -> Iterator[None]:
+    """FSDP2 reduces the gradients of the steps inside, and what it has accumulated without comes back."""
+    kept = [each for module in sharded(model) for each in fsdp_accumulation(module)]
+    before = [getattr(owner, name) for owner, name, _ in kept]
+    for owner, name, value in kept:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name, _), value in zip(kept, before, strict=True):
+            setattr(owner, name, value)
 
 
 @contextmanager
@@ -135,10 +169,11 @@ def same_tensors(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def untouched(model: nn.Module, also: Iterable[Tensor] = ()) -> Iterator[None]:
     """What a step writes besides parameters and gradients comes back: buffers, each main_grad, what else modules hold,
-    what waits for backward_dw, random states, and the values of `also`. No gradient goes on from there.
+    what waits for backward_dw or for FSDP2 to reduce it, random states, and the values of `also`. No gradient goes on
+    from there.
     """
     follow_masters(model)
     written = (*also, *model.buffers(), *main_grads(model))
     with put_back(written, unseen=True), put_back(held(model)), nothing_waits(model):
-        with same_tensors(model), no_gradient_taken(model), forked_random():
+        with reducing(model), same_tensors(model), no_gradient_taken(model), forked_random():
             yield

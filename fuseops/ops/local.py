@@ -8,7 +8,7 @@ no memory, and its gradient is wrapped again by autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +82,7 @@ class Local(NamedTuple):
              `[gate | up]` (..., 2F, D)
     whole    "" for this rank's part. Where every rank has all of it: "sum" if the ranks' gradients are parts that add
              up, "first" if the first rank alone counts it
-    ranks    of those two
+    ranks    of those two, or those that the experts of the op are spread over
     dims     of the mesh of the DTensor; FSDP2 makes it one of more
     mean_of  ranks whose tokens the gradient adds up, as that of an expert does: it is divided by them
     """
@@ -162,9 +162,17 @@ class InputLayout(NamedTuple):
 
 
 def unwrapped(x: Any, layout: InputLayout | None) -> Tensor:
-    """The local tensor of a DTensor at the border of a Sequential, laid out as its first parallel op takes it."""
+    """The local tensor of a DTensor at the border of a Sequential, laid out as its first parallel op takes it.
+
+    Raises FuseOpsError where that is one rank's part of a sum.
+    """
     if layout is not None:
         x = x.redistribute(placements=layout.over(x))
+    if any(p.is_partial() for p in x.placements):
+        raise FuseOpsError(
+            f"x is a DTensor laid out as {x.placements} over {x.device_mesh}: a rank has a part of a sum. "
+            "Add the parts up first: x.redistribute(placements=...) with Replicate() or Shard(dim) for Partial()."
+        )
     found: Tensor = x.to_local()
     return found
 
@@ -204,3 +212,37 @@ def fit_all(op: Any, state_dict: dict[str, Any], prefix: str) -> None:
         if name in local or given.dim() == parameter.dim() + 1:
             axis = local[name].axis if name in local else 0
             state_dict[prefix + name] = fit(given, parameter, axis)
+
+
+def spread_groups(op: Any, state_dict: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
+    """Save a state with an axis of groups, the last, as DTensors where experts are spread over ranks: a distributed
+    checkpoint would take that of one rank for all.
+    """
+    ranks = _ranks_of_experts(op)
+    if ranks is None:
+        return
+    from torch.distributed.tensor import DTensor, Shard
+
+    for key in (prefix + name for name in names):
+        if key in state_dict:
+            place = [Shard(state_dict[key].dim() - 1)]
+            state_dict[key] = DTensor.from_local(
+                state_dict[key], ranks.group, place, run_check=False
+            )
+
+
+def own_groups(op: Any, state_dict: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
+    """Load what `spread_groups` has saved, or that of all ranks: the part of the experts here."""
+    ranks = _ranks_of_experts(op)
+    for key in (prefix + name for name in names):
+        given: Any = state_dict.get(key)
+        if torch_private.is_dtensor(type(given)):
+            mine = ranks is not None and given.device_mesh == ranks.group
+            state_dict[key] = given = given.to_local() if mine else given.full_tensor()
+        if ranks is not None and given is not None and given.shape[-1] != op.num_groups:
+            state_dict[key] = given.chunk(ranks.size, -1)[ranks.rank]
+
+
+def _ranks_of_experts(op: Any) -> Ranks | None:
+    local = op._local.get("weight")
+    return local.ranks if local is not None and local.ranks.size > 1 and not local.whole else None

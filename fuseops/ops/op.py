@@ -19,10 +19,10 @@ from torch.nn.utils import parametrize
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes, stored
-from fuseops.ops.local import Local, fit_all
+from fuseops.ops.local import Local, fit_all, own_groups, spread_groups
 from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
-from fuseops.recipes.scales import ScaleState, fit_state, keep_float32
+from fuseops.recipes.scales import STATE, ScaleState, fit_state, keep_float32
 from fuseops.recipes.store import WeightStore
 
 if TYPE_CHECKING:
@@ -377,6 +377,7 @@ class Op(nn.Module, Generic[S]):
     ) -> None:
         self._drop_kept()
         fit_all(self, state_dict, prefix)
+        own_groups(self, state_dict, prefix, STATE)
         fit_state(self._buffers, state_dict, prefix)
         assign = args[0].get("assign_to_params_buffers", False)
         taken = stored.load(self, state_dict, prefix, args[-1], assign)
@@ -386,6 +387,7 @@ class Op(nn.Module, Generic[S]):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        spread_groups(self, destination, prefix, STATE)
         stored.save(self, destination, prefix, keep_vars)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

@@ -27,7 +27,7 @@ from fuseops.errors import FuseOpsError
 
 INFINITE = torch.finfo(torch.float32).max  # the amax of what holds an infinity: see `magnitude`
 ROLES = ("input", "weight", "grad_output")
-AMAX, HISTORY, SCALE = "fp8_amax", "fp8_amax_history", "fp8_scale"
+STATE = AMAX, HISTORY, SCALE = "fp8_amax", "fp8_amax_history", "fp8_scale"
 KeepsScales = Any
 """A recipe whose scales follow from the amaxes of earlier steps: a `DelayedScaling`."""
 See = Callable[[Tensor], Tensor]
@@ -88,7 +88,7 @@ class ScaleState:
     def advance(self) -> None:
         """What was seen since the last time becomes the latest step of the history."""
         recipe: KeepsScales = self.recipe
-        amax, history, scale = (self.buffers[name] for name in (AMAX, HISTORY, SCALE))
+        amax, history, scale = (self.buffers[name] for name in STATE)
         if amax is None or history is None or scale is None:
             return
         seen = (amax > 0) & (amax < INFINITE)  # of an infinity, by which all else rounds to zero
@@ -185,7 +185,7 @@ def _follow(optimizer: torch.optim.Optimizer) -> list[ScaleState]:
 
 def fit_state(buffers: dict[str, Tensor | None], state: dict[str, Any], prefix: str) -> None:
     """Before a state_dict is loaded: make the buffers that it brings, and keep those that it does not know."""
-    for name in (AMAX, HISTORY, SCALE):
+    for name in STATE:
         given, own = state.get(prefix + name), buffers.get(name)
         if given is not None and (own is None or own.shape != given.shape):
             device = next((t.device for t in buffers.values() if t is not None), given.device)
@@ -196,7 +196,7 @@ def fit_state(buffers: dict[str, Tensor | None], state: dict[str, Any], prefix: 
 
 def keep_float32(buffers: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
     """After a module was cast: its state has the numbers of before, where it is now. Scales are beyond other dtypes."""
-    for name in (AMAX, HISTORY, SCALE):
+    for name in STATE:
         own, now = before.get(name), buffers.get(name)
         if own is not None and now is not None and own.dtype is not now.dtype:
             buffers[name] = own.to(now.device)

@@ -21,7 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload
-from fuseops.distributed import ExpertParallel, check_overflow, expert_placement, tp_plan
+from fuseops.distributed import (
+    ExpertParallel,
+    check_overflow,
+    expert_placement,
+    quantized_gather,
+    tp_plan,
+)
 from fuseops.distributed.dispatch import FixedCapacity, device_counts, overflow, symmetric
 from fuseops.integrations import hf
 from fuseops.observe.memory import outside_bytes
@@ -487,8 +493,6 @@ def law_tokens_travel_as_codes_under_a_recipe() -> None:
 def law_weights_that_gather_as_codes_are_those_that_are_quantized_where_they_arrive() -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from fuseops.distributed import quantized_gather
-
     recipe = fo.recipes.Float8BlockScaling()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -667,9 +671,12 @@ def law_wrong_use_says_so() -> None:
     both = fo.MoE(D, 4, E, TOP)
     parallelize_module(both, mesh(), tp_plan(both))
     raises("over a mesh already", lambda: ExpertParallel()._apply(both, mesh()))
-    with fo.quantized_init(fo.recipes.Float8BlockScaling()):
+    recipe = fo.recipes.Float8BlockScaling()
+    with fo.quantized_init(recipe):
         codes = layer()
     raises("has no values to spread", lambda: parallel()._apply(codes, mesh()))
+    quantized_gather(gathered := layer(), recipe)
+    raises("FSDP2 does of whole weights", lambda: parallel()._apply(gathered, mesh()))
     raises("main_grad", lambda: layer(accumulate_into_main_grad=True, ep=mesh()))
     raises("spread over ranks already", lambda: parallel()._apply(layer(ep=mesh()), mesh()))
     raises("way gave None", lambda: ExpertParallel(way=lambda *_: None)._apply(layer(), mesh()))  # type: ignore[arg-type,return-value]

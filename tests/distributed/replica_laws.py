@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,35 @@ def law_experts_of_other_ranks_are_not_lost_in_a_checkpoint() -> None:
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     assert torch.equal(whole["0.fc1.weight"][4 * rank : 4 * rank + 4], before["0.fc1.weight"])
     model.load_state_dict(before)  # tensors of this rank are taken as they are
+
+
+def law_scales_of_experts_of_other_ranks_are_not_lost_in_a_checkpoint() -> None:
+    """Of `DelayedScaling`, a scale an expert: on the ranks that had them, and in one process."""
+    mesh, rank, recipe = init_device_mesh("cpu", (2,)), dist.get_rank(), fo.recipes.DelayedScaling()
+
+    def trained(**options: Any) -> fo.MoE:
+        torch.manual_seed(0)
+        moe = fo.MoE(16, 16, 4, 2, **options)
+        with fo.recipe(recipe):
+            moe(torch.randn(8, 16) * (1 + rank)).square().sum().backward()
+        torch.optim.SGD(moe.parameters()).step()
+        return moe
+
+    spread, again, alone = trained(ep=mesh), trained(ep=mesh), trained()
+    want = {n: t.clone() for n, t in spread.named_buffers()}
+    for t in again.buffers():
+        t.zero_()
+    with shared_folder() as folder:
+        dcp.save(spread.state_dict(), checkpoint_id=folder / "scales")
+        for model in (again, alone):
+            dcp.load(state := model.state_dict(), checkpoint_id=folder / "scales")
+            model.load_state_dict(state)
+    whole = dict(alone.named_buffers())
+    assert whole["fc1.fp8_scale"].shape == (3, 4)
+    for name, t in again.named_buffers():
+        assert torch.equal(t, want[name]) and torch.equal(whole[name].chunk(2, -1)[rank], t), name
+    spread.load_state_dict(alone.state_dict())
+    assert all(torch.equal(t, want[n]) for n, t in spread.named_buffers())
 
 
 def _replicated(delay: bool, packed: bool, no_sync: bool, view: bool) -> list[Tensor]:

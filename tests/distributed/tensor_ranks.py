@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel import style as styles
 from torch.utils.checkpoint import checkpoint
@@ -420,6 +420,15 @@ def law_a_dtensor_at_the_border_is_laid_out_as_the_first_op_takes_it() -> None:
     foreign = distribute_tensor(x, other, [Replicate(), Shard(0)])
     with pytest.raises(fo.FuseOpsError, match="are no dimension by name"):
         parallel(foreign)
+    spread_experts = parallelize_module(moe, both["tp"], distributed.ExpertParallel())
+    one = DTensor.from_local(x, both["tp"], [Partial()])
+    for model, summand in (
+        (parallel, DTensor.from_local(x, both, [Partial(), Replicate()])),
+        (spread_experts, one),
+    ):
+        with pytest.raises(fo.FuseOpsError, match="a part of a sum"):
+            model(summand)
+    torch.testing.assert_close(parallel(one), parallel(2 * x))
 
 
 def law_collectives_beside_products_run_as_one() -> None:

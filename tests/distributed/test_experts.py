@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import fsdp_laws
 import host_memory
 import pytest
 import torch
+import torch.distributed as dist
 from spawned import Ranks
 
 from fuseops.distributed import clip_grad_norm_
-from fuseops.distributed.dispatch import device_counts, symmetric
+from fuseops.distributed.dispatch import device_counts, lost, symmetric
 
 LAWS = [name for name in vars(expert_laws) if name.startswith("law_")]
 
@@ -68,6 +70,20 @@ def test_a_rank_that_was_killed_is_named_and_training_goes_on(ranks: Ranks, tmp_
     both.stop()
     assert str(raised.value) == "rank 1: died"
     ranks.run("fsdp_laws", "goes_on", str(tmp_path))
+
+
+def test_nobody_waits_in_a_group_that_was_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setitem(lost._processes, dist.group.WORLD, {0: gone.pid})
+    try:
+        assert [*lost.ended()] == [
+            f"rank 0 has ended (process {gone.pid}), and this one waited for it."
+        ]
+    finally:
+        dist.destroy_process_group()
+    assert not [*lost.ended()]
 
 
 @pytest.mark.parametrize("law", [n for n in vars(again_laws) if n.startswith("law_")])

@@ -445,6 +445,51 @@ def test_fully_sharded_parameters_stay_and_gradients_are_exact() -> None:
     assert any(e.decision == "moved" for e in entries)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, about the gloo device
+def test_no_fakes_stay_in_what_fsdp2_gathers() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        blocks = [fo.Residual(fo.ops.Linear(D, D), fo.ops.GELU()) for _ in range(2)]
+        model, x = fo.Sequential(*blocks, fo.ops.Linear(D, D)), inputs()
+        mesh = dist.init_device_mesh("cpu", (1,))
+        for module in (*blocks, model):
+            fully_shard(module, mesh=mesh)
+        with pytest.raises(FuseOpsError, match="fully_shard has sharded those of FSDPSequential"):
+            offload.plan(model, x, layers="*")
+        before = [*model.parameters()]
+        assert not model.plan(x).rehearsed
+        assert all(
+            p is q and p.grad is None for p, q in zip(before, model.parameters(), strict=True)
+        )
+        model(x).sum().backward()
+        got = [p.grad.full_tensor() for p in model.parameters()]
+    finally:
+        dist.destroy_process_group()
+    assert all(type(g) is Tensor for g in got)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about the gloo device
+def test_a_plan_adds_nothing_to_gradients_that_fsdp2_has_not_reduced() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        models, mesh, x = (Model(2), Model(2)), dist.init_device_mesh("cpu", (1,)), inputs()
+        for model in models:
+            for module in (*model.blocks, model):
+                fully_shard(module, mesh=mesh)
+        mine, other = models
+        with offload.Scheduler(mine, "blocks.*", peak=1, policy=ALL):
+            for last in (False, True):
+                for model in models:
+                    model.set_requires_gradient_sync(last)
+                    model(x).sum().backward()
+                if not last:
+                    offload.plan(mine, x, layers="blocks.*", record=True)
+        for a, b in zip(mine.parameters(), other.parameters(), strict=True):
+            assert torch.equal(a.grad.to_local(), b.grad.to_local())
+    finally:
+        dist.destroy_process_group()
+
+
 def test_two_threads_train_two_models() -> None:
     pairs, x = [(Model(), Model()) for _ in range(2)], inputs()
     outcomes: list[bool] = []

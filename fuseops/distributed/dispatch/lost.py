@@ -46,7 +46,10 @@ def ended() -> Iterator[str]:
     for group, processes in [*_processes.items()]:  # a thread asks, too
         for rank, process in processes.items():
             if not runs(process):
-                where = dist.get_global_rank(group, rank)
+                try:
+                    where = dist.get_global_rank(group, rank)
+                except ValueError:  # the group was destroyed: nobody waits in it
+                    break
                 yield f"rank {where} has ended (process {process}), and this one waited for it."
 
 

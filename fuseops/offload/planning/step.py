@@ -22,7 +22,7 @@ from fuseops.observe.fakes import fake, faked
 from fuseops.observe.labels import matching, paths_under
 from fuseops.observe.memory import CudaMeter, StorageMeter, dense, tensors_in
 from fuseops.observe.rehearse import unseen
-from fuseops.observe.untouched import main_grads, untouched
+from fuseops.observe.untouched import main_grads, sharded, untouched
 from fuseops.ops.op import Op as FuseOp
 
 from .fused import fused_ops
@@ -93,13 +93,18 @@ def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None 
 
     split  rows that data-dependent selections (`nonzero`, `where`) find, one call after another
 
-    Raises FuseOpsError where shapes depend on data and no split is given, and where all tensors of
-    the caller are fakes.
+    Raises FuseOpsError where shapes depend on data and no split is given, where FSDP2 would gather
+    parameters, and where all tensors of the caller are fakes.
     """
     if torch_private.inside_fake_mode():
         raise FuseOpsError(
             "a plan was asked for inside of a FakeTensorMode, and fake tensors of two modes do not mix; leave "
             "the mode first: the model may have been made in it, or on the meta device."
+        )
+    if modules := sharded(step.model):
+        raise FuseOpsError(
+            f"a dry run cannot gather parameters, and fully_shard has sharded those of {type(modules[0]).__name__}: "
+            "record a step (record=True), or plan the model before fully_shard, on the meta device say."
         )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     flash = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
