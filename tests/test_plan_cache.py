@@ -215,6 +215,14 @@ def test_a_change_of_what_wants_a_gradient() -> None:
     assert_as_fresh(seq, x)
 
 
+def test_a_bias_that_comes_after_calls_without_one() -> None:
+    seq, x = fo.Sequential(Linear(8, 8, bias=False), SiLU()), data()
+    for _ in range(3):
+        outcome(seq, x)
+    seq[0].bias = nn.Parameter(torch.ones(8))
+    assert_as_fresh(seq, x)
+
+
 class ScaledInTraining(fo.Op):
     """y = 2x in training: what the plan says, by `call`."""
 
