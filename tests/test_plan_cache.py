@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -268,6 +269,14 @@ def test_a_change_of_autocast() -> None:
         with torch.autocast("cpu", **options):
             assert_as_fresh(seq, x)
     assert_as_fresh(seq, x)
+
+
+def test_autocast_casts_no_double_as_torch_does_not() -> None:
+    seq, x = model().double(), data(dtype=torch.float64)
+    expected = outcome(seq, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(x, seq[1].weight).dtype is torch.float64
+        torch.testing.assert_close(outcome(seq, x), expected, rtol=0, atol=0)
 
 
 class FusedScaled(fo.FusedOp):
