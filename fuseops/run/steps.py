@@ -80,9 +80,7 @@ def _forward_call(step: ForwardStep, k: int, grad: bool, known: dict[str, Any]) 
         return [*lines, f"out = {out}"]
     calls = _calls(step, k, known)
     if step.kind == "op":
-        out = (
-            f"o{k}.fwd(x{_keywords(tensors[0] + [('call', f'{calls}[0]')] * bool(step.keywords))})"
-        )
+        out = f"o{k}.fwd(x{_keywords(tensors[0] + [('call', f'{calls}[0]')] * step.takes_call)})"
         return [*lines, f"out = {out}", "if type(out) is not Out: out = checks.bare(step, out)"]
     members = _tuple(map(_dict, tensors))
     if step.kind == "joint":
@@ -144,7 +142,7 @@ def _backward_call(seg: Segment, step: BackwardStep, k: int, known: dict[str, An
         call = "(pure.bwd_by_autograd(step, mine[0], dy, dside, look is not None, once.scratch),)"
     elif step.kind == "op":
         given = [("dside", "dside")] * step.takes_dside
-        given += [("call", f"{calls}[0]")] * bool(step.keywords)
+        given += [("call", f"{calls}[0]")] * step.takes_call
         call = f"(o{k}.bwd(mine[0], dy{_keywords(given)}),)"
     else:
         whole = "mine" if step.target.takes_saved else "mine.pop()"
@@ -269,7 +267,7 @@ def pure_forward(
     step: ForwardStep, x: Any, keywords: dict[str, Any], once: Once, needs_grad: bool
 ) -> Out:
     """What a level-1 op gives.   needs_grad: a backward may follow"""
-    if step.keywords:
+    if step.takes_call:
         keywords["call"] = calls_of(step, once)[0] if step.live else step.calls[0]
     out = pure.run_fwd(step, x, keywords, needs_grad, once.scratch)
     out = out if type(out) is Out else checks.bare(step, out)

@@ -114,13 +114,7 @@ def _as_asked(
         return step
     call = call._replace(needs=call.needs | late.needs)
     params = tuple((0, name, position(i, name)) for name in sorted(late.needs))
-    return replace(
-        step,
-        calls=(call,),
-        keywords={"call": call} if step.keywords else {},
-        params=step.params + params,
-        later=None,
-    )
+    return replace(step, calls=(call,), params=step.params + params, later=None)
 
 
 def elsewhere(
