@@ -36,8 +36,8 @@ def coded(x: Array, scaling: Scaling, columns: bool = False) -> Coded:
         x = hadamard(x)
     if scaling.scale is torch.float32:
         tensor = max(x.shape[0], 1), max(x.shape[1], 1)
-        return by_float32(x, scaling, tensor if scaling.block is None else scaling.grain)
-    return ORACLES[scaling.scale](x, str(scaling.data).removeprefix("torch."), scaling.grain)
+        return by_float32(x, scaling, tensor if scaling.block is None else scaling.code_block)
+    return ORACLES[scaling.scale](x, str(scaling.data).removeprefix("torch."), scaling.code_block)
 
 
 def same(found: Any, wanted: Coded) -> None:
@@ -71,14 +71,14 @@ def test_codes_stand_for_what_is_near(scaling: Scaling) -> None:
     """Of every format there is: what is read in other blocks than it was written in is far away."""
     sizes = [(torch.arange(n) // 16 % 3).exp2() for n in (130, 200)]
     x = filled((130, 200), torch.float32, "normal", 0) * sizes[0][:, None] * sizes[1]
-    for made in (weight_operand,) if scaling.square else (weight_operand, operand):
+    for made in (weight_operand,) if scaling.is_square else (weight_operand, operand):
         q = made(x, scaling, row=True, col=True)
         for layout, wanted in (("row", x), ("col", x.t())):
             error = values(q, layout)[: len(wanted), : wanted.shape[1]] - wanted
             assert error.norm() < NEAR[scaling.data] * x.norm(), (made, layout)
 
 
-@pytest.mark.parametrize("scaling", [s for s in EVERY if s.square], ids=str)
+@pytest.mark.parametrize("scaling", [s for s in EVERY if s.is_square], ids=str)
 @pytest.mark.parametrize("role", ["input", "grad_output", "hidden"])
 def test_squares_of_tokens_are_refused(scaling: Scaling, role: str) -> None:
     for form in (scaling, Scaling(columns=COLUMN, colwise=scaling)):
@@ -106,7 +106,7 @@ def test_rows_and_columns_are_those_of_the_oracle(
     offs = torch.tensor([3, 3, 33], dtype=torch.int32)  # and padding
     grouped = operand(x, scaling, offs, row=True, col=True)
     assert grouped.row is not None and grouped.col is not None
-    step, packs = scaling.grain[1], scaling.packs
+    step, packs = scaling.code_block[1], scaling.codes_per_byte
     for group, (begin, end, at) in enumerate([(0, 3, 0), (3, 3, 128), (3, 33, 256)]):
         data, scale, *whole = grouped.col
         parts = (
@@ -130,7 +130,7 @@ def test_weights_are_those_of_the_oracle(scaling: Scaling) -> None:
     for k, matrix in enumerate(weight.numpy()):
         same([t[k] for t in q.row], coded(matrix, scaling))
         same([t[k] for t in q.col], coded(np.ascontiguousarray(matrix.T), scaling))
-    if scaling.square:  # one set of codes for both directions
+    if scaling.is_square:  # one set of codes for both directions
         mine, theirs = values(replace(q, dtype=torch.float32), "row"), values(q, "col")
         assert torch.equal(mine.mT.nan_to_num(7.0), theirs.nan_to_num(7.0))
 
@@ -141,7 +141,7 @@ def test_what_codes_stand_for_is_exact_in_the_dtype_of_products(
     scaling: Scaling, dtype: torch.dtype
 ) -> None:
     x = filled((40, 70), dtype, "normal", 1) * torch.logspace(-38, 37, 40)[:, None].to(dtype)
-    if scaling.square:
+    if scaling.is_square:
         q = weight_operand(x, scaling, row=True, col=False)
     else:
         q = operand(x, scaling, row=True)
@@ -365,7 +365,7 @@ def test_large_tensors_are_quantized_in_pieces_to_the_same_bits(
     offs = torch.tensor([40, 40, 290], dtype=torch.int32)
 
     def made() -> list[Tensor]:
-        if scaling.square:
+        if scaling.is_square:
             q = weight_operand(torch.stack([x, x.flip(0)]), scaling, row=True, col=True)
         else:
             q = operand(x, scaling, offs, row=True, col=True)

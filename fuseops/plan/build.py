@@ -394,7 +394,7 @@ class _Builder:
 
     def _random(self, i: int) -> bool:
         roles = self._roles(i)
-        return roles is not None and roles.random
+        return roles is not None and roles.rounds_at_random
 
     def operands(self) -> Iterator[Operand]:
         """What every GEMM of the run reads under the recipe."""
@@ -407,7 +407,7 @@ class _Builder:
                     if scaling is None:
                         yield Operand(name, role, HIGH, False)
                     else:
-                        yield Operand(name, role, str(scaling), scaling.kernel is not None)
+                        yield Operand(name, role, str(scaling), scaling.gemm_kind is not None)
 
     def weights(self) -> Iterator[KeptWeight]:
         """What of the weights is kept from call to call."""

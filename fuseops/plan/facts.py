@@ -32,7 +32,7 @@ def roles_of(chain: Chain, recipe: Recipe | None, modes: Sequence[str]) -> tuple
         given = None
         if recipe is not None and (op.multiplies or op.quantizes) and not mode:
             given = recipe.checked_roles_of(op, path_of(op) or name)
-        found.append(None if given is None or given.high else given)
+        found.append(None if given is None or given.is_high_precision else given)
     return tuple(found)
 
 

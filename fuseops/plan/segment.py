@@ -185,7 +185,7 @@ class Segment:
     def __post_init__(self) -> None:
         self.elsewhere = any(step.main or step.later is not None for step in self.backward)
         roles = [call.precision.roles for step in self.backward for call in step.calls]
-        self.random = any(of is not None and of.random for of in roles)
+        self.random = any(of is not None and of.rounds_at_random for of in roles)
         self.kept = tuple((slot.owner, k) for slot in self.slots for k in slot.kept)
         self.local_reads = self._local_reads()
         run = [*self.ops, *(step.target for step in (*self.forward, *self.backward))]

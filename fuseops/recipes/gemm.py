@@ -22,7 +22,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.kernels.tiles import FLOATS
 
-from .numbers import Measuring, watching
+from .numerics import ActiveStats, active_stats
 from .operands import Operand
 from .quantized import Factors, Quantized, factors, features, in_order, layout_of, scaled_tiles
 from .scaling import SQUARE, VECTOR
@@ -44,8 +44,10 @@ def fprop(
     name: of the op, here and below, for who watches.  bias: without offs
     """
     y = _multiplied(x, weight, "row", offs, tiles, bias)
-    if Measuring.numbers and (seen := watching()):
-        seen.compare(name, "forward", y, partial(_exact, offs=offs, bias=bias), x, weight)
+    if ActiveStats.current and (stats := active_stats()):
+        stats.record_gemm_error(
+            name, "forward", y, partial(_exact, offs=offs, bias=bias), x, weight
+        )
     return y
 
 
@@ -58,8 +60,10 @@ def dgrad(
 ) -> Tensor:
     """dx = dy w.   (R, N), (N, K) or (E, N, K) -> (R, K)"""
     dx = _multiplied(dy, weight, "col", offs, tiles)
-    if Measuring.numbers and (seen := watching()):
-        seen.compare(name, "input gradient", dx, partial(_exact, offs=offs, turn=True), dy, weight)
+    if ActiveStats.current and (stats := active_stats()):
+        stats.record_gemm_error(
+            name, "input gradient", dx, partial(_exact, offs=offs, turn=True), dy, weight
+        )
     return dx
 
 
@@ -97,7 +101,7 @@ def _multiplied(
     if isinstance(a, Quantized) and isinstance(weight, Quantized) and a.dtype in FLOATS:
         codes, turned = a.row, weight.row if layout == "row" else weight.col
         other = weight.scaling if layout == "row" else weight.scaling.colwise or weight.scaling
-        kind = other.kernel if other.kernel == a.scaling.kernel else None
+        kind = other.gemm_kind if other.gemm_kind == a.scaling.gemm_kind else None
         vectors = other.block == VECTOR  # which kernels read of rows alone
         if not vectors and kind is not None and codes is not None and turned is not None:
             bias = None if bias is None else bias.to(a.dtype)
@@ -151,7 +155,7 @@ def _grouped(
 def _cut(q: Operand, layout: str, step: int) -> list[slice]:
     """Where the rows of a layout are cut: those of codes that are expanded, with scales that lie as they do."""
     found = getattr(q, layout) if isinstance(q, Quantized) else None
-    if found is None or q.scaling.of(layout).family.codes:  # type: ignore[union-attr]
+    if found is None or q.scaling.of(layout).family.has_gemm:  # type: ignore[union-attr]
         return [slice(0, None)]
     return K.pieces(found.data, step)
 
@@ -160,7 +164,7 @@ def _part(q: Operand, layout: str, piece: slice) -> Operand:
     """Some rows of a layout."""
     if piece.stop is None:
         return q
-    (data, scale, *whole), high = getattr(q, layout), q.scaling.of(layout).grain[0]  # type: ignore[union-attr]
+    (data, scale, *whole), high = getattr(q, layout), q.scaling.of(layout).code_block[0]  # type: ignore[union-attr]
     some = slice(piece.start // high, -(-piece.stop // high))
     part = layout_of(data[..., piece, :], scale[..., some, :], *whole)
     return replace(q, **{layout: part})  # type: ignore[type-var]
@@ -174,7 +178,7 @@ def _small(a: Operand, layout: str, b: Operand, other: str) -> bool:
     if mine is None or yours is None or not K.multiplies(mine.data):
         return False
     forms = a.scaling.of(layout), b.scaling.of(other)
-    return all(form.small for form in forms) and forms[0].scale is forms[1].scale
+    return all(form.is_micro for form in forms) and forms[0].scale is forms[1].scale
 
 
 def _whole(
@@ -193,7 +197,7 @@ def _dense(a: Operand, layout: str, right: Factors, dtype: torch.dtype) -> Tenso
     largest = found.new_empty(1).expand(found.shape[0], max(found.shape[1], right[0].shape[0]))
     a = in_order(a) if isinstance(a, Quantized) else a
     # scales that kernels read lie in another order
-    whole = isinstance(a, Quantized) and a.scaling.of(layout).family.codes
+    whole = isinstance(a, Quantized) and a.scaling.of(layout).family.has_gemm
     cut = [slice(0, None)] if whole else K.pieces(largest)
 
     def of_rows(at: slice) -> Tensor:
@@ -212,10 +216,10 @@ def _columns(
     """Both columns with their scales, and how those lie, as the FP8 kernel takes them."""
     if not (isinstance(dy, Quantized) and isinstance(x, Quantized)) or dtype not in FLOATS:
         return None
-    kind = (dy.scaling.colwise or dy.scaling).kernel
+    kind = (dy.scaling.colwise or dy.scaling).gemm_kind
     if dy.col is None or x.col is None or kind is None or dy.scaling.columns != x.scaling.columns:
         return None
-    if kind != (x.scaling.colwise or x.scaling).kernel:
+    if kind != (x.scaling.colwise or x.scaling).gemm_kind:
         return None
     squares = kind == "block" and x.scaling.columns == SQUARE
     return *dy.col, *x.col, "square" if squares else kind
@@ -231,8 +235,10 @@ def wgrad(
 ) -> Tensor:
     """dw = dy^T x.   (R, N), (R, K) -> (N, K) or (E, N, K)      tiles_of: asked where a kernel reads a table"""
     dw = _wgrad(dy, x, dtype, offs, tiles_of)
-    if Measuring.numbers and (seen := watching()):
-        seen.compare(name, "weight gradient", dw, partial(_exact_wgrad, offs=offs), dy, x)
+    if ActiveStats.current and (stats := active_stats()):
+        stats.record_gemm_error(
+            name, "weight gradient", dw, partial(_exact_wgrad, offs=offs), dy, x
+        )
     return dw
 
 
@@ -298,7 +304,7 @@ def wgrad_into(
 
     Of squares what is overwritten may have another dtype, and be some rows or columns of larger matrices.
     """
-    if Measuring.numbers and watching():
+    if ActiveStats.current and active_stats():
         wgrad(dy, x, torch.float32, offs, name)
     columns = _columns(dy, x, main_grad.dtype)
     if columns is not None:

@@ -16,9 +16,9 @@ from fuseops.kernels.scales import Lay
 from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
-from .numbers import Measuring, watching
-from .quantized import Layout, Quantized, in_order, layout_of, tokens_of
-from .scales import See
+from .numerics import ActiveStats, active_stats
+from .quantized import Layout, Quantized, in_order, layout_of, token_axis
+from .scales import ScaleFn
 from .scaling import COLUMN, E4M3, SQUARE, VECTOR, Scaling
 
 Operand = Tensor | Quantized
@@ -62,7 +62,7 @@ def quantize(
     source = x.carrier if isinstance(x, Quantized) else x
     with torch.no_grad():
         x = x.detach()
-        if scaling.square:
+        if scaling.is_square:
             q = weight_operand(x, scaling, row=row, col=col)
         else:
             q = in_order(operand(x, scaling, offs, row=row, col=col))
@@ -86,7 +86,7 @@ def operand(
     col: bool = False,
     index: Tensor | None = None,
     seed: Tensor | None = None,
-    see: See | None = None,
+    scale_fn: ScaleFn | None = None,
     up: Tensor | None = None,
 ) -> Quantized:
     """x as the operand of GEMMs that read these layouts.   (..., K) -> Quantized over (R, K)
@@ -98,12 +98,12 @@ def operand(
     """
     if scaling.rounds_at_random and seed is None and isinstance(x, Tensor):
         seed = torch.randint(2**62, (1,), device=x.device)
-    q = _operand(x, scaling, offs, row, col, index, seed, see, up)
-    if Measuring.numbers and (seen := watching()):
-        source = seen.original(x)
+    q = _operand(x, scaling, offs, row, col, index, seed, scale_fn, up)
+    if ActiveStats.current and (stats := active_stats()):
+        source = stats.original_of(x)
         if source is not None and index is not None:
             source = K.gather_rows(source.reshape(-1, source.shape[-1]), index, offs)  # type: ignore[arg-type]
-        seen.quantized(q, source)
+        stats.record_quantized(q, source)
     return q
 
 
@@ -115,7 +115,7 @@ def _operand(
     col: bool,
     index: Tensor | None,
     seed: Tensor | None,
-    see: See | None,
+    scale_fn: ScaleFn | None,
     up: Tensor | None = None,
 ) -> Quantized:
     if isinstance(x, Quantized):
@@ -126,20 +126,20 @@ def _operand(
         tokens = operand(x, scaling)
         return _from_codes(tokens, scaling, offs, row, col, index)
     if scaling.block is None and scaling.colwise is None:
-        if up is None and (see is not None or not scaling.plain):
-            up = (see or partial(_up, scaling))(K.group_amax(x, offs, index))
+        if up is None and (scale_fn is not None or not scaling.has_default_options):
+            up = (scale_fn or partial(_up, scaling))(K.group_amax(x, offs, index))
         data, turned, scale = K.quantize_groups(x, offs, scaling.data, row, col, index, up)
         rows, columns = Layout(data, scale) if row else None, Layout(turned, scale) if col else None
         return Quantized(rows, columns, scaling, offs, x.dtype)
     if index is not None:
         x = K.gather_rows(x, index, offs)  # type: ignore[arg-type]
     if scaling.colwise is not None:
-        mine = _operand(x, replace(scaling, colwise=None), offs, True, False, None, seed, see)
-        other = _operand(x, scaling.colwise, offs, False, True, None, seed, see)
+        mine = _operand(x, replace(scaling, colwise=None), offs, True, False, None, seed, scale_fn)
+        other = _operand(x, scaling.colwise, offs, False, True, None, seed, scale_fn)
         odd = mine.odd if row else other.odd
         found = mine.row if row else None, other.col if col else None
         return Quantized(*found, scaling, offs, x.dtype, odd=odd)
-    if scaling.block is not None and not (scaling.family.codes and scaling.plain):
+    if scaling.block is not None and not (scaling.family.has_gemm and scaling.has_default_options):
         return _by_format(x, scaling, offs, row, col, seed)
     rows, columns = _by_vector(x, scaling, offs, row, col)
     return Quantized(rows, columns, scaling, offs, x.dtype)
@@ -184,7 +184,7 @@ def _by_format(
     rows, columns = None, None
     shifted, turn = col and columns_follow(scaling), scaling.hadamard
     seed = seed if scaling.stochastic else None
-    small = scaling.small and not scaling.stochastic  # what a kernel writes, unless turned
+    small = scaling.is_micro and not scaling.stochastic  # what a kernel writes, unless turned
     amax = _amax_of_groups(x, scaling, offs, 1) if row or shifted or (small and not turn) else None
     if small and row:
         rows = _small(x, scaling, "row", offs, amax)
@@ -196,7 +196,7 @@ def _by_format(
         columns = _small(x, scaling, "col", offs, amax)
     elif col:
         columns = _turned(x, scaling, offs, seed)
-    odd = ("row",) if x.shape[-1] % scaling.packs else ()
+    odd = ("row",) if x.shape[-1] % scaling.codes_per_byte else ()
     return Quantized(rows if row else None, columns, scaling, offs, x.dtype, odd=odd)
 
 
@@ -215,7 +215,7 @@ def _small(
 def _turned(x: Tensor, scaling: Scaling, offs: Tensor | None, seed: Tensor | None) -> Layout:
     """Columns by way of a transpose, of some features at a time, which the Hadamard transform may turn."""
     ends = None if offs is None else K.column_offs(offs)
-    if offs is None and scaling.family.codes:  # one group, as kernels lay it
+    if offs is None and scaling.family.has_gemm:  # one group, as kernels lay it
         offs, _ = K.one_group(len(x), x)
 
     def laid(features: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def _spread(
     if amax is None:
         return None
     spread = K.spread_over_groups(amax, ends, tokens)
-    return K.whole_of_blocks(spread, scaling.grain[1], not axis), amax
+    return K.whole_of_blocks(spread, scaling.code_block[1], not axis), amax
 
 
 def _coded(
@@ -270,10 +270,10 @@ def _coded(
     """Matrices in blocks along their last axis.   lay: as of `K.quantize_format`"""
     spread, amax = (None, None) if whole is None else whole
     form = K.Format(
-        scaling.data, scaling.scale, scaling.grain, bool(scaling.powers), scaling.epsilon
+        scaling.data, scaling.scale, scaling.code_block, bool(scaling.powers), scaling.epsilon
     )
     codes, scale = K.quantize_format(x, form, spread, seed, lay)
-    if scaling.family.codes and not scaling.square:  # as kernels read them
+    if scaling.family.has_gemm and not scaling.is_square:  # as kernels read them
         scale = scale.mT.contiguous()
     found: Layout = layout_of(codes, scale, None if amax is None else 1 / K.whole_inverse(amax))
     return found
@@ -288,7 +288,7 @@ def _from_codes(
     index: Tensor | None,
 ) -> Quantized:
     """What is quantized already: its layouts as they are, columns from its rows."""
-    small = x.scaling.kernel is None or x.scaling.colwise is not None
+    small = x.scaling.gemm_kind is None or x.scaling.colwise is not None
     if small and (index is not None or (offs is None) != (x.offs is None)):
         x = in_order(x)
     check_codes(x, scaling, offs, row, col, index is not None)
@@ -299,7 +299,7 @@ def _from_codes(
         return x.only(row, col)
     if scaling.block is None:
         return _by_scale(x, scaling, offs, row, col, index)
-    if not scaling.family.codes:  # rows alone, by check_codes
+    if not scaling.family.has_gemm:  # rows alone, by check_codes
         taken = _rows_at(x, cast("Tensor", index), offs)
         return Quantized(taken, None, scaling, offs, x.dtype, odd=x.odd)
     parts = K.permute_operand(*cast("Layout", x.row), index, offs, row and index is not None, col)
@@ -342,7 +342,7 @@ def _rows_at(x: Quantized, index: Tensor, offs: Tensor | None) -> Layout:
     codes = K.gather_rows.twin(data.view(torch.uint8), index, ends).view(data.dtype)
     if x.scaling.block is None:
         return Layout(codes, scale)
-    axis, _ = tokens_of(x.scaling, "row")
+    axis, _ = token_axis(x.scaling, "row")
     by_row = scale.transpose(0, axis)
     raw = by_row.view(torch.uint8) if scale.itemsize == 1 else by_row
     taken = K.gather_rows.twin(raw, index, ends).view(scale.dtype)
@@ -398,7 +398,7 @@ def check_codes(
 
     by_index: of other rows than those of x, in another order.
     """
-    alike = x.scaling is scaling or x.scaling.like(scaling)
+    alike = x.scaling is scaling or x.scaling.matches(scaling)
     by_group = x.offs is not None and _one_a_group(x)
     alone = by_group and (by_index or offs is None)
     missing = row and x.row is None
@@ -430,7 +430,7 @@ def check_codes(
 
 
 def weight_operand(
-    weight: Operand, scaling: Scaling, *, row: bool, col: bool, see: See | None = None
+    weight: Operand, scaling: Scaling, *, row: bool, col: bool, scale_fn: ScaleFn | None = None
 ) -> Quantized:
     """A weight (N, K) or (E, N, K) as `row`, which the forward reads, and its transpose as `col`, for dx.
 
@@ -440,36 +440,38 @@ def weight_operand(
         return replace(weight, row=weight.row if row else None, col=weight.col if col else None)
     if scaling.block == VECTOR and scaling.columns == SQUARE and scaling.colwise is None:
         scaling = replace(scaling, columns=COLUMN)  # vectors both ways: squares alone are shared
-    rows, columns = _of_weight(weight, scaling, row, col and scaling.colwise is None, see)
+    rows, columns = _of_weight(weight, scaling, row, col and scaling.colwise is None, scale_fn)
     if col and scaling.colwise is not None:
-        _, columns = _of_weight(weight, scaling.colwise, False, True, see)
+        _, columns = _of_weight(weight, scaling.colwise, False, True, scale_fn)
     odd = odd_layouts(weight, scaling)
     q = Quantized(rows, columns, scaling, None, weight.dtype, odd=odd)
-    if Measuring.numbers and (seen := watching()):
-        seen.quantized(q, weight)
+    if ActiveStats.current and (stats := active_stats()):
+        stats.record_quantized(q, weight)
     return q
 
 
 def odd_layouts(weight: Tensor, scaling: Scaling) -> tuple[str, ...]:
     """`Quantized.odd` of a weight (..., N, K)."""
-    if scaling.family.codes and scaling.colwise is None:  # one code a byte
+    if scaling.family.has_gemm and scaling.colwise is None:  # one code a byte
         return ()
     n, k = weight.shape[-2:]
     widths = (("row", k), ("col", n))
-    return tuple([name for name, width in widths if width % scaling.of(name).packs])
+    return tuple([name for name, width in widths if width % scaling.of(name).codes_per_byte])
 
 
-def _of_weight(weight: Tensor, scaling: Scaling, row: bool, col: bool, see: See | None) -> Layouts:
+def _of_weight(
+    weight: Tensor, scaling: Scaling, row: bool, col: bool, scale_fn: ScaleFn | None
+) -> Layouts:
     """Both layouts of a weight (N, K) or (E, N, K)."""
     if scaling.colwise is not None:
         scaling = replace(scaling, colwise=None)
     if scaling.block is None:
         up = None
-        if see is not None or not scaling.plain:
-            up = (see or partial(_up, scaling))(K.matrix_amax(weight))
+        if scale_fn is not None or not scaling.has_default_options:
+            up = (scale_fn or partial(_up, scaling))(K.matrix_amax(weight))
         data, turned, scale = K.quantize_matrices(weight, scaling.data, row, col, up)
         return Layout(data, scale) if row else None, Layout(turned, scale) if col else None
-    if scaling.family.codes and scaling.plain and scaling.block != VECTOR:
+    if scaling.family.has_gemm and scaling.has_default_options and scaling.block != VECTOR:
         parts = K.quantize_weight(weight, scaling.data, row, col)
         return Layout(*parts[:2]) if row else None, Layout(*parts[2:]) if col else None
     rows, columns = _coded_matrices(weight.reshape(-1, *weight.shape[-2:]), scaling, row, col)

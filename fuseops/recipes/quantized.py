@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 
-from .carrier import carrier_of, through
+from .carrier import attach_carrier, carrier_of
 from .scaling import E4M3, Block, Scaling
 
 BLOCK = 128
@@ -94,7 +94,7 @@ class Quantized:
             return self.carrier.shape
         found = self.row.data.shape if self.row is not None else self.col.data.shape  # type: ignore[union-attr]
         layout = "row" if self.row else "col"
-        width = found[-1] * self.scaling.of(layout).packs - (layout in self.odd)
+        width = found[-1] * self.scaling.of(layout).codes_per_byte - (layout in self.odd)
         return torch.Size((*found[:-1], width) if self.row else (*found[:-2], width, found[-2]))
 
     def dim(self) -> int:
@@ -175,7 +175,7 @@ class Quantized:
         found = found.to(self.dtype)
         if self.carrier is None or self.row is None:
             return found
-        return through(self.carrier, found.view(self.carrier.shape))
+        return attach_carrier(self.carrier, found.view(self.carrier.shape))
 
     def only(self, row: bool, col: bool) -> Quantized:
         """Of its layouts these, as a value that lives inside an op, without a carrier."""
@@ -237,7 +237,7 @@ class Quantized:
         one = [t[first:last] if t.dim() else t for t in whole]
         if self.scaling.block is None:
             return Layout(data[begin:end], scale[first:last] if scale.dim() else scale)
-        axis, _ = tokens_of(self.scaling, "row")
+        axis, _ = token_axis(self.scaling, "row")
         parts = data[begin:end], scale.narrow(axis, begin, end - begin).contiguous()
         return layout_of(*parts, *one)
 
@@ -252,10 +252,10 @@ class Quantized:
             source, target = begin // BLOCK + first + k, (begin - ends[0]) // BLOCK + k
             moves.append((source, target, -(-(end - begin) // BLOCK)))
         scaling = self.scaling.of("col")
-        codes = _moved(data, 1, BLOCK // scaling.packs, blocks, moves)
+        codes = _moved(data, 1, BLOCK // scaling.codes_per_byte, blocks, moves)
         if scaling.block is None:
             return Layout(codes, scale[first : first + groups] if scale.dim() else scale)
-        axis, step = tokens_of(scaling, "col")
+        axis, step = token_axis(scaling, "col")
         return layout_of(codes, _moved(scale, axis, BLOCK // step, blocks, moves), *one)
 
 
@@ -264,12 +264,12 @@ def layout_of(data: Tensor, scale: Tensor, whole: Tensor | None = None) -> Any:
     return Layout(data, scale) if whole is None else WholeLayout(data, scale, whole)
 
 
-def tokens_of(scaling: Scaling, layout: str) -> tuple[int, int]:
+def token_axis(scaling: Scaling, layout: str) -> tuple[int, int]:
     """Of the scales of blocks, the axis that goes over tokens, and how many tokens share one."""
     if layout == "row":
-        return (1 if scaling.family.codes else 0), 1
+        return (1 if scaling.family.has_gemm else 0), 1
     high, wide = cast("Block", scaling.columns)
-    return (0 if scaling.family.codes and wide == 1 else 1), high
+    return (0 if scaling.family.has_gemm and wide == 1 else 1), high
 
 
 def _moved(
@@ -344,7 +344,7 @@ def factors(q: Quantized, layout: str) -> Factors:
         return data.float() * _of_groups(q, layout, data, scale), None
     block = sorted(cast("Block", scaling.block if layout == "row" else scaling.columns))
     scale = _plain(q, layout).scale
-    if scaling.family.codes and block[0] == 1:  # as kernels read them
+    if scaling.family.has_gemm and block[0] == 1:  # as kernels read them
         scale = scale.mT
     dtype = product_dtype(scaling, q.dtype)
     codes = K.dequantize_format(data, scale, scaling.data, (block[0], block[1]), dtype)
@@ -363,7 +363,7 @@ def _plain(q: Quantized, layout: str) -> Layout:
         return found
     (data, scale), whole = found[:2], found[2:]
     scaling, rows = q.scaling.of(layout), len(data)
-    count = -(-data.shape[1] * scaling.packs // scaling.grain[1])
+    count = -(-data.shape[1] * scaling.codes_per_byte // scaling.code_block[1])
     offs = q.offs if layout == "row" else None
     plain = K.unswizzled(scale.view(torch.uint8), rows, count, offs)
     return layout_of(data, plain.view(scale.dtype), *whole)
@@ -394,7 +394,7 @@ def scaled_tiles(q: Quantized, layout: str) -> tuple[Tensor, Tensor]:
     raw = scale.view(torch.uint8)
     if swizzled(getattr(q, layout)):
         return data, raw
-    high = q.scaling.of(layout).grain[0]
+    high = q.scaling.of(layout).code_block[0]
     by_row = raw.repeat_interleave(high, -2)[..., : data.shape[-2], :]
     return data, K.swizzled(by_row, q.offs if layout == "row" else None)
 

@@ -15,7 +15,7 @@ from fuseops import kernels as K
 from fuseops.kernels.activation import Form
 from fuseops.ops.op import Call
 from fuseops.recipes import Layout, Operand, Quantized, Roles, Scaling, operand
-from fuseops.recipes.numbers import Measuring, watching
+from fuseops.recipes.numerics import ActiveStats, active_stats
 from fuseops.recipes.quantized import BLOCK
 
 WRITTEN = Scaling()  # the format of the codes that a GEMM writes
@@ -34,10 +34,12 @@ def why_apart(form: Form | None, h: Operand, first: Call, last: Call, reads_dh: 
     if reads_dh:
         return "the gradient of a bias reads dh"
     below, above = first.precision.roles, last.precision.roles
-    if below is None or above is None or not (below.squares and above.squares):
+    if below is None or above is None or not (below.square_columns and above.square_columns):
         return "the recipe has other columns than squares"
     # not while somebody watches the numbers, who wants the tensors that the codes are of
-    return "fo.debug() compares codes with tensors" if Measuring.numbers and watching() else None
+    return (
+        "fo.debug() compares codes with tensors" if ActiveStats.current and active_stats() else None
+    )
 
 
 def forward(h: Operand, probs: Tensor | None, offs: Tensor | None, last: Call) -> Quantized:
@@ -75,7 +77,7 @@ def whole_squares(da: Tensor) -> bool:
 def hidden_from_gemm(roles: Roles, dtype: torch.dtype, width: int) -> bool:
     """Whether fc1's GEMM writes h as the codes that the recipe saves.   width: of h; dtype: of x"""
     codes = roles.hidden == WRITTEN and width % (2 * BLOCK) == 0
-    return codes and dtype is torch.bfloat16 and not (Measuring.numbers and watching())
+    return codes and dtype is torch.bfloat16 and not (ActiveStats.current and active_stats())
 
 
 def hidden(

@@ -16,7 +16,7 @@ from fuseops.ops.norms import LayerNorm, Normed, RMSNorm
 from fuseops.ops.op import Call, Given, Grads, Op, SideGrads
 from fuseops.ops.structure import Add, AddSaved, Tap, of_tap
 from fuseops.recipes import Layout, Quantized, Scaling
-from fuseops.recipes.numbers import Measuring, watching
+from fuseops.recipes.numerics import ActiveStats, active_stats
 from fuseops.recipes.scaling import SQUARE, VECTOR
 
 
@@ -114,10 +114,14 @@ class Front:
         if (
             roles is None
             or not isinstance(self.norm, RMSNorm)
-            or (Measuring.numbers and watching())
+            or (ActiveStats.current and active_stats())
         ):
             return None
-        vectors = roles.input is not None and roles.input.block == VECTOR and roles.input.plain
+        vectors = (
+            roles.input is not None
+            and roles.input.block == VECTOR
+            and roles.input.has_default_options
+        )
         return roles.input if vectors and (compute is None or compute is x.dtype) else None
 
     def bwd(

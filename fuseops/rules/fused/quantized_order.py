@@ -17,7 +17,7 @@ from fuseops.ops.linear import WEIGHT, Indexed, grad_operand, of_codes
 from fuseops.ops.op import Call, Calls
 from fuseops.ops.tiles import tiles_of_columns
 from fuseops.recipes import Operand, Roles, Scaling, gemm, operand
-from fuseops.recipes.numbers import Measuring
+from fuseops.recipes.numerics import ActiveStats
 from fuseops.recipes.operands import up_of_rows
 from fuseops.recipes.quantized import BLOCK, some_features
 
@@ -100,12 +100,12 @@ def _divisible(dy: Tensor, calls: Calls, copied: bool) -> bool:
     squares, whose scales the parts keep, or such as kernels make of copies and multiply.
     """
     first, _, last = calls
-    if dy.dtype not in FLOATS or Measuring.numbers or "weight" in (first.out or {}):
+    if dy.dtype not in FLOATS or ActiveStats.current or "weight" in (first.out or {}):
         return False
     if copied:
         alike = map(_alike, (first.precision.roles, last.precision.roles))
         return first.scales is None and all(alike)
-    return first.precision.roles.squares and last.precision.roles.squares  # type: ignore[union-attr]
+    return first.precision.roles.square_columns and last.precision.roles.square_columns  # type: ignore[union-attr]
 
 
 def _alike(roles: Roles | None) -> bool:
