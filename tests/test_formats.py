@@ -18,7 +18,7 @@ from fuseops import kernels as K
 from fuseops.kernels import scales
 from fuseops.recipes import Scaling, gemm, micro
 from fuseops.recipes.operands import operand, weight_operand
-from fuseops.recipes.quantized import factors, features, values
+from fuseops.recipes.quantized import dequantize_columns, dequantize_layout, factors
 from fuseops.recipes.recipe import BACKWARDS
 from fuseops.recipes.scaling import COLUMN, E2M1, FAMILIES
 from fuseops.testing.strategies import Formats, Split, filled, scalings
@@ -74,7 +74,7 @@ def test_codes_stand_for_what_is_near(scaling: Scaling) -> None:
     for made in (weight_operand,) if scaling.is_square else (weight_operand, operand):
         q = made(x, scaling, row=True, col=True)
         for layout, wanted in (("row", x), ("col", x.t())):
-            error = values(q, layout)[: len(wanted), : wanted.shape[1]] - wanted
+            error = dequantize_layout(q, layout)[: len(wanted), : wanted.shape[1]] - wanted
             assert error.norm() < NEAR[scaling.data] * x.norm(), (made, layout)
 
 
@@ -131,7 +131,10 @@ def test_weights_are_those_of_the_oracle(scaling: Scaling) -> None:
         same([t[k] for t in q.row], coded(matrix, scaling))
         same([t[k] for t in q.col], coded(np.ascontiguousarray(matrix.T), scaling))
     if scaling.is_square:  # one set of codes for both directions
-        mine, theirs = values(replace(q, dtype=torch.float32), "row"), values(q, "col")
+        mine, theirs = (
+            dequantize_layout(replace(q, dtype=torch.float32), "row"),
+            dequantize_layout(q, "col"),
+        )
         assert torch.equal(mine.mT.nan_to_num(7.0), theirs.nan_to_num(7.0))
 
 
@@ -147,13 +150,15 @@ def test_what_codes_stand_for_is_exact_in_the_dtype_of_products(
         q = operand(x, scaling, row=True)
     wanted = torch.from_numpy(coded(x.float().numpy(), scaling).values)
     if scaling.scale is E4M3:  # times a float32 scale
-        torch.testing.assert_close(values(q, "row").double(), wanted, rtol=2**-23, atol=2**-149)
+        torch.testing.assert_close(
+            dequantize_layout(q, "row").double(), wanted, rtol=2**-23, atol=2**-149
+        )
         found, whole = factors(q, "row")
         assert found.dtype is dtype and whole is not None
         expected = wanted / float(whole)  # codes times the scales of blocks alone
         torch.testing.assert_close(found.double(), expected, rtol=2**-50, atol=0)
     else:
-        assert torch.equal(values(q, "row").double(), wanted)
+        assert torch.equal(dequantize_layout(q, "row").double(), wanted)
 
 
 # --- float32 scales: of blocks, tensors and groups
@@ -286,11 +291,13 @@ def test_columns_may_have_another_format_than_rows(rows: Scaling, columns: Scali
         alone = operand(x, scaling, offs, row=layout == "row", col=layout == "col")
         for mine, theirs in zip(getattr(q, layout), getattr(alone, layout), strict=True):
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
-        assert torch.equal(values(q, layout), values(alone, layout))
+        assert torch.equal(dequantize_layout(q, layout), dequantize_layout(alone, layout))
     w = weight_operand(filled((2, 40, 30), torch.float32, "normal", 2), both, row=True, col=True)
-    assert values(w, "row").shape == (2, 40, 30) and values(w, "col").shape == (2, 30, 40)
+    assert dequantize_layout(w, "row").shape == (2, 40, 30) and dequantize_layout(
+        w, "col"
+    ).shape == (2, 30, 40)
     assert q.groups(1, 2).shape == (36, 50) and torch.equal(
-        values(q.groups(1, 2), "col"), values(q, "col")[:, 128:]
+        dequantize_layout(q.groups(1, 2), "col"), dequantize_layout(q, "col")[:, 128:]
     )
 
 
@@ -308,7 +315,7 @@ def test_the_hadamard_transform_is_its_own_inverse_and_that_of_the_matrix() -> N
     q = operand(x, micro.nvfp4(hadamard=True), row=False, col=True)
     exact = operand(x, micro.nvfp4(), row=False, col=True)
     for found in (q, exact):  # both stand for x
-        assert (features(found)[:, :5] - x.t()).norm() < 0.2 * x.norm()
+        assert (dequantize_columns(found)[:, :5] - x.t()).norm() < 0.2 * x.norm()
 
 
 @pytest.mark.parametrize("layout", ["row", "col"])
@@ -317,7 +324,7 @@ def test_rounding_at_random_is_right_in_the_mean_and_repeats_for_its_seed(layout
     x[::16] = x[:, ::16] = 6  # so that every block has the scale 1, which no E4M3 rounds
     scaling, wanted = micro.nvfp4(stochastic=True), {"row": layout == "row", "col": layout == "col"}
     seeds = [torch.tensor([seed]) for seed in range(40)]
-    drawn = [values(operand(x, scaling, seed=s, **wanted), layout) for s in seeds]
+    drawn = [dequantize_layout(operand(x, scaling, seed=s, **wanted), layout) for s in seeds]
     rows = [t if layout == "row" else t.t() for t in drawn]
     mean = torch.stack([t[torch.arange(128) % 16 > 0] for t in rows]).double().mean((0, 1))
     size = x[1].abs()
@@ -325,9 +332,9 @@ def test_rounding_at_random_is_right_in_the_mean_and_repeats_for_its_seed(layout
     # of 4800 draws, whose spread is half a step at most; five times the spread of the mean
     assert ((mean - x[1].double()).abs() < 5 * step / 2 / 4800**0.5).all()
     assert len({tuple(t[:, 70].tolist()) for t in rows}) == len(seeds)
-    again = values(operand(x, scaling, seed=seeds[0], **wanted), layout)
+    again = dequantize_layout(operand(x, scaling, seed=seeds[0], **wanted), layout)
     assert torch.equal(again, drawn[0])
-    nearest = values(operand(x, micro.nvfp4(), **wanted), layout)
+    nearest = dequantize_layout(operand(x, micro.nvfp4(), **wanted), layout)
     assert (drawn[0] - nearest).abs().max() < 2.01 and not torch.equal(drawn[0], nearest)
 
 
@@ -402,7 +409,7 @@ def test_products_over_groups_are_the_same_in_pieces(
 
     whole, parts = made(), []
     monkeypatch.setattr(scales, "LEAST_PIECE", 1)
-    monkeypatch.setattr(gemm, "STEP", 32)
+    monkeypatch.setattr(gemm, "CHUNK", 32)
     for name in ("grouped_mm", "grouped_wgrad"):
         kernel = getattr(K, name)
 
@@ -459,7 +466,7 @@ def test_columns_of_other_blocks_meet_in_what_they_stand_for(grouped: bool) -> N
         left = operand(dy, of_dy, offs, row=False, col=True)
         right = operand(x, of_x, offs, row=False, col=True)
         dw = gemm.wgrad(left, right, torch.float32, offs)
-        a, b = values(left, "col").double(), values(right, "col").double()
+        a, b = dequantize_layout(left, "col").double(), dequantize_layout(right, "col").double()
         ends = [(0, 128), (128, a.shape[1])] if grouped else [(0, a.shape[1])]
         for mine, (begin, end) in zip(dw.view(-1, 64, 140), ends, strict=True):
             torch.testing.assert_close(

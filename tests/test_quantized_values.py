@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import offload
 from fuseops.recipes import Quantized
-from fuseops.recipes.operands import _lost_unless
+from fuseops.recipes.operands import _nan_unless
 from fuseops.recipes.validate import component_mismatch
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.testing.catalogue import catalogue
@@ -311,7 +311,7 @@ def test_another_split_of_as_many_groups_is_refused(recipe: Any) -> None:
 def test_what_is_lost_for_another_split_is_nan(recipe: Any, alike: bool) -> None:
     q = fo.quantize(tokens(), input_of(recipe), torch.tensor([70, T], dtype=torch.int32))
     assert q.col is not None
-    q = replace(q, row=None, col=_lost_unless(torch.tensor(alike), q.col), carrier=None)
+    q = replace(q, row=None, col=_nan_unless(torch.tensor(alike), q.col), carrier=None)
     assert bool(q.dequantize()[:, :70].isnan().all()) is not alike
     assert alike or not q.dequantize().isfinite().any()
 

@@ -232,10 +232,12 @@ def test_columns_in_parts_change_no_bit(
     monkeypatch: pytest.MonkeyPatch, recipe: Any, width: int
 ) -> None:
     """Some features of tokens at a time, the last of which may be few."""
-    found, cut = [], quantized_order.some_features
+    found, cut = [], quantized_order.slice_features
     sizes: set[int] = set()
     monkeypatch.setattr(
-        quantized_order, "some_features", lambda q, at, size: (sizes.add(size), cut(q, at, size))[1]
+        quantized_order,
+        "slice_features",
+        lambda q, at, size: (sizes.add(size), cut(q, at, size))[1],
     )
     torch.manual_seed(0)
     model = fo.MoE(width, F, E, K, dtype=torch.bfloat16)

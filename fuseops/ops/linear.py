@@ -21,7 +21,7 @@ from fuseops.recipes import (
     weight_operand,
 )
 from fuseops.recipes.numerics import ActiveStats, active_stats
-from fuseops.recipes.operands import check_codes, columns_fit
+from fuseops.recipes.operands import check_codes, columns_match
 from fuseops.recipes.scales import ScaleFn
 
 from .checks import check_flags, check_integers, check_width
@@ -309,7 +309,7 @@ def saved_input(
     scaling = cast("Scaling", roles.input)
     columns = "weight" in call.needs and roles.columns
     check_codes(x, scaling, offs, True, columns, by_index)
-    given = columns and not by_index and columns_fit(x, scaling, offs)
+    given = columns and not by_index and columns_match(x, scaling, offs)
     row = again or not given
     col = given and not (row and columns_follow(scaling))
     return replace(x, row=x.row if row else None, col=x.col if col else None)

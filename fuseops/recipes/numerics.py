@@ -18,7 +18,7 @@ from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.kernels.registry import PLAIN
 
-from .quantized import Quantized, values
+from .quantized import Quantized, dequantize_layout
 
 
 class OperandNumbers(NamedTuple):
@@ -95,7 +95,7 @@ class QuantizationStats:
         if x is None or not isinstance(q, Quantized) or (q.row is None and role != "weight"):
             return
         layout = "col" if q.row is None else "row"
-        dequantized = values(q, layout).float().abs()
+        dequantized = dequantize_layout(q, layout).float().abs()
         codes = K.codes_values(getattr(q, layout).data, q.scaling.of(layout).data).abs()
         codes = codes[..., : dequantized.shape[-1]]
         if layout == "col":

@@ -69,7 +69,7 @@ def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:
         return place
     if isinstance(value, Quantized):
         parts = tuple([(name, _place(c, flat, slots)) for name, c in value.components().items()])
-        return QuantizedSlots(value.form, parts)
+        return QuantizedSlots(value.without_tensors, parts)
     return Const(value)
 
 

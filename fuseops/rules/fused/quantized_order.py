@@ -18,8 +18,8 @@ from fuseops.ops.op import Call, Calls
 from fuseops.ops.tiles import tiles_of_columns
 from fuseops.recipes import Operand, Roles, Scaling, gemm, operand
 from fuseops.recipes.numerics import ActiveStats
-from fuseops.recipes.operands import up_of_rows
-from fuseops.recipes.quantized import BLOCK, some_features
+from fuseops.recipes.operands import inverse_scale_of_rows
+from fuseops.recipes.quantized import BLOCK, slice_features
 
 from .routed_copies import FC1, FC2_DSWIGLU, copies_rows
 
@@ -252,10 +252,10 @@ def in_parts(
     step = BLOCK * cdiv(weight.shape[axis], BLOCK * parts)
     for begin in range(0, weight.shape[axis], step):
         size = min(step, weight.shape[axis] - begin)
-        part = part_of(some_features(tokens, begin, size))
+        part = part_of(slice_features(tokens, begin, size))
         operands = (part, x) if by_dy else (dy, part)
-        some, tables = dw.narrow(axis, begin, size), functools.partial(tiles_of_columns, call)
-        gemm.wgrad_into(some, *operands, offs, False, call.name, tables)
+        part, tables = dw.narrow(axis, begin, size), functools.partial(tiles_of_columns, call)
+        gemm.wgrad_into(part, *operands, offs, False, call.name, tables)
         del part, operands
     return dw
 
@@ -266,11 +266,11 @@ def _some_columns(
     """(tokens, what makes the columns of rows by index of some of their features): of codes where columns are made of
     those, else of the rows, with the scales of all features where a group has one.
     """
-    up = None
+    inv_scale = None
     if of_codes(scaling):
         x = operand(x, scaling)
     elif isinstance(x, Tensor) and index is not None:
-        up = up_of_rows(x, scaling, offs, index)
+        inv_scale = inverse_scale_of_rows(x, scaling, offs, index)
     return x, functools.partial(
-        operand, scaling=scaling, offs=offs, row=False, col=True, index=index, up=up
+        operand, scaling=scaling, offs=offs, row=False, col=True, index=index, inv_scale=inv_scale
     )
