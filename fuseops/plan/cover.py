@@ -38,7 +38,7 @@ class NearMatch(NamedTuple):
 
     site: Site  # of what does match
     miss: Miss
-    nearly: bool  # for an op that is nearly what the rule wants
+    near_miss: bool  # for an op that is nearly what the rule wants
 
 
 class Scan(NamedTuple):
@@ -71,7 +71,7 @@ def scan(
         candidates += [Site(rule, i, i + n) for i, m in enumerate(matches) for n in m.lengths]
         for i in _nearest(matches, least=1 if rule.name in wanted else 2):
             site, obstacle = Site(rule, i, i + max(matches[i].prefix, 1)), matches[i].obstacle
-            near.append(NearMatch(site, site.miss(obstacle.why, place.offset), obstacle.nearly))
+            near.append(NearMatch(site, site.miss(obstacle.why, place.offset), obstacle.near_miss))
     return Scan(tuple(candidates), tuple(near), place.offset)
 
 
@@ -88,7 +88,7 @@ def _nearest(matches: Sequence[Match], least: int) -> list[int]:
         starts += [longest] if matches and matches[longest].prefix >= least else []
     told = {matches[start].obstacle.why for start in starts}
     for start, m in enumerate(matches):
-        if m.obstacle.nearly and m.obstacle.why not in told:
+        if m.obstacle.near_miss and m.obstacle.why not in told:
             starts.append(start)
             told.add(m.obstacle.why)
     return starts
@@ -121,7 +121,7 @@ def choose(scanned: Scan, reasons: Sequence[Reason]) -> Cover:
     against = {c: r for c, r in zip(scanned.candidates, reasons, strict=True) if r is not None}
     misses = [c.miss(r, scanned.offset) for c, r in against.items() if not _said(c, r, against)]
     misses += _overlaps(able, taken, scanned.offset)
-    misses += [n.miss for n in scanned.near if n.nearly or not _covered(n.site, taken)]
+    misses += [n.miss for n in scanned.near if n.near_miss or not _covered(n.site, taken)]
     joint, forward, backward = map(tuple, chosen.values())
     return Cover(joint, forward, backward, tuple(misses))
 
