@@ -136,8 +136,8 @@ class Rule:
             if answer is not None:
                 if not isinstance(answer, str):
                     raise TypeError(
-                        f"rule {self.name!r}: {which} returned "
-                        f"{answer!r}; a condition returns None (it holds) or the reason as a string: "
+                        f"rule {self.name!r}: {which} answered "
+                        f"{answer!r}; a condition answers None (it holds) or the reason as a string: "
                         "use fo.require(holds, reason)."
                     )
                 return answer
