@@ -16,7 +16,7 @@ from fuseops.recipes.scales import ScaleState
 from fuseops.recipes.store import WeightStore, kept_bytes
 
 from .chain import Chain, outside_reads
-from .cover import Cover, FusionCandidate
+from .cover import Cover, RuleMatch
 from .facts import NOTHING, Facts, kept_fields
 from .records import HIGH, KeptWeight, Miss, Operand, Span
 from .segment import Args, BackwardStep, ForwardStep, Segment, Slot
@@ -68,7 +68,7 @@ def build(chain: Chain, cover: Cover, facts: Facts, high: frozenset[int] = froze
 _DEFINES = {"forward": ("fwd",), "backward": ("bwd",), "joint": ("fwd", "bwd", "Saved")}
 
 
-def _unit(c: FusionCandidate, ops: Sequence[Op[Any]]) -> _Unit:
+def _unit(c: RuleMatch, ops: Sequence[Op[Any]]) -> _Unit:
     target = c.rule.build(*ops[c.start : c.stop])
     if not isinstance(target, FusedOp):
         raise FuseOpsError(
@@ -218,9 +218,7 @@ class _Builder:
             exports=exports,
             export_positions=tuple(position[("side", name)] for name in exports),
             forward=tuple(forward_steps),
-            backward=tuple(
-                s for s in backward_steps if s.delayed or any(call.needs for call in s.calls)
-            ),
+            backward=tuple(s for s in backward_steps if s.delayed or any(c.needs for c in s.calls)),
             slots=tuple(slot for slot in self._slots(start, forward) if slot.kept),
             size=size,
             needs_grad=needed,

@@ -43,8 +43,8 @@ class Chain(NamedTuple):
         """The shapes of x before op 0, 1, ... and after the last.   known: of side tensors; published ones are added"""
         yield x
         for op, reads, writes in zip(self.ops, self.reads, self.writes, strict=True):
-            taken = {keyword: known[name] for keyword, name in reads if name in known}
-            x, published = op.out_shapes(x, taken)
+            side_shapes = {keyword: known[name] for keyword, name in reads if name in known}
+            x, published = op.out_shapes(x, side_shapes)
             known.update({name: published[k] for k, name in writes if k in published})
             yield x
 

@@ -17,8 +17,8 @@ from .records import Miss, Overlap
 Reason = str | None
 
 
-class FusionCandidate(NamedTuple):
-    """A `FusionCandidate` is a span of the run that the pattern of a rule matches."""
+class RuleMatch(NamedTuple):
+    """A `RuleMatch` is a span of the run that the pattern of a rule matches."""
 
     rule: Rule
     start: int
@@ -36,7 +36,7 @@ class FusionCandidate(NamedTuple):
 class NearMiss(NamedTuple):
     """A `NearMiss` is a span that the pattern of a rule almost matches."""
 
-    candidate: FusionCandidate  # the ops that do match
+    candidate: RuleMatch  # the ops that do match
     miss: Miss
     near_miss: bool  # for an op that is nearly what the rule wants
 
@@ -44,7 +44,7 @@ class NearMiss(NamedTuple):
 class Scan(NamedTuple):
     """A `Scan` holds the matches of all rules in a run of ops. It needs no shapes."""
 
-    candidates: tuple[FusionCandidate, ...]  # in the order in which the cover tries them
+    candidates: tuple[RuleMatch, ...]  # in the order in which the cover tries them
     near_misses: tuple[NearMiss, ...]
     offset: int  # of the run in its Sequential
 
@@ -52,9 +52,9 @@ class Scan(NamedTuple):
 class Cover(NamedTuple):
     """A `Cover` holds the candidates that fire, and the misses of the others."""
 
-    joint: tuple[FusionCandidate, ...]
-    forward: tuple[FusionCandidate, ...]
-    backward: tuple[FusionCandidate, ...]
+    joint: tuple[RuleMatch, ...]
+    forward: tuple[RuleMatch, ...]
+    backward: tuple[RuleMatch, ...]
     misses: tuple[Miss, ...]
 
 
@@ -63,21 +63,15 @@ def scan(
 ) -> Scan:
     """Match all rules at all positions of a run."""
     wanted = _required_rules(settings)
-    candidates: list[FusionCandidate] = []
+    candidates: list[RuleMatch] = []
     near_misses: list[NearMiss] = []
     for rule in rules:
         matches = [match(rule, ops, start, run) for start in range(len(ops))]
-        candidates += [
-            FusionCandidate(rule, i, i + n) for i, m in enumerate(matches) for n in m.lengths
-        ]
+        candidates += [RuleMatch(rule, i, i + n) for i, m in enumerate(matches) for n in m.lengths]
         for i in _near_miss_starts(matches, least=1 if rule.name in wanted else 2):
-            candidate, obstacle = (
-                FusionCandidate(rule, i, i + max(matches[i].prefix, 1)),
-                matches[i].obstacle,
-            )
-            near_misses.append(
-                NearMiss(candidate, candidate.miss(obstacle.why, run.offset), obstacle.near_miss)
-            )
+            (why, almost), stop = matches[i].obstacle, i + max(matches[i].prefix, 1)
+            prefix = RuleMatch(rule, i, stop)
+            near_misses.append(NearMiss(prefix, prefix.miss(why, run.offset), almost))
     return Scan(tuple(candidates), tuple(near_misses), run.offset)
 
 
@@ -107,7 +101,7 @@ DIRECTIONS = {
 }
 """The directions in which a rule runs its ops, by its kind."""
 
-Occupied = dict[str, dict[int, FusionCandidate]]  # direction -> op -> the candidate that runs it
+Occupied = dict[str, dict[int, RuleMatch]]  # direction -> op -> the candidate that runs it
 
 
 def choose(scanned: Scan, reasons: Sequence[Reason]) -> Cover:
@@ -117,7 +111,7 @@ def choose(scanned: Scan, reasons: Sequence[Reason]) -> Cover:
     """
     allowed = [c for c, reason in zip(scanned.candidates, reasons, strict=True) if reason is None]
     occupied: Occupied = {"forward": {}, "backward": {}}
-    chosen: dict[str, list[FusionCandidate]] = {kind: [] for kind in DIRECTIONS}
+    chosen: dict[str, list[RuleMatch]] = {kind: [] for kind in DIRECTIONS}
     for priority, kind in itertools.product(range(3), DIRECTIONS):
         matching = [c for c in allowed if c.rule.kind == kind and _priority(c.rule) == priority]
         for c in sorted(matching, key=lambda c: c.start):
@@ -126,20 +120,16 @@ def choose(scanned: Scan, reasons: Sequence[Reason]) -> Cover:
                 for direction in DIRECTIONS[kind]:
                     occupied[direction] |= dict.fromkeys(c.ops, c)
     refused = {c: r for c, r in zip(scanned.candidates, reasons, strict=True) if r is not None}
-    misses = [
-        c.miss(r, scanned.offset) for c, r in refused.items() if not _is_reported(c, r, refused)
-    ]
+    reported = {c: r for c, r in refused.items() if not _is_reported(c, r, refused)}
+    misses = [c.miss(r, scanned.offset) for c, r in reported.items()]
     misses += _overlaps(allowed, occupied, scanned.offset)
-    misses += [
-        n.miss
-        for n in scanned.near_misses
-        if n.near_miss or not _already_fused(n.candidate, occupied)
-    ]
+    near = scanned.near_misses
+    misses += [n.miss for n in near if n.near_miss or not _already_fused(n.candidate, occupied)]
     joint, forward, backward = map(tuple, chosen.values())
     return Cover(joint, forward, backward, tuple(misses))
 
 
-def _occupants(c: FusionCandidate, i: int, occupied: Occupied) -> list[FusionCandidate]:
+def _occupants(c: RuleMatch, i: int, occupied: Occupied) -> list[RuleMatch]:
     """The candidates that already run an op in a direction in which this one would, the backward one first."""
     directions = reversed(DIRECTIONS[c.rule.kind])
     return [occupied[direction][i] for direction in directions if i in occupied[direction]]
@@ -153,7 +143,7 @@ def _priority(rule: Rule) -> int:
 SETTINGS_REASONS = ("fusion is off", "disabled")
 
 
-def _is_reported(c: FusionCandidate, reason: str, refused: Mapping[FusionCandidate, str]) -> bool:
+def _is_reported(c: RuleMatch, reason: str, refused: Mapping[RuleMatch, str]) -> bool:
     """Whether another miss reports this one: of a part of the span for the same reason, or of a longer span if settings
     are the reason.
     """
@@ -162,16 +152,14 @@ def _is_reported(c: FusionCandidate, reason: str, refused: Mapping[FusionCandida
     return any(reason == other and _is_part_of(part, c) for part, other in refused.items())
 
 
-def _already_fused(candidate: FusionCandidate, occupied: Occupied) -> bool:
+def _already_fused(candidate: RuleMatch, occupied: Occupied) -> bool:
     """Whether one candidate already runs all of these ops in its directions, so that a near miss is no news."""
     directions = DIRECTIONS[candidate.rule.kind]
     runners = ({occupied[direction].get(i) for direction in directions} for i in candidate.ops)
     return all(len(sites) == 1 and None not in sites for sites in runners)
 
 
-def _overlaps(
-    allowed: Sequence[FusionCandidate], occupied: Occupied, offset: int
-) -> Iterator[Overlap]:
+def _overlaps(allowed: Sequence[RuleMatch], occupied: Occupied, offset: int) -> Iterator[Overlap]:
     fired = {id(c) for sites in occupied.values() for c in sites.values()}
     for c in allowed:
         # a part of a longer candidate is reported with that one, or that one fired
@@ -181,7 +169,7 @@ def _overlaps(
             yield Overlap(*c.miss(f"overlaps {span} of {winner.rule.name}", offset))
 
 
-def _is_part_of(c: FusionCandidate, other: FusionCandidate) -> bool:
+def _is_part_of(c: RuleMatch, other: RuleMatch) -> bool:
     """Whether another candidate of the same rule contains this one."""
     inside = other.start <= c.start and c.stop <= other.stop
     return inside and other.rule is c.rule and other is not c

@@ -256,13 +256,11 @@ class KeyGuard:
             if not (looked or self._ops_match(versions)):
                 return False
             tensors = [*map(getitem, self.tensor_dicts, self.tensor_names)]
-            if not (
-                self.tensors_match(*tensors) and all(map(is_, map(getitem, *self.absent), NONES))
-            ):
+            if not self.tensors_match(*tensors):
                 return False
-            return not self.duplicates or all(
-                h[name] is tensors[k] for h, name, k in self.duplicates
-            )
+            if not all(map(is_, map(getitem, *self.absent), NONES)):
+                return False
+            return not self.duplicates or all(d[n] is tensors[k] for d, n, k in self.duplicates)
         except KeyError:  # a parameter was deleted
             return False
 

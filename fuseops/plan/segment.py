@@ -150,11 +150,9 @@ class Segment:
     device: str = "cpu"  # device type
     autocast: bool = False  # autocast is on around it, and must be off inside
     checked_forward: bool = False  # the contract was checked in a forward
-    checked_backward: bool = (
-        False  # a backward was checked to give every gradient, of the right shape
-    )
+    checked_backward: bool = False  # every gradient and its shape were checked in a backward
     number: int = 0  # in the table that traced code reads
-    grads_bypass_autograd: bool = field(init=False)  # some gradients are not returned to autograd
+    bypasses_autograd: bool = field(init=False)  # some gradients are not returned to autograd
     # names under which calls published saved tensors, by what they depend on
     saved_names: dict[Any, Any] = field(default_factory=dict)
     kept: tuple[tuple[int, int], ...] = field(init=False)  # (owner, field) of all that is saved
@@ -185,25 +183,17 @@ class Segment:
     tap: str | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.grads_bypass_autograd = any(
-            step.main or step.delayed is not None for step in self.backward
-        )
+        self.bypasses_autograd = any(s.main or s.delayed is not None for s in self.backward)
         roles = [call.precision.roles for step in self.backward for call in step.calls]
         self.random = any(of is not None and of.rounds_at_random for of in roles)
         self.kept = tuple((slot.owner, k) for slot in self.slots for k in slot.kept)
         self.local_reads = self._local_reads()
         run = [*self.ops, *(step.target for step in (*self.forward, *self.backward))]
         self.builtin = all(map(is_builtin, run))
-        self.quiet = (
-            self.builtin and not self.grads_bypass_autograd and (INTERPRET or self.device != "cpu")
-        )
+        known = self.builtin and not self.bypasses_autograd
+        self.quiet = known and (INTERPRET or self.device != "cpu")
         self.repeatable = (
-            (
-                self.builtin
-                and not self.grads_bypass_autograd
-                and self.device != "meta"
-                and self.path is None
-            )
+            (known and self.device != "meta" and self.path is None)
             and all(op.together is None for op in self.ops)
             and not any(c.precision.roles for step in self.forward for c in step.calls)
         )

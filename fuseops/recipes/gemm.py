@@ -53,9 +53,7 @@ def fprop(
     """
     y = _matmul(x, weight, "row", offs, tiles, bias)
     if ActiveStats.current and (stats := active_stats()):
-        stats.record_gemm_error(
-            name, "forward", y, partial(_exact_matmul, offs=offs, bias=bias), x, weight
-        )
+        stats.record_gemm(name, "forward", y, partial(_exact_mm, offs=offs, bias=bias), x, weight)
     return y
 
 
@@ -69,18 +67,13 @@ def dgrad(
     """dx = dy w.   (R, N), (N, K) or (E, N, K) -> (R, K)"""
     dx = _matmul(dy, weight, "col", offs, tiles)
     if ActiveStats.current and (stats := active_stats()):
-        stats.record_gemm_error(
-            name,
-            "input gradient",
-            dx,
-            partial(_exact_matmul, offs=offs, transpose=True),
-            dy,
-            weight,
+        stats.record_gemm(
+            name, "input gradient", dx, partial(_exact_mm, offs=offs, transpose=True), dy, weight
         )
     return dx
 
 
-def _exact_matmul(
+def _exact_mm(
     rows: Tensor,
     weight: Tensor,
     offs: Tensor | None,
@@ -251,9 +244,7 @@ def wgrad(
     """dw = dy^T x.   (R, N), (R, K) -> (N, K) or (E, N, K)      tiles_of: called where a kernel reads a tile table"""
     dw = _wgrad(dy, x, dtype, offs, tiles_of)
     if ActiveStats.current and (stats := active_stats()):
-        stats.record_gemm_error(
-            name, "weight gradient", dw, partial(_exact_wgrad, offs=offs), dy, x
-        )
+        stats.record_gemm(name, "weight gradient", dw, partial(_exact_wgrad, offs=offs), dy, x)
     return dw
 
 

@@ -114,7 +114,7 @@ class QuantizationStats:
         measured = torch.stack([amax, flushed.sum() / count, saturated.sum() / count])
         _update_max(self.operand_stats, (op, role), measured)
 
-    def record_gemm_error(
+    def record_gemm(
         self, op: str, gemm: str, result: Tensor, exact: Callable[..., Tensor], *operands: Any
     ) -> None:
         """Update the relative error of a GEMM.   exact: multiplies the originals of the operands"""

@@ -87,7 +87,7 @@ def operand(
     index: Tensor | None = None,
     seed: Tensor | None = None,
     scale_fn: ScaleFn | None = None,
-    inv_scale: Tensor | None = None,
+    inv: Tensor | None = None,
 ) -> Quantized:
     """x as an operand with these layouts.   (..., K) -> Quantized over (R, K)
 
@@ -95,11 +95,11 @@ def operand(
     index: row r of the operand is row index[r] of x.
     seed: (1,) int64, for a format with stochastic rounding; drawn by default.
     scale_fn: gives the scale of the tensor or the groups for their amax, as of delayed scaling.
-    inv_scale: of the whole rows, if x is a slice of their features: see `inverse_scale_of_rows`.
+    inv: the inverse scale of the whole rows, if x is a slice of their features: see `inv_scale_of_rows`.
     """
     if scaling.rounds_at_random and seed is None and isinstance(x, Tensor):
         seed = torch.randint(2**62, (1,), device=x.device)
-    q = _operand(x, scaling, offs, row, col, index, seed, scale_fn, inv_scale)
+    q = _operand(x, scaling, offs, row, col, index, seed, scale_fn, inv)
     if ActiveStats.current and (stats := active_stats()):
         source = stats.original_of(x)
         if source is not None and index is not None:
@@ -117,7 +117,7 @@ def _operand(
     index: Tensor | None,
     seed: Tensor | None,
     scale_fn: ScaleFn | None,
-    inv_scale: Tensor | None = None,
+    inv: Tensor | None = None,
 ) -> Quantized:
     if isinstance(x, Quantized):
         return _from_codes(x, scaling, offs, row, col, index)
@@ -127,27 +127,21 @@ def _operand(
         tokens = operand(x, scaling)
         return _from_codes(tokens, scaling, offs, row, col, index)
     if scaling.block is None and scaling.colwise is None:
-        if inv_scale is None and (scale_fn is not None or not scaling.has_default_options):
-            inv_scale = (scale_fn or partial(_inverse_scale, scaling))(K.group_amax(x, offs, index))
-        data, transposed, scale = K.quantize_groups(
-            x, offs, scaling.data, row, col, index, inv_scale
-        )
-        rows, columns = (
-            Layout(data, scale) if row else None,
-            Layout(transposed, scale) if col else None,
-        )
-        return Quantized(rows, columns, scaling, offs, x.dtype)
+        if inv is None and (scale_fn is not None or not scaling.has_defaults):
+            inv = (scale_fn or partial(_inv_scale, scaling))(K.group_amax(x, offs, index))
+        data, codes_t, scale = K.quantize_groups(x, offs, scaling.data, row, col, index, inv)
+        columns = Layout(codes_t, scale) if col else None
+        return Quantized(Layout(data, scale) if row else None, columns, scaling, offs, x.dtype)
     if index is not None:
         x = K.gather_rows(x, index, offs)  # type: ignore[arg-type]
     if scaling.colwise is not None:
-        rows_only = _operand(
-            x, replace(scaling, colwise=None), offs, True, False, None, seed, scale_fn
-        )
-        columns_only = _operand(x, scaling.colwise, offs, False, True, None, seed, scale_fn)
-        odd = rows_only.odd if row else columns_only.odd
-        found = rows_only.row if row else None, columns_only.col if col else None
+        rowwise = replace(scaling, colwise=None)
+        by_row = _operand(x, rowwise, offs, True, False, None, seed, scale_fn)
+        by_col = _operand(x, scaling.colwise, offs, False, True, None, seed, scale_fn)
+        odd = by_row.odd if row else by_col.odd
+        found = by_row.row if row else None, by_col.col if col else None
         return Quantized(*found, scaling, offs, x.dtype, odd=odd)
-    if scaling.block is not None and not (scaling.family.has_gemm and scaling.has_default_options):
+    if scaling.block is not None and not (scaling.family.has_gemm and scaling.has_defaults):
         return _quantize_blocks(x, scaling, offs, row, col, seed)
     rows, columns = _quantize_vectors(x, scaling, offs, row, col)
     return Quantized(rows, columns, scaling, offs, x.dtype)
@@ -175,13 +169,9 @@ def _quantize_vectors(
     return rows, columns
 
 
-def inverse_scale_of_rows(
-    x: Tensor, scaling: Scaling, offs: Tensor, index: Tensor
-) -> Tensor | None:
+def inv_scale_of_rows(x: Tensor, scaling: Scaling, offs: Tensor, index: Tensor) -> Tensor | None:
     """The inverse scales of groups of rows of x by index, for slices of their features; None with blocks.   -> (E,)"""
-    return (
-        None if scaling.block is not None else _inverse_scale(scaling, K.group_amax(x, offs, index))
-    )
+    return None if scaling.block is not None else _inv_scale(scaling, K.group_amax(x, offs, index))
 
 
 def _quantize_blocks(
@@ -197,17 +187,12 @@ def _quantize_blocks(
     from_rows, hadamard = col and columns_follow(scaling), scaling.hadamard
     seed = seed if scaling.stochastic else None
     small = scaling.is_micro and not scaling.stochastic  # a kernel writes it, unless transformed
-    amax = (
-        _amax_of_groups(x, scaling, offs, 1)
-        if row or from_rows or (small and not hadamard)
-        else None
-    )
+    needs_amax = row or from_rows or (small and not hadamard)
+    amax = _amax_of_groups(x, scaling, offs, 1) if needs_amax else None
     if small and row:
         rows = _quantize_micro(x, scaling, "row", offs, amax)
     elif row or from_rows:
-        rows = _quantize_last_axis(
-            x, scaling, _broadcast_amax(amax, offs, 1, len(x), scaling), seed
-        )
+        rows = _quantize_last(x, scaling, _broadcast_amax(amax, offs, 1, len(x), scaling), seed)
     if from_rows:
         columns = Layout(*K.permute_operand(*cast("Layout", rows), None, offs, False, True)[2:])
     elif col and small and not hadamard:
@@ -248,10 +233,10 @@ def _quantize_columns(
     amax = _amax_of_groups(rows, scaling, ends, 0, lay)
     tokens = columns_of(len(x), None if offs is None else len(offs))
     whole = _broadcast_amax(amax, ends, 0, tokens, scaling)
-    return _quantize_last_axis(rows, scaling, whole, None if seed is None else seed + 1, lay)
+    return _quantize_last(rows, scaling, whole, None if seed is None else seed + 1, lay)
 
 
-def _inverse_scale(scaling: Scaling, amax: Tensor) -> Tensor:
+def _inv_scale(scaling: Scaling, amax: Tensor) -> Tensor:
     """The factor that brings a tensor, or groups, of this amax into the range of the format."""
     amax = amax.clamp(min=scaling.epsilon) if scaling.epsilon else amax
     return K.inverse_scale(amax, scaling.data, bool(scaling.powers))
@@ -280,7 +265,7 @@ def _broadcast_amax(
     return K.whole_of_blocks(spread, scaling.code_block[1], not axis), amax
 
 
-def _quantize_last_axis(
+def _quantize_last(
     x: Tensor,
     scaling: Scaling,
     whole: BroadcastAmax | None = None,
@@ -365,8 +350,8 @@ def _gather_codes(x: Quantized, index: Tensor, offs: Tensor | None) -> Layout:
     axis, _ = token_axis(x.scaling, "row")
     by_row = scale.transpose(0, axis)
     raw = by_row.view(torch.uint8) if scale.itemsize == 1 else by_row
-    taken = K.gather_rows.twin(raw, index, ends).view(scale.dtype)
-    found: Layout = make_layout(codes, taken.transpose(0, axis).contiguous(), *whole)
+    gathered_scale = K.gather_rows.twin(raw, index, ends).view(scale.dtype)
+    found: Layout = make_layout(codes, gathered_scale.transpose(0, axis).contiguous(), *whole)
     return found
 
 
@@ -388,13 +373,9 @@ def _check_split(x: Quantized, offs: Tensor | None) -> Quantized:
     Raises FuseOpsError for other ends on the CPU; on a GPU, which is not waited for, the scales become NaN.
     """
     own_offs = x.offs
-    if (
-        own_offs is None
-        or offs is None
-        or own_offs is offs
-        or len(own_offs) != len(offs)
-        or is_fake(offs)
-    ):
+    if own_offs is None or offs is None or own_offs is offs or is_fake(offs):
+        return x
+    if len(own_offs) != len(offs):
         return x
     if own_offs.device.type == "meta" or own_offs.data_ptr() == offs.data_ptr():
         return x
@@ -465,9 +446,7 @@ def weight_operand(
     if isinstance(weight, Quantized):
         return replace(weight, row=weight.row if row else None, col=weight.col if col else None)
     if scaling.block == VECTOR and scaling.columns == SQUARE and scaling.colwise is None:
-        scaling = replace(
-            scaling, columns=COLUMN
-        )  # vectors in both directions: they share no codes
+        scaling = replace(scaling, columns=COLUMN)  # vectors in both directions share no codes
     rows, columns = _quantize_weight(
         weight, scaling, row, col and scaling.colwise is None, scale_fn
     )
@@ -496,12 +475,12 @@ def _quantize_weight(
     if scaling.colwise is not None:
         scaling = replace(scaling, colwise=None)
     if scaling.block is None:
-        inv_scale = None
-        if scale_fn is not None or not scaling.has_default_options:
-            inv_scale = (scale_fn or partial(_inverse_scale, scaling))(K.matrix_amax(weight))
-        data, transposed, scale = K.quantize_matrices(weight, scaling.data, row, col, inv_scale)
-        return Layout(data, scale) if row else None, Layout(transposed, scale) if col else None
-    if scaling.family.has_gemm and scaling.has_default_options and scaling.block != VECTOR:
+        inv = None
+        if scale_fn is not None or not scaling.has_defaults:
+            inv = (scale_fn or partial(_inv_scale, scaling))(K.matrix_amax(weight))
+        data, codes_t, scale = K.quantize_matrices(weight, scaling.data, row, col, inv)
+        return Layout(data, scale) if row else None, Layout(codes_t, scale) if col else None
+    if scaling.family.has_gemm and scaling.has_defaults and scaling.block != VECTOR:
         parts = K.quantize_weight(weight, scaling.data, row, col)
         return Layout(*parts[:2]) if row else None, Layout(*parts[2:]) if col else None
     rows, columns = _quantize_matrices(weight.reshape(-1, *weight.shape[-2:]), scaling, row, col)
@@ -517,7 +496,5 @@ def _quantize_matrices(matrices: Tensor, scaling: Scaling, row: bool, col: bool)
         amax = K.amax_of_matrices(matrices)
         whole = amax[:, None, None], amax
     both = (matrices, row), (matrices.mT, col)
-    rows, columns = (
-        _quantize_last_axis(t, scaling, whole) if wanted else None for t, wanted in both
-    )
+    rows, columns = (_quantize_last(t, scaling, whole) if wanted else None for t, wanted in both)
     return rows, columns

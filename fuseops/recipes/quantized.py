@@ -171,9 +171,8 @@ class Quantized:
 
         Without rows it comes from the columns: (C, K), with groups at multiples of 128.
         """
-        found = (
-            dequantize_layout(self, "row") if self.row is not None else dequantize_columns(self).mT
-        )
+        rows = self.row is not None
+        found = dequantize_layout(self, "row") if rows else dequantize_columns(self).mT
         found = found.to(self.dtype)
         if self.carrier is None or self.row is None:
             return found
@@ -283,11 +282,11 @@ def _copy_blocks(
     shape = list(t.shape)
     shape[axis] = blocks * width
     raw = t.view(torch.uint8) if t.itemsize == 1 else t
-    made = raw.new_zeros(shape)
+    result = raw.new_zeros(shape)
     for source, target, count in moves:
-        taken = raw.narrow(axis, source * width, count * width)
-        made.narrow(axis, target * width, count * width).copy_(taken)
-    return made.view(t.dtype)
+        source_blocks = raw.narrow(axis, source * width, count * width)
+        result.narrow(axis, target * width, count * width).copy_(source_blocks)
+    return result.view(t.dtype)
 
 
 # --- pytree registration
@@ -345,7 +344,7 @@ def factors(q: Quantized, layout: str) -> Factors:
     if scaling.block is None:
         return data.float() * _broadcast_scale(q, layout, data, scale), None
     block = sorted(cast("Block", scaling.block if layout == "row" else scaling.columns))
-    scale = _unswizzled_layout(q, layout).scale
+    scale = _unswizzled(q, layout).scale
     if scaling.family.has_gemm and block[0] == 1:  # as kernels read them
         scale = scale.mT
     dtype = product_dtype(scaling, q.dtype)
@@ -358,7 +357,7 @@ def is_swizzled(layout: Layout | None) -> bool:
     return layout is not None and layout.data.dim() == 2 and layout.scale.dim() == SWIZZLED_DIMS
 
 
-def _unswizzled_layout(q: Quantized, layout: str) -> Layout:
+def _unswizzled(q: Quantized, layout: str) -> Layout:
     """A layout with scales in the order that `Quantized` documents."""
     found: Layout = getattr(q, layout)
     if not is_swizzled(found):
@@ -389,10 +388,8 @@ def unswizzle(q: Quantized) -> Quantized:
     """A copy with scales in the order that `Quantized` documents, as they leave an op."""
     if not (is_swizzled(q.row) or is_swizzled(q.col)):
         return q
-    row, col = (
-        None if getattr(q, name) is None else _unswizzled_layout(q, name) for name in ("row", "col")
-    )
-    return replace(q, row=row, col=col)
+    row = None if q.row is None else _unswizzled(q, "row")
+    return replace(q, row=row, col=None if q.col is None else _unswizzled(q, "col"))
 
 
 def swizzled_operand(q: Quantized, layout: str) -> tuple[Tensor, Tensor]:
@@ -414,9 +411,8 @@ def dequantize_layout(q: Quantized, layout: str) -> Tensor:
         found = found.float() * _broadcast_scale(q, layout, found, whole)
     if layout == "col" or q.offs is None or scale.shape != q.offs.shape:
         return found
-    return found.masked_fill(
-        K.padding_mask(q.offs, len(found)), 0
-    )  # kernels leave codes there unwritten
+    # kernels leave the codes of padding unwritten
+    return found.masked_fill(K.padding_mask(q.offs, len(found)), 0)
 
 
 def dequantize_columns(q: Quantized) -> Tensor:

@@ -79,9 +79,7 @@ class Roles:
             object.__setattr__(self, "high_wgrad", self.backward == "high_precision")
         x, dy = self.input, self.grad_output
         columns = x is not None and dy is not None and not self.high_wgrad and self.backward is None
-        squares = all(
-            t is not None and t.columns == SQUARE and t.has_default_options for t in (x, dy)
-        )
+        squares = all(t is not None and t.columns == SQUARE and t.has_defaults for t in (x, dy))
         object.__setattr__(self, "columns", columns)
         object.__setattr__(self, "square_columns", columns and squares)
         for role in ("input", "weight", "hidden"):
@@ -113,9 +111,7 @@ class Roles:
     def kernels(self) -> bool:
         """Whether kernels both quantize and multiply every operand."""
         scalings = self.input, self.weight, self.grad_output
-        if not all(
-            s is not None and s.gemm_kind is not None and s.has_default_options for s in scalings
-        ):
+        if not all(s is not None and s.gemm_kind is not None and s.has_defaults for s in scalings):
             return False
         return self.weight.block != VECTOR  # type: ignore[union-attr]
 

@@ -62,11 +62,11 @@ class Scaling:
     colwise  another format for the columns, which are quantized in it from high precision; `columns` has no effect then
 
     Derived from these:
-    family               the formats with scales of this dtype
-    has_default_options  powers, epsilon and colwise are the defaults, which kernels write (else plain torch quantizes)
-    gemm_kind            the name of such scales in `fuseops.kernels.fp8_mm` and its like, None where none multiplies
-                         the codes
-    rounds_at_random     whether one of the layouts is stochastic
+    family            the formats with scales of this dtype
+    has_defaults      powers, epsilon and colwise are the defaults, which kernels write (else plain torch quantizes)
+    gemm_kind         the name of such scales in `fuseops.kernels.fp8_mm` and its like, None where none multiplies
+                      the codes
+    rounds_at_random  whether one of the layouts is stochastic
     Raises FuseOpsError for another dtype or another block.
     """
 
@@ -80,7 +80,7 @@ class Scaling:
     epsilon: float = 0.0
     colwise: Scaling | None = None
     family: Family = field(init=False, repr=False, compare=False)
-    has_default_options: bool = field(init=False, repr=False, compare=False)
+    has_defaults: bool = field(init=False, repr=False, compare=False)
     gemm_kind: str | None = field(init=False, repr=False, compare=False)
     rounds_at_random: bool = field(init=False, repr=False, compare=False)
 
@@ -98,7 +98,7 @@ class Scaling:
         default = self.powers == usual and not self.epsilon and self.colwise is None
         kind = "tensor" if self.block is None else "block"
         object.__setattr__(self, "family", FAMILIES[self.scale])
-        object.__setattr__(self, "has_default_options", default)
+        object.__setattr__(self, "has_defaults", default)
         object.__setattr__(self, "gemm_kind", kind if self.family.has_gemm else None)
         other = self.colwise is not None and self.colwise.stochastic
         object.__setattr__(self, "rounds_at_random", self.stochastic or other)

@@ -14,7 +14,7 @@ import torch
 from fuseops.kernels.fp8_paths import multiplies_codes
 from fuseops.ops.op import Op
 from fuseops.plan.chain import Chain
-from fuseops.plan.cover import FusionCandidate, Scan
+from fuseops.plan.cover import RuleMatch, Scan
 from fuseops.plan.facts import Facts
 from fuseops.recipes import Roles
 from fuseops.recipes.gain import Gain, Gemm, LinearRun, gain_of, min_rows_to_gain
@@ -74,7 +74,7 @@ def _gemm_of(op: Op[Any]) -> Gemm | None:
 def _together(scanned: Scan, ops: Sequence[Op[Any]]) -> Iterator[tuple[int, ...]]:
     """Linear ops that one joint fused op would run, by the rule that goes first."""
 
-    def linear(c: FusionCandidate) -> tuple[int, ...]:
+    def linear(c: RuleMatch) -> tuple[int, ...]:
         return tuple(i for i in range(c.start, c.stop) if ops[i].multiplies)
 
     for c in scanned.candidates:

@@ -31,10 +31,8 @@ class AddNorm(FusedOp):
         normed = norm.normed(h, t[-1], norm.epsilon(h.dtype), residual_in_norm)
         added = AddSaved(None if same_dtype else (x.dtype, residual.dtype))
         shape = tuple(norm.normalized_shape)
-        norm_saved = norm.kept(normed, t[-1]["weight"], shape)
-        return Out(
-            normed.y, (*before, added, NothingSaved(), norm_saved), {tap.writes[0]: normed.h}
-        )
+        saved = (*before, added, NothingSaved(), norm.kept(normed, t[-1]["weight"], shape))
+        return Out(normed.y, saved, {tap.writes[0]: normed.h})
 
 
 class NormAdd(FusedOp):

@@ -122,9 +122,7 @@ class NormPrologue:
         ):
             return None
         vectors = (
-            roles.input is not None
-            and roles.input.block == VECTOR
-            and roles.input.has_default_options
+            roles.input is not None and roles.input.block == VECTOR and roles.input.has_defaults
         )
         return roles.input if vectors and (compute is None or compute is x.dtype) else None
 

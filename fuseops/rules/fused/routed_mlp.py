@@ -124,7 +124,7 @@ class RoutedMLP(GroupedMLP):
             return dx
 
         h_and_dy.append(dy)
-        del dy  # a copy of its rows goes when fc2's gradients are there
+        del dy  # `gradients` frees a copy of its rows after the gradients of fc2
         dx_first = on_dx is not None and on_dx.beside and calls[3].prefer == "speed"
         grads = self.gradients(s, h_and_dy, calls[1:4], source, dy_index, finish_dx, dx_first)
         after = (Grads(),) if self.combines else ()

@@ -19,7 +19,7 @@ from fuseops.ops.op import Call, Calls
 from fuseops.ops.tiles import tiles_of_columns
 from fuseops.recipes import Operand, Roles, Scaling, gemm, operand
 from fuseops.recipes.numerics import ActiveStats
-from fuseops.recipes.operands import inverse_scale_of_rows
+from fuseops.recipes.operands import inv_scale_of_rows
 from fuseops.recipes.quantized import BLOCK, slice_features
 
 from .routed_copies import FC1, FC2_DSWIGLU, copies_rows
@@ -284,11 +284,11 @@ def _column_source(
 
     The tokens are quantized if columns follow from codes. Else, with one scale a group, that of all features is used.
     """
-    inv_scale = None
+    inv = None
     if of_codes(scaling):
         x = operand(x, scaling)
     elif isinstance(x, Tensor) and index is not None:
-        inv_scale = inverse_scale_of_rows(x, scaling, offs, index)
+        inv = inv_scale_of_rows(x, scaling, offs, index)
     return x, functools.partial(
-        operand, scaling=scaling, offs=offs, row=False, col=True, index=index, inv_scale=inv_scale
+        operand, scaling=scaling, offs=offs, row=False, col=True, index=index, inv=inv
     )
