@@ -21,7 +21,7 @@ from common import measure
 from torch import nn
 
 import fuseops as fo
-from fuseops.plan.key import Glance
+from fuseops.plan.key import KeyGuard
 
 
 def step(model: nn.Module, x: torch.Tensor) -> None:
@@ -49,13 +49,13 @@ def timed(rounds: int, calls: int) -> dict[str, Any]:
 
 def asked(model: fo.Sequential, x: torch.Tensor) -> Callable[[], Any]:
     """The checks of a repeated call, alone."""
-    found, fits = [], Glance.fits
+    found, fits = [], KeyGuard.fits
 
-    def noted(glance: Glance, *call: Any) -> bool:
-        found.append(partial(fits, glance, *call))
-        return fits(glance, *call)
+    def noted(guard: KeyGuard, *call: Any) -> bool:
+        found.append(partial(fits, guard, *call))
+        return fits(guard, *call)
 
-    with mock.patch.object(Glance, "fits", noted):
+    with mock.patch.object(KeyGuard, "fits", noted):
         model(x), model(x)
     return found[-1]
 

@@ -20,7 +20,7 @@ from fuseops import offload
 from fuseops.explain import FusionPlan
 from fuseops.kernels import configs
 from fuseops.kernels.registry import as_if_on
-from fuseops.rules.builtin_rules import PLAIN, SCALED
+from fuseops.rules.builtin_rules import SCALED, UNSCALED
 from fuseops.rules.fused import routed_mlp
 from fuseops.rules.rule import types_of
 from fuseops.testing import assert_fused_matches_unfused
@@ -28,7 +28,7 @@ from fuseops.testing.strategies import GROUPS, Split, group_splits
 
 D, F, TOKENS, TOP_K = 6, 8, 15, 2
 ROWS = TOKENS * TOP_K
-ACTIVATIONS = (*types_of(SCALED), *types_of(PLAIN))
+ACTIVATIONS = (*types_of(SCALED), *types_of(UNSCALED))
 FORMS = [(act, bias) for act in ACTIVATIONS for bias in (None, "plain", "scaled")]
 
 

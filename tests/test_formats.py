@@ -18,7 +18,7 @@ from fuseops import kernels as K
 from fuseops.kernels import scales
 from fuseops.recipes import Scaling, gemm, micro, operands
 from fuseops.recipes.operands import operand, weight_operand
-from fuseops.recipes.quantized import factors, features, values
+from fuseops.recipes.quantized import dequantize_columns, dequantize_layout, factors
 from fuseops.recipes.recipe import BACKWARDS
 from fuseops.recipes.scaling import COLUMN, E2M1, FAMILIES
 from fuseops.testing.strategies import Formats, Split, filled, scalings
@@ -36,8 +36,8 @@ def coded(x: Array, scaling: Scaling, columns: bool = False) -> Coded:
         x = hadamard(x)
     if scaling.scale is torch.float32:
         tensor = max(x.shape[0], 1), max(x.shape[1], 1)
-        return by_float32(x, scaling, tensor if scaling.block is None else scaling.grain)
-    return ORACLES[scaling.scale](x, str(scaling.data).removeprefix("torch."), scaling.grain)
+        return by_float32(x, scaling, tensor if scaling.block is None else scaling.code_block)
+    return ORACLES[scaling.scale](x, str(scaling.data).removeprefix("torch."), scaling.code_block)
 
 
 def same(found: Any, wanted: Coded) -> None:
@@ -71,14 +71,14 @@ def test_codes_stand_for_what_is_near(scaling: Scaling) -> None:
     """Of every format there is: what is read in other blocks than it was written in is far away."""
     sizes = [(torch.arange(n) // 16 % 3).exp2() for n in (130, 200)]
     x = filled((130, 200), torch.float32, "normal", 0) * sizes[0][:, None] * sizes[1]
-    for made in (weight_operand,) if scaling.square else (weight_operand, operand):
+    for made in (weight_operand,) if scaling.is_square else (weight_operand, operand):
         q = made(x, scaling, row=True, col=True)
         for layout, wanted in (("row", x), ("col", x.t())):
-            error = values(q, layout)[: len(wanted), : wanted.shape[1]] - wanted
+            error = dequantize_layout(q, layout)[: len(wanted), : wanted.shape[1]] - wanted
             assert error.norm() < NEAR[scaling.data] * x.norm(), (made, layout)
 
 
-@pytest.mark.parametrize("scaling", [s for s in EVERY if s.square], ids=str)
+@pytest.mark.parametrize("scaling", [s for s in EVERY if s.is_square], ids=str)
 @pytest.mark.parametrize("role", ["input", "grad_output", "hidden"])
 def test_squares_of_tokens_are_refused(scaling: Scaling, role: str) -> None:
     for form in (scaling, Scaling(columns=COLUMN, colwise=scaling)):
@@ -106,7 +106,7 @@ def test_rows_and_columns_are_those_of_the_oracle(
     offs = torch.tensor([3, 3, 33], dtype=torch.int32)  # and padding
     grouped = operand(x, scaling, offs, row=True, col=True)
     assert grouped.row is not None and grouped.col is not None
-    step, packs = scaling.grain[1], scaling.packs
+    step, packs = scaling.code_block[1], scaling.codes_per_byte
     for group, (begin, end, at) in enumerate([(0, 3, 0), (3, 3, 128), (3, 33, 256)]):
         data, scale, *whole = grouped.col
         parts = (
@@ -130,8 +130,11 @@ def test_weights_are_those_of_the_oracle(scaling: Scaling) -> None:
     for k, matrix in enumerate(weight.numpy()):
         same([t[k] for t in q.row], coded(matrix, scaling))
         same([t[k] for t in q.col], coded(np.ascontiguousarray(matrix.T), scaling))
-    if scaling.square:  # one set of codes for both directions
-        mine, theirs = values(replace(q, dtype=torch.float32), "row"), values(q, "col")
+    if scaling.is_square:  # one set of codes for both directions
+        mine, theirs = (
+            dequantize_layout(replace(q, dtype=torch.float32), "row"),
+            dequantize_layout(q, "col"),
+        )
         assert torch.equal(mine.mT.nan_to_num(7.0), theirs.nan_to_num(7.0))
 
 
@@ -141,19 +144,21 @@ def test_what_codes_stand_for_is_exact_in_the_dtype_of_products(
     scaling: Scaling, dtype: torch.dtype
 ) -> None:
     x = filled((40, 70), dtype, "normal", 1) * torch.logspace(-38, 37, 40)[:, None].to(dtype)
-    if scaling.square:
+    if scaling.is_square:
         q = weight_operand(x, scaling, row=True, col=False)
     else:
         q = operand(x, scaling, row=True)
     wanted = torch.from_numpy(coded(x.float().numpy(), scaling).values)
     if scaling.scale is E4M3:  # times a float32 scale
-        torch.testing.assert_close(values(q, "row").double(), wanted, rtol=2**-23, atol=2**-149)
+        torch.testing.assert_close(
+            dequantize_layout(q, "row").double(), wanted, rtol=2**-23, atol=2**-149
+        )
         found, whole = factors(q, "row")
         assert found.dtype is dtype and whole is not None
         expected = wanted / float(whole)  # codes times the scales of blocks alone
         torch.testing.assert_close(found.double(), expected, rtol=2**-50, atol=0)
     else:
-        assert torch.equal(values(q, "row").double(), wanted)
+        assert torch.equal(dequantize_layout(q, "row").double(), wanted)
 
 
 # --- float32 scales: of blocks, tensors and groups
@@ -286,11 +291,13 @@ def test_columns_may_have_another_format_than_rows(rows: Scaling, columns: Scali
         alone = operand(x, scaling, offs, row=layout == "row", col=layout == "col")
         for mine, theirs in zip(getattr(q, layout), getattr(alone, layout), strict=True):
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
-        assert torch.equal(values(q, layout), values(alone, layout))
+        assert torch.equal(dequantize_layout(q, layout), dequantize_layout(alone, layout))
     w = weight_operand(filled((2, 40, 30), torch.float32, "normal", 2), both, row=True, col=True)
-    assert values(w, "row").shape == (2, 40, 30) and values(w, "col").shape == (2, 30, 40)
+    assert dequantize_layout(w, "row").shape == (2, 40, 30) and dequantize_layout(
+        w, "col"
+    ).shape == (2, 30, 40)
     assert q.groups(1, 2).shape == (36, 50) and torch.equal(
-        values(q.groups(1, 2), "col"), values(q, "col")[:, 128:]
+        dequantize_layout(q.groups(1, 2), "col"), dequantize_layout(q, "col")[:, 128:]
     )
 
 
@@ -308,7 +315,7 @@ def test_the_hadamard_transform_is_its_own_inverse_and_that_of_the_matrix() -> N
     q = operand(x, micro.nvfp4(hadamard=True), row=False, col=True)
     exact = operand(x, micro.nvfp4(), row=False, col=True)
     for found in (q, exact):  # both stand for x
-        assert (features(found)[:, :5] - x.t()).norm() < 0.2 * x.norm()
+        assert (dequantize_columns(found)[:, :5] - x.t()).norm() < 0.2 * x.norm()
 
 
 @pytest.mark.parametrize("layout", ["row", "col"])
@@ -317,7 +324,7 @@ def test_rounding_at_random_is_right_in_the_mean_and_repeats_for_its_seed(layout
     x[::16] = x[:, ::16] = 6  # so that every block has the scale 1, which no E4M3 rounds
     scaling, wanted = micro.nvfp4(stochastic=True), {"row": layout == "row", "col": layout == "col"}
     seeds = [torch.tensor([seed]) for seed in range(40)]
-    drawn = [values(operand(x, scaling, seed=s, **wanted), layout) for s in seeds]
+    drawn = [dequantize_layout(operand(x, scaling, seed=s, **wanted), layout) for s in seeds]
     rows = [t if layout == "row" else t.t() for t in drawn]
     mean = torch.stack([t[torch.arange(128) % 16 > 0] for t in rows]).double().mean((0, 1))
     size = x[1].abs()
@@ -325,9 +332,9 @@ def test_rounding_at_random_is_right_in_the_mean_and_repeats_for_its_seed(layout
     # of 4800 draws, whose spread is half a step at most; five times the spread of the mean
     assert ((mean - x[1].double()).abs() < 5 * step / 2 / 4800**0.5).all()
     assert len({tuple(t[:, 70].tolist()) for t in rows}) == len(seeds)
-    again = values(operand(x, scaling, seed=seeds[0], **wanted), layout)
+    again = dequantize_layout(operand(x, scaling, seed=seeds[0], **wanted), layout)
     assert torch.equal(again, drawn[0])
-    nearest = values(operand(x, micro.nvfp4(), **wanted), layout)
+    nearest = dequantize_layout(operand(x, micro.nvfp4(), **wanted), layout)
     assert (drawn[0] - nearest).abs().max() < 2.01 and not torch.equal(drawn[0], nearest)
 
 
@@ -384,7 +391,7 @@ def test_large_tensors_are_quantized_in_pieces_to_the_same_bits(
     offs = torch.tensor([40, 40, 290], dtype=torch.int32)
 
     def made() -> list[Tensor]:
-        if scaling.square:
+        if scaling.is_square:
             q = weight_operand(torch.stack([x, x.flip(0)]), scaling, row=True, col=True)
         else:
             q = operand(x, scaling, offs, row=True, col=True)
@@ -421,7 +428,7 @@ def test_products_over_groups_are_the_same_in_pieces(
 
     whole, parts = made(), []
     monkeypatch.setattr(scales, "LEAST_PIECE", 1)
-    monkeypatch.setattr(gemm, "STEP", 32)
+    monkeypatch.setattr(gemm, "CHUNK", 32)
     for name in ("grouped_mm", "grouped_wgrad"):
         kernel = getattr(K, name)
 
@@ -478,7 +485,7 @@ def test_columns_of_other_blocks_meet_in_what_they_stand_for(grouped: bool) -> N
         left = operand(dy, of_dy, offs, row=False, col=True)
         right = operand(x, of_x, offs, row=False, col=True)
         dw = gemm.wgrad(left, right, torch.float32, offs)
-        a, b = values(left, "col").double(), values(right, "col").double()
+        a, b = dequantize_layout(left, "col").double(), dequantize_layout(right, "col").double()
         ends = [(0, 128), (128, a.shape[1])] if grouped else [(0, a.shape[1])]
         for mine, (begin, end) in zip(dw.view(-1, 64, 140), ends, strict=True):
             torch.testing.assert_close(

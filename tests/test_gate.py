@@ -14,7 +14,7 @@ from torch import Tensor
 import fuseops as fo
 from fuseops.ops import scopes
 from fuseops.recipes import gain
-from fuseops.recipes.gain import Gemm, LinearRun, fewest_rows, ratio
+from fuseops.recipes.gain import Gemm, LinearRun, min_rows_to_gain, speedup
 
 BLOCK, CURRENT = fo.recipes.Float8BlockScaling, fo.recipes.Float8CurrentScaling
 TABLE = Path(__file__).parent.parent / "benchmarks" / "results" / "fp8_h200.json"
@@ -45,7 +45,7 @@ def test_the_rates_are_those_that_were_measured() -> None:
         kind = "wgrad" if kind == "wgrad" else "mm"
         low, high = (
             rates[kind].seconds(rows, n, k, summed, rows / groups)
-            for rates in (gain.BLOCKS, gain.HIGH)
+            for rates in (gain.BLOCK_RATES, gain.BF16_RATES)
         )
         # within a tenth, and a launch; one figure of a power-limited GPU is as uncertain
         if min(d, f) >= 768:  # of narrower ones only the ratio is known, by which a layer is judged
@@ -56,10 +56,10 @@ def test_the_rates_are_those_that_were_measured() -> None:
 def test_the_layers_that_are_known_to_gain_do_and_the_others_stay() -> None:
     for name in ("mixtral", "deepseek_v3", "qwen3_30b", "sonic_30b"):
         layer, rows = mlp(name, BLOCK(weights="step"))
-        assert rows >= (fewest_rows(layer) or rows + 1)
+        assert rows >= (min_rows_to_gain(layer) or rows + 1)
     layer, rows = mlp("qwen3_8k", BLOCK())
-    assert rows < (fewest_rows(layer) or rows + 1)
-    assert fewest_rows(mlp("sonic_7b", BLOCK())[0]) is None
+    assert rows < (min_rows_to_gain(layer) or rows + 1)
+    assert min_rows_to_gain(mlp("sonic_7b", BLOCK())[0]) is None
 
 
 @given(
@@ -72,11 +72,14 @@ def test_more_rows_never_gain_less(
 ) -> None:
     gemms = (Gemm(groups, 2 * n, k), Gemm(groups, k, n)) if both else (Gemm(groups, n, k),)
     layer = LinearRun(gemms, recipe.roles())
-    assert ratio(layer, rows) <= ratio(layer, rows + groups) + 1e-9
-    fewest = fewest_rows(layer)
-    if fewest is not None:
-        assert ratio(layer, fewest) >= gain.LEAST
-        assert fewest == gain.MEASURED * groups or ratio(layer, fewest - 1) < gain.LEAST
+    assert speedup(layer, rows) <= speedup(layer, rows + groups) + 1e-9
+    min_rows = min_rows_to_gain(layer)
+    if min_rows is not None:
+        assert speedup(layer, min_rows) >= gain.MIN_SPEEDUP
+        assert (
+            min_rows == gain.MIN_GROUP_ROWS * groups
+            or speedup(layer, min_rows - 1) < gain.MIN_SPEEDUP
+        )
 
 
 # --- in a model. Where there is no Hopper GPU, somebody has to say that there is one
@@ -86,8 +89,8 @@ def test_more_rows_never_gain_less(
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One whose FP8 pays from 8 rows on."""
     monkeypatch.setattr("fuseops.run.gate.multiplies_codes", lambda device: True)
-    monkeypatch.setattr("fuseops.run.gate.fewest_rows", lambda layer: 8)
-    monkeypatch.setattr("fuseops.recipes.gain.fewest_rows", lambda layer: 8)
+    monkeypatch.setattr("fuseops.run.gate.min_rows_to_gain", lambda layer: 8)
+    monkeypatch.setattr("fuseops.recipes.gain.min_rows_to_gain", lambda layer: 8)
     yield
 
 

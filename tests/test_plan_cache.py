@@ -33,23 +33,23 @@ from fuseops.ops import (
     Tap,
     scopes,
 )
-from fuseops.plan.key import CallFacts, Glance, OpFacts, ParameterFacts, PlanKey
+from fuseops.plan.key import CallFacts, KeyGuard, OpFacts, ParameterFacts, PlanKey
 from fuseops.recipes import Float8CurrentScaling
 from fuseops.run import entries
 from fuseops.run.runner import runner_of
 
 
 @pytest.fixture(autouse=True)
-def glances(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a test of this file calls: where a glance fits, the key is that of the call."""
-    fits = Glance.fits
+def checked_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test of this file calls: where a guard fits, the key is that of the call."""
+    fits = KeyGuard.fits
 
-    def judged(self: Glance, *call: object) -> bool:
+    def judged(self: KeyGuard, *call: object) -> bool:
         found = fits(self, *call)
         assert not found or PlanKey.of(self.chain, *call[:4]) == self.key
         return found
 
-    monkeypatch.setattr(Glance, "fits", judged)
+    monkeypatch.setattr(KeyGuard, "fits", judged)
 
 
 def model() -> fo.Sequential:
@@ -549,7 +549,7 @@ def test_new_values_of_weights_and_a_training_step_make_no_new_plan() -> None:
 
 
 @pytest.mark.parametrize("theirs", ["nothing", "an entry"])
-def test_another_thread_between_the_glance_and_the_plan(
+def test_another_thread_between_the_guard_and_the_plan(
     theirs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seq, x = model().requires_grad_(False), data()
@@ -557,14 +557,14 @@ def test_another_thread_between_the_glance_and_the_plan(
     run = seq._runner.pieces[0][1]
     other = run.last if theirs == "an entry" else None  # of a call that wants no gradient
     expected = outcome(seq, x)
-    fits = Glance.fits
+    fits = KeyGuard.fits
 
-    def interrupted(self: Glance, *call: object) -> bool:
+    def interrupted(self: KeyGuard, *call: object) -> bool:
         found = fits(self, *call)
         run.last = other
         return found
 
-    monkeypatch.setattr(Glance, "fits", interrupted)
+    monkeypatch.setattr(KeyGuard, "fits", interrupted)
     torch.testing.assert_close(outcome(seq, x), expected, rtol=0, atol=0)
 
 
@@ -624,12 +624,12 @@ def hook_on_all() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("facts", "field"), [(kind, name) for kind in CHANGED for name in kind._fields]
 )
-def test_a_glance_sees_each_field_of_the_key(facts: type, field: str) -> None:
+def test_a_guard_sees_each_field_of_the_key(facts: type, field: str) -> None:
     seq, change = fo.Sequential(Linear(8, 8), Dropout(0.5), Add("a")), CHANGED[facts][field]
     side, tokens, x = {"a": torch.ones(5, 8)}, (1, 2, 3), data()
     chain = runner_of(seq).pieces[0][1].chain
-    glance = Glance(chain, before := PlanKey.of(chain, x, side, tokens, ()))
-    assert glance.fits(x, side, tokens, ())
+    guard = KeyGuard(chain, before := PlanKey.of(chain, x, side, tokens, ()))
+    assert guard.fits(x, side, tokens, ())
     call, around = (x, side, tokens, ()), nullcontext()
     if facts is not CallFacts:
         change(chain.ops)
@@ -639,7 +639,7 @@ def test_a_glance_sees_each_field_of_the_key(facts: type, field: str) -> None:
         call = change(x, side, tokens)
     with around:
         after = PlanKey.of(chain, *call)
-        assert not glance.fits(*call)
+        assert not guard.fits(*call)
     values = [
         [
             getattr(of, field)
@@ -668,14 +668,14 @@ def test_a_write_that_changes_nothing_plans_nothing(
         monkeypatch.setattr("fuseops.run.runner.dict_version", lambda _: object())
     seq, x, looks = fo.Sequential(Linear(8, 8), Linear(8, 8)), data(), []
     seq(x), seq(x)
-    alike, run = Glance._alike, seq._runner.pieces[0][1]
-    monkeypatch.setattr(Glance, "_alike", lambda *given: looks.append(run) or alike(*given))
-    glance = run.last.glance
+    alike, run = KeyGuard._ops_match, seq._runner.pieces[0][1]
+    monkeypatch.setattr(KeyGuard, "_ops_match", lambda *given: looks.append(run) or alike(*given))
+    guard = run.last.guard
     seq(x), seq(x)
     assert bool(looks) is not told
     seq[0].eval(), seq[0].train()
     seq(x)
-    assert looks and run.last.glance is glance
+    assert looks and run.last.guard is guard
 
 
 def test_plans_die_with_their_sequential_and_the_graph_lives_on() -> None:

@@ -56,7 +56,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(torch_private, "generated", generated)
     monkeypatch.setattr(torch_private, "why_not_generated", lambda device: None)
-    monkeypatch.setattr(pointwise, "KNOWN", {})
+    monkeypatch.setattr(pointwise, "CACHE", {})
     return made
 
 
@@ -150,7 +150,7 @@ def test_inductor_makes_one_kernel_each_way_for_every_number_of_rows(
     if (why := torch_private.why_not_generated(device)) is not None:
         pytest.skip(why)
     made, generated = [], torch_private.generated
-    monkeypatch.setattr(pointwise, "KNOWN", {})
+    monkeypatch.setattr(pointwise, "CACHE", {})
     monkeypatch.setattr(
         torch_private, "generated", lambda *given: made.append(given) or generated(*given)
     )
@@ -243,12 +243,12 @@ def test_what_an_op_computes_with_may_change(what: str, monkeypatch: pytest.Monk
 def test_an_attribute_that_is_another_in_each_step_keeps_no_more_and_more_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pointwise, "MOST_KNOWN", 4)
+    monkeypatch.setattr(pointwise, "MAX_CACHED", 4)
     model, x = fo.Sequential(Loud(), Tanh()), data(3, D)
     for step in range(9):
         model[0].shift = float(step)
         assert assert_fused_matches_unfused(model, x) == ("pointwise",)
-        assert 0 < len(pointwise.KNOWN) <= 4
+        assert 0 < len(pointwise.CACHE) <= 4
 
 
 def op_of(compute: Any, **own: Any) -> fo.Op:

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import offload
 from fuseops.recipes import Quantized
-from fuseops.recipes.fits import misfit
-from fuseops.recipes.operands import _lost_unless
+from fuseops.recipes.operands import _nan_unless
+from fuseops.recipes.validate import component_mismatch
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.testing.catalogue import catalogue
 from fuseops.testing.strategies import Case, filled, op_cases, rule_cases
@@ -271,7 +271,7 @@ def test_components_are_those_of_the_format_or_named(
     offs = None if groups is None else torch.tensor(ends, dtype=torch.int32)
     q = fo.quantize(filled((rows, width), BF16, "normal", 0), scaling, offs, col=col)
     values = [q, q.clone(), q.to(torch.float32), *([q.groups(0, 1)] if groups else [])]
-    assert [misfit(value) for value in values] == [None] * len(values)
+    assert [component_mismatch(value) for value in values] == [None] * len(values)
     name = data.draw(st.sampled_from(sorted(q.components())))
     t = q.components()[name]
     wrong = data.draw(st.sampled_from([t[None], t.double()]))
@@ -311,7 +311,7 @@ def test_another_split_of_as_many_groups_is_refused(recipe: Any) -> None:
 def test_what_is_lost_for_another_split_is_nan(recipe: Any, alike: bool) -> None:
     q = fo.quantize(tokens(), input_of(recipe), torch.tensor([70, T], dtype=torch.int32))
     assert q.col is not None
-    q = replace(q, row=None, col=_lost_unless(torch.tensor(alike), q.col), carrier=None)
+    q = replace(q, row=None, col=_nan_unless(torch.tensor(alike), q.col), carrier=None)
     assert bool(q.dequantize()[:, :70].isnan().all()) is not alike
     assert alike or not q.dequantize().isfinite().any()
 

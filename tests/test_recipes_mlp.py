@@ -14,7 +14,7 @@ from fuseops.kernels.registry import as_if_on
 from fuseops.observe import gemms
 from fuseops.ops import scopes
 from fuseops.recipes import operands
-from fuseops.rules.fused import quantized_order
+from fuseops.rules.fused import wgrad_order
 from fuseops.rules.fused.grouped_mlp import GroupedMLP
 from fuseops.testing import assert_fused_matches_unfused
 
@@ -207,8 +207,8 @@ def test_which_weight_gradient_comes_first_changes_no_bit(
 ) -> None:
     found = []
     for parts, waits in ((0, False), (0, True), (1, False)):
-        monkeypatch.setattr(quantized_order, "parts", lambda *_, parts=parts: parts)
-        monkeypatch.setattr(quantized_order, "behind_dx", lambda *_, waits=waits: waits)
+        monkeypatch.setattr(wgrad_order, "choose_parts", lambda *_, parts=parts: parts)
+        monkeypatch.setattr(wgrad_order, "wgrad_waits_for_dx", lambda *_, waits=waits: waits)
         with fo.recipe(recipe, strict=True):
             found.append(gradients(layer(), varied(96, D)))
     assert all(
@@ -232,16 +232,18 @@ def test_columns_in_parts_change_no_bit(
     monkeypatch: pytest.MonkeyPatch, recipe: Any, width: int
 ) -> None:
     """Some features of tokens at a time, the last of which may be few."""
-    found, cut = [], quantized_order.some_features
+    found, cut = [], wgrad_order.slice_features
     sizes: set[int] = set()
     monkeypatch.setattr(
-        quantized_order, "some_features", lambda q, at, size: (sizes.add(size), cut(q, at, size))[1]
+        wgrad_order,
+        "slice_features",
+        lambda q, at, size: (sizes.add(size), cut(q, at, size))[1],
     )
     torch.manual_seed(0)
     model = fo.MoE(width, F, E, K, dtype=torch.bfloat16)
     x, dy = varied(T, width), varied(T, width, seed=3)
     for parts in (0, 1, 2, 4):
-        monkeypatch.setattr(quantized_order, "parts", lambda *_, parts=parts: parts)
+        monkeypatch.setattr(wgrad_order, "choose_parts", lambda *_, parts=parts: parts)
         with fo.recipe(recipe, strict=True):
             y = model(leaf := x.detach().requires_grad_())
             found.append([y, *torch.autograd.grad(y, [leaf, *model.parameters()], dy)])
@@ -355,19 +357,19 @@ def test_an_order_for_the_peak_is_said(
 ) -> None:
     """By what `explain()` asks when a GEMM runs."""
     experts, top_k, *widths = shape
-    said, activated = set(), GroupedMLP.activated
+    said, fc1_and_act = set(), GroupedMLP.fc1_and_act
 
     def asking(*args: Any) -> Any:
         said.add(gemms.choices())
-        return activated(*args)
+        return fc1_and_act(*args)
 
-    monkeypatch.setattr(GroupedMLP, "activated", asking)
+    monkeypatch.setattr(GroupedMLP, "fc1_and_act", asking)
     with FakeTensorMode():
         moe = fo.MoE(*widths, experts, top_k, dtype=torch.bfloat16)
         x = torch.empty(32768, widths[0], dtype=torch.bfloat16, requires_grad=True)
     with as_if_on(90), fo.recipe(recipe, strict=True):
         moe.plan(x)
-    assert said == {quantized_order.in_words(parts, waits)}
+    assert said == {wgrad_order.describe(parts, waits)}
     assert all(f"in {parts} parts of their features" in words for words in said) or not parts
 
 

@@ -105,39 +105,39 @@ def two_axes_normed(*behind: Op[Any]) -> fo.Sequential:
 REFUSED: dict[tuple[str, str], tuple[fo.Sequential, str]] = {
     ("grouped_mlp", "same_groups"): (mlp(groups=2), "fc1 has 3 groups, fc2 has 2"),
     ("grouped_mlp", "act_widths"): (mlp(gated=5), "fc1 gives 8 features, fc2 takes 2 x 5"),
-    ("grouped_mlp", "whole_weights"): (
+    ("grouped_mlp", "no_low_rank"): (
         quantized(mlp()),
         "low-rank weights multiply in high precision",
     ),
-    ("routed_mlp", "whole_weights"): (
+    ("routed_mlp", "no_low_rank"): (
         quantized(routed()),
         "low-rank weights multiply in high precision",
     ),
-    ("grouped_mlp", "two_axes"): (
+    ("grouped_mlp", "x_is_2d"): (
         fo.Sequential(fo.ops.Reshape(2, 3, 6), *mlp()),
         "x has 3 axes, the fused op takes (rows, width)",
     ),
     ("routed_mlp", "same_top_k"): (routed(2), "Permute has top_k 1, Combine has 2"),
     ("routed_mlp", "same_groups"): (routed(groups=2), "fc1 has 3 groups, fc2 has 2"),
     ("routed_mlp", "act_widths"): (routed(gated=5), "fc1 gives 8 features, fc2 takes 2 x 5"),
-    ("grouped_mlp", "same_sides"): (
+    ("grouped_mlp", "same_side_inputs"): (
         mlp(offs="others"),
         "read two tensors as 'offs': 'others' and 'offs'",
     ),
-    ("routed_mlp", "same_sides"): (
+    ("routed_mlp", "same_side_inputs"): (
         routed(offs="others"),
         "read two tensors as 'offs': 'offs' and 'others'",
     ),
-    ("norm_mlp", "one_axis"): (
+    ("norm_mlp", "one_norm_axis"): (
         two_axes_normed(fo.ops.Linear(6, 6), fo.ops.SiLU(), fo.ops.Linear(6, 6)),
         "the norm goes over 2 axes",
     ),
-    ("norm_mlp", "one_bias"): (
+    ("norm_mlp", "single_bias"): (
         dense(bias=True, after=True),
         "the Linear has a bias of its own",
     ),
     ("norm_mlp", "act_widths"): (dense(inner=5), "fc1 gives 8 features, fc2 takes 2 x 5"),
-    ("mlp", "one_bias"): (
+    ("mlp", "single_bias"): (
         dense(bias=True, norm=False, after=True),
         "the Linear has a bias of its own",
     ),
@@ -145,19 +145,19 @@ REFUSED: dict[tuple[str, str], tuple[fo.Sequential, str]] = {
         dense(inner=5, norm=False),
         "fc1 gives 8 features, fc2 takes 2 x 5",
     ),
-    ("norm_linear", "one_axis"): (
+    ("norm_linear", "one_norm_axis"): (
         two_axes_normed(fo.ops.Linear(6, 6)),
         "the norm goes over 2 axes",
     ),
-    ("add_norm", "one_axis"): (two_axes_normed(), "the norm goes over 2 axes"),
-    ("norm_add", "one_axis"): (two_axes_normed(), "the norm goes over 2 axes"),
+    ("add_norm", "one_norm_axis"): (two_axes_normed(), "the norm goes over 2 axes"),
+    ("norm_add", "one_norm_axis"): (two_axes_normed(), "the norm goes over 2 axes"),
     ("linear_add", "no_bias"): (
         fo.Sequential(fo.ops.Tap("a"), fo.ops.Linear(6, 6), fo.ops.Add("a")),
         "the Linear has a bias, and its GEMM adds one tensor",
     ),
     ("linear_scale", "no_bias"): (scaled(bias=True), "the Linear has a bias"),
     ("scale_linear", "no_bias"): (scaled(bias=True), "the Linear has a bias"),
-    ("linear_act", "one_bias"): (biased(), "the Linear has a bias of its own"),
+    ("linear_act", "single_bias"): (biased(), "the Linear has a bias of its own"),
 }
 CONDITIONS = [(rule, condition) for rule in BUILTIN_RULES for condition in rule.when]
 

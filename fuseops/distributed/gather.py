@@ -17,7 +17,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops.paths import path_of
 from fuseops.ops.stored import STORED, StoredWeight
 from fuseops.recipes import Layout, Recipe, weight_operand
-from fuseops.recipes.carrier import blank
+from fuseops.recipes.carrier import placeholder
 from fuseops.recipes.scaling import SQUARE
 
 BLOCK = 128
@@ -96,7 +96,7 @@ class GatheredAsCodes(torch.Tensor):
         self._weight.gathered = Layout(data.view(self._weight.scaling.data), scale)
         if out is not None:
             return None
-        carrier = blank(data.shape, param_dtype, data.device)
+        carrier = placeholder(data.shape, param_dtype, data.device)
         return Tensor._make_subclass(_Strided, carrier), (data, scale)
 
 

@@ -131,10 +131,12 @@ def _notes_of(plan: RunPlan) -> Iterator[str]:
 def _predicted(gain: Gain) -> str:
     """What a recipe is predicted to bring, and what becomes of it."""
     ops, moved = ", ".join(gain.ops), size(gain.nbytes)
-    said = f"a step in FP8 is predicted to be {gain.ratio:.2f} times as fast over {gain.rows} rows"
+    said = (
+        f"a step in FP8 is predicted to be {gain.speedup:.2f} times as fast over {gain.rows} rows"
+    )
     if gain.pays:
         return f"{ops}: {said}; the passes that quantize move {moved} of it"
-    until = "with no number of rows" if gain.fewest is None else f"from {gain.fewest} rows on"
+    until = "with no number of rows" if gain.min_rows is None else f"from {gain.min_rows} rows on"
     return (
         f"{ops}: high precision: {said}, since the passes that quantize would move {moved}; it pays {until}. "
         "fo.recipe(..., strict=True) quantizes all the same"

@@ -20,9 +20,9 @@ from fuseops.recipes import (
     operand,
     weight_operand,
 )
-from fuseops.recipes.numbers import Measuring, watching
-from fuseops.recipes.operands import check_codes, columns_fit
-from fuseops.recipes.scales import See
+from fuseops.recipes.numerics import ActiveStats, active_stats
+from fuseops.recipes.operands import check_codes, columns_match
+from fuseops.recipes.scales import ScaleFn
 
 from .checks import check_flags, check_integers, check_width
 from .op import Call, Grads, NothingSaved, Op, Out, Shape, new
@@ -143,8 +143,8 @@ def input_operand(
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     col = columns and "weight" in call.needs and index is None and roles.columns
     q = _operand(x, call, "input", offs, True, col, index)
-    if Measuring.numbers and (seen := watching()):
-        seen.measure(call.name, "input", q)
+    if ActiveStats.current and (stats := active_stats()):
+        stats.record_operand(call.name, "input", q)
     return q
 
 
@@ -162,8 +162,8 @@ def grad_operand(
     if not (row or col):
         return dy
     q = _operand(dy, call, "grad_output", offs, row, col, index)
-    if Measuring.numbers and (seen := watching()):
-        seen.measure(call.name, "grad_output", q)
+    if ActiveStats.current and (stats := active_stats()):
+        stats.record_operand(call.name, "grad_output", q)
     return q
 
 
@@ -235,16 +235,18 @@ def _operand(
         if there and (offs is None or scaling.block is not None):
             return x.only(row, col)  # quantized in this op, for this very GEMM
     if scaling is not None:
-        see = None if call.scales is None else _see(call, role)
+        scale_fn = None if call.scales is None else _scale_fn(call, role)
         seed = call.seed if role == "grad_output" else None
-        return operand(x, scaling, offs, row=row, col=col, index=index, seed=seed, see=see)
+        return operand(
+            x, scaling, offs, row=row, col=col, index=index, seed=seed, scale_fn=scale_fn
+        )
     rows = flat(high(x))
     return rows if index is None else K.gather_rows(rows, index, offs)  # type: ignore[arg-type]
 
 
-def _see(call: Call, role: str) -> See:
+def _scale_fn(call: Call, role: str) -> ScaleFn:
     """Who gives the scale of an operand of a recipe that has a state, and notes its amax in training."""
-    return call.scales.see(call.precision.roles.delayed, role, call.training)  # type: ignore[union-attr]
+    return call.scales.scale_fn(call.precision.roles.delayed, role, call.training)  # type: ignore[union-attr]
 
 
 def weight_rows(weight: Tensor, call: Call) -> Operand:
@@ -265,18 +267,18 @@ def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     if roles.weight is None:
         return call.precision.cast(weight)  # type: ignore[return-value]
-    seen = Measuring.numbers and watching()
-    see = None if call.scales is None else _see(call, "weight")
-    if call.store is None or seen is not None:
+    stats = ActiveStats.current and active_stats()
+    scale_fn = None if call.scales is None else _scale_fn(call, "weight")
+    if call.store is None or stats is not None:
         row, col = layout == "row", layout == "col"
-        q = weight_operand(weight, roles.weight, row=row, col=col, see=see)
+        q = weight_operand(weight, roles.weight, row=row, col=col, scale_fn=scale_fn)
     if call.store is not None:
-        kept = call.store.read(weight, roles.weight, layout, roles.weights, both, see)
-        if seen is None:
+        kept = call.store.read(weight, roles.weight, layout, roles.weights, both, scale_fn)
+        if stats is None:
             return kept
-        seen.check_kept(call.name, kept, q)
-    if seen is not None:
-        seen.measure(call.name, "weight", q)
+        stats.record_stale_weight(call.name, kept, q)
+    if stats is not None:
+        stats.record_operand(call.name, "weight", q)
     return q
 
 
@@ -307,7 +309,7 @@ def saved_input(
     scaling = cast("Scaling", roles.input)
     columns = "weight" in call.needs and roles.columns
     check_codes(x, scaling, offs, True, columns, by_index)
-    given = columns and not by_index and columns_fit(x, scaling, offs)
+    given = columns and not by_index and columns_match(x, scaling, offs)
     row = again or not given
     col = given and not (row and columns_follow(scaling))
     return replace(x, row=x.row if row else None, col=x.col if col else None)

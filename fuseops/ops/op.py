@@ -22,7 +22,7 @@ from fuseops.ops import scopes, stored
 from fuseops.ops.local import Local, fit_all, own_groups, spread_groups
 from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
-from fuseops.recipes.scales import STATE, ScaleState, fit_state, keep_float32
+from fuseops.recipes.scales import STATE, ScaleState, prepare_load, restore_float32
 from fuseops.recipes.store import WeightStore
 
 if TYPE_CHECKING:
@@ -378,7 +378,7 @@ class Op(nn.Module, Generic[S]):
         self._drop_kept()
         fit_all(self, state_dict, prefix)
         own_groups(self, state_dict, prefix, STATE)
-        fit_state(self._buffers, state_dict, prefix)
+        prepare_load(self._buffers, state_dict, prefix)
         assign = args[0].get("assign_to_params_buffers", False)
         taken = stored.load(self, state_dict, prefix, args[-1], assign)
         super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
@@ -394,7 +394,7 @@ class Op(nn.Module, Generic[S]):
         self._drop_kept()
         before, parameter = dict(self._buffers), self._parameters.get("weight")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        keep_float32(self._buffers, before)
+        restore_float32(self._buffers, before)
         if (weight := stored.stored_in(self)) is not None:
             weight.emptied(parameter, self._parameters.get("weight"))
         return self

@@ -20,8 +20,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.recipes import Layout, Quantized, Recipe, Scaling, weight_operand
-from fuseops.recipes.carrier import blank
-from fuseops.recipes.scales import held_by, when_stepped
+from fuseops.recipes.carrier import placeholder
+from fuseops.recipes.scales import on_optimizer_step, parameter_ids
 from fuseops.recipes.scaling import E4M3, E5M2, SQUARE
 
 from . import scopes
@@ -111,7 +111,7 @@ class StoredWeight:
             else:
                 self.buffers[name].copy_(given)  # type: ignore[union-attr]
         if assign:  # torch makes another Parameter too
-            carrier = blank(self.carrier.shape, self.carrier.dtype, data.device)
+            carrier = placeholder(self.carrier.shape, self.carrier.dtype, data.device)
             self.replace(nn.Parameter(carrier, self.carrier.requires_grad))
             self.listen()
 
@@ -145,7 +145,7 @@ class StoredWeight:
         """Have the master get the gradients of the weight, from when it has any on: it may be frozen until then."""
         if self.master is None:
             return
-        when_stepped(_stepped)
+        on_optimizer_step(_stepped)
         _with_masters.add(self)
         if not self.carrier.requires_grad:
             return
@@ -169,7 +169,7 @@ class StoredWeight:
         if before is self.carrier:
             self.replace(now)
         weight, device = self.carrier, cast("Tensor", self.buffers[CODES]).device
-        weight.data = blank(weight.shape, weight.dtype, device)
+        weight.data = placeholder(weight.shape, weight.dtype, device)
         if self.master is not None and self.master.device != device:
             self.master.data = self.master.data.to(device)
 
@@ -179,7 +179,7 @@ _with_masters: weakref.WeakSet[StoredWeight] = weakref.WeakSet()
 
 def _stepped(optimizer: torch.optim.Optimizer) -> None:
     """Of masters that were stepped, codes are old: fused optimizers move no version."""
-    held = held_by(optimizer) if _with_masters else set()
+    held = parameter_ids(optimizer) if _with_masters else set()
     for stored in _with_masters:
         master = stored.master
         if master is not None and master.grad is not None and id(master) in held:

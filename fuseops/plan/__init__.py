@@ -1,8 +1,8 @@
-"""What runs: the plan of a run of ops, pure data and pure functions. Nothing here holds a tensor's values.
+"""The plan of a run of ops: pure data and pure functions. Nothing here holds a tensor's values.
 
 chain     the ops that one plan covers
-key       by what a plan is found again; facts (what a plan depends on)
-cover     which rules fire, and why the others do not
-build     spans, segments and their steps; segment (those records)
-records   what a plan says of itself: spans, misses, saved tensors
+key       the cache key of a plan, and its guard; facts (inputs of a plan)
+cover     the rules that fire, and the reasons why others do not
+build     spans, segments and their steps; segment (their records)
+records   the public records of a plan: spans, misses, saved tensors
 """

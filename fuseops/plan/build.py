@@ -1,4 +1,4 @@
-"""`build` turns a cover into executable segments: needs, kept fields, formats of operands, cuts, positions."""
+"""`build` turns a cover into executable segments: cuts, kept fields, formats of operands, positions of tensors."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from fuseops.recipes.scales import ScaleState
 from fuseops.recipes.store import WeightStore, kept_bytes
 
 from .chain import Chain, outside_reads
-from .cover import Cover, Site
+from .cover import Cover, RuleMatch
 from .facts import NOTHING, Facts, kept_fields
 from .records import HIGH, KeptWeight, Miss, Operand, Span
 from .segment import Args, BackwardStep, ForwardStep, Segment, Slot
@@ -31,11 +31,11 @@ class RunPlan(NamedTuple):
     misses: tuple[Miss, ...]
     operands: tuple[Operand, ...]
     weights: tuple[KeptWeight, ...]
-    gains: tuple[Gain, ...] = ()  # of the call that a watcher sees
+    gains: tuple[Gain, ...] = ()  # predicted for the call that `explain` observes
 
 
 class _Unit(NamedTuple):
-    """A `_Unit` is a span of ops that one op or fused op runs, in one direction."""
+    """A `_Unit` is a span of ops that its target, one op or fused op, runs in one direction."""
 
     start: int
     stop: int
@@ -45,7 +45,7 @@ class _Unit(NamedTuple):
 
 
 def build(chain: Chain, cover: Cover, facts: Facts, high: frozenset[int] = frozenset()) -> RunPlan:
-    """Plan the run.   high: ops that a recipe leaves in high precision"""
+    """Plan a run of ops.   high: ops that stay in high precision under the recipe"""
     ops, names = chain.ops, chain.names
     joint = [_unit(c, ops) for c in cover.joint]
     forward = _units(ops, joint, [_unit(c, ops) for c in cover.forward])
@@ -68,14 +68,14 @@ def build(chain: Chain, cover: Cover, facts: Facts, high: frozenset[int] = froze
 _DEFINES = {"forward": ("fwd",), "backward": ("bwd",), "joint": ("fwd", "bwd", "Saved")}
 
 
-def _unit(c: Site, ops: Sequence[Op[Any]]) -> _Unit:
+def _unit(c: RuleMatch, ops: Sequence[Op[Any]]) -> _Unit:
     target = c.rule.build(*ops[c.start : c.stop])
     if not isinstance(target, FusedOp):
         raise FuseOpsError(
             f"rule {c.rule.name!r}: build must return a FusedOp, got {type(target).__name__}."
         )
     for name in _DEFINES[c.rule.kind]:
-        # Saved of an instance
+        # an instance may set Saved
         found = target.__dict__.get(name) or getattr(type(target), name, None)
         if found is getattr(FusedOp, name, None):
             raise FuseOpsError(
@@ -146,11 +146,10 @@ def _verify(plan: RunPlan, positions: range) -> None:
 
 
 def _cuts(chain: Chain, forward: list[_Unit], backward: list[_Unit], facts: Facts) -> list[int]:
-    """Segment bounds: around every op that runs outside a node, before a Tap or a norm, and where one Sequential ends
-    and another begins. A span is never cut: one that goes from one Sequential to another begins a segment, since it
-    goes over what would else have begun one.
+    """The bounds of segments: around every op that runs outside a node, before a Tap or a norm, and between ops of two
+    Sequentials. A span is never cut: a bound inside of one moves to its start.
     """
-    begins = {i: u.start for u in (*forward, *backward) for i in range(u.start + 1, u.stop)}
+    span_start = {i: u.start for u in (*forward, *backward) for i in range(u.start + 1, u.stop)}
     cuts = {0, len(chain.ops)}
     for i, op in enumerate(chain.ops):
         if facts.modes[i]:
@@ -159,17 +158,17 @@ def _cuts(chain: Chain, forward: list[_Unit], backward: list[_Unit], facts: Fact
             cuts.add(i)
         outside = any(keyword in op._local for keyword, _ in chain.reads[i])  # of the node
         if outside or (i and chain.scopes[i] != chain.scopes[i - 1]):
-            while i in begins:
-                i = begins[i]
+            while i in span_start:
+                i = span_start[i]
             cuts.add(i)
-    return sorted(cuts - begins.keys())
+    return sorted(cuts - span_start.keys())
 
 
 # --- segments ------------------------------------------------------------------------------------------------------
 
 
 class _Builder:
-    """Turns units into segments with flat positions: side inputs, then parameters, then published side tensors."""
+    """A `_Builder` turns units into segments. It numbers a node's tensors: side inputs, parameters, published ones."""
 
     def __init__(
         self,
@@ -182,7 +181,7 @@ class _Builder:
         self.chain, self.facts, self.high = chain, facts, high
         self.call, self.needs = facts.key.call, facts.needs
         self.ops, self.names = chain.ops, chain.names
-        # by the position of the first op; no unit goes over the end of a segment
+        # by the position of the first op; no unit spans two segments
         self.forward = {u.start: u for u in forward}
         self.backward = {u.start: u for u in backward}
         self.last = {name: i for i, sides in enumerate(chain.reads) for _, name in sides}
@@ -205,8 +204,8 @@ class _Builder:
         written = [name for sides in chain.writes[start:stop] for _, name in sides]
         exports = tuple(name for name in written if self._outlives(name, stop))
         needed = any(self.needs[start:stop]) and mode == "node"
-        steps = [self._forward_step(u, start, position) for u in forward]
-        backs = [self._backward_step(u, start, position) for u in reversed(backward)]
+        forward_steps = [self._forward_step(u, start, position) for u in forward]
+        backward_steps = [self._backward_step(u, start, position) for u in reversed(backward)]
         return Segment(
             kind=mode,
             start=start,
@@ -214,12 +213,12 @@ class _Builder:
             ops=ops,
             names=self.names[start:stop],
             reads=reads,
-            ends=tuple(name for name in reads if not self._outlives(name, stop)),
+            last_reads=tuple(name for name in reads if not self._outlives(name, stop)),
             params=tuple(params),
             exports=exports,
             export_positions=tuple(position[("side", name)] for name in exports),
-            forward=tuple(steps),
-            backward=tuple(s for s in backs if s.later or any(call.needs for call in s.calls)),
+            forward=tuple(forward_steps),
+            backward=tuple(s for s in backward_steps if s.delayed or any(c.needs for c in s.calls)),
             slots=tuple(slot for slot in self._slots(start, forward) if slot.kept),
             size=size,
             needs_grad=needed,
@@ -228,7 +227,7 @@ class _Builder:
         )
 
     def _outlives(self, name: str, stop: int) -> bool:
-        """Whether a side tensor is read after the segment that ends here."""
+        """Whether a side tensor is read after the segment that ends at `stop`."""
         return self.last.get(name, -1) >= stop or name in self.call.live
 
     # --- one step
@@ -238,26 +237,26 @@ class _Builder:
         args = tuple(self._args(i, base, position) for i in range(u.start, u.stop))
         calls = tuple(self._call(i) for i in range(u.start, u.stop))
         return ForwardStep(
-            **self._of_both(u, base, position),
+            **self._common_fields(u, base, position),
             args=args,
             calls=calls,
             takes_call=first.signature.fwd_call,
             keep=self._joint_keep(u) if u.kind == "joint" else NOTHING,
             cast=self.call.compute if first.autocast and not first.pure else None,
             pure=u.kind == "op" and first.pure,
-            codes=self._takes_quantized(u),
+            takes_quantized=self._takes_quantized(u),
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
         )
 
     def _backward_step(self, u: _Unit, base: int, position: dict[Any, int]) -> BackwardStep:
         members = range(u.start, u.stop)
         last = self.ops[u.stop - 1]
-        calls, later = _without_delayed(
+        calls, delayed = _without_delayed(
             self.ops[u.start : u.stop], tuple(self._call(i) for i in members)
         )
         wanted = [(i - u.start, i, name) for i in members for name in self.chain.parameters[i]]
         step = BackwardStep(
-            **self._of_both(u, base, position),
+            **self._common_fields(u, base, position),
             calls=calls,
             pure=u.kind == "op" and last.pure,
             empty=tuple(
@@ -267,7 +266,7 @@ class _Builder:
             takes_call=last.signature.bwd_call,
             takes_dside=last.signature.bwd_dside,
             dx="x" in calls[0].needs,
-            live=any(self.ops[i].live_call or self._random(i) for i in members),
+            live=any(self.ops[i].live_call or self._rounds_at_random(i) for i in members),
             params=tuple(
                 (k, name, position[("param", i - base, name)])
                 for k, i, name in wanted
@@ -285,10 +284,10 @@ class _Builder:
                 if self.ops[i].accumulate_into_main_grad and name in calls[k].needs
             ),
         )
-        return replace(step, later=replace(step, calls=later)) if later else step
+        return replace(step, delayed=replace(step, calls=delayed)) if delayed else step
 
-    def _of_both(self, u: _Unit, base: int, position: dict[Any, int]) -> dict[str, Any]:
-        """What the steps of both directions say alike."""
+    def _common_fields(self, u: _Unit, base: int, position: dict[Any, int]) -> dict[str, Any]:
+        """The fields that forward and backward steps share."""
         pairs = [pair for sides in self.chain.writes[u.start : u.stop] for pair in sides]
         return {
             "members": tuple(range(u.start - base, u.stop - base)),
@@ -321,7 +320,7 @@ class _Builder:
         )
 
     def _check_stored(self, i: int, roles: Roles | None) -> None:
-        """Raise FuseOpsError where a weight that lives in a format would be multiplied in another."""
+        """Raise FuseOpsError if a weight that exists as codes only would be multiplied in another format."""
         weight = stored_in(self.ops[i])
         if self.facts.modes[i] == "call":
             return  # it is planned by itself, and asked then
@@ -340,7 +339,7 @@ class _Builder:
         )
 
     def _store(self, op: Op[Any], roles: Roles) -> WeightStore | None:
-        """Where the op keeps its quantized weight: not in compiled code, which quantizes it each call."""
+        """The cache of the op's quantized weight; None in compiled code, which quantizes it in each call."""
         if stored_in(op) is not None:
             return store_of(op)
         if roles.weights == "none" or roles.weight is None or self.call.compiling:
@@ -369,7 +368,7 @@ class _Builder:
         )
 
     def _keep(self, saver: Any, needs: frozenset[str]) -> frozenset[str]:
-        """What to save; under a recompute policy everything but what the op declares that it can do without."""
+        """The fields to save; under a recompute policy all fields but those that the op can recompute."""
         fields = saver.Saved._fields
         keep = kept_fields(saver.saves_for, fields, needs)
         if self.facts.settings.recompute and not keep.isdisjoint(saver.recomputes):
@@ -379,7 +378,7 @@ class _Builder:
     # --- formats of operands
 
     def _takes_quantized(self, u: _Unit) -> bool:
-        """Whether x reaches the target as it is quantized: of the GEMMs in it, the first one reads x."""
+        """Whether the target takes a quantized x. Its first GEMM, if there is one, must then quantize its input."""
         if not u.target.takes_quantized:
             return False
         reading = [i for i in range(u.start, u.stop) if self.ops[i].multiplies]
@@ -391,12 +390,12 @@ class _Builder:
             i = next((k for k in range(i, len(self.ops)) if self.ops[k].multiplies), i)
         return None if i in self.high else self.facts.roles[i]
 
-    def _random(self, i: int) -> bool:
+    def _rounds_at_random(self, i: int) -> bool:
         roles = self._roles(i)
-        return roles is not None and roles.random
+        return roles is not None and roles.rounds_at_random
 
     def operands(self) -> Iterator[Operand]:
-        """What every GEMM of the run reads under the recipe."""
+        """The operands of every GEMM of the run under the recipe."""
         for i, (name, needs) in enumerate(zip(self.names, self.needs, strict=True)):
             roles = self._roles(i)
             if roles is not None and self.ops[i].multiplies:
@@ -406,10 +405,10 @@ class _Builder:
                     if scaling is None:
                         yield Operand(name, role, HIGH, False)
                     else:
-                        yield Operand(name, role, str(scaling), scaling.kernel is not None)
+                        yield Operand(name, role, str(scaling), scaling.gemm_kind is not None)
 
     def weights(self) -> Iterator[KeptWeight]:
-        """What of the weights is kept from call to call."""
+        """The quantized weights that are kept from call to call."""
         for i, (op, needs) in enumerate(zip(self.ops, self.needs, strict=True)):
             roles = self._roles(i)
             if roles is None or not op.multiplies or stored_in(op) is not None:
@@ -422,13 +421,13 @@ class _Builder:
             nbytes = kept_bytes(shape, roles.weight, layouts)  # type: ignore[arg-type]
             yield KeptWeight(f"{self.names[i]}.weight", roles.weights, nbytes)
 
-    # --- what is saved
+    # --- saved tensors
 
     def _slots(self, start: int, forward: Sequence[_Unit]) -> Iterator[Slot]:
         for u in forward:
             if u.kind == "joint":
                 fields, known = u.target.Saved._fields, u.target.names
-                names = [self._published(u, known.get(f, f"0.{f}")) for f in fields]
+                names = [self._saved_name(u, known.get(f, f"0.{f}")) for f in fields]
                 yield _slot(u.start - start, u.target, self._joint_keep(u), names)
                 continue
             for i in range(u.start, u.stop):
@@ -436,7 +435,7 @@ class _Builder:
                 names = [f"{self.names[i]}.{f}" for f in op.Saved._fields]
                 yield _slot(i - start, op, self._call(i).keep, names)
 
-    def _published(self, u: _Unit, name: str) -> str:
+    def _saved_name(self, u: _Unit, name: str) -> str:
         member, field = name.split(".", 1)
         return f"{self.names[u.start + int(member)]}.{field}"
 
@@ -449,7 +448,7 @@ def _slot(owner: int, saver: Any, keep: frozenset[str], names: Sequence[str]) ->
 def _without_delayed(
     ops: Sequence[Op[Any]], calls: tuple[Call, ...]
 ) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
-    """The calls of a backward step without what its ops delay, and the calls for `backward_dw` (empty: nothing is)."""
+    """(calls of a backward step without delayed gradients, calls for `backward_dw`), the latter () if no op delays."""
     delayed = [call.needs.intersection(op.delays) for op, call in zip(ops, calls, strict=True)]
     if not any(delayed):
         return calls, ()

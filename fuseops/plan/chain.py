@@ -1,4 +1,4 @@
-"""A chain lists the ops that one plan covers, under the names that the plan knows them by."""
+"""A chain lists the ops that one plan covers, with their names in the plan."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Sides = tuple[tuple[str, str], ...]  # (keyword of the op, name in the plan) of 
 
 
 class Child(NamedTuple):
-    """A `Child` is one op or plain module that a Sequential runs: its own, or of a Sequential that is spliced into it.
+    """A `Child` is one op or plain module that a Sequential runs: its own, or that of a nested, spliced Sequential.
 
     name    its path below the Sequential that runs
-    scope   that of the Sequential that it was written in, with a dot; "" is the one that runs
-    reads   its side inputs, and writes what it publishes: two Sequentials may use one keyword for two tensors
+    scope   the path of the Sequential that it was written in, with a dot; "" for the one that runs
+    reads   its side inputs; writes: its published side tensors. Two Sequentials may use one keyword for two tensors
     """
 
     name: str
@@ -28,34 +28,34 @@ class Child(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """A `Chain` lists the adjacent ops that one plan covers, and of each op what `Child` says of it."""
+    """A `Chain` lists the adjacent ops that one plan covers, with the fields of their `Child` records."""
 
     ops: tuple[Op[Any], ...]
     names: tuple[str, ...]
     scopes: tuple[str, ...]
     reads: tuple[Sides, ...]
     writes: tuple[Sides, ...]
-    parameters: tuple[tuple[str, ...], ...]  # names of every op's
-    # side tensors that are read and not written before, by their names in the plan
+    parameters: tuple[tuple[str, ...], ...]  # parameter names of every op
+    # side tensors that come from outside the chain, by their names in the plan
     outside: tuple[str, ...]
 
     def shapes(self, x: Shape, known: dict[str, Shape]) -> Iterator[Shape]:
-        """Shapes before op 0, 1, ... and after the last one.  known: those of `outside`; what ops publish is added"""
+        """The shapes of x before op 0, 1, ... and after the last.   known: of side tensors; published ones are added"""
         yield x
         for op, reads, writes in zip(self.ops, self.reads, self.writes, strict=True):
-            taken = {keyword: known[name] for keyword, name in reads if name in known}
-            x, published = op.out_shapes(x, taken)
+            side_shapes = {keyword: known[name] for keyword, name in reads if name in known}
+            x, published = op.out_shapes(x, side_shapes)
             known.update({name: published[k] for k, name in writes if k in published})
             yield x
 
     @property
     def local(self) -> bool:
-        """Whether a style of parallelism laid out some of the ops, so that they take local tensors."""
+        """Whether a style of parallelism applies to some op, so that it computes with local tensors."""
         return any(op._local or op._layout is not None for op in self.ops)
 
     @property
     def layout(self) -> Any:
-        """The `InputLayout` of what goes into the first of them, None where none says."""
+        """The `InputLayout` of the first op that declares one, None if there is none."""
         return next((op._layout for op in self.ops if op._layout is not None), None)
 
     @classmethod
@@ -69,7 +69,7 @@ class Chain(NamedTuple):
 
 
 def outside_reads(sides: Iterable[tuple[Sides, Sides]]) -> tuple[str, ...]:
-    """What ops in a row read that none before them writes, given the (reads, writes) of each."""
+    """The side tensors that ops read and no op before them writes, given the (reads, writes) of each."""
     written: set[str] = set()
     found: dict[str, None] = {}
     for reads, writes in sides:

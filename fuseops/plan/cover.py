@@ -1,4 +1,4 @@
-"""The cover of a run of ops says which rules fire, with a reason for every rule that does not fire.  Pure logic."""
+"""The cover of a run of ops: the rules that fire, and for each other rule that matches the reason why not. Pure."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,8 +17,8 @@ from .records import Miss, Overlap
 Reason = str | None
 
 
-class Site(NamedTuple):
-    """A `Site` is a place where the pattern of a rule matches; positions in the run."""
+class RuleMatch(NamedTuple):
+    """A `RuleMatch` is a span of the run that the pattern of a rule matches."""
 
     rule: Rule
     start: int
@@ -29,68 +29,68 @@ class Site(NamedTuple):
         return range(self.start, self.stop)
 
     def miss(self, reason: str, offset: int) -> Miss:
-        """Why it does not fire; positions in the whole Sequential."""
+        """The miss for this reason.   offset: of the run in the Sequential, in which misses count"""
         return Miss(self.rule.name, (self.start + offset, self.stop + offset), reason)
 
 
-class NearMatch(NamedTuple):
-    """A `NearMatch` is a place where the pattern of a rule almost matches."""
+class NearMiss(NamedTuple):
+    """A `NearMiss` is a span that the pattern of a rule almost matches."""
 
-    site: Site  # of what does match
+    candidate: RuleMatch  # the ops that do match
     miss: Miss
-    nearly: bool  # for an op that is nearly what the rule wants
+    near_miss: bool  # for an op that is nearly what the rule wants
 
 
 class Scan(NamedTuple):
-    """A scan holds the matches of all rules in a run of ops, which no shape is needed for."""
+    """A `Scan` holds the matches of all rules in a run of ops. It needs no shapes."""
 
-    candidates: tuple[Site, ...]  # in the order that the cover tries them
-    # the longest prefix of a rule that matches nowhere; ops that are nearly what it wants
-    near: tuple[NearMatch, ...]
+    candidates: tuple[RuleMatch, ...]  # in the order in which the cover tries them
+    near_misses: tuple[NearMiss, ...]
     offset: int  # of the run in its Sequential
 
 
 class Cover(NamedTuple):
-    """A `Cover` holds the sites of a run whose rules fire, and the misses of the others."""
+    """A `Cover` holds the candidates that fire, and the misses of the others."""
 
-    joint: tuple[Site, ...]
-    forward: tuple[Site, ...]
-    backward: tuple[Site, ...]
+    joint: tuple[RuleMatch, ...]
+    forward: tuple[RuleMatch, ...]
+    backward: tuple[RuleMatch, ...]
     misses: tuple[Miss, ...]
 
 
 def scan(
-    ops: Sequence[Op[Any]], rules: Iterable[Rule], place: RunPosition, settings: Settings
+    ops: Sequence[Op[Any]], rules: Iterable[Rule], run: RunPosition, settings: Settings
 ) -> Scan:
-    """The sites at which rules match, and those that match almost."""
-    wanted = _insisted(settings)
-    candidates: list[Site] = []
-    near: list[NearMatch] = []
+    """Match all rules at all positions of a run."""
+    wanted = _required_rules(settings)
+    candidates: list[RuleMatch] = []
+    near_misses: list[NearMiss] = []
     for rule in rules:
-        matches = [match(rule, ops, start, place) for start in range(len(ops))]
-        candidates += [Site(rule, i, i + n) for i, m in enumerate(matches) for n in m.lengths]
-        for i in _nearest(matches, least=1 if rule.name in wanted else 2):
-            site, obstacle = Site(rule, i, i + max(matches[i].prefix, 1)), matches[i].obstacle
-            near.append(NearMatch(site, site.miss(obstacle.why, place.offset), obstacle.nearly))
-    return Scan(tuple(candidates), tuple(near), place.offset)
+        matches = [match(rule, ops, start, run) for start in range(len(ops))]
+        candidates += [RuleMatch(rule, i, i + n) for i, m in enumerate(matches) for n in m.lengths]
+        for i in _near_miss_starts(matches, least=1 if rule.name in wanted else 2):
+            (why, almost), stop = matches[i].obstacle, i + max(matches[i].prefix, 1)
+            prefix = RuleMatch(rule, i, stop)
+            near_misses.append(NearMiss(prefix, prefix.miss(why, run.offset), almost))
+    return Scan(tuple(candidates), tuple(near_misses), run.offset)
 
 
-def _nearest(matches: Sequence[Match], least: int) -> list[int]:
-    """Where the longest prefix of a pattern that matched nowhere begins, and all that is nearly what it wants (an op
-    that overrides a method, has hooks, or is of another class of that name; one out of sight): neither a longer prefix
-    nor a match elsewhere may hide it.
+def _near_miss_starts(matches: Sequence[Match], least: int) -> list[int]:
+    """The starts of the near misses of a pattern: of its longest prefix, if it matched nowhere, and of every op that
+    almost has the wanted type (it overrides a method, has hooks, is of another class of that name, or lies behind the
+    run), which neither a longer prefix nor a match elsewhere hides.
 
-    least: ops of such a prefix. One alone is no sign that anybody wants a rule.
+    least: the least number of ops of such a prefix, since a single one does not show that fusion is expected
     """
     starts = []
     if not any(m.lengths for m in matches):
         longest = max(range(len(matches)), key=lambda start: matches[start].prefix, default=0)
         starts += [longest] if matches and matches[longest].prefix >= least else []
-    told = {matches[start].obstacle.why for start in starts}
+    reported = {matches[start].obstacle.why for start in starts}
     for start, m in enumerate(matches):
-        if m.obstacle.nearly and m.obstacle.why not in told:
+        if m.obstacle.near_miss and m.obstacle.why not in reported:
             starts.append(start)
-            told.add(m.obstacle.why)
+            reported.add(m.obstacle.why)
     return starts
 
 
@@ -99,72 +99,78 @@ DIRECTIONS = {
     "forward": ("forward",),
     "backward": ("backward",),
 }
-"""By the kind of a rule, the directions in which it runs its ops."""
+"""The directions in which a rule runs its ops, by its kind."""
 
-Taken = dict[str, dict[int, Site]]  # direction -> op -> the site that runs it there
+Occupied = dict[str, dict[int, RuleMatch]]  # direction -> op -> the candidate that runs it
 
 
 def choose(scanned: Scan, reasons: Sequence[Reason]) -> Cover:
-    """Rules of the user first, then the built-in ones in the gaps, and then those that come last: of each the joint
-    ones, then forward and backward ones where those left room. Leftmost first, all rules in order at each position.
+    """Choose the candidates that fire, greedily: rules of the user, then built-in ones, then those with `last`. Of each
+    of these the joint rules go first, then forward and backward ones in the gaps; within a kind the leftmost candidate
+    goes first, and at one position the first rule.
     """
-    able = [c for c, reason in zip(scanned.candidates, reasons, strict=True) if reason is None]
-    taken: Taken = {"forward": {}, "backward": {}}
-    chosen: dict[str, list[Site]] = {kind: [] for kind in DIRECTIONS}
-    for turn, kind in itertools.product(range(3), DIRECTIONS):
-        mine = [c for c in able if c.rule.kind == kind and _turn(c.rule) == turn]
-        for c in sorted(mine, key=lambda c: c.start):
-            if not any(_there(c, i, taken) for i in c.ops):
+    allowed = [c for c, reason in zip(scanned.candidates, reasons, strict=True) if reason is None]
+    occupied: Occupied = {"forward": {}, "backward": {}}
+    chosen: dict[str, list[RuleMatch]] = {kind: [] for kind in DIRECTIONS}
+    for priority, kind in itertools.product(range(3), DIRECTIONS):
+        matching = [c for c in allowed if c.rule.kind == kind and _priority(c.rule) == priority]
+        for c in sorted(matching, key=lambda c: c.start):
+            if not any(_occupants(c, i, occupied) for i in c.ops):
                 chosen[kind].append(c)
                 for direction in DIRECTIONS[kind]:
-                    taken[direction] |= dict.fromkeys(c.ops, c)
-    against = {c: r for c, r in zip(scanned.candidates, reasons, strict=True) if r is not None}
-    misses = [c.miss(r, scanned.offset) for c, r in against.items() if not _said(c, r, against)]
-    misses += _overlaps(able, taken, scanned.offset)
-    misses += [n.miss for n in scanned.near if n.nearly or not _covered(n.site, taken)]
+                    occupied[direction] |= dict.fromkeys(c.ops, c)
+    refused = {c: r for c, r in zip(scanned.candidates, reasons, strict=True) if r is not None}
+    reported = {c: r for c, r in refused.items() if not _is_reported(c, r, refused)}
+    misses = [c.miss(r, scanned.offset) for c, r in reported.items()]
+    misses += _overlaps(allowed, occupied, scanned.offset)
+    near = scanned.near_misses
+    misses += [n.miss for n in near if n.near_miss or not _already_fused(n.candidate, occupied)]
     joint, forward, backward = map(tuple, chosen.values())
     return Cover(joint, forward, backward, tuple(misses))
 
 
-def _there(c: Site, i: int, taken: Taken) -> list[Site]:
-    """The sites that run an op in a direction in which this one would, the last of them first."""
-    ways = reversed(DIRECTIONS[c.rule.kind])
-    return [taken[direction][i] for direction in ways if i in taken[direction]]
+def _occupants(c: RuleMatch, i: int, occupied: Occupied) -> list[RuleMatch]:
+    """The candidates that already run an op in a direction in which this one would, the backward one first."""
+    directions = reversed(DIRECTIONS[c.rule.kind])
+    return [occupied[direction][i] for direction in directions if i in occupied[direction]]
 
 
-def _turn(rule: Rule) -> int:
+def _priority(rule: Rule) -> int:
+    """0 for a rule of the user, 1 for a built-in one, 2 for one that goes last."""
     return 2 if rule.last else int(rule in BUILTIN_RULES)
 
 
-OFF = ("fusion is off", "disabled")
+SETTINGS_REASONS = ("fusion is off", "disabled")
 
 
-def _said(c: Site, reason: str, against: Mapping[Site, str]) -> bool:
-    """Whether the reason is said of a part of a site, where it lies; or of a longer one, where it lies in settings."""
-    if reason in OFF:
-        return any(_within(c, longer) for longer in against)
-    return any(reason == other and _within(part, c) for part, other in against.items())
+def _is_reported(c: RuleMatch, reason: str, refused: Mapping[RuleMatch, str]) -> bool:
+    """Whether another miss reports this one: of a part of the span for the same reason, or of a longer span if settings
+    are the reason.
+    """
+    if reason in SETTINGS_REASONS:
+        return any(_is_part_of(c, longer) for longer in refused)
+    return any(reason == other and _is_part_of(part, c) for part, other in refused.items())
 
 
-def _covered(site: Site, taken: Taken) -> bool:
-    """Whether rules that run as it would have fused all of these ops, so that nobody asks for another one."""
-    ways = DIRECTIONS[site.rule.kind]
-    ran = ({taken[direction].get(i) for direction in ways} for i in site.ops)
-    return all(len(sites) == 1 and None not in sites for sites in ran)
+def _already_fused(candidate: RuleMatch, occupied: Occupied) -> bool:
+    """Whether one candidate already runs all of these ops in its directions, so that a near miss is no news."""
+    directions = DIRECTIONS[candidate.rule.kind]
+    runners = ({occupied[direction].get(i) for direction in directions} for i in candidate.ops)
+    return all(len(sites) == 1 and None not in sites for sites in runners)
 
 
-def _overlaps(able: Sequence[Site], taken: Taken, offset: int) -> Iterator[Overlap]:
-    fired = {id(c) for sites in taken.values() for c in sites.values()}
-    for c in able:
-        # what is within a longer one is said of that, or that fired
-        if id(c) not in fired and not any(_within(c, longer) for longer in able):
-            winner = next(there[0] for i in c.ops if (there := _there(c, i, taken)))
+def _overlaps(allowed: Sequence[RuleMatch], occupied: Occupied, offset: int) -> Iterator[Overlap]:
+    fired = {id(c) for sites in occupied.values() for c in sites.values()}
+    for c in allowed:
+        # a part of a longer candidate is reported with that one, or that one fired
+        if id(c) not in fired and not any(_is_part_of(c, longer) for longer in allowed):
+            winner = next(occupants[0] for i in c.ops if (occupants := _occupants(c, i, occupied)))
             span = f"{winner.start + offset}:{winner.stop + offset}"
             yield Overlap(*c.miss(f"overlaps {span} of {winner.rule.name}", offset))
 
 
-def _within(c: Site, other: Site) -> bool:
-    """Whether another site of the same rule has all its ops, and more."""
+def _is_part_of(c: RuleMatch, other: RuleMatch) -> bool:
+    """Whether another candidate of the same rule contains this one."""
     inside = other.start <= c.start and c.stop <= other.stop
     return inside and other.rule is c.rule and other is not c
 
@@ -175,15 +181,15 @@ def reasons_against(
     settings: Settings,
     conditions: Callable[[int, int], Conditions],
 ) -> tuple[Reason, ...]:
-    """Why each candidate may not fire, None where it may."""
+    """The reason why each candidate may not fire, None if it may."""
     answers: list[Reason] = []
     for c in scanned.candidates:
         if not settings.fusion:
-            answers.append(OFF[0])
+            answers.append(SETTINGS_REASONS[0])
         elif c.rule.name in settings.disable:
-            answers.append(OFF[1])
-        elif clash := _clash(chain.writes[c.start : c.stop]):
-            answers.append(clash)
+            answers.append(SETTINGS_REASONS[1])
+        elif duplicate := _duplicate_keyword(chain.writes[c.start : c.stop]):
+            answers.append(duplicate)
         elif c.rule.kind != "forward" and (delayed := _delayed(chain.ops[c.start : c.stop])):
             answers.append(delayed)
         elif not c.rule.when:
@@ -194,24 +200,24 @@ def reasons_against(
     return tuple(answers)
 
 
-def _clash(writes: Sequence[Sides]) -> Reason:
-    """A fused op publishes by keyword; ops of two Sequentials may have one keyword for two tensors."""
+def _duplicate_keyword(writes: Sequence[Sides]) -> Reason:
+    """A fused op publishes by keyword, so its ops may not publish two tensors under one, as of two Sequentials."""
     keywords = [keyword for pairs in writes for keyword, _ in pairs]
-    twice = next((keyword for keyword in keywords if keywords.count(keyword) > 1), None)
-    return None if twice is None else f"two of its ops publish {twice!r}"
+    duplicate = next((keyword for keyword in keywords if keywords.count(keyword) > 1), None)
+    return None if duplicate is None else f"two of its ops publish {duplicate!r}"
 
 
-def in_precision(
+def reasons_under_recipe(
     scanned: Scan,
     ops: Sequence[Op[Any]],
     reasons: Sequence[Reason],
     recipe: Recipe | None,
     roles: Sequence[Roles | None],
 ) -> tuple[Reason, ...]:
-    """The answers under a recipe: where it applies to an op of the span, the fused op has to say that it takes one,
-    and all that multiply have to have the same formats.
+    """`reasons_against` extended by a recipe: where it applies to an op of the span, the fused op must support recipes,
+    and all ops with GEMMs must have equal formats.
 
-    roles: of every op.
+    roles: of every op
     """
     if recipe is None:
         return tuple(reasons)
@@ -223,31 +229,31 @@ def in_precision(
             reason = require(
                 takes, f"runs in high precision only, the recipe is {type(recipe).__name__}"
             )
-            found = {f for f, op in zip(formats, members, strict=True) if op.multiplies}
+            distinct = {f for f, op in zip(formats, members, strict=True) if op.multiplies}
             reason = reason or require(
-                len(found) == 1, "the recipe gives its ops formats that differ"
+                len(distinct) == 1, "the recipe gives its ops formats that differ"
             )
         answers.append(reason)
     return tuple(answers)
 
 
 def _delayed(ops: Sequence[Op[Any]]) -> Reason:
-    """A fused backward has one pass over what the gradients share; a delayed part would run it twice."""
+    """A fused backward computes all gradients in one pass, which a delayed gradient would run twice."""
     return next((f"{type(op).__name__} delays {list(op.delays)}" for op in ops if op.delays), None)
 
 
-# --- what settings forbid --------------------------------------------------------------------------------------------
+# --- strict mode --------------------------------------------------------------------------------------------
 
 
-def _insisted(settings: Settings) -> frozenset[str]:
-    """The rules that have to fire, by name."""
+def _required_rules(settings: Settings) -> frozenset[str]:
+    """The names of the rules that strict mode requires to fire."""
     return settings.strict if isinstance(settings.strict, frozenset) else frozenset()
 
 
 def check_names(settings: Settings, rules: Iterable[Rule]) -> None:
-    """Raise when `strict` or `disable` names a rule that does not exist."""
+    """Raise FuseOpsError when `strict` or `disable` names a rule that does not exist."""
     known = {rule.name for rule in rules}
-    unknown = (settings.disable | _insisted(settings)) - known
+    unknown = (settings.disable | _required_rules(settings)) - known
     if unknown and known:
         raise FuseOpsError(
             f"no rule is called {sorted(unknown)}; the rules in scope are {sorted(known)}."
@@ -259,14 +265,15 @@ def check_strict(
 ) -> None:
     """Raise FusionMissError for a miss that strict mode forbids.
 
-    By name: a condition or overlap miss of those rules. True: a condition miss of any rule. Near misses never raise.
+    strict by name: condition and overlap misses of these rules. strict=True: condition misses of any rule. Near misses
+    never raise.
     """
     if settings.strict is True:
         pairs = zip(scanned.candidates, reasons, strict=True)
         misses = [c.miss(why, scanned.offset) for c, why in pairs if why is not None]
     else:
-        names, near = _insisted(settings), {n.miss for n in scanned.near}
-        misses = [m for m in found if m.rule in names and m not in near]
+        required, near_misses = _required_rules(settings), {n.miss for n in scanned.near_misses}
+        misses = [m for m in found if m.rule in required and m not in near_misses]
     if misses:
         rule, (start, stop), reason = misses[0]
         raise FusionMissError(f"rule {rule!r} did not fire at {start}:{stop}: {reason}")

@@ -1,4 +1,4 @@
-"""What a plan depends on besides the ops and the cover, and the needs and kept fields that follow from it."""
+"""The facts that a plan depends on besides ops and cover, and the needs and kept fields that follow from them."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -19,25 +19,25 @@ class Facts(NamedTuple):
     key: PlanKey
     settings: Settings
     modes: tuple[str, ...]  # of each op: "" (in a node), "plain" or "call"
-    notes: tuple[str, ...]  # why, where a mode is not ""
-    offset: int  # of the run in its Sequential: spans count from there
-    needs: tuple[frozenset[str], ...]  # of every op: the gradients that it gives
+    notes: tuple[str, ...]  # the reason of each mode that is not ""
+    offset: int  # of the run in its Sequential, in which spans count
+    needs: tuple[frozenset[str], ...]  # the gradients that each op must give
     roles: tuple[Roles | None, ...]  # formats of each op's operands; None: high precision
 
 
 def roles_of(chain: Chain, recipe: Recipe | None, modes: Sequence[str]) -> tuple[Roles | None, ...]:
-    """What a recipe says of every op that multiplies, or quantizes, in a node."""
-    found: list[Roles | None] = []
+    """The formats of each op in a node that multiplies or quantizes; None for other ops and for high precision."""
+    result: list[Roles | None] = []
     for op, name, mode in zip(chain.ops, chain.names, modes, strict=True):
-        given = None
+        roles = None
         if recipe is not None and (op.multiplies or op.quantizes) and not mode:
-            given = recipe.checked_roles_of(op, path_of(op) or name)
-        found.append(None if given is None or given.high else given)
-    return tuple(found)
+            roles = recipe.checked_roles_of(op, path_of(op) or name)
+        result.append(None if roles is None or roles.is_high_precision else roles)
+    return tuple(result)
 
 
 def needs_of(chain: Chain, key: PlanKey) -> tuple[frozenset[str], ...]:
-    """Which gradients each op must give: fixed before apply, along the chain."""
+    """The gradients that each op must give, propagated along the chain before the node is applied."""
     call, parameters = key.call, key.parameters
     x_needs, sides = call.x_needs, {name for name, *_, wanted in call.sides if wanted}
     result = []
@@ -59,7 +59,7 @@ def needs_of(chain: Chain, key: PlanKey) -> tuple[frozenset[str], ...]:
 def kept_fields(
     saves_for: Mapping[str, tuple[str, ...]] | None, fields: tuple[str, ...], needs: frozenset[str]
 ) -> frozenset[str]:
-    """Saved fields that some needed gradient reads; a need that is not listed reads all."""
+    """The saved fields that the needed gradients read; one that `saves_for` does not list reads all."""
     if not needs:
         return NOTHING
     if saves_for is None:

@@ -1,4 +1,4 @@
-"""The plan of a call is found by its key in a cache, or by a glance at what the last call had."""
+"""The key under which the plan of a call is cached, and the guard that checks a call against the last key."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .chain import Chain
 
 Tokens = tuple[int, int, int]  # process, model, scopes
 NONES = repeat(None)
-NEVER = Op.alias  # of the classes whose ops are none
-joined = chained.from_iterable
+NO_ALIAS = Op.alias  # of the classes whose ops are none
+flatten = chained.from_iterable
 DICT = attrgetter("__dict__")
 HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# what an instance of any op may hold that a plan depends on, beside hooks and buffers; two at least
-OF_OPS = frozenset(
+# attributes of an op's instance that a plan depends on, beside hooks and buffers (an instance has two at least)
+PLANNED_ATTRIBUTES = frozenset(
     {
         *("training", "_parameters", "forward", "fwd", "bwd", "_local", "_around"),
         *("reads", "writes", "delays", "accumulate_into_main_grad"),
@@ -32,7 +32,7 @@ OF_OPS = frozenset(
 
 
 class CallFacts(NamedTuple):
-    """`CallFacts` are what a plan depends on beside its ops: constants, which traced code can hold."""
+    """`CallFacts` hold what a plan depends on besides its ops, as constants that traced code can hold."""
 
     tokens: Tokens
     live: tuple[str, ...]  # side names read after the run, or returned
@@ -49,7 +49,7 @@ class CallFacts(NamedTuple):
 
     @property
     def compute(self) -> torch.dtype | None:
-        """The dtype that autocast gives x. By torch's own rule double is not cast, though autocast is on."""
+        """The dtype to which autocast casts x, None for no cast. Like torch, it leaves double alone."""
         return None if self.dtype is torch.float64 else self.autocast
 
 
@@ -61,7 +61,7 @@ def call_facts(
     live: tuple[str, ...],
     hooks: Iterable[Any] = GLOBAL_HOOKS,
 ) -> tuple[Any, ...]:
-    """The fields of `CallFacts`.  outside: as of the `Chain`"""
+    """The fields of `CallFacts`.  outside: `Chain.outside`"""
     grad = torch.is_grad_enabled()
     return (
         tokens,
@@ -80,28 +80,28 @@ def call_facts(
 
 
 def side_facts(name: str, t: Tensor, grad: bool) -> tuple[str, torch.dtype, bool, bool]:
-    """What a plan depends on, of a side input: name, dtype, on meta, wants a gradient."""
+    """What a plan depends on of a side input: name, dtype, on meta, needs a gradient."""
     return name, t.dtype, t.is_meta, grad and t.requires_grad
 
 
 class OpFacts(NamedTuple):
-    """`OpFacts` are what a plan depends on, of one op beside its parameters."""
+    """`OpFacts` hold what a plan depends on of one op, besides its parameters."""
 
     kind: type
     training: bool
     alias: bool
     bare: bool  # no hooks on its forward or backward
-    methods: bool  # of its own, that its class does not have
-    local: bool  # it takes other tensors than those that are registered
+    methods: bool  # fwd, bwd or forward is overridden on the instance
+    local: bool  # it computes with other tensors than the registered ones
 
 
 def op_facts(ops: Iterable[Op[Any]]) -> list[tuple[Any, ...]]:
-    """The fields of the `OpFacts` of every op, in one go: a repeated call waits for it."""
+    """The fields of the `OpFacts` of all ops, in one comprehension: this is a hot path."""
     return [
         (
-            op.__class__ if not own["_modules"] else _written(op),
+            op.__class__ if not own["_modules"] else _registered_class(op),
             own["training"],
-            op.__class__.alias is not NEVER and op.alias,
+            op.__class__.alias is not NO_ALIAS and op.alias,
             not any(HOOKS(own)),
             "forward" in own or "fwd" in own or "bwd" in own,
             "_local" in own,
@@ -111,14 +111,14 @@ def op_facts(ops: Iterable[Op[Any]]) -> list[tuple[Any, ...]]:
     ]
 
 
-def _written(op: Op[Any]) -> type:
-    """The class of an op, which torch makes anew for every registration of a parametrization, without those."""
+def _registered_class(op: Op[Any]) -> type:
+    """The class of an op as it was written; torch makes a subclass for each registered parametrization."""
     kind: type = op.__class__
     return kind.__bases__[0] if "parametrizations" in op._modules else kind
 
 
 class ParameterFacts(NamedTuple):
-    """`ParameterFacts` are what a plan depends on, of a parameter."""
+    """`ParameterFacts` hold what a plan depends on of a parameter."""
 
     needs: bool
     dtype: torch.dtype
@@ -127,7 +127,7 @@ class ParameterFacts(NamedTuple):
 
     @staticmethod
     def of(p: Tensor | None, grad: bool) -> ParameterFacts | None:
-        """Those of a parameter that an op may be without.  grad: the mode"""
+        """The facts of an optional parameter.  grad: the grad mode"""
         return None if p is None else ParameterFacts(*parameter_facts(p, grad))
 
 
@@ -137,7 +137,7 @@ def parameter_facts(p: Tensor, grad: bool) -> tuple[bool, torch.dtype, bool, typ
 
 
 class PlanKey(NamedTuple):
-    """A `PlanKey` holds all that a plan depends on, besides the outcome of conditions."""
+    """A `PlanKey` holds all that a plan depends on, besides the results of conditions."""
 
     ops: tuple[OpFacts, ...]
     parameters: tuple[tuple[ParameterFacts | None, ...], ...]  # of every op
@@ -157,7 +157,7 @@ class PlanKey(NamedTuple):
 
 
 def parameter_of(op: Op[Any], name: str) -> Tensor | None:
-    """The registered parameter of an op, or what stands for one that it does not have under this name."""
+    """The registered parameter of an op, or its `sample` of one that is not registered under this name."""
     registered = op.__dict__["_parameters"]
     found: Tensor | None = registered[name] if name in registered else op.sample(name)
     return found
@@ -165,7 +165,7 @@ def parameter_of(op: Op[Any], name: str) -> Tensor | None:
 
 def has_hooks(own: Mapping[str, Any]) -> bool:
     """Whether a module, given as its `__dict__`, has hooks on its forward or backward."""
-    # read one by one: dynamo knows no itemgetter
+    # read one by one: dynamo does not trace itemgetter
     return bool(
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
@@ -175,7 +175,7 @@ def has_hooks(own: Mapping[str, Any]) -> bool:
 
 
 def hooked() -> bool:
-    """Whether there are hooks on all modules of the process, besides those with which fuseops watches them."""
+    """Whether there are global module hooks, other than those of fuseops."""
     for hooks in GLOBAL_HOOKS:
         for hook in hooks.values():
             if not str(getattr(hook, "__module__", "")).startswith("fuseops."):
@@ -183,55 +183,57 @@ def hooked() -> bool:
     return False
 
 
-class Glance:
-    """Tells whether a call has the key of an earlier one, in a fifth of the time that the key takes. Eager only.
+class KeyGuard:
+    """A `KeyGuard` checks whether a call has the key of an earlier one, in a fifth of the time of making the key.
 
-    What it compares of the call are the fields of the key; of ops what their instances hold, object by object, where
-    somebody may have written to one since the last look, as `Runner.fits` tells; for parameters torch's guard sees each
-    field of `ParameterFacts`, while the mode is as it was. Loops over ops are C's.
+    Eager only. It compares the `CallFacts` of the call; the attributes of the ops, by identity, if one may have been
+    written since the last check (`Runner.fits`); and the parameters, by torch's tensor guard, which covers each field
+    of `ParameterFacts` under one grad mode. Loops over ops run in C.
     """
 
     def __init__(self, chain: Chain, key: PlanKey, read: Collection[int] = ()) -> None:
         """read: the ops whose own attributes conditions have read: sizes, options, kinds.
 
-        Raises KeyError where a glance does not do: for tensors that are not registered.
+        Raises KeyError for tensors that are not registered, which it cannot check.
         """
         self.chain, self.key = chain, key
-        self.kinds, owns = [*map(type, chain.ops)], [*map(DICT, chain.ops)]
-        self.held = [*map(frozenset, owns)]
-        # what the instances hold, read in one go
-        self.readers = [itemgetter(*_depends_on(own, i in read)) for i, own in enumerate(owns)]
-        self.values = [*joined(map(call, self.readers, owns))]
-        self.hooked = [*map(any, map(HOOKS, owns))]
-        # what the instances had been written when they were last found alike
+        self.classes, owns = [*map(type, chain.ops)], [*map(DICT, chain.ops)]
+        self.attribute_names = [*map(frozenset, owns)]
+        # the guarded attributes of the instances, read by one call each
+        self.readers = [
+            itemgetter(*_guarded_attributes(own, i in read)) for i, own in enumerate(owns)
+        ]
+        self.values = [*flatten(map(call, self.readers, owns))]
+        self.has_hooks = [*map(any, map(HOOKS, owns))]
+        # the versions of the instances when they last matched, and the hook dicts of all ops then
         self.versions: object = None
-        self.hooks: list[Any] = []  # of all ops, then
-        self.aliasing = [op for op in chain.ops if op.__class__.alias is not NEVER]
+        self.hooks: list[Any] = []
+        self.aliasing = [op for op in chain.ops if op.__class__.alias is not NO_ALIAS]
         self.aliases = [op.alias for op in self.aliasing]
-        # where the parameters and buffers are that ops take, each tensor once (the guard wants them so); the other
-        # places of each, by its number; and the places of those that are None
-        self.homes: list[dict[str, Any]] = []
-        self.names: list[str] = []
-        self.again: list[tuple[dict[str, Any], str, int]] = []
+        # (dict, name) of each distinct parameter or buffer that ops take, as the tensor guard needs them; of further
+        # occurrences, with the number of the tensor; and of those that are None
+        self.tensor_dicts: list[dict[str, Any]] = []
+        self.tensor_names: list[str] = []
+        self.duplicates: list[tuple[dict[str, Any], str, int]] = []
         self.absent: tuple[list[dict[str, Any]], list[str]] = [], []
         found: dict[int, int] = {}
         for own, names, facts in zip(owns, chain.parameters, key.ops, strict=True):
             if facts.local:
                 raise KeyError(names)
             for name in names:
-                home = own["_parameters"] if name in own["_parameters"] else own["_buffers"]
-                known = found.get(id(home[name]))
-                if home[name] is None:
-                    self.absent[0].append(home)
+                tensor_dict = own["_parameters"] if name in own["_parameters"] else own["_buffers"]
+                first = found.get(id(tensor_dict[name]))
+                if tensor_dict[name] is None:
+                    self.absent[0].append(tensor_dict)
                     self.absent[1].append(name)
-                elif known is None:
-                    found[id(home[name])] = len(self.homes)
-                    self.homes.append(home)
-                    self.names.append(name)
+                elif first is None:
+                    found[id(tensor_dict[name])] = len(self.tensor_dicts)
+                    self.tensor_dicts.append(tensor_dict)
+                    self.tensor_names.append(name)
                 else:
-                    self.again.append((home, name, known))
+                    self.duplicates.append((tensor_dict, name, first))
         try:
-            self.alike = tensor_guard([*map(getitem, self.homes, self.names)])
+            self.tensors_match = tensor_guard([*map(getitem, self.tensor_dicts, self.tensor_names)])
         except RuntimeError as error:  # sparse ones have no strides
             raise KeyError from error
 
@@ -243,46 +245,50 @@ class Glance:
         live: tuple[str, ...],
         versions: object = None,
     ) -> bool:
-        """Whether `PlanKey.of` would give the key again, and what conditions have read is the same.
+        """Whether `PlanKey.of` would give the same key, and the attributes that conditions have read are the same.
 
-        versions: another object where somebody may have written to an op since; None: look in any case
+        versions: another object if an op may have been written since the last check; None: check in any case
         """
         if call_facts(self.chain.outside, x, side, tokens, live) != self.key.call:
             return False
         try:
             looked = versions is not None and versions is self.versions and not any(self.hooks)
-            if not (looked or self._alike(versions)):
+            if not (looked or self._ops_match(versions)):
                 return False
-            tensors = [*map(getitem, self.homes, self.names)]
-            if not (self.alike(*tensors) and all(map(is_, map(getitem, *self.absent), NONES))):
+            tensors = [*map(getitem, self.tensor_dicts, self.tensor_names)]
+            if not self.tensors_match(*tensors):
                 return False
-            return not self.again or all(h[name] is tensors[k] for h, name, k in self.again)
-        except KeyError:  # one went, another came
+            if not all(map(is_, map(getitem, *self.absent), NONES)):
+                return False
+            return not self.duplicates or all(d[n] is tensors[k] for d, n, k in self.duplicates)
+        except KeyError:  # a parameter was deleted
             return False
 
-    def _alike(self, versions: object) -> bool:
-        """Whether the ops are of the kinds that they were, and hold what they held.   versions: before this look"""
+    def _ops_match(self, versions: object) -> bool:
+        """Whether the classes and guarded attributes of the ops are the same.   versions: before this check"""
         owns = [*map(DICT, self.chain.ops)]
-        if [*map(type, self.chain.ops)] != self.kinds or [*map(frozenset, owns)] != self.held:
+        if [*map(type, self.chain.ops)] != self.classes or [
+            *map(frozenset, owns)
+        ] != self.attribute_names:
             return False
-        if not all(map(is_, joined(map(call, self.readers, owns)), self.values)):
+        if not all(map(is_, flatten(map(call, self.readers, owns)), self.values)):
             return False
-        if [*map(any, map(HOOKS, owns))] != self.hooked:
+        if [*map(any, map(HOOKS, owns))] != self.has_hooks:
             return False
         if self.aliasing and [op.alias for op in self.aliasing] != self.aliases:
             return False
-        self.versions, self.hooks = versions, [*joined(map(HOOKS, owns))]
+        self.versions, self.hooks = versions, [*flatten(map(HOOKS, owns))]
         return True
 
 
-def _depends_on(own: Mapping[str, Any], read: bool) -> list[str]:
-    """What an instance, given as its `__dict__`, holds that a plan may depend on.  read: by conditions"""
-    known = OF_OPS if not own["_buffers"] else OF_OPS | {"_buffers"}
-    return [n for n in own if n in known or (read and n not in OF_EVERY_MODULE)]
+def _guarded_attributes(own: Mapping[str, Any], read: bool) -> list[str]:
+    """The attributes of an instance (its `__dict__`) that a plan may depend on.  read: conditions read the instance"""
+    names = PLANNED_ATTRIBUTES if not own["_buffers"] else PLANNED_ATTRIBUTES | {"_buffers"}
+    return [n for n in own if n in names or (read and n not in OF_EVERY_MODULE)]
 
 
 def autocast_of(x: Tensor) -> torch.dtype | None:
-    """The dtype of autocast where x is, None where it is off. The meta device has none, and raises when asked."""
+    """The autocast dtype of x's device, None where autocast is off. Torch raises for the meta device."""
     if not any_autocast():
         return None
     device = x.device.type

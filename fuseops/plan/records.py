@@ -1,4 +1,4 @@
-"""The public records say what a plan does; nothing here runs."""
+"""The public records that describe a plan; nothing here runs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Span(NamedTuple):
     start: int
     stop: int
     ops: tuple[str, ...]  # child names
-    runs: str  # class name of what runs
+    runs: str  # class name of the op or fused op that runs
     rule: str | None = None
     kind: str = "op"  # "op", "joint", "forward", "backward", "call", "plain", "module"
     note: str = ""  # why it runs as it does (hooks, DTensor, an overridden forward)
@@ -36,7 +36,7 @@ class Miss(NamedTuple):
 
 
 class Overlap(Miss):
-    """An `Overlap` is the miss of a rule that would fire, had another one not taken some of its ops."""
+    """An `Overlap` is the miss of a rule that would fire if another rule did not run some of its ops."""
 
     __slots__ = ()
 
@@ -60,12 +60,12 @@ HIGH = "high precision"
 
 
 class Operand(NamedTuple):
-    """An `Operand` is an input of a GEMM in a format of its own, or in high precision beside such a one."""
+    """An `Operand` is a quantized input of a GEMM, or the high-precision input beside one."""
 
     op: str
     role: str  # "input", "weight", "grad_output"
     format: str
-    kernels: bool = True  # whether there are some that multiply such codes, on some machine
+    kernels: bool = True  # whether kernels multiply such codes, on some GPU
 
 
 class KeptWeight(NamedTuple):
@@ -78,18 +78,18 @@ class KeptWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """A `Planned` says what one call of a Sequential runs, what did not fuse and why, and what it saves.
+    """A `Planned` describes one call of a Sequential: what runs, what did not fuse and why, and what is saved.
 
     path         of the Sequential in its model
-    forward      Spans in order, each one op or one fused op; backward: the same for the way back
-    misses       every rule that came near and did not fire
-    saved        what is kept for the backward, that of nested Sequentials included
-    operands     of GEMMs that a recipe quantizes
-    weights      whose quantized layouts are kept: they count neither as saved nor as temporary
+    forward      Spans in order, each one op or one fused op; backward: the same for the backward
+    misses       every rule that matched, or almost did, and did not fire
+    saved        tensors that are kept for the backward, those of nested Sequentials included
+    operands     of the GEMMs that a recipe quantizes
+    weights      quantized weights that are kept: they count neither as saved nor as temporary
     segments     (start, stop) of the ops that share one autograd node
-    temporaries  bytes beyond the saved ones: all that lives at the peak of a training step where `rehearsed`, else
-                 the largest output of a forward span that is not saved
-    nested       the plans of Sequentials inside
+    temporaries  bytes besides the saved ones: at the peak of a training step if `rehearsed`, else the largest output of
+                 a forward span that is not saved
+    nested       the plans of nested Sequentials
     """
 
     path: str
@@ -119,19 +119,19 @@ class Planned:
     def peak_bytes(self) -> int:
         """Saved bytes plus planned temporaries.
 
-        `Sequential.plan` rehearses a training step: then it is what the step holds at the most, from x (where it
-        is saved) to the gradients that it makes, y included, but not the gradient of y.
+        `Sequential.plan` rehearses a training step: then it is the peak of the step, which includes x (if it is saved),
+        y and the gradients that the step computes, but not the gradient of y.
         """
         return self.saved_bytes + self.temporaries
 
     @property
     def fused(self) -> tuple[Span, ...]:
-        """Spans that a rule made, each once (a joint span is one, not two)."""
+        """The spans of rules, a joint one once."""
         return tuple(dict.fromkeys(s for s in (*self.forward, *self.backward) if s.rule))
 
     @property
     def not_fused(self) -> tuple[Miss, ...]:
-        """Misses of rules that would not fire either if they were alone: no overlaps."""
+        """The misses without overlaps: of rules that would not fire alone either."""
         return tuple(m for m in self.misses if not isinstance(m, Overlap))
 
     def walk(self) -> Iterator["Planned"]:
@@ -141,7 +141,7 @@ class Planned:
             yield from plan.walk()
 
     def diff(self, other: "Planned") -> str:
-        """What is in one plan and not in the other, a line each; empty when they agree."""
+        """A line for each item that only one of the plans has; "" when they agree."""
         lines = []
         for field in ("forward", "backward", "misses", "saved", "operands", "weights", "segments"):
             mine, theirs = getattr(self, field), getattr(other, field)
@@ -155,7 +155,7 @@ class Planned:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, with a schema_version."""
+        """The plan as plain data, with a schema_version."""
         return {
             "schema_version": SCHEMA_VERSION,
             "path": self.path,

@@ -1,4 +1,4 @@
-"""Segments are the executable form of a plan: flat steps over positions, fixed before a call runs."""
+"""Segments are the executable form of a plan: flat steps over positions of tensors, fixed before a call runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fuseops.ops.structure import Tap
 Args = tuple[tuple[str, int], ...]  # (keyword, position in the node's tensors)
 
 
-def is_own(op: Any) -> bool:
-    """Whether an op, or fused op, is fuseops' own: its code reads nothing but what it is given and its attributes."""
+def is_builtin(op: Any) -> bool:
+    """Whether an op or fused op is built into fuseops, so that it reads only its arguments and attributes."""
     return type(op).__module__.startswith("fuseops.") and not getattr(op, "pure", False)
 
 
 class Slot(NamedTuple):
-    """A slot says which tensors one op or joint span saves, and their names."""
+    """A `Slot` lists the tensors that one op or joint span saves, and their names."""
 
     owner: int  # index of the (first) op in the segment
     cls: type[Any]  # the Saved class
@@ -42,10 +42,10 @@ class Step:
     calls: tuple[Call, ...]
     takes_call: bool = False  # the fwd or bwd of a single op takes `call`
     pure: bool = False  # a level-1 op
-    live: bool = False  # wants call.out and call.scratch
-    scopes: tuple[str, ...] = ()  # of every member, the Sequential that it was written in
+    live: bool = False  # it takes call.out and call.scratch
+    scopes: tuple[str, ...] = ()  # for each member, the Sequential that it was written in
     writes: tuple[tuple[str, int], ...] = ()  # (name, position) of published side tensors
-    rule: str = ""  # that made the target, if one did
+    rule: str = ""  # the rule that made the target, if one did
 
     @property
     def first(self) -> int:
@@ -60,7 +60,7 @@ class ForwardStep(Step):
     args: tuple[Args, ...]  # keyword tensors of every member
     keep: frozenset[str] = frozenset()  # joint: fields to save
     cast: Any = None  # autocast dtype of the input, or None
-    codes: bool = False  # x may be a Quantized; what that stands for, otherwise
+    takes_quantized: bool = False  # x may be a Quantized, which is dequantized otherwise
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -70,15 +70,15 @@ class BackwardStep(Step):
     # the Saved of each member, or that of a joint target, with every field None
     empty: tuple[Any, ...] = ()
     takes_dside: bool = False
-    # what is needed of every member's parameters and side inputs, and its position
+    # the parameters and side inputs of the members whose gradients are needed, and their positions
     params: tuple[tuple[int, str, int], ...] = ()  # (member, name, position)
     sides: tuple[tuple[int, str, int], ...] = ()
     main: tuple[tuple[int, str], ...] = ()  # (member, parameter) whose gradients go to main_grad
-    dx: bool = False  # somebody needs the gradient of x
-    later: BackwardStep | None = None  # the part that waits for backward_dw
+    dx: bool = False  # the gradient of x is needed
+    delayed: BackwardStep | None = None  # the part that waits for backward_dw
 
 
-MOST_ROWS = 64  # of a segment: a saved shape may be another at each call
+MAX_SLOT_MAPS = 64  # of a segment, since a saved shape may change at each call
 
 
 class Const(NamedTuple):
@@ -87,23 +87,23 @@ class Const(NamedTuple):
     value: Any
 
 
-class Rows(list[Any]):
-    """`Rows` say where each kept field is among the tensors that autograd saves, in the order of `Segment.kept`: the
-    number of its tensor, or what it is where it is none.
+class SlotMap(list[Any]):
+    """A `SlotMap` lists, for each kept field in the order of `Segment.kept`, the number of its tensor among those that
+    autograd saves, or a `Const` (None for None).
 
-    constants: those that are none, and then None.  values_of: all of it, out of (*tensors, *constants)
+    constants: the values of the `Const` entries, then None.  values_of: all kept values, from (*tensors, *constants)
 
-    Another call saves alike if its kept values have these `kinds`, those that `tensors_of` gives are different tensors,
-    each of `again` is one of them again (k is j), and `fixed_of` gives `fixed`.
+    It fits another call if the types of its kept values are `kinds`, those that `tensors_of` gives are distinct
+    tensors, each (k, j) of `duplicates` is one tensor, and `fixed_of` gives `fixed`.
     """
 
     def __init__(self, numbers: Sequence[int | None], values: Sequence[Any]) -> None:
-        """values: what is kept.  numbers: of each the number of its tensor, None for what is none"""
+        """values: of the kept fields.  numbers: of their tensors, None for a value that is no tensor"""
         each = [*zip(numbers, values, strict=True)]
         super().__init__([Const(v) if n is None and v is not None else n for n, v in each])
         first: dict[int, int] = {}
         tensors = [(k, n) for k, n in enumerate(numbers) if n is not None]
-        self.again = [(k, first[n]) for k, n in tensors if first.setdefault(n, k) != k]
+        self.duplicates = [(k, first[n]) for k, n in tensors if first.setdefault(n, k) != k]
         self.kinds = [*map(type, values)]
         self.tensors_of = _getter([*first.values()])
         self.fixed_of = _getter([k for k, n in enumerate(numbers) if n is None])
@@ -116,7 +116,7 @@ class Rows(list[Any]):
 
 
 def _getter(places: Sequence[int]) -> Callable[[Any], Any]:
-    """The values at these places, in a sequence."""
+    """A function that returns the items of a sequence at these places, as a sequence."""
     if len(places) > 1:
         return itemgetter(*places)
     return itemgetter(slice(places[0], places[0] + 1 or None) if places else slice(0))
@@ -138,7 +138,7 @@ class Segment:
     names: tuple[str, ...]
     reads: tuple[str, ...] = ()  # side inputs, the first tensors of the node after x
     params: tuple[tuple[int, str], ...] = ()  # (op, parameter) of the tensors after those
-    ends: tuple[str, ...] = ()  # of them: those that nobody reads after the segment
+    last_reads: tuple[str, ...] = ()  # the `reads` that nothing reads after the segment
     exports: tuple[str, ...] = ()  # published side tensors that leave the segment
     export_positions: tuple[int, ...] = ()
     forward: tuple[ForwardStep, ...] = ()
@@ -148,50 +148,51 @@ class Segment:
     needs_grad: bool = False
     device: str = "cpu"  # device type
     autocast: bool = False  # autocast is on around it, and must be off inside
-    checked_forward: bool = False  # a forward kept the contract
-    checked_backward: bool = False  # a backward gave every gradient, of the right shape
+    checked_forward: bool = False  # the contract was checked in a forward
+    checked_backward: bool = False  # every gradient and its shape were checked in a backward
     number: int = 0  # in the table that traced code reads
-    elsewhere: bool = field(init=False)  # some gradients do not go through autograd
-    # names of what calls published, by what they depend on
+    bypasses_autograd: bool = field(init=False)  # some gradients are not returned to autograd
+    # names under which calls published saved tensors, by what they depend on
     saved_names: dict[Any, Any] = field(default_factory=dict)
     kept: tuple[tuple[int, int], ...] = field(init=False)  # (owner, field) of all that is saved
-    # where the fields of every Saved are among the saved tensors, by the number of the tensor that each kept one is
-    distinct: dict[tuple[Any, ...], Rows] = field(default_factory=dict)
-    last_rows: Rows | None = None  # those of the last call
-    random: bool = field(init=False)  # its backward rounds at random
-    own: bool = field(init=False)  # fuseops knows what its ops do: all of them are fuseops' own
-    # and none of them changes what kernels depend on, which may run on the device
+    # by the numbers of the saved tensors of the kept fields, and the values of the others
+    slot_maps: dict[tuple[Any, ...], SlotMap] = field(default_factory=dict)
+    last_slot_map: SlotMap | None = None  # of the last call
+    random: bool = field(init=False)  # its backward rounds stochastically
+    builtin: bool = field(init=False)  # all ops and fused ops are built into fuseops
+    # its ops are built in and change no state that kernels depend on, and kernels may run on its device
     quiet: bool = field(init=False)
-    # its calls may be written down, and done again (`run.repeats`), and what is
+    # whether its calls may be recorded and replayed (`run.repeats`), and the records
     repeatable: bool = field(init=False)
     repeats: Any = field(init=False, default=None)
     inputs: int = field(init=False)  # how many tensors the node takes besides x
-    # where the tensors of `params` are registered, by the name of a dict of each op; None where some inputs are not as
-    # they are registered or published
+    # (op, dict, name) under which each tensor of `params` is registered; None if some input is another tensor than the
+    # registered or published one
     registered: tuple[tuple[Op[Any], str, str], ...] | None = field(init=False)
-    path: str | None = None  # it runs in ranges of a profile, which are named below this path
-    # as it runs in a profile, by path, and with other gradients that go through autograd
+    path: str | None = None  # the prefix of its profiler ranges, while it is profiled
+    # copies of it for profiles, by path, and for other gradients that go through autograd
     variants: dict[Any, Segment] = field(init=False, default_factory=dict)
-    # its steps forward and backward as functions, once they are written (`run.steps`)
+    # its forward and backward as generated functions (`run.steps`), once they are made
     fwd: Callable[..., Any] | None = field(init=False, default=None)
     bwd: Callable[..., Any] | None = field(init=False, default=None)
-    aliases: bool = field(init=False)  # nothing but alias ops, which call no kernel
-    # of `reads`, by position: those that an op computes with another tensor in the place of
+    aliases: bool = field(init=False)  # all ops are alias ops, which launch no kernel
+    # the `reads`, by position, in whose place an op computes with a local tensor
     local_reads: tuple[tuple[int, Local], ...] = field(init=False)
-    # the name under which a Tap, which stands alone, publishes x
+    # the name under which a Tap that is its only op publishes x
     tap: str | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.elsewhere = any(step.main or step.later is not None for step in self.backward)
+        self.bypasses_autograd = any(s.main or s.delayed is not None for s in self.backward)
         roles = [call.precision.roles for step in self.backward for call in step.calls]
-        self.random = any(of is not None and of.random for of in roles)
+        self.random = any(of is not None and of.rounds_at_random for of in roles)
         self.kept = tuple((slot.owner, k) for slot in self.slots for k in slot.kept)
         self.local_reads = self._local_reads()
         run = [*self.ops, *(step.target for step in (*self.forward, *self.backward))]
-        self.own = all(map(is_own, run))
-        self.quiet = self.own and not self.elsewhere and (INTERPRET or self.device != "cpu")
+        self.builtin = all(map(is_builtin, run))
+        known = self.builtin and not self.bypasses_autograd
+        self.quiet = known and (INTERPRET or self.device != "cpu")
         self.repeatable = (
-            (self.own and not self.elsewhere and self.device != "meta" and self.path is None)
+            (known and self.device != "meta" and self.path is None)
             and all(op.together is None for op in self.ops)
             and not any(c.precision.roles for step in self.forward for c in step.calls)
         )
@@ -209,24 +210,24 @@ class Segment:
         self.tap = self.exports[0] if alone and type(self.ops[0]) is Tap else None
 
     def _local_reads(self) -> tuple[tuple[int, Local], ...]:
-        found: dict[int, Local] = {}
+        result: dict[int, Local] = {}
         for step in self.forward:
             for i, args in zip(step.members, step.args, strict=True):
                 local = self.ops[i]._local
-                found |= {
+                result |= {
                     at: local[keyword]
                     for keyword, at in args
                     if keyword in local and at < len(self.reads)
                 }
-        return tuple(found.items())
+        return tuple(result.items())
 
-    def rows(self, numbers: tuple[int | None, ...], values: Sequence[Any]) -> Rows:
-        """The rows of a call whose kept fields are the saved tensors of these numbers, or these values."""
+    def slot_map(self, numbers: tuple[int | None, ...], values: Sequence[Any]) -> SlotMap:
+        """The `SlotMap` of a call whose kept fields are the saved tensors of these numbers, or these values."""
         key = tuple([v if n is None else n for n, v in zip(numbers, values, strict=True)])
-        found = self.distinct.get((numbers, key))
-        if found is None:
-            if len(self.distinct) >= MOST_ROWS:
-                self.distinct.clear()
-            found = self.distinct[numbers, key] = Rows(numbers, values)
-        self.last_rows = found
-        return found
+        result = self.slot_maps.get((numbers, key))
+        if result is None:
+            if len(self.slot_maps) >= MAX_SLOT_MAPS:
+                self.slot_maps.clear()
+            result = self.slot_maps[numbers, key] = SlotMap(numbers, values)
+        self.last_slot_map = result
+        return result

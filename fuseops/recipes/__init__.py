@@ -1,8 +1,11 @@
 """Precision recipes and quantized tensors.
 
-scaling (a format), quantized (a tensor in one), fits (whether it is one), carrier (of its gradient), operands (from
-tensors), scales (state of those that follow steps), store (weights that are kept), gemm (their products), recipe (who
-gets what; micro, delayed, by_role), gain (where that pays), numbers (what it does to them).
+scaling    a format
+quantized  a tensor in a format; carrier (its gradient), validate (its components)
+operands   quantizes tensors for GEMMs; scales (state of delayed scaling), store (cache of quantized weights)
+gemm       the GEMMs over operands
+recipe     the formats of each operand of an op; micro, delayed, by_role
+gain       the predicted speedup; numerics (measured errors)
 """
 
 from .by_role import ByName, ByRole

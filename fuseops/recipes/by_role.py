@@ -1,4 +1,4 @@
-"""These recipes differ from op to op: by a function of op, name and role, or by globs over names."""
+"""The recipes that differ between ops: by a function of op, name and role, or by globs over names."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Choose = Callable[[Any, str, str], Scaling | None]
 
 @dataclass(frozen=True)
 class ByRole(Recipe):
-    """A `ByRole` asks `choose(op, name, role)` for the format of each operand of each op; None is high precision.
+    """A `ByRole` takes the format of each operand from `choose(op, name, role)`; None is high precision.
 
-    role: "input", "weight" or "grad_output".  name: the dotted name of the op in the model that `fuseops.configure` was
-    given, `fo.configure(model, recipe=ByRole(choose))`; elsewhere that in the Sequential that runs.
-    choose is asked when a call is planned, and has to answer alike each time: for other formats pass another function.
-    weights, backward: as of `Float8BlockScaling`.
-    Raises FuseOpsError, when a call is planned, where it gives something else than a Scaling or None.
+    role: "input", "weight" or "grad_output".  name: the dotted name of the op in the model that is configured,
+    `fo.configure(model, recipe=ByRole(choose))`; otherwise in the Sequential that runs.
+    `choose` is called when a call is planned, and must be a pure function: for other formats pass another one.
+    weights, backward: as in `Float8BlockScaling`.
+    Raises FuseOpsError, when a call is planned, if `choose` returns neither a Scaling nor None.
     """
 
     choose: Choose
@@ -57,7 +57,7 @@ class ByRole(Recipe):
 class ByName(Recipe):
     """A `ByName` gives an op the recipe of the first glob that matches its name; None, or no match, is high precision.
 
-    `fo.configure(model, recipe={"head.**": None, "**": MXFP8BlockScaling()})` makes one: names need a root.
+    `fo.configure(model, recipe={"head.**": None, "**": MXFP8BlockScaling()})` makes one, since names start at a model.
     """
 
     choices: tuple[tuple[str, Recipe | None], ...]
@@ -72,7 +72,7 @@ class ByName(Recipe):
 
     @classmethod
     def of(cls, given: Mapping[Any, Any], names: list[str]) -> ByName:
-        """The recipe of a mapping over a model whose ops have these names.
+        """The recipe of a {glob: recipe} mapping for a model whose ops have these names.
 
         Raises FuseOpsError for a key that is no glob, a value that is no recipe, and a glob that matches no name.
         """

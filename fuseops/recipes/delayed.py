@@ -1,4 +1,4 @@
-"""Delayed scaling is FP8 with one scale a tensor, of the amaxes of the steps before."""
+"""Delayed scaling: FP8 with one scale a tensor, computed from the amaxes of earlier steps."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ ALGORITHMS = ("max", "most_recent")
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
-    """`DelayedScaling` is FP8 with one float32 scale a tensor (a group, when grouped), of the amaxes of earlier steps.
+    """`DelayedScaling` is FP8 with one float32 scale a tensor (or group), computed from the amaxes of earlier steps.
 
     scale = max(format) / amax / 2^margin, data = cast(x * scale) clamped to the format's range. An op's first step
-    takes the tensor's own amax. An amax that is zero or not finite leaves the scale as it is. The amaxes of a step are
-    noted in training, and become part of the history when the optimizer that holds the op's parameters steps (any
-    optimizer, where it has none to train, or where copies of them are stepped), or when `fuseops.weights_changed` is
-    called; state and history are buffers of the ops.
+    uses the tensor's own amax. An amax that is zero or not finite leaves the scale unchanged. Amaxes are recorded in
+    training, and enter the history when the optimizer with the op's parameters steps, or at `fuseops.weights_changed`.
+    (Any optimizer advances ops without trained parameters, and all ops if it updates copies of their parameters.)
+    State and history are buffers of the ops.
 
-    amax_history_len: steps that count.  amax_compute_algo: "max" of them, "most_recent", or a function of the history
-        (L, 3, G), latest first, that gives amaxes (3, G).
-    group: name of a process group (`group.group_name`) over whose ranks the amaxes of a step are the largest of all;
-        its ranks hold the same ops and step together. None: each rank has scales of its own.
-    fwd: format of inputs and weights; bwd: of gradients; weights: how long quantized ones are kept, as of
+    amax_history_len: the number L of steps in the history.
+    amax_compute_algo: "max" of the history, "most_recent", or a function of the history (L, 3, G), latest first, that
+        returns the amaxes (3, G).
+    group: name of a process group (`group.group_name`) over whose ranks amaxes are reduced by max; its ranks must hold
+        the same ops and step together. None: each rank has its own scales.
+    fwd: format of inputs and weights; bwd: of gradients; weights: how long quantized ones are kept, as in
     `Float8BlockScaling`.
-    Raises FuseOpsError for another value of any of them. Compiled code keeps no state, and refuses it.
+    Raises FuseOpsError for another value of any of them, and in compiled code, which can keep no state.
     """
 
     margin: int = number(0, 0)
@@ -61,7 +62,7 @@ class DelayedScaling(Recipe):
         return Roles(forward, forward, backward, weights=self.weights, delayed=self)
 
     def amax_of(self, history: Tensor) -> Tensor:
-        """(L, 3, G) -> (3, G)"""
+        """The amaxes that the next scales are computed from.   (L, 3, G) -> (3, G)"""
         if callable(self.amax_compute_algo):
             return self.amax_compute_algo(history)
         return history.amax(0) if self.amax_compute_algo == "max" else history[0]

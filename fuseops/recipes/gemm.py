@@ -1,10 +1,10 @@
 """The three GEMMs of a linear op over quantized operands, dense or grouped.
 
 fprop y = x w^T and dgrad dx = dy w read rows, wgrad dw = dy^T x reads columns. Where no kernel multiplies the codes,
-the operands are expanded and the high-precision kernels multiply them: exact, since codes times scales of blocks, which
-are powers of two or E4M3, are bfloat16 numbers. What such scales stand over, one float32 number a tensor or a group,
-multiplies the product: before it is rounded, and of groups, whose GEMMs round, behind that, so twice. Scales of whole
-tensors in FP8 are multiplied in float32. Two operands meet in the wider dtype of both.
+the operands are dequantized in chunks and high-precision kernels multiply them. That is exact for block scales, which
+are powers of two or E4M3: code times scale is a bfloat16 number. A global scale (the second, float32 scale of a tensor
+or a group) multiplies the product: before it is rounded in a dense GEMM, after that in a grouped one, which rounds its
+result twice. The scale of a tensor-scaled FP8 operand is multiplied in float32. Operands of two dtypes are promoted.
 """
 
 from __future__ import annotations
@@ -22,13 +22,21 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.kernels.tiles import FLOATS
 
-from .numbers import Measuring, watching
+from .numerics import ActiveStats, active_stats
 from .operands import Operand
-from .quantized import Factors, Quantized, factors, features, in_order, layout_of, scaled_tiles
+from .quantized import (
+    Factors,
+    Quantized,
+    dequantize_columns,
+    factors,
+    make_layout,
+    swizzled_operand,
+    unswizzle,
+)
 from .scaling import SQUARE, VECTOR
 
 TilesOf = Callable[[Tensor, int], Tensor | None]
-"""Of the ends of groups and the number of columns: the tile table of a product over these."""
+"""From the ends of the groups and the number of columns to the tile table of a product over them."""
 
 
 def fprop(
@@ -41,11 +49,11 @@ def fprop(
 ) -> Tensor:
     """y = x w^T (+ b).   (R, K), (N, K) or (E, N, K), (N,) -> (R, N)
 
-    name: of the op, here and below, for who watches.  bias: without offs
+    name: of the op, here and below, for `fuseops.debug`.  bias: without offs
     """
-    y = _multiplied(x, weight, "row", offs, tiles, bias)
-    if Measuring.numbers and (seen := watching()):
-        seen.compare(name, "forward", y, partial(_exact, offs=offs, bias=bias), x, weight)
+    y = _matmul(x, weight, "row", offs, tiles, bias)
+    if ActiveStats.current and (stats := active_stats()):
+        stats.record_gemm(name, "forward", y, partial(_exact_mm, offs=offs, bias=bias), x, weight)
     return y
 
 
@@ -57,22 +65,24 @@ def dgrad(
     name: str = "",
 ) -> Tensor:
     """dx = dy w.   (R, N), (N, K) or (E, N, K) -> (R, K)"""
-    dx = _multiplied(dy, weight, "col", offs, tiles)
-    if Measuring.numbers and (seen := watching()):
-        seen.compare(name, "input gradient", dx, partial(_exact, offs=offs, turn=True), dy, weight)
+    dx = _matmul(dy, weight, "col", offs, tiles)
+    if ActiveStats.current and (stats := active_stats()):
+        stats.record_gemm(
+            name, "input gradient", dx, partial(_exact_mm, offs=offs, transpose=True), dy, weight
+        )
     return dx
 
 
-def _exact(
+def _exact_mm(
     rows: Tensor,
     weight: Tensor,
     offs: Tensor | None,
-    turn: bool = False,
+    transpose: bool = False,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The product of what operands were."""
+    """The product in float32 of the operands before they were quantized."""
     rows, weight = rows.reshape(-1, rows.shape[-1]).float(), weight.float()
-    weight = weight.mT if turn else weight
+    weight = weight.mT if transpose else weight
     if offs is not None:
         return K.grouped_mm(rows, weight, offs)
     return F.linear(rows, weight, None if bias is None else bias.float())
@@ -83,7 +93,7 @@ def _exact_wgrad(dy: Tensor, x: Tensor, offs: Tensor | None) -> Tensor:
     return left.t() @ right if offs is None else K.grouped_wgrad(left, right, offs)
 
 
-def _multiplied(
+def _matmul(
     a: Operand,
     weight: Operand,
     layout: str,
@@ -91,131 +101,133 @@ def _multiplied(
     tiles: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """A product of rows with a weight, whose layout has the summed axis last, and the bias, which a kernel for codes in
-    large blocks adds before it rounds.
+    """a @ w^T (+ bias) over the rows of a and the layout of the weight that has the summed axis last.
+
+    The FP8 kernel adds the bias before it rounds, the fallback after that.
     """
     if isinstance(a, Quantized) and isinstance(weight, Quantized) and a.dtype in FLOATS:
-        codes, turned = a.row, weight.row if layout == "row" else weight.col
-        other = weight.scaling if layout == "row" else weight.scaling.colwise or weight.scaling
-        kind = other.kernel if other.kernel == a.scaling.kernel else None
-        vectors = other.block == VECTOR  # which kernels read of rows alone
-        if not vectors and kind is not None and codes is not None and turned is not None:
+        codes, weight_codes = a.row, weight.row if layout == "row" else weight.col
+        scaling = weight.scaling if layout == "row" else weight.scaling.colwise or weight.scaling
+        kind = scaling.gemm_kind if scaling.gemm_kind == a.scaling.gemm_kind else None
+        vectors = scaling.block == VECTOR  # the kernel takes these of `a` only
+        if not vectors and kind is not None and codes is not None and weight_codes is not None:
             bias = None if bias is None else bias.to(a.dtype)
-            return K.fp8_mm(*codes, *turned, kind, offs, tiles, bias, a.dtype)
-    y = _multiplied_otherwise(a, weight, layout, offs, tiles)
+            return K.fp8_mm(*codes, *weight_codes, kind, offs, tiles, bias, a.dtype)
+    y = _matmul_fallback(a, weight, layout, offs, tiles)
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def _multiplied_otherwise(
+def _matmul_fallback(
     a: Operand, weight: Operand, layout: str, offs: Tensor | None, tiles: Tensor | None
 ) -> Tensor:
-    """The same where no kernel multiplies codes in large blocks."""
-    if a.dtype in FLOATS and _small(a, "row", weight, layout):
-        whole = _whole(a, "row", weight, layout, offs)  # type: ignore[arg-type]
-        parts = *scaled_tiles(a, "row"), *scaled_tiles(weight, layout)  # type: ignore[arg-type]
-        return K.micro_mm(*parts, offs, whole, a.dtype)
+    """`_matmul` without bias by the micro kernel, or over dequantized operands."""
+    if a.dtype in FLOATS and _micro_kernel_takes(a, "row", weight, layout):
+        global_scale = _global_scale(a, "row", weight, layout, offs)  # type: ignore[arg-type]
+        parts = *swizzled_operand(a, "row"), *swizzled_operand(weight, layout)  # type: ignore[arg-type]
+        return K.micro_mm(*parts, offs, global_scale, a.dtype)
     if offs is None:
-        return _dense(a, "row", _stands_for(weight, layout), a.dtype)
-    return _grouped(a, weight, layout, offs, tiles)
+        return _dense_matmul(a, "row", _dequantized_layout(weight, layout), a.dtype)
+    return _grouped_matmul(a, weight, layout, offs, tiles)
 
 
-STEP = 128
-"""At multiples of so many features, and of sixteen times as many rows, products over groups are cut."""
+CHUNK = 128
+"""The granularity of chunks of features in a grouped GEMM; chunks of rows have sixteen times that."""
 
 
-def _grouped(
+def _grouped_matmul(
     a: Operand, weight: Operand, layout: str, offs: Tensor, tiles: Tensor | None
 ) -> Tensor:
-    """`_multiplied` of groups. What codes stand for is there for some rows, and some of the weight's, at a time."""
-    a = in_order(a) if isinstance(a, Quantized) else a
-    many, others = _cut(a, "row", 16 * STEP), _cut(weight, layout, STEP)
+    """`_matmul` over groups, of which one chunk of a and one of the weight are dequantized at a time."""
+    a = unswizzle(a) if isinstance(a, Quantized) else a
+    row_chunks, weight_chunks = _chunks(a, "row", 16 * CHUNK), _chunks(weight, layout, CHUNK)
 
-    def of_rows(at: slice) -> Tensor:
-        left, ends, table = _stands_for(_part(a, "row", at), "row"), offs, tiles
-        if len(many) > 1:
-            ends, table = (offs - at.start).clamp(0, at.stop - at.start), None
+    def chunk_product(chunk: slice) -> Tensor:
+        left, ends, table = _dequantized_layout(_slice_rows(a, "row", chunk), "row"), offs, tiles
+        if len(row_chunks) > 1:
+            ends, table = (offs - chunk.start).clamp(0, chunk.stop - chunk.start), None
         parts = []
-        for some in others:
-            rows, right, whole = _meet(left, _stands_for(_part(weight, layout, some), layout))
+        for features in weight_chunks:
+            part = _slice_rows(weight, layout, features)
+            rows, right, scale = _promote(left, _dequantized_layout(part, layout))
             y = K.grouped_mm(rows, right, ends, table)
-            if whole is not None:
-                by_row = whole.expand(1) if whole.dim() == 0 else K.by_group(whole, ends, len(y))
+            if scale is not None:
+                by_row = scale.expand(1) if scale.dim() == 0 else K.by_group(scale, ends, len(y))
                 y.mul_(by_row[:, None])
             parts.append(y.to(a.dtype))
             del right
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    return K.by_pieces(many, of_rows)
+    return K.by_pieces(row_chunks, chunk_product)
 
 
-def _cut(q: Operand, layout: str, step: int) -> list[slice]:
-    """Where the rows of a layout are cut: those of codes that are expanded, with scales that lie as they do."""
-    found = getattr(q, layout) if isinstance(q, Quantized) else None
-    if found is None or q.scaling.of(layout).family.codes:  # type: ignore[union-attr]
+def _chunks(q: Operand, layout: str, step: int) -> list[slice]:
+    """The slices of a layout's rows that are dequantized at a time: one of all rows unless their scales can be cut."""
+    codes = getattr(q, layout) if isinstance(q, Quantized) else None
+    if codes is None or q.scaling.of(layout).family.has_gemm:  # type: ignore[union-attr]
         return [slice(0, None)]
-    return K.pieces(found.data, step)
+    return K.pieces(codes.data, step)
 
 
-def _part(q: Operand, layout: str, piece: slice) -> Operand:
-    """Some rows of a layout."""
-    if piece.stop is None:
+def _slice_rows(q: Operand, layout: str, chunk: slice) -> Operand:
+    """A slice of the rows of one layout, with their scales."""
+    if chunk.stop is None:
         return q
-    (data, scale, *whole), high = getattr(q, layout), q.scaling.of(layout).grain[0]  # type: ignore[union-attr]
-    some = slice(piece.start // high, -(-piece.stop // high))
-    part = layout_of(data[..., piece, :], scale[..., some, :], *whole)
+    (data, scale, *whole), height = getattr(q, layout), q.scaling.of(layout).code_block[0]  # type: ignore[union-attr]
+    blocks = slice(chunk.start // height, -(-chunk.stop // height))
+    part = make_layout(data[..., chunk, :], scale[..., blocks, :], *whole)
     return replace(q, **{layout: part})  # type: ignore[type-var]
 
 
-def _small(a: Operand, layout: str, b: Operand, other: str) -> bool:
-    """Whether kernels multiply the codes of these layouts, in small blocks."""
+def _micro_kernel_takes(a: Operand, a_name: str, b: Operand, b_name: str) -> bool:
+    """Whether the kernel for micro blocks multiplies these layouts of a and b."""
     if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
         return False
-    mine, yours = getattr(a, layout), getattr(b, other)
-    if mine is None or yours is None or not K.multiplies(mine.data):
+    a_layout, b_layout = getattr(a, a_name), getattr(b, b_name)
+    if a_layout is None or b_layout is None or not K.multiplies(a_layout.data):
         return False
-    forms = a.scaling.of(layout), b.scaling.of(other)
-    return all(form.small for form in forms) and forms[0].scale is forms[1].scale
+    formats = a.scaling.of(a_name), b.scaling.of(b_name)
+    return all(fmt.is_micro for fmt in formats) and formats[0].scale is formats[1].scale
 
 
-def _whole(
-    a: Quantized, layout: str, b: Quantized, other: str, offs: Tensor | None
+def _global_scale(
+    a: Quantized, a_name: str, b: Quantized, b_name: str, offs: Tensor | None
 ) -> Tensor | None:
-    """The number over the blocks of both, of all or of each group.   -> (1,) or (E,), None where there is none"""
-    found = [*getattr(a, layout)[2:], *getattr(b, other)[2:]]
-    if not found:
+    """The product of the global scales of both operands, None where they have none.   -> (1,), or (E,) over groups"""
+    scales = [*getattr(a, a_name)[2:], *getattr(b, b_name)[2:]]
+    if not scales:
         return None
-    return math.prod(found[1:], start=found[0]).expand(1 if offs is None else len(offs))
+    return math.prod(scales[1:], start=scales[0]).expand(1 if offs is None else len(offs))
 
 
-def _dense(a: Operand, layout: str, right: Factors, dtype: torch.dtype) -> Tensor:
-    """a @ right.T, rounded once. What codes stand for, and sums in float32, are there piece by piece."""
-    found = a if isinstance(a, Tensor) else getattr(a, layout).data
-    largest = found.new_empty(1).expand(found.shape[0], max(found.shape[1], right[0].shape[0]))
-    a = in_order(a) if isinstance(a, Quantized) else a
-    # scales that kernels read lie in another order
-    whole = isinstance(a, Quantized) and a.scaling.of(layout).family.codes
-    cut = [slice(0, None)] if whole else K.pieces(largest)
+def _dense_matmul(a: Operand, layout: str, right: Factors, dtype: torch.dtype) -> Tensor:
+    """a @ right.T, rounded once. Dequantized rows and float32 sums exist for one chunk of rows at a time."""
+    codes = a if isinstance(a, Tensor) else getattr(a, layout).data
+    largest = codes.new_empty(1).expand(codes.shape[0], max(codes.shape[1], right[0].shape[0]))
+    a = unswizzle(a) if isinstance(a, Quantized) else a
+    # scales that the FP8 kernel reads are transposed, so `_slice_rows` cannot cut them
+    one_chunk = isinstance(a, Quantized) and a.scaling.of(layout).family.has_gemm
+    chunks = [slice(0, None)] if one_chunk else K.pieces(largest)
 
-    def of_rows(at: slice) -> Tensor:
-        part = a[at] if isinstance(a, Tensor) else _part(a, layout, at)
-        left, other, factor = _meet(_stands_for(part, layout), right)
-        summed = min(left.shape[1], other.shape[1])  # of tokens in columns, behind which are zeros
+    def chunk_product(chunk: slice) -> Tensor:
+        part = a[chunk] if isinstance(a, Tensor) else _slice_rows(a, layout, chunk)
+        left, other, scale = _promote(_dequantized_layout(part, layout), right)
+        summed = min(left.shape[1], other.shape[1])  # columns may end in padding, which is zeros
         product = K.wide_mm(left[:, :summed], other[:, :summed])
-        return (product if factor is None else product * factor).to(dtype)
+        return (product if scale is None else product * scale).to(dtype)
 
-    return K.by_pieces(cut, of_rows)
+    return K.by_pieces(chunks, chunk_product)
 
 
-def _columns(
+def _fp8_wgrad_operands(
     dy: Operand, x: Operand, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, str] | None:
-    """Both columns with their scales, and how those lie, as the FP8 kernel takes them."""
+    """The columns of both with their scales, and the kind of those, for the FP8 kernel; None where it takes neither."""
     if not (isinstance(dy, Quantized) and isinstance(x, Quantized)) or dtype not in FLOATS:
         return None
-    kind = (dy.scaling.colwise or dy.scaling).kernel
+    kind = (dy.scaling.colwise or dy.scaling).gemm_kind
     if dy.col is None or x.col is None or kind is None or dy.scaling.columns != x.scaling.columns:
         return None
-    if kind != (x.scaling.colwise or x.scaling).kernel:
+    if kind != (x.scaling.colwise or x.scaling).gemm_kind:
         return None
     squares = kind == "block" and x.scaling.columns == SQUARE
     return *dy.col, *x.col, "square" if squares else kind
@@ -229,10 +241,10 @@ def wgrad(
     name: str = "",
     tiles_of: TilesOf | None = None,
 ) -> Tensor:
-    """dw = dy^T x.   (R, N), (R, K) -> (N, K) or (E, N, K)      tiles_of: asked where a kernel reads a table"""
+    """dw = dy^T x.   (R, N), (R, K) -> (N, K) or (E, N, K)      tiles_of: called where a kernel reads a tile table"""
     dw = _wgrad(dy, x, dtype, offs, tiles_of)
-    if Measuring.numbers and (seen := watching()):
-        seen.compare(name, "weight gradient", dw, partial(_exact_wgrad, offs=offs), dy, x)
+    if ActiveStats.current and (stats := active_stats()):
+        stats.record_gemm(name, "weight gradient", dw, partial(_exact_wgrad, offs=offs), dy, x)
     return dw
 
 
@@ -243,45 +255,46 @@ def _wgrad(
     offs: Tensor | None,
     tiles_of: TilesOf | None = None,
 ) -> Tensor:
-    columns = _columns(dy, x, dtype)
+    columns = _fp8_wgrad_operands(dy, x, dtype)
     if columns is not None:
-        return K.fp8_wgrad(*columns, offs, _table(columns[0], offs, tiles_of), dtype)
-    if dtype in FLOATS and _small(dy, "col", x, "col") and _same_columns(dy, x):
-        parts = *scaled_tiles(dy, "col"), *scaled_tiles(x, "col")  # type: ignore[arg-type]
-        return K.micro_wgrad(*parts, offs, _whole(dy, "col", x, "col", offs), dtype)  # type: ignore[arg-type]
-    if offs is None and _same_columns(dy, x):
-        return _dense(dy, "col", factors(x, "col"), dtype)  # type: ignore[arg-type]
+        return K.fp8_wgrad(*columns, offs, _tile_table(columns[0], offs, tiles_of), dtype)
+    if dtype in FLOATS and _micro_kernel_takes(dy, "col", x, "col") and _same_hadamard(dy, x):
+        parts = *swizzled_operand(dy, "col"), *swizzled_operand(x, "col")  # type: ignore[arg-type]
+        return K.micro_wgrad(*parts, offs, _global_scale(dy, "col", x, "col", offs), dtype)  # type: ignore[arg-type]
+    if offs is None and _same_hadamard(dy, x):
+        return _dense_matmul(dy, "col", factors(x, "col"), dtype)  # type: ignore[arg-type]
     if offs is None:
-        left, right, whole, _ = _tokens_first(dy, x, offs)
-        return _dense(left.t(), "row", (right.t(), whole), dtype)
+        left, right, whole, _ = _dequantized_wgrad_operands(dy, x, offs)
+        return _dense_matmul(left.t(), "row", (right.t(), whole), dtype)
     if not _have_columns(dy, x):
-        return _by_group(*_tokens_first(dy, x, offs), dtype)
-    dy = in_order(dy)  # type: ignore[arg-type]
-    same, ends = _same_columns(dy, x), K.column_offs(offs)
-    side = _columns_stand_for(x, same)
+        return _grouped_wgrad(*_dequantized_wgrad_operands(dy, x, offs), dtype)
+    dy = unswizzle(dy)  # type: ignore[arg-type]
+    keep_hadamard, ends = _same_hadamard(dy, x), K.column_offs(offs)
+    right_columns = _dequantized_columns(x, keep_hadamard)
 
-    def of_features(at: slice) -> Tensor:
-        left, right, whole = _meet(_columns_stand_for(_part(dy, "col", at), same), side)
-        return _by_group(left.t(), right.t(), whole, ends, dtype)
+    def chunk_dw(chunk: slice) -> Tensor:
+        left_columns = _dequantized_columns(_slice_rows(dy, "col", chunk), keep_hadamard)
+        left, right, scale = _promote(left_columns, right_columns)
+        return _grouped_wgrad(left.t(), right.t(), scale, ends, dtype)
 
-    return K.by_pieces(_cut(dy, "col", STEP), of_features)
+    return K.by_pieces(_chunks(dy, "col", CHUNK), chunk_dw)
 
 
-def _table(columns: Tensor, offs: Tensor | None, tiles_of: TilesOf | None) -> Tensor | None:
+def _tile_table(columns: Tensor, offs: Tensor | None, tiles_of: TilesOf | None) -> Tensor | None:
     return None if offs is None or tiles_of is None else tiles_of(offs, columns.shape[1])
 
 
-def _by_group(
-    left: Tensor, right: Tensor, whole: Tensor | None, ends: Any, dtype: torch.dtype
+def _grouped_wgrad(
+    left: Tensor, right: Tensor, scale: Tensor | None, ends: Any, dtype: torch.dtype
 ) -> Tensor:
-    """The weight gradient of `_tokens_first`."""
+    """scale * left^T right for each group, over the results of `_dequantized_wgrad_operands`."""
     if left.dtype is dtype:
         dw = K.grouped_wgrad(left, right, ends)
     else:
         dw = left.new_empty(len(ends), left.shape[1], right.shape[1], dtype=torch.float32)
         K.grouped_wgrad_into(dw, left, right, ends, accumulate=False)
-    if whole is not None:
-        dw.mul_(whole.reshape(-1, 1, 1))
+    if scale is not None:
+        dw.mul_(scale.reshape(-1, 1, 1))
     return dw.to(dtype)
 
 
@@ -296,37 +309,37 @@ def wgrad_into(
 ) -> None:
     """main_grad (+)= wgrad of groups, unrounded.   main_grad (E, N, K) float32
 
-    Of squares what is overwritten may have another dtype, and be some rows or columns of larger matrices.
+    Without `accumulate`, and with columns in squares, main_grad may have another dtype and be a strided slice.
     """
-    if Measuring.numbers and watching():
+    if ActiveStats.current and active_stats():
         wgrad(dy, x, torch.float32, offs, name)
-    columns = _columns(dy, x, main_grad.dtype)
+    columns = _fp8_wgrad_operands(dy, x, main_grad.dtype)
     if columns is not None:
-        tiles = _table(columns[0], offs, tiles_of)
+        tiles = _tile_table(columns[0], offs, tiles_of)
         K.fp8_wgrad_into(main_grad, *columns, offs, tiles, accumulate)
         return
     dw = _wgrad(dy, x, main_grad.dtype, offs)
     main_grad.add_(dw) if accumulate else main_grad.copy_(dw)
 
 
-def _tokens_first(
+def _dequantized_wgrad_operands(
     dy: Operand, x: Operand, offs: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """What the columns of both stand for, tokens first, the factor of their product, and where their groups end; of
-    one operand in high precision and one quantized, the rows.
+    """Both operands dequantized, tokens first; the scale of their product; the ends of the groups. They come from the
+    columns if both have some, else from the rows.
     """
     if _have_columns(dy, x):
-        same = _same_columns(dy, x)
-        left, right, whole = _meet(*[_columns_stand_for(q, same) for q in (dy, x)])
-        return left.t(), right.t(), whole, None if offs is None else K.column_offs(offs)
-    left, right, whole = _meet(_stands_for(dy, "row"), _stands_for(x, "row"))
-    if whole is not None and offs is not None and whole.dim() == 0:
-        whole = whole.expand(len(offs))
-    return left, right, whole, offs
+        keep_hadamard = _same_hadamard(dy, x)
+        left, right, scale = _promote(*[_dequantized_columns(q, keep_hadamard) for q in (dy, x)])
+        return left.t(), right.t(), scale, None if offs is None else K.column_offs(offs)
+    left, right, scale = _promote(_dequantized_layout(dy, "row"), _dequantized_layout(x, "row"))
+    if scale is not None and offs is not None and scale.dim() == 0:
+        scale = scale.expand(len(offs))
+    return left, right, scale, offs
 
 
-def _same_columns(dy: Operand, x: Operand) -> bool:
-    """Whether both have columns that went through a Hadamard transform, which cancels, or neither."""
+def _same_hadamard(dy: Operand, x: Operand) -> bool:
+    """Whether the columns of both went through a Hadamard transform, which cancels in the product, or of neither."""
     if not _have_columns(dy, x):
         return False
     return dy.scaling.of("col").hadamard == x.scaling.of("col").hadamard  # type: ignore[union-attr]
@@ -336,23 +349,24 @@ def _have_columns(*operands: Operand) -> bool:
     return all(isinstance(q, Quantized) and q.col is not None for q in operands)
 
 
-def _columns_stand_for(q: Any, turned: bool) -> Factors:
-    """turned: as they are, with the Hadamard transform that they may have gone through"""
-    return factors(q, "col") if turned else (features(q), None)
+def _dequantized_columns(q: Any, keep_hadamard: bool) -> Factors:
+    """The dequantized columns, before or after the inverse of their Hadamard transform."""
+    return factors(q, "col") if keep_hadamard else (dequantize_columns(q), None)
 
 
-def _stands_for(t: Operand, layout: str) -> Factors:
-    """What an operand, or a weight, stands for, as `factors`: of another layout where that one is not there."""
+def _dequantized_layout(t: Operand, layout: str) -> Factors:
+    """One layout of an operand or a weight, dequantized as by `factors`; columns may come from the rows."""
     if not isinstance(t, Quantized):
         return t if layout == "row" else t.mT, None
     if getattr(t, layout) is None and layout == "col":
-        found, whole = factors(t, "row")
-        return found.mT, whole
+        rows, scale = factors(t, "row")
+        return rows.mT, scale
     return factors(t, layout)
 
 
-def _meet(a: Factors, b: Factors) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Both in the wider dtype, and what their product is to be multiplied by."""
-    dtype, wholes = torch.promote_types(a[0].dtype, b[0].dtype), [a[1], b[1]]
-    found = [whole for whole in wholes if whole is not None]
-    return a[0].to(dtype), b[0].to(dtype), math.prod(found[1:], start=found[0]) if found else None
+def _promote(a: Factors, b: Factors) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Both in the wider dtype, and the scale of their product."""
+    dtype = torch.promote_types(a[0].dtype, b[0].dtype)
+    scales = [scale for scale in (a[1], b[1]) if scale is not None]
+    scale = math.prod(scales[1:], start=scales[0]) if scales else None
+    return a[0].to(dtype), b[0].to(dtype), scale

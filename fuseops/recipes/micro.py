@@ -1,5 +1,5 @@
-"""Recipes of small blocks: MXFP8, FP8 codes with a power of two for every 32 of them (OCP Microscaling Formats 1.0);
-NVFP4, codes of four bits, an E4M3 scale for 16 of them, a float32 scale a tensor (arXiv:2509.25149).
+"""The microscaling recipes: MXFP8, FP8 codes with a power-of-two scale for 32 (OCP Microscaling Formats 1.0), and
+NVFP4, 4-bit codes with an E4M3 scale for 16 and a float32 scale a tensor (arXiv:2509.25149).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .store import POLICIES
 
 
 def mxfp8(data: torch.dtype = E4M3, square: bool = False) -> Scaling:
-    """The format of an operand: a scale for 32 elements along the axis that is summed, or for 32 x 32 of a weight."""
+    """The MXFP8 format: a scale for 32 elements along the summed axis, or for 32 x 32 of a weight (`square`)."""
     rows = 32 if square else 1
     return Scaling(data, (rows, 32), (32, rows), E8M0)
 
@@ -25,11 +25,10 @@ class MXFP8BlockScaling(Recipe):
 
     The scale is the smallest power of two that brings the largest magnitude into the format's range, data =
     cast(x / scale). Rows and columns are quantized from high precision, each along its own axis. Data times scale is
-    exact in bfloat16, and where no tensor cores take the format that is what GEMMs multiply.
+    exact in bfloat16, and GEMMs multiply these products where tensor cores do not take the format.
 
-    square_weights: one scale for 32 x 32 of a weight, so that forward and input gradient read the same numbers.
-    weights: how long quantized weights are kept, and backward: what the gradients' GEMMs multiply, as of
-        `Float8BlockScaling`.
+    square_weights: one scale for 32 x 32 of a weight, so that forward and input gradient read the same values.
+    weights, backward: as in `Float8BlockScaling`.
     fwd: format of inputs and weights; bwd: of gradients.
     Raises FuseOpsError for another value of any of them.
     """
@@ -47,29 +46,27 @@ class MXFP8BlockScaling(Recipe):
 
 
 def nvfp4(square: bool = False, hadamard: bool = False, stochastic: bool = False) -> Scaling:
-    """The format of an operand: a scale for 16 elements along the axis that is summed, or for 16 x 16 of a weight."""
+    """The NVFP4 format: a scale for 16 elements along the summed axis, or for 16 x 16 of a weight (`square`)."""
     rows = 16 if square else 1
     return Scaling(E2M1, (rows, 16), (16, rows), E4M3, hadamard, stochastic)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NVFP4BlockScaling(Recipe):
-    """NVFP4 has codes of four bits (E2M1) with an E4M3 scale for every 16 elements along the axis that a GEMM sums, and
-    over those one float32 scale a tensor (a group, when grouped).
+    """NVFP4 has 4-bit codes (E2M1), an E4M3 scale for every 16 elements along the axis that a GEMM sums, and a second,
+    float32 scale a tensor (a group, when grouped).
 
     With S = 448 * 6 / amax of the tensor, a block's scale is E4M3(amax of the block * S / 6), and data = x * S / scale,
     rounded to the nearest code. Rows and columns are quantized from high precision, each along its own axis. A NaN
-    makes the scale of its block NaN. Where no tensor cores take the format, GEMMs multiply codes times their E4M3
-    scales, exact in bfloat16, and the float32 scales multiply the product.
+    makes the scale of its block NaN. Where tensor cores do not take the format, GEMMs multiply codes times E4M3 scales,
+    exact in bfloat16, and the float32 scales multiply the product.
 
-    hadamard: columns of x and of gradients, which the weight gradient multiplies, are turned first by a Hadamard matrix
-        over every 16 tokens, with fixed signs. It cancels in the product, and spreads outliers.
-    stochastic: gradients are rounded at random, up as often as they are far up, so that the mean stays. The seed is
-        drawn from torch's generator in the forward, so a backward that runs twice gives the same bits, and a replayed
-        CUDA graph new ones.
-    square_weights: one scale for 16 x 16 of a weight, so that forward and input gradient read the same numbers.
-    weights: how long quantized weights are kept, and backward: what the gradients' GEMMs multiply, as of
-        `Float8BlockScaling`.
+    hadamard: columns of x and of gradients, which the weight gradient multiplies, are quantized after a Hadamard
+        transform over every 16 tokens, with fixed signs. It cancels in the product, and spreads outliers.
+    stochastic: gradients are rounded stochastically, which keeps the mean. The seed is drawn from torch's generator in
+        the forward, so a backward that runs twice gives the same bits, and a replayed CUDA graph new ones.
+    square_weights: one scale for 16 x 16 of a weight, so that forward and input gradient read the same values.
+    weights, backward: as in `Float8BlockScaling`.
     Raises FuseOpsError for another value of any of them.
     """
 

@@ -1,7 +1,7 @@
 """Quantized tensors are plain dataclasses of component tensors, never a `torch.Tensor` subclass.
 
 So checkpointing, saved-tensor hooks and offload see real storages, and a component can be freed or moved alone.
-Outside of ops one is a value like a tensor: it goes into a Sequential and comes out of one, and its gradient, in high
+Outside of ops a `Quantized` is a value like a tensor: a Sequential takes and returns it, and its gradient, in high
 precision, goes through its `carrier`.
 """
 
@@ -19,22 +19,22 @@ from torch.utils import _pytree as pytree
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 
-from .carrier import carrier_of, through
+from .carrier import attach_carrier, carrier_of
 from .scaling import E4M3, Block, Scaling
 
 BLOCK = 128
-SWIZZLED = 5  # axes of scales that lie as tensor cores of Blackwell read them
+SWIZZLED_DIMS = 5  # axes of scales in the order in which tensor cores of Blackwell read them
 
 
 class Layout(NamedTuple):
-    """A `Layout` holds codes, and the scales that they are multiplied by to get the values."""
+    """A `Layout` holds codes and their scales: value = code * scale."""
 
     data: Tensor
     scale: Tensor
 
 
-class WholeLayout(NamedTuple):
-    """A `WholeLayout` is a layout whose scales of blocks stand over one float32 scale of the tensor, or one a group."""
+class TwoLevelLayout(NamedTuple):
+    """A `TwoLevelLayout` has a second, global float32 scale (`whole`) a tensor or a group: code * scale * whole."""
 
     data: Tensor
     scale: Tensor
@@ -51,16 +51,17 @@ class Quantized:
 
     row      codes (R, K), as forward and input gradient read them, or None.
              scale: of (1, 128) blocks (ceil(K/128), R), of (1, 32) blocks (R, ceil(K/32)); else () or, of groups, (E,).
-             Inside an op on Blackwell those of small blocks are swizzled (`fuseops.kernels.quantize_micro`)
+             Inside an op on Blackwell those of micro blocks are swizzled (`fuseops.kernels.quantize_micro`)
     col      codes (K, C) over the tokens, as a weight gradient reads them, or None. Each group begins at a multiple of
-             128 (`fuseops.kernels.column_offs`), and what belongs to no row is zero.
+             128 (`fuseops.kernels.column_offs`), and the padding is zero.
              scale: of squares (ceil(K/128), C/128), of (128, 1) blocks (C/128, K), of (32, 1) blocks (K, C/32); else
              that of the rows
     scaling  the format; that of `col` is `scaling.of("col")`
     offs     (E,) int32 row ends of the groups, or None
-    dtype    of the tensor that it stands for
-    carrier  of its gradient, (..., K) without values; None of one that lives inside an op, whose rows are its shape
-    odd      layouts whose last byte of a row holds one code, where two are in a byte
+    dtype    of the dequantized tensor
+    carrier  the autograd tensor (..., K), without values, that gets the gradient; None inside an op, where the shape is
+             that of the rows
+    odd      layouts with an odd number of 4-bit codes in a row, whose last byte holds one
     """
 
     row: Layout | None
@@ -71,7 +72,7 @@ class Quantized:
     carrier: Tensor | None = None
     odd: tuple[str, ...] = ()
 
-    def __init__(  # that of a frozen dataclass takes twice as long, and a step makes many
+    def __init__(  # the generated one of a frozen dataclass is twice as slow, and a step makes many
         self,
         row: Layout | None,
         col: Layout | None,
@@ -85,16 +86,16 @@ class Quantized:
             row=row, col=col, scaling=scaling, offs=offs, dtype=dtype, carrier=carrier, odd=odd
         )
 
-    # --- as a tensor has them
+    # --- attributes of a tensor
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tensor that it stands for; of columns alone, C rows."""
+        """The shape of the dequantized tensor; with columns only, C rows."""
         if self.carrier is not None:
             return self.carrier.shape
         found = self.row.data.shape if self.row is not None else self.col.data.shape  # type: ignore[union-attr]
         layout = "row" if self.row else "col"
-        width = found[-1] * self.scaling.of(layout).packs - (layout in self.odd)
+        width = found[-1] * self.scaling.of(layout).codes_per_byte - (layout in self.odd)
         return torch.Size((*found[:-1], width) if self.row else (*found[:-2], width, found[-2]))
 
     def dim(self) -> int:
@@ -102,17 +103,17 @@ class Quantized:
             return self.carrier.dim()
         return (self.row or self.col).data.dim()  # type: ignore[union-attr]
 
-    def _any(self) -> Tensor:
-        """Some component."""
+    def _component(self) -> Tensor:
+        """The codes of one of the layouts."""
         return (self.row or self.col).data  # type: ignore[union-attr]
 
     @property
     def device(self) -> torch.device:
-        return self._any().device
+        return self._component().device
 
     @property
     def is_meta(self) -> bool:
-        return self._any().is_meta
+        return self._component().is_meta
 
     @property
     def requires_grad(self) -> bool:
@@ -120,7 +121,7 @@ class Quantized:
 
     @property
     def nbytes(self) -> int:
-        """Of all components."""
+        """The bytes of all components."""
         return sum(t.nbytes for t in self.components().values())
 
     def __str__(self) -> str:
@@ -132,7 +133,7 @@ class Quantized:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise FuseOpsError(
             f"torch.{getattr(func, '__name__', func)} got a Quantized: ops of fuseops take it as it is, for anything "
-            "else pass what it stands for, q.dequantize()."
+            "else pass the dequantized tensor, q.dequantize()."
         )
 
     # --- its components
@@ -149,53 +150,53 @@ class Quantized:
         return found
 
     def of(self, components: Mapping[str, Tensor]) -> Quantized:
-        """The same with other component tensors by name (those brought back after saving)."""
-        row = layout_of(*map(components.get, ROW)) if "row" in components else None  # type: ignore[arg-type]
-        col = layout_of(*map(components.get, COL)) if "col" in components else None  # type: ignore[arg-type]
+        """A copy with these component tensors, as after saving and restoring them."""
+        row = make_layout(*map(components.get, ROW)) if "row" in components else None  # type: ignore[arg-type]
+        col = make_layout(*map(components.get, COL)) if "col" in components else None  # type: ignore[arg-type]
         offs = components.get("offs")
         return Quantized(row, col, self.scaling, offs, self.dtype, self.carrier, self.odd)
 
     @property
-    def form(self) -> Quantized:
-        """It without tensors, for `of`."""
+    def without_tensors(self) -> Quantized:
+        """A copy with neither tensors nor carrier, from which `of` restores it."""
         return Quantized(None, None, self.scaling, None, self.dtype, None, self.odd)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Quantized:
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Quantized:
         return self.of({name: change(t) for name, t in self.components().items()})
 
-    # --- other tensors of the same values
+    # --- conversions
 
     def dequantize(self) -> Tensor:
-        """The values, in the dtype that it stands for; their gradient is its own.   -> (..., K)
+        """The tensor in high precision, in `dtype`; its gradient goes to this one.   -> (..., K), a weight's own shape
 
-        From the rows where they are there, else from the columns: (C, K) with groups at multiples of 128 then. Of a
-        weight its shape.
+        Without rows it comes from the columns: (C, K), with groups at multiples of 128.
         """
-        found = values(self, "row") if self.row is not None else features(self).mT
+        rows = self.row is not None
+        found = dequantize_layout(self, "row") if rows else dequantize_columns(self).mT
         found = found.to(self.dtype)
         if self.carrier is None or self.row is None:
             return found
-        return through(self.carrier, found.view(self.carrier.shape))
+        return attach_carrier(self.carrier, found.view(self.carrier.shape))
 
     def only(self, row: bool, col: bool) -> Quantized:
-        """Of its layouts these, as a value that lives inside an op, without a carrier."""
+        """A copy with these layouts only, for use inside an op: it has no carrier."""
         if self.carrier is None and row is (self.row is not None) and col is (self.col is not None):
             return self
         found = self.row if row else None, self.col if col else None
         return Quantized(*found, self.scaling, self.offs, self.dtype, None, self.odd)
 
     def detach(self) -> Quantized:
-        """The same, with no gradient."""
+        """A copy without gradient."""
         return replace(self, carrier=None if self.carrier is None else self.carrier.detach())
 
     def clone(self) -> Quantized:
-        """The same in memory of its own; gradients go to this one."""
-        return self._each(Tensor.clone)
+        """A copy of all components; its gradient goes to this one."""
+        return self._map(Tensor.clone)
 
     def to(self, *where: torch.device | str | torch.dtype, non_blocking: bool = False) -> Quantized:
-        """On a device, standing for a tensor of a dtype, or both; gradients go to this one.
+        """A copy on another device, with another dtype to dequantize to, or both; its gradient goes to this one.
 
-        The codes stay as they are. Raises FuseOpsError for a dtype that has no fractions.
+        The codes do not change. Raises FuseOpsError for a dtype that is not floating-point.
         """
         dtype, device = self.dtype, self.device
         for wanted in where:
@@ -207,16 +208,16 @@ class Quantized:
             raise FuseOpsError(f"Quantized.to({dtype}): it stands for a floating-point tensor.")
         found = replace(self, dtype=dtype)
         if device != self.device:
-            found = found._each(lambda t: t.to(device, non_blocking=non_blocking))
+            found = found._map(lambda t: t.to(device, non_blocking=non_blocking))
         if self.carrier is None or (dtype, device) == (self.dtype, self.device):
             return found
         return replace(found, carrier=carrier_of(self.carrier, dtype, device))
 
     def groups(self, first: int, last: int) -> Quantized:
-        """The rows of the groups from `first` up to `last`, which is not among them.   -> over (rows, K)
+        """The rows of groups first, ..., last - 1.   -> Quantized over (rows, K); its gradient goes to this one
 
-        Reads the ends of the groups, for which it waits for the device. Gradients go to this one.
-        Raises FuseOpsError for one without groups, or for groups that it does not have.
+        Reads the ends of the groups, so it waits for the device.
+        Raises FuseOpsError without groups, or for groups that do not exist.
         """
         if self.offs is None or not 0 <= first <= last <= len(self.offs):
             raise FuseOpsError(
@@ -232,69 +233,69 @@ class Quantized:
         return Quantized(row, col, self.scaling, offs, self.dtype, carrier, self.odd)
 
     def _rows_of(self, begin: int, end: int, first: int, last: int) -> Layout:
-        """Rows of consecutive groups."""
+        """The row layout of groups first, ..., last - 1."""
         data, scale, *whole = self.row  # type: ignore[misc]
         one = [t[first:last] if t.dim() else t for t in whole]
         if self.scaling.block is None:
             return Layout(data[begin:end], scale[first:last] if scale.dim() else scale)
-        axis, _ = tokens_of(self.scaling, "row")
+        axis, _ = token_axis(self.scaling, "row")
         parts = data[begin:end], scale.narrow(axis, begin, end - begin).contiguous()
-        return layout_of(*parts, *one)
+        return make_layout(*parts, *one)
 
     def _columns_of(self, ends: list[int], first: int) -> Layout:
-        """Columns of consecutive groups, which begin anew at multiples of 128."""
+        """The column layout of consecutive groups from `first`, which end at `ends`."""
         data, scale, *whole = self.col  # type: ignore[misc]
         groups, rows = len(ends) - 1, ends[-1] - ends[0]
         one = [t[first : first + groups] if t.dim() else t for t in whole]
         blocks = rows // BLOCK + groups
-        moves = []  # in blocks of 128: from where, to where, how many
+        moves = []  # (source, target, count) in blocks of 128
         for k, (begin, end) in enumerate(itertools.pairwise(ends)):
             source, target = begin // BLOCK + first + k, (begin - ends[0]) // BLOCK + k
             moves.append((source, target, -(-(end - begin) // BLOCK)))
         scaling = self.scaling.of("col")
-        codes = _moved(data, 1, BLOCK // scaling.packs, blocks, moves)
+        codes = _copy_blocks(data, 1, BLOCK // scaling.codes_per_byte, blocks, moves)
         if scaling.block is None:
             return Layout(codes, scale[first : first + groups] if scale.dim() else scale)
-        axis, step = tokens_of(scaling, "col")
-        return layout_of(codes, _moved(scale, axis, BLOCK // step, blocks, moves), *one)
+        axis, step = token_axis(scaling, "col")
+        return make_layout(codes, _copy_blocks(scale, axis, BLOCK // step, blocks, moves), *one)
 
 
-def layout_of(data: Tensor, scale: Tensor, whole: Tensor | None = None) -> Any:
-    """The layout of these parts. What knows of kernels that multiply codes takes it for a Layout."""
-    return Layout(data, scale) if whole is None else WholeLayout(data, scale, whole)
+def make_layout(data: Tensor, scale: Tensor, whole: Tensor | None = None) -> Any:
+    """The `Layout`, or with `whole` the `TwoLevelLayout`, of these components. It is typed Any, since code for formats
+    without a global scale takes it for a `Layout`.
+    """
+    return Layout(data, scale) if whole is None else TwoLevelLayout(data, scale, whole)
 
 
-def tokens_of(scaling: Scaling, layout: str) -> tuple[int, int]:
-    """Of the scales of blocks, the axis that goes over tokens, and how many tokens share one."""
+def token_axis(scaling: Scaling, layout: str) -> tuple[int, int]:
+    """The axis of the block scales that goes over tokens, and the number of tokens that share one."""
     if layout == "row":
-        return (1 if scaling.family.codes else 0), 1
+        return (1 if scaling.family.has_gemm else 0), 1
     high, wide = cast("Block", scaling.columns)
-    return (0 if scaling.family.codes and wide == 1 else 1), high
+    return (0 if scaling.family.has_gemm and wide == 1 else 1), high
 
 
-def _moved(
+def _copy_blocks(
     t: Tensor, axis: int, width: int, blocks: int, moves: list[tuple[int, int, int]]
 ) -> Tensor:
-    """A tensor of so many blocks along an axis, some of them those of t: from where, to where, how many. What belongs
-    to no group is zero, as a code and as a scale.
-    """
+    """A zeroed tensor of `blocks` blocks along an axis, with blocks of t copied in: moves (source, target, count)."""
     shape = list(t.shape)
     shape[axis] = blocks * width
     raw = t.view(torch.uint8) if t.itemsize == 1 else t
-    made = raw.new_zeros(shape)
+    result = raw.new_zeros(shape)
     for source, target, count in moves:
-        taken = raw.narrow(axis, source * width, count * width)
-        made.narrow(axis, target * width, count * width).copy_(taken)
-    return made.view(t.dtype)
+        source_blocks = raw.narrow(axis, source * width, count * width)
+        result.narrow(axis, target * width, count * width).copy_(source_blocks)
+    return result.view(t.dtype)
 
 
-# --- as a tree of tensors, which torch and fuseops walk
+# --- pytree registration
 
 
 def _flatten(q: Quantized) -> tuple[list[Any], Any]:
-    """Codes and scales as integers, which no policy of mixed precision casts, and the carrier, which one may."""
+    """Codes and scales as integers, which mixed precision does not cast, and the carrier, which it may."""
     found = q.components()
-    leaves = [_integers(t) for t in found.values()]
+    leaves = [_as_integers(t) for t in found.values()]
     names = tuple([(name, t.dtype) for name, t in found.items()])
     return [*leaves, q.carrier], (q.scaling, q.dtype, q.odd, names)
 
@@ -310,7 +311,7 @@ def _unflatten(leaves: Any, context: Any) -> Quantized:
     return Quantized(None, None, scaling, None, dtype, carrier, odd).of(found)
 
 
-def _integers(t: Any) -> Any:
+def _as_integers(t: Any) -> Any:
     if not isinstance(t, Tensor) or not t.is_floating_point():
         return t
     return t.view(torch.uint8 if t.itemsize == 1 else torch.int32)
@@ -319,11 +320,11 @@ def _integers(t: Any) -> Any:
 pytree.register_pytree_node(Quantized, _flatten, _unflatten)
 
 
-# --- what codes stand for
+# --- dequantization
 
 
 def product_dtype(scaling: Scaling, dtype: torch.dtype) -> torch.dtype:
-    """In which codes times the scales of blocks are exact, and none is out of range.   dtype: that they stand for"""
+    """The dtype in which code times block scale is exact and in range.   dtype: of the dequantized tensor"""
     exact = scaling.block is not None and (scaling.powers or scaling.scale is E4M3)
     return torch.bfloat16 if exact and dtype is torch.bfloat16 else torch.float32
 
@@ -332,8 +333,8 @@ Factors = tuple[Tensor, Tensor | None]
 
 
 def factors(q: Quantized, layout: str) -> Factors:
-    """What a layout stands for as a product: rows (R, K), columns (K, C), a weight as it lies, in `product_dtype`; and
-    one float32 number for all, (), or for each group, (E,), where the scales of blocks stand over one.
+    """(codes times block scales in `product_dtype`, global scale) of one layout: rows (R, K), columns (K, C), or a
+    weight's own shape; float32 () or of groups (E,), None where the format has none.
     """
     found: Layout | None = getattr(q, layout)
     if found is None:
@@ -341,36 +342,39 @@ def factors(q: Quantized, layout: str) -> Factors:
     (data, scale), whole = found[:2], cast("tuple[Tensor, ...]", found[2:])
     scaling = q.scaling.of(layout)
     if scaling.block is None:
-        return data.float() * _of_groups(q, layout, data, scale), None
+        return data.float() * _broadcast_scale(q, layout, data, scale), None
     block = sorted(cast("Block", scaling.block if layout == "row" else scaling.columns))
-    scale = _plain(q, layout).scale
-    if scaling.family.codes and block[0] == 1:  # as kernels read them
+    scale = _unswizzled(q, layout).scale
+    if scaling.family.has_gemm and block[0] == 1:  # as kernels read them
         scale = scale.mT
     dtype = product_dtype(scaling, q.dtype)
     codes = K.dequantize_format(data, scale, scaling.data, (block[0], block[1]), dtype)
     return codes[..., : codes.shape[-1] - (layout in q.odd)], whole[0] if whole else None
 
 
-def swizzled(layout: Layout | None) -> bool:
-    """Whether the scales of rows or columns lie as tensor cores of Blackwell read them."""
-    return layout is not None and layout.data.dim() == 2 and layout.scale.dim() == SWIZZLED
+def is_swizzled(layout: Layout | None) -> bool:
+    """Whether the scales of a layout are in the order in which tensor cores of Blackwell read them."""
+    return layout is not None and layout.data.dim() == 2 and layout.scale.dim() == SWIZZLED_DIMS
 
 
-def _plain(q: Quantized, layout: str) -> Layout:
-    """A layout with scales as `Quantized` says that they lie."""
+def _unswizzled(q: Quantized, layout: str) -> Layout:
+    """A layout with scales in the order that `Quantized` documents."""
     found: Layout = getattr(q, layout)
-    if not swizzled(found):
+    if not is_swizzled(found):
         return found
     (data, scale), whole = found[:2], found[2:]
     scaling, rows = q.scaling.of(layout), len(data)
-    count = -(-data.shape[1] * scaling.packs // scaling.grain[1])
+    count = -(-data.shape[1] * scaling.codes_per_byte // scaling.code_block[1])
     offs = q.offs if layout == "row" else None
     plain = K.unswizzled(scale.view(torch.uint8), rows, count, offs)
-    return layout_of(data, plain.view(scale.dtype), *whole)
+    return make_layout(data, plain.view(scale.dtype), *whole)
 
 
-def some_features(q: Tensor | Quantized, begin: int, size: int) -> Tensor | Quantized:
-    """Some features of rows, of codes with one scale or in vectors of 128, from a multiple of that on."""
+def slice_features(q: Tensor | Quantized, begin: int, size: int) -> Tensor | Quantized:
+    """The rows of x for a slice of its features, in high precision, tensor-scaled or in vectors of 128.
+
+    begin: a multiple of 128
+    """
     if isinstance(q, Tensor):
         return q.narrow(-1, begin, size)
     data, scale = cast("Layout", q.row)
@@ -380,46 +384,47 @@ def some_features(q: Tensor | Quantized, begin: int, size: int) -> Tensor | Quan
     return replace(q, row=Layout(data.narrow(1, begin, size), blocks), col=None)
 
 
-def in_order(q: Quantized) -> Quantized:
-    """The same, with scales as `Quantized` says that they lie, which may go anywhere."""
-    if not (swizzled(q.row) or swizzled(q.col)):
+def unswizzle(q: Quantized) -> Quantized:
+    """A copy with scales in the order that `Quantized` documents, as they leave an op."""
+    if not (is_swizzled(q.row) or is_swizzled(q.col)):
         return q
-    row, col = (None if getattr(q, name) is None else _plain(q, name) for name in ("row", "col"))
-    return replace(q, row=row, col=col)
+    row = None if q.row is None else _unswizzled(q, "row")
+    return replace(q, row=row, col=None if q.col is None else _unswizzled(q, "col"))
 
 
-def scaled_tiles(q: Quantized, layout: str) -> tuple[Tensor, Tensor]:
-    """Codes of small blocks and their scales as tensor cores of Blackwell read them, of each row one."""
+def swizzled_operand(q: Quantized, layout: str) -> tuple[Tensor, Tensor]:
+    """The codes of a micro format and their swizzled scales, with one scale for each row."""
     data, scale = getattr(q, layout)[:2]
     raw = scale.view(torch.uint8)
-    if swizzled(getattr(q, layout)):
+    if is_swizzled(getattr(q, layout)):
         return data, raw
-    high = q.scaling.of(layout).grain[0]
+    high = q.scaling.of(layout).code_block[0]
     by_row = raw.repeat_interleave(high, -2)[..., : data.shape[-2], :]
     return data, K.swizzled(by_row, q.offs if layout == "row" else None)
 
 
-def values(q: Quantized, layout: str) -> Tensor:
-    """What a layout stands for: rows (R, K), columns (K, C), a weight as it lies. Rows of no group are zeros."""
+def dequantize_layout(q: Quantized, layout: str) -> Tensor:
+    """One layout dequantized: rows (R, K), columns (K, C), or a weight's own shape. Rows beyond the groups are zero."""
     found, whole = factors(q, layout)
     scale = getattr(q, layout).scale if whole is None else whole
     if whole is not None:
-        found = found.float() * _of_groups(q, layout, found, whole)
+        found = found.float() * _broadcast_scale(q, layout, found, whole)
     if layout == "col" or q.offs is None or scale.shape != q.offs.shape:
         return found
-    return found.masked_fill(K.padding_mask(q.offs, len(found)), 0)  # kernels write no codes there
+    # kernels leave the codes of padding unwritten
+    return found.masked_fill(K.padding_mask(q.offs, len(found)), 0)
 
 
-def features(q: Quantized) -> Tensor:
-    """What columns stand for, without the Hadamard transform that they went through."""
-    found = values(q, "col")
+def dequantize_columns(q: Quantized) -> Tensor:
+    """The columns dequantized, (K, C), after the inverse of their Hadamard transform."""
+    found = dequantize_layout(q, "col")
     if not q.scaling.of("col").hadamard:
         return found
     return K.hadamard(found) * K.signs(found.shape[-1], found)
 
 
-def _of_groups(q: Quantized, layout: str, data: Tensor, scale: Tensor) -> Tensor:
-    """One scale a tensor, a matrix or a group, in a shape that codes broadcast with."""
+def _broadcast_scale(q: Quantized, layout: str, data: Tensor, scale: Tensor) -> Tensor:
+    """A scale of the tensor, of matrices or of groups, in a shape that broadcasts with the codes."""
     *_, rows, width = data.shape
     if scale.dim() == 0 or q.offs is None:
         return scale[:, None, None] if scale.dim() else scale

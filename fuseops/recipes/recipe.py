@@ -1,4 +1,4 @@
-"""A recipe gives each operand of a GEMM its format. A recipe is a value; equal recipes give equal plans."""
+"""A recipe chooses the format of each operand of a GEMM. A recipe is a value; equal recipes give equal plans."""
 
 from __future__ import annotations
 
@@ -14,48 +14,49 @@ from .scaling import COLUMN, E4M3, E5M2, SQUARE, VECTOR, Scaling
 from .store import POLICIES
 
 BACKWARDS = (None, "high_precision", "dequantized")
-FORMAT = {"kind": Scaling | None}  # of a field that is one
+FORMAT = {"kind": Scaling | None}  # metadata of a field that is a format
 
 
 def option(*choices: Any) -> Any:
-    """A field of a recipe that is one of these, by default the first."""
+    """A recipe field that takes one of these values; the first is the default."""
     return field(default=choices[0], metadata={"choices": choices})
 
 
 def number(default: float, least: float) -> Any:
-    """A field of a recipe that is a finite number, a whole one where the default is."""
+    """A recipe field that takes a finite number from `least` on, an integer where the default is one."""
     return field(default=default, metadata={"least": least})
 
 
-def check_fields(made: Any) -> None:
-    """Raise FuseOpsError for a field that is none of its choices, no format, or no number from its least one on."""
-    for f in fields(made):
-        value, wanted = getattr(made, f.name, None), ""
+def check_fields(recipe: Any) -> None:
+    """Raise FuseOpsError for a field whose value is none of its choices, not a format, or not a number in its range."""
+    for f in fields(recipe):
+        value, expected = getattr(recipe, f.name, None), ""
         if value not in (choices := f.metadata.get("choices", (value,))):
-            wanted = f"one of {choices}"
+            expected = f"one of {choices}"
         if not isinstance(value, f.metadata.get("kind", object)):
-            wanted = "a fuseops.recipes.Scaling, or None for high precision"
+            expected = "a fuseops.recipes.Scaling, or None for high precision"
         if (least := f.metadata.get("least")) is not None:
             kind = int if isinstance(f.default, int) else int | float
             if not isinstance(value, kind) or not least <= value < math.inf:
-                wanted = f"a number, {least:g} or above"
-        if wanted:
-            raise FuseOpsError(f"{type(made).__name__}({f.name}={value!r:.80}): expected {wanted}.")
+                expected = f"a number, {least:g} or above"
+        if expected:
+            given = f"{type(recipe).__name__}({f.name}={value!r:.80})"
+            raise FuseOpsError(f"{given}: expected {expected}.")
 
 
 @dataclass(frozen=True)
 class Roles:
     """`Roles` are the formats of one op's operands under a recipe; None is high precision.
 
-    input, weight, grad_output   of the GEMMs' operands
-    high_wgrad  the weight gradient multiplies x and dy as they are
-    hidden      of what a fused MLP saves between its GEMMs
+    input, weight, grad_output   formats of the operands of its GEMMs
+    high_wgrad  the weight gradient multiplies x and dy in high precision
+    hidden      format of the pre-activation that a fused MLP saves
     weights     how long quantized weights are kept: "none", "step", "unshard"
-    backward    what the gradients' GEMMs multiply: None, operands in these formats; "high_precision", all of them as
-                they are; "dequantized", dy as it is, and of x and the weight what their codes in the forward stand for
-    delayed     the recipe whose state gives the scales, where they are not those of the tensor itself
-    columns, squares  follow from them: whether the weight gradient multiplies two quantized operands (of one alone it
-                reads the rows), and whether those are squares, as producers of operands write them
+    backward    operands of the gradients' GEMMs: None, in these formats; "high_precision", all in high precision;
+                "dequantized", dy in high precision, x and the weight dequantized from the forward's codes
+    delayed     the recipe whose state gives the scales, where they are not computed from the tensor itself
+    columns, square_columns   derived: whether the weight gradient multiplies two quantized operands (if only one is, it
+                reads rows), and whether their columns are in squares, which the kernels before a GEMM can write
     Raises FuseOpsError for another value of any of them.
     """
 
@@ -68,19 +69,19 @@ class Roles:
     backward: str | None = option(*BACKWARDS)
     delayed: Any = None
     columns: bool = field(init=False, repr=False, compare=False)
-    squares: bool = field(init=False, repr=False, compare=False)
+    square_columns: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        # dy stays as it is, and with "high_precision" all that it meets
+        # dy is in high precision, and with "high_precision" the other operand too
         if self.backward is not None:
             object.__setattr__(self, "grad_output", None)
             object.__setattr__(self, "high_wgrad", self.backward == "high_precision")
         x, dy = self.input, self.grad_output
         columns = x is not None and dy is not None and not self.high_wgrad and self.backward is None
-        squares = columns and all(t.columns == SQUARE and t.plain for t in (x, dy))  # type: ignore[union-attr]
+        squares = all(t is not None and t.columns == SQUARE and t.has_defaults for t in (x, dy))
         object.__setattr__(self, "columns", columns)
-        object.__setattr__(self, "squares", squares)
+        object.__setattr__(self, "square_columns", columns and squares)
         for role in ("input", "weight", "hidden"):
             scaling = getattr(self, role)
             if scaling is not None and scaling.rounds_at_random:
@@ -90,37 +91,37 @@ class Roles:
                 )
         for role in ("input", "grad_output", "hidden"):
             scaling = getattr(self, role)
-            if scaling is not None and any(scaling.of(side).square for side in ("row", "col")):
+            if scaling is not None and any(scaling.of(name).is_square for name in ("row", "col")):
                 raise FuseOpsError(
                     f"{role} is {scaling}: squares are of weights, and tokens of {role} share no scale. Give it blocks "
                     "of one row."
                 )
 
     @property
-    def high(self) -> bool:
+    def is_high_precision(self) -> bool:
         """Whether no operand is quantized."""
         return self.input is None and self.weight is None and self.grad_output is None
 
     @property
-    def random(self) -> bool:
+    def rounds_at_random(self) -> bool:
         """Whether gradients are rounded at random."""
         return self.grad_output is not None and self.grad_output.rounds_at_random
 
     @property
     def kernels(self) -> bool:
-        """Whether every operand is quantized, by kernels into codes that there are kernels to multiply."""
+        """Whether kernels both quantize and multiply every operand."""
         scalings = self.input, self.weight, self.grad_output
-        if not all(s is not None and s.kernel is not None and s.plain for s in scalings):
+        if not all(s is not None and s.gemm_kind is not None and s.has_defaults for s in scalings):
             return False
         return self.weight.block != VECTOR  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """A recipe turns the role of an operand (input, weight or output gradient) into its format; this is their base.
+    """The base of recipes: a recipe maps the role of an operand (input, weight or output gradient) to its format.
 
-    A subclass that is a frozen dataclass is compared by its fields, any other one by identity. What its fields may be
-    is said where they stand, by `option` and `number`, and tried by the laws.
+    A subclass that is a frozen dataclass is compared by its fields, any other one by identity. `option` and `number`
+    declare the values that a field takes; the tests draw from them.
     """
 
     def __post_init__(self) -> None:
@@ -135,7 +136,7 @@ class Recipe:
         return self.roles()
 
     def checked_roles_of(self, op: Any, name: str) -> Roles:
-        """What `roles_of` gives.  Raises FuseOpsError where that is something else."""
+        """The result of `roles_of`.  Raises FuseOpsError if that is no `Roles`."""
         given = self.roles_of(op, name)
         if isinstance(given, Roles):
             return given
@@ -149,11 +150,10 @@ class Recipe:
 class Float8CurrentScaling(Recipe):
     """`Float8CurrentScaling` is FP8 with one float32 scale a tensor (a group, when grouped), of the tensor's own amax.
 
-    inv = max(format) / amax, data = cast(x * inv) clamped to the format's range, scale = 1 / inv. In amax NaN does not
-    count and an infinity counts as the largest float32 (TransformerEngine: scale 1); amax 0 gives scale 1.
-    fwd: format of inputs and weights; bwd: of gradients; weights: how long quantized ones are kept, backward: what the
-    gradients' GEMMs multiply, and epsilon, as of `Float8BlockScaling`.
-    powers_of_two: inv is rounded down to one.
+    inv = max(format) / amax, data = cast(x * inv) clamped to the format's range, scale = 1 / inv. The amax ignores NaN
+    and takes an infinity as the largest float32 (TransformerEngine: scale 1); amax 0 gives scale 1.
+    fwd: format of inputs and weights; bwd: of gradients; weights, backward, epsilon: as in `Float8BlockScaling`.
+    powers_of_two: inv is rounded down to a power of two.
     Raises FuseOpsError for another value of any of them.
     """
 
@@ -177,26 +177,27 @@ class Float8BlockScaling(Recipe):
     for every square of 128 x 128 of a weight (DeepSeek-V3, arXiv:2412.19437, section 3.3).
 
     inv = max(format) / amax rounded down to a power of two, at most 2^63, data = cast(x * inv), scale = 1 / inv.
-    Data times scale is exact in bfloat16. Blocks of tokens begin anew in each group of a grouped op.
+    Data times scale is exact in bfloat16. In a grouped op no block of tokens spans two groups.
 
-    wgrad: of what the weight gradient is made. "square": the codes of the rows, shifted to one exponent in each square
-        of 128 tokens by 128 features, so that a value is rounded once for all three GEMMs; codes that the shift brings
-        below the format's normal numbers lose bits. "block": 128 tokens of one feature share a scale, from high
-        precision. "bf16": of x and dy as they are.
-    hidden: what a fused MLP saves between its GEMMs, "bf16" (as computed) or "float8", which the activation of the
-        forward reads too.
-    weights: how long quantized weights are kept. "none": they are made where they are read, rows in the forward and
-        their transpose in the backward. "step": both are made once, in one pass, and kept for every micro-batch until
-        an optimizer steps or `fuseops.weights_changed` says so: 2 bytes a parameter. "unshard": the same, and FSDP2's
-        freeing of a gathered weight frees them.
-    backward: what the gradients' GEMMs multiply. None: dy, x and weights in this format. "high_precision": all of them
-        as they are. "dequantized": dy as it is, with what the codes of the forward's x and weight stand for.
+    wgrad: operands of the weight gradient. "square": the codes of the rows, shifted to one exponent in each square of
+        128 tokens by 128 features, so that a value is rounded once for all three GEMMs; codes that the shift brings
+        below the format's normal numbers lose bits. "block": quantized again from high precision, with one scale for
+        128 tokens of a feature. "bf16": x and dy in high precision.
+    hidden: format of the pre-activation that a fused MLP saves: "bf16" (as computed) or "float8", which the activation
+        of the forward reads too.
+    weights: how long quantized weights are kept. "none": they are quantized at each use, rows in the forward and their
+        transpose in the backward. "step": both are made in one pass and kept for all micro-batches until an optimizer
+        steps or `fuseops.weights_changed` is called: 2 bytes a parameter. "unshard": the same, but they are freed when
+        FSDP2 frees the gathered weight.
+    backward: operands of the gradients' GEMMs. None: dy, x and weights in this format. "high_precision": all in high
+        precision. "dequantized": dy in high precision, x and the weight dequantized from the forward's codes.
     powers_of_two: False: scales are any float32 number; not with wgrad="square", whose shifts are powers of two.
-    epsilon: the smallest amax that counts; smaller ones are it.
-    square_weights: False: 128 elements of a weight along the axis that is summed share a scale, in each direction anew.
+    epsilon: the lower bound of the amax.
+    square_weights: False: a scale for 128 elements of a weight along the summed axis, so forward and input gradient
+        read different codes.
     fwd: format of inputs and weights; bwd: of gradients.
-    Kernels write the formats of the default scales; with powers_of_two=False, epsilon or square_weights=False plain
-    torch does, and without square weights GEMMs multiply what codes stand for.
+    Kernels quantize to the default scales. With powers_of_two=False, epsilon or square_weights=False plain torch
+    quantizes, and without square weights GEMMs multiply dequantized operands.
     Raises FuseOpsError for another value of any of them.
     """
 

@@ -1,13 +1,12 @@
-"""State of scales: of every op that runs under a recipe that keeps one, three buffers, in its `state_dict`, over roles
-(input, weight, grad_output) and groups of a grouped op (one elsewhere).
+"""The scaling state of delayed scaling: three buffers of each op, in its `state_dict`, over the roles (input, weight,
+grad_output) and the G groups of a grouped op (G = 1 elsewhere).
 
-fp8_amax          (3, G)     the largest magnitudes since the last step
-fp8_amax_history  (L, 3, G)  those of the last steps, the latest first
-fp8_scale         (3, G)     what x is multiplied by before it is rounded; 0 before the first step
-The state advances once a step: when the optimizer of the op's parameters has stepped (see `_follow`), or at
-`fuseops.weights_changed`. A step that saw nothing,
-or zeros alone, or an infinity, leaves it as it is, so that whoever comes second advances nothing. A recomputation sees
-what its forward saw. Everything stays on the device.
+fp8_amax          (3, G)     the amax since the last step
+fp8_amax_history  (L, 3, G)  the amaxes of the last L steps, the latest first
+fp8_scale         (3, G)     the factor of x before it is rounded; 0 before the first step
+The state advances once a step: after the step of the optimizer that has the op's parameters (`_states_of`), or at
+`fuseops.weights_changed`. An entry whose amax is zero or infinite stays as it is, so a second call in one step changes
+nothing. A recomputation reads the same scales as its forward. Everything stays on the device.
 """
 
 from __future__ import annotations
@@ -25,47 +24,47 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 
-INFINITE = torch.finfo(torch.float32).max  # the amax of what holds an infinity: see `magnitude`
+INFINITE = torch.finfo(torch.float32).max  # the amax of a tensor with an infinity: see `magnitude`
 ROLES = ("input", "weight", "grad_output")
 STATE = AMAX, HISTORY, SCALE = "fp8_amax", "fp8_amax_history", "fp8_scale"
-KeepsScales = Any
-"""A recipe whose scales follow from the amaxes of earlier steps: a `DelayedScaling`."""
-See = Callable[[Tensor], Tensor]
-"""From the amax of a tensor, or of groups, to what it is multiplied by."""
+StatefulRecipe = Any
+"""A recipe whose scales come from the amaxes of earlier steps: a `DelayedScaling`."""
+ScaleFn = Callable[[Tensor], Tensor]
+"""Maps the amax of a tensor, () or of groups (G,), to the factor that x is multiplied by before it is rounded."""
 
 
 class ScaleState:
-    """A `ScaleState` finds the amax histories and scales of one op: its buffers and parameters, found by name
-    whenever they are read.
+    """A `ScaleState` reads and updates the scaling state of one op. It looks buffers and parameters up by name at each
+    use, since they may be replaced.
     """
 
     def __init__(
         self, buffers: dict[str, Tensor | None], parameters: dict[str, Tensor | None]
     ) -> None:
         self.buffers, self.parameters = buffers, parameters
-        self.recipe: KeepsScales | None = None  # that it was used under last
-        self.number = next(_numbers)
+        self.recipe: StatefulRecipe | None = None  # of the last use
+        self.order = next(_orders)
         _states.add(self)
         watch_optimizers()
 
-    def see(self, recipe: KeepsScales, role: str, note: bool) -> See:
-        """What gives the scale of an operand in its role for its amax, () or (G,), which it notes if it is to."""
-        return functools.partial(self._see, recipe, ROLES.index(role), note)
+    def scale_fn(self, recipe: StatefulRecipe, role: str, record: bool) -> ScaleFn:
+        """The function that gives an operand in this role its scale.   record: its amax enters the state"""
+        return functools.partial(self._update_scale, recipe, ROLES.index(role), record)
 
-    def _see(self, recipe: KeepsScales, k: int, note: bool, amax: Tensor) -> Tensor:
+    def _update_scale(self, recipe: StatefulRecipe, k: int, record: bool, amax: Tensor) -> Tensor:
         dtype = recipe.bwd if k == 2 else recipe.fwd
         own = _scale(recipe, dtype, torch.where(amax == 0, torch.finfo(dtype).max, amax))
         if torch_private.is_fake(amax) or amax.is_meta:
             return own
-        self._make(recipe, amax)
+        self._ensure_buffers(recipe, amax)
         amaxes, scales = self.buffers[AMAX][k], self.buffers[SCALE][k]  # type: ignore[index]
-        if note:
+        if record:
             amaxes.copy_(torch.maximum(amaxes, amax.reshape(-1)))
         scales = scales.float().view(amax.shape)
         return torch.where(scales == 0, own, scales)
 
-    def _make(self, recipe: KeepsScales, like: Tensor) -> None:
-        """Buffers for these groups and this length, where they are not there."""
+    def _ensure_buffers(self, recipe: StatefulRecipe, like: Tensor) -> None:
+        """Create the buffers where they are missing, and fit the history to the recipe's length."""
         self.recipe, length, groups = recipe, recipe.amax_history_len, like.numel()
         if self.buffers.get(SCALE) is None:
             for name, shape in (
@@ -86,12 +85,12 @@ class ScaleState:
             self.buffers[HISTORY] = made
 
     def advance(self) -> None:
-        """What was seen since the last time becomes the latest step of the history."""
-        recipe: KeepsScales = self.recipe
+        """Push the amaxes since the last step into the history, and compute the scales of the next step."""
+        recipe: StatefulRecipe = self.recipe
         amax, history, scale = (self.buffers[name] for name in STATE)
         if amax is None or history is None or scale is None:
             return
-        seen = (amax > 0) & (amax < INFINITE)  # of an infinity, by which all else rounds to zero
+        seen = (amax > 0) & (amax < INFINITE)  # an infinity would have all else round to zero
         history.copy_(torch.where(seen, torch.cat([amax[None], history[:-1]]), history))
         wanted = recipe.amax_of(history)
         usable = seen & (wanted > 0) & wanted.isfinite()
@@ -102,25 +101,25 @@ class ScaleState:
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
-    """Zeros that a step of training may write to, whoever runs the op first."""
+    """Zeros that training may write to, also when inference mode runs the op first."""
     with torch.inference_mode(False):
         return like.new_zeros(shape, dtype=torch.float32)
 
 
-def _scale(recipe: KeepsScales, dtype: torch.dtype, amax: Tensor) -> Tensor:
+def _scale(recipe: StatefulRecipe, dtype: torch.dtype, amax: Tensor) -> Tensor:
     largest = torch.full_like(amax, torch.finfo(dtype).max)
     return (largest / amax * 2.0**-recipe.margin).clamp(max=torch.finfo(torch.float32).max)
 
 
-_numbers = itertools.count()
+_orders = itertools.count()
 _states: weakref.WeakSet[ScaleState] = weakref.WeakSet()
 
 
 @torch.no_grad()
 def advance(states: Iterable[ScaleState]) -> None:
-    """Advance these states, in the order in which they were made; amaxes over ranks by one message a group."""
-    there = (s for s in states if s.recipe is not None and s.buffers.get(AMAX) is not None)
-    used = sorted(there, key=lambda s: s.number)
+    """Advance these states in the order of their creation, after one all-reduce of the amaxes per process group."""
+    initialized = (s for s in states if s.recipe is not None and s.buffers.get(AMAX) is not None)
+    used = sorted(initialized, key=lambda s: s.order)
     groups: dict[str, list[ScaleState]] = {}
     for state in used:
         if state.recipe.group is not None:  # type: ignore[union-attr]
@@ -135,56 +134,56 @@ def advance(states: Iterable[ScaleState]) -> None:
         state.advance()
 
 
-class Steps:
-    """`Steps` counts the steps that optimizers have taken, since somebody wants to know."""
+class OptimizerSteps:
+    """`OptimizerSteps` count the steps of all optimizers since `watch_optimizers` was first called."""
 
-    taken = 0
+    count = 0
 
 
 @functools.cache
-def when_stepped(told: Callable[[torch.optim.Optimizer], None]) -> None:
-    """From now on a function is told of each step of any optimizer, but for those of compiled code, which moves the
-    versions of what it writes.
+def on_optimizer_step(callback: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Call `callback` after each step of any optimizer, except in compiled code, which bumps the versions of what it
+    writes.
     """
 
-    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            told(optimizer)
+            callback(optimizer)
 
-    register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_post_hook(hook)
 
 
-def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
-    """The ids of the tensors that it steps."""
+def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The ids of the tensors that the optimizer updates."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def watch_optimizers() -> None:
-    """From now on a step of any optimizer is counted, and advances the states that follow it."""
-    when_stepped(_stepped)
+    """Count the steps of all optimizers from now on, and advance the scaling states at each."""
+    on_optimizer_step(_stepped)
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> None:
-    Steps.taken += 1
+    OptimizerSteps.count += 1
     if _states:
-        advance(_follow(optimizer))
+        advance(_states_of(optimizer))
 
 
-def _follow(optimizer: torch.optim.Optimizer) -> list[ScaleState]:
-    """The states whose step ends with this optimizer's: all but those of ops with trained parameters of which it holds
-    none; all, where it holds none of any op (it may hold copies of them in another dtype).
+def _states_of(optimizer: torch.optim.Optimizer) -> list[ScaleState]:
+    """The states that a step of this optimizer advances: of ops of which it updates a parameter, and of ops without
+    trained parameters. All states where it updates no op's parameter (it may update copies in another dtype).
     """
-    held = held_by(optimizer)
+    stepped = parameter_ids(optimizer)
     trained = {
         state: {id(p) for p in state.parameters.values() if p is not None and p.requires_grad}
         for state in _states
     }
-    known = held.intersection(itertools.chain.from_iterable(trained.values()))
+    known = stepped.intersection(itertools.chain.from_iterable(trained.values()))
     return [state for state, own in trained.items() if not known or not own or own & known]
 
 
-def fit_state(buffers: dict[str, Tensor | None], state: dict[str, Any], prefix: str) -> None:
-    """Before a state_dict is loaded: make the buffers that it brings, and keep those that it does not know."""
+def prepare_load(buffers: dict[str, Tensor | None], state: dict[str, Any], prefix: str) -> None:
+    """Before a state_dict is loaded, create the buffers that it has, and keep those that it lacks."""
     for name in STATE:
         given, own = state.get(prefix + name), buffers.get(name)
         if given is not None and (own is None or own.shape != given.shape):
@@ -194,8 +193,8 @@ def fit_state(buffers: dict[str, Tensor | None], state: dict[str, Any], prefix: 
             state[prefix + name] = own
 
 
-def keep_float32(buffers: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
-    """After a module was cast: its state has the numbers of before, where it is now. Scales are beyond other dtypes."""
+def restore_float32(buffers: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
+    """After a module was cast, restore its state in float32 on its present device: scales overflow other dtypes."""
     for name in STATE:
         own, now = before.get(name), buffers.get(name)
         if own is not None and now is not None and own.dtype is not now.dtype:

@@ -1,4 +1,4 @@
-"""A `Scaling` says how a tensor is quantized, as a value."""
+"""A `Scaling` is a quantized format: the dtypes of codes and scales, and the blocks that share a scale."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ Block = tuple[int, int]
 
 
 class Family(NamedTuple):
-    """A family is the formats whose scales have one dtype.
+    """A `Family` holds the formats whose scales have one dtype.
 
-    data     dtypes of codes
-    columns  by block of the rows, those of the columns
-    codes    whether there are kernels that multiply the codes
-    small    how many elements are in the blocks of `fuseops.kernels.quantize_micro`; plain torch writes others
+    data         dtypes of the codes
+    columns      {block of the rows: possible blocks of the columns}
+    has_gemm     whether `fuseops.kernels.fp8_mm` and its like multiply the codes
+    micro_block  elements in a block of `fuseops.kernels.quantize_micro`; plain torch quantizes others
     """
 
     data: tuple[torch.dtype, ...]
     columns: Mapping[Block | None, tuple[Block | None, ...]]
-    codes: bool = False
-    small: int = 0
+    has_gemm: bool = False
+    micro_block: int = 0
 
 
 FAMILIES: Mapping[torch.dtype, Family] = {
     torch.float32: Family(
-        (E4M3, E5M2), {VECTOR: (SQUARE, COLUMN), SQUARE: (SQUARE,), None: (None,)}, codes=True
+        (E4M3, E5M2), {VECTOR: (SQUARE, COLUMN), SQUARE: (SQUARE,), None: (None,)}, has_gemm=True
     ),
-    E8M0: Family((E4M3, E5M2), {(1, 32): ((32, 1),), (32, 32): ((32, 32),)}, small=32),
-    E4M3: Family((E2M1,), {(1, 16): ((16, 1),), (16, 16): ((16, 16),)}, small=16),
+    E8M0: Family((E4M3, E5M2), {(1, 32): ((32, 1),), (32, 32): ((32, 32),)}, micro_block=32),
+    E4M3: Family((E2M1,), {(1, 16): ((16, 1),), (16, 16): ((16, 16),)}, micro_block=16),
 }
 
 
@@ -47,23 +47,26 @@ class Scaling:
     """A `Scaling` is the format of one operand of a GEMM.
 
     data     dtype of the codes, torch.float8_e4m3fn or torch.float8_e5m2
-    block    (rows, columns) that share one scale: (1, 128) along the axis that a product sums, (128, 128) of a weight;
+    block    (rows, columns) that share one scale: (1, 128) along the axis that a GEMM sums, (128, 128) of a weight;
              None: one scale a tensor, or one a group where rows are grouped
-    columns  those of the transposed copy that a weight gradient reads: (128, 128), the codes of the rows shifted to one
-             exponent a square; (128, 1), quantized directly; None: the scales of the rows
+    columns  block of the transposed copy that a weight gradient reads: (128, 128), the codes of the rows shifted to one
+             exponent a square; (128, 1), quantized from high precision; None: the scales of the rows
     scale    dtype of the scales: torch.float32; torch.float8_e8m0fnu, whose blocks are (1, 32), with columns (32, 1),
-             or (32, 32); torch.float8_e4m3fn under one float32 scale a tensor or a group, with codes float4_e2m1fn_x2,
-             two a byte, and blocks (1, 16), with columns (16, 1), or (16, 16). Both layouts are quantized directly
-    hadamard    columns are those of the random Hadamard transform over 16 tokens; with E4M3 scales alone
-    stochastic  x is rounded at random, up as often as it is far up; with E4M3 scales alone
+             or (32, 32); torch.float8_e4m3fn with a second, float32 scale a tensor or a group, codes float4_e2m1fn_x2,
+             two a byte, and blocks (1, 16), with columns (16, 1), or (16, 16). The last two have no shifted columns
+    hadamard    columns are quantized after a random Hadamard transform over 16 tokens; with E4M3 scales only
+    stochastic  codes are rounded stochastically, which keeps the mean; with E4M3 scales only
     powers   whether float32 scales are powers of two; by default those of blocks are, and those of tensors are not.
-             Columns in squares shift codes by powers of two, and are not there without
-    epsilon  the smallest amax that a float32 scale is taken from, in place of smaller ones
-    colwise  the format of the columns, where it is another one: they are quantized in it directly, and `columns` says
-             nothing
-    family, plain, kernel, rounds_at_random follow from them: what formats with these scales are like; whether its
-             options are those that kernels write (plain torch writes the rest); how `fuseops.kernels.fp8_mm` and its
-             like call such scales, or None where nothing multiplies codes; whether one of its layouts is rounded so
+             Columns in squares need them, since they shift codes by powers of two
+    epsilon  the lower bound of the amax of a float32 scale
+    colwise  another format for the columns, which are quantized in it from high precision; `columns` has no effect then
+
+    Derived from these:
+    family            the formats with scales of this dtype
+    has_defaults      powers, epsilon and colwise are the defaults, which kernels write (else plain torch quantizes)
+    gemm_kind         the name of such scales in `fuseops.kernels.fp8_mm` and its like, None where none multiplies
+                      the codes
+    rounds_at_random  whether one of the layouts is stochastic
     Raises FuseOpsError for another dtype or another block.
     """
 
@@ -77,8 +80,8 @@ class Scaling:
     epsilon: float = 0.0
     colwise: Scaling | None = None
     family: Family = field(init=False, repr=False, compare=False)
-    plain: bool = field(init=False, repr=False, compare=False)
-    kernel: str | None = field(init=False, repr=False, compare=False)
+    has_defaults: bool = field(init=False, repr=False, compare=False)
+    gemm_kind: str | None = field(init=False, repr=False, compare=False)
     rounds_at_random: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -92,11 +95,11 @@ class Scaling:
         usual, free = self._usual_powers, self.scale is torch.float32
         if self.powers is None:
             object.__setattr__(self, "powers", usual)
-        plain = self.powers == usual and not self.epsilon and self.colwise is None
-        kernel = "tensor" if self.block is None else "block"
+        default = self.powers == usual and not self.epsilon and self.colwise is None
+        kind = "tensor" if self.block is None else "block"
         object.__setattr__(self, "family", FAMILIES[self.scale])
-        object.__setattr__(self, "plain", plain)
-        object.__setattr__(self, "kernel", kernel if self.family.codes else None)
+        object.__setattr__(self, "has_defaults", default)
+        object.__setattr__(self, "gemm_kind", kind if self.family.has_gemm else None)
         other = self.colwise is not None and self.colwise.stochastic
         object.__setattr__(self, "rounds_at_random", self.stochastic or other)
         self._check("powers", (False, True) if free else (usual,))
@@ -114,7 +117,7 @@ class Scaling:
         self._check("block", tuple(self.family.columns))
         self._check("columns", self.family.columns[self.block])
         both = (False, True) if self.scale is E4M3 else (False,)
-        self._check("hadamard", (False,) if self.square else both)
+        self._check("hadamard", (False,) if self.is_square else both)
         self._check("stochastic", both)
 
     def _check(self, name: str, known: tuple[Any, ...]) -> None:
@@ -123,11 +126,11 @@ class Scaling:
 
     @property
     def _usual_powers(self) -> bool:
-        """Whether scales are powers of two where nobody says."""
+        """The default of `powers`."""
         return self.scale is E8M0 or (self.scale is torch.float32 and self.block is not None)
 
-    def like(self, other: Scaling) -> bool:
-        """Whether they differ in the blocks of columns at most."""
+    def matches(self, other: Scaling) -> bool:
+        """Whether the formats are equal but for the block of the columns."""
         names = [f.name for f in fields(self) if f.compare and f.name != "columns"]
         return self is other or all(getattr(self, n) == getattr(other, n) for n in names)
 
@@ -136,40 +139,40 @@ class Scaling:
         return self if self.colwise is None or layout == "row" else self.colwise
 
     @property
-    def square(self) -> bool:
-        """Whether a block goes over rows too, so that it is that of a weight and its transpose has the same codes."""
+    def is_square(self) -> bool:
+        """Whether blocks are squares, as of a weight, whose transpose then has the same codes."""
         return self.block is not None and self.block[0] > 1
 
     @property
-    def small(self) -> bool:
-        """Whether it has blocks as kernels of small blocks write and multiply them."""
-        return self.block is not None and self.grain[1] == self.family.small
+    def is_micro(self) -> bool:
+        """Whether the blocks are those of the micro kernels (`quantize_micro`, `micro_mm`)."""
+        return self.block is not None and self.code_block[1] == self.family.micro_block
 
     @property
-    def grain(self) -> Block:
-        """The block in the codes of either layout, whose last axis is the one that is summed."""
+    def code_block(self) -> Block:
+        """The block in the codes of either layout, (rows, summed axis)."""
         rows, columns = cast("Block", self.block)
         return min(rows, columns), max(rows, columns)
 
     def nbytes(self, rows: int, k: int) -> int:
-        """Of codes (rows, k), which are summed along k, and the scales of their blocks."""
+        """The bytes of codes (rows, k), which are summed along k, and of their scales."""
         if self.block is None:
             return rows * k + 4
-        high, wide = self.grain
+        high, wide = self.code_block
         scales = -(-rows // high) * -(-k // wide) * self.scale.itemsize
-        return rows * -(-k // self.packs) + scales + 4 * (self.scale is E4M3)
+        return rows * -(-k // self.codes_per_byte) + scales + 4 * (self.scale is E4M3)
 
     @property
     def largest(self) -> tuple[float, float]:
-        """The largest code, and how many times that is still rounded to it."""
+        """The largest code, and the factor up to which larger values still round to it."""
         if self.data is E2M1:
             return 6.0, 7 / 6
         form = torch.finfo(self.data)
         return form.max, 1 + form.eps * 2 / 7
 
     @property
-    def packs(self) -> int:
-        """How many codes are in a byte."""
+    def codes_per_byte(self) -> int:
+        """The number of codes in a byte."""
         return 2 if self.data is E2M1 else 1
 
     def __str__(self) -> str:

@@ -1,10 +1,10 @@
-"""Quantized weights are kept between the GEMMs that read them, until the weight may be another.
+"""The cache of an op's quantized weight, which GEMMs share until the weight may have changed.
 
-A store belongs to one op, and knows the op's live Parameter: of any other tensor (`functional_call`, a parametrization,
-experts that are packed for the call) it keeps nothing. What it holds is never saved for a backward, copied or pickled.
-What is kept holds for one Parameter in one storage at one version, which every write in place moves on. Writes that
-move no version are announced: by the step of any `torch.optim.Optimizer`, by FSDP2 when it gathers a parameter from
-shards that have changed, or by `fuseops.weights_changed`.
+A store belongs to one op and caches its live Parameter only, no other tensor (`functional_call`, a parametrization,
+experts that are packed for the call). Cached layouts are never saved for a backward, copied or pickled. An entry is
+valid for one Parameter in one storage at one version, which every in-place write bumps. Three events tell of writes
+that bump no version: the step of any `torch.optim.Optimizer`, FSDP2's all-gather of a parameter from changed shards,
+and `fuseops.weights_changed`.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from fuseops.kernels.registry import PLAIN
 
 from .operands import weight_operand
 from .quantized import Quantized
-from .scales import See, Steps, watch_optimizers
+from .scales import OptimizerSteps, ScaleFn, watch_optimizers
 from .scaling import Scaling
 
 POLICIES = ("none", "step", "unshard")
-"""How long quantized weights are kept: not at all, until the weights change, or until FSDP2 frees them, too."""
+"""How long quantized weights are kept: not at all, until the weights change, or at most until FSDP2 frees them."""
 
 
 class StoredLayout:
-    """A `StoredLayout` is a weight with one layout, made on one stream and safe to read on others."""
+    """A `StoredLayout` is one layout of a quantized weight, made on one stream and safe to read on others."""
 
     def __init__(self, weight: Quantized) -> None:
         self.weight = weight
         where = weight.device
         self.index: int | None = where.index if where.type == "cuda" else None
         if self.index is not None:
-            self.made = torch.cuda.current_stream(self.index).record_event()
+            self.ready = torch.cuda.current_stream(self.index).record_event()
             self.streams = {torch_private.current_stream(self.index)}
 
-    def here(self) -> Quantized:
-        """The weight, for the current stream."""
+    def on_current_stream(self) -> Quantized:
+        """The weight, after the current stream waits until it is made."""
         if self.index is not None:
             key = torch_private.current_stream(self.index)
             if key not in self.streams:
                 stream = torch.cuda.current_stream(self.index)
-                stream.wait_event(self.made)
+                stream.wait_event(self.ready)
                 for part in self.weight.components().values():
                     part.record_stream(stream)
                 self.streams.add(key)
@@ -57,12 +57,12 @@ class WeightStore:
     """A `WeightStore` keeps the quantized weight of one op."""
 
     def __init__(self, parameters: Any) -> None:
-        """parameters: of the op, by name, as they are at any time; those of a module that lends them, too."""
+        """parameters: the live dict of the op's parameters by name, or of those that another module lends it."""
         self.parameters = parameters
-        self.stored: Any = None  # what the weight lives in, instead
-        self.source: weakref.ref[nn.Parameter] | None = None  # what the layouts were made of
-        self.stamp: tuple[Any, ...] | None = None  # where it was then, and which version of it
-        self.place: Any = None  # a WeakStorage, so that no other storage is taken for it
+        self.stored: Any = None  # the `StoredWeight` of a weight that exists as codes only
+        self.source: weakref.ref[nn.Parameter] | None = None  # the Parameter that was quantized
+        self.stamp: tuple[Any, ...] | None = None  # its storage and version then
+        self.storage: Any = None  # a WeakStorage: its address is not reused while it is held
         self.kept: dict[str, StoredLayout] = {}  # by layout, "row" or "col"
         watch_optimizers()
 
@@ -73,53 +73,53 @@ class WeightStore:
         layout: str,
         policy: str,
         both: bool,
-        see: See | None = None,
+        scale_fn: ScaleFn | None = None,
     ) -> Quantized:
-        """The weight with one layout, "row" or "col": the kept one, or one that is kept from now on.
+        """The quantized weight in one layout, "row" or "col", from the cache where it is valid.
 
-        policy: "step" or "unshard".  both: the other layout will be read too, so it is made in the same pass.
+        policy: "step" or "unshard".  both: quantize the other layout in the same pass, since it will be read too.
         """
-        if self.stored is not None and self._is(weight):
+        if self.stored is not None and self._owns(weight):
             return self.stored.read(layout, self.parameters["weight"])
-        source = self._live(weight)
+        source = self._live_parameter(weight)
         if source is None:
             one = {"row": layout == "row", "col": layout == "col"}
-            return weight_operand(weight, scaling, **one, see=see)
+            return weight_operand(weight, scaling, **one, scale_fn=scale_fn)
         stamp = _stamp(source, scaling)
         if stamp != self.stamp or self.source is None or self.source() is not source:
             self.drop()
             self.source, self.stamp = weakref.ref(source), stamp
-            self.place = torch_private.WeakStorage(source.untyped_storage())
+            self.storage = torch_private.WeakStorage(source.untyped_storage())
         kept = self.kept.get(layout)
         if kept is None:
-            kept = self._made(weight, scaling, layout, both, see)
+            kept = self._quantize(weight, scaling, layout, both, scale_fn)
             if policy == "unshard":
-                _open[self] = id(source)
-        return kept.here()
+                _unshard_stores[self] = id(source)
+        return kept.on_current_stream()
 
     def drop(self) -> None:
-        """Let go of everything that is kept."""
+        """Empty the cache."""
         self.kept.clear()
-        self.source = self.stamp = self.place = None
-        _open.pop(self, None)
+        self.source = self.stamp = self.storage = None
+        _unshard_stores.pop(self, None)
 
     @property
     def parameter(self) -> nn.Parameter | None:
-        """The op's own weight as it is now, where that is a Parameter, of which something may be kept."""
+        """The op's weight where it is a Parameter, which can be cached."""
         source = self.parameters.get("weight")
         return source if type(source) is nn.Parameter else None
 
     @property
     def nbytes(self) -> int:
-        """The bytes of what is kept."""
+        """The bytes in the cache."""
         return sum(kept.weight.nbytes for kept in self.kept.values())
 
-    def _is(self, weight: Tensor) -> bool:
+    def _owns(self, weight: Tensor) -> bool:
         source = self.parameters.get("weight")
         return weight is source or (type(weight) in PLAIN and _aliases(weight, source))
 
-    def _live(self, weight: Tensor) -> nn.Parameter | None:
-        """The op's Parameter, if that is what the weight is, and something may be kept of it."""
+    def _live_parameter(self, weight: Tensor) -> nn.Parameter | None:
+        """The op's Parameter if `weight` is it, or an alias of it, and it can be cached."""
         source = self.parameters.get("weight")
         if type(source) is not nn.Parameter or type(weight) not in PLAIN or source.is_inference():
             return None
@@ -129,22 +129,22 @@ class WeightStore:
             return None  # the graph quantizes what it finds at each replay
         return source
 
-    def _made(
-        self, weight: Tensor, scaling: Scaling, layout: str, both: bool, see: See | None
+    def _quantize(
+        self, weight: Tensor, scaling: Scaling, layout: str, both: bool, scale_fn: ScaleFn | None
     ) -> StoredLayout:
         both = both and not self.kept
         row, col = both or layout == "row", both or layout == "col"
         with torch.inference_mode(False), torch.no_grad():
-            q = weight_operand(weight.detach(), scaling, row=row, col=col, see=see)
+            q = weight_operand(weight.detach(), scaling, row=row, col=col, scale_fn=scale_fn)
         for name, wanted in (("row", row), ("col", col)):
             if wanted:
                 self.kept[name] = StoredLayout(q.only(name == "row", name == "col"))
-        torch_private.watch_fsdp(_gathered, _freed)
+        torch_private.watch_fsdp(_on_gathered, _on_freed)
         return self.kept[layout]
 
 
 def kept_bytes(shape: tuple[int, ...], scaling: Scaling, layouts: int) -> int:
-    """Bytes of that many layouts of a weight (N, K) or (E, N, K), with their scales."""
+    """The bytes of one or two layouts of a weight (N, K) or (E, N, K), with their scales."""
     n, k = shape[-2:]
     groups = math.prod(shape[:-2])
     if scaling.block is None and scaling.colwise is None:  # both share the scale
@@ -154,16 +154,16 @@ def kept_bytes(shape: tuple[int, ...], scaling: Scaling, layouts: int) -> int:
 
 
 def _stamp(source: nn.Parameter, scaling: Scaling) -> tuple[Any, ...]:
-    """What changes when a parameter does."""
-    # optimizers leave alone what is frozen, but for one that has a gradient left
-    steps = Steps.taken if source.requires_grad or source.grad is not None else None
-    place = torch_private.storage_key(source.untyped_storage()), source.storage_offset()
+    """A key that changes whenever the parameter may have changed."""
+    # optimizers skip a frozen parameter, unless it still has a gradient
+    steps = OptimizerSteps.count if source.requires_grad or source.grad is not None else None
+    location = torch_private.storage_key(source.untyped_storage()), source.storage_offset()
     shard = _shards.get(source) if _shards.data else None
-    return *place, source.shape, source.stride(), source._version, steps, shard, scaling
+    return *location, source.shape, source.stride(), source._version, steps, shard, scaling
 
 
 def _aliases(weight: Tensor, source: Tensor) -> bool:
-    """Whether a saved weight that came back through a hook is the parameter itself, as it is now."""
+    """Whether a weight that a saved-tensor hook returned is the present memory of the parameter."""
     return (
         weight.data_ptr() == source.data_ptr()
         and weight.dtype is source.dtype
@@ -172,18 +172,18 @@ def _aliases(weight: Tensor, source: Tensor) -> bool:
     )
 
 
-# --- writes that move no version
+# --- writes that bump no version
 
-_open: weakref.WeakKeyDictionary[WeightStore, int] = weakref.WeakKeyDictionary()
-"""Stores that let go of what they keep when FSDP2 frees the Parameter with this `id`."""
+_unshard_stores: weakref.WeakKeyDictionary[WeightStore, int] = weakref.WeakKeyDictionary()
+"""By store with the policy "unshard", the `id` of the Parameter whose freeing empties it."""
 _shards: Any = WeakIdKeyDictionary()
-"""By Parameter, which versions of its shard FSDP2 gathered it from."""
+"""By Parameter, the versions of the shards that FSDP2 gathered it from."""
 
 
-def _gathered(parameter: Tensor, shard: Any) -> None:
+def _on_gathered(parameter: Tensor, shard: Any) -> None:
     _shards[parameter] = shard
 
 
-def _freed(parameter: Tensor) -> None:
-    for store in [store for store, source in _open.items() if source == id(parameter)]:
+def _on_freed(parameter: Tensor) -> None:
+    for store in [store for store, source in _unshard_stores.items() if source == id(parameter)]:
         store.drop()

@@ -1,5 +1,5 @@
-"""What may fuse: rules, each one line of data, and the fused ops that they build.
+"""Fusion rules, each one line of data, and the fused ops that they build.
 
-rule            what a rule is, and how its pattern matches
-builtin_rules   the tables; conditions (what their limits are), fused/ (one file a fused op)
+rule            the `Rule` record and the matching of its pattern
+builtin_rules   the tables of rules; conditions (their limits), fused/ (one file a fused op)
 """

@@ -1,4 +1,4 @@
-"""The built-in rules are tried top line first. Joint rules cover first; forward and backward ones are matched in the gaps."""
+"""The built-in rules, in order of priority. Joint rules match first, forward and backward ones in the gaps they leave."""
 
 from fuseops.ops.activations import ACTS, Activation, ScaledActivation, ScaledSReLU
 from fuseops.ops.elementwise import ConstantScale
@@ -21,42 +21,42 @@ from fuseops.rules.fused.routed_mlp import RoutedMLP
 from .conditions import (
     act_widths,
     no_bias,
-    one_axis,
-    one_bias,
+    no_low_rank,
+    one_norm_axis,
     same_groups,
-    same_sides,
+    same_side_inputs,
     same_top_k,
-    two_axes,
-    whole_weights,
+    single_bias,
+    x_is_2d,
 )
-from .rule import Rule, Some, maybe
+from .rule import OneOrMore, Rule, maybe
 
-PLAIN = GATED | ACTS
+UNSCALED = GATED | ACTS
 SCALED = SCALED_GATED | ScaledSReLU
-EXPERTS = (GroupedLinear, SCALED | PLAIN, GroupedLinear)
-FIT = (same_groups, same_sides, act_widths, whole_weights)
-DENSE = (Linear, maybe(Bias), PLAIN, Linear)
+EXPERTS = (GroupedLinear, SCALED | UNSCALED, GroupedLinear)
+SAME_EXPERTS = (same_groups, same_side_inputs, act_widths, no_low_rank)
+DENSE = (Linear, maybe(Bias), UNSCALED, Linear)
 NORM = RMSNorm | LayerNorm
 NORMED = (maybe(Add), maybe(Tap), NORM)
 
 # fmt: off
 JOINT = (
-    Rule("routed_mlp",  (Permute, *EXPERTS, maybe(Combine)),          RoutedMLP,  "joint", (same_top_k, *FIT)),
-    Rule("grouped_mlp", EXPERTS,                                      GroupedMLP, "joint", (*FIT, two_axes)),
-    Rule("norm_mlp",    (*NORMED, *DENSE),                            DenseMLP,   "joint", (one_axis, one_bias, act_widths)),
-    Rule("mlp",         DENSE,                                        DenseMLP,   "joint", (one_bias, act_widths)),
-    Rule("norm_linear", (*NORMED, Linear),                            NormLinear, "joint", (one_axis,)),
+    Rule("routed_mlp",  (Permute, *EXPERTS, maybe(Combine)),          RoutedMLP,  "joint", (same_top_k, *SAME_EXPERTS)),
+    Rule("grouped_mlp", EXPERTS,                                      GroupedMLP, "joint", (*SAME_EXPERTS, x_is_2d)),
+    Rule("norm_mlp",    (*NORMED, *DENSE),                            DenseMLP,   "joint", (one_norm_axis, single_bias, act_widths)),
+    Rule("mlp",         DENSE,                                        DenseMLP,   "joint", (single_bias, act_widths)),
+    Rule("norm_linear", (*NORMED, Linear),                            NormLinear, "joint", (one_norm_axis,)),
 )
 FORWARD = (
-    Rule("add_norm",    (maybe(Linear), Add, Tap, NORM),              AddNorm,    "forward", (one_axis,)),
+    Rule("add_norm",    (maybe(Linear), Add, Tap, NORM),              AddNorm,    "forward", (one_norm_axis,)),
     Rule("linear_add",  (Linear, maybe(ConstantScale), Add),          LinearAdd,  "forward", (no_bias,)),
     Rule("linear_scale", (Linear, ConstantScale),                     LinearAdd,  "forward", (no_bias,)),
-    Rule("linear_act",  (Linear, maybe(Bias), ACTS),                  LinearAct,  "forward", (one_bias,)),
+    Rule("linear_act",  (Linear, maybe(Bias), ACTS),                  LinearAct,  "forward", (single_bias,)),
 )
 BACKWARD = (
-    Rule("norm_add",    (Add, Tap, NORM),                             NormAdd,    "backward", (one_axis,)),
+    Rule("norm_add",    (Add, Tap, NORM),                             NormAdd,    "backward", (one_norm_axis,)),
     Rule("bias_act",    (Bias, ACTS),                                 BiasAct,    "backward"),
-    Rule("act_linear",  (Linear, PLAIN),                              BiasAct,    "backward"),
+    Rule("act_linear",  (Linear, UNSCALED),                          BiasAct,    "backward"),
     Rule("scale_linear", (Linear, ConstantScale),                     ScaleLinear, "backward", (no_bias,)),
     Rule("tap_linear",  (Tap, Linear),                                TapLinear,  "backward"),
 )
@@ -65,5 +65,7 @@ BACKWARD = (
 BUILTIN_RULES = JOINT + FORWARD + BACKWARD
 
 ELEMENTWISE = Activation | ScaledActivation | Bias | ConstantScale | Add
-POINTWISE = Rule("pointwise", (Some(ELEMENTWISE),), Pointwise, "joint", (one_kernel,), last=True)
-"""On by choice."""
+POINTWISE = Rule(
+    "pointwise", (OneOrMore(ELEMENTWISE),), Pointwise, "joint", (one_kernel,), last=True
+)
+"""A rule that is off unless a model asks for it."""

@@ -1,4 +1,4 @@
-"""Conditions of the built-in rules: each answers None, or the reason why the rule may not fire."""
+"""The conditions of the built-in rules: each returns None, or the reason why the rule may not fire."""
 
 from typing import Any
 
@@ -21,9 +21,9 @@ def same_groups(ops: Ops, c: Conditions) -> str | None:
     )
 
 
-def whole_weights(ops: Ops, c: Conditions) -> str | None:
-    """Low-rank weights are refused under a recipe: they multiply in high precision. An op may be without those that it
-    could have: experts of another library, beside which no adapter lies.
+def no_low_rank(ops: Ops, c: Conditions) -> str | None:
+    """Low-rank weights, which multiply in high precision, are refused under a recipe. An op of another library may
+    declare `down` and have none.
     """
     low = any(getattr(op, "down", None) is not None for op in ops if isinstance(op, GroupedLinear))
     return require(c.recipe is None or not low, "low-rank weights multiply in high precision")
@@ -44,29 +44,29 @@ def same_top_k(ops: Ops, c: Conditions) -> str | None:
     return require(len(set(ks)) == 1, f"Permute has top_k {ks[0]}, Combine has {ks[-1]}")
 
 
-def same_sides(ops: Ops, c: Conditions) -> str | None:
-    """Experts share their offs and their probabilities."""
-    known: dict[str, str] = {}
+def same_side_inputs(ops: Ops, c: Conditions) -> str | None:
+    """Ops that read a side input by one keyword, such as offs and probs, read one tensor."""
+    names: dict[str, str] = {}
     for sides in c.reads:
         for keyword, name in sides:
-            if known.setdefault(keyword, name) != name:
-                return f"its ops read two tensors as {keyword!r}: {known[keyword]!r} and {name!r}"
+            if names.setdefault(keyword, name) != name:
+                return f"its ops read two tensors as {keyword!r}: {names[keyword]!r} and {name!r}"
     return None
 
 
-def two_axes(ops: Ops, c: Conditions) -> str | None:
+def x_is_2d(ops: Ops, c: Conditions) -> str | None:
     return require(
         len(c.shape) == 2, f"x has {len(c.shape)} axes, the fused op takes (rows, width)"
     )
 
 
-def one_bias(ops: Ops, c: Conditions) -> str | None:
+def single_bias(ops: Ops, c: Conditions) -> str | None:
     linear = next(op for op in ops if isinstance(op, Linear))
     twice = linear.bias is not None and any(isinstance(op, Bias) for op in ops)
     return require(not twice, "the Linear has a bias of its own, and a Bias follows")
 
 
-def one_axis(ops: Ops, c: Conditions) -> str | None:
+def one_norm_axis(ops: Ops, c: Conditions) -> str | None:
     axes = next(len(op.normalized_shape) for op in ops if isinstance(op, RMSNorm | LayerNorm))
     return require(axes == 1, f"the norm goes over {axes} axes, the fused op takes one")
 

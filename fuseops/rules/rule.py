@@ -1,4 +1,4 @@
-"""A fusion is one line of data: pattern, fused op, conditions. A condition answers None or a reason."""
+"""A fusion rule is one line of data: pattern, fused op, conditions. A condition returns None or a reason."""
 
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,35 +23,35 @@ class Maybe:
 
 
 def maybe(wanted: Any) -> Maybe:
-    """Optional: `(Linear, maybe(Bias), SiLU | GELU)` matches with and without the Bias."""
+    """An optional element: `(Linear, maybe(Bias), SiLU | GELU)` matches with and without the Bias."""
     return Maybe(wanted)
 
 
 @dataclass(frozen=True)
-class Some:
-    """A `Some` is a pattern of its own: several ops in a row, each of the wanted types or of level 1, or one of level
-    1.
+class OneOrMore:
+    """A `OneOrMore` is a whole pattern: it matches consecutive ops, each of the wanted types or of level 1.
+    One op alone must be of level 1.
     """
 
     wanted: Any
 
 
 def require(holds: bool, reason: str) -> str | None:
-    """For conditions: None when it holds, else the reason."""
+    """The result of a condition: None when it holds, else the reason."""
     return None if holds else reason
 
 
 class Conditions(NamedTuple):
-    """`Conditions` are what a rule's condition sees besides the ops. It never sees tensor values.
+    """`Conditions` hold what a condition of a rule reads besides the ops. They never hold tensor values.
 
     shape       of the span's input; k is its last axis, rows the product of the others
     n           last axis of the span's output
     dtype       the compute dtype: autocast's, else the input's
     recipe      the precision recipe in force, or None
-    needs       which gradients anyone wants, a set of names for each op
+    needs       the gradients that are needed, a set of names for each op
     training    the mode of the first op
-    reads       of each op its side inputs: (keyword of its fwd, name in the plan) pairs
-    sides       shapes of side tensors by their names in the plan, as far as they are known
+    reads       the side inputs of each op: (keyword of its fwd, name in the plan) pairs
+    sides       known shapes of side tensors, by their names in the plan
     compiling   whether torch.compile traces the call
     """
 
@@ -80,7 +80,7 @@ class Rule:
     pattern  op types, unions of them (`SiLU | GELU`), and `maybe(...)` of either
     build    build(*ops) -> FusedOp, called with the matched ops
     when     conditions cond(ops, c: Conditions) -> None or the reason why it may not fire
-    last     it is tried after the built-in rules, on what those left
+    last     whether it is tried after the built-in rules, on the ops that those leave
     """
 
     name: str
@@ -99,7 +99,7 @@ class Rule:
             )
         if callable(self.when):
             object.__setattr__(self, "when", (self.when,))
-        if isinstance(self.pattern, type | types.UnionType | Maybe | Some):
+        if isinstance(self.pattern, type | types.UnionType | Maybe | OneOrMore):
             object.__setattr__(self, "pattern", (self.pattern,))
         for what in ("pattern", "when"):
             given = getattr(self, what)
@@ -123,14 +123,14 @@ class Rule:
                     )
 
     def reason_against(self, ops: tuple[Op[Any], ...], c: Conditions) -> str | None:
-        """The first condition's reason, or None when all hold.  Raises TypeError for an answer of another kind."""
+        """The reason of the first condition that fails, None if all hold.  Raises TypeError if one returns neither."""
         for condition in self.when:
             which = f"condition {getattr(condition, '__name__', condition)}"
             try:
                 answer = condition(ops, c)
             except Exception as error:
                 error.add_note(
-                    f"in {which} of rule {self.name!r}, which is asked (ops, conditions)"
+                    f"in {which} of rule {self.name!r}, which is called with (ops, conditions)"
                 )
                 raise
             if answer is not None:
@@ -145,8 +145,8 @@ class Rule:
 
 
 def types_of(element: Any) -> tuple[type, ...]:
-    """The op types that an element of a pattern accepts."""
-    wanted = element.wanted if isinstance(element, Maybe | Some) else element
+    """The op types that an element of a pattern matches."""
+    wanted = element.wanted if isinstance(element, Maybe | OneOrMore) else element
     return get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
 
 
@@ -154,6 +154,7 @@ _DEFINING = ("fwd", "bwd", "forward", "Saved")
 
 
 def _overridden(cls: type, wanted: type) -> str | None:
+    """The name of a method by which a subclass of the wanted type computes something else, None if there is none."""
     changed = (
         n for n in _DEFINING if hasattr(wanted, n) and getattr(cls, n) is not getattr(wanted, n)
     )
@@ -161,26 +162,26 @@ def _overridden(cls: type, wanted: type) -> str | None:
 
 
 class Obstacle(NamedTuple):
-    """An obstacle is the reason why a pattern does not match at an op."""
+    """An `Obstacle` is the reason why a pattern does not match at an op."""
 
     why: str
-    nearly: bool = False  # something of the wanted name: its user looks for a fused span
+    near_miss: bool = False  # the op has the wanted type or name, so its user may expect fusion
 
 
 def _obstacle(op: Any, element: Any, at: str) -> Obstacle | None:
-    """None if `op` is what `element` of a pattern wants.  at: what a sentence calls the op."""
-    closest = None
+    """The reason why an op does not match an element of a pattern, None if it does.   at: the op in messages"""
+    near_miss_reason = None
     wanted = types_of(element)
     for t in wanted:
         if isinstance(op, t):
             changed = _overridden(type(op), t)
             if changed is None:
                 return None
-            closest = f"{at}: {type(op).__name__} overrides {changed}"
+            near_miss_reason = f"{at}: {type(op).__name__} overrides {changed}"
         elif type(op).__name__ == t.__name__:
-            closest = f"{at} is {t.__name__}: same name, other class object"
-    if closest:
-        return Obstacle(closest, nearly=True)
+            near_miss_reason = f"{at} is {t.__name__}: same name, other class object"
+    if near_miss_reason:
+        return Obstacle(near_miss_reason, near_miss=True)
     return Obstacle(f"{at} is {type(op).__name__}, wanted {_names(wanted)}")
 
 
@@ -189,32 +190,34 @@ def _names(wanted: Sequence[type]) -> str:
 
 
 class RunEnd(NamedTuple):
-    """A `RunEnd` says what follows a run of ops."""
+    """A `RunEnd` says why a run of ops ends, and what follows it."""
 
-    why: str  # it ends there
-    hidden: str = ""  # class of the plain module, or of the first op of the border, that follows
+    why: str
+    next_type: str = (
+        ""  # class name of the plain module, or of the first op of the border, behind it
+    )
 
 
 class RunPosition(NamedTuple):
-    """A `RunPosition` says where a run of ops stands in its Sequential, for the reasons of misses."""
+    """A `RunPosition` is the position of a run of ops in its Sequential, for the reasons of misses."""
 
-    opaque: Sequence[str | None]  # of each op, why no rule may match it
+    opaque: Sequence[str | None]  # for each op, the reason why no rule may match it, or None
     end: RunEnd
-    offset: int = 0  # of its first op in the whole Sequential: sentences and spans count from there
+    offset: int = 0  # of its first op in the whole Sequential, in which messages and spans count
 
 
 class Match(NamedTuple):
-    """A `Match` says how far a pattern matches from one start."""
+    """A `Match` is the result of matching a pattern from one start."""
 
-    lengths: tuple[int, ...]  # of the runs that match here, the longest first
+    lengths: tuple[int, ...]  # of the spans that match here, the longest first
     prefix: int  # ops matched before the obstacle
     obstacle: Obstacle
 
 
-def match(rule: Rule, ops: Sequence[Any], start: int, place: RunPosition) -> Match:
-    """Match the rule at `start`, a position in the run."""
-    if isinstance(rule.pattern[0], Some):
-        return _match_some(rule.pattern[0], ops, start, place)
+def match(rule: Rule, ops: Sequence[Any], start: int, run: RunPosition) -> Match:
+    """Match the pattern of a rule from position `start` of the run."""
+    if isinstance(rule.pattern[0], OneOrMore):
+        return _match_repeated(rule.pattern[0], ops, start, run)
     best = Match((), -1, Obstacle(""))
 
     def walk(element: int, position: int) -> int | None:
@@ -222,7 +225,7 @@ def match(rule: Rule, ops: Sequence[Any], start: int, place: RunPosition) -> Mat
         if element == len(rule.pattern):
             return position - start
         wanted = rule.pattern[element]
-        obstacle = _obstacle_at(ops, position, wanted, place)
+        obstacle = _obstacle_at(ops, position, wanted, run)
         if obstacle is None and (length := walk(element + 1, position + 1)) is not None:
             return length
         if isinstance(wanted, Maybe):
@@ -235,11 +238,11 @@ def match(rule: Rule, ops: Sequence[Any], start: int, place: RunPosition) -> Mat
     return best if length is None else Match((length,), length, Obstacle(""))
 
 
-def _match_some(some: Some, ops: Sequence[Any], start: int, place: RunPosition) -> Match:
-    """Every run from `start` on: what a longer one may not, or another rule has taken, leaves shorter ones."""
+def _match_repeated(element: OneOrMore, ops: Sequence[Any], start: int, run: RunPosition) -> Match:
+    """Match every length from `start` on: a shorter span may fire where a longer one is refused or overlaps another."""
     stop, obstacle = start, None
     while obstacle is None:
-        obstacle = _obstacle_at(ops, stop, some, place)
+        obstacle = _obstacle_at(ops, stop, element, run)
         stop += obstacle is None
     least = 1 if stop > start and ops[start].pure else 2
     lengths = tuple(range(stop - start, least - 1, -1))
@@ -247,15 +250,15 @@ def _match_some(some: Some, ops: Sequence[Any], start: int, place: RunPosition) 
 
 
 def _obstacle_at(
-    ops: Sequence[Any], position: int, wanted: Any, place: RunPosition
+    ops: Sequence[Any], position: int, wanted: Any, run: RunPosition
 ) -> Obstacle | None:
     if position >= len(ops):
         types = types_of(wanted)
-        named = any(t.__name__ == place.end.hidden for t in types)
-        return Obstacle(f"{place.end.why}, wanted {_names(types)}", nearly=named)
-    at, op = f"op {place.offset + position}", ops[position]
-    level_1 = isinstance(wanted, Some) and op.pure and not op.writes
+        named = any(t.__name__ == run.end.next_type for t in types)
+        return Obstacle(f"{run.end.why}, wanted {_names(types)}", near_miss=named)
+    at, op = f"op {run.offset + position}", ops[position]
+    level_1 = isinstance(wanted, OneOrMore) and op.pure and not op.writes
     found = None if level_1 else _obstacle(op, wanted, at)
-    if found is None and (opaque := place.opaque[position]) is not None:
-        return Obstacle(f"{at}: {type(op).__name__} {opaque}", nearly=True)
+    if found is None and (opaque := run.opaque[position]) is not None:
+        return Obstacle(f"{at}: {type(op).__name__} {opaque}", near_miss=True)
     return found

@@ -80,7 +80,7 @@ class Node(torch.autograd.Function):
         # drawn here: a backward that runs twice, or after a recomputation, rounds alike
         seed = torch.randint(2**62, (1,), device=x.device) if seg.random else None
         ctx.own = seg, live, rows, entered, seed
-        if seg.elsewhere:
+        if seg.bypasses_autograd:
             weight_grads.note(seg)
             ctx.given = [i is not None for i in inputs]
         if live is not None and live.frame is not None:
@@ -96,7 +96,7 @@ class Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Any, *dsides: Any) -> Any:
         seg, live, rows, entered, seed = ctx.own
-        if seg.elsewhere:
+        if seg.bypasses_autograd:
             seg = weight_grads.as_asked(seg, ctx.given, ctx.next_functions)
         tensors = ctx.saved_tensors
         saved = [*tensors]

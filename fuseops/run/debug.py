@@ -13,7 +13,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops import scopes
 from fuseops.ops.splits import bad_ends, before, complaint
-from fuseops.recipes.numbers import GemmError, Numbers, OperandNumbers, watch
+from fuseops.recipes.numerics import GemmError, OperandNumbers, QuantizationStats, set_active_stats
 
 from . import bridge, checks, run
 
@@ -39,22 +39,22 @@ class Debug:
 
     def __init__(self) -> None:
         self.reports: list[SplitReport] = []
-        self.numbers = Numbers()
+        self.stats = QuantizationStats()
 
     def operands(self) -> list[OperandNumbers]:
         """What quantization did to the operands of GEMMs, by the path of the op. Waits for the device."""
-        return self.numbers.operands()
+        return self.stats.operands()
 
     def gemms(self) -> list[GemmError]:
         """The error of every GEMM of quantized operands against that of the operands as they were."""
-        return self.numbers.gemms()
+        return self.stats.gemms()
 
     def __str__(self) -> str:
         return "\n".join(map(str, (*self.operands(), *self.gemms())))
 
     def check_kept_weights(self) -> None:
         """Raise FuseOpsError for a quantized weight that was kept while the weight was written to."""
-        for op, stale in self.numbers.stale.items():
+        for op, stale in self.stats.stale.items():
             if stale:
                 raise FuseOpsError(
                     f"{op}: its quantized weight is kept, and is not what the weight gives: something wrote to the "
@@ -110,7 +110,7 @@ def debug() -> Iterator[Debug]:
         yield here.debug
         return
     here.debug = checks = Debug()
-    before = watch(checks.numbers)
+    before = set_active_stats(checks.stats)
     try:
         yield checks
         if checks.reports:
@@ -124,8 +124,8 @@ def debug() -> Iterator[Debug]:
         raise
     finally:
         here.debug = None
-        watch(before)
-        checks.numbers.originals.clear()
+        set_active_stats(before)
+        checks.stats.originals.clear()
     checks.raise_what_arrived(wait=True)
     checks.check_kept_weights()
 

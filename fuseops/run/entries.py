@@ -11,7 +11,7 @@ from fuseops.ops.scopes import SettingsLayer
 from fuseops.plan.build import RunPlan
 from fuseops.plan.cover import Scan
 from fuseops.plan.facts import Facts
-from fuseops.plan.key import Glance, PlanKey
+from fuseops.plan.key import KeyGuard, PlanKey
 
 from .gate import GatedRun
 
@@ -38,7 +38,7 @@ class Last(NamedTuple):
     of their ops; of others there are no plans here, and they are asked at each call.
     """
 
-    glance: Glance
+    guard: KeyGuard
     entry: KnownPlans
     plans: dict[torch.Size, RunPlan] | None
 

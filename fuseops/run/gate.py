@@ -14,10 +14,10 @@ import torch
 from fuseops.kernels.fp8_paths import multiplies_codes
 from fuseops.ops.op import Op
 from fuseops.plan.chain import Chain
-from fuseops.plan.cover import Scan, Site
+from fuseops.plan.cover import RuleMatch, Scan
 from fuseops.plan.facts import Facts
 from fuseops.recipes import Roles
-from fuseops.recipes.gain import Gain, Gemm, LinearRun, fewest_rows, gain_of
+from fuseops.recipes.gain import Gain, Gemm, LinearRun, gain_of, min_rows_to_gain
 
 
 class GatedRun(NamedTuple):
@@ -25,13 +25,13 @@ class GatedRun(NamedTuple):
 
     ops: tuple[int, ...]
     layer: LinearRun
-    fewest: int | None  # rows from which on it pays
+    min_rows: int | None  # rows from which on it pays
 
     def reason(self, rows: Any) -> str | None:
         """Why they stay in high precision over so many rows, which traced code knows as a symbol."""
-        if self.fewest is None:
+        if self.min_rows is None:
             return "FP8 pays for no number of rows"
-        return f"FP8 pays from {self.fewest} rows on" if rows < self.fewest else None
+        return f"FP8 pays from {self.min_rows} rows on" if rows < self.min_rows else None
 
 
 def layers_of(chain: Chain, scanned: Scan, facts: Facts) -> tuple[GatedRun, ...]:
@@ -55,7 +55,7 @@ def layers_of(chain: Chain, scanned: Scan, facts: Facts) -> tuple[GatedRun, ...]
         same = all(k in gemms and facts.roles[k] == facts.roles[i] for k in ops)
         if i not in taken and same:
             layer = LinearRun(tuple(gemms[k] for k in ops), cast("Roles", facts.roles[i]))
-            found.append(GatedRun(ops, layer, fewest_rows(layer)))
+            found.append(GatedRun(ops, layer, min_rows_to_gain(layer)))
             taken.update(ops)
     return tuple(found)
 
@@ -74,7 +74,7 @@ def _gemm_of(op: Op[Any]) -> Gemm | None:
 def _together(scanned: Scan, ops: Sequence[Op[Any]]) -> Iterator[tuple[int, ...]]:
     """Linear ops that one joint fused op would run, by the rule that goes first."""
 
-    def linear(c: Site) -> tuple[int, ...]:
+    def linear(c: RuleMatch) -> tuple[int, ...]:
         return tuple(i for i in range(c.start, c.stop) if ops[i].multiplies)
 
     for c in scanned.candidates:

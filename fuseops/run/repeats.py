@@ -18,7 +18,7 @@ from fuseops.kernels.transcript import Again, transcribable, transcribed
 from fuseops.ops import scopes
 from fuseops.ops.tiles import tables_alone
 from fuseops.plan.key import DICT
-from fuseops.plan.segment import Rows, Segment
+from fuseops.plan.segment import Segment, SlotMap
 from fuseops.torch_private import dict_version
 
 from .checks import running_step
@@ -116,7 +116,7 @@ def forward(
         y, kept, entered = run(x, t, once)
     flat, rows = pack(seg, kept)
     exported = tuple([t[position] for position in seg.export_positions])
-    if type(rows) is Rows:
+    if type(rows) is SlotMap:
         written = seen.written((y, (*flat,), exported))
         if written is not None:
             alike.again.append((written, (rows, entered)))
@@ -138,7 +138,7 @@ def backward(
     the dtypes of x, which its steps take
     """
     repeats, (dy, dsides, entered) = repeats_of(seg, once, unseen), given
-    if repeats is None or type(rows) is not Rows or dy is None:
+    if repeats is None or type(rows) is not SlotMap or dy is None:
         return run(_taken(rows, saved), *given, once)
     arrived = [d for d in (dy, *dsides) if d is not None]
     kind = dy.shape, tuple([d is None for d in dsides]), id(rows), entered

@@ -31,13 +31,13 @@ from fuseops.plan.cover import (
     check_names,
     check_strict,
     choose,
-    in_precision,
     reasons_against,
+    reasons_under_recipe,
     scan,
 )
 from fuseops.plan.facts import Facts, needs_of, roles_of
-from fuseops.plan.key import Glance, PlanKey, Tokens
-from fuseops.plan.segment import Segment, is_own
+from fuseops.plan.key import KeyGuard, PlanKey, Tokens
+from fuseops.plan.segment import Segment, is_builtin
 from fuseops.recipes import Quantized
 from fuseops.rules.builtin_rules import BUILTIN_RULES, POINTWISE
 from fuseops.rules.rule import Conditions, RunEnd, RunPosition
@@ -98,7 +98,7 @@ class Run:
     ) -> RunPlan | None:
         """The plan of a call like the last one, if nothing that it depends on has changed.   versions: of its ops"""
         last = self.last  # once: another thread may put its own there
-        if last is None or not last.plans or not last.glance.fits(x, side, tokens, live, versions):
+        if last is None or not last.plans or not last.guard.fits(x, side, tokens, live, versions):
             return None
         try:
             return last.plans.get(x.shape)
@@ -131,7 +131,7 @@ class Run:
         high = frozenset([i for layer, why in judged if why is not None for i in layer.ops])
         roles = [None if i in high else of for i, of in enumerate(entry.facts.roles)]
         recipe = entry.facts.settings.recipe
-        return in_precision(entry.scan, self.ops, reasons[:count], recipe, roles), high
+        return reasons_under_recipe(entry.scan, self.ops, reasons[:count], recipe, roles), high
 
     def _check_shape(self, x: Tensor, side: Mapping[str, Any]) -> None:
         """Ask every op whether it takes x: once for each shape beyond the rows, since a plan serves all of them."""
@@ -153,7 +153,7 @@ class Run:
     ) -> KnownPlans:
         """The entry of this call. Most are calls like the one before, which takes no key to tell."""
         last = self.last  # once: another thread may put its own there
-        if last is not None and last.glance.fits(x, side, tokens, live):
+        if last is not None and last.guard.fits(x, side, tokens, live):
             return last.entry
         key = PlanKey.of(self.chain, x, side, tokens, live)
         entry = self.entry(key)
@@ -162,8 +162,8 @@ class Run:
             candidates = entry.scan.candidates
             asked = any(c.rule not in BUILTIN_RULES and c.rule is not POINTWISE for c in candidates)
             read = {i for c in candidates for i in range(c.start, c.stop)}
-            glance = Glance(self.chain, key, () if asked else read)
-            self.last = Last(glance, entry, None if asked else {})
+            guard = KeyGuard(self.chain, key, () if asked else read)
+            self.last = Last(guard, entry, None if asked else {})
         return entry
 
     def numbered(self, item: Any) -> int:
@@ -225,7 +225,7 @@ class Run:
         settings = scopes.resolve(*call.tokens)
         if is_nested(call.x_class) and not settings.reference:
             raise checks.nested_tensor(self.chain)
-        if call.layout is not torch.strided and is_own(self.ops[0]) and not settings.reference:
+        if call.layout is not torch.strided and is_builtin(self.ops[0]) and not settings.reference:
             raise checks.not_strided(self.chain, call.layout)
         modes = [
             mode_of(name, op, call, settings, self.alone)
@@ -350,7 +350,7 @@ def run_segments(
                 x = bridge.run_node(seg, Live(path, once), x, _inputs(seg, env))
             else:
                 x = run_segment(seg, x, env, Live(path, once))
-            for name in seg.ends:
+            for name in seg.last_reads:
                 del env[name]
         return x
     except Exception as error:

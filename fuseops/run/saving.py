@@ -14,7 +14,7 @@ from torch import Tensor
 from fuseops.kernels.registry import PLAIN, PLAIN_OR_NONE
 from fuseops.ops.names import SavedName
 from fuseops.ops.router import RouterForm
-from fuseops.plan.segment import Const, Rows, Segment
+from fuseops.plan.segment import Const, Segment, SlotMap
 from fuseops.recipes import Quantized
 
 NONE = id(None)
@@ -39,22 +39,22 @@ def pack(
     # by identity; a trace must not ask for it (it would guard on the object), and removes duplicates itself
     slots: dict[int, int] | None = None if traced else {}
     if slots is not None:  # the common case: plain tensors and constants, in calls that save alike
-        last = seg.last_rows
+        last = seg.last_slot_map
         if last is not None and [*map(type, values)] == last.kinds:
             distinct = last.tensors_of(values)
             if (
                 len({*map(id, distinct)}) == len(distinct)
                 and last.fixed_of(values) == last.fixed
-                and (not last.again or all(values[k] is values[j] for k, j in last.again))
+                and (not last.duplicates or all(values[k] is values[j] for k, j in last.duplicates))
             ):
                 return distinct, last
-        if {*map(type, values)} <= (OWN if seg.own else PLAIN_OR_NONE):
+        if {*map(type, values)} <= (OWN if seg.builtin else PLAIN_OR_NONE):
             plain = [v if type(v) in PLAIN else None for v in values]
             flat: dict[int, Any] = dict(zip(map(id, plain), plain, strict=True))
             flat.pop(NONE, None)
             number = dict(zip(flat, itertools.count(), strict=False))
             try:
-                return [*flat.values()], seg.rows((*map(number.get, map(id, plain)),), values)
+                return [*flat.values()], seg.slot_map((*map(number.get, map(id, plain)),), values)
             except TypeError:  # a constant has no hash
                 pass
     tensors: list[Tensor] = []
@@ -69,13 +69,13 @@ def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:
         return place
     if isinstance(value, Quantized):
         parts = tuple([(name, _place(c, flat, slots)) for name, c in value.components().items()])
-        return QuantizedSlots(value.form, parts)
+        return QuantizedSlots(value.without_tensors, parts)
     return Const(value)
 
 
 def unpack(rows: Sequence[Entry], tensors: Sequence[Tensor]) -> list[Any]:
     """What was kept, over the tensors that autograd gives back."""
-    if type(rows) is Rows:
+    if type(rows) is SlotMap:
         return [*rows.values_of((*tensors, *rows.constants))]
     return [tensors[e] if type(e) is int else e and _restore(e, tensors) for e in rows]
 
@@ -101,7 +101,7 @@ def saved_names(
     is_param = (*map(own.__contains__, map(id, flat)),)
     # what else is there may change from call to call, and be unhashable
     where = tuple([None if type(entry) is Const else entry for entry in rows])
-    key = prefix, is_param, id(rows) if type(rows) is Rows else where
+    key = prefix, is_param, id(rows) if type(rows) is SlotMap else where
     found = seg.saved_names.get(key)
     if found is None:
         found = seg.saved_names[key] = _saved_names(seg, rows, is_param, prefix)

@@ -11,7 +11,7 @@ from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of
 from fuseops.ops.routing import Routing
 from fuseops.recipes import Quantized
-from fuseops.recipes.fits import misfit
+from fuseops.recipes.validate import component_mismatch
 
 RESERVED = frozenset({"x", "returns", "call", "out"})  # keywords of forward, fwd and bwd themselves
 
@@ -43,7 +43,7 @@ def check_input(module: nn.Module, x: Any) -> None:
             raise FuseOpsError(
                 f"{described(module)} got a Quantized, {x}, that is no value: fo.quantize makes one, with rows."
             )
-        wrong = None if torch.compiler.is_compiling() else misfit(x)
+        wrong = None if torch.compiler.is_compiling() else component_mismatch(x)
         if wrong is not None:
             raise FuseOpsError(
                 f"{described(module)} got a Quantized of shape {tuple(x.shape)}, {x}: {wrong}."

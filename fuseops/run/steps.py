@@ -48,7 +48,7 @@ def write_forward(seg: Segment) -> Written:
     for k, step in enumerate(seg.forward):
         known |= {f"s{k}": step, f"o{k}": step.target}
         body = [f"step = s{k}", *[f"e{step.first} = x.dtype"] * (step.first in casts)]
-        body += ["if type(x) is Quantized: x = x.dequantize()"] * (not step.codes)
+        body += ["if type(x) is Quantized: x = x.dequantize()"] * (not step.takes_quantized)
         body += ["if look is not None: look.before_fwd(step, x, t)"]
         body += _forward_call(step, k, seg.needs_grad, known)
         body += ["if look is not None: look.after_fwd(step, out)"]
@@ -136,7 +136,7 @@ def _backward_call(seg: Segment, step: BackwardStep, k: int, known: dict[str, An
         owns.append(f"n{k}_{m}" if slot is None else f"new(n{k}_{m}, {_tuple(fields)})")
         read += names.values()
     dside = _dict([(name, f"g{at}") for name, at in step.writes])
-    elsewhere = bool(step.main) or step.later is not None
+    elsewhere = bool(step.main) or step.delayed is not None
     calls = _calls(step, k, known, elsewhere)
     if step.pure:
         call = "(pure.bwd_by_autograd(step, mine[0], dy, dside, look is not None, once.scratch),)"

@@ -16,7 +16,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops.op import OF_EVERY_MODULE
 from fuseops.ops.router import Router
 from fuseops.plan.key import CallFacts, OpFacts, ParameterFacts, PlanKey, op_facts
-from fuseops.plan.segment import Segment, is_own
+from fuseops.plan.segment import Segment, is_builtin
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 
 from .run import Run
@@ -75,7 +75,7 @@ class Told:
     def _own(self, piece: int, op: int) -> dict[str, Any]:
         """What an op of fuseops has of its own."""
         found = self._run(piece).ops[op]
-        if not is_own(found):
+        if not is_builtin(found):
             return {}
         return {n: value for n, value in found.__dict__.items() if n not in OF_EVERY_MODULE}
 
@@ -128,7 +128,7 @@ class Told:
         """
         run = self._run(piece)
         width = _width(run)
-        if width is None or run.swaps or not (axes and all(same) and all(map(is_own, run.ops))):
+        if width is None or run.swaps or not (axes and all(same) and all(map(is_builtin, run.ops))):
             return None
         shape: Any = (*[UnknownRows()] * (axes - 1), width)
         try:
@@ -158,7 +158,7 @@ class Told:
     def alias(self, piece: int, op: int) -> bool | None:
         """Whether an op is one, None where it is not known what that depends on."""
         found = self._run(piece).ops[op]
-        return bool(found.alias) if is_own(found) else None
+        return bool(found.alias) if is_builtin(found) else None
 
     def guarded(self, *about: Any) -> None:
         """What is given to it, dynamo guards on."""
@@ -255,7 +255,7 @@ class Told:
         over_ranks = seg.local_reads or any(op._local for op in seg.ops)
         return (
             "opaque"
-            if seg.kind == "node" and seg.own and all(same) and not over_ranks
+            if seg.kind == "node" and seg.builtin and all(same) and not over_ranks
             else "traced"
         )
 

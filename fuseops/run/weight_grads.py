@@ -77,7 +77,7 @@ def as_asked(seg: Segment, given: Sequence[bool], edges: Sequence[tuple[Any, int
     steps = tuple(_as_asked(step, adds, position) for step in seg.backward)
     if steps == seg.backward:
         return seg
-    key = tuple([(step.main, step.later is None) for step in steps])
+    key = tuple([(step.main, step.delayed is None) for step in steps])
     if key not in seg.variants:
         seg.variants[key] = replace(seg, backward=steps)
     return seg.variants[key]
@@ -107,14 +107,14 @@ def _as_asked(
 ) -> BackwardStep:
     main = tuple((k, name) for k, name in step.main if adds(step.members[k], name))
     step = step if main == step.main else replace(step, main=main)
-    if step.later is None:
+    if step.delayed is None:
         return step
-    (i,), (call,), (late,) = step.members, step.calls, step.later.calls
+    (i,), (call,), (late,) = step.members, step.calls, step.delayed.calls
     if any(adds(i, name) for name in late.needs):
         return step
     call = call._replace(needs=call.needs | late.needs)
     params = tuple((0, name, position(i, name)) for name in sorted(late.needs))
-    return replace(step, calls=(call,), params=step.params + params, later=None)
+    return replace(step, calls=(call,), params=step.params + params, delayed=None)
 
 
 def elsewhere(
@@ -124,9 +124,9 @@ def elsewhere(
 
     saved, dy: what `run` reads; the Saved of each op.
     """
-    if step.later is not None:  # rules leave such an op alone: it is the only member
+    if step.delayed is not None:  # rules leave such an op alone: it is the only member
         data_parallel.check(ops[0])
-        delay(ops[0], run, step.later, saved[0], dy)
+        delay(ops[0], run, step.delayed, saved[0], dy)
         if not step.calls[0].needs:
             return [Grads()]
     out: list[Destinations] = [

@@ -266,7 +266,7 @@ def law_tokens_travel_beside_other_kernels() -> None:
     that runs in line makes fc2's weight gradient first, whatever is preferred.
     """
     x = batch(tokens(5, 4))[dist.get_rank()]
-    weights = gemm_bwd.grouped_weight
+    weights = gemm_bwd.add_weight_grads
     both, one = ["leave", "leave", "weight", "weight"], ["weight", "leave", "leave", "weight"]
     for way, prefer, home in (
         ("host_counts", "speed", both),
@@ -286,13 +286,13 @@ def law_tokens_travel_beside_other_kernels() -> None:
             if exchange.beside:
                 exchange._begun = partial(travels, exchange._begun, waits, said)
             moe["shared"].register_forward_hook(lambda *_, said=said: said.append("shared"))
-            gemm_bwd.grouped_weight = lambda *a, said=said: said.append("weight") or weights(*a)  # type: ignore[func-returns-value]
+            gemm_bwd.add_weight_grads = lambda *a, said=said: said.append("weight") or weights(*a)  # type: ignore[func-returns-value]
             given = x.clone().requires_grad_()
             try:
                 y = moe(given)
                 y.square().sum().backward()
             finally:
-                gemm_bwd.grouped_weight = weights
+                gemm_bwd.add_weight_grads = weights
             if not waits and exchange.beside:
                 there = ["leave", "shared", "arrive"]
                 assert apart(said) == [*there, *home, "arrive", "arrive"], (way, said)
@@ -313,7 +313,7 @@ def law_what_waits_for_dx_is_said_in_bytes() -> None:
 
     def fwd(self: Any, x: Any, t: Any, calls: Any, keep: Any) -> Any:
         rows = len(t[0]["index"])
-        copies = self._copies_dy(x, self.inputs(x, t), t[0]["index"], calls)
+        copies = self._copies_dy(x, self.saved_inputs(x, t), t[0]["index"], calls)
         found.append((rows * (F + D * copies) * 8, self.choices(x, t, calls)))
         return before(self, x, t, calls, keep)
 

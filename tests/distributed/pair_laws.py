@@ -113,12 +113,12 @@ def law_the_all_to_all_of_one_lies_under_the_products_of_the_other() -> None:
             )
         if isinstance(op, fo.Sequential):
             op.register_forward_pre_hook(lambda *_: said.append((side(), "computes")))
-    weights = gemm_bwd.grouped_weight
-    gemm_bwd.grouped_weight = lambda *a: said.append((side(), "computes")) or weights(*a)  # type: ignore[func-returns-value]
+    weights = gemm_bwd.add_weight_grads
+    gemm_bwd.add_weight_grads = lambda *a: said.append((side(), "computes")) or weights(*a)  # type: ignore[func-returns-value]
     try:
         pipes.train(run, model, 1, True, True, dist.get_rank())
     finally:
-        gemm_bwd.grouped_weight = weights
+        gemm_bwd.add_weight_grads = weights
     covered = {FORWARD: 0, BACKWARD: 0}
     for i, (mine, what) in enumerate(said):
         if what == "leave":
@@ -188,7 +188,7 @@ class Dropped(nn.Module):
 
 def law_an_error_of_one_ends_the_other() -> None:
     """It comes up, of whichever side, and no thread is left."""
-    mesh, weights, threads = meshes(1, 1, 2), gemm_bwd.grouped_weight, threading.active_count()
+    mesh, weights, threads = meshes(1, 1, 2), gemm_bwd.add_weight_grads, threading.active_count()
 
     def fails(wanted: str, *_: Any) -> None:
         if pairs._now is not None and side() == wanted:
@@ -200,7 +200,7 @@ def law_an_error_of_one_ends_the_other() -> None:
         if wanted == FORWARD:
             next(iter(model.values()))[3].register_forward_pre_hook(partial(fails, FORWARD))
         else:
-            gemm_bwd.grouped_weight = lambda *a: fails(BACKWARD) or weights(*a)  # type: ignore[func-returns-value]
+            gemm_bwd.add_weight_grads = lambda *a: fails(BACKWARD) or weights(*a)  # type: ignore[func-returns-value]
         try:
             pipes.train(run, model, 1, True, True, dist.get_rank())
         except (ValueError, RuntimeError) as error:
@@ -208,7 +208,7 @@ def law_an_error_of_one_ends_the_other() -> None:
         else:
             raise AssertionError("nothing was raised")
         finally:
-            gemm_bwd.grouped_weight = weights
+            gemm_bwd.add_weight_grads = weights
         assert pairs._now is None and threading.active_count() == threads
 
 

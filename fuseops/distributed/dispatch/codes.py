@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuseops.recipes import Layout, Quantized, Roles, Scaling, columns_follow
-from fuseops.recipes.carrier import blank
-from fuseops.recipes.quantized import tokens_of
+from fuseops.recipes.carrier import placeholder
+from fuseops.recipes.quantized import token_axis
 
 WORD = torch.float32  # only ever copied
 
@@ -34,7 +34,7 @@ def travels(scaling: Scaling) -> bool:
 def packed(q: Quantized) -> Tensor:
     """The rows of q as words.   -> (R, ceil(bytes of a row / 4))"""
     data, scale = cast("Layout", q.row)
-    axis, _ = tokens_of(q.scaling, "row")
+    axis, _ = token_axis(q.scaling, "row")
     scales = _apart(scale.transpose(0, axis)).view(torch.uint8)
     row = torch.cat([data.contiguous().view(torch.uint8), scales], 1)
     return F.pad(row, (0, -row.shape[1] % WORD.itemsize)).view(WORD)
@@ -43,13 +43,13 @@ def packed(q: Quantized) -> Tensor:
 def unpacked(rows: Tensor, like: Quantized) -> Quantized:
     """What words stand for, in the format and the width of another."""
     data, scale = cast("Layout", like.row)
-    axis, _ = tokens_of(like.scaling, "row")
+    axis, _ = token_axis(like.scaling, "row")
     width, blocks = data.shape[1], scale.shape[1 - axis]
     raw = rows.view(torch.uint8)
     codes = raw[:, :width].contiguous().view(data.dtype)
     scales = _apart(raw[:, width : width + blocks * scale.itemsize]).view(scale.dtype)
     layout = Layout(codes, scales.transpose(0, axis).contiguous())
-    carrier = blank((len(rows), width), like.dtype, rows.device)
+    carrier = placeholder((len(rows), width), like.dtype, rows.device)
     return replace(like, row=layout, col=None, offs=None, carrier=carrier)
 
 

@@ -1,4 +1,4 @@
-"""The end of one block and the begin of the next: a residual is added, kept for the next addition, and normed."""
+"""The border of two blocks: a residual is added, the sum is published for the next addition, and normed."""
 
 from typing import Any, cast
 
@@ -10,10 +10,9 @@ from fuseops.ops.structure import AddSaved, of_tap
 
 
 class AddNorm(FusedOp):
-    """h = x + residual, published; y = norm(h), of an RMSNorm or a LayerNorm.   Forward only; saves what its members
-    save.
+    """h = x + residual, published; y = norm(h), of an RMSNorm or a LayerNorm.   Forward only; saves its members' own.
 
-    x may be that of a Linear in front, whose GEMM would else take the addition, where it costs more.
+    A Linear in front gives x here, since adding the residual in its GEMM (`LinearAdd`) would cost more.
     x, residual, h, y (..., N).  Raises ShapeError for a residual of another shape.
     """
 
@@ -26,18 +25,18 @@ class AddNorm(FusedOp):
             x, kept = linear(x, t[0]["weight"], t[0]["bias"], calls[0])
             before.append(LinearSaved(kept, t[0]["weight"]))
         residual = add.operand(x, t[-3][add.reads[0]])
-        alike = residual.dtype is x.dtype
-        # else torch's promotion decides of what dtype h is
-        h, beside = (x, residual) if alike else (x + residual, None)
-        found = norm.normed(h, t[-1], norm.epsilon(h.dtype), beside)
-        added = AddSaved(None if alike else (x.dtype, residual.dtype))
+        same_dtype = residual.dtype is x.dtype
+        # of other dtypes the sum has torch's promoted one, and is made before the norm's kernel
+        h, residual_in_norm = (x, residual) if same_dtype else (x + residual, None)
+        normed = norm.normed(h, t[-1], norm.epsilon(h.dtype), residual_in_norm)
+        added = AddSaved(None if same_dtype else (x.dtype, residual.dtype))
         shape = tuple(norm.normalized_shape)
-        own = norm.kept(found, t[-1]["weight"], shape)
-        return Out(found.y, (*before, added, NothingSaved(), own), {tap.writes[0]: found.h})
+        saved = (*before, added, NothingSaved(), norm.kept(normed, t[-1]["weight"], shape))
+        return Out(normed.y, saved, {tap.writes[0]: normed.h})
 
 
 class NormAdd(FusedOp):
-    """dx = dresidual = dh + the gradient of the norm, with one rounding; dh is that of what was published."""
+    """dx = dresidual = dh + the gradient of the norm, with one rounding; dh is the gradient of the Tap's output."""
 
     def bwd(
         self, saved: tuple[Any, ...], dy: Tensor | None, calls: Calls, dside: SideGrads
@@ -46,8 +45,8 @@ class NormAdd(FusedOp):
         dh, needs = of_tap(dside), calls[2].needs
         params = dict.fromkeys(needs - {"x"})
         if dy is not None:
-            found = norm.grads(saved[2], dy, needs, dh)
-            params |= found.params or {}
-            dh = found.x
-        own = Grads() if dh is None else add.bwd(saved[0], dh)
-        return own, Grads(), Grads(None, params)
+            norm_grads = norm.grads(saved[2], dy, needs, dh)
+            params |= norm_grads.params or {}
+            dh = norm_grads.x
+        add_grads = Grads() if dh is None else add.bwd(saved[0], dh)
+        return add_grads, Grads(), Grads(None, params)

@@ -1,4 +1,4 @@
-"""The backward of a Linear or Bias and an activation makes the activation's and the bias' gradient in one pass."""
+"""The backward of a Linear or Bias and an activation, with dh and the gradient of the bias in one pass."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from fuseops.ops.op import Calls, FusedOp, Grads, SideGrads, replaced
 
 
 class BiasAct(FusedOp):
-    """dh = dy * act'(h) and dbias = sum of dh in one pass, where h is the activation's saved input, which has the bias
-    in it; then, of a Linear, its other gradients from dh.
+    """dh = dy * act'(h) and dbias = sum of dh in one pass, over the activation's saved input h (the bias included);
+    then the other gradients of a Linear from dh.
     """
 
     recipes = True

@@ -1,9 +1,8 @@
-"""The backward of an activation as the epilogue of a GEMM: of the input gradient of an expert MLP's fc2.
+"""The backward of an activation as the epilogue of the GEMM before it: the input gradient of an expert MLP's fc2.
 
 One kernel reads h and writes dh, the activation and dprobs; the gradient of the activation never reaches memory. It is
-taken for a shape where data says that it is faster, and nowhere is it the only way: `why_apart` says what stands in
-its way, and the GEMM and a pass over h are two kernels then. Both ways give the same, dprobs but for the order of its
-sum.
+used for shapes for which measurements say that it is faster. Otherwise (`unfused_reason`) the GEMM and a pass over h
+are two kernels. Both give the same bits, but for the order in which dprobs is summed.
 """
 
 from __future__ import annotations
@@ -35,47 +34,49 @@ EPILOGUE = Switch(
 
 
 class DswigluFacts(NamedTuple):
-    """`DswigluFacts` are what the choice of the epilogue depends on, of the calls of fc1, the activation and fc2."""
+    """`DswigluFacts` hold the facts about the calls of fc1 and fc2 that the choice of the epilogue depends on."""
 
-    below: bool  # whether fc1 needs any gradient
+    fc1_needs_grad: bool
     needs: frozenset[str]  # of fc2
-    buffer: bool  # the gradient of the activation goes into one
+    dx_has_buffer: bool  # the caller has a buffer for the gradient of the activation
     compute: torch.dtype | None
     prefer: str
 
 
 def facts_of(calls: Calls) -> DswigluFacts:
     first, _, last = calls
-    buffer = last.out is not None and last.out.get("dx") is not None
-    return DswigluFacts(bool(first.needs), last.needs, buffer, last.precision.compute, last.prefer)
+    dx_has_buffer = last.out is not None and last.out.get("dx") is not None
+    return DswigluFacts(
+        bool(first.needs), last.needs, dx_has_buffer, last.precision.compute, last.prefer
+    )
 
 
 class Operands(NamedTuple):
-    """`Operands` are the tensors that the backward through fc2 and the activation before it reads, but for dy and h."""
+    """`Operands` are the inputs of the backward through fc2 and the activation, except dy and h."""
 
-    form: Form | None  # of the activation, where some gradient reads it
-    probs: Tensor | None  # (R,) that the activation multiplies by, if it does
+    form: Form | None  # of the activation; None where no gradient reads it
+    probs: Tensor | None  # (R,) factors of the activation
     fc2: Tensor | None  # (E, D, F)
     offs: Tensor | None
 
 
-def why_apart(
-    given: Operands,
+def unfused_reason(
+    operands: Operands,
     dy: Any,
     h: Tensor | None,
     dy_index: Tensor | None,
     facts: DswigluFacts,
     rows: int,
 ) -> str | None:
-    """Why the activation's backward is a kernel of its own; None where the GEMM goes on through it.
+    """Why the activation's backward is a separate kernel; None where it is the epilogue of the GEMM.
 
-    rows: of the product; dy and h may stand for tensors of so many rows.
+    rows: of the product; dy and h may be proxies of one row
     """
-    tensors = dy, h, given.fc2, given.probs, dy_index
-    return decided(_why_apart, tensors, given.form, facts, rows)
+    tensors = dy, h, operands.fc2, operands.probs, dy_index
+    return decided(_unfused_reason, tensors, operands.form, facts, rows)
 
 
-def _why_apart(
+def _unfused_reason(
     dy: Any,
     h: Tensor | None,
     fc2: Tensor | None,
@@ -89,11 +90,11 @@ def _why_apart(
         return "not every gradient is needed"
     kind, *options = form
     if kind not in BACK or any(options):
-        said = ", its gate and up alternate" if kind in BACK else ""
-        return f"the activation is {kind}{said}"
-    if not (facts.below and {"x", "weight"} <= facts.needs) or h is None:
+        suffix = ", its gate and up alternate" if kind in BACK else ""
+        return f"the activation is {kind}{suffix}"
+    if not (facts.fc1_needs_grad and {"x", "weight"} <= facts.needs) or h is None:
         return "not every gradient is needed"
-    if facts.buffer:
+    if facts.dx_has_buffer:
         return "the gradient of the activation has a buffer"
     if torch.compiler.is_compiling() or not isinstance(dy, Tensor):
         return "dy is traced, or quantized"
@@ -112,62 +113,65 @@ def _why_apart(
     return None
 
 
-def expected_why_apart(
-    given: Operands, dy_index: Tensor | None, facts: DswigluFacts, rows: int
+def expected_unfused_reason(
+    operands: Operands, dy_index: Tensor | None, facts: DswigluFacts, rows: int
 ) -> str | None:
-    """`why_apart` of a backward whose dy and h are not there yet, or may be copied."""
-    if torch.compiler.is_compiling():  # which can look neither into a cache nor at modes
+    """`unfused_reason` of a backward whose dy and h do not exist yet, or may be copied."""
+    if torch.compiler.is_compiling():  # traced code can read neither the cache nor torch's modes
         return "dy is traced, or quantized"
-    return why_apart(given, *_rows(given, facts), dy_index, facts, rows)
+    return unfused_reason(operands, *_proxy_rows(operands, facts), dy_index, facts, rows)
 
 
-def gathers(given: Operands, dy_index: Tensor, facts: DswigluFacts, rows: int) -> bool:
-    """Whether the GEMM that goes on through SwiGLU can read rows of dy by index. Others copy them."""
-    if expected_why_apart(given, dy_index, facts, rows) is not None:
+def gathers_dy(operands: Operands, dy_index: Tensor, facts: DswigluFacts, rows: int) -> bool:
+    """Whether the GEMM with the SwiGLU epilogue can read rows of dy by index, without a copy."""
+    if expected_unfused_reason(operands, dy_index, facts, rows) is not None:
         return False
-    weight: Tensor = given.fc2.transpose(1, 2)  # type: ignore[union-attr]
-    dy, h = _rows(given, facts)
+    weight: Tensor = operands.fc2.transpose(1, 2)  # type: ignore[union-attr]
+    dy, h = _proxy_rows(operands, facts)
     return act_bwd_path(dy, weight, h, dy_index) == "gather"
 
 
-def _rows(given: Operands, facts: DswigluFacts) -> tuple[Tensor, Tensor]:
-    """A row of dy, and one of h, that stand for many."""
-    fc2: Tensor = given.fc2  # type: ignore[assignment]
+def _proxy_rows(operands: Operands, facts: DswigluFacts) -> tuple[Tensor, Tensor]:
+    """One row of dy and one of h, as proxies for all rows."""
+    fc2: Tensor = operands.fc2  # type: ignore[assignment]
     dtype = facts.compute or fc2.dtype
-    gated = given.form is not None and given.form[0] in K.GATES
+    gated = operands.form is not None and operands.form[0] in K.GATES
     widths = fc2.shape[1], fc2.shape[2] * (1 + gated)
-    if torch_private.is_fake(fc2) or _somebody_sees():
+    if torch_private.is_fake(fc2) or _in_torch_mode():
         dy, h = (fc2.new_empty(1, width, dtype=dtype) for width in widths)
     else:
-        dy, h = (_row(width, dtype, fc2.device) for width in widths)
+        dy, h = (_proxy_row(width, dtype, fc2.device) for width in widths)
     return dy, h
 
 
-def _somebody_sees() -> bool:
-    """Whether what is made now may be other than a plain tensor, which nobody may keep."""
+def _in_torch_mode() -> bool:
+    """Whether a torch mode is active: a tensor made under one may not be cached."""
     return bool(torch_private.num_dispatch_modes() or torch_private.num_function_modes())
 
 
 @functools.lru_cache(maxsize=256)
-def _row(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A row that stands for many, where a path is asked for by shapes."""
+def _proxy_row(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty row, as the proxy for all rows in checks of shapes and dtypes."""
     return torch.empty(1, width, dtype=dtype, device=device)
 
 
-def in_words(why: str | None) -> str:
-    """An answer of `expected_why_apart`, for `explain()`."""
+def describe(why: str | None) -> str:
+    """The result of `expected_unfused_reason` as a sentence of `explain()`."""
     if why is None:
         return "the GEMM of fc2's input gradient goes on through the activation"
     return f"the backward of the activation is a kernel of its own: {why}"
 
 
-def run(
-    given: Operands, dy: Tensor, h: Tensor, dy_index: Tensor | None, call: Call, spare: bool
+def fused_backward(
+    operands: Operands, dy: Tensor, h: Tensor, dy_index: Tensor | None, call: Call, reuse_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the GEMM of fc2's input gradient through the activation.   -> dh, over a spare h, the activation, dprobs"""
-    offs: Tensor = given.offs  # type: ignore[assignment]
-    weight: Tensor = call.precision.cast(given.fc2).transpose(1, 2)  # type: ignore[union-attr]
-    rest = offs, tiles_of(call, offs, h.shape[0]), given.probs, dy_index, given.form[0]  # type: ignore[index]
-    if spare:
-        return h, *K.grouped_dswiglu_into(h, dy, weight, *rest)
-    return K.grouped_dswiglu(h, dy, weight, *rest)
+    """Run the GEMM of fc2's input gradient with the activation's backward.   -> dh, the activation, dprobs
+
+    reuse_h: dh is written over h
+    """
+    offs: Tensor = operands.offs  # type: ignore[assignment]
+    weight: Tensor = call.precision.cast(operands.fc2).transpose(1, 2)  # type: ignore[union-attr]
+    shared = offs, tiles_of(call, offs, h.shape[0]), operands.probs, dy_index, operands.form[0]  # type: ignore[index]
+    if reuse_h:
+        return h, *K.grouped_dswiglu_into(h, dy, weight, *shared)
+    return K.grouped_dswiglu(h, dy, weight, *shared)

@@ -1,4 +1,6 @@
-"""The backward of a GEMM, dense or grouped, in two halves: what dy and the weight give, and the rest when x comes."""
+"""The backward of a GEMM, dense or grouped, in two halves: the gradients that need dy and the weight, then those that
+need x.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,108 +26,108 @@ from fuseops.ops.linear import (
 from fuseops.ops.op import Call, Grads, new, replaced
 from fuseops.recipes import Operand
 
-from . import quantized_order
+from . import wgrad_order
 
-WEIGHTS = frozenset({"weight", "down", "up"})  # gradients of what multiplies
-SUMS = frozenset({"bias", "probs"})  # those that sum dy as it is
+WEIGHTS = frozenset({"weight", "down", "up"})  # gradients that need x
+SUMS = frozenset({"bias", "probs"})  # gradients that are sums over dy in high precision
 WeightGrad = Callable[[Operand], Tensor]
 # a tensor, and the index of its rows: None for all, in order
-Rows = tuple[Operand | None, Tensor | None]
-Source = Callable[..., Rows]
+IndexedRows = tuple[Operand | None, Tensor | None]
+RowSource = Callable[..., IndexedRows]
 
 
 def backward(
-    weight: Tensor | None, dy: Operand | None, call: Call, stays: bool = False
+    weight: Tensor | None, dy: Operand | None, call: Call, dy_stays: bool = False
 ) -> tuple[Grads, WeightGrad | None]:
-    """dx and dbias of what `call.needs` names, and what gives dweight for x, None where nobody wants it.
+    """(Grads with dx and dbias, a function from x to dweight), each where `call.needs` names it.
 
-    A bias sums dy as it is. Without a dy all are None.   stays: as of `grad_in_turn`
+    dbias is the sum of dy in high precision. Without a dy all gradients are None.   dy_stays: see `grad_in_turn`
     """
     if dy is None:
         return Grads(None, dict.fromkeys(call.needs - {"x"})), None
     needs, roles = call.needs, call.precision.roles
     if roles is None:
-        found = linear_bwd(new(LinearSaved, (None, weight)), dy, call, needs - WEIGHT)
-        return found, partial(plain_weight_gradient, dy) if "weight" in needs else None
+        grads = linear_bwd(new(LinearSaved, (None, weight)), dy, call, needs - WEIGHT)
+        return grads, partial(plain_weight_gradient, dy) if "weight" in needs else None
     lead = dy.shape[:-1] if isinstance(dy, Tensor) else None
     own = {"bias": bias_gradient(dy)} if "bias" in needs else {}
-    q, (given, _) = grad_in_turn(dy, call, stays=stays)
+    q, (dy_source, _) = grad_in_turn(dy, call, stays=dy_stays)
     del dy
     dx = input_gradient(q, weight, call) if "x" in needs else None  # type: ignore[arg-type]
-    found = Grads(dx if dx is None or lead is None else dx.view(*lead, dx.shape[-1]), own)
+    grads = Grads(dx if dx is None or lead is None else dx.view(*lead, dx.shape[-1]), own)
     if "weight" not in needs:
-        return found, None
+        return grads, None
 
     def weight_grad(x: Operand) -> Tensor:
-        dy = given if roles.high_wgrad else grad_operand(given, call, WEIGHT)
+        dy = dy_source if roles.high_wgrad else grad_operand(dy_source, call, WEIGHT)
         return weight_gradient(dy, x, call)
 
-    return found, weight_grad
+    return grads, weight_grad
 
 
 def shaped(rows: Tensor, like: Operand) -> Tensor:
-    """Rows of a product of codes, which have no other axes, with the leading axes of what the codes are of."""
+    """Rows of a quantized GEMM, which is 2-d, with the leading axes of `like`."""
     if rows.dim() == like.dim():
         return rows
-    # no view: FSDP2 warns of those that leave its modules
+    # not `view`: FSDP2 warns of views that leave its modules
     return torch_private.unsafe_view(rows, (*like.shape[:-1], rows.shape[-1]))
 
 
-# --- of groups
+# --- grouped
 
 GroupedWeightGrads = Callable[..., None]
-"""Makes the gradients of weights, of the rows of x, which it asks for, and in how many parts their columns are made."""
+"""Computes the gradients of weights: (source of the rows of x, number of parts of their columns) -> None."""
 
 
 def grouped_backward(
     saved: GroupedLinearSaved,
-    held: list[Any],
+    owned: list[Any],
     call: Call,
     dy_index: Tensor | None = None,
-    stays: bool = False,
+    dy_stays: bool = False,
     by_token: bool = False,
 ) -> tuple[Grads, GroupedWeightGrads]:
-    """What dy and the weight give of what the call needs, and what adds the rest to it when x is there.
+    """(Grads without those of weights, a function that adds these for the rows of x), as `call.needs` names them.
 
-    held: dy, which is taken out: what is passed by itself lives until the call returns wherever compiled code has
-    its own evaluator of frames.  stays, by_token: as of `grad_in_turn`.
+    owned: [dy], which is popped: an argument could live until the call returns, under dynamo's frame evaluator.
+    dy_stays, by_token: see `grad_in_turn`
     """
-    dy = held.pop()
-    quantized, left = call.precision.roles is not None, (dy, dy_index)
+    dy = owned.pop()
+    quantized, dy_rows = call.precision.roles is not None, (dy, dy_index)
     needs = call.needs & SUMS if quantized else call.needs - WEIGHTS
-    found = Grads(None, {}, {})
+    grads = Grads(None, {}, {})
     if needs:
-        found = grouped_linear_bwd(saved, dy, call, dy_index=dy_index, needs=needs)
+        grads = grouped_linear_bwd(saved, dy, call, dy_index=dy_index, needs=needs)
     if quantized:
         offs: Tensor = saved.offs  # type: ignore[assignment]
-        q, left = grad_in_turn(dy, call, offs, dy_index, stays, by_token)
+        q, dy_rows = grad_in_turn(dy, call, offs, dy_index, dy_stays, by_token)
         del dy
         if "x" in call.needs:
-            found = replaced(found, x=grouped_input_gradient(q, saved.weight, offs, call))  # type: ignore[arg-type]
-    waits = [] if call.needs.isdisjoint(WEIGHTS) else [left]
-    return found, partial(grouped_weight, saved, waits, call, found.params)
+            grads = replaced(grads, x=grouped_input_gradient(q, saved.weight, offs, call))  # type: ignore[arg-type]
+    pending = [] if call.needs.isdisjoint(WEIGHTS) else [dy_rows]
+    return grads, partial(add_weight_grads, saved, pending, call, grads.params)
 
 
-def grouped_weight(
+def add_weight_grads(
     saved: GroupedLinearSaved,
-    left: list[Any],
+    dy_rows: list[Any],
     call: Call,
     params: Any,
-    source: Source,
+    source: RowSource,
     parts: int = 0,
 ) -> None:
-    """Puts the gradients of what multiplies into `params`.   left: dy, which is taken out, where there are any"""
-    if not left:
+    """Add the gradients of the weights to `params`.   dy_rows: [(dy, index)], which is popped; [] if none is needed"""
+    if not dy_rows:
         return
     if call.precision.roles is None:
-        (dy, dy_index), (x, x_index) = left.pop(), source()
-        given, needs = replaced(saved, x=x), call.needs & WEIGHTS
-        params.update(grouped_linear_bwd(given, dy, call, x_index, dy_index, needs).params)
+        (dy, dy_index), (x, x_index) = dy_rows.pop(), source()
+        saved, needs = replaced(saved, x=x), call.needs & WEIGHTS
+        params.update(grouped_linear_bwd(saved, dy, call, x_index, dy_index, needs).params)
         return
     weight, offs = saved.weight, saved.offs
     if parts > 1:
-        params["weight"] = quantized_order.in_parts(weight, left, source, offs, call, parts)  # type: ignore[arg-type]
+        params["weight"] = wgrad_order.wgrad_in_parts(weight, dy_rows, source, offs, call, parts)  # type: ignore[arg-type]
         return
-    dy, dy_index = quantized_order.columns(left.pop(), offs, call)  # type: ignore[arg-type]
+    dy, dy_index = wgrad_order.columns_of_dy(dy_rows.pop(), offs, call)  # type: ignore[arg-type]
     x, x_index = source()
     params["weight"] = grouped_weight_gradient(dy, x, offs, call, x_index, dy_index)  # type: ignore[arg-type]

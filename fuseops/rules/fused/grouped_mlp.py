@@ -1,15 +1,14 @@
 """The grouped MLP is one joint op: fc1, an activation (times probability), fc2.
 
-Saves x, h (the pre-activation), probs and offs only. The activation is computed again in the backward, by the pass that
-makes dh, for fc2's weight gradient. Under a recompute policy h goes too, and fc1 runs again.
+Saves x, h (the pre-activation), probs and offs only. The backward recomputes the activation for fc2's weight gradient,
+in the pass that makes dh. Under a recompute policy h is not saved either, and fc1 runs again.
 Shapes: x (R, D), h (R, 2F) or (R, F), a (R, F), probs (R,), offs (E,).
 Numerics: every GEMM and activation rounds as the op alone does; `a` of the backward comes from another kernel than `a`
 of the forward, so it may differ in the last place, and fc2's weight gradient by as much.
-Under a recipe no pass reads or writes what the high-precision one does not, but for the tokens' own quantization and
-the columns of weight gradients, which are made of the codes of rows when dx is there: SwiGLU and its backward write
-codes (`coded_swiglu`), rounded as their tensors would be before they are quantized, and rows by index are permuted as
-codes. The backward quantizes x again, to the same codes, so what is saved is what high precision saves, or less with
-`hidden="float8"`: fc1 writes h as codes then, and both directions of SwiGLU read them.
+Under a recipe SwiGLU and its backward write quantized operands (`quantized_swiglu`), and rows by index are permuted as
+codes. The only additional passes quantize the tokens, and make the columns of weight gradients from rows, after dx. The
+backward quantizes x again, to the same codes, so high-precision tensors are saved, or less with `hidden="float8"`: fc1
+then writes h as codes, which both directions of SwiGLU read.
 """
 
 from collections.abc import Callable
@@ -43,16 +42,15 @@ from fuseops.ops.tiles import tiles_of
 from fuseops.recipes import Operand
 from fuseops.torch_private import is_fake
 
-from . import coded_swiglu, dswiglu, quantized_order
-from .activated import through_activation
-from .gemm_bwd import SUMS, WEIGHTS, Source, grouped_backward
+from . import dswiglu, quantized_swiglu, wgrad_order
+from .act_backward import activation_backward
+from .gemm_bwd import SUMS, WEIGHTS, RowSource, grouped_backward
 
-Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
-
+FinishDx = Callable[[Tensor, Tensor | None], Tensor]  # (dx, dprobs) -> dx
 
 EPILOGUE = Switch(
-    # of fc1. On an H200 it gains 0 to 5 % where h is written, more where it is not
-    # or rows are read by index; where the product is short nothing hides it.
+    # The activation as the epilogue of fc1's GEMM. On an H200 it gains 0 to 5 % where h is written, more where it is
+    # not or rows are read by index; with a short summed axis nothing hides the epilogue.
     "swiglu_epilogue",
     "EPILOGUE",
     lambda rows, dims: bool(dims[3]) or not dims[4] or dims[2] >= 1024,
@@ -85,7 +83,7 @@ class GroupedMLPSaved(NamedTuple):
 FC1 = {"x": "x", "offs": "offs", "fc1": "weight", "bias1": "bias", "down1": "down", "up1": "up"}
 ACT = {"h": "x", "probs": "probs", "form": "form"}
 FC2 = {"fc2": "weight", "bias2": "bias", "down2": "down", "up2": "up"}
-"""Of whom each field is, and what it is called there."""
+"""{field: its name in the Saved of the member}, by member."""
 
 
 class GroupedMLP(FusedOp):
@@ -96,14 +94,14 @@ class GroupedMLP(FusedOp):
     recipes = True
     takes_quantized = True
     recomputes = ("h",)
-    at = 0  # of fc1 among the members
+    fc1_index = 0  # of fc1 among the members
 
     def __init__(self, *members: Op[Any]) -> None:
         super().__init__(*members)
-        fc1, self.act, fc2 = trio = members[self.at : self.at + 3]
+        fc1, self.act, fc2 = trio = members[self.fc1_index : self.fc1_index + 3]
         self.names: dict[str, str] = {
             field: f"{i}.{name}"
-            for i, fields in enumerate((FC1, ACT, FC2), self.at)
+            for i, fields in enumerate((FC1, ACT, FC2), self.fc1_index)
             for field, name in fields.items()
         }
         self.scaled, self.scale1, self.scale2 = ("probs" in op.reads for op in (self.act, fc1, fc2))
@@ -113,7 +111,7 @@ class GroupedMLP(FusedOp):
             for i, op in ((1, fc1), (2, fc2))
         )
         dh = (*a, "fc2", *low2)
-        one, act, two = (f"{self.at + i}." for i in range(len(trio)))
+        one, act, two = (f"{self.fc1_index + i}." for i in range(len(trio)))
         self.saves_for: dict[str, tuple[str, ...]] = {
             "x": (*dh, "fc1", *low1),
             f"{one}weight": (*dh, "x"),
@@ -130,30 +128,30 @@ class GroupedMLP(FusedOp):
             self.saves_for |= {f"{two}down": (*a, "up2"), f"{two}up": (*a, "down2")}
 
     def fwd(self, x: Operand, t: Given, calls: Calls, keep: frozenset[str]) -> Out:
-        saved = self.inputs(x, t)
-        h, a = self.activated(saved, calls, "h" in keep)
+        saved = self.saved_inputs(x, t)
+        h, a = self.fc1_and_act(saved, calls, "h" in keep)
         y = self.output(saved, a, calls[2])
         return Out(y, replaced(saved, h=h, x=saved_input(x, calls[0], saved.offs, again=h is None)))
 
     def bwd(
-        self, held: list[GroupedMLPSaved], dy: Tensor, calls: Calls, dside: SideGrads
+        self, owned: list[GroupedMLPSaved], dy: Tensor, calls: Calls, dside: SideGrads
     ) -> tuple[Grads, ...]:
-        rest, taken = without_h(held.pop())
-        taken.append(dy)
-        return self.gradients(rest, taken, calls, lambda *width: (rest.x, None))
+        saved_rest, dh_owned = split_h(owned.pop())
+        dh_owned.append(dy)
+        return self.gradients(saved_rest, dh_owned, calls, lambda *width: (saved_rest.x, None))
 
     def choices(self, x: Tensor, t: Given, calls: Calls) -> str:
         if calls[0].precision.roles is not None:
             return ""
-        given, facts = self.operands(self.inputs(x, t)), dswiglu.facts_of(calls)
-        why = dswiglu.expected_why_apart(given, None, facts, x.shape[0])
-        return dswiglu.in_words(why)
+        given, facts = self.operands(self.saved_inputs(x, t)), dswiglu.facts_of(calls)
+        why = dswiglu.expected_unfused_reason(given, None, facts, x.shape[0])
+        return dswiglu.describe(why)
 
-    # --- the parts, over the calls of fc1, act and fc2: with an index, row r of x or of dy is its row index[r]
+    # --- the parts, over the calls of fc1, act and fc2. With an index, row r is row index[r] of x or dy.
 
-    def inputs(self, x: Operand, t: Given) -> GroupedMLPSaved:
-        """What there is to save, but for h."""
-        fc1, act, fc2 = t[self.at : self.at + 3]
+    def saved_inputs(self, x: Operand, t: Given) -> GroupedMLPSaved:
+        """The saved fields, without h."""
+        fc1, act, fc2 = t[self.fc1_index : self.fc1_index + 3]
         check_offs(fc1["offs"], fc1["weight"].shape[0])
         probs = next((m["probs"] for m in (fc1, act, fc2) if "probs" in m), None)
         return GroupedMLPSaved(
@@ -163,44 +161,44 @@ class GroupedMLP(FusedOp):
         )
 
     def operands(self, s: GroupedMLPSaved) -> dswiglu.Operands:
-        """What the backward through fc2 and the activation reads, but for dy and h."""
+        """The inputs of the backward through fc2 and the activation, except dy and h."""
         form: Form = s.form  # type: ignore[assignment]
         return dswiglu.Operands(form, s.probs if self.scaled else None, s.fc2, s.offs)
 
     def hidden(self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None) -> Operand:
-        """h = fc1(x), once more or for the first time, as it is saved: what the backward reads, the forward reads too.
-        Codes come out of the GEMM where they can.
-        """
+        """h = fc1(x) in the format in which it is saved, for forward and recomputation. The GEMM may quantize it."""
         x: Operand = s.x  # type: ignore[assignment]
         weight: Tensor = s.fc1  # type: ignore[assignment]
         offs: Tensor = s.offs  # type: ignore[assignment]
         roles, width = call.precision.roles, weight.shape[1]
-        in_codes = roles is not None and not self.scale1
-        if in_codes and coded_swiglu.hidden_from_gemm(roles, x.dtype, width):  # type: ignore[arg-type]
+        may_write_codes = roles is not None and not self.scale1
+        if may_write_codes and quantized_swiglu.gemm_quantizes_hidden(roles, x.dtype, width):  # type: ignore[arg-type]
             rows = rows_of(x) if index is None else len(index)
             check_splits(offs, rows, offs.device)
             q = input_operand(x, call, offs, index, columns=False)
             tiles = tiles_of(call, offs, rows)
-            codes = coded_swiglu.hidden(q, weight_rows(weight, call), offs, tiles, s.bias1)
+            codes = quantized_swiglu.fc1_to_codes(
+                q, weight_rows(weight, call), offs, tiles, s.bias1
+            )
             if codes is not None:
                 return codes
         scale, low_rank = s.probs if self.scale1 else None, (s.down1, s.up1)
         h, _ = grouped_linear(
             x, weight, s.bias1, offs, scale, call, index, low_rank=low_rank, columns=False
         )
-        return h if roles is None else coded_swiglu.saved(h, roles)
+        return h if roles is None else quantized_swiglu.quantize_hidden(h, roles)
 
-    def activated(
+    def fc1_and_act(
         self, s: GroupedMLPSaved, calls: Calls, need_h: bool, index: Tensor | None = None
     ) -> tuple[Operand | None, Operand]:
-        """fc1, where it is needed, and the activation of it, in one kernel where that is faster."""
+        """(h, None unless `need_h`; the activation), in one kernel where that is faster."""
         call = calls[0]
         if call.precision.roles is not None:
             h = self.hidden(s, call, index)
-            kept, reads_dh = h if need_h else None, not call.needs.isdisjoint(SUMS)
-            if coded_swiglu.why_apart(s.form, h, call, calls[2], reads_dh) is None:
+            kept, needs_dh_tensor = h if need_h else None, not call.needs.isdisjoint(SUMS)
+            if quantized_swiglu.unfused_reason(s.form, h, call, calls[2], needs_dh_tensor) is None:
                 probs = s.probs if self.scaled else None
-                return kept, coded_swiglu.forward(h, probs, s.offs, calls[2])
+                return kept, quantized_swiglu.forward(h, probs, s.offs, calls[2])
             return kept, self.activation(high(h), s)
         x: Tensor = s.x  # type: ignore[assignment]
         offs: Tensor = s.offs  # type: ignore[assignment]
@@ -208,7 +206,7 @@ class GroupedMLP(FusedOp):
         probs, rows = s.probs if self.scaled else None, (x if index is None else index).shape[0]
         form: Form = s.form  # type: ignore[assignment]
         tensors = x, weight, index, probs, s.bias1
-        if decided(_in_epilogue, tensors, form, self.scale1, s.down1 is not None, need_h):
+        if decided(_act_in_epilogue, tensors, form, self.scale1, s.down1 is not None, need_h):
             check_splits(offs, rows, x.device)
             tiles, bias = tiles_of(call, offs, rows), call.precision.cast(s.bias1)
             return K.grouped_swiglu(x, weight, offs, tiles, probs, index, need_h, bias, *form)
@@ -233,71 +231,71 @@ class GroupedMLP(FusedOp):
     def gradients(
         self,
         s: GroupedMLPSaved,
-        held: list[Any],
+        owned: list[Any],
         calls: Calls,
-        source: Source,
+        source: RowSource,
         dy_index: Tensor | None = None,
-        finish: Finish = lambda dx, dprobs: dx,
+        finish_dx: FinishDx = lambda dx, dprobs: dx,
         dx_first: bool = False,
     ) -> tuple[Grads, Grads, Grads]:
-        """Of fc1, the activation and fc2: what their calls need, and no work for anything else.
+        """The Grads of fc1, the activation and fc2, of what their calls need.
 
-        held: h and dy, which are taken out. source: the rows of x, for a product of that many features. finish: what
-        becomes of dx (R, D). dh is written over an h that nobody else holds. Another one goes before the gradients of
-        weights are made, dy when fc2's is there, and the rows of dx before the last of them: there the peak would be.
-        dx_first: fc2's waits, with a and dy, until `finish` has had dx, which may travel then. A recipe may have it
-        wait, or make it last, for its peak (`quantized_order`).
+        owned: [h, dy], which are popped.  source: the rows of x, for a GEMM of this many features.  finish_dx: applied
+        to dx (R, D).  dx_first: fc2's weight gradient waits, with a and dy, until `finish_dx` has dx, which may travel
+        then. A recipe may also defer it, for a lower peak (`wgrad_order`).
+        For the peak, dh is written over h if nothing else holds it; otherwise h is freed before weight gradients are
+        made, dy after fc2's, and the rows of dx before the last of them.
         """
         (first, act, last), (fc1, fc2) = calls, self._gemms(s)
-        dy: Any = held.pop()
+        dy: Any = owned.pop()
         quantized, parts, fused = first.precision.roles is not None, 0, False
-        spare = not (quantized or torch.compiler.is_compiling())
-        spare = spare and (held[0] is None or held_once(held))
-        h, dprobs = held.pop(), None
+        reuse_h = not (quantized or torch.compiler.is_compiling())
+        reuse_h = reuse_h and (owned[0] is None or held_once(owned))
+        h, dprobs = owned.pop(), None
         if h is None and not last.needs.isdisjoint(("x", *WEIGHTS)):
             x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
             h = self.hidden(replaced(s, x=x), first, x_index)
             del x
         if quantized:
-            parts = quantized_order.parts(dy, s.fc1, s.fc2, calls, dy_index)
-            dx_first = dx_first or quantized_order.behind_dx(s.fc2, calls, dy_index)
+            parts = wgrad_order.choose_parts(dy, s.fc1, s.fc2, calls, dy_index)
+            dx_first = dx_first or wgrad_order.wgrad_waits_for_dx(s.fc2, calls, dy_index)
         elif s.down2 is None:
             rows = (dy if dy_index is None else dy_index).shape[0]
             operands, facts = self.operands(s), dswiglu.facts_of(calls)
-            fused = dswiglu.why_apart(operands, dy, h, dy_index, facts, rows) is None
+            fused = dswiglu.unfused_reason(operands, dy, h, dy_index, facts, rows) is None
         call = replaced(last, needs=last.needs - {"x"}) if fused else last
-        above, weight2 = grouped_backward(fc2, [dy], call, dy_index, True, parts > 0)
+        fc2_grads, fc2_wgrad = grouped_backward(fc2, [dy], call, dy_index, True, parts > 0)
         dh: Operand | None = None
         a: Operand | None = None
         if fused:
-            dh, a, dprobs = dswiglu.run(operands, dy, h, dy_index, last, spare)
+            dh, a, dprobs = dswiglu.fused_backward(operands, dy, h, dy_index, last, reuse_h)
         else:
-            between, above = [h, above.x], replaced(above, x=None)
+            h_and_da, fc2_grads = [h, fc2_grads.x], replaced(fc2_grads, x=None)
             h, probs = None, s.probs if self.scaled else None
-            need_dh, reads_dh = bool(first.needs), not first.needs.isdisjoint(SUMS)
-            given = s.form, probs, s.offs, between, calls, need_dh, reads_dh, spare
-            dh, a, dprobs = through_activation(*given)
-        taken, of_a = [dh], [(a, None)]
+            need_dh, needs_dh_tensor = bool(first.needs), not first.needs.isdisjoint(SUMS)
+            given = s.form, probs, s.offs, h_and_da, calls, need_dh, needs_dh_tensor, reuse_h
+            dh, a, dprobs = activation_backward(*given)
+        dh_owned, a_owned = [dh], [(a, None)]
         width = None if dh is None else dh.shape[1]
         del h, dh, a, dy
         if not (dx_first or parts):
-            weight2(of_a.pop)
+            fc2_wgrad(a_owned.pop)
         if width is None:
-            below, weight1 = Grads(), None
+            fc1_grads, fc1_wgrad = Grads(), None
         else:
-            below, weight1 = grouped_backward(fc1, taken, first)
-            if below.x is not None:
-                below = replaced(below, x=finish(below.x, dprobs))
+            fc1_grads, fc1_wgrad = grouped_backward(fc1, dh_owned, first)
+            if fc1_grads.x is not None:
+                fc1_grads = replaced(fc1_grads, x=finish_dx(fc1_grads.x, dprobs))
         if dx_first and not parts:
-            weight2(of_a.pop)
-        if weight1 is not None:
-            weight1(partial(source, width), parts)
+            fc2_wgrad(a_owned.pop)
+        if fc1_wgrad is not None:
+            fc1_wgrad(partial(source, width), parts)
         if parts:
-            weight2(of_a.pop, parts)
-        return below, Grads(side={"probs": dprobs} if "probs" in act.needs else None), above
+            fc2_wgrad(a_owned.pop, parts)
+        return fc1_grads, Grads(side={"probs": dprobs} if "probs" in act.needs else None), fc2_grads
 
     def _gemms(self, s: GroupedMLPSaved) -> tuple[GroupedLinearSaved, GroupedLinearSaved]:
-        """What fc1 and fc2 have saved, but for x."""
+        """The saved fields of fc1 and fc2 as ops, without x."""
         scale1, scale2 = (s.probs if scaled else None for scaled in (self.scale1, self.scale2))
         return (
             GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, scale1, s.down1, s.up1),
@@ -305,12 +303,12 @@ class GroupedMLP(FusedOp):
         )
 
 
-def without_h(saved: GroupedMLPSaved) -> tuple[GroupedMLPSaved, list[Any]]:
-    """h apart, in a list that gives it away: what is named by a caller lives until the call returns."""
+def split_h(saved: GroupedMLPSaved) -> tuple[GroupedMLPSaved, list[Any]]:
+    """(the fields without h, [h]): a callee pops h and can free it, which an argument of the caller would prevent."""
     return replaced(saved, h=None), [saved.h]
 
 
-def _in_epilogue(
+def _act_in_epilogue(
     x: Tensor,
     weight: Tensor,
     index: Tensor | None,
@@ -321,13 +319,13 @@ def _in_epilogue(
     adapted: bool,
     need_h: bool,
 ) -> bool:
-    """Whether fc1's GEMM ends in the activation: one that it can end in, no bias of its own scale (`scaled`), no
-    adapters, a kernel for it, data that says so.
+    """Whether the activation is the epilogue of fc1's GEMM: the kernel supports it, without adapters and a scaled bias,
+    and measurements say that it is faster.
     """
     (kind, *options), rows = form, (x if index is None else index).shape[0]
-    # a bias has run on a GPU before clamped SwiGLU alone
-    apart = bias is not None and (scaled or kind != "clamped_swiglu")
-    if kind not in ENDS or apart or adapted:
+    # with a bias, only clamped SwiGLU was tested on a GPU
+    unsupported_bias = bias is not None and (scaled or kind != "clamped_swiglu")
+    if kind not in ENDS or unsupported_bias or adapted:
         return False
     if probs is not None and (probs.shape != (rows,) or probs.dtype is not torch.float32):
         return False

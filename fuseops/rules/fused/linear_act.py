@@ -1,4 +1,4 @@
-"""Linear, an optional Bias and an activation are one forward op: the bias is added before the one rounding."""
+"""Linear, an optional Bias and an activation as one forward op: the bias is added before the only rounding."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from fuseops.ops.op import Calls, FusedOp, Given, NothingSaved, Out
 
 
 class LinearAct(FusedOp):
-    """y = act(x W^T + b), b of the Linear or of a Bias.   Forward only; saves what its members save."""
+    """y = act(x W^T + b), b of the Linear or of a Bias.   Forward only; saves its members' fields."""
 
     recipes = True
     takes_quantized = True

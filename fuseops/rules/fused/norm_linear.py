@@ -1,6 +1,6 @@
-"""A norm and the Linear behind it are one joint op: the normed x is not saved, but made again in the backward.
+"""A norm and the Linear behind it as one joint op: the normed x is not saved, but recomputed in the backward.
 
-Shapes: x (..., K), y (..., N). Numerics: every kernel is that of the ops alone, and gives the same bits.
+Shapes: x (..., K), y (..., N). Numerics: the kernels are those of the ops alone, and give the same bits.
 """
 
 from typing import Any, NamedTuple
@@ -11,8 +11,8 @@ from torch import Tensor
 from fuseops.ops.linear import linear
 from fuseops.ops.op import Calls, FusedOp, Given, Grads, Op, Out, SideGrads
 
-from .front import Front
 from .gemm_bwd import backward, shaped
+from .norm_prologue import NormPrologue
 
 
 class NormLinearSaved(NamedTuple):
@@ -27,23 +27,23 @@ class NormLinearSaved(NamedTuple):
 
 
 class NormLinear(FusedOp):
-    """y = norm(x) W^T + b, where x may be a sum and be published."""
+    """y = norm(x) W^T + b, with an optional Add and Tap before the norm."""
 
     Saved = NormLinearSaved
     recipes = True
 
     def __init__(self, *members: Op[Any]) -> None:
         super().__init__(*members)
-        self.front, at = Front(members[:-1]), len(members) - 1
-        self.names = {**self.front.names(), "weight": f"{at}.weight"}
+        self.prologue, at = NormPrologue(members[:-1]), len(members) - 1
+        self.names = {**self.prologue.names(), "weight": f"{at}.weight"}
         self.saves_for = {
-            **self.front.saves_for(("weight",)),
-            f"{at}.weight": self.front.remakes,
+            **self.prologue.saves_for(("weight",)),
+            f"{at}.weight": self.prologue.recompute_fields,
             f"{at}.bias": (),
         }
 
     def fwd(self, x: Tensor, t: Given, calls: Calls, keep: frozenset[str]) -> Out:
-        y, saved, side = self.front.fwd(x, t, calls[-1])
+        y, saved, side = self.prologue.fwd(x, t, calls[-1])
         weight, bias = t[-1]["weight"], t[-1]["bias"]
         y, _ = linear(y, weight, bias, calls[-1], columns=False)
         return Out(shaped(y, x), NormLinearSaved(*saved, weight), side)
@@ -54,7 +54,7 @@ class NormLinear(FusedOp):
         call = calls[-1]
         own, weight_grad = backward(s.weight, dy, call)
         dx, own = [own.x], Grads(None, own.params)
-        front = self.front.bwd(s, dx.pop(), calls[:-1], dside)
+        prologue_grads = self.prologue.bwd(s, dx.pop(), calls[:-1], dside)
         if weight_grad is not None:
-            own.params["weight"] = weight_grad(self.front.again(s, call, columns=True))  # type: ignore[index]
-        return *front, own
+            own.params["weight"] = weight_grad(self.prologue.recompute(s, call, columns=True))  # type: ignore[index]
+        return *prologue_grads, own

@@ -1,4 +1,4 @@
-"""Whether routed rows are copied for the GEMMs that read them, or read by index; tuned as tiles are."""
+"""The choice whether GEMMs read routed rows from a copy or by index; `fuseops tune` tunes it as it does tiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FC2_DSWIGLU = Switch("routed_fc2_dswiglu", "COPY", lambda rows, dims: dims[0] > 
 
 
 def copies_rows(x: Operand, index: Tensor | None, space: Switch, width: int) -> bool:
-    """What the space says of this GEMM. Traced code asks for no rows: they are a symbol there."""
+    """Whether this GEMM reads a copy. Never in traced code, where the number of rows is a symbol."""
     if index is None or torch.compiler.is_compiling():
         return False
     return space.says(index.shape[0], (width, x.shape[1]), x)  # type: ignore[arg-type]

@@ -1,10 +1,10 @@
-"""Permute, the grouped MLP and, where it follows, Combine as one joint op: tokens in, tokens out.
+"""Permute, the grouped MLP and an optional Combine as one joint op: tokens in, tokens out.
 
-The routed copy of x is never saved: fc1's GEMM reads the tokens by index, and so does its weight gradient. With Combine
-inside, the gradient of y is read by index too, in fc2's input gradient and weight gradient. A layer saves x (T, D),
-h (R, 2F), probs, offs, index and pos, and no other activation. Where x arrived from other ranks it may be sent again
-in the backward instead: what was sent is saved then, which others save too.
-Where a routed copy, made for a moment, is faster than reading by index, a `Space` says so for the shape.
+The routed copy of x is never saved: fc1's GEMM and its weight gradient read the tokens by index. With Combine, both
+gradients of fc2 read dy by index too. A layer saves x (T, D), h (R, 2F), probs, offs, index and pos, and no other
+activation. An x that arrived from other ranks may be sent again in the backward; the tokens that this rank sent are
+saved then, which other ops save anyway.
+A `Switch` says for which shapes a temporary routed copy is faster than reading by index.
 Shapes: x (T, D), pos (T, K), index (R,), y (T, D) with Combine, else (R, D).
 Numerics: as of `GroupedMLP`.
 """
@@ -26,30 +26,30 @@ from fuseops.ops.permute import AGAIN, ON_DX, SENT, Combine, OnDx, SendsAgain, S
 from fuseops.recipes import Operand
 from fuseops.words import size
 
-from . import dswiglu, quantized_order
-from .gemm_bwd import WEIGHTS, Rows
-from .grouped_mlp import GroupedMLP, GroupedMLPSaved, without_h
+from . import dswiglu, wgrad_order
+from .gemm_bwd import WEIGHTS, IndexedRows
+from .grouped_mlp import GroupedMLP, GroupedMLPSaved, split_h
 from .routed_copies import FC1, FC2_BWD, FC2_DSWIGLU, copies_rows
 
-OTHER = {"speed": "memory", "memory": "speed"}
-SAID = {
+OTHER_PREFERENCE = {"speed": "memory", "memory": "speed"}
+DY_ROWS_NOTES = {
     "speed": "rows of dy are copied, {}: prefer='memory' reads them by index, in 1 to 2 % more time",
     "memory": "rows of dy are read by index (prefer='memory'): a copy, {}, takes 1 to 2 % less time",
 }
-"""Where the two ways differ, in words."""
+"""Sentences of `explain()` where `prefer` decides whether rows of dy are copied."""
 
-ON_ITS_WAY = {
+DX_OVERLAP_NOTES = {
     "speed": "dx goes home while both weight gradients are made, for which operands of fc2's wait, {} "
     "(prefer='memory': fc1's alone)",
     "memory": "dx goes home while fc1's weight gradient is made (prefer='speed': fc2's too, whose operands wait, {})",
 }
-"""The same, where dx travels beside other kernels."""
+"""Sentences of `explain()` where `prefer` decides how much is computed while dx is sent to other ranks."""
 
 
 class RoutedMLP(GroupedMLP):
     """y = combine(fc2(act(fc1(permute(x))) * probs)), or without the combine."""
 
-    at = 1
+    fc1_index = 1
     again = ("home", "slots", "arrivals")
 
     def __init__(self, *members: Op[Any]) -> None:
@@ -57,14 +57,14 @@ class RoutedMLP(GroupedMLP):
         self.combines = isinstance(members[-1], Combine)
         routed = ("index", "pos")
         self.names |= {field: f"0.{field}" for field in (*routed, *self.again)}
-        by_x = {"x", *(f"{self.at}.{name}" for name in WEIGHTS)}
+        reads_rows = {"x", *(f"{self.fc1_index}.{name}" for name in WEIGHTS)}
         for need, fields in self.saves_for.items():
-            if self.combines or need in by_x:  # whose rows, of x or of dy, are found by index
+            if self.combines or need in reads_rows:  # it reads rows of x or dy by index
                 self.saves_for[need] = (*fields, *routed)
 
     @property
     def sums(self) -> torch.dtype | None:
-        """The dtype of y where the MLP ends in a Combine that says so."""
+        """The dtype of y, if the MLP ends in a Combine that sets one."""
         last = self.members[-1]
         return last.sums if isinstance(last, Combine) else None
 
@@ -75,14 +75,14 @@ class RoutedMLP(GroupedMLP):
             sent = None
         index, pos = t[0]["index"], t[0]["pos"]
         check_pos("Permute", pos, x.shape[0])
-        s = self.inputs(x, t)
+        s = self.saved_inputs(x, t)
         offs: Tensor = s.offs  # type: ignore[assignment]
         x = saved_input(x, calls[1], offs, by_index=True)
         features = s.fc1.shape[1]  # type: ignore[union-attr]
         high = calls[1].precision.roles is None
         copies = high and decided(copies_rows, (x, index), FC1, features)
-        rows, by = _rows(x, index, pos, offs, copies)
-        h, a = self.activated(replaced(s, x=rows), calls[1:4], "h" in keep, by)
+        rows, rows_index = _routed_rows(x, index, pos, offs, copies)
+        h, a = self.fc1_and_act(replaced(s, x=rows), calls[1:4], "h" in keep, rows_index)
         del rows
         y = self.output(s, a, calls[3])
         del a
@@ -95,27 +95,27 @@ class RoutedMLP(GroupedMLP):
         return Out(y, replaced(s, x=None, h=h, index=index, pos=pos, **again))
 
     def bwd(
-        self, held: list[GroupedMLPSaved], dy: Tensor, calls: Calls, dside: SideGrads
+        self, owned: list[GroupedMLPSaved], dy: Tensor, calls: Calls, dside: SideGrads
     ) -> tuple[Grads, ...]:
-        arrived = _arrived(held[0], calls)
-        s, taken = without_h(held.pop())
+        x_of = _x_source(owned[0], calls)
+        s, h_and_dy = split_h(owned.pop())
         index, pos, offs = s.index, s.pos, s.offs
         dy_index = None
         if self.combines:
             if self.sums is not None and s.fc2 is not None:
                 dy = dy.to(calls[3].precision.compute or s.fc2.dtype)
-            dy, dy_index = _rows(dy, index, pos, offs, self._copies_dy(dy, s, index, calls))  # type: ignore[assignment, arg-type]
+            dy, dy_index = _routed_rows(dy, index, pos, offs, self._copies_dy(dy, s, index, calls))  # type: ignore[assignment, arg-type]
 
-        def source(*width: int) -> Rows:
-            x = arrived()
+        def source(*width: int) -> IndexedRows:
+            x = x_of()
             if calls[1].precision.roles is not None:
                 return x, index  # its codes are permuted
             copies = decided(copies_rows, (x, index), FC1, *width)
-            return _rows(x, index, pos, offs, copies)  # type: ignore[arg-type]
+            return _routed_rows(x, index, pos, offs, copies)  # type: ignore[arg-type]
 
         on_dx = _on_dx(calls)
 
-        def finish(dx: Tensor, dprobs: Tensor | None) -> Tensor:
+        def finish_dx(dx: Tensor, dprobs: Tensor | None) -> Tensor:
             dtype = None if on_dx is None else self.sums
             sums = K.combine_fwd(dx, pos, offs, None, dtype)  # type: ignore[arg-type]
             dx = sums.to(dx.dtype)
@@ -123,56 +123,56 @@ class RoutedMLP(GroupedMLP):
                 on_dx.tell(calls[0].scratch, dx, dprobs, sums)
             return dx
 
-        taken.append(dy)
-        del dy  # a copy of its rows goes when fc2's gradients are there
+        h_and_dy.append(dy)
+        del dy  # `gradients` frees a copy of its rows after the gradients of fc2
         dx_first = on_dx is not None and on_dx.beside and calls[3].prefer == "speed"
-        grads = self.gradients(s, taken, calls[1:4], source, dy_index, finish, dx_first)
+        grads = self.gradients(s, h_and_dy, calls[1:4], source, dy_index, finish_dx, dx_first)
         after = (Grads(),) if self.combines else ()
         return Grads(grads[0].x), *grads, *after
 
     def choices(self, x: Tensor, t: Given, calls: Calls) -> str:
-        said = self._choices_of_dy(x, t, calls), self._choices_of_dx(x, t, calls)
-        order = self._order(x, t, calls)
-        return "; ".join(filter(None, (*said, order)))
+        notes = self._describe_dy_rows(x, t, calls), self._describe_dx_overlap(x, t, calls)
+        order = self._describe_order(x, t, calls)
+        return "; ".join(filter(None, (*notes, order)))
 
-    def _order(self, x: Any, t: Given, calls: Calls) -> str:
-        """In which order a recipe makes gradients, where that is for its peak. dy is taken to be as x is."""
+    def _describe_order(self, x: Any, t: Given, calls: Calls) -> str:
+        """A note on the order of gradients under a recipe, if it is not the default. It assumes that dy is like x."""
         if calls[1].precision.roles is None or not self.combines:
             return ""
         weights = t[1]["weight"], t[3]["weight"]
         index, calls = t[0]["index"], calls[1:4]
-        parts = quantized_order.parts(x, *weights, calls, index)
-        return quantized_order.in_words(parts, quantized_order.behind_dx(weights[1], calls, index))
+        parts = wgrad_order.choose_parts(x, *weights, calls, index)
+        return wgrad_order.describe(parts, wgrad_order.wgrad_waits_for_dx(weights[1], calls, index))
 
-    def _choices_of_dx(self, x: Any, t: Given, calls: Calls) -> str:
-        """Which gradients are made while dx travels, and what fc2's holds for that: a, and rows of dy of its own."""
+    def _describe_dx_overlap(self, x: Any, t: Given, calls: Calls) -> str:
+        """A note on the gradients that are computed while dx is sent, and on the memory that fc2's keeps until then."""
         on_dx, fc2 = _on_dx(calls), t[3]["weight"]
         if on_dx is None or not on_dx.beside or "weight" not in calls[3].needs:
             return ""
         roles, index = calls[3].precision.roles, t[0]["index"]
         codes = roles is not None and not roles.high_wgrad
         width = fc2.shape[2]
-        if codes or self._copies_dy(x, self.inputs(x, t), index, calls):
+        if codes or self._copies_dy(x, self.saved_inputs(x, t), index, calls):
             width += fc2.shape[1]
         item = 1 if codes else (calls[3].precision.compute or fc2.dtype).itemsize
-        return ON_ITS_WAY[calls[3].prefer].format(size(index.shape[0] * width * item))
+        return DX_OVERLAP_NOTES[calls[3].prefer].format(size(index.shape[0] * width * item))
 
-    def _choices_of_dy(self, x: Tensor, t: Given, calls: Calls) -> str:
+    def _describe_dy_rows(self, x: Tensor, t: Given, calls: Calls) -> str:
         if calls[1].precision.roles is not None:
             return ""
-        index, s = t[0]["index"], self.inputs(x, t)
+        index, s = t[0]["index"], self.saved_inputs(x, t)
         copies = self.combines and self._copies_dy(x, s, index, calls)
-        by = index if self.combines and not copies else None
+        rows_index = index if self.combines and not copies else None
         given, rows = self.operands(s), index.shape[0]
         facts = dswiglu.facts_of(calls[1:4])
-        said = dswiglu.in_words(dswiglu.expected_why_apart(given, by, facts, rows))
+        note = dswiglu.describe(dswiglu.expected_unfused_reason(given, rows_index, facts, rows))
         prefer = calls[3].prefer
-        other = tuple(replaced(c, prefer=OTHER[prefer]) for c in calls)
+        other = tuple(replaced(c, prefer=OTHER_PREFERENCE[prefer]) for c in calls)
         if not self.combines or self._copies_dy(x, s, index, other) == copies:
-            return said
+            return note
         fc2: Tensor = s.fc2  # type: ignore[assignment]
-        held = size(rows * fc2.shape[1] * x.element_size())
-        return f"{said}; {SAID[prefer].format(held)}"
+        copied = size(rows * fc2.shape[1] * x.element_size())
+        return f"{note}; {DY_ROWS_NOTES[prefer].format(copied)}"
 
     def _copies_dy(
         self, dy: Tensor, s: GroupedMLPSaved, index: Tensor | None, calls: Calls
@@ -197,9 +197,9 @@ def _copies_dy(
     facts: dswiglu.DswigluFacts,
 ) -> bool:
     given, rows = dswiglu.Operands(form, probs, fc2, None), index.shape[0]
-    if facts.prefer == "memory" and dswiglu.gathers(given, index, facts, rows):
+    if facts.prefer == "memory" and dswiglu.gathers_dy(given, index, facts, rows):
         return False
-    why = dswiglu.expected_why_apart(given, None, facts, rows)
+    why = dswiglu.expected_unfused_reason(given, None, facts, rows)
     return copies_rows(dy, index, FC2_DSWIGLU if why is None else FC2_BWD, fc2.shape[2])
 
 
@@ -207,8 +207,8 @@ def _on_dx(calls: Calls) -> OnDx | None:
     return (calls[0].scratch or {}).get(ON_DX)
 
 
-def _arrived(saved: GroupedMLPSaved, calls: Calls) -> Callable[[], Any]:
-    """x as it was in the forward: what was saved, or what arrives once more, which is on its way from here on."""
+def _x_source(saved: GroupedMLPSaved, calls: Calls) -> Callable[[], Any]:
+    """A function that returns the x of the forward: the saved one, or one that other ranks start to send here now."""
     x, offs, pos = saved.x, saved.offs, saved.pos
     if saved.home is None:
         return lambda: x
@@ -218,8 +218,10 @@ def _arrived(saved: GroupedMLPSaved, calls: Calls) -> Callable[[], Any]:
     return cache(lambda: saved_input(ready(), calls[1], offs, by_index=True))
 
 
-def _rows(x: Operand, index: Tensor | None, pos: Tensor | None, offs: Tensor, copies: bool) -> Rows:
-    """Rows of tokens, and the index to read them by: None for a copy."""
+def _routed_rows(
+    x: Operand, index: Tensor | None, pos: Tensor | None, offs: Tensor, copies: bool
+) -> IndexedRows:
+    """(rows, index to read them by): a routed copy and None, or the tokens and `index`."""
     if copies:
         return K.scatter_rows(x, pos, offs, index.shape[0]), None  # type: ignore[arg-type, union-attr]
     return x, index
