@@ -376,8 +376,8 @@ def test_every_op_and_layout_of_a_backward_has_random_numbers_of_its_own(
         seeds.extend(seed.item() for seed in args[3:4] if seed is not None)
         return original(*args)
 
-    original = operands._coded
-    monkeypatch.setattr(operands, "_coded", coded)
+    original = operands._quantize_last
+    monkeypatch.setattr(operands, "_quantize_last", coded)
     with fo.recipe(fo.recipes.NVFP4BlockScaling()), fo.fusion(fusion):
         model(torch.randn(40, 32)).sum().backward()
     assert len({*seeds}) == len(seeds) == 5  # rows and columns of three gradients, but for dx
