@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from fuseops import ops
 from fuseops.ops.paths import LENT
 
-from . import lent
+from . import stand_ins
 from .recognise import norm_of
 
 
-@lent.borrows("weight")
+@stand_ins.owner_parameters("weight")
 class LentRMSNorm(ops.RMSNorm):
     """A `LentRMSNorm` is an RMSNorm whose weight a module lends."""
 
@@ -23,7 +23,7 @@ def build(module: nn.Module) -> LentRMSNorm | str:
     weight: Any = module._parameters["weight"]
     if weight is None:
         return "has no weight"
-    if (why := lent.quantized(weight)) is not None:
+    if (why := stand_ins.quantized_reason(weight)) is not None:
         return why
     found = norm_of(module)
     if found is None:
@@ -31,13 +31,13 @@ def build(module: nn.Module) -> LentRMSNorm | str:
     op = LentRMSNorm(
         weight.shape[0], eps=found.eps, device="meta", zero_centered_gamma=found.zero_centered
     )
-    lent.lend(op, module, {"weight": "weight"})
+    stand_ins.bind_parameters(op, module, {"weight": "weight"})
     return op
 
 
-@lent.while_hung
+@stand_ins.only_while_attached
 def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     """As the module's own; in the dtype of the input, rounded once."""
-    if lent.sharded(self) or not lent.stands(self):
+    if stand_ins.is_sharded(self) or not stand_ins.is_current(self):
         return type(self).forward(self, hidden_states)
     return self.__dict__[LENT](hidden_states)
