@@ -1,9 +1,9 @@
-"""LoRA of PEFT beside the weights that it adapts: two small products next to the large one, in one op.
+"""LoRA adapters of PEFT run as low-rank products in the op of the weight that they adapt.
 
-PEFT adapts the parameters of experts (`target_parameters`) by making, in each forward, weights of their full size that
-autograd then keeps, and whose full gradient the backward makes. Here W + up down is never made: experts read the
-factors at each call, and so does `AdaptedLinear`, in the place of an adapted Linear's forward. What PEFT has merged or
-made in another way (DoRA, dropout in training, adapters of mixed batches) runs as PEFT wrote it.
+For experts (`target_parameters`) PEFT materializes W + up down at full size in each forward; autograd keeps it, and the
+backward makes its full gradient. Here it is never materialized: experts, and `AdaptedLinear`, the stand-in of an
+adapted Linear, read the factors at each call. Merged adapters and other variants (DoRA, dropout in training, adapters
+of mixed batches) run as PEFT wrote them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fuseops.ops.paths import LENT
 
 from . import stand_ins
 
-# of a parameter by name: down (E, r, in) and up (E, out, r)
+# by parameter name: down (E, r, in) and up (E, out, r)
 Factors = dict[str, tuple[Tensor, Tensor]]
 ADAPTERS = "_adapters"  # key in the `__dict__` of experts, during a call: its Factors
 
@@ -39,7 +39,7 @@ def is_adapter(module: nn.Module) -> bool:
 
 
 def base_module(module: Any) -> nn.Module:
-    """What an adapter is around, beneath all adapters."""
+    """The module below all adapters that wrap it."""
     while is_adapter(module):
         module = module._modules["base_layer"]
     found: nn.Module = module
@@ -47,7 +47,7 @@ def base_module(module: Any) -> nn.Module:
 
 
 def active_names(wrapper: Any) -> list[str] | None:
-    """The adapters that add to the weight now; None where PEFT has to run them."""
+    """Names of the adapters that are active now; None where only PEFT can run them."""
     if wrapper.disable_adapters or wrapper.merged:
         return None if wrapper.disable_adapters and wrapper.merged else []
     names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
@@ -56,9 +56,8 @@ def active_names(wrapper: Any) -> list[str] | None:
         parts = wrapper.lora_A[name], wrapper.lora_B[name]
         if has_dropout or name in wrapper.lora_variant or wrapper.lora_B[name].bias is not None:
             return None
-        if any(
-            stand_ins.not_plain_reason(part, nn.Linear) is not None for part in parts
-        ) or stand_ins.is_sharded(*parts):
+        plain = all(stand_ins.not_plain_reason(part, nn.Linear) is None for part in parts)
+        if not plain or stand_ins.is_sharded(*parts):
             return None
     return names
 
@@ -67,7 +66,7 @@ def active_names(wrapper: Any) -> list[str] | None:
 
 
 def expert_factors(wrapper: Any) -> Factors | None:
-    """Those of a run of adapters around experts; None where PEFT has to run one of them."""
+    """The factors of nested adapters around experts; None where only PEFT can run one of them."""
     found: Factors = {}
     experts: Any = base_module(wrapper)
     while is_adapter(wrapper):
@@ -91,14 +90,14 @@ def _scaled_factors(wrapper: Any, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _concatenated(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Several adapters are one of their ranks together."""
+    """The factors of several adapters as those of one, whose rank is the sum of theirs."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat([down for down, _ in parts], 1), torch.cat([up for _, up in parts], 2)
 
 
 def proxied_factors(experts: Any) -> Factors:
-    """Those that PEFT has put in the place of parameters, for this call, where nobody has bound its adapters."""
+    """The factors of the proxies that PEFT's own forward has put in the place of parameters for this call."""
     found: Factors = {}
     parametrizations: Any = experts._modules.get("parametrizations") or {}
     for name, proxies in parametrizations.items():
@@ -112,7 +111,7 @@ def proxied_factors(experts: Any) -> Factors:
 
 
 def read_factor(name: str, which: int, owner: Any) -> Tensor | None:
-    """Reads one factor of a parameter, or None."""
+    """Factor 0 (down) or 1 (up) of an experts parameter during a call, or None."""
     found = owner.__dict__.get(ADAPTERS, {}).get(name)
     return None if found is None else found[which]
 
@@ -121,9 +120,9 @@ def read_factor(name: str, which: int, owner: Any) -> Tensor | None:
 
 
 class LowRankProduct(NamedTuple):
-    """y = x W^T + bias + (x a^T) b^T over rows, all in one dtype; without a and b a plain product.
+    """y = x W^T + bias + (x a^T) b^T over rows, all in one dtype; x W^T + bias without a and b.
 
-    x (R, in), weight (out, in), bias (out,), a (r, in), b (out, r) -> y (R, out), and `through` x a^T (R, r)
+    x (R, in), weight (out, in), bias (out,), a (r, in), b (out, r) -> y (R, out), and `through` = x a^T (R, r)
     """
 
     weight: Tensor | None
@@ -139,7 +138,7 @@ class LowRankProduct(NamedTuple):
         return torch.addmm(y, through, self.b.t()), through  # type: ignore[union-attr]
 
     def fwd_into(self, y: Tensor, x: Tensor) -> Tensor | None:
-        """y is written; -> through. For calls that nobody differentiates or traces."""
+        """`fwd` that writes into y, for calls without autograd or tracing.   -> through"""
         w: Any = self.weight
         if self.bias is None:
             torch.mm(x, w.t(), out=y)
@@ -160,9 +159,9 @@ class LowRankProduct(NamedTuple):
         dx: Tensor | None = None,
         through_grad: Tensor | None = None,
     ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
-        """The gradient of x, added to dx where that is given, and those of the parameters by name; what is wanted.
+        """The wanted gradients: of x, added to dx if that is given, and of the parameters by name.
 
-        through_grad: that of `through`, where it is known.
+        through_grad: the gradient of `through`, if it is computed already.
         """
         grads: dict[str, Tensor | None] = {}
         dy_t: Any = dy.t()
@@ -237,18 +236,18 @@ class AdaptedLinear(Op[AdaptedLinearSaved]):
 
 
 def cast_factors(x: Tensor, *factors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Factors in the dtype of x: PEFT keeps them in float32 beside weights of less."""
+    """Factors in the dtype of x: PEFT keeps them in float32 even for weights in 16 bits."""
     return tuple([None if t is None else t.to(x.dtype) for t in factors])
 
 
 def read_parameter(child: str, name: str, owner: Any) -> Tensor | None:
-    """Reads a parameter of a child, or of what the adapters that stand there are around."""
+    """A parameter of a child, below the adapters that wrap it."""
     found: Tensor | None = getattr(base_module(owner._modules[child]), name)
     return found
 
 
 def linear_factor(which: int, wrapper: Any) -> Tensor:
-    """a (r, in) or b (out, r) of an adapted Linear: of all active adapters together."""
+    """Factor a (r, in) or b (out, r) of an adapted Linear, concatenated over its active adapters."""
     parts = [
         (wrapper.lora_A[n].weight, wrapper.lora_B[n].weight * wrapper.scaling[n])
         for n in active_names(wrapper) or ()
@@ -257,11 +256,11 @@ def linear_factor(which: int, wrapper: Any) -> Tensor:
     return each[0] if len(each) == 1 else torch.cat(each, which)
 
 
-# --- in the place of an adapter's forward
+# --- the stand-in of an adapted Linear
 
 
 def unsupported_reason(wrapper: Any) -> str | None:
-    """Why an adapter stays PEFT's, or None."""
+    """Why PEFT keeps running an adapter, or None."""
     inner = base_module(wrapper)
     if hasattr(wrapper, "parameter_name"):
         known = hasattr(inner, "is_transposed")
@@ -272,7 +271,7 @@ def unsupported_reason(wrapper: Any) -> str | None:
 
 
 def build(wrapper: Any) -> AdaptedLinear | str:
-    """The op for an adapted Linear, or why there is none."""
+    """The stand-in of an adapted Linear, or the reason why there is none."""
     if (why := unsupported_reason(wrapper)) is not None:
         return why
     base = wrapper._modules["base_layer"]
@@ -289,14 +288,14 @@ def build(wrapper: Any) -> AdaptedLinear | str:
 
 @stand_ins.only_while_attached
 def forward(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
-    """As PEFT's, of an adapted Linear."""
+    """The forward of an adapted Linear, by its stand-in; by PEFT for calls that the stand-in does not support."""
     if args or keywords or not is_readable(self) or not active_names(self):
         return type(self).forward(self, x, *args, **keywords)
     return self.__dict__[LENT](x)
 
 
 def is_readable(wrapper: Any) -> bool:
-    """Whether an adapted Linear may be read past PEFT's forward at the moment."""
+    """Whether the parameters of an adapted Linear may be used now without calling PEFT's forward."""
     base = wrapper._modules["base_layer"]
     plain = stand_ins.not_plain_reason(base, nn.Linear) is None and not stand_ins.is_sharded(base)
     return plain and not torch.compiler.is_compiling() and active_names(wrapper) is not None

@@ -1,4 +1,4 @@
-"""apply and revert: which modules of a transformers model fuseops runs, and how its own forwards come back."""
+"""apply and revert: find the modules of a transformers model that fuseops can run, bind stand-ins, and undo it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from .report import ApplyReport, ReportEntry
 
 
 class AppliedPart(NamedTuple):
-    """An `AppliedPart` is a kind of module that fuseops can stand in for.
+    """An `AppliedPart` is a kind of module that has a stand-in.
 
-    build is asked for what stands in, or why nothing does; forward runs it, and by says of it what it is.
+    build     of a module: its stand-in, or the reason why there is none
+    forward   the forward to bind on the module, which runs the stand-in
+    describe  of a stand-in: what it runs, for the report
     """
 
     name: str
@@ -89,7 +91,7 @@ def _bind(module: nn.Module, part: AppliedPart, stand_in: nn.Module) -> None:
     if part is LOSS:
         module.__dict__["forward"] = loss.bind(module, stand_in)
         return
-    # experts hang themselves, as they may be built by a call
+    # a call of experts may build and attach their stand-in itself
     if part is not EXPERTS and module.__dict__.get(LENT) is not stand_in:
         stand_ins.attach(module, stand_in, stand_ins.ConfigSnapshot.of(module))
     module.__dict__["forward"] = functools.partial(part.forward, module)
@@ -103,18 +105,18 @@ def _unbind(module: nn.Module) -> None:
 
 
 def is_bound(module: nn.Module) -> bool:
-    """Whether the forward of a module is one of ours."""
+    """Whether the bound forward of a module is one of `FORWARDS`."""
     forward = module.__dict__.get("forward")
     return isinstance(forward, functools.partial) and forward.func in FORWARDS
 
 
 def _is_wrapped(module: nn.Module) -> bool:
-    """Whether another forward is bound on the instance, which may call one of ours."""
+    """Whether a forward of another library is bound on the instance; it may call one of `FORWARDS`."""
     return "forward" in module.__dict__ and not is_bound(module)
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, AppliedPart, nn.Module]]:
-    """Every module that looks like one of the parts, parents first."""
+    """(path, part, module) of every module that has the attributes of a part, parents first."""
     rotary = rope.rotary_embeddings(model)
     nested = {id(m._modules["base_layer"]) for m in model.modules() if adapters.is_adapter(m)}
     for path, module in model.named_modules():
@@ -126,7 +128,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, AppliedPart, nn.Module]
         elif ("up_proj" in children and "down_proj" in children) or packing.is_packed(module):
             yield path, MLP, module
         elif adapters.is_adapter(module):
-            if id(module) not in nested:  # of adapters around each other, the outermost
+            if id(module) not in nested:  # the outermost of nested adapters
                 yield path, EXPERT_ADAPTER if hasattr(module, "parameter_name") else ADAPTER, module
         elif "top_k" in attributes and parameters.get("weight") is not None and not children:
             yield path, ROUTER, module
@@ -151,7 +153,7 @@ def _skip_reason(part: AppliedPart, module: nn.Module) -> str | None:
 
 
 def _build_experts(module: Any) -> nn.Module | str:
-    """For top_k of the calls to come. Another one is built when it comes."""
+    """The stand-in for the config's top_k; a call with another top_k builds its own."""
     if (why := experts.unsupported_reason(module)) is not None:
         return why
     code = getattr(type(module).forward, "__code__", None)
@@ -187,7 +189,7 @@ EXPERTS = AppliedPart("experts", experts.bound_forward, _build_experts, _describ
 ROUTER = AppliedPart("router", router.forward, router.build, _describe_router)
 MLP = AppliedPart("mlp", mlp.forward, mlp.build, mlp.describe)
 NORM = AppliedPart("norm", norm.forward, norm.build, _describe_norm)
-SINGLE_INPUT = (ROUTER, MLP, NORM)  # whose stand-ins take x and nothing else
+SINGLE_INPUT = (ROUTER, MLP, NORM)  # stand-ins that take x only
 ROPE = AppliedPart(
     "rope",
     rope.forward,

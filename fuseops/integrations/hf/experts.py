@@ -2,9 +2,9 @@
 
     Dispatch  Permute  fc1  act  fc2  Combine       of the module's own gate_up_proj (or up_proj) and down_proj
 
-The module says how its weights lie (has_gate, has_bias, is_transposed) and what is between the products (`_apply_gate`,
-`act_fn`), which is recognised by what it computes, or runs as written. An index beyond the local experts, as expert
-parallelism writes for experts of other ranks, takes no product and gives no gradient.
+Attributes of the module give the layout of its weights (has_gate, has_bias, is_transposed) and its activation
+(`_apply_gate`, `act_fn`), which is recognised by what it computes, or else runs as written. An index beyond the local
+experts, which expert parallelism writes for experts of other ranks, is skipped and gives no gradient.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ NAME = "fuseops"
 
 @stand_ins.owner_parameters("weight", "bias", "down", "up")
 class Projection(ops.GroupedLinear):
-    """A `Projection` is a GroupedLinear over the weight and bias of a module of experts."""
+    """A `Projection` is a GroupedLinear over the weight and bias of an experts module."""
 
     saves_for = ops.GroupedLinear._saves_for_low_rank
 
 
 class StockActivation(nn.Module):
-    """A `Written` runs the activation that transformers' code of a module of experts has between its GEMMs, and
-    multiplies each row by its probability.
+    """A `StockActivation` runs the activation of a transformers experts module as written, and multiplies each row
+    by its probability.
     """
 
     reads = ("probs",)
@@ -58,11 +58,11 @@ def forward(
     top_k_weights: Tensor,
     adapters: peft.Factors | None = None,
 ) -> Tensor:
-    """The sum of each token's experts, times their weights.
+    """The sum of the outputs of each token's experts, times their weights.
 
     hidden_states (T, D), top_k_index (T, K) int, top_k_weights (T, K) -> (T, D) in the dtype of hidden_states.
-    Weights are read from `self` at each call. What `refused` names runs as transformers' grouped_mm.
-    adapters: low-rank factors beside them; those that PEFT has put in their place are found.
+    Parameters are read from `self` at each call. Unsupported experts run as transformers' grouped_mm.
+    adapters: low-rank factors of the parameters; by default those that PEFT's own forward has put in their place.
     """
     if torch.compiler.is_compiling():
         stand_ins.evaluate(get_or_build, self, top_k_index.shape[-1])
@@ -98,13 +98,13 @@ def forward(
 
 @stand_ins.only_while_attached
 def bound_forward(self: nn.Module, *args: Any, **keywords: Any) -> Tensor:
-    """As `forward`, where `apply` has bound it; by the library's switch that one runs modules that nobody has."""
+    """`forward` as `apply` binds it. (`experts_implementation="fuseops"` calls `forward` of modules without it.)"""
     return forward(self, *args, **keywords)
 
 
 @stand_ins.only_while_attached
 def forward_adapted(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
-    """As PEFT's, of adapters around experts that run here."""
+    """The forward of PEFT adapters around experts: their factors are passed to `forward` of the experts."""
     inner = peft.base_module(self)
     if SPREAD in inner.__dict__ and peft.active_names(self) != []:
         raise FuseOpsError(
@@ -133,7 +133,7 @@ def _stock_forward() -> Callable[..., Tensor]:
 
 
 def unsupported_reason(experts: nn.Module) -> str | None:
-    """Why fuseops does not run these experts, or None."""
+    """Why fuseops cannot run these experts, or None."""
     attributes = vars(experts)
     required = ("num_experts", "has_gate", "has_bias", "is_transposed")
     if missing := [name for name in required if name not in attributes]:
@@ -157,7 +157,7 @@ def _parameter_names(experts: Any) -> list[str]:
 
 
 def _raw_parameter(experts: nn.Module, name: str) -> Tensor | None:
-    """A parameter, beneath a parametrization."""
+    """A parameter, below its parametrization."""
     if name in experts._parameters:
         return experts._parameters[name]
     beneath = getattr(experts._modules.get("parametrizations"), name, None)
@@ -165,7 +165,7 @@ def _raw_parameter(experts: nn.Module, name: str) -> Tensor | None:
 
 
 def get_or_build(experts: nn.Module, top_k: int) -> Sequential | None:
-    """What runs these experts, built once; anew when what they say of themselves has changed. None where refused."""
+    """The stand-in of these experts, rebuilt when their configuration changes; None if they are unsupported."""
     attributes = vars(experts)
     key = (
         *(top_k, attributes.get("num_experts")),
@@ -227,19 +227,19 @@ def _projection(experts: Any, name: str, scale_bias: bool = False) -> Projection
 
 
 def _read(name: str, owner: Any) -> Any:
-    """Reads a parameter by its name."""
-    if name in owner.__dict__.get(peft.ADAPTERS, ()):  # beneath what PEFT has put in its place
+    """A parameter by its name."""
+    if name in owner.__dict__.get(peft.ADAPTERS, ()):  # below PEFT's proxy
         return _raw_parameter(owner, name)
     return getattr(owner, name)
 
 
 def _read_transposed(name: str, owner: Any) -> Any:
-    """Reads a parameter (E, in, out) as (E, out, in)."""
+    """A parameter (E, in, out), transposed to (E, out, in)."""
     return _read(name, owner).transpose(1, 2)
 
 
 def register() -> None:
-    """Make `experts_implementation="fuseops"` known to transformers."""
+    """Register `experts_implementation="fuseops"` with transformers."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, forward)

@@ -1,9 +1,9 @@
-"""The loss of a causal language model without its logits: what stands in for the forward of the model itself.
+"""The loss of a causal language model without materializing its logits.
 
-The model's own forward runs on a second self, a shallow copy with the same children but two: its head gives the hidden
-states as they are, and its loss function is `ops.LinearCrossEntropy` over the head's weight. So what a model adds
-around the two (auxiliary losses, slices, caches) stays its own. A model whose logits go through more than the head is
-recognised by a run on a few numbers, and left alone, but for the soft cap that the loss knows.
+The model's own forward runs on its *loss model*: a shallow copy whose head is the identity and whose loss function is
+`ops.LinearCrossEntropy` over the head's weight. So auxiliary losses, slices and caches stay as the model writes them. A
+probe on small tensors finds models that process their logits further; these keep their forward, unless the processing
+is a soft cap, which the op supports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fuseops.ops.paths import LENDER, LENT
 from . import recognise, stand_ins
 
 HEAD, LOSS_MODEL, CAP = "lm_head", "_without_logits", "final_logit_softcapping"
-# what the second self of a model has of its own
+# attributes that a loss model does not copy from its model
 OWN_KEYS = {
     "forward",
     "config",
@@ -38,9 +38,7 @@ OWN_KEYS = {
 
 
 class IdentityHead(nn.Module):
-    """A `PassOn` stands in the place of a head and gives what it gets: the hidden states, of which the loss makes
-    what it needs.
-    """
+    """An `IdentityHead` is the head of a loss model: it returns the hidden states, from which the loss is made."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
@@ -61,7 +59,7 @@ def loss_of_hidden(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """transformers' loss of a causal language model, from hidden states in the place of logits.   (..., D) -> ()"""
+    """transformers' loss of a causal language model.   logits: hidden states (..., D) -> ()"""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]  # type: ignore[arg-type]
     x, targets = logits.flatten(0, -2), shift_labels.flatten().to(logits.device)
@@ -83,9 +81,9 @@ def forward(
     skip_logits: bool | None = None,
     **keywords: Any,
 ) -> Any:
-    """As the model's own. Where a loss is asked for, logits are left out in training, and made in evaluation.
+    """The model's forward, with a loss that needs no logits.
 
-    skip_logits: leave them out, or make them.
+    skip_logits: return no logits where a loss is wanted; by default in training only.
     """
     own: Any = type(self).forward
     stand_ins.guard(self, "_loss_function")
@@ -110,7 +108,7 @@ def forward(
 
 
 def _can_skip_logits(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Whether a call can do without logits: labels by name, a plain head, an output that has names."""
+    """Whether a call can skip logits: labels by keyword, a plain head, an output with field names."""
     names = keywords.get("return_dict")
     if names is None:
         names = getattr(model.config, "return_dict", True)
@@ -126,8 +124,8 @@ def _can_skip_logits(model: nn.Module, args: tuple[Any, ...], keywords: dict[str
 
 
 def _refresh(model: Any) -> bool:
-    """Whether a model's head and loss are those that its second self was made for, which says of itself now what the
-    model does.
+    """Copy the model's current attributes to its loss model.   -> whether its head and loss are still those that the
+    loss model was built for; nothing is copied if not
     """
     loss_model = model.__dict__[LOSS_MODEL]
     mean = loss_model._head_losses.loss_mean
@@ -165,12 +163,10 @@ def other_loss_reason(model: nn.Module) -> str | None:
 
 
 def build(model: Any) -> nn.Module | str:
-    """The second self of a model, or why a loss with logits stays."""
+    """The loss model of a model, or the reason why its loss needs logits."""
     head = model._modules[HEAD]
-    if (
-        why := stand_ins.not_plain_reason(head, nn.Linear)
-        or stand_ins.quantized_reason(head.weight)
-    ) is not None:
+    why = stand_ins.not_plain_reason(head, nn.Linear) or stand_ins.quantized_reason(head.weight)
+    if why is not None:
         return f"lm_head {why}"
     if (why := other_loss_reason(model)) is not None:
         return why
@@ -191,14 +187,14 @@ def build(model: Any) -> nn.Module | str:
 
 
 def _without_cap(config: Any) -> Any:
-    """A config without a soft cap."""
+    """A copy of a config, without soft cap."""
     config = copy.copy(config)
     object.__setattr__(config, CAP, None)  # past the checks of types: Gemma 3n's takes no None
     return config
 
 
 def _build_losses(model: Any, soft_cap: float | None) -> nn.Module:
-    """The loss as a mean over tokens, and as a sum."""
+    """A module of two ops: `loss_mean` over tokens, and `loss_sum`."""
     head, losses = model.lm_head, nn.Module()
     for reduction in ("mean", "sum"):
         sizes = head.in_features, head.out_features, head.bias is not None
@@ -217,7 +213,7 @@ def _copy_with(model: nn.Module, config: Any, modules: dict[str, Any]) -> Any:
 
 
 class _StubDecoder(nn.Module):
-    """A `_Decoder` stands in the place of all that is below a head, and gives known hidden states."""
+    """A `_StubDecoder` takes the place of the modules below a head in a probe, and returns given hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -228,7 +224,7 @@ class _StubDecoder(nn.Module):
 
 
 class _StubOutputs:
-    """An `_Outputs` holds hidden states, and nothing by any other name."""
+    """A `_StubOutputs` holds hidden states; every other attribute is None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -244,8 +240,8 @@ class _StubOutputs:
 
 @recognise.isolated()
 def _mismatch_reason(model: nn.Module, config: Any, soft_cap: float | None) -> str | None:
-    """None where the loss, and who asks for logits, get what the head gives, capped or as it is, and where nothing
-    else is made of it.
+    """None if a probe shows that loss and output get the head's output, capped by `soft_cap` or not, and that the loss
+    is returned as it is; else the reason.
     """
     hidden = recognise.random_tensor(2, 5, 4)
     labels = torch.zeros(2, 5, dtype=torch.int64)
@@ -273,7 +269,7 @@ def _mismatch_reason(model: nn.Module, config: Any, soft_cap: float | None) -> s
 
 
 def bind(model: Any, loss_model: nn.Module) -> Any:
-    """The forward of a model with a second self. It has the parameters of the model's own, by which callers go."""
+    """The forward of a model that has a loss model, with the signature of the model's own, which callers inspect."""
     model.__dict__[LOSS_MODEL] = loss_model
     stand_ins.attach(model, loss_model._head_losses, None)  # type: ignore[arg-type]
     bound = functools.partial(forward, model)

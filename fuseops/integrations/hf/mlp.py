@@ -1,9 +1,9 @@
-"""A dense MLP over the projections of a module that keeps them: gate and up are two weights of one product.
+"""A dense MLP over the projections of a transformers module; h holds the outputs of gate and up side by side.
 
-    h = [x Wg^T + bg | x Wu^T + bu];  a = silu(gate) * up, or what the module has;  y = a Wd^T + bd
+    h = [x Wg^T + bg | x Wu^T + bu];  a = silu(gate) * up, or the module's activation;  y = a Wd^T + bd
 
-Saves x and h alone: the activation comes again in the backward, from the pass that makes dh. Stock saves the gate, its
-activation, up and a beside x, twice as much.
+Saves only x and h: the pass that makes dh recomputes a. The stock module saves gate, its activation, up and a besides
+x, twice as much.
 Shapes: x (..., D), gate and up (F, D), down (D, F), h (R, 2F); without a gate h (R, F). R is all rows of x.
 Numerics: each product rounds once; dx is the sum of two products, rounded after the first and after the sum.
 """
@@ -30,7 +30,7 @@ from .recognise import GATED, PLAIN_MLP, activation_of, mlp_of, packed_mlp_of
 class MLPSaved(NamedTuple):
     x: Tensor | None  # (R, D)
     h: Tensor | None  # (R, 2F) or (R, F)
-    gate_through: Tensor | None  # x a^T of each adapter, (R, r)
+    gate_through: Tensor | None  # x a^T of each projection's adapter, (R, r)
     up_through: Tensor | None
     down_through: Tensor | None
     gate: Tensor | None  # parameters themselves
@@ -45,8 +45,6 @@ class MLPSaved(NamedTuple):
 
 
 SUFFIXES = {"weight": "", "bias": "_bias", "a": "_a", "b": "_b"}  # of a product's parameters
-
-
 FIRST_PRODUCTS = "gate", "up"
 
 
@@ -54,8 +52,8 @@ FIRST_PRODUCTS = "gate", "up"
     *(name + suffix for name in (*FIRST_PRODUCTS, "down") for suffix in SUFFIXES.values())
 )
 class MLP(Op[MLPSaved]):
-    """y = down(act([gate(x) | up(x)])), of weights that a module lends; any of the three with low-rank factors beside
-    it.   x (..., D) -> (..., D)
+    """y = down(act([gate(x) | up(x)])) with the parameters of another module; each projection may have low-rank
+    factors.   x (..., D) -> (..., D)
     """
 
     _dh = ("h", "down", "down_a", "down_b")
@@ -134,16 +132,17 @@ class MLP(Op[MLPSaved]):
         return Grads(None if dx is None else dx.view(*dy.shape[:-1], self.width), params)
 
     def _first_parts(self, dh: Tensor | None) -> list[tuple[str, Tensor]]:
-        """(name, dh) of the first products: one, where there is no gate or `up` holds both."""
+        """(name, its columns of dh) of the first products: one if there is no gate, or if `up` holds both."""
         if dh is None:
             return []
-        apart = "gate" in self.__dict__[LENDER].sources  # a gate that is not saved is one, too
-        return [*zip(FIRST_PRODUCTS, dh.chunk(2, dim=1), strict=True)] if apart else [("up", dh)]
+        # not by `saved.gate`, which may be None though there is a gate
+        has_gate = "gate" in self.__dict__[LENDER].sources
+        return [*zip(FIRST_PRODUCTS, dh.chunk(2, dim=1), strict=True)] if has_gate else [("up", dh)]
 
     def _act_bwd(
         self, dy: Tensor, saved: MLPSaved, call: Call, params: dict[str, Tensor | None]
     ) -> Tensor | None:
-        """dh, where a gradient before the activation is wanted; those of the last product are added to params."""
+        """dh, or None if no gradient before the activation is wanted; adds the gradients of `down` to params."""
         h: Any = saved.h
         product, through = _product(saved, "down", dy, call)
         wanted = _wanted(call, "down")
@@ -166,7 +165,7 @@ class MLP(Op[MLPSaved]):
 
 
 def _wanted(call: Call, name: str) -> list[str]:
-    """Of a product's parameters, those whose gradients are wanted."""
+    """The parameters of a product whose gradients are wanted."""
     return [part for part, suffix in SUFFIXES.items() if name + suffix in call.needs]
 
 
@@ -177,7 +176,7 @@ def _grads_by_name(name: str, grads: dict[str, Tensor | None]) -> dict[str, Tens
 def _product(
     saved: MLPSaved, name: str, dy: Tensor, call: Call
 ) -> tuple[LowRankProduct, Tensor | None]:
-    """A product as its backward needs it, and what went through its factors."""
+    """A product for its backward, and its saved `through`."""
     weight, a, b, through = (getattr(saved, name + s) for s in ("", "_a", "_b", "_through"))
     return LowRankProduct(call.precision.cast(weight), None, *cast_factors(dy, a, b)), through
 
@@ -185,8 +184,8 @@ def _product(
 def _concat_products(
     x: Tensor, products: list[LowRankProduct]
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The products of x side by side, written there where nobody differentiates or traces, and what went through their
-    factors.
+    """The outputs of products of x, concatenated, and `through` of each. Without autograd or tracing they are written
+    into one buffer.
     """
     if len(products) == 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
         found = [product.fwd(x) for product in products]
@@ -198,11 +197,11 @@ def _concat_products(
     return h, tuple([p.fwd_into(part, x) for p, part in zip(products, halves, strict=True)])
 
 
-# --- in the place of a module's forward
+# --- the stand-in of a module
 
 
 def _unsupported_reason(module: nn.Module) -> str | None:
-    """Why fuseops does not run this module of gate_proj, up_proj and down_proj, or None."""
+    """Why the projections of a module cannot be read, or None."""
     for name in _projection_names(module):
         child: Any = module._modules[name]
         why = (
@@ -223,8 +222,8 @@ def _projection_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def build(module: nn.Module) -> MLP | str:
-    """The op for this module, or why there is none."""
-    packed = packing.is_packed(module)  # nobody can run its class any more
+    """The stand-in of a module, or the reason why there is none."""
+    packed = packing.is_packed(module)  # the forward of its class cannot run
     found: MLP | None = module.__dict__[LENT] if packed else None
     if (why := _unsupported_reason(module)) is not None:
         return found or why
@@ -248,7 +247,7 @@ def _mismatch_reason(module: Any) -> str:
 
 
 def bind_parameters(op: MLP, module: nn.Module) -> None:
-    """Let the op read the module's weights, as they are named now."""
+    """Have the op read the module's parameters by their current names."""
     sources: dict[str, stand_ins.Source] = {}
     for name in _projection_names(module):
         short = "up" if name == packing.PACKED else name.removesuffix("_proj")
@@ -260,7 +259,7 @@ def bind_parameters(op: MLP, module: nn.Module) -> None:
 
 
 def describe(op: MLP) -> str:
-    """What runs a module now, for the report."""
+    """A description of the stand-in, for the report."""
     owner = op.__dict__[LENDER].owner
     adapted = [
         name for name in _projection_names(owner) if adapters.is_adapter(owner._modules[name])
@@ -277,8 +276,8 @@ def _read_factor(child: str, which: int, owner: Any) -> Tensor | None:
 
 @stand_ins.only_while_attached
 def forward(self: nn.Module, x: Tensor) -> Tensor:
-    """As the module's own, which runs where a projection cannot be read past its forward at the moment, as with a
-    hook, or where the activation is another one.
+    """The module's forward, by its stand-in. The stock code runs where a projection cannot be read now (it has a hook,
+    say), or where the module's activation has changed.
     """
     if stand_ins.is_current(self) and all(
         _is_readable(self._modules[name]) for name in _projection_names(self)
@@ -290,7 +289,7 @@ def forward(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def _is_readable(part: Any) -> bool:
-    """Whether a projection is a plain Linear now, or one with adapters that multiply beside it."""
+    """Whether a projection is now a plain Linear, or one whose adapters this op can run."""
     if not adapters.is_adapter(part):
         return stand_ins.not_plain_reason(part, nn.Linear) is None and not stand_ins.is_sharded(
             part
@@ -302,7 +301,7 @@ def _is_readable(part: Any) -> bool:
 
 
 def _stock_packed_forward(module: Any, x: Tensor) -> Tensor:
-    """What a class says of gate and up, of both in one."""
+    """The stock formula, for a module whose gate and up are packed."""
     gate, up = module.gate_up_proj(x).chunk(2, dim=-1)
     y: Tensor = module.down_proj(module.act_fn(gate) * up)
     return y

@@ -1,4 +1,4 @@
-"""RMSNorm over the weight of a module that keeps it: one kernel forward and one backward."""
+"""RMSNorm with the weight of a transformers module: one kernel in the forward and one in the backward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .recognise import norm_of
 
 @stand_ins.owner_parameters("weight")
 class LentRMSNorm(ops.RMSNorm):
-    """A `LentRMSNorm` is an RMSNorm whose weight a module lends."""
+    """A `LentRMSNorm` is an RMSNorm whose weight belongs to another module."""
 
 
 def build(module: nn.Module) -> LentRMSNorm | str:
-    """The op for this module, or why there is none."""
+    """The stand-in of a module, or the reason why there is none."""
     weight: Any = module._parameters["weight"]
     if weight is None:
         return "has no weight"
@@ -37,7 +37,7 @@ def build(module: nn.Module) -> LentRMSNorm | str:
 
 @stand_ins.only_while_attached
 def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-    """As the module's own; in the dtype of the input, rounded once."""
+    """The module's forward; y is rounded once, to the dtype of the input."""
     if stand_ins.is_sharded(self) or not stand_ins.is_current(self):
         return type(self).forward(self, hidden_states)
     return self.__dict__[LENT](hidden_states)

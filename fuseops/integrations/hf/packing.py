@@ -1,7 +1,7 @@
-"""Gate and up of a gated MLP as one parameter, `gate_up_proj`, by choice: one GEMM where stock has two.
+"""Optional packing of gate_proj and up_proj of a gated MLP into one parameter, `gate_up_proj`: one GEMM instead of two.
 
-Checkpoints keep transformers' names: `save_pretrained` splits what is packed, by the weight conversions of the model
-(`save_original_format`), and `load_state_dict` packs the names of a stock checkpoint that it is given.
+Checkpoints keep transformers' names: `save_pretrained` splits packed parameters by the model's weight conversions
+(`save_original_format`), and `load_state_dict` packs those of a stock checkpoint.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from fuseops.errors import FuseOpsError
 from . import adapters, stand_ins
 
 PACKED, HALVES = "gate_up_proj", ("gate_proj", "up_proj")
-HOOK = "_fuseops_packed"  # of loading; says that it was packed here
-CONVERSIONS = "_fuseops_conversions"  # of a model: those of its checkpoints that packing added
+HOOK = "_fuseops_packed"  # key in the `__dict__` of a packed module: the handle of its load_state_dict hook
+CONVERSIONS = (
+    "_fuseops_conversions"  # in that of a model: the weight conversions that packing has added
+)
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether a module's gate and up were packed here: some stock classes have a `gate_up_proj` of their own."""
+    """Whether `pack` has packed a module: some stock classes have a `gate_up_proj` of their own."""
     return HOOK in module.__dict__
 
 
 def tied_parameters(model: nn.Module) -> frozenset[int]:
-    """Parameters, by id, that a model has in more than one place."""
+    """Ids of the parameters that several modules of a model share."""
     seen = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     return frozenset(p for p, times in seen.items() if times > 1)
 
 
 def unpackable_reason(module: nn.Module, tied: frozenset[int]) -> str | None:
-    """Why gate and up of a gated MLP that fuseops runs stay two parameters, or None."""
+    """Why gate_proj and up_proj of a module with a stand-in cannot be packed, or None.   tied: `tied_parameters`"""
     halves: list[Any] = [module._modules.get(name) for name in HALVES]
     if None in halves:
         return "it has no gate_proj"
@@ -53,7 +55,7 @@ def unpackable_reason(module: nn.Module, tied: frozenset[int]) -> str | None:
 
 
 def pack(module: nn.Module) -> None:
-    """Put one Linear, of the rows of gate_proj and then those of up_proj, in the place of both."""
+    """Replace gate_proj and up_proj by one Linear, whose rows are theirs, gate first."""
     gate, up = ([*module._modules[name].parameters()] for name in HALVES)  # type: ignore[union-attr]
     joined = [torch.cat([a.detach(), b.detach()]) for a, b in zip(gate, up, strict=True)]
     _replace(module, HALVES, {PACKED: _linear(*joined, trained=gate[0].requires_grad)})
@@ -61,7 +63,7 @@ def pack(module: nn.Module) -> None:
 
 
 def check_separable(path: str, module: nn.Module) -> None:
-    """Raises FuseOpsError where two Linears could not take over what is on the one of a packed module."""
+    """Raise FuseOpsError where `unpack` would lose adapters or hooks."""
     both: Any = module._modules[PACKED]
     why = (
         "has adapters" if adapters.is_adapter(both) else stand_ins.not_plain_reason(both, nn.Linear)
@@ -74,7 +76,7 @@ def check_separable(path: str, module: nn.Module) -> None:
 
 
 def unpack(module: nn.Module) -> None:
-    """Give a packed module its two Linears back."""
+    """Replace the Linear of a packed module by gate_proj and up_proj."""
     module.__dict__.pop(HOOK).remove()
     both: Any = module._modules[PACKED]
     halves = zip(*(p.detach().chunk(2) for p in both.parameters()), strict=True)
@@ -95,7 +97,7 @@ def _linear(weight: Tensor, bias: Tensor | None = None, *, trained: bool) -> nn.
 
 
 def _replace(module: nn.Module, names: tuple[str, ...], parts: dict[str, nn.Linear]) -> None:
-    """Other children in the place of these, which keep the order of parameters: before the rest."""
+    """Replace children by others, which come first, as those did: the order of parameters stays."""
     rest = {name: child for name, child in module._modules.items() if name not in names}
     module._modules.clear()
     module._modules.update({**parts, **rest})
@@ -110,8 +112,8 @@ def _pack_loaded(
     missing: list[str],
     *more: Any,
 ) -> None:
-    """Loading finds the names of a stock checkpoint. A half that comes without the other, as in a shard, goes beside
-    the one that is there.
+    """The load_state_dict hook of a packed module: packs the keys of a stock checkpoint. Where only one half comes, as
+    in a shard, the other keeps its values.
     """
     for kind, p in adapters.base_module(module._modules[PACKED]).named_parameters():
         names = [f"{prefix}{name}.{kind}" for name in HALVES]
@@ -126,7 +128,7 @@ def _pack_loaded(
 
 
 def convert_checkpoints(model: nn.Module) -> None:
-    """Tell transformers' models, this one and those in it, how what is packed is called in a checkpoint."""
+    """Set the weight conversions of a model, and of transformers models in it, for the modules that are packed now."""
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import Concatenate, PrefixChange, WeightConverter

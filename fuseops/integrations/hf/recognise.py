@@ -1,9 +1,9 @@
-"""Recognising a module by what it computes.
+"""Recognition of a module by what it computes.
 
-A name or an attribute says what a module might be; whether it is that is found by running its own forward on a few
-random rows, and back, beside the formula that would take its place. What differs, what draws random numbers, what keeps
-something and what cannot be run on its own is not recognised, and stays as it is. Probes run on the CPU, on small
-random parameters in the place of the module's own, which may not be loaded yet.
+Names and attributes only suggest what a module is. A probe decides: its own forward, and backward, run on a few random
+rows and are compared with the formula that would replace it. A module is not recognised if results differ, if it draws
+random numbers, changes its attributes, or cannot run alone. Probes run on the CPU, with small random parameters instead
+of the module's own, which may not be loaded yet.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fuseops.ops.activations import ScaledActivation
 ROWS = 16
 # modules compute in float32 in places, whatever their dtype
 TOLERANCE = 32 * torch.finfo(torch.float32).eps
-MUTATED = object()  # in the place of what a forward gives
+MUTATED = object()  # result of `run_forward` where the forward has changed the module
 
 
-# the op of a kind that multiplies by a probability a row
+# activation kind -> the op that also multiplies each row by its probability
 SCALED_OPS: dict[str, Callable[..., ScaledActivation]] = {
     "swiglu": ops.ScaledSwiGLU,
     "clamped_swiglu": ops.ScaledClampedSwiGLU,
@@ -39,24 +39,24 @@ SCALED_OPS: dict[str, Callable[..., ScaledActivation]] = {
     "sreglu": ops.ScaledSReGLU,
     "srelu": ops.ScaledSReLU,
 }
-OPTIONS = ("interleave", "alpha", "limit", "offset")  # of a form, by the names that those ops have
+OPTIONS = ("interleave", "alpha", "limit", "offset")  # of a Form, as arguments of those ops
 PLAIN_KINDS = ("silu", "gelu", "gelu_tanh", "qgelu", "relu", "srelu")
 EXPERT_PARAMETERS = {f"{n}_proj{bias}" for n in ("gate_up", "up", "down") for bias in ("", "_bias")}
 GATED_KINDS = {gate: kind for kind, gate in K.GATES.items() if kind != "clamped_swiglu"}
 
 
 def scaled_activation(form: Form) -> ScaledActivation | None:
-    """The op of an activation that multiplies by a probability a row, where there is one."""
+    """The op for an activation that also multiplies each row by its probability, or None."""
     kind, *options = form
     make = SCALED_OPS.get(kind)
     return None if make is None else make(**dict(zip(OPTIONS, options, strict=False)))
 
 
-# --- by what it computes
+# --- probes
 
 
 def matches(found: Any, expected: Any, *leaves: Tensor) -> bool:
-    """Whether a module gave what a formula gives, and so do their backwards.   of: leaves that both are made of"""
+    """Whether a module's result equals the expected one, and so do the gradients of `leaves`."""
     if not isinstance(found, Tensor) or found.shape != expected.shape:
         return False
     close = torch.isclose(found.double(), expected.double(), rtol=TOLERANCE, atol=TOLERANCE)
@@ -64,7 +64,7 @@ def matches(found: Any, expected: Any, *leaves: Tensor) -> bool:
 
 
 def _matching_grads(found: Tensor, expected: Tensor, leaves: tuple[Tensor, ...]) -> bool:
-    """Whether rows of gradients agree as a whole: a part that is detached is no rounding."""
+    """Whether each row of the gradients agrees in norm, so that a detached part is not taken for rounding."""
     grads = [
         run_or_none(
             torch.autograd.grad,
@@ -85,7 +85,7 @@ def _matching_grads(found: Tensor, expected: Tensor, leaves: tuple[Tensor, ...])
 
 
 def shallow_copy(module: nn.Module) -> Any:
-    """A copy with the same attributes, of any class: FSDP2's cannot be copied."""
+    """A shallow copy of a module of any class; `copy.copy` fails for FSDP2's."""
     new = object.__new__(type(module))
     new.__dict__.update(module.__dict__)
     return new
@@ -94,7 +94,7 @@ def shallow_copy(module: nn.Module) -> Any:
 def probe_copies(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]
 ) -> Iterator[nn.Module]:
-    """The module with other parameters and children, in training and in evaluation."""
+    """Copies of a module with other parameters and children: one in training mode, one in evaluation mode."""
     for training in (True, False):
         new = shallow_copy(module)
         new.__dict__.pop("forward", None)
@@ -105,7 +105,7 @@ def probe_copies(
 
 
 def _copy_in_mode(module: nn.Module, training: bool) -> Any:
-    """A copy in training or in evaluation, and all that is in it: a dropout goes by its own flag."""
+    """A copy of a module and of its children, in training or in evaluation mode."""
     new = shallow_copy(module)
     new.training = training
     new._modules = {k: m and _copy_in_mode(m, training) for k, m in module._modules.items()}
@@ -114,7 +114,7 @@ def _copy_in_mode(module: nn.Module, training: bool) -> Any:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """On the CPU, without autocast, with a graph, and with random numbers of our own: whatever is set outside."""
+    """A context for probes: CPU, autograd on, autocast off, and a seeded generator, whatever the caller has set."""
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
         with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
             torch.default_generator.manual_seed(0)  # torch.manual_seed would reach other devices
@@ -122,15 +122,15 @@ def isolated() -> Iterator[None]:
 
 
 def run_or_none(run: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """What unknown code gives; None for any error."""
+    """The result of a call; None for any exception."""
     try:
         return run(*args, **keywords)
-    except Exception:  # whatever it needs is not here, so it is not what we know
+    except Exception:  # code that cannot run alone is not recognised
         return None
 
 
 def run_forward(module: nn.Module, *args: Any, **keywords: Any) -> Any:
-    """What the forward of a module's class gives; None for any error, KEEPS where it leaves something on the module."""
+    """The result of the class's forward; None for any exception, MUTATED if it has changed the module's attributes."""
     before, now = {**vars(module)}, vars(module)
     found = run_or_none(type(module).forward, module, *args, **keywords)
     unchanged = now.keys() == before.keys() and all(now[k] is v for k, v in before.items())
@@ -138,13 +138,13 @@ def run_forward(module: nn.Module, *args: Any, **keywords: Any) -> Any:
 
 
 def random_tensor(*shape: int) -> Tensor:
-    """Random float32 numbers on the CPU, whatever the defaults are."""
+    """A random float32 tensor on the CPU, seeded by its shape."""
     generator = torch.Generator("cpu").manual_seed(sum(shape))
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
 def _scales(least: float, most: float) -> Tensor:
-    """A column of as many magnitudes as there are rows, on the CPU."""
+    """Magnitudes from 10**least to 10**most.   -> (ROWS, 1) on the CPU"""
     exponents = torch.arange(ROWS, device="cpu", dtype=torch.float32) / (ROWS - 1)
     return (10.0 ** (least + (most - least) * exponents))[:, None]
 
@@ -153,13 +153,13 @@ def _scales(least: float, most: float) -> Tensor:
 
 
 def _has_state(inner: Any) -> bool:
-    """Whether an activation, or another part, has parameters or buffers, by which it may become another one."""
+    """Whether it is a module with parameters or buffers, so that what it computes may change in training."""
     return isinstance(inner, nn.Module) and bool([*inner.parameters(), *inner.buffers()])
 
 
 @isolated()
 def activation_of(act_fn: Any) -> Form | None:
-    """The plain activation that a callable computes."""
+    """The activation without gate that a callable computes, or None."""
     if _has_state(act_fn):
         return None
     x = _wide_range(64).requires_grad_()
@@ -172,7 +172,7 @@ def activation_of(act_fn: Any) -> Form | None:
 
 @isolated()
 def gate_of(experts: nn.Module) -> Form | None:
-    """What an experts module does between its two products: its `_apply_gate`, or `act_fn` without a gate."""
+    """The activation of an experts module, its `_apply_gate`, or `act_fn` if it has no gate; None if unknown."""
     if not getattr(experts, "has_gate", True):
         return activation_of(getattr(experts, "act_fn", None))
     act_fn = experts._modules.get("act_fn")
@@ -189,7 +189,7 @@ def gate_of(experts: nn.Module) -> Form | None:
 
 
 def _gate_candidates(experts: nn.Module) -> Iterator[Form]:
-    """What a gate may be: the gate in the first half or in every second column, clamped or not."""
+    """Known gated activations: gate in the first half or in every second column, clamped or not."""
     for interleave in (0, 1):
         for kind in GATED_KINDS.values():
             yield kind, interleave
@@ -200,18 +200,18 @@ def _gate_candidates(experts: nn.Module) -> Iterator[Form]:
 
 
 def _positive_attributes(module: nn.Module, word: str) -> list[float]:
-    """Numbers that a module holds under a name with this word."""
+    """Positive numbers among the attributes whose name contains a word."""
     attributes = vars(module).items()
     return [float(v) for k, v in attributes if word in k and isinstance(v, (int, float)) and v > 0]
 
 
 def _wide_range(columns: int) -> Tensor:
-    """Rows from small to far beyond any clamp."""
+    """Random rows of magnitudes from 0.1 to far beyond any clamp."""
     return random_tensor(ROWS, columns).double() * _scales(-1, 4)
 
 
 def extra_arguments(module: nn.Module) -> list[str]:
-    """What else the forward of a module takes, by name, as the gate of Mamba's norms."""
+    """Names of the arguments that a forward takes besides x, such as the gate of Mamba's norms."""
     _, _, *more = inspect.signature(type(module).forward).parameters.values()
     return [p.name for p in more if p.kind is not p.VAR_KEYWORD]
 
@@ -220,7 +220,7 @@ def extra_arguments(module: nn.Module) -> list[str]:
 
 
 class Norm(NamedTuple):
-    """y = x / sqrt(mean(x^2) + eps) * weight, or, as of Gemma, * (1 + weight)."""
+    """y = x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight) if zero_centered, as in Gemma."""
 
     eps: float
     zero_centered: bool
@@ -228,7 +228,7 @@ class Norm(NamedTuple):
 
 @isolated()
 def norm_of(module: nn.Module) -> Norm | None:
-    """The RMSNorm over the last axis that a module computes."""
+    """The RMSNorm over the last axis that a module computes, or None."""
     if module._modules or module._buffers or {*module._parameters} != {"weight"}:
         return None
     weight = module._parameters["weight"]
@@ -253,8 +253,8 @@ GATED, PLAIN_MLP = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj
 
 @isolated()
 def mlp_of(module: nn.Module) -> Form | None:
-    """The activation of an MLP, gated or not, that computes down_proj(act(gate_proj(x)) * up_proj(x)) or
-    down_proj(act(up_proj(x))).
+    """The activation of a module that computes down_proj(act(gate_proj(x)) * up_proj(x)) or
+    down_proj(act(up_proj(x))); else None.
     """
     names = tuple(name for name in GATED if name in module._modules)
     act_fn: Any = getattr(module, "act_fn", None)
@@ -281,7 +281,7 @@ def mlp_of(module: nn.Module) -> Form | None:
 
 
 def packed_mlp_of(module: nn.Module) -> Form | None:
-    """The gated activation of an MLP whose gate and up are packed, by that of its gate."""
+    """The gated activation of an MLP whose gate and up are packed, from its `act_fn`; None if unknown."""
     act = activation_of(getattr(module, "act_fn", None))
     kind = None if act is None else GATED_KINDS.get(act[0])
     return None if kind is None else (kind, 0)
@@ -303,7 +303,7 @@ class Route(NamedTuple):
 
 @isolated()
 def route_of(router: nn.Module) -> Route | None:
-    """The formula of a router that gives (logits, weights, experts) of its tokens."""
+    """The options of a module that computes (logits, weights, experts) of a known top-k router, or None."""
     attributes, weight = vars(router), router._parameters.get("weight")
     top_k = attributes.get("top_k", 0)
     if weight is None or weight.dim() != 2 or router._modules or not isinstance(top_k, int):
@@ -353,7 +353,7 @@ def _route_candidates(attributes: Mapping[str, Any], top_k: int, experts: int) -
 
 
 def _dense_weights(weights: Any, chosen: Any, logits: Tensor) -> Tensor | None:
-    """The weight of every expert (T, E), in whatever order the chosen ones are."""
+    """Weights (T, K) of chosen experts scattered to (T, E), so that the order of the K does not matter."""
     if not isinstance(weights, Tensor) or not isinstance(chosen, Tensor):
         return None
     if weights.shape != chosen.shape or chosen.dim() != 2 or len(chosen) != len(logits):

@@ -1,9 +1,9 @@
-"""Rotary positions inside an attention of transformers: queries and keys turned in one launch.
+"""Rotary embedding in the attention of a transformers model: queries and keys are rotated in one launch.
 
-An attention's forward calls a function of its file, `apply_rotary_pos_emb(q, k, cos, sin)`. It keeps that forward, but
-for the name: in a copy of it the name stands for `RotaryPair`, on this module alone. What the function computes is
-found by running it, and so is what the model's tables of angles hold. Pairs that lie side by side, and angles for a
-part of the columns, are turned by the model's own function.
+The attention's forward calls a function of its file, `apply_rotary_pos_emb(q, k, cos, sin)`. The stand-in runs a copy
+of that forward whose globals map this name to `RotaryPair`; other modules are not affected. Probes check the function
+and the model's rotary embedding (the module that makes cos and sin). Interleaved pairs, and angles for a part of the
+columns, stay with the model's own function.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RotaryPairSaved(NamedTuple):
 
 
 class RotaryPair(Op[RotaryPairSaved]):
-    """Queries turned by their positions, and `keys`, published as `turned_keys`; both (B, T, heads, D)."""
+    """Rotates queries (x) and `keys` by their positions; publishes `turned_keys`.   both (B, T, heads, D)"""
 
     reads = ("keys", "cos", "sin")
     writes = ("turned_keys",)
@@ -85,13 +85,13 @@ class RotaryPair(Op[RotaryPairSaved]):
             return Grads(K.apply_rope(dy, cos, sin, False, True), side=side)  # type: ignore[arg-type]
         return Grads(side=side)
 
-    # --- the attention's forward, with other names
+    # --- the copy of the attention's forward
 
     def _rewrite_forward(self) -> None:
-        """A copy of the forward in which the names of rotary functions stand for `turned`."""
+        """Copy the forward, with globals that map the names of rotary functions to `rotate`."""
         *decorators, own = _decorator_chain(self.stock_forward)
         known = dict(own.__globals__)
-        # dynamo takes names of a function without a module from where the function has them, not from the module
+        # without `__name__` dynamo looks names up in these globals, not in the module of that name
         known.pop("__name__", None)
         read = [name for name in own.__code__.co_names if name in known]
         self.globals_read = own.__globals__, read, [known[name] for name in read]
@@ -128,7 +128,7 @@ class RotaryPair(Op[RotaryPairSaved]):
 
 
 def _is_supported(q: Tensor, k: Tensor, cos: Tensor, width: int) -> bool:
-    """Whether q and k (B, heads, T, D) are turned whole, by angles of no other precision."""
+    """Whether all columns of q and k (B, heads, T, D) are rotated, by angles of the same precision."""
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or any(is_dtensor(type(t)) for t in (q, k)):
         return False
     if q.shape[-1] != width or k.shape[-1] != width or k.dtype is not q.dtype:
@@ -137,13 +137,13 @@ def _is_supported(q: Tensor, k: Tensor, cos: Tensor, width: int) -> bool:
     return rounds and cos.shape[0] in (1, q.shape[0]) and cos.shape[-1] in (width, width // 2)
 
 
-# --- a forward below its decorators
+# --- copies of a function and of its decorators
 
 
 def _decorator_chain(forward: Any) -> list[FunctionType]:
-    """What is called in turn, from the forward of a class to the function below all its decorators.
+    """The functions from a forward, as decorated, to the one below all decorators.
 
-    Empty where a decorator keeps what it wraps elsewhere than in its closure, and no copy can call something else.
+    Empty where a decorator keeps the wrapped function outside of its closure, so that a copy could not call another.
     """
     layers = [forward]
     while (wrapped := getattr(layers[-1], "__wrapped__", None)) is not None:
@@ -154,8 +154,8 @@ def _decorator_chain(forward: Any) -> list[FunctionType]:
 
 
 def _cells_holding(decorator: Any, wrapped: Any) -> list[bool]:
-    """For each cell of a decorator's closure, whether it holds what the decorator wraps."""
-    empty = CellType()  # a name that was not assigned
+    """For each cell of a decorator's closure, whether it holds the wrapped function."""
+    empty = CellType()  # of a variable that is not assigned yet
     return [
         cell != empty and cell.cell_contents is wrapped
         for cell in getattr(decorator, "__closure__", None) or ()
@@ -163,7 +163,7 @@ def _cells_holding(decorator: Any, wrapped: Any) -> list[bool]:
 
 
 def _rewrapped(decorator: Any, new: FunctionType) -> FunctionType:
-    """A copy of a decorator's function that calls another one than it wraps."""
+    """A copy of a decorator that wraps `new`."""
     holding = _cells_holding(decorator, decorator.__wrapped__)
     cells = zip(decorator.__closure__, holding, strict=True)
     closure = tuple(CellType(new) if holds else cell for cell, holds in cells)
@@ -173,17 +173,17 @@ def _rewrapped(decorator: Any, new: FunctionType) -> FunctionType:
 def _copy_function(
     function: FunctionType, known: dict[str, Any], closure: tuple[CellType, ...] | None
 ) -> FunctionType:
-    """A copy of a function, whose names mean what `known` says."""
+    """A copy of a function with `known` as its globals."""
     new = FunctionType(function.__code__, known, function.__name__, function.__defaults__, closure)
     new.__kwdefaults__ = function.__kwdefaults__
     return new
 
 
-# --- recognising
+# --- recognition
 
 
 def rotary_names(module: nn.Module) -> tuple[str, ...]:
-    """What the forward of a module calls with queries, keys and their angles, by names of its file."""
+    """Global names of the rotary functions, f(q, k, cos, sin), in the forward of a module."""
     return tuple(_rotary_functions(module))
 
 
@@ -200,19 +200,19 @@ def _is_rotary(function: FunctionType) -> bool:
 
 
 def rotary_embeddings(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that make cos and sin, by the path of what holds them."""
+    """The modules that make cos and sin, by the path of their parent."""
     named = model.named_modules()
     return {p.rpartition(".")[0]: m for p, m in named if "RotaryEmbedding" in type(m).__name__}
 
 
 def enclosing(path: str, known: dict[str, nn.Module]) -> nn.Module | None:
-    """The table of the smallest part of the model that a module stands in."""
+    """The rotary embedding whose parent is the closest one to enclose a module."""
     around = [at for at in known if not at or f"{path}.".startswith(f"{at}.")]
     return known[max(around, key=len)] if around else None
 
 
 def build(table: nn.Module | None, module: nn.Module) -> RotaryPair | str:
-    """The op for this module, or why its own function turns its queries and keys.   table: of its angles"""
+    """The stand-in of an attention, or the reason why there is none.   table: its rotary embedding"""
     own: Any = type(module).forward
     for name, function in _rotary_functions(module).items():
         if not _rotates_halves(function):
@@ -231,14 +231,14 @@ def build(table: nn.Module | None, module: nn.Module) -> RotaryPair | str:
 
 @stand_ins.only_while_attached
 def forward(self: nn.Module, *args: Any, **keywords: Any) -> Any:
-    """As the module's own, but for the function that turns queries and keys; while its file means what it did."""
+    """The attention's forward with `RotaryPair`; the stock one where a global that it reads was replaced."""
     if not stand_ins.evaluate(_globals_unchanged, self):
         return type(self).forward(self, *args, **keywords)
     return self.__dict__[LENT].rewritten(self, *args, **keywords)
 
 
 def _globals_unchanged(owner: nn.Module) -> bool:
-    """Whether the names that an attention's forward has of its file stand for what they did when it was copied."""
+    """Whether the globals that an attention's forward reads are those of when it was copied."""
     known, names, values = owner.__dict__[LENT].globals_read
     return all(map(is_, map(known.get, names), values)) or stand_ins.warn_changed(owner)
 
@@ -250,7 +250,7 @@ def _head_dim(module: Any) -> int | None:
 
 @recognise.isolated()
 def _rotates_halves(function: Any) -> bool:
-    """Whether a function turns columns i and D / 2 + i, by angles that it is given once or twice."""
+    """Whether a function rotates columns i and D / 2 + i, by angles (T, D / 2) or those twice side by side."""
     q, k = (recognise.random_tensor(2, heads, 5, 8).requires_grad_() for heads in (3, 1))
     angles = recognise.random_tensor(2, 5, 4)
     cos, sin = angles.cos(), angles.sin()
@@ -268,7 +268,7 @@ def _rotates_halves(function: Any) -> bool:
 
 @recognise.isolated()
 def _rotated_columns(table: Any) -> int | None:
-    """Of a head, those that a table of angles is for; None where the halves of what it gives differ."""
+    """How many columns of a head a rotary embedding rotates; None if its two halves of angles differ."""
     new = recognise.shallow_copy(table)
     new.__dict__.pop("forward", None)
     new._buffers = {

@@ -1,4 +1,4 @@
-"""A top-k router over the weight of a module that keeps it, with its logits as an output: for auxiliary losses."""
+"""A top-k router with the weight of a transformers module; it outputs logits too, for auxiliary losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LentRouterSaved(NamedTuple):
 class LentRouter(Op[LentRouterSaved]):
     """y = x W^T (+ b) in float32; publishes `experts` (T, K) int32 and `weights` (T, K) float32, as `ops.Router`.
 
-    x (T, D) -> (T, E). The choice is by the logits in float32, where stock models may round them first.
+    x (T, D) -> (T, E). Experts are chosen by logits in float32; stock models may round them first.
     """
 
     writes = ("weights", "experts")
@@ -83,7 +83,7 @@ class LentRouter(Op[LentRouterSaved]):
 
 
 def build(module: nn.Module) -> LentRouter | str:
-    """The op for this module, or why there is none."""
+    """The stand-in of a module, or the reason why there is none."""
     weight: Any = module._parameters["weight"]
     if (why := stand_ins.quantized_reason(weight)) is not None:
         return why
@@ -102,7 +102,7 @@ def build(module: nn.Module) -> LentRouter | str:
 
 @stand_ins.only_while_attached
 def forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As the module's own: logits (T, E), weights (T, K), experts (T, K) int64."""
+    """The module's forward.   -> logits (T, E), weights (T, K), experts (T, K) int64"""
     if stand_ins.is_sharded(self) or not stand_ins.is_current(self):
         return type(self).forward(self, hidden_states)
     op = self.__dict__[LENT]

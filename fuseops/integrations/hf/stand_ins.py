@@ -1,8 +1,8 @@
-"""Ops whose parameters are lent by a module of another library, and read from it at each call.
+"""A stand-in is an op that runs instead of a module's forward and reads the parameters of that module at each call.
 
-Nothing is copied or cached: what a reload, an optimizer, FSDP, an adapter or a parametrization changes is what the next
-call runs. The module keeps its parameters, so their names, layouts and places in a state_dict stay its own. The ops are
-built once and hang on the module without being its children.
+Nothing is copied or cached: a change by a reload, an optimizer, FSDP, an adapter or a parametrization takes effect in
+the next call. The module (the owner) keeps its parameters, their names, layouts and state_dict keys. The stand-in is
+built once and attached to the owner's `__dict__`, so that it is not a child.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from fuseops.plan.key import has_hooks
 from fuseops.torch_private import assume_constant_result, is_dtensor
 from fuseops.words import dtype_name
 
-Source = str | Callable[[Any], Tensor | None]  # the owner's attribute, or what reads it there
+Source = (
+    str | Callable[[Any], Tensor | None]
+)  # an attribute of the owner, or a function of the owner
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
 CONSTANT_TYPES = (int, float, str, type(None))
 log = logging.getLogger("fuseops.fusion")
-_warned: set[str] = set()  # which classes have changed after hf.apply, once a process
+_warned: set[str] = set()  # names of the classes that `warn_changed` has logged
 
 
 class ParameterSource(NamedTuple):
-    """A lender is the module of transformers that an op takes its parameters from."""
+    """A `ParameterSource` maps an op's parameter names to attributes of the module that owns the parameters."""
 
     owner: nn.Module
     sources: Mapping[str, Source]
 
     def get(self, name: str) -> Tensor | None:
-        """A parameter, as the owner has it now."""
+        """The current value of a parameter."""
         source = self.sources.get(name)
         if callable(source):
             return source(self.owner)
@@ -45,7 +47,7 @@ class ParameterSource(NamedTuple):
 
 
 def owner_parameters(*names: str) -> Callable[[C], C]:
-    """Have these keywords of an op's `fwd` be read from the module that lends them."""
+    """A class decorator that makes these parameters of an op properties, read from the owner."""
 
     def decorate(cls: C) -> C:
         for name in names:
@@ -57,39 +59,42 @@ def owner_parameters(*names: str) -> Callable[[C], C]:
 
 def _owner_property(name: str) -> property:
     def read(op: Any) -> Tensor | None:
-        # without a lender, while the op is constructed, torch looks among the parameters
+        # while the op is constructed it has no source: the AttributeError has torch look among the parameters
         found: Tensor | None = op._lender.get(name)
         return found
 
     def discard(op: Any, value: Any) -> None:
-        """A constructor may say that there is none."""
+        """The setter that the op's constructor uses, before parameters are bound."""
         op._parameters[name] = value
 
     return property(read, discard)
 
 
 def bind_parameters(op: Op[Any], owner: nn.Module, sources: Mapping[str, Source]) -> None:
-    """Say where the op finds its parameters, in the place of those it was built with. The owner is no child of it."""
+    """Have the op read its parameters from the owner, and drop those that it was built with.
+
+    The owner does not become a child of the op.
+    """
     op.__dict__[LENDER] = ParameterSource(owner, dict(sources))
     for name in [*op._parameters]:
         del op._parameters[name]
 
 
 def attach(owner: nn.Module, stand_in: nn.Module, built_for: Any) -> None:
-    """Keep what stands in for the owner's forward, and what it was built for. It is no child of the owner."""
+    """Attach a stand-in to its owner, not as a child.   built_for: the state that it was built for, for `attached`"""
     owner.__dict__[LENT] = stand_in
     stand_in.__dict__.update(built_for=built_for, replaces=type(owner).forward)
 
 
 def attached(owner: nn.Module, built_for: Any) -> Any:
-    """What stands in for the owner's forward, unless it was built for something else."""
+    """The stand-in of the owner; None if there is none, or if it was built for another state."""
     found = owner.__dict__.get(LENT)
     return found if found is not None and found.built_for == built_for else None
 
 
 def only_while_attached(forward: F) -> F:
-    """Have a bound forward be that of the class where nothing hangs on the module, as who has wrapped it, like
-    accelerate for mixed precision, calls it after `revert` too; and where the class has another one by now.
+    """A decorator of bound forwards that calls the forward of the class where no stand-in is attached, or where the
+    class has got another forward since. A wrapper such as accelerate's autocast calls the bound one after `revert` too.
     """
 
     @functools.wraps(forward)
@@ -101,12 +106,12 @@ def only_while_attached(forward: F) -> F:
     return cast("F", either)
 
 
-# --- whether it still computes the same
+# --- whether a stand-in still computes what its owner does
 
 
 class ConfigSnapshot(NamedTuple):
-    """A `Said` is what a module says of itself beside its parameters: its own attributes, and its children without
-    parameters, such as an activation.
+    """A `ConfigSnapshot` records the attributes of a module, and its children that have no parameters, such as an
+    activation.
     """
 
     names: tuple[str, ...]
@@ -118,16 +123,16 @@ class ConfigSnapshot(NamedTuple):
         own = module.__dict__
         names = tuple([n for n in own if n not in OF_EVERY_MODULE and n not in (LENT, "forward")])
         inner = [n for n, m in module._modules.items() if m is not None and not [*m.parameters()]]
-        said = cls(names, tuple(inner), ())
-        return said._replace(values=said.current(module))
+        snapshot = cls(names, tuple(inner), ())
+        return snapshot._replace(values=snapshot.current(module))
 
     def current(self, module: nn.Module) -> tuple[Any, ...]:
-        """The values, as the module has them now.  Raises KeyError where one is gone."""
+        """The current values.  Raises KeyError where an attribute or a child was removed."""
         own, inner = module.__dict__, module._modules
         return (*[own[n] for n in self.names], *[inner[n] for n in self.children])
 
     def matches(self, module: nn.Module) -> bool:
-        """Whether a module says the same, and nothing hangs on its children being called."""
+        """Whether the module still has the recorded values, and its recorded children have no hooks."""
         try:
             current = self.current(module)
         except KeyError:
@@ -144,7 +149,9 @@ def _same_value(a: Any, b: Any) -> bool:
 
 
 def evaluate(predicate: Callable[..., Any], owner: nn.Module, *args: Any) -> bool:
-    """The answer to a question about a module; in a trace it is asked outside of it, once for what is read here."""
+    """`predicate(owner, *args)`. While dynamo traces it is evaluated outside of the trace, and what it may read is
+    guarded.
+    """
     if torch.compiler.is_compiling():
         guard(owner, *_guarded_names(id(owner)).split())
         return _evaluate_untraced(predicate, id(owner), *args) == 1
@@ -160,17 +167,17 @@ def _evaluate_untraced(predicate: Callable[..., Any], owner: int, *args: Any) ->
 
 @assume_constant_result
 def _guarded_names(owner: int) -> str:
-    """Names of a module's numbers, words and functions, and of its children without parameters."""
+    """Names, separated by spaces, of the constants, callables and parameterless children of a module."""
     from fuseops.run.traced import alive
 
     module: nn.Module = alive(owner)
-    said = ConfigSnapshot.of(module)
-    current = zip((*said.names, *said.children), said.values, strict=True)
+    snapshot = ConfigSnapshot.of(module)
+    current = zip((*snapshot.names, *snapshot.children), snapshot.values, strict=True)
     return " ".join([n for n, v in current if isinstance(v, CONSTANT_TYPES) or callable(v)])
 
 
 def guard(module: Any, *names: str) -> None:
-    """Read attributes, in a trace: dynamo guards what it reads, and traces anew where one is another."""
+    """Read attributes while dynamo traces, so that it guards them and recompiles when one changes."""
     if torch.compiler.is_compiling():
         for name in names:
             found = getattr(module, name, None)
@@ -178,8 +185,8 @@ def guard(module: Any, *names: str) -> None:
 
 
 def is_current(owner: nn.Module) -> bool:
-    """Whether the owner computes what its stand-in was built for, by what it says of itself. Where not, its own forward
-    runs, until `apply` has looked at it again.
+    """Whether the owner's configuration is the one that its stand-in was built for. If not, its own forward runs
+    until `apply` is called again.
     """
     return evaluate(_is_current, owner)
 
@@ -190,18 +197,18 @@ def _is_current(owner: nn.Module) -> bool:
 
 
 def warn_changed(owner: nn.Module) -> bool:
-    """Tell, once for each class, that a module has changed.   -> False, as it does not stand any more"""
+    """Log, once per class, that a module has changed since `apply`.   -> False, the value of `is_current` then"""
     if (name := type(owner).__name__) not in _warned:
         _warned.add(name)
         log.warning("a %s has changed since hf.apply, and runs as written: apply it again.", name)
     return False
 
 
-# --- what may be read
+# --- modules whose parameters may be read without calling them
 
 
 def not_plain_reason(module: nn.Module | None, kind: type[nn.Module]) -> str | None:
-    """Why a module may not be read past its `forward`, that of `kind`; None if it may."""
+    """Why a module is not just a `kind` whose parameters may be used without calling it; None if it is."""
     if not isinstance(module, kind) or type(module).forward is not kind.forward:
         return f"is {type(module).__name__}, whose forward is not {kind.__name__}'s"
     guard(module, "forward")
@@ -211,19 +218,19 @@ def not_plain_reason(module: nn.Module | None, kind: type[nn.Module]) -> str | N
 
 
 def quantized_reason(weight: Tensor) -> str | None:
-    """Why a weight is of no float dtype that GEMMs take, or None."""
+    """Why GEMMs cannot take a weight (it is quantized), or None."""
     if not weight.is_floating_point() or weight.itemsize < 2 or hasattr(weight, "quant_state"):
         return f"is quantized ({dtype_name(weight.dtype)})"
     return None
 
 
 def is_sharded(*modules: nn.Module | None) -> bool:
-    """Whether parameters are DTensors now: under FSDP2 between calls, under tensor parallelism in them, too."""
+    """Whether parameters are DTensors now: with FSDP2 outside of calls, with tensor parallelism in calls too."""
     return any(
         is_dtensor(type(p)) for m in modules if m is not None for p in m._parameters.values()
     )
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of a module would run hooks."""
+    """Whether calling the module would run hooks."""
     return has_hooks(module.__dict__)

@@ -1,4 +1,4 @@
-"""Weights between Hugging Face's keys for gated MLPs and experts, and those of fuseops Sequentials.
+"""Conversion of weights between Hugging Face's keys for gated MLPs and experts and those of fuseops Sequentials.
 
 Of experts, D wide with F hidden units:
 
@@ -27,8 +27,8 @@ Of a whole layer, where an `fo.MoE` stands in its place (`moe=True`); the router
                                 mlp.shared.fc1.weight, mlp.shared.fc2.weight
 
 fc1 is `[gate | up]`: the gate is the first half, as in transformers' packed weights, but for gpt-oss.
-Keys that stand beside those of an MLP or of experts and are none of these (scales of a quantized checkpoint, adapters)
-are an error; all other keys pass through. Tensors may be weights, their gradients, or optimizer state.
+Unknown keys under the prefix of an MLP or of experts (scales of a quantized checkpoint, adapters) are an error; all
+other keys pass through. Tensors may be weights, their gradients, or optimizer state.
 """
 
 import re
@@ -44,9 +44,9 @@ _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _PACKED = re.compile(r"(.*\bexperts)\.((?:gate_up|down)_proj(?:_bias)?)")
 _DENSE = re.compile(r"(.*\bmlp|.*\bshared_experts?)\.(gate|up|down)_proj\.(weight|bias)")
 _FUSEOPS = re.compile(r"(.*\bexperts|.*\bmlp|.*\bshared_experts?)\.(fc1|fc2)\.(weight|bias)")
-# what an MLP or a layer of experts holds besides its projections, and what it is converted to
+# keys below an MLP or a layer of experts that are not its projections, in either form
 _PASS_THROUGH = re.compile(r"(gate|router|experts|shared|shared_experts?|shared_expert_gate)\..*")
-_LAYER = {  # of fo.MoE, and of Hugging Face once its experts are fc1 and fc2
+_LAYER = {  # keys of fo.MoE -> those of Hugging Face, with experts renamed to fc1 and fc2
     "router.weight": "gate.weight",
     "router.expert_bias": "gate.e_score_correction_bias",
     "fc1.weight": "experts.fc1.weight",
@@ -63,9 +63,9 @@ def to_fuseops(tensors: Mapping[str, Tensor], *, moe: bool = False) -> dict[str,
     """`tensors` under fuseops' keys, from any of Hugging Face's layouts.
 
     moe: every layer of experts is an `fo.MoE`, with its router and shared experts.
-    A packed weight keeps its storage; separate ones, and transposed ones, are copied into a new one.
+    A packed weight keeps its storage; separate and transposed ones are copied.
     Raises FuseOpsError when a gate, an up projection or an expert between two others is missing, for packed experts
-    in a layout that is none of these, and for keys beside them that would be left behind.
+    in an unknown layout, and for unknown keys under their prefixes.
     """
     out: dict[str, Tensor] = {}
     parts: dict[str, dict[tuple[int, str], Tensor]] = {}  # fc1.weight -> its (expert, projection)
@@ -94,7 +94,7 @@ def to_fuseops(tensors: Mapping[str, Tensor], *, moe: bool = False) -> dict[str,
 def _check_unknown_keys(
     function: str, prefixes: Iterable[str], others: Mapping[str, Tensor]
 ) -> None:
-    """Raise FuseOpsError for keys in one place with converted ones: what they mean for those is not known here."""
+    """Raise FuseOpsError for keys under these prefixes that are not converted."""
     unknown = []
     for prefix in prefixes:
         inside = (name for name in others if name.startswith(f"{prefix}."))
@@ -110,7 +110,7 @@ def _check_unknown_keys(
 
 
 def _layer_prefixes(tensors: Mapping[str, Tensor], *suffixes: str) -> list[str]:
-    """Prefixes, with the dot, of the layers that have all of these tensors."""
+    """Prefixes, with the dot, of the layers that have keys with all of these suffixes."""
     found = [
         name.removesuffix(suffixes[0]) for name in tensors if f".{name}".endswith(f".{suffixes[0]}")
     ]
@@ -120,7 +120,7 @@ def _layer_prefixes(tensors: Mapping[str, Tensor], *suffixes: str) -> list[str]:
 def _renamed(
     tensors: Mapping[str, Tensor], layers: Mapping[str, Mapping[str, str]]
 ) -> dict[str, Tensor]:
-    """Other keys for what layers hold, each by its own names."""
+    """Rename the keys of layers.   layers: prefix -> (old name -> new name)"""
     new = {at + old: at + name for at, names in layers.items() for old, name in names.items()}
     return {new.get(name, name): tensor for name, tensor in tensors.items()}
 
@@ -130,7 +130,7 @@ def _fuseops_key(prefix: str, kind: str, what: str) -> str:
 
 
 def _merged(name: str, parts: dict[tuple[int, str], Tensor]) -> Tensor:
-    """One weight of its parts: stacked over experts (-1: a dense MLP, no experts), `[gate | up]`."""
+    """One weight from its parts: `[gate | up]`, stacked over experts (expert -1: a dense MLP)."""
     experts = sorted({expert for expert, _ in parts})
     kinds = ("down",) if ".fc2." in name[-12:] else ("gate", "up")
     wanted = {(e, k) for e in ([-1] if experts == [-1] else range(experts[-1] + 1)) for k in kinds}
@@ -146,7 +146,7 @@ def _merged(name: str, parts: dict[tuple[int, str], Tensor]) -> Tensor:
 
 
 def _from_packed(prefix: str, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Packed experts under our keys: as they lie, or from gpt-oss' layout. Both of their shapes tell which it is."""
+    """Packed experts under fuseops' keys, transposed if in gpt-oss' layout, which the shapes of both tell."""
     wanted = _FCS | _BIASES if found.keys() & _BIASES.keys() else _FCS
     if missing := sorted(wanted.keys() - found.keys()):
         raise FuseOpsError(
@@ -166,19 +166,19 @@ def _from_packed(prefix: str, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _transposed(t: Tensor, transposed: bool) -> Tensor:
-    """The weights of every expert transposed, where they are to be."""
+    """t with the weight of each expert transposed, if asked to; biases as they are."""
     return t.transpose(1, 2).contiguous() if transposed and t.dim() == 3 else t
 
 
 def to_hf(
     tensors: Mapping[str, Tensor], *, experts: Literal["packed", "separate"] = "packed"
 ) -> dict[str, Tensor]:
-    """The way back: views of `tensors` under Hugging Face's keys, layers of `fo.MoE` too.
+    """The inverse of `to_fuseops`: views of `tensors` under Hugging Face's keys, including layers of `fo.MoE`.
 
     Experts with biases are gpt-oss': their weights are copied, transposed.
     experts: "packed" as in the state_dict of a transformers 5 model, "separate" as in a checkpoint file.
     Raises FuseOpsError for any other value, for an fc1 with an odd number of rows, for experts with biases that are to
-    be separate (their gate and up alternate), and for keys beside them that would be left behind.
+    be separate (their gate and up alternate), and for unknown keys under their prefixes.
     """
     if experts not in ("packed", "separate"):
         raise FuseOpsError(f"to_hf: experts must be 'packed' or 'separate', got {experts!r}.")
@@ -202,7 +202,7 @@ def to_hf(
 
 
 def _experts(prefix: str, own: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
-    """The experts of one layer."""
+    """The weights of one layer's experts, under Hugging Face's keys."""
     biased = not own.keys().isdisjoint(_BIASES.values())
     if biased and form == "separate":
         raise FuseOpsError(
