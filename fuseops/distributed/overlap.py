@@ -88,8 +88,10 @@ def several_ranks(ops: Any, c: Conditions) -> str | None:
 def on_one_host(ops: Any, c: Conditions) -> str | None:
     if c.device.type != "cuda":
         return f"x is on {c.device.type}: symmetric memory is CUDA's"
-    size, here = _collective(ops)._ranks.size, torch.cuda.device_count()
-    return require(size <= here, f"{size} ranks are on more than this host, with {here} GPUs")
+    size, local_gpus = _collective(ops)._ranks.size, torch.cuda.device_count()
+    return require(
+        size <= local_gpus, f"{size} ranks are on more than this host, with {local_gpus} GPUs"
+    )
 
 
 def rows_first(ops: Any, c: Conditions) -> str | None:

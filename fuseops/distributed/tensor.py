@@ -106,9 +106,9 @@ def check_undistributed(style: str, module: nn.Module) -> None:
         )
     for name, p in module._parameters.items():
         if torch_private.is_dtensor(type(p)):
-            held: Any = p
+            dtensor: Any = p
             raise FuseOpsError(
-                f"{style}: {name} of {where} is a DTensor already, over {held.device_mesh}: spread it once, and before "
+                f"{style}: {name} of {where} is a DTensor already, over {dtensor.device_mesh}: spread it once, before "
                 "fully_shard."
             )
 
@@ -396,9 +396,9 @@ def _sequential_plan(
         if routed:
             plan[children[first - 1][0]] = ColwiseParallel()
             plan[children[second + 1][0]] = RowwiseParallel()
-    beside = (ops.RMSNorm, ops.LayerNorm, ops.Bias)
+    per_token_ops = (ops.RMSNorm, ops.LayerNorm, ops.Bias)
     for name, child in children if sequence_parallel and _holds_mlp(module) else ():
-        if isinstance(child, beside) and name not in plan:
+        if isinstance(child, per_token_ops) and name not in plan:
             plan[name] = SequenceParallel(sequence_dim=dim)
         if isinstance(child, ops.LinearCrossEntropy):
             plan[name] = ColwiseParallel(input_layouts=tokens)

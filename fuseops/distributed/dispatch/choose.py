@@ -74,5 +74,5 @@ def vote(mesh: DeviceMesh) -> str:
 
 def _has_peer_access() -> bool:
     """Whether this rank can run the kernels that write to peers."""
-    here = torch.device("cuda", torch.cuda.current_device())
-    return HAS_TRITON and arch_of(here) >= 80
+    device = torch.device("cuda", torch.cuda.current_device())
+    return HAS_TRITON and arch_of(device) >= 80

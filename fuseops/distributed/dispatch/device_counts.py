@@ -177,11 +177,11 @@ class DeviceCounts(Bounded):
         self, head: Tensor, received: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Local expert ids (C, K), -1 for other experts and in empty rows, and weights (C, K)."""
-        words, here = head.view(torch.int32), torch.full_like(received[:1], self.rank)
-        there = torch.arange(len(head), device=head.device) < received.sum()
-        ids = self.local_ids(words[:, : self.top_k], here)
+        words, owner = head.view(torch.int32), torch.full_like(received[:1], self.rank)
+        filled = torch.arange(len(head), device=head.device) < received.sum()
+        ids = self.local_ids(words[:, : self.top_k], owner)
         weights = words[:, self.top_k :].contiguous().view(dtype)
-        return torch.where(there[:, None], ids, -1), weights
+        return torch.where(filled[:, None], ids, -1), weights
 
     def _rows(self, x: Tensor, slots: Tensor) -> Tensor:
         """The rows of x (T, N) in the order in which they are sent.   -> (W pair_capacity, N)"""

@@ -3,7 +3,7 @@
 W ranks hold L = E / W experts each, in order. A token goes once to each rank that has any of its K experts, with the
 ids that they have there and their weights; one partial sum comes back from each, and the sums are added in the order of
 ranks.
-T: tokens here.  C: tokens that arrive here, in the order of ranks and of their tokens.
+T: this rank's tokens.  C: tokens that it receives, in the order of ranks and of their tokens.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def watch(group: Any, poll: bool = False) -> None:
         return
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, (socket.gethostname(), os.getpid()), group=group)
-    here = socket.gethostname()
-    _pids[group] = {rank: pid for rank, (host, pid) in enumerate(found) if host == here}
+    hostname = socket.gethostname()
+    _pids[group] = {rank: pid for rank, (host, pid) in enumerate(found) if host == hostname}
     _install()
     if poll:
         _start_polling()

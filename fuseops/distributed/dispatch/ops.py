@@ -91,9 +91,9 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
     @property
     def note(self) -> str:  # type: ignore[override]
         e = self.exchange
-        beside = "beside other kernels" if e.overlaps_compute else "in line"
+        overlaps = "beside other kernels" if e.overlaps_compute else "in line"
         takes = f" on {e.kernel_resources}" if e.kernel_resources else ""
-        return f"experts over {e.world} ranks, {e.local_experts} here; {e.name}; {beside}{takes}"
+        return f"experts over {e.world} ranks, {e.local_experts} here; {e.name}; {overlaps}{takes}"
 
     @property
     def together(self) -> Any:
@@ -149,9 +149,9 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
             *(experts, side["slots"], side["arrivals"], side["pos"], side["offs"]),
             dtype=None if self.exchange.sums is None else x.dtype,
         )
-        beside, sums = self.exchange.overlaps_compute, self.exchange.sums
-        if call.scratch is not None and "x" in call.needs and (beside or sums is not None):
-            call.scratch[ON_DX] = OnDx(partial(self._begin_bwd, saved), beside)
+        overlaps, sums = self.exchange.overlaps_compute, self.exchange.sums
+        if call.scratch is not None and "x" in call.needs and (overlaps or sums is not None):
+            call.scratch[ON_DX] = OnDx(partial(self._begin_bwd, saved), overlaps)
         return Out(got.x, saved, side)
 
     def _defers_wait(self) -> bool:

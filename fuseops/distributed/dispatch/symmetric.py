@@ -154,6 +154,6 @@ class PeerMemory(Bounded):
         if 2 * most > peers.nbytes:
             peers = get_peer_buffers(self.group, 2 * most, x.device)
         self.peers = peers
-        # whatever this use takes of its half: the one before may lie in the other
+        # fixed halves, whatever their use takes: the other may still hold the use before
         half = peers.nbytes // 2
         return peers, [self.rank, self.pair_capacity, self.num_experts, self.top_k, half, *at]

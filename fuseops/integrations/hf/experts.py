@@ -113,10 +113,12 @@ def forward_adapted(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor
             "leave the experts on one rank."
         )
     own = inner.__dict__.get("forward")
-    here = getattr(own, "func", None) is bound_forward and not stand_ins.is_hooked(inner)
+    runs_here = getattr(own, "func", None) is bound_forward and not stand_ins.is_hooked(inner)
     plain = "adapter_names" not in keywords and not torch.compiler.is_compiling()
     found = (
-        peft.expert_factors(self) if here and plain and not stand_ins.is_sharded(inner) else None
+        peft.expert_factors(self)
+        if runs_here and plain and not stand_ins.is_sharded(inner)
+        else None
     )
     if found is None:
         return type(self).forward(self, x, *args, **keywords)

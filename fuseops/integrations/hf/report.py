@@ -61,5 +61,5 @@ def _lines(entries: tuple[ReportEntry, ...]) -> list[str]:
     counted = Counter(
         (e.part, e.module, glob(e.path) or "(the model)", e.by or e.why or "") for e in entries
     )
-    rows = [(str(n), part, cls, at, said) for (part, cls, at, said), n in counted.items()]
+    rows = [(str(n), part, cls, at, outcome) for (part, cls, at, outcome), n in counted.items()]
     return [f"    {line}" for line in aligned(rows, (0,))]

@@ -22,9 +22,7 @@ from fuseops.plan.key import has_hooks
 from fuseops.torch_private import assume_constant_result, is_dtensor
 from fuseops.words import dtype_name
 
-Source = (
-    str | Callable[[Any], Tensor | None]
-)  # an attribute of the owner, or a function of the owner
+Source = str | Callable[[Any], Tensor | None]  # an attribute or a function of the owner
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
 CONSTANT_TYPES = (int, float, str, type(None))

@@ -19,7 +19,7 @@ Of a dense `mlp`, `shared_expert` or `shared_experts`, with or without biases:
     Hugging Face                mlp.gate_proj.weight and up_proj (F, D), down_proj (D, F)
     in fuseops                  mlp.fc1.weight (2F, D), mlp.fc2.weight (D, F)
 
-Of a whole layer, where an `fo.MoE` stands in its place (`moe=True`); the router of gpt-oss keeps its name:
+Of a whole layer that an `fo.MoE` replaces (`moe=True`); the router of gpt-oss keeps its name:
 
     Hugging Face                mlp.gate.weight (E, D), mlp.gate.e_score_correction_bias (E,), the experts as above,
                                 mlp.shared_experts as a dense mlp
