@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fuseops.distributed.dispatch.codes import packed, travels, unpacked
+from fuseops.distributed.dispatch.codes import is_transportable, pack_rows, unpack_rows
 from fuseops.recipes import Float8BlockScaling, quantize
 
 
@@ -11,8 +11,8 @@ from fuseops.recipes import Float8BlockScaling, quantize
 @pytest.mark.parametrize("rows", [0, 1, 4, 65])
 def test_words_stand_for_the_codes_and_scales_of_every_row(rows: int, width: int) -> None:
     scaling = Float8BlockScaling().roles().input
-    assert scaling is not None and travels(scaling)
+    assert scaling is not None and is_transportable(scaling)
     x = torch.randn(rows, width) * 2.0 ** torch.arange(rows)[:, None]
     q = quantize(x, scaling)
-    back = unpacked(packed(q), q)
+    back = unpack_rows(pack_rows(q), q)
     assert all(map(torch.equal, map(torch.Tensor.float, back.row), map(torch.Tensor.float, q.row)))

@@ -201,7 +201,7 @@ def test_routed_experts_compute_what_the_stock_ones_do(
     scores = torch.rand(tokens, top_k)
     check(stock, ours, torch.randn(tokens, D), scores, ids, counts, tol=3e-2)
     assert [*ours.state_dict()] == ["w13.weight", "w2.weight"]
-    whole = "dispatch" in ours.__dict__[today._BUILT][1]._modules
+    whole = "dispatch" in ours.__dict__[today._CACHE][1]._modules
     assert whole == (way is None and dispatcher == "LocalTokenDispatcher")
 
 
@@ -222,7 +222,7 @@ def test_another_activation_runs_as_the_stock_one(
     ours = twin(stock, today.FusedFeedForward(today.feed_forward(config)))
     check(stock, ours, torch.randn(5, D), tol=1e-6)
     assert "its activation is SiTUGLU" in caplog.text
-    assert today._BUILT not in ours.__dict__
+    assert today._CACHE not in ours.__dict__
 
 
 def test_the_loss_of_the_head_is_what_the_chunks_give(today: Any) -> None:

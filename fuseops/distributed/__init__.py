@@ -1,12 +1,12 @@
-"""Many GPUs on torch.distributed: styles for `parallelize_module`, what FSDP2 needs to know, and stages of pipelines.
+"""Many GPUs on torch.distributed: styles for `parallelize_module`, helpers for FSDP2, and pipeline stages.
 
-experts       experts over ranks: ExpertParallel; dispatch, how tokens travel to them
-fsdp          FSDP2 beside them, on a mesh of its own; clipping and optimizers over two meshes
-gather        weights that FSDP2 gathers as FP8 codes: quantized_gather
+experts       expert parallelism: ExpertParallel; dispatch sends tokens to the ranks of their experts
+fsdp          FSDP2 with experts on a mesh of their own; clipping and optimizers over two meshes
+gather        FSDP2 all-gathers of weights as FP8 codes: quantized_gather
 tensor        tensor and sequence parallelism: ColwiseParallel, RowwiseParallel, SequenceParallel, tp_plan
-overlap       rules that run collectives and the products beside them together: overlap_rules
-pipeline      stages whose weight gradients wait for a zero-bubble schedule: dw_builder
-pairs         a forward and the backward of another micro-batch in turns: overlap_pairs
+overlap       rules that overlap a collective with the GEMM next to it: overlap_rules
+pipeline      stages that delay weight gradients for a zero-bubble schedule: dw_builder
+pairs         a forward and the backward of another micro-batch in alternation: overlap_pairs
 """
 
 from .dispatch import check_overflow

@@ -1,10 +1,10 @@
-"""Experts over ranks: the style for `parallelize_module`.
+"""Expert parallelism: the style for `parallelize_module`.
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))
     parallelize_module(model, mesh["ep"], ExpertParallel())
 
-Weights of experts become DTensors, shards of their first axis, which checkpoints and optimizers take as they are; the
-ops read this rank's part, so the rules fuse as on one GPU.
+Weights of experts become DTensors, sharded on their first axis, which checkpoints and optimizers support. The ops read
+the local shard, so rules fuse as on one GPU.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from .dispatch import ExpertArrive, ExpertCollect, ExpertDispatch
 from .dispatch.bounded import check_limits
 from .dispatch.choose import Way, check_way, choose
 from .dispatch.exchange import check_mesh
-from .tensor import check_whole, placed
+from .tensor import check_undistributed, distribute_parameter
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-Done = dict[Any, Any]
-"""What one call has spread, by what it was: layers may share ops (`MoE.replaying`) and parameters."""
+Sharded = dict[Any, Any]
+"""Ops and parameters that one call has sharded -> their new form: layers may share them (`MoE.replaying`)."""
 
 
 class ExpertParallel(ParallelStyle):
-    """Spreads the experts of every layer in a module over the ranks of a mesh of one dimension.
+    """`ExpertParallel` shards the experts of every layer in a module over the ranks of a mesh of one dimension.
 
-    Of each Sequential with a local `ops.Dispatch` (`fo.MoE`, or one of your own), and of experts that `hf.apply` runs:
-    the weights of experts become DTensors, `Shard(0)`; Dispatch gives way to `ExpertDispatch`, and `ExpertCollect`
-    comes behind Combine. On the meta device nothing is sent; otherwise all ranks get the weights of the first one, as
-    with `distribute_tensor`. Router losses and `expert_bias` are from then on over the tokens of all ranks.
+    It applies to each Sequential with a local `ops.Dispatch` (`fo.MoE`, or one of your own), and to experts that
+    `hf.apply` runs. Weights of experts become DTensors, `Shard(0)`; `ExpertDispatch` replaces Dispatch, and
+    `ExpertCollect` follows Combine. All ranks get the weights of the first one, as with `distribute_tensor`; on the
+    meta device nothing is sent. Router losses and `expert_bias` are then over the tokens of all ranks.
 
     way: how tokens travel (docs/expert_parallel.md): "host_counts", "fixed_capacity", "device_counts", "peer_memory",
-        None for the fastest of the first and the last that all ranks can take, which they vote on, or one of your own,
-        called with the mesh, the experts of all ranks and top_k of every layer: it gives a `dispatch.Exchange`.
-    capacity, tokens: with all but the first, how many times the mean there is room for, and the most tokens of a rank,
-        by default those of the first forward.
-    sums: the dtype in which partial sums of tokens, and of their gradients, travel and are added up: torch.float32 for
-        one rounding of all, None for one a rank.
-    average: whether gradients of experts are divided by the ranks, as data parallelism does with all others, whose sum
-        an expert's is: it sees the tokens of all ranks.
-    Raises FuseOpsError for an option that is none of these, a module without experts or with experts that are spread
-        already, and experts that the ranks do not divide.
+        None for the faster of the first and the last that all ranks support, by a vote, or a function of (mesh,
+        experts of all ranks, top_k), called for each layer, that returns a `dispatch.Exchange`.
+    capacity, tokens: of all ways but the first: buffer sizes as a multiple of even routing's, and the most tokens of a
+        rank, by default as many as in the first forward.
+    sums: the dtype in which partial sums of tokens, and of their gradients, travel and are added: torch.float32 rounds
+        once in all, None once per rank.
+    average: whether gradients of experts, which are sums over the tokens of all ranks, are divided by the number of
+        ranks, as data parallelism does with all other gradients.
+    Raises FuseOpsError for an invalid option, a module without experts or with experts that are sharded already, and
+        experts that the ranks do not divide.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class ExpertParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         found = False
-        done: Done = {}
+        sharded: Sharded = {}
         for inner in list(module.modules()):
-            if isinstance(inner, Composed) and isinstance(_dispatch(inner), ops.Dispatch):
-                self._spread(inner, device_mesh, done)
+            if isinstance(inner, Composed) and isinstance(_dispatch_of(inner), ops.Dispatch):
+                self._shard_layer(inner, device_mesh, sharded)
                 found = True
-            elif of_transformers(inner):
-                self._spread_lent(inner, device_mesh, done)
+            elif is_transformers_experts(inner):
+                self._shard_transformers(inner, device_mesh, sharded)
                 found = True
         if not found:
             spread = any(isinstance(inner, ExpertDispatch) for inner in module.modules())
@@ -97,8 +97,10 @@ class ExpertParallel(ParallelStyle):
             )
         return module
 
-    def _spread(self, layer: Composed, mesh: DeviceMesh, done: Done | None = None) -> None:
-        done = {} if done is None else done
+    def _shard_layer(
+        self, layer: Composed, mesh: DeviceMesh, sharded: Sharded | None = None
+    ) -> None:
+        sharded = {} if sharded is None else sharded
         children: dict[str, Any] = dict(layer._modules)
         dispatch = children["dispatch"]
         combine = [name for name, op in children.items() if isinstance(op, ops.Combine)]
@@ -108,18 +110,18 @@ class ExpertParallel(ParallelStyle):
                 "Combine behind 'dispatch', and no 'collect' of its own."
             )
         for child in children.values():
-            if isinstance(child, ops.GroupedLinear) and child not in done:
-                _check(child)
+            if isinstance(child, ops.GroupedLinear) and child not in sharded:
+                _check_unsharded(child)
         top_k: Any = children[combine[0]].top_k
         exchange = choose(self.way, mesh, dispatch.num_experts, top_k, **self.limits)
         exchange.sums = self.sums
         arrive = ExpertArrive() if "shared" in children else None
         if arrive is not None:
-            children = _ahead_of_shared(children, arrive)
+            children = _move_shared(children, arrive)
         layer._modules.clear()
         for name, child in children.items():
             if isinstance(child, ops.GroupedLinear):
-                self._shard(child, mesh, done)
+                self._shard_op(child, mesh, sharded)
             elif isinstance(child, ops.Router):
                 child.over = mesh
             elif isinstance(child, ops.Combine):
@@ -130,43 +132,43 @@ class ExpertParallel(ParallelStyle):
             if name == combine[0]:
                 layer.add_module("collect", ExpertCollect(exchange))
 
-    def _shard(self, op: ops.GroupedLinear, mesh: DeviceMesh, done: Done) -> None:
-        if op in done:
+    def _shard_op(self, op: ops.GroupedLinear, mesh: DeviceMesh, sharded: Sharded) -> None:
+        if op in sharded:
             return
-        done[op] = op
-        _shard_first(op, mesh, done)
+        sharded[op] = op
+        _shard_parameters(op, mesh, sharded)
         op.num_groups //= mesh.size()
         local = Local(ranks=Ranks(mesh), mean_of=mesh.size() if self.average else 1)
         op._local = dict.fromkeys(("weight", "bias", "down", "up"), local)
 
-    def _spread_lent(self, experts: Any, mesh: DeviceMesh, done: Done) -> None:
+    def _shard_transformers(self, experts: Any, mesh: DeviceMesh, sharded: Sharded) -> None:
         check_mesh(mesh, experts.num_experts)
-        check_whole("ExpertParallel", experts)
-        _shard_first(experts, mesh, done)
-        experts.__dict__[SPREAD] = partial(self._spread, mesh=mesh)
+        check_undistributed("ExpertParallel", experts)
+        _shard_parameters(experts, mesh, sharded)
+        experts.__dict__[SPREAD] = partial(self._shard_layer, mesh=mesh)
 
 
-def _check(op: ops.GroupedLinear) -> None:
-    """Raise FuseOpsError unless the experts of a layer can be spread."""
+def _check_unsharded(op: ops.GroupedLinear) -> None:
+    """Raise FuseOpsError if the experts of a layer are sharded already, or cannot be."""
     if op._local:
         raise FuseOpsError(
             f"ExpertParallel: {path_of(op) or 'a GroupedLinear'} is spread over a mesh already, by its hidden "
             "units: one of the two."
         )
-    check_whole("ExpertParallel", op)
+    check_undistributed("ExpertParallel", op)
 
 
-def _shard_first(module: nn.Module, mesh: DeviceMesh, done: Done) -> None:
-    """Make every parameter a DTensor, sharded by its first axis."""
+def _shard_parameters(module: nn.Module, mesh: DeviceMesh, sharded: Sharded) -> None:
+    """Make every parameter a DTensor that is sharded on its first axis."""
     for name, p in module._parameters.items():
         if p is not None:
-            if p not in done:
-                done[p] = placed(p, p.detach(), mesh, Shard(0))
-            module._parameters[name] = done[p]
+            if p not in sharded:
+                sharded[p] = distribute_parameter(p, p.detach(), mesh, Shard(0))
+            module._parameters[name] = sharded[p]
 
 
-def _ahead_of_shared(children: dict[str, Any], arrive: ExpertArrive) -> dict[str, Any]:
-    """The children with `shared` behind `dispatch`, so that it is computed while tokens travel."""
+def _move_shared(children: dict[str, Any], arrive: ExpertArrive) -> dict[str, Any]:
+    """The children with `shared` between `dispatch` and `arrive`, so that it is computed while tokens travel."""
     shared, _ = children.pop("shared"), children.pop("swap")
     found = {}
     for name, child in children.items():
@@ -177,17 +179,17 @@ def _ahead_of_shared(children: dict[str, Any], arrive: ExpertArrive) -> dict[str
     return found
 
 
-def _dispatch(layer: Composed) -> Any:
+def _dispatch_of(layer: Composed) -> Any:
     return layer._modules.get("dispatch")
 
 
 def expert_meshes(model: nn.Module) -> set[DeviceMesh]:
-    """What the experts of a model are spread over."""
-    lent = (vars(m).get(SPREAD) for m in model.modules())
+    """The meshes over which experts of a model are sharded."""
+    partials = (vars(m).get(SPREAD) for m in model.modules())
     own = {m.exchange.mesh for m in model.modules() if isinstance(m, ExpertDispatch)}
-    return own | {spread.keywords["mesh"] for spread in lent if spread is not None}
+    return own | {spread.keywords["mesh"] for spread in partials if spread is not None}
 
 
-def of_transformers(module: nn.Module) -> bool:
-    """Whether it is a module of experts as transformers writes them."""
+def is_transformers_experts(module: nn.Module) -> bool:
+    """Whether a module implements the experts interface of transformers."""
     return {"has_gate", "is_transposed", "num_experts"} <= vars(module).keys()

@@ -1,4 +1,4 @@
-"""FSDP2 beside experts over ranks: two meshes in one model, and what torch does with one at a time.
+"""FSDP2 with expert parallelism: two meshes in one model, where torch's utilities take one at a time.
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))
     every = mesh._flatten("every")                                  # all 8 ranks have tokens of their own
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """A `shard_placement_fn` of `fully_shard` that shards parameters over `mesh` where they are spread over ranks
-    already, and others over the mesh that `fully_shard` is given.
+    """A `shard_placement_fn` of `fully_shard` that shards expert-parallel parameters over `mesh`, and others over the
+    mesh that `fully_shard` is given.
 
     mesh: one dimension, the ranks that hold the same experts. Experts are sharded by the first axis that these ranks
         divide: that of the experts of one, else the second, else the third.
@@ -58,7 +58,9 @@ def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
         spread: Any = parameter
         sizes = enumerate(spread.to_local().shape)
         shard = Shard(next((axis for axis, size in sizes if size % mesh.size() == 0), 0))
-        if spread.device_mesh.size() == 1:  # all hold all experts: FSDP2 wants the others' mesh
+        if (
+            spread.device_mesh.size() == 1
+        ):  # experts are on one rank: FSDP2 requires the mesh of the others
             return shard
         return placement_on(shard, info)
 
@@ -74,11 +76,11 @@ def param_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     """
     _check_reduced(model)
     wanted = [p for p in model.parameters() if p.requires_grad]
-    return [{"params": found, **options} for found in by_mesh(wanted).values()]
+    return [{"params": found, **options} for found in group_by_mesh(wanted).values()]
 
 
 def _check_reduced(model: nn.Module) -> None:
-    """Raise FuseOpsError unless FSDP2 reduces gradients over all ranks that experts of the model are spread over."""
+    """Raise FuseOpsError unless FSDP2 reduces gradients over all ranks of the experts' meshes."""
     from torch.distributed.fsdp import FSDPModule
 
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -95,8 +97,8 @@ def _check_reduced(model: nn.Module) -> None:
                 )
 
 
-def by_mesh(tensors: Iterable[Any]) -> dict[Any, list[Any]]:
-    """Tensors by the mesh that they lie on and how; those of one rank by None."""
+def group_by_mesh(tensors: Iterable[Any]) -> dict[Any, list[Any]]:
+    """Tensors grouped by (mesh, placements); plain tensors under None."""
     found: dict[Any, list[Any]] = {}
     for t in tensors:
         key = (t.device_mesh, t.placements) if torch_private.is_dtensor(type(t)) else None
@@ -122,11 +124,11 @@ def clip_grad_norm_(
     every = [parameters] if isinstance(parameters, Tensor) else parameters
     parameters = [p for p in every if p.grad is not None]
     utils, norms = torch.nn.utils, []
-    for mine in by_mesh(p.grad for p in parameters).values():
+    for mine in group_by_mesh(p.grad for p in parameters).values():
         norm: Any = utils.get_total_norm(mine, norm_type)
         norms.append(norm.full_tensor() if torch_private.is_dtensor(type(norm)) else norm)
     if over is not None and over.size() > 1:
-        norms = _of_all(norms, norm_type, over)
+        norms = _gather_norms(norms, norm_type, over)
     if not norms:
         return torch.tensor(0.0)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -138,8 +140,8 @@ def clip_grad_norm_(
     return total
 
 
-def _of_all(norms: list[Tensor], norm_type: float, mesh: DeviceMesh) -> list[Tensor]:
-    """The norm of this rank's gradients, which may have none, and those of the others."""
+def _gather_norms(norms: list[Tensor], norm_type: float, mesh: DeviceMesh) -> list[Tensor]:
+    """The norms of the gradients of every rank of a mesh; 0 for one without gradients."""
     mine = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
     mine = mine.to(mesh.device_type)
     found = [torch.empty_like(mine) for _ in range(mesh.size())]

@@ -1,8 +1,8 @@
-"""FSDP2 gathers weights as the codes that GEMMs read: `quantized_gather`.
+"""`quantized_gather`: FSDP2 all-gathers weights as the quantized codes that GEMMs read.
 
-Shards, gradients and what an optimizer has stay in high precision. Before a gather each rank quantizes its own rows, in
-squares of 128 x 128, which no shard cuts: what arrives is, bit for bit, what quantizing the gathered weight would give,
-in half the bytes of bfloat16. The gathered Parameter is a carrier, whose codes the op reads.
+Shards, gradients and optimizer state stay in high precision. Before the all-gather each rank quantizes its own rows in
+squares of 128 x 128, which no shard cuts. The result equals quantizing the gathered weight, bit for bit, at half the
+bytes of bfloat16. The gathered Parameter is a carrier, whose codes the op reads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class GatheredWeight(StoredWeight):
 
 
 class GatheredAsCodes(torch.Tensor):
-    """A `GatheredAsCodes` is a weight, or a shard of one, with the hooks by which FSDP2 gathers it as codes."""
+    """A `GatheredAsCodes` is a weight, or a shard of one, with the all-gather hooks of FSDP2."""
 
     _weight: GatheredWeight
 
@@ -47,18 +47,18 @@ class GatheredAsCodes(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """As of a tensor; what is made of one, by FSDP2 and by DTensor, has its hooks."""
-        given = next((t for t in pytree.tree_leaves(args) if isinstance(t, cls)), None)
+        """Run an op of tensors; the results (shards and views that FSDP2 and DTensor make) get the hooks too."""
+        source = next((t for t in pytree.tree_leaves(args) if isinstance(t, cls)), None)
         with torch._C._DisableTorchDispatch():
             out = func(*args, **(kwargs or {}))
-        if given is None or func._schema.is_mutable:
+        if source is None or func._schema.is_mutable:
             return out
-        made = lambda t: cls.of(t, given._weight) if type(t) is Tensor else t  # noqa: E731
-        return pytree.tree_map(made, out)
+        wrap = lambda t: cls.of(t, source._weight) if type(t) is Tensor else t  # noqa: E731
+        return pytree.tree_map(wrap, out)
 
     @classmethod
     def of(cls, t: Tensor, weight: GatheredWeight) -> GatheredAsCodes:
-        """The tensor with these hooks."""
+        """A tensor over the same memory, with the hooks."""
         found: GatheredAsCodes = torch.Tensor._make_subclass(cls, t, t.requires_grad)
         found._weight = weight
         return found
@@ -66,7 +66,7 @@ class GatheredAsCodes(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
-        """The codes of the rows that are here, and their scales."""
+        """The codes and scales of the local rows."""
         rows, world = outer_size[-2], mesh.size()
         if world == 1:
             raise FuseOpsError(
@@ -91,7 +91,7 @@ class GatheredAsCodes(torch.Tensor):
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """A carrier in the place of the weight, whose codes the op has from now on."""
+        """A carrier for the gathered weight; its codes go to the op's `GatheredWeight`."""
         data, scale = outputs
         self._weight.gathered = Layout(data.view(self._weight.scaling.data), scale)
         if out is not None:
@@ -101,7 +101,7 @@ class GatheredAsCodes(torch.Tensor):
 
 
 class _Strided(torch.Tensor):
-    """A `_Strided` is a carrier that FSDP2 gives the strides of a weight: it stays as it is."""
+    """A `_Strided` is a carrier that ignores `as_strided`, by which FSDP2 gives it the strides of the weight."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,11 +1,11 @@
-"""Rules that run a collective of tensor parallelism while the product beside it runs.
+"""Rules that overlap a collective of tensor parallelism with the Linear next to it.
 
     fo.configure(model, rules=fuseops.distributed.overlap_rules, disable=["mlp"])
 
-The rule `mlp`, which takes both products of an MLP, would go before them. AllGather and Linear are one op of torch's
-symmetric memory in the forward, the product of the gradient and its reduce-scatter in the backward; Linear and
-ReduceScatter the other way round. Shards travel by copy engines from one peer's memory to the next, without multicast.
-Where a rule does not apply `explain()` has the reason.
+The rule `mlp`, which fuses both products of an MLP, would take precedence. AllGather and Linear are one op of torch's
+symmetric memory: all-gather and GEMM in the forward, GEMM and reduce-scatter in the backward; Linear and ReduceScatter
+the other way round. Copy engines move shards from peer to peer, without multicast. Where a rule does not apply,
+`explain()` has the reason.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class AllGatherLinear(FusedOp):
         return Out(y, (CollectiveSaved(way), LinearSaved(rows, weight)))
 
     def bwd(self, saved: Any, dy: Tensor, calls: Calls, dside: Any) -> tuple[Grads, ...]:
-        (way,), product = saved
+        (way,), linear = saved
         dx = None
         if "x" in calls[0].needs:
             group = way.ranks.group
-            dx = torch_private.matmul_reduce_scatter(dy, product.weight.to(dy.dtype), group)
-        return Grads(dx), Grads(None, _weights(product, dy, calls[1]))
+            dx = torch_private.matmul_reduce_scatter(dy, linear.weight.to(dy.dtype), group)
+        return Grads(dx), Grads(None, _weight_grads(linear, dy, calls[1]))
 
 
 class LinearReduceScatter(FusedOp):
@@ -56,21 +56,21 @@ class LinearReduceScatter(FusedOp):
         return Out(y, (LinearSaved(x, weight), CollectiveSaved(way)))
 
     def bwd(self, saved: Any, dy: Tensor, calls: Calls, dside: Any) -> tuple[Grads, ...]:
-        product, (way,) = saved
+        linear, (way,) = saved
         needs, group = calls[0].needs, way.ranks.group
         dx = None
         if "x" in needs:
-            weight = product.weight.to(dy.dtype)
+            weight = linear.weight.to(dy.dtype)
             dy, dx = torch_private.all_gather_matmul(dy, weight, group)
         else:
             dy = torch_private.all_gather(dy.contiguous(), 0, group)
-        return Grads(dx, _weights(product, dy, calls[0])), Grads()
+        return Grads(dx, _weight_grads(linear, dy, calls[0])), Grads()
 
 
-def _weights(product: LinearSaved, dy: Tensor, call: Call) -> Mapping[str, Tensor | None]:
-    """The gradients of a product's parameters that are needed."""
+def _weight_grads(linear: LinearSaved, dy: Tensor, call: Call) -> Mapping[str, Tensor | None]:
+    """The needed gradients of a Linear's parameters."""
     call = call._replace(needs=call.needs - {"x"})
-    return linear_bwd(product, dy, call).params or {}
+    return linear_bwd(linear, dy, call).params or {}
 
 
 # --- conditions
@@ -80,7 +80,7 @@ def _collective(ops: Any) -> Any:
     return next(op for op in ops if not isinstance(op, Linear))
 
 
-def two_ranks(ops: Any, c: Conditions) -> str | None:
+def several_ranks(ops: Any, c: Conditions) -> str | None:
     size = _collective(ops)._ranks.size
     return require(size > 1, "there is one rank, and nothing to overlap")
 
@@ -88,8 +88,10 @@ def two_ranks(ops: Any, c: Conditions) -> str | None:
 def on_one_host(ops: Any, c: Conditions) -> str | None:
     if c.device.type != "cuda":
         return f"x is on {c.device.type}: symmetric memory is CUDA's"
-    size, here = _collective(ops)._ranks.size, torch.cuda.device_count()
-    return require(size <= here, f"{size} ranks are on more than this host, with {here} GPUs")
+    size, local_gpus = _collective(ops)._ranks.size, torch.cuda.device_count()
+    return require(
+        size <= local_gpus, f"{size} ranks are on more than this host, with {local_gpus} GPUs"
+    )
 
 
 def rows_first(ops: Any, c: Conditions) -> str | None:
@@ -98,7 +100,7 @@ def rows_first(ops: Any, c: Conditions) -> str | None:
     return require(axes == 2 and first, f"x has {axes} axes and goes along dim={dim}, not rows")
 
 
-def partial(ops: Any, c: Conditions) -> str | None:
+def sums_gradients(ops: Any, c: Conditions) -> str | None:
     grad = getattr(_collective(ops), "grad", "partial")
     return require(
         grad == "partial", f"the AllGather has grad={grad!r}: its backward sends nothing"
@@ -109,18 +111,18 @@ def no_bias(ops: Any, c: Conditions) -> str | None:
     return require(ops[0].bias is None, "a bias is added before the sum over the ranks")
 
 
-def half(ops: Any, c: Conditions) -> str | None:
+def sixteen_bits(ops: Any, c: Conditions) -> str | None:
     known = (torch.bfloat16, torch.float16)
     return require(c.dtype in known, f"the product is one of {c.dtype}, not of 16 bits")
 
 
-_ALWAYS = (two_ranks, on_one_host, rows_first, half)
+_ALWAYS = (several_ranks, on_one_host, rows_first, sixteen_bits)
 _IN, _OUT = (AllGather, Linear), (Linear, ReduceScatter)
 
 overlap_rules = (
     Rule("all_gather_linear", _IN, AllGatherLinear, "forward", _ALWAYS),
     Rule("linear_reduce_scatter", _OUT, LinearReduceScatter, "forward", (*_ALWAYS, no_bias)),
-    Rule("all_gather_linear_bwd", _IN, AllGatherLinear, "backward", (*_ALWAYS, partial)),
+    Rule("all_gather_linear_bwd", _IN, AllGatherLinear, "backward", (*_ALWAYS, sums_gradients)),
     Rule("linear_reduce_scatter_bwd", _OUT, LinearReduceScatter, "backward", (*_ALWAYS, no_bias)),
 )
 """Of tensor parallelism with sequences sharded: `fo.configure(model, rules=overlap_rules, disable=["mlp"])`."""

@@ -1,7 +1,7 @@
-"""A forward and the backward of another micro-batch in turns: where one would wait for tokens, the other goes on.
+"""Alternation of a forward with the backward of another micro-batch: where one would wait for tokens, the other runs.
 
-Each has a thread, and one of the two runs at a time, until it would read tokens that are on their way. So launches and
-collectives have one order, the same on every rank that has the same layers, and nothing is shared by two that run.
+Each has a thread, but only one of the two runs at a time, until it would read tokens in flight. So launches and
+collectives have one order, equal on all ranks that have the same layers, and shared state needs no lock.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from fuseops.errors import FuseOpsError
 FORWARD, BACKWARD = "forward", "backward"
 OTHER = {FORWARD: BACKWARD, BACKWARD: FORWARD}
 
-_now: Pair | None = None
+_active_pair: Pair | None = None
 
 
 def give_way(side: str) -> None:
-    """Before tokens are read that are on their way: in a pair, the other goes on until it would read such tokens.
+    """Switch to the other side of a pair until it gives way in turn. Call it before reading tokens in flight.
 
-    side: whose tokens they are. A forward that runs again in a backward has the random numbers of the first one, and
-    the other must draw none of them: it does not give way.
+    side: the side that the tokens belong to. A forward that is recomputed in a backward does not give way: it runs with
+    the random state of the first one, from which the other side must not draw.
     """
-    pair = _now
+    pair = _active_pair
     if pair is not None and torch_private.in_backward() == (side == BACKWARD):
         pair.give_way(side)
 
 
 class Pair:
-    """Runs two functions in turns, the forward first."""
+    """A `Pair` runs two functions in alternation, the forward first."""
 
     def __init__(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         self._calls = {FORWARD: forward, BACKWARD: backward}
@@ -44,18 +44,18 @@ class Pair:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Both, to their ends.  Raises what the first of them to fail has raised."""
-        global _now
-        if _now is not None:
+        """Run both to their ends.  Raises the error of the one that failed first."""
+        global _active_pair
+        if _active_pair is not None:
             raise FuseOpsError("two pairs of a forward and a backward run at once in this process.")
-        thread = threading.Thread(target=self._run, args=(BACKWARD, here()), daemon=True)
-        _now = self
+        thread = threading.Thread(target=self._run, args=(BACKWARD, current_stream()), daemon=True)
+        _active_pair = self
         try:
             thread.start()
             self._run(FORWARD, ExitStack())
             thread.join()
         finally:
-            _now = None
+            _active_pair = None
         if self._error is not None:
             raise self._error
 
@@ -71,7 +71,7 @@ class Pair:
             self._pass_to(OTHER[side])
 
     def give_way(self, side: str) -> None:
-        """Let the other run until it gives way in turn, or has ended."""
+        """Let the other side run until it gives way in turn, or has ended."""
         if OTHER[side] not in self._ended:
             self._pass_to(OTHER[side])
         self._wait(side)
@@ -88,25 +88,25 @@ class Pair:
             raise FuseOpsError(f"the {OTHER[side]} that ran in turns with this {side} has failed.")
 
 
-def here() -> AbstractContextManager[Any]:
-    """The device and the stream of this thread, for another one."""
+def current_stream() -> AbstractContextManager[Any]:
+    """A context that sets this thread's current device and stream in another thread."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ExitStack()
     return torch.cuda.stream(torch.cuda.current_stream())
 
 
 def overlap_pairs(schedule: Any) -> None:
-    """Have a schedule run its pairs of a forward and a backward in turns, so that the all-to-all of one lies under the
-    GEMMs of the other: those of torch's ScheduleDualPipeV, which are of two stages of one rank.
+    """Have a pipeline schedule alternate its pairs of a forward and a backward, so that the all-to-all of one overlaps
+    the GEMMs of the other. Such pairs, of two stages of one rank, are those of torch's ScheduleDualPipeV.
 
         schedule = ScheduleDualPipeV([first, second], micro_batches, loss_fn=loss)
         overlap_pairs(schedule)
 
-    Both run on the stream of the caller. Where experts of one wait for tokens, or for their sums, that `host_counts` or
-    `fixed_capacity` sends, the kernels of the other are launched first, to the point where it would wait: attention of
-    the one under the dispatch of the other, experts under the return. Results are those without, bit for bit.
-    Raises FuseOpsError for a schedule without such pairs, stages without experts over ranks whose tokens travel beside
-    other kernels, a stage under DistributedDataParallel, and a torch whose runtime is another.
+    Both run on the caller's stream. Before experts of one side wait for tokens or sums that `host_counts` or
+    `fixed_capacity` sends, the kernels of the other side are launched, up to the point where it would wait: attention
+    of one overlaps the dispatch of the other, experts the return. Results are equal to those without, bit for bit.
+    Raises FuseOpsError for a schedule without such pairs, stages without expert-parallel layers whose exchange
+    overlaps compute, a stage under DistributedDataParallel, and a torch with another pipeline runtime.
     """
     name = type(schedule).__name__
     kind = torch_private.overlapped_pairs(schedule)
@@ -121,9 +121,11 @@ def overlap_pairs(schedule: Any) -> None:
             f"overlap_pairs({name}): a stage is under DistributedDataParallel, which knows one forward a process at a "
             "time. Shard it by fully_shard."
         )
-    ways = [op.exchange for m in modules for op in m.modules() if hasattr(op, "exchange")]
-    if not any(way.beside for way in ways):
-        have = ", ".join(sorted({way.name for way in ways})) or "no experts over ranks"
+    exchanges = [op.exchange for m in modules for op in m.modules() if hasattr(op, "exchange")]
+    if not any(exchange.overlaps_compute for exchange in exchanges):
+        have = (
+            ", ".join(sorted({exchange.name for exchange in exchanges})) or "no experts over ranks"
+        )
         raise FuseOpsError(
             f"overlap_pairs({name}): its stages have {have}, and nothing that travels beside other kernels: "
             "ExpertParallel(way='host_counts') or 'fixed_capacity'."

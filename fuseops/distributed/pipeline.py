@@ -1,11 +1,11 @@
-"""Stages of torch.distributed.pipelining whose weight gradients wait for the schedule.
+"""Delayed weight gradients for the stages of torch.distributed.pipelining.
 
     stage = PipelineStage(module, index, count, device, dw_builder=dw_builder(module))
     schedule = ScheduleInterleavedZeroBubble([stage, ...], micro_batches, loss_fn=loss)
 
 A zero-bubble schedule runs a backward in two halves. Without a `dw_builder` torch walks the autograd graph twice, and a
-node of several ops computes all that it has in both. With it the first half computes every gradient but those of the
-weights of products, which the second computes by `backward_dw`.
+node of several ops computes all of its gradients in both. With it the first half computes all gradients except those
+of the weights of Linear and GroupedLinear, which `backward_dw` computes in the second.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fuseops.run import weight_grads
 
 
 def delay_weight_gradients(module: nn.Module) -> int:
-    """Have every Linear and GroupedLinear in a module put the gradient of its weight off until `backward_dw`.
+    """Have every Linear and GroupedLinear in a module delay its weight gradient until `backward_dw`.
 
-    -> how many there are
+    -> the number of these ops
     """
     products = [m for m in module.modules() if isinstance(m, ops.Linear | ops.GroupedLinear)]
     for op in products:
@@ -33,13 +33,13 @@ def delay_weight_gradients(module: nn.Module) -> int:
 
 
 def dw_builder(module: nn.Module) -> Callable[[], Callable[[], Any]]:
-    """The `dw_builder` of the PipelineStage of a module, whose Linear and GroupedLinear delay their weight gradients
-    from now on. Of every micro-batch it takes what its backward has put off, so that the second halves may come in any
-    order; gradients are added in the order in which they are computed.
+    """The `dw_builder` for the PipelineStage of a module; its Linear and GroupedLinear delay weight gradients from now
+    on. Each micro-batch keeps its own delayed gradients, so that the second halves may come in any order; gradients are
+    accumulated in the order in which they are computed.
 
-    For schedules that run the halves apart: others, which run them one after the other, hold more for it.
-    Raises FuseOpsError for a module without such ops, and under DistributedDataParallel: torch's schedules never let it
-    reduce the other gradients of a backward that comes in halves. FSDP2 is reduced by the schedule.
+    It is for schedules that separate the halves: in others it only costs memory.
+    Raises FuseOpsError for a module without such ops, and under DistributedDataParallel, whose other gradients torch's
+    schedules do not reduce when a backward comes in halves. (They do reduce FSDP2's.)
     """
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise FuseOpsError(

@@ -2,16 +2,16 @@
 
     model = parallelize_module(model, mesh["tp"], fuseops.distributed.tp_plan(model))
 
-A style makes the parameters of an op DTensors, so that optimizers, FSDP2, gradient clipping and distributed checkpoints
-know what they are part of, and says how the op computes with this rank's part. Ops still take and give plain tensors,
-and rules fuse them. The collectives of a style run before the op and after it, as ops of the Sequential that runs it:
-`explain()` shows them. They are no children, so names, positions and keys of a state_dict stay.
+A style makes the parameters of an op DTensors, for optimizers, FSDP2, gradient clipping and distributed checkpoints,
+and sets how the op computes with the local shard. Ops still take and return plain tensors, and rules fuse them. The
+collectives of a style run before and after the op, as ops of the Sequential that runs it, and `explain()` shows them.
+They are not children, so names, positions and state_dict keys stay.
 
-A `[gate | up]` weight (2F, D) becomes (2, F, D), sharded on F: every rank has its rows of both, one block of the whole
-each, and a rank's part read as (2F / ranks, D) is the `[gate | up]` of an op that many times narrower, without a copy.
-(Sharded on F as (F, 2, D) its rows would alternate; as two parameters they would have to be copied together in each
-forward under FSDP2.) It stands in the state_dict, and in optimizer states, as (2, F, D); `load_state_dict` takes either
-form, and `split_halves` gives a whole model the same, for `torch.distributed.checkpoint`.
+A `[gate | up]` weight (2F, D) becomes (2, F, D), sharded on F, so that each rank has its rows of both halves. The local
+shard, viewed as (2F / ranks, D), is the `[gate | up]` of an op that many times narrower, without a copy. (In a weight
+(F, 2, D) rows would alternate; two parameters would be concatenated in each forward under FSDP2.) In the state_dict and
+in optimizer state it is (2, F, D). `load_state_dict` takes both forms, and `split_halves` gives an unsharded model the
+second, for `torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -39,17 +39,21 @@ from fuseops.run.composed import Composed
 
 Products = (ops.Linear, ops.GroupedLinear)
 log = logging.getLogger("fuseops.distributed")
-OUTPUTS = {"weight": -2, "up": -2, "bias": -1}  # parameters with an axis of outputs, from the last
+OUTPUTS = {
+    "weight": -2,
+    "up": -2,
+    "bias": -1,
+}  # parameter -> its axis of outputs, counted from the last
 
 
 class _Style(ParallelStyle):
-    """A `_Style` lays an op's parameters out over a mesh, with collectives around the op: the base of the styles."""
+    """A `_Style` distributes an op's parameters over a mesh and sets the collectives around the op."""
 
-    takes: tuple[type, ...]
+    supported: tuple[type, ...]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, self.takes):
-            names = ", ".join(kind.__name__ for kind in self.takes)
+        if not isinstance(module, self.supported):
+            names = ", ".join(kind.__name__ for kind in self.supported)
             raise FuseOpsError(
                 f"{type(self).__name__} lays out ops ({names}), got {type(module).__name__}: modules of torch have "
                 "torch.distributed.tensor.parallel's own styles."
@@ -58,17 +62,19 @@ class _Style(ParallelStyle):
             raise FuseOpsError(
                 f"{type(self).__name__} takes a mesh of one dimension, got {device_mesh}: slice it, mesh['tp']."
             )
-        check_whole(type(self).__name__, module)
-        self._lay_out(module, device_mesh)
+        check_undistributed(type(self).__name__, module)
+        self._parallelize(module, device_mesh)
         return module
 
-    def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
-        """What it refuses it refuses before the op is another."""
+    def _parallelize(self, op: Any, mesh: DeviceMesh) -> None:
+        """Parallelize the op in place; raise for what is not supported before changing it."""
         raise NotImplementedError
 
-    def _spread(self, op: Any, name: str, mesh: DeviceMesh, axis: int | None, local: Local) -> None:
-        """Make a parameter a DTensor over the mesh, sharded on an axis counted from the last, or whole (None); the op
-        computes with `local` of it.
+    def _distribute(
+        self, op: Any, name: str, mesh: DeviceMesh, axis: int | None, local: Local
+    ) -> None:
+        """Make a parameter a DTensor, sharded on an axis (counted from the last) or replicated (None), which the op
+        reads through `local`.
         """
         parameter = op._parameters.get(name)
         if parameter is None:
@@ -78,17 +84,17 @@ class _Style(ParallelStyle):
             whole = halved(whole, local.axis)
         placement = Replicate() if axis is None else Shard(whole.dim() + axis)
         source = getattr(self, "src_data_rank", 0)
-        op._parameters[name] = placed(parameter, whole, mesh, placement, source)
+        op._parameters[name] = distribute_parameter(parameter, whole, mesh, placement, source)
         op._local = {**op._local, name: local}
 
 
-def check_whole(style: str, module: nn.Module) -> None:
-    """Raise FuseOpsError where parameters are spread already, have no values, or cannot be DTensors."""
+def check_undistributed(style: str, module: nn.Module) -> None:
+    """Raise FuseOpsError if parameters are DTensors already, have no values, or cannot become DTensors."""
     where, stored = path_of(module) or type(module).__name__, stored_in(module)
-    apart = not getattr(module, "packed", True)
-    if apart or getattr(module, "accumulate_into_main_grad", False):
+    split = not getattr(module, "packed", True)
+    if split or getattr(module, "accumulate_into_main_grad", False):
         raise FuseOpsError(
-            f"{style}: {where} keeps {'one Parameter a group' if apart else 'gradients in main_grad'}, which DTensors "
+            f"{style}: {where} keeps {'one Parameter a group' if split else 'gradients in main_grad'}, which DTensors "
             "have no place for: build it without."
         )
     if stored is not None:
@@ -100,17 +106,17 @@ def check_whole(style: str, module: nn.Module) -> None:
         )
     for name, p in module._parameters.items():
         if torch_private.is_dtensor(type(p)):
-            held: Any = p
+            dtensor: Any = p
             raise FuseOpsError(
-                f"{style}: {name} of {where} is a DTensor already, over {held.device_mesh}: spread it once, and before "
+                f"{style}: {name} of {where} is a DTensor already, over {dtensor.device_mesh}: spread it once, before "
                 "fully_shard."
             )
 
 
-def placed(
+def distribute_parameter(
     parameter: nn.Parameter, whole: Tensor, mesh: DeviceMesh, how: Any, source: int | None = 0
 ) -> nn.Parameter:
-    """`whole`, of a parameter, as one over the ranks. On the meta device nothing is sent."""
+    """A Parameter with `whole` distributed over a mesh. On the meta device nothing is sent."""
     made = nn.Parameter(
         distribute_tensor(whole, mesh, [how], src_data_rank=source), parameter.requires_grad
     )
@@ -121,17 +127,16 @@ def placed(
 class ColwiseParallel(_Style):
     """`ColwiseParallel` shards the outputs of a Linear or GroupedLinear, or the columns of a Bias, over the ranks.
 
-    input_layouts: of x; Replicate() (default), or Shard(dim), of tokens say, which an AllGather undoes.
+    input_layouts: of x; Replicate() (default), or Shard(dim), for example of tokens, which an AllGather gathers.
     output_layouts: Shard(-1) (default), or Replicate(), by an AllGather.
-    gate_up: the outputs are `[gate | up]` for a gated activation: every rank gets its part of both.
-    A scaled activation takes it too: the gradients of its probabilities are added up over the ranks. So does a Permute,
-    before which x is then as it would be before its GroupedLinear, which gets input_layouts=Partial(). Of a
-    LinearCrossEntropy each rank has its classes, as many or one less in all; the loss is the same on every rank, its
-    targets are of all tokens.
-    Raises FuseOpsError for another op, other layouts, or outputs that do not divide by the ranks.
+    gate_up: the outputs are `[gate | up]` of a gated activation: each rank gets its part of both halves.
+    Of a scaled activation the gradients of probabilities are summed over the ranks. A Permute takes the layout of x for
+    the GroupedLinear behind it, which then gets input_layouts=Partial(). Of a LinearCrossEntropy the classes are
+    sharded in equal parts, the last one smaller; its loss is equal on all ranks, its targets are of all tokens.
+    Raises FuseOpsError for another op, other layouts, or outputs that the ranks do not divide.
     """
 
-    takes = (*Products, ops.Bias, ScaledActivation, ops.Permute, ops.LinearCrossEntropy)
+    supported = (*Products, ops.Bias, ScaledActivation, ops.Permute, ops.LinearCrossEntropy)
 
     def __init__(
         self, *, input_layouts: Any = None, output_layouts: Any = None, gate_up: bool = False
@@ -148,57 +153,57 @@ class ColwiseParallel(_Style):
         if self.gate_up and self.output_layouts != Shard(-1):
             raise FuseOpsError("ColwiseParallel(gate_up=True): the activation takes Shard(-1).")
 
-    def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
+    def _parallelize(self, op: Any, mesh: DeviceMesh) -> None:
         if isinstance(op, ops.Permute):
-            op._around = (_entry(self.input_layouts, mesh), ())
+            op._around = (_input_collectives(self.input_layouts, mesh), ())
             return
         if isinstance(op, ScaledActivation):
-            _sum_of_probs(op, mesh)
+            _sum_probs_grads(op, mesh)
             return
         if isinstance(op, ops.LinearCrossEntropy):
-            self._lay_out_classes(op, mesh)
+            self._parallelize_classes(op, mesh)
             return
-        alone = isinstance(op, ops.Bias)  # what comes in is sharded alike
-        before = () if alone else _entry(self.input_layouts, mesh)
-        attribute = "size" if alone else "out_features"
-        _divide(op, attribute, mesh, 2 if self.gate_up else 1)
+        is_bias = isinstance(op, ops.Bias)  # its x is sharded already
+        before = () if is_bias else _input_collectives(self.input_layouts, mesh)
+        attribute = "size" if is_bias else "out_features"
+        _divide_width(op, attribute, mesh, 2 if self.gate_up else 1)
         for name, axis in OUTPUTS.items():
-            self._spread(op, name, mesh, axis, Local(axis - 1 if self.gate_up else 0))
-        self._spread(op, "down", mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
+            self._distribute(op, name, mesh, axis, Local(axis - 1 if self.gate_up else 0))
+        self._distribute(op, "down", mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
         placement = Replicate() if self.input_layouts == Partial() else self.input_layouts
         op._layout = InputLayout(placement, Ranks(mesh))
         if "probs" in op.reads:
-            _sum_of_probs(op, mesh)
-        if alone:
+            _sum_probs_grads(op, mesh)
+        if is_bias:
             return
         after: tuple[Op[Any], ...] = ()
         if self.output_layouts == Replicate():
             after = (ops.AllGather(mesh, dim=-1, grad="replicate"),)
         op._around = (before, after)
 
-    def _lay_out_classes(self, op: Any, mesh: DeviceMesh) -> None:
-        """The op itself adds the gradient of x up over the ranks."""
+    def _parallelize_classes(self, op: Any, mesh: DeviceMesh) -> None:
+        """Shard a LinearCrossEntropy by classes; the op itself sums the gradient of x over the ranks."""
         vocabulary = vocabulary_over(mesh, op.vocab_size)
         if self.input_layouts != Replicate():
             gather = ops.AllGather(mesh, dim=_dim(self.input_layouts), grad="replicate")
             op._around = ((gather,), ())
         op.vocabulary = vocabulary
         for name, axis in (("weight", -2), ("bias", -1)):
-            self._spread(op, name, mesh, axis, Local())
+            self._distribute(op, name, mesh, axis, Local())
         op._layout = InputLayout(self.input_layouts, Ranks(mesh))
 
 
 class RowwiseParallel(_Style):
-    """`RowwiseParallel` shards the inputs of a Linear or GroupedLinear over ranks, whose parts of every output add up.
+    """`RowwiseParallel` shards the inputs of a Linear or GroupedLinear over ranks; their outputs are partial sums.
 
     input_layouts: of x; Shard(-1), as `ColwiseParallel` gives it.
-    output_layouts: Replicate() (default), by an AllReduce, or Shard(dim), of tokens say, by a ReduceScatter.
-        Partial() leaves them to be added up by who comes later: by a Combine with this style.
-    The bias is added once, by the first rank.
-    Raises FuseOpsError for another op, other layouts, or inputs that do not divide by the ranks.
+    output_layouts: Replicate() (default), by an AllReduce, or Shard(dim), for example of tokens, by a ReduceScatter.
+        With Partial() they stay partial sums, which a later Combine with this style adds up.
+    The first rank alone adds the bias.
+    Raises FuseOpsError for another op, other layouts, or inputs that the ranks do not divide.
     """
 
-    takes = (*Products, ops.Combine)
+    supported = (*Products, ops.Combine)
 
     def __init__(self, *, input_layouts: Any = None, output_layouts: Any = None) -> None:
         super().__init__()
@@ -208,31 +213,31 @@ class RowwiseParallel(_Style):
                 f"RowwiseParallel: input_layouts is {input_layouts}, expected Shard(-1)."
             )
 
-    def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
-        after = _exit(self.output_layouts, mesh)
+    def _parallelize(self, op: Any, mesh: DeviceMesh) -> None:
+        after = _output_collectives(self.output_layouts, mesh)
         if isinstance(op, ops.Combine):
             op._around = ((), after)
             return
-        _divide(op, "in_features", mesh, 1)
+        _divide_width(op, "in_features", mesh, 1)
         for name in ("weight", "down"):
-            self._spread(op, name, mesh, -1, Local())
-        self._spread(op, "bias", mesh, None, Local(whole="first", ranks=Ranks(mesh)))
-        self._spread(op, "up", mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
+            self._distribute(op, name, mesh, -1, Local())
+        self._distribute(op, "bias", mesh, None, Local(whole="first", ranks=Ranks(mesh)))
+        self._distribute(op, "up", mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
         op._layout = InputLayout(Shard(-1), Ranks(mesh))
         if "probs" in op.reads:
-            _sum_of_probs(op, mesh)
+            _sum_probs_grads(op, mesh)
         op._around = ((), after)
 
 
 class SequenceParallel(_Style):
-    """`SequenceParallel` runs a norm or a Bias over this rank's tokens: every rank has all of its parameters, and their
-    gradients are added up.
+    """`SequenceParallel` runs a norm or a Bias over this rank's tokens: its parameters are replicated, and their
+    gradients are summed over the ranks.
 
     sequence_dim: the axis of the tokens, -2 of (T, D) and of (B, T, D).
     Raises FuseOpsError for another op, and for the axis of the features.
     """
 
-    takes = (ops.RMSNorm, ops.LayerNorm, ops.Bias, *Products)
+    supported = (ops.RMSNorm, ops.LayerNorm, ops.Bias, *Products)
 
     def __init__(self, *, sequence_dim: int = -2) -> None:
         super().__init__()
@@ -241,31 +246,31 @@ class SequenceParallel(_Style):
             raise FuseOpsError("SequenceParallel: sequence_dim is -1, the axis of the features.")
         self.sequence_dim = sequence_dim
 
-    def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
+    def _parallelize(self, op: Any, mesh: DeviceMesh) -> None:
         for name in [*op._parameters]:
-            self._spread(op, name, mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
+            self._distribute(op, name, mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
         op._layout = InputLayout(Shard(self.sequence_dim), Ranks(mesh))
 
 
 class Replicated(_Style):
-    """`Replicated` has every rank run an op as one alone would: its parameters are whole, and DTensors as all others
-    are, since clipping and optimizers take no mixture.
+    """`Replicated` has every rank run the whole op. Its parameters become replicated DTensors, because clipping and
+    optimizers do not take a mixture of DTensors and plain tensors.
     """
 
-    takes = (Op,)
+    supported = (Op,)
 
-    def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
+    def _parallelize(self, op: Any, mesh: DeviceMesh) -> None:
         for name in [*op._parameters]:
-            self._spread(op, name, mesh, None, Local())
+            self._distribute(op, name, mesh, None, Local())
 
 
-def _sum_of_probs(op: Op[Any], mesh: DeviceMesh) -> None:
-    """Have the ranks' gradients of a row's probability, each from its own hidden units, added up."""
+def _sum_probs_grads(op: Op[Any], mesh: DeviceMesh) -> None:
+    """Sum the gradients of probabilities over the ranks: each rank's come from its own hidden units."""
     op._local = {**op._local, "probs": Local(whole="sum", ranks=Ranks(mesh))}
 
 
-def _entry(layout: Any, mesh: DeviceMesh) -> tuple[Op[Any], ...]:
-    """What brings x to every rank: its gradient is the sum of theirs."""
+def _input_collectives(layout: Any, mesh: DeviceMesh) -> tuple[Op[Any], ...]:
+    """The collectives that replicate x, whose gradient is the sum over the ranks."""
     if layout == Partial():
         return ()
     if layout == Replicate():
@@ -273,8 +278,8 @@ def _entry(layout: Any, mesh: DeviceMesh) -> tuple[Op[Any], ...]:
     return (ops.AllGather(mesh, dim=_dim(layout)),)
 
 
-def _exit(layout: Any, mesh: DeviceMesh) -> tuple[Op[Any], ...]:
-    """What adds the ranks' outputs up."""
+def _output_collectives(layout: Any, mesh: DeviceMesh) -> tuple[Op[Any], ...]:
+    """The collectives that sum the outputs of the ranks."""
     if layout == Partial():
         return ()
     if layout == Replicate():
@@ -290,8 +295,8 @@ def _dim(layout: Any) -> int:
     return int(layout.dim)
 
 
-def _divide(op: Any, attribute: str, mesh: DeviceMesh, parts: int) -> None:
-    """Make a width that of one rank.  Raises FuseOpsError where it does not divide."""
+def _divide_width(op: Any, attribute: str, mesh: DeviceMesh, parts: int) -> None:
+    """Divide a width of an op by the ranks.  Raises FuseOpsError where they do not divide it."""
     size, ranks = getattr(op, attribute), mesh.size()
     if size % (parts * ranks):
         of = f"{parts} halves over " if parts > 1 else ""
@@ -307,41 +312,41 @@ def _divide(op: Any, attribute: str, mesh: DeviceMesh, parts: int) -> None:
 def tp_plan(
     model: nn.Module, *, sequence_parallel: bool = False, sequence_dim: int = -2
 ) -> dict[str, ParallelStyle]:
-    """The plan of `parallelize_module` for every MLP of a model: an activation between two Linear or GroupedLinear of
-    one Sequential. The first is sharded by its outputs, `[gate | up]` by both halves, the second by its inputs. A
-    LinearCrossEntropy is sharded by its classes: with sequence_parallel where it stands in a Sequential that holds an
-    MLP, itself or in a block.
+    """The `parallelize_module` plan for every MLP of a model: an activation between two Linear or GroupedLinear of one
+    Sequential. The first is sharded by its outputs, `[gate | up]` by both halves, the second by its inputs. A
+    LinearCrossEntropy is sharded by its classes; with sequence_parallel only one in a Sequential that contains an MLP
+    (itself or in a block).
 
     sequence_parallel: x and y of the MLP are sharded by tokens, on axis `sequence_dim`; norms and biases of every
-        Sequential that holds an MLP, itself or in a block, work on this rank's tokens.
-    Its other ops are `Replicated` without sequence_parallel; with it a warning names those that have parameters. What
-    else a model has (attention, say) takes entries of yours: the plan is a dict of styles by path.
+        Sequential that contains an MLP work on this rank's tokens.
+    Other ops are `Replicated`; with sequence_parallel a warning names those that have parameters instead. Add entries
+    for other modules, such as attention: the plan is a dict of styles by path.
     Raises FuseOpsError where there is no MLP, and for an op that shares a parameter with another module.
     """
     plan: dict[str, ParallelStyle] = {}
     for path, module in model.named_modules():
         if isinstance(module, Composed):
             prefix = f"{path}." if path else ""
-            found = _plan_of(module, sequence_parallel, sequence_dim)
+            found = _sequential_plan(module, sequence_parallel, sequence_dim)
             plan |= {f"{prefix}{name}": style for name, style in found}
     if not plan:
         raise FuseOpsError(
             f"tp_plan found no MLP in {type(model).__name__}: a fuseops.Sequential with an activation between two "
             "Linear or GroupedLinear."
         )
-    left = {path: op for path, op in _ops_with_parameters(model) if path not in plan}
-    if left and sequence_parallel:
+    unplanned = {path: op for path, op in _ops_with_parameters(model) if path not in plan}
+    if unplanned and sequence_parallel:
         log.warning(
             "tp_plan(sequence_parallel=True) has no style for %s: their parameters stay plain, and what they do over "
             "a rank's tokens gives gradients of those alone. Add an entry for each: plan[path] = SequenceParallel().",
-            ", ".join(f"{path} ({type(op).__name__})" for path, op in left.items()),
+            ", ".join(f"{path} ({type(op).__name__})" for path, op in unplanned.items()),
         )
-    elif left:
+    elif unplanned:
         head = ops.LinearCrossEntropy
         styles = (
-            ColwiseParallel() if isinstance(op, head) else Replicated() for op in left.values()
+            ColwiseParallel() if isinstance(op, head) else Replicated() for op in unplanned.values()
         )
-        plan |= zip(left, styles, strict=True)
+        plan |= zip(unplanned, styles, strict=True)
     _check_untied(model, plan)
     return plan
 
@@ -353,13 +358,13 @@ def _ops_with_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _check_untied(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
-    """Raise FuseOpsError where a style would make a parameter of its own of one that two modules share."""
-    homes: dict[nn.Parameter, str] = {}
+    """Raise FuseOpsError for a planned parameter that two modules share: a style would untie it."""
+    first_paths: dict[nn.Parameter, str] = {}
     for path, module in model.named_modules():
         for name, p in module._parameters.items():
             if p is None:
                 continue
-            first = homes.setdefault(p, path)
+            first = first_paths.setdefault(p, path)
             if first != path and not plan.keys().isdisjoint((first, path)):
                 raise FuseOpsError(
                     f"tp_plan: {name} of {path!r} is a parameter of {first!r} too, and a style lays out one op at a "
@@ -368,46 +373,46 @@ def _check_untied(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
                 )
 
 
-def _plan_of(
+def _sequential_plan(
     module: Composed, sequence_parallel: bool, dim: int
 ) -> Iterator[tuple[str, ParallelStyle]]:
     children = list(module._modules.items())
     tokens = Shard(dim) if sequence_parallel else Replicate()
-    mine: dict[str, ParallelStyle] = {}
+    plan: dict[str, ParallelStyle] = {}
     for first, act, second in _mlps(children):
-        gate_up, routed = is_gate(children[act][1]), _routed(children, first, second)
+        gate_up, routed = is_gate(children[act][1]), _is_routed(children, first, second)
         if routed and sequence_parallel:
             raise FuseOpsError(
                 f"tp_plan(sequence_parallel=True): the router before {children[first][0]!r} takes every token. Leave "
                 "it off for this model, or gather the tokens before its experts and write the plan by hand."
             )
         inside: Any = Partial() if routed else tokens
-        mine[children[first][0]] = ColwiseParallel(input_layouts=inside, gate_up=gate_up)
-        mine[children[second][0]] = RowwiseParallel(output_layouts=inside)
+        plan[children[first][0]] = ColwiseParallel(input_layouts=inside, gate_up=gate_up)
+        plan[children[second][0]] = RowwiseParallel(output_layouts=inside)
         if act == first + 2:
-            mine[children[first + 1][0]] = ColwiseParallel(input_layouts=Shard(-1), gate_up=gate_up)
+            plan[children[first + 1][0]] = ColwiseParallel(input_layouts=Shard(-1), gate_up=gate_up)
         if isinstance(children[act][1], ScaledActivation):
-            mine[children[act][0]] = ColwiseParallel()
+            plan[children[act][0]] = ColwiseParallel()
         if routed:
-            mine[children[first - 1][0]] = ColwiseParallel()
-            mine[children[second + 1][0]] = RowwiseParallel()
-    beside = (ops.RMSNorm, ops.LayerNorm, ops.Bias)
+            plan[children[first - 1][0]] = ColwiseParallel()
+            plan[children[second + 1][0]] = RowwiseParallel()
+    per_token_ops = (ops.RMSNorm, ops.LayerNorm, ops.Bias)
     for name, child in children if sequence_parallel and _holds_mlp(module) else ():
-        if isinstance(child, beside) and name not in mine:
-            mine[name] = SequenceParallel(sequence_dim=dim)
+        if isinstance(child, per_token_ops) and name not in plan:
+            plan[name] = SequenceParallel(sequence_dim=dim)
         if isinstance(child, ops.LinearCrossEntropy):
-            mine[name] = ColwiseParallel(input_layouts=tokens)
-    yield from mine.items()
+            plan[name] = ColwiseParallel(input_layouts=tokens)
+    yield from plan.items()
 
 
 def _holds_mlp(module: nn.Module) -> bool:
-    """Whether an MLP stands in a module, or in one below it: its x, too, is this rank's tokens."""
+    """Whether a module contains an MLP, itself or in a descendant, so that its x is this rank's tokens too."""
     composed = [m for m in module.modules() if isinstance(m, Composed)]
     return any(True for m in composed for _ in _mlps(list(m._modules.items())))
 
 
-def _routed(children: list[tuple[str, nn.Module]], first: int, second: int) -> bool:
-    """Whether a Permute and a Combine stand around an MLP."""
+def _is_routed(children: list[tuple[str, nn.Module]], first: int, second: int) -> bool:
+    """Whether an MLP is between a Permute and a Combine."""
     if first < 1 or second + 1 >= len(children):
         return False
     before, after = children[first - 1][1], children[second + 1][1]
@@ -415,7 +420,7 @@ def _routed(children: list[tuple[str, nn.Module]], first: int, second: int) -> b
 
 
 def _mlps(children: list[tuple[str, nn.Module]]) -> Iterator[tuple[int, int, int]]:
-    """Positions of (product, activation, product), with a Bias between the first two or not."""
+    """Positions of (product, activation, product); a Bias may be between the first two."""
     for act, (_, child) in enumerate(children):
         if not isinstance(child, Activation | ScaledActivation) or not 0 < act < len(children) - 1:
             continue
@@ -428,8 +433,8 @@ def _mlps(children: list[tuple[str, nn.Module]]) -> Iterator[tuple[int, int, int
 
 
 def split_halves(model: nn.Module) -> nn.Module:
-    """Register the `[gate | up]` weights of a whole model as (2, F, D), the form that they have under tensor
-    parallelism, over the same memory: distributed checkpoints of either are then those of the other.   -> model
+    """Register the `[gate | up]` weights of an unsharded model as (2, F, D), over the same memory. This is their form
+    under tensor parallelism, so that distributed checkpoints of both are interchangeable.   -> model
     """
     for module in model.modules():
         if not isinstance(module, Composed):
@@ -453,8 +458,9 @@ def _split(op: Any) -> None:
 
 
 def shard_placement(parameter: nn.Parameter) -> Any:
-    """The axis that FSDP2 shards of a parameter, for `fully_shard(shard_placement_fn=)`: of (2, F, D) the last, since
-    there are but two of the first.   -> Shard, or None for FSDP2's own choice
+    """A `shard_placement_fn` of `fully_shard` that shards (2, F, D) on the last axis, since the first has size two.
+
+    -> Shard, or None for FSDP2's own choice
     """
     halves = torch_private.is_dtensor(type(parameter)) and parameter.dim() == 3
     return Shard(2) if halves and parameter.shape[0] == 2 else None

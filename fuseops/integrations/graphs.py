@@ -1,15 +1,14 @@
 """CUDA graphs of Sequentials that read side inputs.
 
-A Sequential needs no adapter under `torch.cuda.graph`: write new values into the tensors that it was captured with
-(`x`, `offs`, `probs`) and replay. Group sizes may change between replays, up to the rows that were captured: what lies
-beyond `offs[-1]` is padding. `torch.cuda.make_graphed_callables` passes tensors by position only; `Positional` is for
-that:
+A Sequential needs no adapter under `torch.cuda.graph`: write new values into the captured tensors (`x`, `offs`,
+`probs`) and replay. Group sizes may change between replays, up to the captured number of rows: rows beyond `offs[-1]`
+are padding. `torch.cuda.make_graphed_callables` passes tensors by position only, so it takes a `Positional`:
 
     graphed = torch.cuda.make_graphed_callables(Positional(experts, "offs", "probs"), (x, offs, probs))
     y = graphed(x, offs, probs)
 
 Capture after a few steps on a side stream, as torch's documentation says: the first step compiles kernels. Leave
-`delay_wgrad` off: what `backward_dw` does is not in the graph of the backward. `main_grad` buffers keep their address.
+`delay_wgrad` off: the graph of the backward does not contain `backward_dw`. `main_grad` buffers keep their address.
 """
 
 from typing import Any
@@ -20,10 +19,10 @@ from fuseops.errors import SideInputError
 
 
 class Positional(nn.Module):
-    """A `Positional` takes the side inputs of a Sequential or op by position: `forward(x, *sides)`, as in `names`.
+    """A `Positional` takes the side inputs of a Sequential or op by position: `forward(x, *sides)`, in order of names.
 
-    names: of its side inputs, all that it reads.  returns: side outputs to return after y.
-    Raises SideInputError when the number of tensors is not that of the names.
+    names: all side inputs that the module reads.  returns: side outputs to return after y.
+    Raises SideInputError when the number of tensors differs from that of the names.
     """
 
     def __init__(self, module: nn.Module, *names: str, returns: tuple[str, ...] = ()) -> None:

@@ -1,12 +1,12 @@
 """Shards of `[gate | up]` weights for tensor parallelism.
 
-fc1 of a gated MLP holds two halves, so the first rank of a contiguous shard would have gate rows only, and the
-activation would multiply what does not belong together. Every rank needs its rows of both:
+fc1 of a gated MLP holds two halves. A contiguous shard would give the first rank gate rows only, and the activation
+would multiply unrelated rows. Each rank needs its rows of both halves:
 
     rank r of W       [gate rows of r | up rows of r], itself a `[gate | up]` of an op W times narrower
     fc2               the same hidden units: a plain contiguous shard of its last axis; outputs of the ranks add up
 
-These are for tensors of your own; `fuseops.distributed` lays out whole models, as DTensors. `dim` is the axis of the
+These functions are for single tensors; `fuseops.distributed` shards whole models as DTensors. `dim` is the axis of the
 two halves: -2 of a weight (2F, D) or (E, 2F, D), -1 of a bias (2F,) or (E, 2F).
 Tensors may be weights, their gradients, or optimizer state.
 """
@@ -22,9 +22,9 @@ from fuseops.errors import FuseOpsError
 
 
 def gate_up_shard(full: Tensor, rank: int, world: int, dim: int = -2) -> Tensor:
-    """The rows of one rank, a copy.   (..., 2F, D) -> (..., 2F / world, D)
+    """A copy of the rows of one rank.   (..., 2F, D) -> (..., 2F / world, D)
 
-    Raises FuseOpsError when the two halves do not divide by the ranks.
+    Raises FuseOpsError when the ranks do not divide the halves, or there is no such rank.
     """
     if not 0 <= rank < world:
         raise FuseOpsError(f"gate_up_shard: there is no rank {rank} among {world}.")

@@ -1,4 +1,4 @@
-"""Weights between TransformerEngine's keys for grouped linear layers and those of fuseops.
+"""Conversion of weights between TransformerEngine's keys for grouped linear layers and those of fuseops.
 
 Of `GroupedLinear` with E groups:
 
@@ -53,7 +53,7 @@ def _stacked(name: str, parts: dict[int, Tensor]) -> Tensor:
 
 
 def to_te(tensors: Mapping[str, Tensor], grouped: nn.Module | Iterable[str]) -> dict[str, Tensor]:
-    """The way back: views of `tensors` under TransformerEngine's keys, without `_extra_state`.
+    """The inverse of `to_fuseops`: views of `tensors` under TransformerEngine's keys, without `_extra_state`.
 
     grouped: the model, or the paths of its grouped linear layers (a key alone does not say whether it is one).
     """

@@ -1,13 +1,12 @@
-"""Experts, token dispatch, feed-forward layers and the head's loss of torchtitan by fuseops, by its own overrides.
+"""Overrides of torchtitan that run its experts, token dispatch, feed-forward layers and head's loss by fuseops.
 
     --override.imports fuseops.integrations.torchtitan.routed_experts fuseops.integrations.torchtitan.feed_forward \\
         fuseops.integrations.torchtitan.chunked_loss
 
-Parameters, their names, their sharding and their checkpoints stay torchtitan's, as do routers. Two forms of its classes
-are known: `RoutedExperts` and FeedForward over a `w13` (2, F, D), which is `[gate | up]` without a copy; and, in its
-versions before, `GroupedExperts` (the override `grouped_experts`, behind torchtitan's dispatcher in every degree) and
-FeedForward over w1 and w3, which are copied together in each call. What has another form runs as torchtitan's own, and
-the log says why.
+Parameters, their names, sharding and checkpoints, and routers stay torchtitan's. Two versions of its classes are
+supported: `RoutedExperts` and FeedForward with `w13` (2, F, D), which is `[gate | up]` without a copy; and the older
+`GroupedExperts` (override `grouped_experts`, behind torchtitan's own dispatcher) and FeedForward with w1 and w3, which
+each call concatenates. Any other module runs as torchtitan's own, and the log has the reason.
 """
 
 from __future__ import annotations
@@ -32,64 +31,67 @@ from fuseops.errors import FuseOpsError
 from fuseops.layers import Sequential
 
 log = logging.getLogger("fuseops.fusion")
-STOCK = "torchtitan"  # a way of tokens: by the dispatcher that the config has
-# in a module's `__dict__`, where it is no child: it has no parameters of its own
-_BUILT = "_fuseops"
+STOCK = "torchtitan"  # a `way`: tokens travel by the config's own dispatcher
+_CACHE = "_fuseops"  # key in a module's `__dict__`: its Sequential, no child, and the shapes that it was built for
 
 
-def _known(module: str, name: str) -> Any:
-    """A class of torchtitan that some of its versions do not have: None there."""
+def _import_optional(module: str, name: str) -> Any:
+    """A class or function of torchtitan; None in versions that do not have it."""
     try:
         return getattr(importlib.import_module(f"torchtitan.{module}"), name, None)
     except ImportError:
         return None
 
 
-GroupedExperts: Any = _known("models.common.moe", "GroupedExperts")
-RoutedExperts: Any = _known("models.common.moe", "RoutedExperts")
+GroupedExperts: Any = _import_optional("models.common.moe", "GroupedExperts")
+RoutedExperts: Any = _import_optional("models.common.moe", "RoutedExperts")
 if RoutedExperts is not None and "w13" not in RoutedExperts.Config.__dataclass_fields__:
-    RoutedExperts = None  # around GroupedExperts, which is overridden by itself
-ChunkedLossWrapper: Any = _known("components.loss", "ChunkedLossWrapper")
+    RoutedExperts = None  # this one wraps GroupedExperts, which has an override
+ChunkedLossWrapper: Any = _import_optional("components.loss", "ChunkedLossWrapper")
 
 
-# --- what both forms share
+# --- shared by the overrides
 
 
 def _override(name: str, target: Any, description: str) -> Any:
-    """torchtitan's decorator, which takes a name in some versions."""
+    """torchtitan's `override`, which takes a name in some versions."""
     named = "name" in inspect.signature(override).parameters
-    given = {"target": target, "exact": True, "description": description}
-    return override(f"fuseops_{name}", **given) if named else override(**given)
+    options = {"target": target, "exact": True, "description": description}
+    return override(f"fuseops_{name}", **options) if named else override(**options)
 
 
 @functools.cache
-def _tell(what: str, reason: str) -> None:
-    log.warning("a %s runs as torchtitan's own: %s", what, reason)
+def _warn_fallback(module_name: str, reason: str) -> None:
+    log.warning("a %s runs as torchtitan's own: %s", module_name, reason)
 
 
-def _local(weight: Any) -> Tensor:
+def _to_local(weight: Any) -> Tensor:
     return weight.to_local() if torch_private.is_dtensor(type(weight)) else weight
 
 
 def _mlp(module: nn.Module, weights: dict[str, Tensor]) -> Sequential:
-    """The MLP that a layer's weights are given to: one for as long as their shapes stay."""
+    """The Sequential that computes a layer's MLP with these weights; cached while their shapes stay."""
     fc1, fc2 = weights["fc1.weight"], weights["fc2.weight"]
     shapes = fc1.shape, fc2.shape
-    known = module.__dict__.get(_BUILT)
-    if known is None or known[0] != shapes:
-        children = {"fc1": _product(fc1), "act": ops.SwiGLU(), "fc2": _product(fc2)}
-        known = module.__dict__[_BUILT] = shapes, Sequential(children)
-    return known[1]
+    cached = module.__dict__.get(_CACHE)
+    if cached is None or cached[0] != shapes:
+        children = {
+            "fc1": _grouped_or_linear(fc1),
+            "act": ops.SwiGLU(),
+            "fc2": _grouped_or_linear(fc2),
+        }
+        cached = module.__dict__[_CACHE] = shapes, Sequential(children)
+    return cached[1]
 
 
-def _product(weight: Tensor) -> Any:
+def _grouped_or_linear(weight: Tensor) -> Any:
     *groups, out, width = weight.shape
     make: Any = ops.GroupedLinear if groups else ops.Linear
     return make(*groups, width, out, bias=False, device="meta")
 
 
-def _plain(child: Any, kind: str) -> str | None:
-    """Why the product of a child is not to be taken from it, or None."""
+def _child_reason(child: Any, kind: str) -> str | None:
+    """Why a child is not a `kind` whose weight may be used without calling it, or None."""
     weight = getattr(child, "weight", None)
     if weight is None:
         return "has no weight"
@@ -104,7 +106,7 @@ def _plain(child: Any, kind: str) -> str | None:
     return None
 
 
-def _not_swiglu(layer: Any) -> str | None:
+def _activation_reason(layer: Any) -> str | None:
     act = getattr(layer, "activation_fn", None)
     inner = getattr(act, "fn", act)  # in some versions inside of a module
     name = type(inner).__name__
@@ -120,41 +122,41 @@ class FeedForwardConfig(FeedForward.Config):  # type: ignore[misc]
 
 
 class FusedFeedForward(FeedForward):  # type: ignore[misc]
-    """torchtitan's FeedForward by fuseops.   (..., D) -> (..., D)"""
+    """torchtitan's FeedForward, run by fuseops.   (..., D) -> (..., D)"""
 
     Config = FeedForwardConfig  # under the name by which torchtitan finds it
 
     def forward(self, x: Tensor) -> Tensor:
         packed = getattr(self, "w13", None) is not None
-        reason = _why_not(self, ("w13", "w2") if packed else ("w1", "w2", "w3"))
+        reason = _unsupported_reason(self, ("w13", "w2") if packed else ("w1", "w2", "w3"))
         if reason is not None:
-            _tell("FeedForward", reason)
+            _warn_fallback("FeedForward", reason)
             return super().forward(x)
         if packed:
             fc1 = self.w13.weight.flatten(0, 1)
         else:
             fc1 = torch.cat([self.w1.weight, self.w3.weight])
-        given = {"fc1.weight": fc1, "fc2.weight": self.w2.weight}
-        return functional_call(_mlp(self, given), given, (x,))
+        weights = {"fc1.weight": fc1, "fc2.weight": self.w2.weight}
+        return functional_call(_mlp(self, weights), weights, (x,))
 
 
-def _why_not(layer: Any, names: tuple[str, ...]) -> str | None:
-    """Why a feed-forward layer runs as torchtitan's own, or None."""
+def _unsupported_reason(layer: Any, names: tuple[str, ...]) -> str | None:
+    """Why a feed-forward layer has to run as torchtitan's own, or None."""
     for name in names:
         child = getattr(layer, name, None)
-        reason = _plain(child, "Linear")
+        reason = _child_reason(child, "Linear")
         if reason is None and torch_private.is_dtensor(type(child.weight)):  # type: ignore[union-attr]
             reason = "has a DTensor for a weight, whose layout is torchtitan's to keep"
         if reason is None and name == "w13" and child.weight.dim() != 3:  # type: ignore[union-attr]
             reason = "is interleaved, and no stack of gate and up"
         if reason is not None:
             return f"{name} {reason}"
-    return _not_swiglu(layer)
+    return _activation_reason(layer)
 
 
 @_override("feed_forward", FeedForward.Config, "The feed-forward layer by fuseops.")
 def feed_forward(cfg: Any) -> Any:
-    """A config of FeedForward made one of `FusedFeedForward`."""
+    """Derive a `FusedFeedForward` config from one of FeedForward."""
     return derive(cfg, FusedFeedForward.Config)
 
 
@@ -165,18 +167,18 @@ if RoutedExperts is not None:
 
     @dataclass(kw_only=True, slots=True)
     class RoutedExpertsConfig(RoutedExperts.Config):  # type: ignore[misc]
-        """The config of `FusedRoutedExperts`: that of RoutedExperts, and how tokens travel."""
+        """The config of `FusedRoutedExperts`: that of RoutedExperts, `way` and `capacity`."""
 
         way: str | None = None
         capacity: float = 1.5
 
     class FusedRoutedExperts(RoutedExperts):  # type: ignore[misc]
-        """torchtitan's RoutedExperts by fuseops, token dispatch included.   x (T, D), scores, ids (T, K) -> (T, D)
+        """torchtitan's RoutedExperts, run by fuseops with its dispatch.   x (T, D), scores, ids (T, K) -> (T, D)
 
-        way: as of `fuseops.distributed.ExpertParallel`, over the "ep" axis of torchtitan's sparse mesh, in the place of
-            its local and its all-to-all dispatcher. "torchtitan", and any other dispatcher: tokens travel by that, and
-            the experts between are fuseops'.
-        capacity: of the ways that have a bound.
+        way: as of `fuseops.distributed.ExpertParallel`, over the "ep" axis of torchtitan's sparse mesh; it replaces the
+            local and the all-to-all dispatcher. With "torchtitan", and with any other dispatcher, tokens travel by
+            torchtitan's dispatcher and fuseops runs the experts only.
+        capacity: as of `ExpertParallel`, for the ways that have a capacity.
         """
 
         Config = RoutedExpertsConfig
@@ -190,57 +192,62 @@ if RoutedExperts is not None:
                 (
                     f"{name} {why}"
                     for name in ("w13", "w2")
-                    if (why := _plain(getattr(self, name, None), "GroupedLinear"))
+                    if (why := _child_reason(getattr(self, name, None), "GroupedLinear"))
                 ),
-                _not_swiglu(self),
+                _activation_reason(self),
             )
             if reason is not None:
-                _tell("RoutedExperts", reason)
+                _warn_fallback("RoutedExperts", reason)
                 return super().forward(x, scores, ids, counts)
-            given = {
-                "fc1.weight": _local(self.w13.weight).flatten(1, 2).bfloat16(),
-                "fc2.weight": _local(self.w2.weight).bfloat16(),
+            weights = {
+                "fc1.weight": _to_local(self.w13.weight).flatten(1, 2).bfloat16(),
+                "fc2.weight": _to_local(self.w2.weight).bfloat16(),
             }
             stock = self.token_dispatcher
-            known = type(stock).__name__ in ("LocalTokenDispatcher", "AllToAllTokenDispatcher")
-            if self.way != STOCK and known:
+            replaceable = type(stock).__name__ in (
+                "LocalTokenDispatcher",
+                "AllToAllTokenDispatcher",
+            )
+            if self.way != STOCK and replaceable:
                 side = {"experts": ids.to(torch.int32), "weights": scores}
-                layer = _experts(self, given, stock)
-                return functional_call(layer, given, (x.bfloat16(),), side).type_as(x)
+                layer = _experts(self, weights, stock)
+                return functional_call(layer, weights, (x.bfloat16(),), side).type_as(x)
             rows, counts, metadata = stock.dispatch(x, scores, ids, counts)
             side = {"offs": torch.cumsum(counts, 0, dtype=torch.int32)}
-            y = functional_call(_mlp(self, given), given, (rows.bfloat16(),), side)
+            y = functional_call(_mlp(self, weights), weights, (rows.bfloat16(),), side)
             return stock.combine(y.type_as(rows), metadata, x)
 
     def _experts(module: Any, weights: dict[str, Tensor], dispatcher: Any) -> Sequential:
-        """What runs the experts and sends their tokens: one for as long as its shapes stay."""
+        """The Sequential that dispatches tokens and runs the experts; cached while the shapes stay."""
         fc1, fc2 = weights["fc1.weight"], weights["fc2.weight"]
         count, top_k = dispatcher.num_experts, dispatcher.top_k
         shapes = fc1.shape, fc2.shape, top_k
-        known = module.__dict__.get(_BUILT)
-        if known is None or known[0] != shapes:
-            dispatch, after = _dispatch(module, count, top_k, len(fc1))
+        cached = module.__dict__.get(_CACHE)
+        if cached is None or cached[0] != shapes:
+            dispatch, after = _build_dispatch(module, count, top_k, len(fc1))
             children = {
                 "dispatch": dispatch,
                 "permute": ops.Permute(top_k),
-                "fc1": _product(fc1),
+                "fc1": _grouped_or_linear(fc1),
                 "act": ops.ScaledSwiGLU(),
-                "fc2": _product(fc2),
+                "fc2": _grouped_or_linear(fc2),
                 "combine": ops.Combine(top_k),
                 **after,
             }
-            known = module.__dict__[_BUILT] = shapes, Sequential(children)
-        return known[1]
+            cached = module.__dict__[_CACHE] = shapes, Sequential(children)
+        return cached[1]
 
-    def _dispatch(module: Any, count: int, top_k: int, here: int) -> tuple[Any, dict[str, Any]]:
-        """What sends tokens to `count` experts, `here` of them on this rank, and what brings the sums home."""
-        if here == count:
+    def _build_dispatch(
+        module: Any, count: int, top_k: int, local: int
+    ) -> tuple[Any, dict[str, Any]]:
+        """The dispatch op for `count` experts, `local` of them on this rank, and the ops behind Combine."""
+        if local == count:
             return ops.Dispatch(count), {}
-        mesh = _known("distributed.spmd_types", "spmd_sparse_mesh")()
+        mesh = _import_optional("distributed.spmd_types", "spmd_sparse_mesh")()
         mesh = None if mesh is None else mesh["ep"]
-        if mesh is None or mesh.size() * here != count:
+        if mesh is None or mesh.size() * local != count:
             raise FuseOpsError(
-                f"RoutedExperts has {here} of {count} experts on this rank, and torchtitan's sparse mesh "
+                f"RoutedExperts has {local} of {count} experts on this rank, and torchtitan's sparse mesh "
                 f"{'is not there' if mesh is None else f'has {mesh.size()} ranks of experts'}: shard w13 and w2 by "
                 "experts alone, or take the override with way='torchtitan'."
             )
@@ -250,7 +257,7 @@ if RoutedExperts is not None:
 
     @_override("routed_experts", RoutedExperts.Config, "Experts and token dispatch by fuseops.")
     def routed_experts(cfg: Any, *, way: str | None = None, capacity: float = 1.5) -> Any:
-        """A config of RoutedExperts made one of `FusedRoutedExperts`; way and capacity: as of `ExpertParallel`."""
+        """Derive a `FusedRoutedExperts` config from one of RoutedExperts; way, capacity: as of `ExpertParallel`."""
         return derive(cfg, FusedRoutedExperts.Config, way=way, capacity=capacity)
 
 
@@ -261,30 +268,30 @@ if GroupedExperts is not None:
         """The config of `FusedExperts`: that of GroupedExperts under a name of its own."""
 
     class FusedExperts(GroupedExperts):  # type: ignore[misc]
-        """torchtitan's GroupedExperts, its MLP by fuseops.   (R, D), (E,) tokens of each expert -> (R, D)"""
+        """torchtitan's GroupedExperts, run by fuseops.   (R, D), (E,) tokens of each expert -> (R, D)"""
 
         Config = ExpertsConfig
 
-        def _by_fuseops(self, x: Tensor, counts: Tensor, *_: Any, **__: Any) -> Tensor:
-            w1, w2, w3 = (_local(_weight(self, number)).bfloat16() for number in (1, 2, 3))
+        def _fused_forward(self, x: Tensor, counts: Tensor, *_: Any, **__: Any) -> Tensor:
+            w1, w2, w3 = (_to_local(_weight(self, number)).bfloat16() for number in (1, 2, 3))
             offs = torch.cumsum(counts, 0, dtype=torch.int32)
-            given = {"fc1.weight": torch.cat([w1, w3], 1), "fc2.weight": w2}
-            y = functional_call(_mlp(self, given), given, (x.bfloat16(),), {"offs": offs})
+            weights = {"fc1.weight": torch.cat([w1, w3], 1), "fc2.weight": w2}
+            y = functional_call(_mlp(self, weights), weights, (x.bfloat16(),), {"offs": offs})
             return y.type_as(x)
 
-        # later versions dispatch in `forward`, and compute in a method of its own
+        # later versions dispatch in `forward` and compute in `_experts_forward`
         if "_experts_forward" in vars(GroupedExperts):
-            _experts_forward = _by_fuseops
+            _experts_forward = _fused_forward
         else:
-            forward = _by_fuseops
+            forward = _fused_forward
 
     def _weight(module: nn.Module, number: int) -> Any:
-        """w1, w2 or w3, which later versions name by their axes too."""
+        """w1, w2 or w3; later versions append axes to the name."""
         return next(p for name, p in module._parameters.items() if name.startswith(f"w{number}"))
 
     @_override("grouped_experts", GroupedExperts.Config, "The experts' MLP by fuseops.")
     def grouped_experts(cfg: Any) -> Any:
-        """A config of GroupedExperts made one of `FusedExperts`."""
+        """Derive a `FusedExperts` config from one of GroupedExperts."""
         return derive(cfg, FusedExperts.Config)
 
 
@@ -298,7 +305,7 @@ if ChunkedLossWrapper is not None:
         """The config of `FusedChunkedLoss`: that of ChunkedLossWrapper under a name of its own."""
 
     class FusedChunkedLoss(ChunkedLossWrapper):  # type: ignore[misc]
-        """torchtitan's chunked cross entropy as one `ops.LinearCrossEntropy`: gradients are made with the loss.
+        """torchtitan's chunked cross entropy as one `ops.LinearCrossEntropy`, which makes gradients in the forward.
 
         pred (T, D) hidden states, labels (T,) -> the sum of the losses over `global_valid_tokens`, and no metrics.
         """
@@ -308,19 +315,19 @@ if ChunkedLossWrapper is not None:
         def __call__(
             self, pred: Any, labels: Any, global_valid_tokens: Tensor | None = None, **more: Any
         ) -> tuple[Tensor, dict[str, Tensor]]:
-            reason = _why_not_loss(self, pred, more)
+            reason = _unsupported_loss_reason(self, pred, more)
             if reason is not None:
-                _tell("ChunkedLossWrapper", reason)
+                _warn_fallback("ChunkedLossWrapper", reason)
                 return super().__call__(pred, labels, global_valid_tokens, **more)
-            loss = _of_head(self.lm_head, pred, labels)
+            loss = _head_loss(self.lm_head, pred, labels)
             return (loss if global_valid_tokens is None else loss / global_valid_tokens), {}
 
-    def _why_not_loss(loss: Any, pred: Any, more: dict[str, Any]) -> str | None:
+    def _unsupported_loss_reason(loss: Any, pred: Any, more: dict[str, Any]) -> str | None:
         if type(loss.loss_fn).__name__ != "CrossEntropyLoss":
             return f"the loss of a chunk is a {type(loss.loss_fn).__name__}"
         if type(pred) is not Tensor or more:
             return "it takes more than one plain tensor of hidden states"
-        size = _known("distributed.spmd_types", "spmd_mesh_size")
+        size = _import_optional("distributed.spmd_types", "spmd_mesh_size")
         if size is not None and size("tp") > 1:
             return "the head is spread over ranks by its vocabulary"
         names = {cls.__name__ for cls in type(loss.lm_head).__mro__}
@@ -328,8 +335,8 @@ if ChunkedLossWrapper is not None:
             return f"the head is a {type(loss.lm_head).__name__}, or has a bias"
         return None
 
-    def _of_head(head: Any, x: Tensor, labels: Tensor) -> Tensor:
-        """The sum of the losses, inside of the head's own call: there FSDP2 has gathered its weight."""
+    def _head_loss(head: Any, x: Tensor, labels: Tensor) -> Tensor:
+        """The sum of the losses, computed inside of the head's call, where FSDP2 has gathered its weight."""
 
         def forward(x: Tensor) -> Tensor:
             vocabulary, width = head.weight.shape
@@ -348,5 +355,5 @@ if ChunkedLossWrapper is not None:
 
     @_override("chunked_loss", ChunkedLossWrapper.Config, "The head's cross entropy by fuseops.")
     def chunked_loss(cfg: Any) -> Any:
-        """A config of ChunkedLossWrapper made one of `FusedChunkedLoss`."""
+        """Derive a `FusedChunkedLoss` config from one of ChunkedLossWrapper."""
         return derive(cfg, FusedChunkedLoss.Config)

@@ -115,7 +115,7 @@ def law_what_arrived_is_not_saved_then() -> None:
         extra = [s for n, s in after.items() if n not in before and s.shared_with is None]
         assert not extra, extra
         if way != "host_counts":
-            arrived, _ = moe["dispatch"].exchange.expected(x)
+            arrived, _ = moe["dispatch"].exchange.expected_sizes(x)
             assert before["fc1.x"].shape == (arrived, D), (way, before["fc1.x"])
         assert "again in the backward" in said, said
 
@@ -153,8 +153,8 @@ def law_a_plan_sends_again_where_ranks_agree() -> None:
     model = nn.Sequential(*(spread("host_counts", dtype=torch.float64) for _ in range(2)))
     want = results(model, x, nullcontext)
     seen = []
-    sent = type(model[0]["dispatch"].exchange).begin_again
-    type(model[0]["dispatch"].exchange).begin_again = lambda *a: seen.append(1) or sent(*a)  # type: ignore[func-returns-value]
+    sent = type(model[0]["dispatch"].exchange).begin_resend
+    type(model[0]["dispatch"].exchange).begin_resend = lambda *a: seen.append(1) or sent(*a)  # type: ignore[func-returns-value]
     try:
         plan: Any = {"1.fc1.x": "dispatch"}
         with offload.Scheduler(model, layers="*", plan=plan) as scheduler:
@@ -188,4 +188,4 @@ def law_a_plan_sends_again_where_ranks_agree() -> None:
         assert len(seen) == 2
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     finally:
-        type(model[0]["dispatch"].exchange).begin_again = sent
+        type(model[0]["dispatch"].exchange).begin_resend = sent

@@ -10,7 +10,7 @@ from expert_laws import D, equal_to_one_process, tokens
 from torch import Tensor
 
 from fuseops.distributed import ExpertParallel
-from fuseops.distributed.dispatch import Arrived, Exchange
+from fuseops.distributed.dispatch import Exchange, ReceivedTokens
 
 Handle = tuple[Tensor, Tensor, Tensor]
 
@@ -96,7 +96,7 @@ class Buffered(Exchange):
         super().__init__(*args)
         self.buffer = Buffer(self.group)
 
-    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> ReceivedTokens:
         chosen = experts.long()
         per_rank, _, per_expert, goes, _ = self.buffer.get_dispatch_layout(chosen, self.num_experts)
         x, ids, weights, counts, handle, _ = self.buffer.dispatch(
@@ -107,7 +107,7 @@ class Buffered(Exchange):
             topk_idx=chosen,
             topk_weights=weights,
         )
-        return Arrived(x, ids.int(), weights, sum(counts), handle[2], torch.cat(handle[:2]))
+        return ReceivedTokens(x, ids.int(), weights, sum(counts), handle[2], torch.cat(handle[:2]))
 
     def _handle(self, slots: Tensor, arrivals: Tensor) -> Handle:
         counts, per_rank = arrivals.split(self.world)

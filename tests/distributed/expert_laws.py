@@ -249,7 +249,7 @@ def law_tokens_are_waited_for_where_an_op_is_called_by_itself() -> None:
             sent = exchange.dispatch
 
             def late(*args: Any) -> Any:
-                got = sent(*args).there()
+                got = sent(*args).wait()
                 arrived = got.x.clone()
                 got.x.fill_(math.nan)
                 return got._replace(ready=lambda: got.x.copy_(arrived))
@@ -283,8 +283,8 @@ def law_tokens_travel_beside_other_kernels() -> None:
             fo.configure(moe, prefer=prefer)
             said: list[str] = []
             exchange = moe["dispatch"].exchange
-            if exchange.beside:
-                exchange._begun = partial(travels, exchange._begun, waits, said)
+            if exchange.overlaps_compute:
+                exchange._start = partial(travels, exchange._start, waits, said)
             moe["shared"].register_forward_hook(lambda *_, said=said: said.append("shared"))
             gemm_bwd.add_weight_grads = lambda *a, said=said: said.append("weight") or weights(*a)  # type: ignore[func-returns-value]
             given = x.clone().requires_grad_()
@@ -293,7 +293,7 @@ def law_tokens_travel_beside_other_kernels() -> None:
                 y.square().sum().backward()
             finally:
                 gemm_bwd.add_weight_grads = weights
-            if not waits and exchange.beside:
+            if not waits and exchange.overlaps_compute:
                 there = ["leave", "shared", "arrive"]
                 assert apart(said) == [*there, *home, "arrive", "arrive"], (way, said)
             elif not waits:
@@ -301,7 +301,7 @@ def law_tokens_travel_beside_other_kernels() -> None:
             grads = [whole(p.grad) for p in moe.parameters()]
             results.append([y.detach(), given.grad, *grads])  # type: ignore[list-item]
         assert all(map(torch.equal, *results)), way
-        said_of_it = "beside other kernels" if exchange.beside else "in line"
+        said_of_it = "beside other kernels" if exchange.overlaps_compute else "in line"
         assert said_of_it in moe.explain(x)
 
 
@@ -559,7 +559,7 @@ def law_what_arrives_is_what_was_sent() -> None:
         moe = layer()
         parallelize_module(moe, mesh(), ExpertParallel(way=way, capacity=8.0))
         exchange: Any = moe["dispatch"].exchange
-        got = exchange.dispatch(x, experts, weights).there()
+        got = exchange.dispatch(x, experts, weights).wait()
         came = got.experts >= 0
         for mine, theirs in (
             (torch.ones_like(weights), torch.ones_like(got.weights)),
@@ -568,7 +568,7 @@ def law_what_arrives_is_what_was_sent() -> None:
             both = torch.stack([mine[experts >= 0].sum(), theirs[came].sum()])
             dist.all_reduce(both)
             close(both[1], both[0], way)
-        assert (got.experts < exchange.local).all(), way
+        assert (got.experts < exchange.local_experts).all(), way
         assert (got.x[came.any(1)] >= 1).all(), way
         if way in ("device_counts", "peer_memory"):
             assert not got.x[~came.any(1)].any(), way
@@ -707,7 +707,7 @@ def law_wrong_use_says_so() -> None:
 
 def law_buffers_outside_of_the_allocator_count_in_peaks() -> None:
     """Before and after they are there; once for all layers; in plans of fusion and of offload."""
-    symmetric._fabrics.clear()  # of other laws, whose rows may be wider
+    symmetric._peer_buffers.clear()  # of other laws, whose rows may be wider
     moe, other = fo.MoE(D, F, E, TOP), fo.MoE(D, F, E, TOP)
     x = torch.randn(40, D).requires_grad_()
     peaks, residents = [], []

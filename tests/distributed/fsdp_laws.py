@@ -199,8 +199,8 @@ TRAINED = ("--ep", "2", "--every", "2")
 
 def the_second_is_killed_inside_a_dispatch(folder: str) -> None:
     """Of the fourth step of a training that saves every second one; the error of the first says so wherever it ends."""
-    lost.LATE = 0.1
-    lost._look_aside()  # as over NCCL
+    lost.GRACE_SECONDS = 0.1
+    lost._start_polling()  # as over NCCL
     sent, calls = HostCounts.dispatch, []
 
     def dispatch(self: HostCounts, *args: Any) -> Any:

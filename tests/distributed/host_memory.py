@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from fuseops.distributed.dispatch import device_counts, overflow, symmetric
 
-ON_GPUS, OVER_NVSHMEM = symmetric._made, device_counts._made
+ON_GPUS, OVER_NVSHMEM = symmetric._allocate, device_counts._allocate
 
 
 class SharedFiles:
@@ -26,7 +26,7 @@ class SharedFiles:
         dist.barrier(self.group)
 
     @staticmethod
-    def fabric(group: Any, nbytes: int, device: torch.device) -> symmetric.Fabric:
+    def fabric(group: Any, nbytes: int, device: torch.device) -> symmetric.PeerBuffers:
         with tempfile.NamedTemporaryFile(delete=False) as file:
             file.truncate(nbytes)
         names: list[Any] = [None] * group.size()
@@ -35,8 +35,8 @@ class SharedFiles:
         dist.barrier(group)
         Path(file.name).unlink()
         table = torch.tensor([m.data_ptr() for m in memory])
-        uses, flag = torch.zeros(1, dtype=torch.int64), overflow.flag_of(group, device)
-        return symmetric.Fabric(table, uses, flag, nbytes, SharedFiles(group), memory)
+        uses, flag = torch.zeros(1, dtype=torch.int64), overflow.overflow_flag(group, device)
+        return symmetric.PeerBuffers(table, uses, flag, nbytes, SharedFiles(group), memory)
 
 
 class OverGloo(device_counts.Lane):
@@ -47,16 +47,16 @@ class OverGloo(device_counts.Lane):
 
     last: device_counts.Lane | None = None
 
-    def _exchange(self, leaving: Tensor, come: Tensor) -> None:
+    def _exchange(self, send_buffer: Tensor, recv_buffer: Tensor) -> None:
         assert OverGloo.last is not self, "the two lanes take turns"
         OverGloo.last = self
-        counts, group = torch.empty_like(self.sent), _resolve_process_group(self.group)
-        dist.all_to_all_single(counts, self.sent, group=group)
-        there, total = self.sent.tolist(), int(counts.sum())
-        come[::2], come[1::2] = 0, 255
+        counts, group = torch.empty_like(self.in_splits), _resolve_process_group(self.group)
+        dist.all_to_all_single(counts, self.in_splits, group=group)
+        there, total = self.in_splits.tolist(), int(counts.sum())
+        recv_buffer[::2], recv_buffer[1::2] = 0, 255
         sizes = counts.tolist(), there
-        dist.all_to_all_single(come[:total], leaving[: sum(there)], *sizes, group=group)
-        self.received.copy_(torch.stack([counts, counts.cumsum(0) - counts]))
+        dist.all_to_all_single(recv_buffer[:total], send_buffer[: sum(there)], *sizes, group=group)
+        self.out_splits_offsets.copy_(torch.stack([counts, counts.cumsum(0) - counts]))
 
     @staticmethod
     def made(group: Any, nbytes: int, device: torch.device) -> device_counts.Lane:
@@ -67,5 +67,5 @@ class OverGloo(device_counts.Lane):
 
 def install() -> None:
     """For this process and its end: laws of GPUs are imported beside those of CPUs and need what is real."""
-    symmetric._made, device_counts._made = SharedFiles.fabric, OverGloo.made
+    symmetric._allocate, device_counts._allocate = SharedFiles.fabric, OverGloo.made
     device_counts.LEAST = 0  # so that a row too many raises

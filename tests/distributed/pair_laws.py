@@ -108,8 +108,8 @@ def law_the_all_to_all_of_one_lies_under_the_products_of_the_other() -> None:
     said: list[tuple[str, str]] = []
     for op in model.modules():
         if hasattr(op, "exchange"):
-            op.exchange._begun = partial(
-                noted, op.exchange._begun, lambda w: said.append((side(), w))
+            op.exchange._start = partial(
+                noted, op.exchange._start, lambda w: said.append((side(), w))
             )
         if isinstance(op, fo.Sequential):
             op.register_forward_pre_hook(lambda *_: said.append((side(), "computes")))
@@ -191,7 +191,7 @@ def law_an_error_of_one_ends_the_other() -> None:
     mesh, weights, threads = meshes(1, 1, 2), gemm_bwd.add_weight_grads, threading.active_count()
 
     def fails(wanted: str, *_: Any) -> None:
-        if pairs._now is not None and side() == wanted:
+        if pairs._active_pair is not None and side() == wanted:
             raise ValueError(f"in the {wanted}")
 
     for wanted in (FORWARD, BACKWARD):
@@ -209,7 +209,7 @@ def law_an_error_of_one_ends_the_other() -> None:
             raise AssertionError("nothing was raised")
         finally:
             gemm_bwd.add_weight_grads = weights
-        assert pairs._now is None and threading.active_count() == threads
+        assert pairs._active_pair is None and threading.active_count() == threads
 
 
 def law_what_pairs_nothing_is_refused() -> None:

@@ -253,13 +253,13 @@ def law_fully_sharded_prefetches_beside_it(ways: Ways) -> None:
 
 def the_second_is_killed_inside_a_dispatch(said: str) -> None:
     """Before the barrier in which the first waits for it on its GPU, and is ended by its error. said: file of stderr"""
-    symmetric.TIMEOUT_MS, lost.LATE = 6000, 0.5
+    symmetric.TIMEOUT_MS, lost.GRACE_SECONDS = 6000, 0.5
     moe, x = layer("peer_memory"), batches()[dist.get_rank()]
     stepped(moe, x)
     torch.cuda.synchronize()
     dist.barrier()
     if dist.get_rank() == 1:
-        symmetric.Fabric.barrier = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+        symmetric.PeerBuffers.barrier = lambda self: os.kill(os.getpid(), signal.SIGKILL)
     else:
         sys.stderr = Path(said).open("w")  # noqa: SIM115
     moe(x)

@@ -451,7 +451,10 @@ def law_collectives_beside_products_run_as_one() -> None:
     text = str(parallel.plan(x.chunk(2)[dist.get_rank()]))
     assert "x is on cpu: symmetric memory is CUDA's" in text and not called
     here = tuple(
-        replace(rule, when=tuple(c for c in rule.when if c.__name__ not in ("on_one_host", "half")))
+        replace(
+            rule,
+            when=tuple(c for c in rule.when if c.__name__ not in ("on_one_host", "sixteen_bits")),
+        )
         for rule in distributed.overlap_rules
     )
     fo.configure(parallel, rules=here, disable=["mlp"])

@@ -40,8 +40,8 @@ def test_law(ranks: Ranks, law: str) -> None:
 def test_laws_that_are_imported_share_no_memory_of_the_host(laws: str) -> None:
     """Laws of GPUs import laws of CPUs, and meet what is real."""
     importlib.import_module(laws)
-    assert symmetric._made is host_memory.ON_GPUS and device_counts.LEAST > 0
-    assert device_counts._made is host_memory.OVER_NVSHMEM
+    assert symmetric._allocate is host_memory.ON_GPUS and device_counts.LEAST > 0
+    assert device_counts._allocate is host_memory.OVER_NVSHMEM
 
 
 def test_a_buffer_of_another_library_fits(ranks: Ranks) -> None:
@@ -76,14 +76,14 @@ def test_nobody_waits_in_a_group_that_was_destroyed(monkeypatch: pytest.MonkeyPa
     gone = subprocess.Popen(["true"])
     gone.wait()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setitem(lost._processes, dist.group.WORLD, {0: gone.pid})
+    monkeypatch.setitem(lost._pids, dist.group.WORLD, {0: gone.pid})
     try:
-        assert [*lost.ended()] == [
+        assert [*lost.lost_ranks()] == [
             f"rank 0 has ended (process {gone.pid}), and this one waited for it."
         ]
     finally:
         dist.destroy_process_group()
-    assert not [*lost.ended()]
+    assert not [*lost.lost_ranks()]
 
 
 @pytest.mark.parametrize("law", [n for n in vars(again_laws) if n.startswith("law_")])

@@ -40,7 +40,7 @@ def law_routed_experts_of_torchtitan_travel_by_every_way() -> None:
             torch.testing.assert_close(
                 got[name], right, rtol=3e-2, atol=3e-2 * float(right.abs().max())
             )
-        assert "collect" in spread.__dict__[titan._BUILT][1]._modules
+        assert "collect" in spread.__dict__[titan._CACHE][1]._modules
 
 
 def experts(titan: Any, here: int, dispatcher: Any, way: str | None = None) -> Any:

@@ -118,7 +118,7 @@ def planned(experts: Any, recipe: fo.recipes.Recipe | None) -> FusionPlan:
     width = experts.config.hidden_size
     x = torch.empty(2048, width, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.empty(2048, 2, dtype=torch.bfloat16, requires_grad=True)
-    layer = hf_experts.built(experts, 2)
+    layer = hf_experts.get_or_build(experts, 2)
     assert layer is not None
     with as_if_on(90), fo.recipe(recipe, strict=recipe is not None):
         return layer.plan(x, experts=torch.zeros(2048, 2, dtype=torch.int64), weights=weights)

@@ -207,7 +207,7 @@ def test_a_packed_mlp_takes_another_activation(again: bool) -> None:
 
 
 def test_it_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fuseops.integrations.hf.lent._told", set())
+    monkeypatch.setattr("fuseops.integrations.hf.stand_ins._warned", set())
     ours, _ = pair("Llama", every("act_fn", nn.ReLU))
     step(ours, tokens())
     said = "a LlamaMLP has changed since hf.apply, and runs as written: apply it again."

@@ -40,7 +40,7 @@ def test_as_the_stock_model(name: str, tmp_path: Any) -> None:
     own, expected = model.state_dict(), step(stock(name), x)
     report = hf.apply(model, pack=True)
     assert "gate and up packed" in str(report) and str(hf.apply(model, pack=True)) == str(report)
-    assert any(packing.packed(m) for m in model.modules())
+    assert any(packing.is_packed(m) for m in model.modules())
     agree(apart(step(model, x)), expected)
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     options: Any = dict(dtype=torch.float64, experts_implementation="eager")
@@ -75,7 +75,7 @@ def test_shards_of_a_stock_checkpoint() -> None:
 
 
 def _stand_ins(model: nn.Module) -> list[Any]:
-    return [vars(m)[LENT] for m in model.modules() if packing.packed(m)]
+    return [vars(m)[LENT] for m in model.modules() if packing.is_packed(m)]
 
 
 def test_the_packed_op_keeps_the_laws() -> None:
@@ -117,7 +117,7 @@ def test_what_cannot_be_packed_stays_apart_with_the_reason() -> None:
     second.up_proj.weight = first.up_proj.weight
     report = str(hf.apply(model, pack=True))
     assert "differ in more than their values" in report or "shared with another" in report
-    assert not any(packing.packed(m) for m in model.modules())
+    assert not any(packing.is_packed(m) for m in model.modules())
     dry = stock("Llama")
     hf.apply(dry, pack=True, dry_run=True)
     assert dry.state_dict().keys() == stock("Llama").state_dict().keys()

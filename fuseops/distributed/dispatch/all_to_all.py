@@ -1,4 +1,4 @@
-"""(a) and (b) send rows between all ranks by `all_to_all_single`, which runs beside other kernels."""
+"""The base of (a) and (b): rows travel by `all_to_all_single` while other kernels run."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from torch import Tensor
 
 from fuseops.distributed.pairs import BACKWARD, FORWARD, give_way
 
-from .exchange import Arrived, Exchange
+from .exchange import Exchange, ReceivedTokens
 
 
-class Leaving(NamedTuple):
-    """A `Leaving` holds the tokens that an all-to-all sends to other ranks, in the order of the ranks."""
+class OutgoingTokens(NamedTuple):
+    """An `OutgoingTokens` describes the S rows that an all-to-all sends, in the order of target ranks."""
 
-    slots: Tensor  # as of `Arrived`
+    slots: Tensor  # as of `ReceivedTokens`
     arrivals: Tensor
-    tokens: Tensor  # (S,) which token every row is; -1 for one that is none
-    owner: Tensor  # (S,) where it goes
-    rows: int  # as of `Arrived`
+    tokens: Tensor  # (S,) the token of each row, -1 for an empty row
+    owner: Tensor  # (S,) the target rank of each row
+    rows: int  # as of `ReceivedTokens`
 
 
 class AllToAll(Exchange):
-    """In an `AllToAll` the backend's own kernels or threads move the rows: over NCCL the stream waits, not the host."""
+    """An `AllToAll` exchange moves rows by the backend's kernels or threads: over NCCL streams wait, not the host."""
 
-    beside = True
+    overlaps_compute = True
 
     @property
-    def takes(self) -> str:
+    def kernel_resources(self) -> str:
         if self.mesh.device_type != "cuda":
             return ""
         most = os.environ.get("NCCL_MAX_CTAS", "not set")
         return f"the SMs of NCCL's channels (NCCL_MAX_CTAS: {most})"
 
-    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
-        slots, arrivals, tokens, owner, rows = self._leaving(x, experts)
-        ids = self.there(self._of_tokens(experts, tokens, -1), owner)
-        beside = self._of_tokens(weights, tokens, 0).view(torch.int32)
-        head = arrived(*self._begun(torch.cat([beside, ids], 1), *self._sizes(arrivals)))
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> ReceivedTokens:
+        slots, arrivals, tokens, owner, rows = self._outgoing(x, experts)
+        ids = self.local_ids(self._by_token(experts, tokens, -1), owner)
+        words = self._by_token(weights, tokens, 0).view(torch.int32)
+        head = wait_rows(*self._start(torch.cat([words, ids], 1), *self._splits(arrivals)))
         ids = head[:, -self.top_k :].contiguous()
         weights = head[:, : -self.top_k].flatten().view(weights.dtype).view_as(ids)
-        x, ready = self._sent(x, slots, arrivals)
-        return Arrived(x, ids, weights, rows, slots, arrivals, ready)
+        x, ready = self._start_send(x, slots, arrivals)
+        return ReceivedTokens(x, ids, weights, rows, slots, arrivals, ready)
 
     def collect(self, y: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
-        return self.summed(arrived(*self._returned(y, arrivals), side=FORWARD), slots)
+        return self.sum_returned(wait_rows(*self._start_return(y, arrivals), side=FORWARD), slots)
 
     def dispatch_bwd(
         self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
@@ -59,52 +59,54 @@ class AllToAll(Exchange):
     def begin_dispatch_bwd(
         self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        sent = [self._returned(t, arrivals) for t in (dx, dweights) if t is not None]
+        sent = [self._start_return(t, arrivals) for t in (dx, dweights) if t is not None]
 
-        def end() -> tuple[Tensor, Tensor | None]:
-            rows, *copies = [arrived(*each) for each in sent]
-            weights = [self.own_weights(t, experts, slots) for t in copies]
-            return self.summed(rows, slots), weights[0] if weights else None
+        def finish() -> tuple[Tensor, Tensor | None]:
+            rows, *copies = [wait_rows(*each) for each in sent]
+            weights = [self.weights_of_copies(t, experts, slots) for t in copies]
+            return self.sum_returned(rows, slots), weights[0] if weights else None
 
-        return end
+        return finish
 
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
-        return arrived(*self._sent(dy, slots, arrivals), side=BACKWARD)
+        return wait_rows(*self._start_send(dy, slots, arrivals), side=BACKWARD)
 
-    def begin_again(
+    def begin_resend(
         self, x: Tensor, slots: Tensor, arrivals: Tensor, tokens: int
     ) -> Callable[[], Tensor]:
-        sent = self._sent(x, slots, arrivals)
-        return lambda: arrived(*sent)
+        sent = self._start_send(x, slots, arrivals)
+        return lambda: wait_rows(*sent)
 
     @abc.abstractmethod
-    def _leaving(self, x: Tensor, experts: Tensor) -> Leaving:
-        """Which tokens of x (T, D) go where, by experts (T, K)."""
+    def _outgoing(self, x: Tensor, experts: Tensor) -> OutgoingTokens:
+        """The rows to send of x (T, D), by experts (T, K)."""
 
     @abc.abstractmethod
-    def _rows(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
-        """Rows of x (T, D) as they leave.   -> (S, D)"""
+    def _rows_to_send(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
+        """The rows of x (T, D) in the order in which they are sent.   -> (S, D)"""
 
-    def _of_tokens(self, t: Tensor, tokens: Tensor, nothing: int) -> Tensor:
-        """t (T, K) of `Leaving.tokens`, `nothing` where there is none.   -> (S, K)"""
+    def _by_token(self, t: Tensor, tokens: Tensor, nothing: int) -> Tensor:
+        """t (T, K) gathered by `OutgoingTokens.tokens`; `nothing` in empty rows.   -> (S, K)"""
         return t[tokens]
 
-    def _sizes(self, arrivals: Tensor) -> tuple[list[int], ...]:
-        """Rows that go to each rank and that come from it; none for equal parts."""
+    def _splits(self, arrivals: Tensor) -> tuple[list[int], ...]:
+        """Input and output splits of the all-to-all; () for equal splits."""
         return ()
 
-    def _sent(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> tuple[Tensor, Callable[[], Any]]:
-        """x on its way to the experts."""
-        return self._begun(self._rows(x, slots, arrivals), *self._sizes(arrivals))
+    def _start_send(
+        self, x: Tensor, slots: Tensor, arrivals: Tensor
+    ) -> tuple[Tensor, Callable[[], Any]]:
+        """Start sending x (T, D) to the experts."""
+        return self._start(self._rows_to_send(x, slots, arrivals), *self._splits(arrivals))
 
-    def _returned(self, y: Tensor, arrivals: Tensor) -> tuple[Tensor, Callable[[], Any]]:
-        """y on its way home."""
-        return self._begun(y, *reversed(self._sizes(arrivals)))
+    def _start_return(self, y: Tensor, arrivals: Tensor) -> tuple[Tensor, Callable[[], Any]]:
+        """Start sending y (C, D) back."""
+        return self._start(y, *reversed(self._splits(arrivals)))
 
-    def _begun(
+    def _start(
         self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None
     ) -> tuple[Tensor, Callable[[], Any]]:
-        """What comes for the rows, and what is called before it is read."""
+        """Start an all-to-all.   -> the received rows, and a function that waits for them"""
         count = len(rows) if received is None else sum(received)
         out = rows.new_empty(count, *rows.shape[1:])
         work = dist.all_to_all_single(
@@ -113,8 +115,8 @@ class AllToAll(Exchange):
         return out, work.wait
 
 
-def arrived(rows: Tensor, ready: Callable[[], Any], side: str = "") -> Tensor:
-    """Rows that were on their way.   side: of a pair, whose they are: the other goes on until then"""
+def wait_rows(rows: Tensor, ready: Callable[[], Any], side: str = "") -> Tensor:
+    """Wait for rows in flight.   side: of a pair, to which they belong; the other side runs in the meantime"""
     if side:
         give_way(side)
     ready()

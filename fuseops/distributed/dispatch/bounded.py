@@ -1,4 +1,4 @@
-"""What ways of a fixed size share: room for as many tokens as `capacity` says, agreed on once."""
+"""The base of exchanges with buffers of a fixed size, which the ranks agree on once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops.checks import check_integers, check_numbers
 
 from .exchange import Exchange
-from .overflow import flag_of
+from .overflow import overflow_flag
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 def check_limits(capacity: float, tokens: int) -> None:
-    """Raise FuseOpsError for limits that leave room for nothing."""
+    """Raise FuseOpsError for an invalid `capacity` or `tokens`."""
     check_numbers("ExpertParallel", capacity=capacity)
     check_integers("ExpertParallel", 0, tokens=tokens)
     if capacity <= 0:
@@ -31,11 +31,11 @@ def check_limits(capacity: float, tokens: int) -> None:
 
 
 class Bounded(Exchange):
-    """A `Bounded` is an expert-parallel exchange without host syncs or sizes that depend on the routing, so that a step
-    can be captured; a replay routes anew.
+    """A `Bounded` exchange has no host syncs and no sizes that depend on the routing, so that a step can be captured as
+    a CUDA graph, whose replays may route differently.
 
-    capacity: rows of the grouped GEMMs, and slots of a pair of ranks where they are fewer than the tokens of one, are
-    that many times what even routing takes. What does not fit sets the group's flag and makes the sums NaN.
+    capacity: rows of the grouped GEMMs, and slots between a pair of ranks (at most the tokens of one), as a multiple of
+    what even routing takes. An overflow sets the group's flag and makes the sums NaN.
     """
 
     def __init__(
@@ -47,66 +47,68 @@ class Bounded(Exchange):
         capacity: float = 1.5,
         tokens: int = 0,
     ) -> None:
-        """tokens: of a rank, at most; what the first forward of all ranks has, where that is more."""
+        """tokens: the most tokens of a rank; at least as many as any rank has in the first forward."""
         super().__init__(mesh, num_experts, top_k)
         check_limits(capacity, tokens)
         self.capacity, self.tokens = capacity, tokens
         self.agreed = False
-        self.foreseen = 0  # of `buffers`, by a plan
+        self.planned_bytes = 0  # `buffer_bytes` for the last `expected_sizes`
 
     @property
-    def room(self) -> int:
-        """Tokens that a rank may send to another."""
+    def pair_capacity(self) -> int:
+        """The most tokens that a rank may send to another."""
         return self._limits(self.tokens)[0]
 
     @property
     def rows(self) -> int:
-        """Copies that a rank has room for."""
+        """The most copies that a rank may receive."""
         return self._limits(self.tokens)[1]
 
     def _limits(self, tokens: int) -> tuple[int, int]:
-        """`room` and `rows` for as many tokens of a rank at most."""
+        """`pair_capacity` and `rows` for ranks with at most so many tokens."""
         share = 1 - (1 - 1 / self.world) ** self.top_k
-        room = min(tokens, _sixteens(self.capacity * share * tokens))
-        most = self.world * room * min(self.top_k, self.local)
-        return room, min(most, _sixteens(self.capacity * tokens * self.top_k))
+        pair_capacity = min(tokens, _round_up_16(self.capacity * share * tokens))
+        most = self.world * pair_capacity * min(self.top_k, self.local_experts)
+        return pair_capacity, min(most, _round_up_16(self.capacity * tokens * self.top_k))
 
-    def expected(self, x: Tensor) -> tuple[int, int]:
-        room, rows = self._limits(_sixteens(max(len(x), self.tokens)))
-        self.foreseen = self.buffers(x, room)
-        return self.world * room, rows
+    def expected_sizes(self, x: Tensor) -> tuple[int, int]:
+        pair_capacity, rows = self._limits(_round_up_16(max(len(x), self.tokens)))
+        self.planned_bytes = self.buffer_bytes(x, pair_capacity)
+        return self.world * pair_capacity, rows
 
-    def buffers(self, x: Tensor, room: int) -> int:
-        """Bytes outside of torch's allocator that `room` tokens like those of x take, from and to every rank."""
+    def buffer_bytes(self, x: Tensor, pair_capacity: int) -> int:
+        """Bytes outside of torch's allocator for `pair_capacity` tokens like those of x, from and to every rank."""
         return 0
 
-    def held(self) -> int:
-        """Bytes outside of torch's allocator that are there."""
+    def allocated_bytes(self) -> int:
+        """Bytes outside of torch's allocator that are allocated now."""
         return 0
 
     def outside(self) -> dict[Any, int]:
-        nbytes = max(self.held(), self.foreseen)
+        nbytes = max(self.allocated_bytes(), self.planned_bytes)
         return {(self.group.group_name, type(self)): nbytes} if nbytes else {}
 
-    def bound(self, offs: Tensor, rows: int) -> None:
-        K.bound_rows(offs, flag_of(self.group, offs.device), rows)
+    def clamp_offs(self, offs: Tensor, rows: int) -> None:
+        K.bound_rows(offs, overflow_flag(self.group, offs.device), rows)
 
-    def within_room(self, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Where a token lies among those for a rank (T, W), -1 where it does not go or finds no room, which the flag
-        notes; and how many there are for each rank (W,).
+    def assign_slots(self, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """`slots` (T, W), -1 where a token is not sent or does not fit, which sets the overflow flag; and the number of
+        tokens sent to each rank (W,).
         """
         slots, counts = K.token_slots(experts, self.num_experts, self.world)
-        flag = flag_of(self.group, experts.device)
-        flag |= (counts > self.room).any().to(flag.dtype)
-        return torch.where(slots < self.room, slots, -1), counts.clamp(max=self.room)
+        flag = overflow_flag(self.group, experts.device)
+        flag |= (counts > self.pair_capacity).any().to(flag.dtype)
+        return torch.where(slots < self.pair_capacity, slots, -1), counts.clamp(
+            max=self.pair_capacity
+        )
 
-    def summed(self, rows: Tensor, slots: Tensor) -> Tensor:
-        """As of any exchange; NaN where something had no room."""
-        y = super().summed(rows, slots)
-        return y.masked_fill_(flag_of(self.group, rows.device) != 0, torch.nan)
+    def sum_returned(self, rows: Tensor, slots: Tensor) -> Tensor:
+        """As `Exchange.sum_returned`; NaN after an overflow."""
+        y = super().sum_returned(rows, slots)
+        return y.masked_fill_(overflow_flag(self.group, rows.device) != 0, torch.nan)
 
-    def agree(self, x: Tensor) -> None:
-        """On the most tokens of a rank, as the first forward has them.  Raises FuseOpsError for more, later."""
+    def agree_on_tokens(self, x: Tensor) -> None:
+        """Agree on the most tokens of a rank, in the first forward.  Raises FuseOpsError for more in a later one."""
         if not self.agreed:
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise FuseOpsError(
@@ -115,7 +117,7 @@ class Bounded(Exchange):
             self.watch()
             tokens = torch.tensor([max(len(x), 1, self.tokens)], device=x.device)
             dist.all_reduce(tokens, dist.ReduceOp.MAX, group=self.group)
-            self.tokens, self.agreed = _sixteens(int(tokens)), True
+            self.tokens, self.agreed = _round_up_16(int(tokens)), True
         if len(x) > self.tokens:
             raise FuseOpsError(
                 f"ExpertDispatch: {len(x)} tokens, and the ranks agreed on {self.tokens} at most in their first "
@@ -123,5 +125,5 @@ class Bounded(Exchange):
             )
 
 
-def _sixteens(count: float) -> int:
+def _round_up_16(count: float) -> int:
     return 16 * math.ceil(count / 16)

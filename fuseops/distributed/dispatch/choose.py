@@ -1,4 +1,4 @@
-"""Tokens travel the fastest way that every rank of the mesh can take. All ranks take the same."""
+"""The choice of the fastest way that every rank of a mesh supports; all ranks take the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAYS: dict[str, type[Exchange]] = {
 }
 
 _votes: dict[Any, str] = {}
-"""By group: what its ranks have agreed on."""
+"""Process group -> the way that its ranks have agreed on."""
 
 
 Way = str | Callable[["DeviceMesh", int, int], Exchange]
@@ -39,8 +39,8 @@ Way = str | Callable[["DeviceMesh", int, int], Exchange]
 def choose(
     way: Way | None, mesh: DeviceMesh, num_experts: int, top_k: int, **limits: Any
 ) -> Exchange:
-    """The exchange of a layer.  limits: see `Bounded`.  Raises FuseOpsError for a way that is not known, and for one
-    of your own that gives no Exchange.
+    """The exchange of a layer.  limits: see `Bounded`.  Raises FuseOpsError for an unknown way, and for a function that
+    does not return an Exchange.
     """
     check_way(way)
     if callable(way):
@@ -53,26 +53,26 @@ def choose(
 
 
 def check_way(way: Way | None) -> None:
-    """Raise FuseOpsError for a way that is neither known nor a function that makes one."""
+    """Raise FuseOpsError for a way that is neither a known name nor a function."""
     if not (way is None or callable(way) or (isinstance(way, str) and way in WAYS)):
         raise FuseOpsError(f"ExpertParallel: way is {way!r:.80}, expected one of {sorted(WAYS)}.")
 
 
 def vote(mesh: DeviceMesh) -> str:
-    """What all ranks of a mesh can do: a collective, once a group."""
+    """The way that all ranks of a mesh support. A collective, once per group."""
     if mesh.device_type != "cuda" or mesh.size() == 1:
         return "host_counts"
     group = mesh.get_group()
     if group not in _votes:
-        said: list[Any] = [None] * mesh.size()
-        dist.all_gather_object(said, (socket.gethostname(), _writes_to_peers()), group=group)
-        one_host = len({host for host, _ in said}) == 1
-        able = one_host and all(can for _, can in said)
-        _votes[group] = "peer_memory" if able else "host_counts"
+        answers: list[Any] = [None] * mesh.size()
+        dist.all_gather_object(answers, (socket.gethostname(), _has_peer_access()), group=group)
+        one_host = len({host for host, _ in answers}) == 1
+        capable = one_host and all(can for _, can in answers)
+        _votes[group] = "peer_memory" if capable else "host_counts"
     return _votes[group]
 
 
-def _writes_to_peers() -> bool:
-    """Whether this rank has kernels, and GPUs of its host that it reaches."""
-    here = torch.device("cuda", torch.cuda.current_device())
-    return HAS_TRITON and arch_of(here) >= 80
+def _has_peer_access() -> bool:
+    """Whether this rank can run the kernels that write to peers."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    return HAS_TRITON and arch_of(device) >= 80

@@ -1,6 +1,6 @@
-"""torch.compile sees an exchange as four ops whose sizes are known when they run.
+"""Custom ops by which torch.compile sees an exchange: four, with data-dependent sizes.
 
-They find the exchange by its number. Compiled code takes all rows that what arrived may have, T K of it.
+They find the exchange by its id. Compiled code takes all rows that C tokens may have, C K.
 """
 
 from __future__ import annotations
@@ -10,26 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .exchange import numbered, within_capacity
+from .exchange import exchange_of, within_capacity
 
-Sent = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("fuseops::expert_dispatch", mutates_args=())
 def dispatch(
     x: Tensor, experts: Tensor, weights: Tensor, exchange: int, capacity_factor: float
-) -> Sent:
+) -> Dispatched:
     """x, experts, weights, slots, arrivals of `Exchange.dispatch`.   capacity_factor: 0 is none"""
-    way = numbered(exchange)
+    way = exchange_of(exchange)
     if capacity_factor:
         experts = within_capacity(way, experts, capacity_factor)
-    got = way.dispatch(x, experts, weights).there()
+    got = way.dispatch(x, experts, weights).wait()
     return got.x, got.experts, got.weights, got.slots, got.arrivals
 
 
 @dispatch.register_fake
-def _(x: Tensor, experts: Tensor, weights: Tensor, exchange: int, capacity_factor: float) -> Sent:
-    way = numbered(exchange)
+def _(
+    x: Tensor, experts: Tensor, weights: Tensor, exchange: int, capacity_factor: float
+) -> Dispatched:
+    way = exchange_of(exchange)
     tokens, k = torch.library.get_ctx().new_dynamic_size(), experts.shape[1]
     return (
         x.new_empty(tokens, x.shape[1]),
@@ -43,7 +45,7 @@ def _(x: Tensor, experts: Tensor, weights: Tensor, exchange: int, capacity_facto
 @torch.library.custom_op("fuseops::expert_collect", mutates_args=())
 def collect(y: Tensor, slots: Tensor, arrivals: Tensor, exchange: int) -> Tensor:
     """`Exchange.collect`."""
-    return numbered(exchange).collect(y, slots, arrivals)
+    return exchange_of(exchange).collect(y, slots, arrivals)
 
 
 collect.register_fake(lambda y, slots, *_: y.new_empty(slots.shape[0], y.shape[1]))
@@ -58,47 +60,47 @@ def dispatch_bwd(
     arrivals: Tensor,
     exchange: int,
 ) -> tuple[Tensor, Tensor]:
-    """`Exchange.dispatch_bwd`; without dweights those it gives are empty."""
-    dx, back = numbered(exchange).dispatch_bwd(dx, dweights, experts, slots, arrivals)
-    return dx, dx.new_empty(0) if back is None else back
+    """`Exchange.dispatch_bwd`; the second result is empty if dweights is None."""
+    dx, home_weights = exchange_of(exchange).dispatch_bwd(dx, dweights, experts, slots, arrivals)
+    return dx, dx.new_empty(0) if home_weights is None else home_weights
 
 
 @dispatch_bwd.register_fake
 def _(dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, *_: Any) -> Any:
-    back = dx.new_empty(0) if dweights is None else dweights.new_empty(experts.shape)
-    return dx.new_empty(slots.shape[0], dx.shape[1]), back
+    home_weights = dx.new_empty(0) if dweights is None else dweights.new_empty(experts.shape)
+    return dx.new_empty(slots.shape[0], dx.shape[1]), home_weights
 
 
-def _keep_dispatch(ctx: Any, inputs: Any, output: Any) -> None:
-    _, experts, _, ctx.number, _ = inputs
+def _save_dispatch(ctx: Any, inputs: Any, output: Any) -> None:
+    _, experts, _, ctx.exchange_id, _ = inputs
     ctx.save_for_backward(experts, *output[3:])
 
 
 def _dispatch_backward(ctx: Any, dx: Tensor, _ids: Any, dweights: Tensor, *_: Any) -> Any:
-    dx, dweights = dispatch_bwd(dx, dweights, *ctx.saved_tensors, ctx.number)
+    dx, dweights = dispatch_bwd(dx, dweights, *ctx.saved_tensors, ctx.exchange_id)
     return dx, None, dweights, None, None
 
 
-dispatch.register_autograd(_dispatch_backward, setup_context=_keep_dispatch)
+dispatch.register_autograd(_dispatch_backward, setup_context=_save_dispatch)
 
 
 @torch.library.custom_op("fuseops::expert_collect_bwd", mutates_args=())
 def collect_bwd(dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int, exchange: int) -> Tensor:
     """`Exchange.collect_bwd`."""
-    return numbered(exchange).collect_bwd(dy, slots, arrivals, tokens)
+    return exchange_of(exchange).collect_bwd(dy, slots, arrivals, tokens)
 
 
 collect_bwd.register_fake(lambda dy, slots, arrivals, tokens, _: dy.new_empty(tokens, dy.shape[1]))
 
 
-def _keep_collect(ctx: Any, inputs: Any, output: Any) -> None:
-    y, slots, arrivals, ctx.number = inputs
+def _save_collect(ctx: Any, inputs: Any, output: Any) -> None:
+    y, slots, arrivals, ctx.exchange_id = inputs
     ctx.tokens = y.shape[0]
     ctx.save_for_backward(slots, arrivals)
 
 
 def _collect_backward(ctx: Any, dy: Tensor) -> Any:
-    return collect_bwd(dy, *ctx.saved_tensors, ctx.tokens, ctx.number), None, None, None
+    return collect_bwd(dy, *ctx.saved_tensors, ctx.tokens, ctx.exchange_id), None, None, None
 
 
-collect.register_autograd(_collect_backward, setup_context=_keep_collect)
+collect.register_autograd(_collect_backward, setup_context=_save_collect)

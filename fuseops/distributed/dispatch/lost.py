@@ -1,9 +1,9 @@
-"""Names the rank that has ended, in the error of one that waited for it in vain.
+"""Names the ranks that have ended in the error of a rank that waited for them.
 
-A kernel that waits too long for another rank traps, and the CUDA error that follows comes up wherever the host is then;
-gloo names a socket. So each rank knows the processes of the others on its host, and an exception that ends it says
-which of them are gone. Where NCCL's own thread meets the error first and aborts, Python says nothing any more: so a
-thread looks for processes that are gone, and writes to stderr while this one is still there.
+A kernel that waits too long for another rank traps, and the CUDA error surfaces wherever the host is then; gloo names a
+socket. So each rank knows the processes of the others on its host, and an uncaught exception gets a note that names
+those that are gone. NCCL's own thread may abort the process before Python sees an exception, so a thread polls the
+processes too, and writes to stderr.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from typing import Any
 
 import torch.distributed as dist
 
-LATE = 3.0
-"""Seconds that a process may be gone, with its groups still open here, before that is said."""
+GRACE_SECONDS = 3.0
+"""Seconds between the end of a process, with its groups still open here, and the message of the polling thread."""
 
-_processes: dict[Any, dict[int, int]] = {}
-"""By group: the process of every rank on this host."""
+_pids: dict[Any, dict[int, int]] = {}
+"""Process group -> rank -> process id, of the ranks on this host."""
 
 
-def watch(group: Any, aloud: bool = False) -> None:
-    """Know the processes of a group. A collective, the first time.   aloud: whether a thread looks for them"""
-    if group in _processes:
+def watch(group: Any, poll: bool = False) -> None:
+    """Watch the processes of a group. A collective in the first call.   poll: whether a thread polls them"""
+    if group in _pids:
         return
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, (socket.gethostname(), os.getpid()), group=group)
-    here = socket.gethostname()
-    _processes[group] = {rank: pid for rank, (host, pid) in enumerate(found) if host == here}
+    hostname = socket.gethostname()
+    _pids[group] = {rank: pid for rank, (host, pid) in enumerate(found) if host == hostname}
     _install()
-    if aloud:
-        _look_aside()
+    if poll:
+        _start_polling()
 
 
-def ended() -> Iterator[str]:
-    """A sentence for every rank of a watched group whose process is gone."""
-    for group, processes in [*_processes.items()]:  # a thread asks, too
-        for rank, process in processes.items():
-            if not runs(process):
+def lost_ranks() -> Iterator[str]:
+    """A message for every rank of a watched group whose process has ended."""
+    for group, pids in [*_pids.items()]:  # a copy: the thread iterates, too
+        for rank, pid in pids.items():
+            if not is_alive(pid):
                 try:
                     where = dist.get_global_rank(group, rank)
                 except ValueError:  # the group was destroyed: nobody waits in it
                     break
-                yield f"rank {where} has ended (process {process}), and this one waited for it."
+                yield f"rank {where} has ended (process {pid}), and this one waited for it."
 
 
-def runs(process: int) -> bool:
-    """Whether a process of this host is there and no zombie."""
+def is_alive(pid: int) -> bool:
+    """Whether a process of this host is running, and not a zombie."""
     try:
-        os.kill(process, 0)
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except ProcessLookupError:
         return False
     except OSError:  # another user's, or no /proc
@@ -71,7 +71,7 @@ def _install() -> None:
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        for sentence in ended():
+        for sentence in lost_ranks():
             error.add_note(sentence)
         before(kind, error, traceback)
 
@@ -79,15 +79,15 @@ def _install() -> None:
 
 
 @functools.cache
-def _look_aside() -> None:
-    threading.Thread(target=_look, name="fuseops-lost", daemon=True).start()
+def _start_polling() -> None:
+    threading.Thread(target=_poll, name="fuseops-lost", daemon=True).start()
 
 
-def _look() -> None:
-    """Say once that others have ended, if this process goes on with its groups as if they were there."""
-    while not [*ended()]:
-        time.sleep(LATE / 3)
-    time.sleep(LATE)
+def _poll() -> None:
+    """Wait until a rank has ended; write so to stderr if this process still has its groups after GRACE_SECONDS."""
+    while not [*lost_ranks()]:
+        time.sleep(GRACE_SECONDS / 3)
+    time.sleep(GRACE_SECONDS)
     if dist.is_initialized():
-        sys.stderr.write("".join(f"fuseops: {sentence}\n" for sentence in ended()))
+        sys.stderr.write("".join(f"fuseops: {sentence}\n" for sentence in lost_ranks()))
         sys.stderr.flush()

@@ -1,8 +1,8 @@
-"""The ops of a layer whose experts are spread over ranks: they stand where `ops.Dispatch` does, and behind Combine.
+"""The ops of an expert-parallel layer: one in the place of `ops.Dispatch`, one behind Combine.
 
-ExpertDispatch   x (T, D) -> (C, D), the tokens that arrive; publishes offs, probs, index, pos over them
-ExpertArrive     where the tokens are read that were sent ahead, beside what stands between the two
-ExpertCollect    y (C, D) -> (T, D), the sums where the tokens came from
+ExpertDispatch   x (T, D) -> (C, D), the received tokens; publishes offs, probs, index, pos over them
+ExpertArrive     waits for the tokens of an ExpertDispatch, which travel while the ops between the two run
+ExpertCollect    y (C, D) -> (T, D), the sums of this rank's tokens
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fuseops.recipes import Operand, Quantized, Roles, quantize
 from fuseops.run.splice import opaque_reason
 
 from . import compiled
-from .codes import packed, travelling, travels, unpacked
-from .exchange import Arrived, Exchange, within_capacity
+from .codes import is_transportable, pack_rows, transport_format, unpack_rows
+from .exchange import Exchange, ReceivedTokens, within_capacity
 
-# in `call.scratch`
-READY = "dispatch"  # what is called before tokens are read that are on their way
-BEGUN = "dispatch_bwd"  # dx, dprobs, and what is called for what they give at home
+# keys of `call.scratch`
+PENDING_TOKENS = "dispatch"  # a function that waits for tokens in flight
+PENDING_GRADS = "dispatch_bwd"  # dx, dprobs, and a function that finishes their exchange
 
 
 class ExpertDispatchSaved(NamedTuple):
@@ -42,7 +42,7 @@ class ExpertDispatchSaved(NamedTuple):
     arrivals: Tensor | None
     pos: Tensor | None  # (C, K) int32
     offs: Tensor | None  # (L,) int32
-    dtype: torch.dtype | None  # of dx, where dy has another
+    dtype: torch.dtype | None  # of dx, if dy may have another
 
 
 class ExpertCollectSaved(NamedTuple):
@@ -52,13 +52,13 @@ class ExpertCollectSaved(NamedTuple):
 
 
 class ExpertDispatch(Op[ExpertDispatchSaved]):
-    """Sends every token to the ranks of its experts, once a rank, and gives the tokens that arrive here.
+    """`ExpertDispatch` sends each token once to every rank that has one of its experts.   -> the received tokens
 
-    Publishes, as `ops.Dispatch`, the rows of the experts that are here over what arrived, and `slots` and `arrivals`,
-    by which `ExpertCollect` sends the sums back. num_experts: of this rank.
-    capacity_factor: as of `ops.Dispatch`, over the tokens of all ranks in their order.
-    Under a recipe tokens travel as the codes that the experts read, where those say all that these need: with scales of
-    blocks, and weight gradients of squares. What arrives is a `Quantized` then.
+    Publishes, as `ops.Dispatch`, the rows of the local experts over these tokens, and `slots` and `arrivals`, by which
+    `ExpertCollect` sends the sums back. num_experts: of this rank.
+    capacity_factor: as of `ops.Dispatch`, over the tokens of all ranks in the order of ranks.
+    Under a recipe tokens travel as the codes that the experts read, if these suffice: with scales of blocks, and weight
+    gradients of squares. The received tokens are a `Quantized` then.
     """
 
     reads = ("experts", "weights")
@@ -78,22 +78,22 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         self,
         exchange: Exchange,
         capacity_factor: float | None = None,
-        until: ExpertArrive | None = None,
+        arrive: ExpertArrive | None = None,
     ) -> None:
-        """until: comes behind it; until then tokens travel beside what stands between."""
+        """arrive: a later op that waits for the tokens; the ops between run in the meantime."""
         super().__init__()
         self.exchange, self.capacity_factor = exchange, capacity_factor
-        self.num_experts = exchange.local
-        self._until = () if until is None else (until,)  # no child
+        self.num_experts = exchange.local_experts
+        self._arrive_op = () if arrive is None else (arrive,)  # no child
         if exchange.sums is not None:
             self.writes = (*self.writes, "like")
 
     @property
     def note(self) -> str:  # type: ignore[override]
         e = self.exchange
-        beside = "beside other kernels" if e.beside else "in line"
-        takes = f" on {e.takes}" if e.takes else ""
-        return f"experts over {e.world} ranks, {e.local} here; {e.name}; {beside}{takes}"
+        overlaps = "beside other kernels" if e.overlaps_compute else "in line"
+        takes = f" on {e.kernel_resources}" if e.kernel_resources else ""
+        return f"experts over {e.world} ranks, {e.local_experts} here; {e.name}; {overlaps}{takes}"
 
     @property
     def together(self) -> Any:
@@ -117,51 +117,51 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
             )
         if weights.element_size() < 4:  # as `Routing` has them
             weights = weights.float()
-        home, scaling = x, travelling(call.precision.roles)
-        if isinstance(x, Quantized) and not travels(x.scaling):
+        local_x, scaling = x, transport_format(call.precision.roles)
+        if isinstance(x, Quantized) and not is_transportable(x.scaling):
             x = x.dequantize()
         if isinstance(x, Tensor) and scaling is not None:
             x = quantize(x, scaling, col=False)
         plain = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
         if isinstance(x, Quantized) and not plain:
-            out = self._sent(packed(x), experts, weights, call)
-            _arrive(call)
-            out = out._replace(y=unpacked(out.y, x))
+            out = self._send(pack_rows(x), experts, weights, call)
+            _wait_pending(call)
+            out = out._replace(y=unpack_rows(out.y, x))
         else:
-            out = self._sent(high(x), experts, weights, call)
-        if call.scratch is not None and out.saved is not None and isinstance(home, Tensor):
-            call.scratch[SENT] = Sent(out.y, home, out.saved.slots, out.saved.arrivals)
-            call.scratch[AGAIN] = self._begin_again
+            out = self._send(high(x), experts, weights, call)
+        if call.scratch is not None and out.saved is not None and isinstance(local_x, Tensor):
+            call.scratch[SENT] = Sent(out.y, local_x, out.saved.slots, out.saved.arrivals)
+            call.scratch[AGAIN] = self._begin_resend
         return out
 
-    def _sent(self, x: Tensor, experts: Tensor, weights: Tensor, call: Call) -> Out:
+    def _send(self, x: Tensor, experts: Tensor, weights: Tensor, call: Call) -> Out:
         if torch.compiler.is_compiling():
             return self._compiled(x, experts, weights)
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
-            y, *side = _Dispatched.apply(self, x, experts, weights)  # type: ignore[no-untyped-call]
+            y, *side = _DispatchFunction.apply(self, x, experts, weights)  # type: ignore[no-untyped-call]
             return Out(y, None, dict(zip(self.writes, side, strict=True)))
-        got, side = self._dispatched(x, experts, weights)
-        if self._ahead() and call.scratch is not None and got.ready is not None:
-            call.scratch[READY] = got.there
+        got, side = self._dispatch(x, experts, weights)
+        if self._defers_wait() and call.scratch is not None and got.ready is not None:
+            call.scratch[PENDING_TOKENS] = got.wait
         else:
-            got = got.there()
+            got = got.wait()
         saved = ExpertDispatchSaved(
             *(experts, side["slots"], side["arrivals"], side["pos"], side["offs"]),
             dtype=None if self.exchange.sums is None else x.dtype,
         )
-        beside, sums = self.exchange.beside, self.exchange.sums
-        if call.scratch is not None and "x" in call.needs and (beside or sums is not None):
-            call.scratch[ON_DX] = OnDx(partial(self._begin, saved), beside)
+        overlaps, sums = self.exchange.overlaps_compute, self.exchange.sums
+        if call.scratch is not None and "x" in call.needs and (overlaps or sums is not None):
+            call.scratch[ON_DX] = OnDx(partial(self._begin_bwd, saved), overlaps)
         return Out(got.x, saved, side)
 
-    def _ahead(self) -> bool:
-        """Whether an `ExpertArrive` waits for tokens that are on their way. An op that is called by itself, as one with
-        hooks is, has a scratch of its own.
+    def _defers_wait(self) -> bool:
+        """Whether an `ExpertArrive` will wait for the tokens. It cannot if one of the two ops is called by itself, as
+        one with hooks is: such a call has its own scratch.
         """
-        alone = (opaque_reason(op) is not None for op in (self, *self._until))
-        return bool(self._until) and not hooked() and not any(alone)
+        alone = (opaque_reason(op) is not None for op in (self, *self._arrive_op))
+        return bool(self._arrive_op) and not hooked() and not any(alone)
 
-    def _begin(
+    def _begin_bwd(
         self,
         saved: ExpertDispatchSaved,
         scratch: dict[str, Any],
@@ -169,82 +169,82 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         dprobs: Any,
         sums: Any,
     ) -> None:
-        """Send dx home while gradients of weights are made."""
-        scratch[BEGUN] = dx, dprobs, self._returning(sums, dprobs, *saved[:-1])
+        """Start sending dx back, before weight gradients are computed."""
+        scratch[PENDING_GRADS] = dx, dprobs, self._return_grads(sums, dprobs, *saved[:-1])
 
-    def _begin_again(
-        self, home: Tensor, slots: Tensor, arrivals: Tensor, tokens: int, roles: Roles | None
+    def _begin_resend(
+        self, local_x: Tensor, slots: Tensor, arrivals: Tensor, tokens: int, roles: Roles | None
     ) -> Callable[[], Operand]:
-        """What arrived, sent once more: what is called where it is read."""
-        scaling = travelling(roles)
-        codes = None if scaling is None else quantize(home, scaling, col=False)
-        x = home if codes is None else packed(codes)
+        """Start sending tokens again, for a backward that did not save them.   -> a function that returns them"""
+        scaling = transport_format(roles)
+        codes = None if scaling is None else quantize(local_x, scaling, col=False)
+        x = local_x if codes is None else pack_rows(codes)
         if torch_private.is_fake(x) or x.is_meta:
-            ready = self._again_in_a_dry_run(x, tokens)
+            ready = self._resend_in_dry_run(x, tokens)
         else:
-            ready = self.exchange.begin_again(x, slots, arrivals, tokens)
-        return ready if codes is None else lambda: unpacked(ready(), codes)
+            ready = self.exchange.begin_resend(x, slots, arrivals, tokens)
+        return ready if codes is None else lambda: unpack_rows(ready(), codes)
 
-    def _again_in_a_dry_run(self, x: Tensor, tokens: int) -> Callable[[], Tensor]:
-        if not self.exchange.beside:
-            return lambda: self.exchange.in_a_dry_run(x, tokens)
-        rows = self.exchange.in_a_dry_run(x, tokens)
+    def _resend_in_dry_run(self, x: Tensor, tokens: int) -> Callable[[], Tensor]:
+        if not self.exchange.overlaps_compute:
+            return lambda: self.exchange.dry_run_rows(x, tokens)
+        rows = self.exchange.dry_run_rows(x, tokens)
         return lambda: rows
 
     def _compiled(self, x: Tensor, experts: Tensor, weights: Tensor) -> Out:
-        number, factor = self.exchange.number, self.capacity_factor or 0.0
+        number, factor = self.exchange.id, self.capacity_factor or 0.0
         y, ids, weights, slots, arrivals = compiled.dispatch(x, experts, weights, number, factor)
         offs, index, pos, probs = K.route(ids, self.num_experts, weights)
         side = {"offs": offs, "probs": probs, "index": index, "pos": pos}
-        return Out(y, None, {**side, "slots": slots, "arrivals": arrivals, **self._like(x)})
+        return Out(y, None, {**side, "slots": slots, "arrivals": arrivals, **self._dtype_output(x)})
 
-    def _like(self, x: Tensor) -> dict[str, Tensor]:
-        """A tensor without elements that says the dtype of x to who adds up the sums."""
+    def _dtype_output(self, x: Tensor) -> dict[str, Tensor]:
+        """The side output `like`: a tensor without elements that has the dtype of x, for `ExpertCollect`."""
         return {} if self.exchange.sums is None else {"like": x.new_empty(0)}
 
-    def _dispatched(
+    def _dispatch(
         self, x: Tensor, experts: Tensor, weights: Tensor
-    ) -> tuple[Arrived, dict[str, Tensor]]:
-        planned = torch_private.is_fake(x) or x.is_meta
-        if planned:
-            got = _as_many(self.exchange, x, experts, weights)
+    ) -> tuple[ReceivedTokens, dict[str, Tensor]]:
+        dry_run = torch_private.is_fake(x) or x.is_meta
+        if dry_run:
+            got = _dry_run_dispatch(self.exchange, x, experts, weights)
         else:
             if self.capacity_factor is not None:
                 experts = within_capacity(self.exchange, experts, self.capacity_factor)
             got = self.exchange.dispatch(x, experts, weights)
         offs, index, pos, probs = K.route(got.experts, self.num_experts, got.weights)
-        if not planned:
-            self.exchange.bound(offs, got.rows)
+        if not dry_run:
+            self.exchange.clamp_offs(offs, got.rows)
         side = {"offs": offs, "probs": probs[: got.rows], "index": index[: got.rows], "pos": pos}
-        return got, {**side, "slots": got.slots, "arrivals": got.arrivals, **self._like(x)}
+        return got, {**side, "slots": got.slots, "arrivals": got.arrivals, **self._dtype_output(x)}
 
     def bwd(
         self, saved: ExpertDispatchSaved, dy: Tensor | None, *, dside: SideGrads, call: Call
     ) -> Grads:
         dtype = saved.dtype
         dprobs = dside["probs"] if "weights" in call.needs else None
-        begun = (call.scratch or {}).pop(BEGUN, None)
+        begun = (call.scratch or {}).pop(PENDING_GRADS, None)
         if begun is not None and (begun[0] is not dy or begun[1] is not dprobs):
-            begun[2]()  # of other gradients: every rank runs the same backward
+            begun[2]()  # started with other gradients: all ranks start again
             begun = None
-        there = self._returning(dy, dprobs, *saved[:-1]) if begun is None else begun[2]
+        finish = self._return_grads(dy, dprobs, *saved[:-1]) if begun is None else begun[2]
         give_way(BACKWARD)
-        dx, dweights = there()
+        dx, dweights = finish()
         if "x" not in call.needs:
             return Grads(side={"weights": dweights})
         return Grads(dx if dtype is None else dx.to(dtype), side={"weights": dweights})
 
-    def _returning(
+    def _return_grads(
         self, dy: Any, dprobs: Any, experts: Any, slots: Any, arrivals: Any, pos: Any, offs: Any
     ) -> Callable[[], tuple[Any, Any]]:
-        """Gradients on their way home, and what is called for them there."""
+        """Start sending gradients back.   -> a function that returns dx and dweights"""
         if torch_private.is_fake(slots) or slots.is_meta:
-            dx = None if dy is None else self.exchange.in_a_dry_run(dy, len(slots))
+            dx = None if dy is None else self.exchange.dry_run_rows(dy, len(slots))
             dweights = None if dprobs is None else dprobs.new_empty(experts.shape)
             return lambda: (dx, dweights)
         if dprobs is not None:
             dprobs = K.values_of_copies(dprobs, pos, offs)
-        if dy is None:  # all ranks send, as those do that have it
+        if dy is None:  # the other ranks send theirs
             raise FuseOpsError(
                 "ExpertDispatch: nothing came back for the tokens that arrived, while others wait for it: every rank "
                 "runs the same backward."
@@ -252,22 +252,22 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         return self.exchange.begin_dispatch_bwd(dy, dprobs, experts, slots, arrivals)
 
 
-def _arrive(call: Call) -> None:
-    """Wait, on the device, for tokens that were sent ahead."""
-    ready = (call.scratch or {}).pop(READY, None)
+def _wait_pending(call: Call) -> None:
+    """Wait, on the device, for the tokens of an `ExpertDispatch`."""
+    ready = (call.scratch or {}).pop(PENDING_TOKENS, None)
     if ready is not None:
         ready()
 
 
 class ExpertArrive(Alias):
-    """y = x, the tokens that an `ExpertDispatch` further up has sent ahead, once they are there."""
+    """y = x, the tokens of an earlier `ExpertDispatch`, once they have arrived."""
 
     takes_quantized = True
     live_call = True
 
     def fwd(self, x: Operand, *, call: Call) -> Out:
         if not torch.compiler.is_compiling():
-            _arrive(call)
+            _wait_pending(call)
         return Out(x, NothingSaved())
 
     def bwd(self, saved: NothingSaved, dy: Tensor) -> Grads:
@@ -275,7 +275,7 @@ class ExpertArrive(Alias):
 
 
 class ExpertCollect(Op[ExpertCollectSaved]):
-    """Sends the sum of each token's experts here back to where it came from, and adds up what comes from all ranks."""
+    """`ExpertCollect` sends partial sums of the local experts back to the tokens' ranks, which add them up."""
 
     reads: tuple[str, ...] = ("slots", "arrivals")
     apart_when_compiled = True
@@ -289,38 +289,40 @@ class ExpertCollect(Op[ExpertCollectSaved]):
             self.reads = (*self.reads, "like")
 
     def fwd(self, x: Tensor, *, call: Call, **side: Tensor) -> Out:
-        (call.scratch or {}).pop(SENT, None)  # where nobody has saved what arrived
+        (call.scratch or {}).pop(SENT, None)  # if no op has taken it
         slots, arrivals = side["slots"], side["arrivals"]
         saved = None
         if torch.compiler.is_compiling():
-            y = compiled.collect(x, slots, arrivals, self.exchange.number)
+            y = compiled.collect(x, slots, arrivals, self.exchange.id)
         elif torch.is_grad_enabled() and x.requires_grad:
-            y = _Collected.apply(self, x, slots, arrivals)  # type: ignore[no-untyped-call]
+            y = _CollectFunction.apply(self, x, slots, arrivals)  # type: ignore[no-untyped-call]
         else:
-            y = self._collected(x, slots, arrivals)
+            y = self._collect(x, slots, arrivals)
             saved = ExpertCollectSaved(slots, arrivals, len(x))
         return Out(y.to(side["like"].dtype) if "like" in side else y, saved)
 
-    def _collected(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
+    def _collect(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
         if torch_private.is_fake(x) or x.is_meta:
-            return self.exchange.in_a_dry_run(x, len(slots))
+            return self.exchange.dry_run_rows(x, len(slots))
         return self.exchange.collect(x, slots, arrivals)
 
     def bwd(self, saved: ExpertCollectSaved, dy: Tensor, *, call: Call) -> Grads:
-        return Grads(self._spread(dy, *saved))
+        return Grads(self._collect_bwd(dy, *saved))
 
-    def _spread(self, dy: Tensor, slots: Any, arrivals: Any, tokens: Any) -> Tensor:
+    def _collect_bwd(self, dy: Tensor, slots: Any, arrivals: Any, tokens: Any) -> Tensor:
         if torch_private.is_fake(dy) or dy.is_meta:
-            return self.exchange.in_a_dry_run(dy, tokens)
+            return self.exchange.dry_run_rows(dy, tokens)
         return self.exchange.collect_bwd(dy, slots, arrivals, tokens)
 
 
-def _as_many(exchange: Exchange, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
-    """What arrives where ranks send each other alike, in shapes: for plans without the others."""
-    tokens, rows = exchange.expected(x)
-    return Arrived(
-        exchange.in_a_dry_run(x, tokens),
-        exchange.in_a_dry_run(experts.to(torch.int32), tokens),
+def _dry_run_dispatch(
+    exchange: Exchange, x: Tensor, experts: Tensor, weights: Tensor
+) -> ReceivedTokens:
+    """The received tokens of a dry run, which assumes even routing: shapes only, without the other ranks."""
+    tokens, rows = exchange.expected_sizes(x)
+    return ReceivedTokens(
+        exchange.dry_run_rows(x, tokens),
+        exchange.dry_run_rows(experts.to(torch.int32), tokens),
         weights.new_empty(tokens, weights.shape[1]),
         rows,
         experts.new_empty(len(x), exchange.world, dtype=torch.int32),
@@ -328,33 +330,33 @@ def _as_many(exchange: Exchange, x: Tensor, experts: Tensor, weights: Tensor) ->
     )
 
 
-class _Dispatched(torch.autograd.Function):
+class _DispatchFunction(torch.autograd.Function):
     """A `_Dispatched` is the autograd node of an ExpertDispatch as plain differentiable torch, for `fo.reference()`."""
 
     @staticmethod
     def forward(ctx: Any, op: ExpertDispatch, x: Tensor, experts: Tensor, weights: Tensor) -> Any:
-        got, side = op._dispatched(x, experts, weights)
+        got, side = op._dispatch(x, experts, weights)
         ctx.op = op
         ctx.save_for_backward(experts, *(side[n] for n in ("slots", "arrivals", "pos", "offs")))
         ctx.mark_non_differentiable(*(t for n, t in side.items() if n in op.integers))
-        return (got.there().x, *(side[name] for name in op.writes))
+        return (got.wait().x, *(side[name] for name in op.writes))
 
     @staticmethod
     def backward(ctx: Any, dy: Any, *dside: Any) -> Any:
         dprobs = dict(zip(ctx.op.writes, dside, strict=True))["probs"]
-        dx, dweights = ctx.op._returning(dy, dprobs, *ctx.saved_tensors)()
+        dx, dweights = ctx.op._return_grads(dy, dprobs, *ctx.saved_tensors)()
         return None, dx, None, dweights
 
 
-class _Collected(torch.autograd.Function):
+class _CollectFunction(torch.autograd.Function):
     """A `_Collected` is the autograd node of an ExpertCollect as plain differentiable torch."""
 
     @staticmethod
     def forward(ctx: Any, op: ExpertCollect, x: Tensor, slots: Tensor, arrivals: Tensor) -> Any:
         ctx.op, ctx.tokens = op, len(x)
         ctx.save_for_backward(slots, arrivals)
-        return op._collected(x, slots, arrivals)
+        return op._collect(x, slots, arrivals)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return None, ctx.op._spread(dy, *ctx.saved_tensors, ctx.tokens), None, None
+        return None, ctx.op._collect_bwd(dy, *ctx.saved_tensors, ctx.tokens), None, None

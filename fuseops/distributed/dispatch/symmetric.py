@@ -1,6 +1,6 @@
-"""(c) Straight into the memory of the other GPUs of a host, by kernels over torch's symmetric memory.
+"""(c) Kernels that write into the memory of the other GPUs of a host, over torch's symmetric memory.
 
-A token takes one slot of `room` that every pair of ranks has.
+A token takes one of the `pair_capacity` slots between two ranks.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.peers import layout
 
 from .bounded import Bounded
-from .exchange import Arrived
-from .overflow import flag_of
+from .exchange import ReceivedTokens
+from .overflow import overflow_flag
 
 TIMEOUT_MS = 600_000
-"""How long a rank waits in a barrier for one that does not come, before the kernel that waits traps."""
+"""How long a rank waits in a barrier before its kernel traps."""
 
 
 @dataclass
-class Fabric:
-    """A `Fabric` holds the buffers of all ranks of a group, each of which the others can write to.
+class PeerBuffers:
+    """A `PeerBuffers` holds the buffers of all ranks of a group; every rank can write to all of them.
 
-    table (W,) int64: their addresses.  uses (1,) int64: how often they were used.  flag (1,) int32: whether something
-    had no room.  handle: of the symmetric memory; None where ranks pass no barrier of a device.
+    table (W,) int64: their addresses.  uses (1,) int64: how often they were used.  flag (1,) int32: the overflow flag.
+    handle: of the symmetric memory; None if ranks need no barrier on the device.
     """
 
     table: Tensor
@@ -39,24 +39,24 @@ class Fabric:
     memory: Any = None
 
     def barrier(self) -> None:
-        """All ranks have written before any goes on."""
+        """Wait until all ranks have written."""
         if self.handle is not None:
             self.handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
 
 
-_fabrics: dict[Any, Fabric] = {}
-"""By group: the one allocation that all its layers share, and who needs more replaces."""
+_peer_buffers: dict[Any, PeerBuffers] = {}
+"""Process group -> the allocation that all its layers share; a layer that needs more replaces it."""
 
 
-def fabric_of(group: Any, nbytes: int, device: torch.device) -> Fabric:
-    """The buffers of a group, of `nbytes` at least. A collective where they are not there yet."""
-    found = _fabrics.get(group)
+def get_peer_buffers(group: Any, nbytes: int, device: torch.device) -> PeerBuffers:
+    """The buffers of a group, of at least `nbytes`. A collective if they have to be allocated."""
+    found = _peer_buffers.get(group)
     if found is None or found.nbytes < nbytes:
-        found = _fabrics[group] = _made(group, nbytes, device)
+        found = _peer_buffers[group] = _allocate(group, nbytes, device)
     return found
 
 
-def _made(group: Any, nbytes: int, device: torch.device) -> Fabric:
+def _allocate(group: Any, nbytes: int, device: torch.device) -> PeerBuffers:
     import torch.distributed._symmetric_memory as symmetric_memory
 
     if device.type != "cuda":
@@ -70,88 +70,90 @@ def _made(group: Any, nbytes: int, device: torch.device) -> Fabric:
     inside = memory.data_ptr() - handle.buffer_ptrs[handle.rank]
     table = torch.tensor([p + inside for p in handle.buffer_ptrs], device=device)
     uses = torch.zeros(1, dtype=torch.int64, device=device)
-    return Fabric(table, uses, flag_of(group, device), nbytes, handle, memory)
+    return PeerBuffers(table, uses, overflow_flag(group, device), nbytes, handle, memory)
 
 
 class PeerMemory(Bounded):
-    """A `PeerMemory` writes tokens into the memory of the other ranks.
+    """A `PeerMemory` exchange writes tokens into the memory of the other ranks.
 
-    arrivals: (W,) int32, how many tokens came from each rank.
+    arrivals: (W,) int32, the number of tokens received from each rank.
     """
 
     name = "written into the memory of peers (no host sync)"
-    not_copied = Bounded.not_copied | {"fabric"}
-    fabric: Fabric | None = None
+    not_copied = Bounded.not_copied | {"peers"}
+    peers: PeerBuffers | None = None
 
-    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> ReceivedTokens:
         if x.is_cuda and x.element_size() > 4:
             raise FuseOpsError(
                 f"ExpertDispatch: x is {x.dtype}, which the kernels that write to peers do not take: "
                 "ExpertParallel(way='host_counts') does."
             )
-        fabric, place = self._ready(x, weights.dtype)
-        self.agree(x)
+        peers, place = self._ensure_buffers(x, weights.dtype)
+        self.agree_on_tokens(x)
         slots, counts = K.token_slots(experts, self.num_experts, self.world)
-        args = (fabric.table, fabric.uses)
-        K.send_tokens(x, slots, *args, fabric.flag, place, counts, experts, weights)
-        fabric.barrier()
+        args = (peers.table, peers.uses)
+        K.send_tokens(x, slots, *args, peers.flag, place, counts, experts, weights)
+        peers.barrier()
         x, ids, weights, arrivals = K.take_tokens(x, *args, place, None, weights)
-        fabric.uses += 1
-        return Arrived(x, ids, weights, self.rows, slots, arrivals)
+        peers.uses += 1
+        return ReceivedTokens(x, ids, weights, self.rows, slots, arrivals)
 
-    def buffers(self, x: Tensor, room: int) -> int:
-        """Those of the two halves."""
+    def buffer_bytes(self, x: Tensor, pair_capacity: int) -> int:
+        """As of `Bounded`: the buffers are two halves, used in alternation."""
         wide = max(x.element_size(), 0 if self.sums is None else self.sums.itemsize)
         row, weight = x.shape[1] * wide, max(x.element_size(), 4)
-        return 2 * layout(self.world, room, self.top_k, row, weight)[-1]
+        return 2 * layout(self.world, pair_capacity, self.top_k, row, weight)[-1]
 
-    def held(self) -> int:
-        return 0 if self.fabric is None else self.fabric.nbytes
+    def allocated_bytes(self) -> int:
+        return 0 if self.peers is None else self.peers.nbytes
 
     def no_arrivals(self, x: Tensor) -> Tensor:
         return x.new_empty(self.world, dtype=torch.int32)
 
     def collect(self, y: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
-        return self._back(y, None, None, slots, arrivals)[0]
+        return self._return_sums(y, None, None, slots, arrivals)[0]
 
     def dispatch_bwd(
         self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        dx, copies = self._back(dx, dweights, experts, slots, arrivals)
+        dx, copies = self._return_sums(dx, dweights, experts, slots, arrivals)
         return dx, None if dweights is None else copies
 
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
-        fabric, place = self._ready(dy, torch.float32)
-        args = (fabric.table, fabric.uses)
-        K.send_tokens(dy, slots, *args, fabric.flag, place)
-        fabric.barrier()
+        peers, place = self._ensure_buffers(dy, torch.float32)
+        args = (peers.table, peers.uses)
+        K.send_tokens(dy, slots, *args, peers.flag, place)
+        peers.barrier()
         got = K.take_tokens(dy, *args, place, arrivals)[0]
-        fabric.uses += 1
+        peers.uses += 1
         return got
 
-    def _back(
+    def _return_sums(
         self, y: Tensor, dweights: Any, experts: Any, slots: Tensor, arrivals: Tensor
     ) -> tuple[Tensor, Tensor]:
-        fabric, place = self._ready(y, torch.float32 if dweights is None else dweights.dtype)
-        args = (fabric.table, fabric.uses)
-        K.return_sums(y, *args, fabric.flag, place, arrivals, dweights)
-        fabric.barrier()
+        peers, place = self._ensure_buffers(
+            y, torch.float32 if dweights is None else dweights.dtype
+        )
+        args = (peers.table, peers.uses)
+        K.return_sums(y, *args, peers.flag, place, arrivals, dweights)
+        peers.barrier()
         chosen = None if dweights is None else experts
-        summed = K.add_sums(y, slots, *args, fabric.flag, place, chosen, dweights)
-        fabric.uses += 1
+        summed = K.add_sums(y, slots, *args, peers.flag, place, chosen, dweights)
+        peers.uses += 1
         return summed
 
-    def _ready(self, x: Tensor, weight: torch.dtype) -> tuple[Fabric, list[int]]:
-        """The buffers, and how this use lies in them. The first one takes the size that all ranks need."""
-        fabric = self.fabric
-        if fabric is None:
-            self.agree(x)
-            fabric = fabric_of(self.group, self.buffers(x, self.room), x.device)
+    def _ensure_buffers(self, x: Tensor, weight: torch.dtype) -> tuple[PeerBuffers, list[int]]:
+        """The buffers, large enough for this use, and the layout arguments of its kernels."""
+        peers = self.peers
+        if peers is None:
+            self.agree_on_tokens(x)
+            peers = get_peer_buffers(self.group, self.buffer_bytes(x, self.pair_capacity), x.device)
         row = x.shape[1] * x.element_size()
-        *at, most = layout(self.world, self.room, self.top_k, row, weight.itemsize)
-        if 2 * most > fabric.nbytes:
-            fabric = fabric_of(self.group, 2 * most, x.device)
-        self.fabric = fabric
-        # whatever this use takes of its half: the one before may lie in the other
-        half = fabric.nbytes // 2
-        return fabric, [self.rank, self.room, self.num_experts, self.top_k, half, *at]
+        *at, most = layout(self.world, self.pair_capacity, self.top_k, row, weight.itemsize)
+        if 2 * most > peers.nbytes:
+            peers = get_peer_buffers(self.group, 2 * most, x.device)
+        self.peers = peers
+        # fixed halves, whatever their use takes: the other may still hold the use before
+        half = peers.nbytes // 2
+        return peers, [self.rank, self.pair_capacity, self.num_experts, self.top_k, half, *at]

@@ -1,13 +1,13 @@
 """Hugging Face transformers: its models run by fuseops in place, and weights between its keys and fuseops'.
 
-apply, revert, ApplyReport    a model that you have, with one line: `hf.apply(model)`
-to_fuseops, to_hf         state dicts, where fuseops' own layers stand in the model (weights)
+apply, revert, ApplyReport    patch an existing model: `hf.apply(model)` (applied, report)
+to_fuseops, to_hf             convert state dicts of models that have fuseops layers (weights)
 
-Importing this registers `experts_implementation="fuseops"` with transformers, where that is installed.
+Importing this package registers `experts_implementation="fuseops"` with transformers, where that is installed.
 
-lent                      ops whose parameters a module lends     recognise    what a module computes
-experts, mlp, norm,       what stands in for the forwards         applied      which of them, in a model
-router, rope, loss                                                report       what came of it
+stand_ins    attaches ops to modules whose parameters they read     recognise    identifies what a module computes
+adapters     runs LoRA adapters of PEFT                             packing      packs gate and up into one parameter
+experts, mlp, norm, router, rope, loss: the stand-in for one kind of module each
 """
 
 import importlib.util

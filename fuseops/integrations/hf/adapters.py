@@ -1,9 +1,9 @@
-"""LoRA of PEFT beside the weights that it adapts: two small products next to the large one, in one op.
+"""LoRA adapters of PEFT run as low-rank products in the op of the weight that they adapt.
 
-PEFT adapts the parameters of experts (`target_parameters`) by making, in each forward, weights of their full size that
-autograd then keeps, and whose full gradient the backward makes. Here W + up down is never made: experts read the
-factors at each call, and so does `AdaptedLinear`, in the place of an adapted Linear's forward. What PEFT has merged or
-made in another way (DoRA, dropout in training, adapters of mixed batches) runs as PEFT wrote it.
+For experts (`target_parameters`) PEFT materializes W + up down at full size in each forward; autograd keeps it, and the
+backward makes its full gradient. Here it is never materialized: experts, and `AdaptedLinear`, the stand-in of an
+adapted Linear, read the factors at each call. Merged adapters and other variants (DoRA, dropout in training, adapters
+of mixed batches) run as PEFT wrote them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fuseops.ops.checks import check_width
 from fuseops.ops.op import Call, Grads, Op, Out, Shape
 from fuseops.ops.paths import LENT
 
-from . import lent
+from . import stand_ins
 
-# of a parameter by name: down (E, r, in) and up (E, out, r)
+# by parameter name: down (E, r, in) and up (E, out, r)
 Factors = dict[str, tuple[Tensor, Tensor]]
-READ = "_adapters"  # key in the `__dict__` of experts, during a call: its Factors
+ADAPTERS = "_adapters"  # key in the `__dict__` of experts, during a call: its Factors
 
 
-def wraps(module: nn.Module) -> bool:
+def is_adapter(module: nn.Module) -> bool:
     """Whether a module is an adapter of PEFT around a Linear or a parameter."""
     own = module._modules
     return (
@@ -38,25 +38,26 @@ def wraps(module: nn.Module) -> bool:
     )
 
 
-def adapted(module: Any) -> nn.Module:
-    """What an adapter is around, beneath all adapters."""
-    while wraps(module):
+def base_module(module: Any) -> nn.Module:
+    """The module below all adapters that wrap it."""
+    while is_adapter(module):
         module = module._modules["base_layer"]
     found: nn.Module = module
     return found
 
 
-def active(wrapper: Any) -> list[str] | None:
-    """The adapters that add to the weight now; None where PEFT has to run them."""
+def active_names(wrapper: Any) -> list[str] | None:
+    """Names of the adapters that are active now; None where only PEFT can run them."""
     if wrapper.disable_adapters or wrapper.merged:
         return None if wrapper.disable_adapters and wrapper.merged else []
     names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
     for name in names:
-        drops = wrapper.training and not isinstance(wrapper.lora_dropout[name], nn.Identity)
+        has_dropout = wrapper.training and not isinstance(wrapper.lora_dropout[name], nn.Identity)
         parts = wrapper.lora_A[name], wrapper.lora_B[name]
-        if drops or name in wrapper.lora_variant or wrapper.lora_B[name].bias is not None:
+        if has_dropout or name in wrapper.lora_variant or wrapper.lora_B[name].bias is not None:
             return None
-        if any(lent.plain(part, nn.Linear) is not None for part in parts) or lent.sharded(*parts):
+        plain = all(stand_ins.not_plain_reason(part, nn.Linear) is None for part in parts)
+        if not plain or stand_ins.is_sharded(*parts):
             return None
     return names
 
@@ -64,41 +65,43 @@ def active(wrapper: Any) -> list[str] | None:
 # --- of experts
 
 
-def factors(wrapper: Any) -> Factors | None:
-    """Those of a run of adapters around experts; None where PEFT has to run one of them."""
+def expert_factors(wrapper: Any) -> Factors | None:
+    """The factors of nested adapters around experts; None where only PEFT can run one of them."""
     found: Factors = {}
-    experts: Any = adapted(wrapper)
-    while wraps(wrapper):
-        names = active(wrapper)
-        turned = wrapper._did_swap_in_out_features == bool(experts.is_transposed)
-        if names is None or turned or wrapper.num_experts == 1:
+    experts: Any = base_module(wrapper)
+    while is_adapter(wrapper):
+        names = active_names(wrapper)
+        mismatched = wrapper._did_swap_in_out_features == bool(experts.is_transposed)
+        if names is None or mismatched or wrapper.num_experts == 1:
             return None
         if names:
-            found[wrapper.parameter_name] = _joined([_factors(wrapper, name) for name in names])
+            found[wrapper.parameter_name] = _concatenated(
+                [_scaled_factors(wrapper, name) for name in names]
+            )
         wrapper = wrapper._modules["base_layer"]
     return found
 
 
-def _factors(wrapper: Any, name: str) -> tuple[Tensor, Tensor]:
+def _scaled_factors(wrapper: Any, name: str) -> tuple[Tensor, Tensor]:
     down, up = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
     down = down.reshape(wrapper.num_experts, -1, down.shape[-1])
     up = up.reshape(up.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
     return down, (up * wrapper.scaling[name]).contiguous()
 
 
-def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Several adapters are one of their ranks together."""
+def _concatenated(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The factors of several adapters as those of one, whose rank is the sum of theirs."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat([down for down, _ in parts], 1), torch.cat([up for _, up in parts], 2)
 
 
-def in_place(experts: Any) -> Factors:
-    """Those that PEFT has put in the place of parameters, for this call, where nobody has bound its adapters."""
+def proxied_factors(experts: Any) -> Factors:
+    """The factors of the proxies that PEFT's own forward has put in the place of parameters for this call."""
     found: Factors = {}
-    ways: Any = experts._modules.get("parametrizations") or {}
-    for name, way in ways.items():
-        proxy: Any = way[0] if len(way) == 1 else None
+    parametrizations: Any = experts._modules.get("parametrizations") or {}
+    for name, proxies in parametrizations.items():
+        proxy: Any = proxies[0] if len(proxies) == 1 else None
         if type(proxy).__name__ != "_LoraFactorsProxy":
             continue
         left, right = proxy.lhs, proxy.rhs
@@ -108,8 +111,8 @@ def in_place(experts: Any) -> Factors:
 
 
 def read_factor(name: str, which: int, owner: Any) -> Tensor | None:
-    """Reads one factor of a parameter, or None."""
-    found = owner.__dict__.get(READ, {}).get(name)
+    """Factor 0 (down) or 1 (up) of an experts parameter during a call, or None."""
+    found = owner.__dict__.get(ADAPTERS, {}).get(name)
     return None if found is None else found[which]
 
 
@@ -117,9 +120,9 @@ def read_factor(name: str, which: int, owner: Any) -> Tensor | None:
 
 
 class LowRankProduct(NamedTuple):
-    """y = x W^T + bias + (x a^T) b^T over rows, all in one dtype; without a and b a plain product.
+    """y = x W^T + bias + (x a^T) b^T over rows, all in one dtype; x W^T + bias without a and b.
 
-    x (R, in), weight (out, in), bias (out,), a (r, in), b (out, r) -> y (R, out), and `through` x a^T (R, r)
+    x (R, in), weight (out, in), bias (out,), a (r, in), b (out, r) -> y (R, out), and `through` = x a^T (R, r)
     """
 
     weight: Tensor | None
@@ -135,7 +138,7 @@ class LowRankProduct(NamedTuple):
         return torch.addmm(y, through, self.b.t()), through  # type: ignore[union-attr]
 
     def fwd_into(self, y: Tensor, x: Tensor) -> Tensor | None:
-        """y is written; -> through. For calls that nobody differentiates or traces."""
+        """`fwd` that writes into y, for calls without autograd or tracing.   -> through"""
         w: Any = self.weight
         if self.bias is None:
             torch.mm(x, w.t(), out=y)
@@ -156,18 +159,18 @@ class LowRankProduct(NamedTuple):
         dx: Tensor | None = None,
         through_grad: Tensor | None = None,
     ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
-        """The gradient of x, added to dx where that is given, and those of the parameters by name; what is wanted.
+        """The wanted gradients: of x, added to dx if that is given, and of the parameters by name.
 
-        through_grad: that of `through`, where it is known.
+        through_grad: the gradient of `through`, if it is computed already.
         """
         grads: dict[str, Tensor | None] = {}
-        left: Any = dy.t()
+        dy_t: Any = dy.t()
         if "weight" in wanted:
-            grads["weight"] = torch.mm(left, x)  # type: ignore[arg-type]
+            grads["weight"] = torch.mm(dy_t, x)  # type: ignore[arg-type]
         if "bias" in wanted:
             grads["bias"] = K.bias_bwd(dy)
         if "b" in wanted:
-            grads["b"] = torch.mm(left, through)  # type: ignore[arg-type]
+            grads["b"] = torch.mm(dy_t, through)  # type: ignore[arg-type]
         if through_grad is None and not {"x", "a"}.isdisjoint(wanted):
             through_grad = self.through_grad(dy)
         if "a" in wanted:
@@ -191,7 +194,7 @@ class AdaptedLinearSaved(NamedTuple):
     b: Tensor | None
 
 
-@lent.borrows("weight", "bias", "a", "b")
+@stand_ins.owner_parameters("weight", "bias", "a", "b")
 class AdaptedLinear(Op[AdaptedLinearSaved]):
     """y = x W^T + bias + (x a^T) b^T, as `LowRankProduct`.   x (..., in) -> (..., out)"""
 
@@ -220,77 +223,79 @@ class AdaptedLinear(Op[AdaptedLinearSaved]):
         self, x: Tensor, *, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, call: Call
     ) -> Out:
         cast, rows = call.precision.cast, x.reshape(-1, self.width)
-        y, through = LowRankProduct(cast(weight), cast(bias), *lowered(rows, a, b)).fwd(rows)
+        y, through = LowRankProduct(cast(weight), cast(bias), *cast_factors(rows, a, b)).fwd(rows)
         saved = AdaptedLinearSaved(rows, through, weight, a, b)
         return Out(y.view(*x.shape[:-1], self.out), saved)
 
     def bwd(self, saved: AdaptedLinearSaved, dy: Tensor, *, call: Call) -> Grads:
         x, through, weight, a, b = saved
         rows = dy.reshape(-1, dy.shape[-1])
-        product = LowRankProduct(call.precision.cast(weight), None, *lowered(rows, a, b))
+        product = LowRankProduct(call.precision.cast(weight), None, *cast_factors(rows, a, b))
         dx, params = product.bwd(rows, x, through, call.needs)
         return Grads(None if dx is None else dx.view(*dy.shape[:-1], self.width), params)
 
 
-def lowered(x: Tensor, *factors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Factors in the dtype of x: PEFT keeps them in float32 beside weights of less."""
+def cast_factors(x: Tensor, *factors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Factors in the dtype of x: PEFT keeps them in float32 even for weights in 16 bits."""
     return tuple([None if t is None else t.to(x.dtype) for t in factors])
 
 
-def read(child: str, name: str, owner: Any) -> Tensor | None:
-    """Reads a parameter of a child, or of what the adapters that stand there are around."""
-    found: Tensor | None = getattr(adapted(owner._modules[child]), name)
+def read_parameter(child: str, name: str, owner: Any) -> Tensor | None:
+    """A parameter of a child, below the adapters that wrap it."""
+    found: Tensor | None = getattr(base_module(owner._modules[child]), name)
     return found
 
 
-def factor(which: int, wrapper: Any) -> Tensor:
-    """a (r, in) or b (out, r) of an adapted Linear: of all active adapters together."""
+def linear_factor(which: int, wrapper: Any) -> Tensor:
+    """Factor a (r, in) or b (out, r) of an adapted Linear, concatenated over its active adapters."""
     parts = [
         (wrapper.lora_A[n].weight, wrapper.lora_B[n].weight * wrapper.scaling[n])
-        for n in active(wrapper) or ()
+        for n in active_names(wrapper) or ()
     ]
     each = [part[which] for part in parts]
     return each[0] if len(each) == 1 else torch.cat(each, which)
 
 
-# --- in the place of an adapter's forward
+# --- the stand-in of an adapted Linear
 
 
-def refused(wrapper: Any) -> str | None:
-    """Why an adapter stays PEFT's, or None."""
-    inner = adapted(wrapper)
+def unsupported_reason(wrapper: Any) -> str | None:
+    """Why PEFT keeps running an adapter, or None."""
+    inner = base_module(wrapper)
     if hasattr(wrapper, "parameter_name"):
         known = hasattr(inner, "is_transposed")
         return None if known else f"adapts a parameter of {type(inner).__name__}"
     base: Any = wrapper._modules["base_layer"]
-    why = lent.plain(base, nn.Linear) or lent.quantized(base.weight)
+    why = stand_ins.not_plain_reason(base, nn.Linear) or stand_ins.quantized_reason(base.weight)
     return None if why is None else f"its base layer {why}"
 
 
 def build(wrapper: Any) -> AdaptedLinear | str:
-    """The op for an adapted Linear, or why there is none."""
-    if (why := refused(wrapper)) is not None:
+    """The stand-in of an adapted Linear, or the reason why there is none."""
+    if (why := unsupported_reason(wrapper)) is not None:
         return why
     base = wrapper._modules["base_layer"]
     op = AdaptedLinear(base.in_features, base.out_features)
-    sources: dict[str, lent.Source] = {
-        name: functools.partial(read, "base_layer", name) for name in ("weight", "bias")
+    sources: dict[str, stand_ins.Source] = {
+        name: functools.partial(read_parameter, "base_layer", name) for name in ("weight", "bias")
     }
-    sources |= {name: functools.partial(factor, which) for which, name in enumerate(("a", "b"))}
-    lent.lend(op, wrapper, sources)
+    sources |= {
+        name: functools.partial(linear_factor, which) for which, name in enumerate(("a", "b"))
+    }
+    stand_ins.bind_parameters(op, wrapper, sources)
     return op
 
 
-@lent.while_hung
+@stand_ins.only_while_attached
 def forward(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
-    """As PEFT's, of an adapted Linear."""
-    if args or keywords or not here(self) or not active(self):
+    """The forward of an adapted Linear, by its stand-in; by PEFT for calls that the stand-in does not support."""
+    if args or keywords or not is_readable(self) or not active_names(self):
         return type(self).forward(self, x, *args, **keywords)
     return self.__dict__[LENT](x)
 
 
-def here(wrapper: Any) -> bool:
-    """Whether an adapted Linear may be read past PEFT's forward at the moment."""
+def is_readable(wrapper: Any) -> bool:
+    """Whether the parameters of an adapted Linear may be used now without calling PEFT's forward."""
     base = wrapper._modules["base_layer"]
-    plain = lent.plain(base, nn.Linear) is None and not lent.sharded(base)
-    return plain and not torch.compiler.is_compiling() and active(wrapper) is not None
+    plain = stand_ins.not_plain_reason(base, nn.Linear) is None and not stand_ins.is_sharded(base)
+    return plain and not torch.compiler.is_compiling() and active_names(wrapper) is not None

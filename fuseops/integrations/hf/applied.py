@@ -1,4 +1,4 @@
-"""apply and revert: which modules of a transformers model fuseops runs, and how its own forwards come back."""
+"""apply and revert: find the modules of a transformers model that fuseops can run, bind stand-ins, and undo it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from torch import nn
 from fuseops.errors import FuseOpsError
 from fuseops.ops.paths import LENT
 
-from . import adapters, experts, lent, loss, mlp, norm, packing, recognise, rope, router
+from . import adapters, experts, loss, mlp, norm, packing, recognise, rope, router, stand_ins
 from .report import ApplyReport, ReportEntry
 
 
 class AppliedPart(NamedTuple):
-    """An `AppliedPart` is a kind of module that fuseops can stand in for.
+    """An `AppliedPart` is a kind of module that has a stand-in.
 
-    build is asked for what stands in, or why nothing does; forward runs it, and by says of it what it is.
+    build     of a module: its stand-in, or the reason why there is none
+    forward   the forward to bind on the module, which runs the stand-in
+    describe  of a stand-in: what it runs, for the report
     """
 
     name: str
     forward: Callable[..., Any]
     build: Callable[[Any], nn.Module | str]
-    by: Callable[[Any], str]
+    describe: Callable[[Any], str]
 
 
 def apply(model: nn.Module, *, pack: bool = False, dry_run: bool = False) -> ApplyReport:
@@ -42,21 +44,23 @@ def apply(model: nn.Module, *, pack: bool = False, dry_run: bool = False) -> App
     if not isinstance(model, nn.Module):
         raise FuseOpsError(f"hf.apply expects a model, got {type(model).__name__}.")
     entries = []
-    tied = packing.shared(model)
+    tied_ids = packing.tied_parameters(model)
     for path, part, module in _candidates(model):
-        stand_in = _refused(part, module) or part.build(module)
+        stand_in = _skip_reason(part, module) or part.build(module)
         if isinstance(stand_in, str):
             entries.append(ReportEntry(path, part.name, type(module).__name__, None, stand_in))
-            if not dry_run and not _wrapped(module):
+            if not dry_run and not _is_wrapped(module):
                 _unbind(module)
             continue
-        apart = None
-        if pack and part is MLP and not packing.packed(module):
-            apart = packing.refused(module, tied)
-            if apart is None and not dry_run:
+        unpacked_reason = None
+        if pack and part is MLP and not packing.is_packed(module):
+            unpacked_reason = packing.unpackable_reason(module, tied_ids)
+            if unpacked_reason is None and not dry_run:
                 packing.pack(module)
-                mlp.lend(cast("mlp.MLP", stand_in), module)
-        by = part.by(stand_in) + (f", gate and up apart: {apart}" if apart else "")
+                mlp.bind_parameters(cast("mlp.MLP", stand_in), module)
+        by = part.describe(stand_in) + (
+            f", gate and up apart: {unpacked_reason}" if unpacked_reason else ""
+        )
         entries.append(ReportEntry(path, part.name, type(module).__name__, by))
         if not dry_run:
             _bind(module, part, stand_in)
@@ -72,7 +76,7 @@ def revert(model: nn.Module) -> None:
     """
     packed = []
     for path, module in model.named_modules():
-        if packing.packed(module):
+        if packing.is_packed(module):
             packing.check_separable(path, module)
             packed.append(module)
     for module in [*model.modules()]:
@@ -87,61 +91,61 @@ def _bind(module: nn.Module, part: AppliedPart, stand_in: nn.Module) -> None:
     if part is LOSS:
         module.__dict__["forward"] = loss.bind(module, stand_in)
         return
-    # experts hang themselves, as they may be built by a call
+    # a call of experts may build and attach their stand-in itself
     if part is not EXPERTS and module.__dict__.get(LENT) is not stand_in:
-        lent.hang(module, stand_in, lent.Said.of(module))
+        stand_ins.attach(module, stand_in, stand_ins.ConfigSnapshot.of(module))
     module.__dict__["forward"] = functools.partial(part.forward, module)
 
 
 def _unbind(module: nn.Module) -> None:
-    if bound(module):
+    if is_bound(module):
         del module.__dict__["forward"]
-    for name in (LENT, loss.SELF):
+    for name in (LENT, loss.LOSS_MODEL):
         module.__dict__.pop(name, None)
 
 
-def bound(module: nn.Module) -> bool:
-    """Whether the forward of a module is one of ours."""
-    own = module.__dict__.get("forward")
-    return isinstance(own, functools.partial) and own.func in FORWARDS
+def is_bound(module: nn.Module) -> bool:
+    """Whether the bound forward of a module is one of `FORWARDS`."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, functools.partial) and forward.func in FORWARDS
 
 
-def _wrapped(module: nn.Module) -> bool:
-    """Whether another forward is bound on the instance, which may call one of ours."""
-    return "forward" in module.__dict__ and not bound(module)
+def _is_wrapped(module: nn.Module) -> bool:
+    """Whether a forward of another library is bound on the instance; it may call one of `FORWARDS`."""
+    return "forward" in module.__dict__ and not is_bound(module)
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, AppliedPart, nn.Module]]:
-    """Every module that looks like one of the parts, parents first."""
-    angles = rope.tables(model)
-    inside = {id(m._modules["base_layer"]) for m in model.modules() if adapters.wraps(m)}
+    """(path, part, module) of every module that has the attributes of a part, parents first."""
+    rotary = rope.rotary_embeddings(model)
+    nested = {id(m._modules["base_layer"]) for m in model.modules() if adapters.is_adapter(m)}
     for path, module in model.named_modules():
-        said, children, own = vars(module), module._modules, module._parameters
+        attributes, children, parameters = vars(module), module._modules, module._parameters
         if loss.HEAD in children and hasattr(module, "loss_function"):
             yield path, LOSS, module
-        elif {"has_gate", "is_transposed"} <= said.keys():
+        elif {"has_gate", "is_transposed"} <= attributes.keys():
             yield path, EXPERTS, module
-        elif ("up_proj" in children and "down_proj" in children) or packing.packed(module):
+        elif ("up_proj" in children and "down_proj" in children) or packing.is_packed(module):
             yield path, MLP, module
-        elif adapters.wraps(module):
-            if id(module) not in inside:  # of adapters around each other, the outermost
+        elif adapters.is_adapter(module):
+            if id(module) not in nested:  # the outermost of nested adapters
                 yield path, EXPERT_ADAPTER if hasattr(module, "parameter_name") else ADAPTER, module
-        elif "top_k" in said and own.get("weight") is not None and not children:
+        elif "top_k" in attributes and parameters.get("weight") is not None and not children:
             yield path, ROUTER, module
-        elif "Norm" in type(module).__name__ and {*own} == {"weight"} and not children:
+        elif "Norm" in type(module).__name__ and {*parameters} == {"weight"} and not children:
             yield path, NORM, module
         elif rope.rotary_names(module):
-            build = functools.partial(rope.build, rope.nearest(path, angles))
+            build = functools.partial(rope.build, rope.enclosing(path, rotary))
             yield path, ROPE._replace(build=build), module
 
 
-def _refused(part: AppliedPart, module: nn.Module) -> str | None:
+def _skip_reason(part: AppliedPart, module: nn.Module) -> str | None:
     if type(module).__module__.startswith("transformers_modules."):
         return "remote code"
-    if _wrapped(module):
+    if _is_wrapped(module):
         return "has a forward of its own (replaced on the instance, as by a hook of accelerate)"
-    if part in ALONE and (more := recognise.beside_x(module)):
-        return f"its forward takes {' and '.join(more)} too"
+    if part in SINGLE_INPUT and (extra := recognise.extra_arguments(module)):
+        return f"its forward takes {' and '.join(extra)} too"
     return None
 
 
@@ -149,43 +153,43 @@ def _refused(part: AppliedPart, module: nn.Module) -> str | None:
 
 
 def _build_experts(module: Any) -> nn.Module | str:
-    """For top_k of the calls to come. Another one is built when it comes."""
-    if (why := experts.refused(module)) is not None:
+    """The stand-in for the config's top_k; a call with another top_k builds its own."""
+    if (why := experts.unsupported_reason(module)) is not None:
         return why
     code = getattr(type(module).forward, "__code__", None)
     if "experts_interface" not in getattr(code, "co_freevars", ()):
         return "has a forward that is not that of the experts interface"
     top_k = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
-    return experts.built(module, int(top_k or 1)) or "is none that fuseops knows"
+    return experts.get_or_build(module, int(top_k or 1)) or "is none that fuseops knows"
 
 
-def _by_experts(stand_in: Any) -> str:
+def _describe_experts(stand_in: Any) -> str:
     act = stand_in["act"]
-    between = "its own gate, as written" if isinstance(act, experts.Written) else act.kind
-    return f"grouped GEMMs over {stand_in['fc1'].num_groups} experts, {between}"
+    act_name = "its own gate, as written" if isinstance(act, experts.StockActivation) else act.kind
+    return f"grouped GEMMs over {stand_in['fc1'].num_groups} experts, {act_name}"
 
 
-def _by_norm(op: Any) -> str:
+def _describe_norm(op: Any) -> str:
     return f"RMSNorm, eps {op.eps:g}" + (", weight + 1" if op.zero_centered_gamma else "")
 
 
-def _by_router(op: Any) -> str:
+def _describe_router(op: Any) -> str:
     r = op.route
-    said = [f"top {r.top_k} of {op.experts}", r.score]
-    said += ["normalized"] * r.normalize + [f"scaled by {r.scale:g}"] * (r.scale != 1)
-    return ", ".join([*said, *[f"{r.top_groups} of {r.groups} groups"] * (r.groups > 1)])
+    words = [f"top {r.top_k} of {op.experts}", r.score]
+    words += ["normalized"] * r.normalize + [f"scaled by {r.scale:g}"] * (r.scale != 1)
+    return ", ".join([*words, *[f"{r.top_groups} of {r.groups} groups"] * (r.groups > 1)])
 
 
-def _by_loss(second: Any) -> str:
-    soft_cap = second._head_losses.loss_mean.soft_cap
+def _describe_loss(loss_model: Any) -> str:
+    soft_cap = loss_model._head_losses.loss_mean.soft_cap
     return "linear cross entropy" + (f", soft cap {soft_cap:g}" if soft_cap else "")
 
 
-EXPERTS = AppliedPart("experts", experts.bound, _build_experts, _by_experts)
-ROUTER = AppliedPart("router", router.forward, router.build, _by_router)
-MLP = AppliedPart("mlp", mlp.forward, mlp.build, mlp.in_words)
-NORM = AppliedPart("norm", norm.forward, norm.build, _by_norm)
-ALONE = (ROUTER, MLP, NORM)  # whose stand-ins take x and nothing else
+EXPERTS = AppliedPart("experts", experts.bound_forward, _build_experts, _describe_experts)
+ROUTER = AppliedPart("router", router.forward, router.build, _describe_router)
+MLP = AppliedPart("mlp", mlp.forward, mlp.build, mlp.describe)
+NORM = AppliedPart("norm", norm.forward, norm.build, _describe_norm)
+SINGLE_INPUT = (ROUTER, MLP, NORM)  # stand-ins that take x only
 ROPE = AppliedPart(
     "rope",
     rope.forward,
@@ -199,10 +203,10 @@ EXPERT_ADAPTER = AppliedPart(
     "adapter",
     experts.forward_adapted,
     # experts read the factors themselves
-    lambda wrapper: adapters.refused(wrapper) or nn.Identity(),
+    lambda wrapper: adapters.unsupported_reason(wrapper) or nn.Identity(),
     lambda op: "low-rank products in the rule of the experts",
 )
-LOSS = AppliedPart("loss", loss.forward, loss.build, _by_loss)
+LOSS = AppliedPart("loss", loss.forward, loss.build, _describe_loss)
 FORWARDS = {
     part.forward for part in (EXPERTS, ROUTER, MLP, NORM, ROPE, ADAPTER, EXPERT_ADAPTER, LOSS)
 }

@@ -1,4 +1,4 @@
-"""RMSNorm over the weight of a module that keeps it: one kernel forward and one backward."""
+"""RMSNorm with the weight of a transformers module: one kernel in the forward and one in the backward."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor, nn
 from fuseops import ops
 from fuseops.ops.paths import LENT
 
-from . import lent
+from . import stand_ins
 from .recognise import norm_of
 
 
-@lent.borrows("weight")
+@stand_ins.owner_parameters("weight")
 class LentRMSNorm(ops.RMSNorm):
-    """A `LentRMSNorm` is an RMSNorm whose weight a module lends."""
+    """A `LentRMSNorm` is an RMSNorm whose weight belongs to another module."""
 
 
 def build(module: nn.Module) -> LentRMSNorm | str:
-    """The op for this module, or why there is none."""
+    """The stand-in of a module, or the reason why there is none."""
     weight: Any = module._parameters["weight"]
     if weight is None:
         return "has no weight"
-    if (why := lent.quantized(weight)) is not None:
+    if (why := stand_ins.quantized_reason(weight)) is not None:
         return why
     found = norm_of(module)
     if found is None:
@@ -31,13 +31,13 @@ def build(module: nn.Module) -> LentRMSNorm | str:
     op = LentRMSNorm(
         weight.shape[0], eps=found.eps, device="meta", zero_centered_gamma=found.zero_centered
     )
-    lent.lend(op, module, {"weight": "weight"})
+    stand_ins.bind_parameters(op, module, {"weight": "weight"})
     return op
 
 
-@lent.while_hung
+@stand_ins.only_while_attached
 def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-    """As the module's own; in the dtype of the input, rounded once."""
-    if lent.sharded(self) or not lent.stands(self):
+    """The module's forward; y is rounded once, to the dtype of the input."""
+    if stand_ins.is_sharded(self) or not stand_ins.is_current(self):
         return type(self).forward(self, hidden_states)
     return self.__dict__[LENT](hidden_states)

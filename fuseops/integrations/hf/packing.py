@@ -1,7 +1,7 @@
-"""Gate and up of a gated MLP as one parameter, `gate_up_proj`, by choice: one GEMM where stock has two.
+"""Optional packing of gate_proj and up_proj of a gated MLP into one parameter, `gate_up_proj`: one GEMM instead of two.
 
-Checkpoints keep transformers' names: `save_pretrained` splits what is packed, by the weight conversions of the model
-(`save_original_format`), and `load_state_dict` packs the names of a stock checkpoint that it is given.
+Checkpoints keep transformers' names: `save_pretrained` splits packed parameters by the model's weight conversions
+(`save_original_format`), and `load_state_dict` packs those of a stock checkpoint.
 """
 
 from __future__ import annotations
@@ -14,44 +14,48 @@ from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
 
-from . import adapters, lent
+from . import adapters, stand_ins
 
 PACKED, HALVES = "gate_up_proj", ("gate_proj", "up_proj")
-HOOK = "_fuseops_packed"  # of loading; says that it was packed here
-CONVERSIONS = "_fuseops_conversions"  # of a model: those of its checkpoints that packing added
+HOOK = "_fuseops_packed"  # key in the `__dict__` of a packed module: the handle of its load_state_dict hook
+CONVERSIONS = (
+    "_fuseops_conversions"  # in that of a model: the weight conversions that packing has added
+)
 
 
-def packed(module: nn.Module) -> bool:
-    """Whether a module's gate and up were packed here: some stock classes have a `gate_up_proj` of their own."""
+def is_packed(module: nn.Module) -> bool:
+    """Whether `pack` has packed a module: some stock classes have a `gate_up_proj` of their own."""
     return HOOK in module.__dict__
 
 
-def shared(model: nn.Module) -> frozenset[int]:
-    """Parameters, by id, that a model has in more than one place."""
+def tied_parameters(model: nn.Module) -> frozenset[int]:
+    """Ids of the parameters that several modules of a model share."""
     seen = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     return frozenset(p for p, times in seen.items() if times > 1)
 
 
-def refused(module: nn.Module, tied: frozenset[int]) -> str | None:
-    """Why gate and up of a gated MLP that fuseops runs stay two parameters, or None."""
+def unpackable_reason(module: nn.Module, tied: frozenset[int]) -> str | None:
+    """Why gate_proj and up_proj of a module with a stand-in cannot be packed, or None.   tied: `tied_parameters`"""
     halves: list[Any] = [module._modules.get(name) for name in HALVES]
     if None in halves:
         return "it has no gate_proj"
-    if any(lent.plain(half, nn.Linear) is not None for half in halves):
+    if any(stand_ins.not_plain_reason(half, nn.Linear) is not None for half in halves):
         return "they have adapters: pack before those are made"
     gate, up = ({n: p for n, p in m._parameters.items() if p is not None} for m in halves)
-    if lent.sharded(*halves) or any(p.is_meta for m in (gate, up) for p in m.values()):
+    if stand_ins.is_sharded(*halves) or any(p.is_meta for m in (gate, up) for p in m.values()):
         return "its weights are sharded, or have no memory yet: pack before that, or after"
     if not {id(p) for m in (gate, up) for p in m.values()}.isdisjoint(tied):
         return "its weights are shared with another module"
-    said = [
+    specs = [
         {n: (p.shape, p.dtype, p.device, p.requires_grad) for n, p in m.items()} for m in (gate, up)
     ]
-    return None if said[0] == said[1] else "gate_proj and up_proj differ in more than their values"
+    return (
+        None if specs[0] == specs[1] else "gate_proj and up_proj differ in more than their values"
+    )
 
 
 def pack(module: nn.Module) -> None:
-    """Put one Linear, of the rows of gate_proj and then those of up_proj, in the place of both."""
+    """Replace gate_proj and up_proj by one Linear, whose rows are theirs, gate first."""
     gate, up = ([*module._modules[name].parameters()] for name in HALVES)  # type: ignore[union-attr]
     joined = [torch.cat([a.detach(), b.detach()]) for a, b in zip(gate, up, strict=True)]
     _replace(module, HALVES, {PACKED: _linear(*joined, trained=gate[0].requires_grad)})
@@ -59,9 +63,11 @@ def pack(module: nn.Module) -> None:
 
 
 def check_separable(path: str, module: nn.Module) -> None:
-    """Raises FuseOpsError where two Linears could not take over what is on the one of a packed module."""
+    """Raise FuseOpsError where `unpack` would lose adapters or hooks."""
     both: Any = module._modules[PACKED]
-    why = "has adapters" if adapters.wraps(both) else lent.plain(both, nn.Linear)
+    why = (
+        "has adapters" if adapters.is_adapter(both) else stand_ins.not_plain_reason(both, nn.Linear)
+    )
     if why is not None:
         raise FuseOpsError(
             f"hf.revert: {path}.{PACKED} {why}, which its two halves cannot take over, so nothing was reverted. "
@@ -70,7 +76,7 @@ def check_separable(path: str, module: nn.Module) -> None:
 
 
 def unpack(module: nn.Module) -> None:
-    """Give a packed module its two Linears back."""
+    """Replace the Linear of a packed module by gate_proj and up_proj."""
     module.__dict__.pop(HOOK).remove()
     both: Any = module._modules[PACKED]
     halves = zip(*(p.detach().chunk(2) for p in both.parameters()), strict=True)
@@ -91,7 +97,7 @@ def _linear(weight: Tensor, bias: Tensor | None = None, *, trained: bool) -> nn.
 
 
 def _replace(module: nn.Module, names: tuple[str, ...], parts: dict[str, nn.Linear]) -> None:
-    """Other children in the place of these, which keep the order of parameters: before the rest."""
+    """Replace children by others, which come first, as those did: the order of parameters stays."""
     rest = {name: child for name, child in module._modules.items() if name not in names}
     module._modules.clear()
     module._modules.update({**parts, **rest})
@@ -106,23 +112,23 @@ def _pack_loaded(
     missing: list[str],
     *more: Any,
 ) -> None:
-    """Loading finds the names of a stock checkpoint. A half that comes without the other, as in a shard, goes beside
-    the one that is there.
+    """The load_state_dict hook of a packed module: packs the keys of a stock checkpoint. Where only one half comes, as
+    in a shard, the other keeps its values.
     """
-    for kind, p in adapters.adapted(module._modules[PACKED]).named_parameters():
+    for kind, p in adapters.base_module(module._modules[PACKED]).named_parameters():
         names = [f"{prefix}{name}.{kind}" for name in HALVES]
-        given = {name: state.pop(name) for name in names if name in state}
-        if len(given) == 1:
-            ((known, t),) = given.items()
-            there = dict(zip(names, p.detach().to(t.device).chunk(2), strict=True))
-            missing += [name for name in names if name != known]
-            given = there | given
-        if given:
-            state[f"{prefix}{PACKED}.{kind}"] = torch.cat([given[name] for name in names])
+        loaded = {name: state.pop(name) for name in names if name in state}
+        if len(loaded) == 1:
+            ((present, t),) = loaded.items()
+            current = dict(zip(names, p.detach().to(t.device).chunk(2), strict=True))
+            missing += [name for name in names if name != present]
+            loaded = current | loaded
+        if loaded:
+            state[f"{prefix}{PACKED}.{kind}"] = torch.cat([loaded[name] for name in names])
 
 
 def convert_checkpoints(model: nn.Module) -> None:
-    """Tell transformers' models, this one and those in it, how what is packed is called in a checkpoint."""
+    """Set the weight conversions of a model, and of transformers models in it, for the modules that are packed now."""
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import Concatenate, PrefixChange, WeightConverter
@@ -130,11 +136,11 @@ def convert_checkpoints(model: nn.Module) -> None:
     for each in model.modules():
         if not isinstance(each, PreTrainedModel):
             continue
-        given: Any = getattr(each, "_weight_conversions", None)
-        names = [name for name, m in each.named_modules() if packed(m)]
-        if given is None:  # as saving a model that was not loaded finds them
+        conversions: Any = getattr(each, "_weight_conversions", None)
+        names = [name for name, m in each.named_modules() if is_packed(m)]
+        if conversions is None:  # as saving a model that was not loaded finds them
             found = get_model_conversion_mapping(each, add_legacy=False)
-            given = [c for c in found if not isinstance(c, PrefixChange)]
+            conversions = [c for c in found if not isinstance(c, PrefixChange)]
         before = {id(c) for c in each.__dict__.get(CONVERSIONS, ())}
         each.__dict__[CONVERSIONS] = [
             WeightConverter(
@@ -143,5 +149,5 @@ def convert_checkpoints(model: nn.Module) -> None:
             for n in names
             for kind, _ in each.get_submodule(f"{n}.{PACKED}").named_parameters()
         ]
-        rest = [c for c in given if id(c) not in before]
+        rest = [c for c in conversions if id(c) not in before]
         each.__dict__["_weight_conversions"] = rest + each.__dict__[CONVERSIONS]

@@ -1,9 +1,9 @@
-"""Recognising a module by what it computes.
+"""Recognition of a module by what it computes.
 
-A name or an attribute says what a module might be; whether it is that is found by running its own forward on a few
-random rows, and back, beside the formula that would take its place. What differs, what draws random numbers, what keeps
-something and what cannot be run on its own is not recognised, and stays as it is. Probes run on the CPU, on small
-random parameters in the place of the module's own, which may not be loaded yet.
+Names and attributes only suggest what a module is. A probe decides: its own forward, and backward, run on a few random
+rows and are compared with the formula that would replace it. A module is not recognised if results differ, if it draws
+random numbers, changes its attributes, or cannot run alone. Probes run on the CPU, with small random parameters instead
+of the module's own, which may not be loaded yet.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fuseops.ops.activations import ScaledActivation
 ROWS = 16
 # modules compute in float32 in places, whatever their dtype
 TOLERANCE = 32 * torch.finfo(torch.float32).eps
-KEEPS = object()  # in the place of what a forward gives
+MUTATED = object()  # result of `run_forward` where the forward has changed the module
 
 
-# the op of a kind that multiplies by a probability a row
-SCALED: dict[str, Callable[..., ScaledActivation]] = {
+# activation kind -> the op that also multiplies each row by its probability
+SCALED_OPS: dict[str, Callable[..., ScaledActivation]] = {
     "swiglu": ops.ScaledSwiGLU,
     "clamped_swiglu": ops.ScaledClampedSwiGLU,
     "geglu": ops.ScaledGEGLU,
@@ -39,34 +39,41 @@ SCALED: dict[str, Callable[..., ScaledActivation]] = {
     "sreglu": ops.ScaledSReGLU,
     "srelu": ops.ScaledSReLU,
 }
-OPTIONS = ("interleave", "alpha", "limit", "offset")  # of a form, by the names that those ops have
-PLAIN = ("silu", "gelu", "gelu_tanh", "qgelu", "relu", "srelu")
-OF_EXPERTS = {f"{n}_proj{bias}" for n in ("gate_up", "up", "down") for bias in ("", "_bias")}
-GATED_BY = {gate: kind for kind, gate in K.GATES.items() if kind != "clamped_swiglu"}
+OPTIONS = ("interleave", "alpha", "limit", "offset")  # of a Form, as arguments of those ops
+PLAIN_KINDS = ("silu", "gelu", "gelu_tanh", "qgelu", "relu", "srelu")
+EXPERT_PARAMETERS = {f"{n}_proj{bias}" for n in ("gate_up", "up", "down") for bias in ("", "_bias")}
+GATED_KINDS = {gate: kind for kind, gate in K.GATES.items() if kind != "clamped_swiglu"}
 
 
-def scaled(form: Form) -> ScaledActivation | None:
-    """The op of an activation that multiplies by a probability a row, where there is one."""
+def scaled_activation(form: Form) -> ScaledActivation | None:
+    """The op for an activation that also multiplies each row by its probability, or None."""
     kind, *options = form
-    make = SCALED.get(kind)
+    make = SCALED_OPS.get(kind)
     return None if make is None else make(**dict(zip(OPTIONS, options, strict=False)))
 
 
-# --- by what it computes
+# --- probes
 
 
-def same(found: Any, expected: Any, *of: Tensor) -> bool:
-    """Whether a module gave what a formula gives, and so do their backwards.   of: leaves that both are made of"""
+def matches(found: Any, expected: Any, *leaves: Tensor) -> bool:
+    """Whether a module's result equals the expected one, and so do the gradients of `leaves`."""
     if not isinstance(found, Tensor) or found.shape != expected.shape:
         return False
     close = torch.isclose(found.double(), expected.double(), rtol=TOLERANCE, atol=TOLERANCE)
-    return bool(close.all()) and (not of or _same_grads(found, expected, of))
+    return bool(close.all()) and (not leaves or _matching_grads(found, expected, leaves))
 
 
-def _same_grads(found: Tensor, expected: Tensor, of: tuple[Tensor, ...]) -> bool:
-    """Whether rows of gradients agree as a whole: a part that is detached is no rounding."""
+def _matching_grads(found: Tensor, expected: Tensor, leaves: tuple[Tensor, ...]) -> bool:
+    """Whether each row of the gradients agrees in norm, so that a detached part is not taken for rounding."""
     grads = [
-        tried(torch.autograd.grad, t, of, drawn(*t.shape).to(t), True, materialize_grads=True)
+        run_or_none(
+            torch.autograd.grad,
+            t,
+            leaves,
+            random_tensor(*t.shape).to(t),
+            True,
+            materialize_grads=True,
+        )
         for t in (found, expected)
     ]
     if grads[0] is None:
@@ -77,67 +84,67 @@ def _same_grads(found: Tensor, expected: Tensor, of: tuple[Tensor, ...]) -> bool
     )
 
 
-def shallow(module: nn.Module) -> Any:
-    """A copy with the same attributes, of any class: FSDP2's cannot be copied."""
+def shallow_copy(module: nn.Module) -> Any:
+    """A shallow copy of a module of any class; `copy.copy` fails for FSDP2's."""
     new = object.__new__(type(module))
     new.__dict__.update(module.__dict__)
     return new
 
 
-def twin(
+def probe_copies(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]
 ) -> Iterator[nn.Module]:
-    """The module with other parameters and children, in training and in evaluation."""
+    """Copies of a module with other parameters and children: one in training mode, one in evaluation mode."""
     for training in (True, False):
-        new = shallow(module)
+        new = shallow_copy(module)
         new.__dict__.pop("forward", None)
         new._parameters = dict(parameters)
         new._buffers = {}
         new._modules = dict(modules)
-        yield _in_mode(new, training)
+        yield _copy_in_mode(new, training)
 
 
-def _in_mode(module: nn.Module, training: bool) -> Any:
-    """A copy in training or in evaluation, and all that is in it: a dropout goes by its own flag."""
-    new = shallow(module)
+def _copy_in_mode(module: nn.Module, training: bool) -> Any:
+    """A copy of a module and of its children, in training or in evaluation mode."""
+    new = shallow_copy(module)
     new.training = training
-    new._modules = {k: m and _in_mode(m, training) for k, m in module._modules.items()}
+    new._modules = {k: m and _copy_in_mode(m, training) for k, m in module._modules.items()}
     return new
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """On the CPU, without autocast, with a graph, and with random numbers of our own: whatever is set outside."""
+def isolated() -> Iterator[None]:
+    """A context for probes: CPU, autograd on, autocast off, and a seeded generator, whatever the caller has set."""
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
         with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
             torch.default_generator.manual_seed(0)  # torch.manual_seed would reach other devices
             yield
 
 
-def tried(run: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """What unknown code gives; None for any error."""
+def run_or_none(run: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """The result of a call; None for any exception."""
     try:
         return run(*args, **keywords)
-    except Exception:  # whatever it needs is not here, so it is not what we know
+    except Exception:  # code that cannot run alone is not recognised
         return None
 
 
-def own_forward(module: nn.Module, *args: Any, **keywords: Any) -> Any:
-    """What the forward of a module's class gives; None for any error, KEEPS where it leaves something on the module."""
+def run_forward(module: nn.Module, *args: Any, **keywords: Any) -> Any:
+    """The result of the class's forward; None for any exception, MUTATED if it has changed the module's attributes."""
     before, now = {**vars(module)}, vars(module)
-    found = tried(type(module).forward, module, *args, **keywords)
-    alike = now.keys() == before.keys() and all(now[k] is v for k, v in before.items())
-    return found if alike else KEEPS
+    found = run_or_none(type(module).forward, module, *args, **keywords)
+    unchanged = now.keys() == before.keys() and all(now[k] is v for k, v in before.items())
+    return found if unchanged else MUTATED
 
 
-def drawn(*shape: int) -> Tensor:
-    """Random float32 numbers on the CPU, whatever the defaults are."""
-    source = torch.Generator("cpu").manual_seed(sum(shape))
-    return torch.randn(shape, generator=source, device="cpu", dtype=torch.float32)
+def random_tensor(*shape: int) -> Tensor:
+    """A random float32 tensor on the CPU, seeded by its shape."""
+    generator = torch.Generator("cpu").manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
 def _scales(least: float, most: float) -> Tensor:
-    """A column of as many magnitudes as there are rows, on the CPU."""
+    """Magnitudes from 10**least to 10**most.   -> (ROWS, 1) on the CPU"""
     exponents = torch.arange(ROWS, device="cpu", dtype=torch.float32) / (ROWS - 1)
     return (10.0 ** (least + (most - least) * exponents))[:, None]
 
@@ -145,66 +152,66 @@ def _scales(least: float, most: float) -> Tensor:
 # --- activations
 
 
-def _holds(inner: Any) -> bool:
-    """Whether an activation, or another part, has parameters or buffers, by which it may become another one."""
+def _has_state(inner: Any) -> bool:
+    """Whether it is a module with parameters or buffers, so that what it computes may change in training."""
     return isinstance(inner, nn.Module) and bool([*inner.parameters(), *inner.buffers()])
 
 
-@alone()
+@isolated()
 def activation_of(act_fn: Any) -> Form | None:
-    """The plain activation that a callable computes."""
-    if _holds(act_fn):
+    """The activation without gate that a callable computes, or None."""
+    if _has_state(act_fn):
         return None
     x = _wide_range(64).requires_grad_()
-    found = tried(act_fn, x.clone())
-    for kind in PLAIN:
-        if same(found, K.act_fwd.twin(x, kind), x):
+    found = run_or_none(act_fn, x.clone())
+    for kind in PLAIN_KINDS:
+        if matches(found, K.act_fwd.twin(x, kind), x):
             return (kind,)
     return None
 
 
-@alone()
+@isolated()
 def gate_of(experts: nn.Module) -> Form | None:
-    """What an experts module does between its two products: its `_apply_gate`, or `act_fn` without a gate."""
+    """The activation of an experts module, its `_apply_gate`, or `act_fn` if it has no gate; None if unknown."""
     if not getattr(experts, "has_gate", True):
         return activation_of(getattr(experts, "act_fn", None))
     act_fn = experts._modules.get("act_fn")
-    held = {*experts._parameters, *experts._buffers} - OF_EXPERTS
-    if held or _holds(act_fn):
+    other_state = {*experts._parameters, *experts._buffers} - EXPERT_PARAMETERS
+    if other_state or _has_state(act_fn):
         return None
     x = _wide_range(32).requires_grad_()
     gate: Any = getattr(experts, "_apply_gate", None)
-    found = tried(gate, x.clone())
-    for candidate in _gates(experts):
-        if same(found, K.act_fwd.twin(x, *candidate), x):
+    found = run_or_none(gate, x.clone())
+    for candidate in _gate_candidates(experts):
+        if matches(found, K.act_fwd.twin(x, *candidate), x):
             return candidate
     return None
 
 
-def _gates(experts: nn.Module) -> Iterator[Form]:
-    """What a gate may be: the gate in the first half or in every second column, clamped or not."""
+def _gate_candidates(experts: nn.Module) -> Iterator[Form]:
+    """Known gated activations: gate in the first half or in every second column, clamped or not."""
     for interleave in (0, 1):
-        for kind in GATED_BY.values():
+        for kind in GATED_KINDS.values():
             yield kind, interleave
-        for limit in _numbers(experts, "limit"):
-            for alpha in (*_numbers(experts, "alpha"), 1.0):
+        for limit in _positive_attributes(experts, "limit"):
+            for alpha in (*_positive_attributes(experts, "alpha"), 1.0):
                 for offset in (1.0, 0.0):
                     yield "clamped_swiglu", interleave, alpha, limit, offset
 
 
-def _numbers(module: nn.Module, word: str) -> list[float]:
-    """Numbers that a module holds under a name with this word."""
-    said = vars(module).items()
-    return [float(v) for k, v in said if word in k and isinstance(v, (int, float)) and v > 0]
+def _positive_attributes(module: nn.Module, word: str) -> list[float]:
+    """Positive numbers among the attributes whose name contains a word."""
+    attributes = vars(module).items()
+    return [float(v) for k, v in attributes if word in k and isinstance(v, (int, float)) and v > 0]
 
 
 def _wide_range(columns: int) -> Tensor:
-    """Rows from small to far beyond any clamp."""
-    return drawn(ROWS, columns).double() * _scales(-1, 4)
+    """Random rows of magnitudes from 0.1 to far beyond any clamp."""
+    return random_tensor(ROWS, columns).double() * _scales(-1, 4)
 
 
-def beside_x(module: nn.Module) -> list[str]:
-    """What else the forward of a module takes, by name, as the gate of Mamba's norms."""
+def extra_arguments(module: nn.Module) -> list[str]:
+    """Names of the arguments that a forward takes besides x, such as the gate of Mamba's norms."""
     _, _, *more = inspect.signature(type(module).forward).parameters.values()
     return [p.name for p in more if p.kind is not p.VAR_KEYWORD]
 
@@ -213,28 +220,30 @@ def beside_x(module: nn.Module) -> list[str]:
 
 
 class Norm(NamedTuple):
-    """y = x / sqrt(mean(x^2) + eps) * weight, or, as of Gemma, * (1 + weight)."""
+    """y = x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight) if zero_centered, as in Gemma."""
 
     eps: float
     zero_centered: bool
 
 
-@alone()
+@isolated()
 def norm_of(module: nn.Module) -> Norm | None:
-    """The RMSNorm over the last axis that a module computes."""
+    """The RMSNorm over the last axis that a module computes, or None."""
     if module._modules or module._buffers or {*module._parameters} != {"weight"}:
         return None
     weight = module._parameters["weight"]
     eps = next((vars(module)[n] for n in ("variance_epsilon", "eps") if n in vars(module)), None)
     if weight is None or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    x = (drawn(ROWS, len(weight)) * _scales(-4, 1)).requires_grad_()  # eps counts in some rows
-    scale = nn.Parameter(drawn(len(weight)))
+    x = (
+        random_tensor(ROWS, len(weight)) * _scales(-4, 1)
+    ).requires_grad_()  # eps counts in some rows
+    scale = nn.Parameter(random_tensor(len(weight)))
     y = K.rmsnorm_fwd.twin(x, None, eps)[0]
-    twins = [*twin(module, {"weight": scale}, {})]
-    found = [own_forward(m, x.clone()) for m in twins]
+    copies = [*probe_copies(module, {"weight": scale}, {})]
+    found = [run_forward(m, x.clone()) for m in copies]
     for zero_centered in (False, True):
-        if all(same(f, y * (scale + zero_centered), x, scale) for f in found):
+        if all(matches(f, y * (scale + zero_centered), x, scale) for f in found):
             return Norm(eps, zero_centered)
     return None
 
@@ -242,39 +251,39 @@ def norm_of(module: nn.Module) -> Norm | None:
 GATED, PLAIN_MLP = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj")
 
 
-@alone()
+@isolated()
 def mlp_of(module: nn.Module) -> Form | None:
-    """The activation of an MLP, gated or not, that computes down_proj(act(gate_proj(x)) * up_proj(x)) or
-    down_proj(act(up_proj(x))).
+    """The activation of a module that computes down_proj(act(gate_proj(x)) * up_proj(x)) or
+    down_proj(act(up_proj(x))); else None.
     """
     names = tuple(name for name in GATED if name in module._modules)
     act_fn: Any = getattr(module, "act_fn", None)
     if module._parameters or module._buffers or names not in (GATED, PLAIN_MLP) or act_fn is None:
         return None
     act = activation_of(act_fn)
-    if act is None or (len(names) == 3 and act[0] not in GATED_BY):
+    if act is None or (len(names) == 3 and act[0] not in GATED_KINDS):
         return None
     others = {k: m for k, m in module._modules.items() if k not in names and m is not None}
-    if any(map(_holds, others.values())):
+    if any(map(_has_state, others.values())):
         return None
     layers = {name: nn.Linear(6, 6, bias=False, device="cpu") for name in names}
     for k, layer in enumerate(layers.values()):
-        layer.weight = nn.Parameter(drawn(6, 6 + k)[:, :6].contiguous())
-    x = drawn(ROWS, 6).requires_grad_()
+        layer.weight = nn.Parameter(random_tensor(6, 6 + k)[:, :6].contiguous())
+    x = random_tensor(ROWS, 6).requires_grad_()
     up = layers["up_proj"](x)
     gate = layers["gate_proj"](x) if len(names) == 3 else up
     h = K.act_fwd.twin(gate, *act) * (up if len(names) == 3 else 1)
     expected, weights = layers["down_proj"](h), [layer.weight for layer in layers.values()]
-    for m in twin(module, {}, {**others, **layers}):
-        if not same(own_forward(m, x.clone()), expected, x, *weights):
+    for m in probe_copies(module, {}, {**others, **layers}):
+        if not matches(run_forward(m, x.clone()), expected, x, *weights):
             return None
-    return (GATED_BY[act[0]], 0) if len(names) == 3 else act
+    return (GATED_KINDS[act[0]], 0) if len(names) == 3 else act
 
 
-def gated_by(module: nn.Module) -> Form | None:
-    """The gated activation of an MLP whose gate and up are packed, by that of its gate."""
+def packed_mlp_of(module: nn.Module) -> Form | None:
+    """The gated activation of an MLP whose gate and up are packed, from its `act_fn`; None if unknown."""
     act = activation_of(getattr(module, "act_fn", None))
-    kind = None if act is None else GATED_BY.get(act[0])
+    kind = None if act is None else GATED_KINDS.get(act[0])
     return None if kind is None else (kind, 0)
 
 
@@ -292,11 +301,11 @@ class Route(NamedTuple):
     top_groups: int
 
 
-@alone()
+@isolated()
 def route_of(router: nn.Module) -> Route | None:
-    """The formula of a router that gives (logits, weights, experts) of its tokens."""
-    said, weight = vars(router), router._parameters.get("weight")
-    top_k = said.get("top_k", 0)
+    """The options of a module that computes (logits, weights, experts) of a known top-k router, or None."""
+    attributes, weight = vars(router), router._parameters.get("weight")
+    top_k = attributes.get("top_k", 0)
     if weight is None or weight.dim() != 2 or router._modules or not isinstance(top_k, int):
         return None
     experts, width = weight.shape
@@ -304,44 +313,47 @@ def route_of(router: nn.Module) -> Route | None:
         return None
     if {*router._buffers} - {"e_score_correction_bias"}:
         return None
-    parameters = {"weight": nn.Parameter(drawn(experts, width) / width**0.5)}
+    parameters = {"weight": nn.Parameter(random_tensor(experts, width) / width**0.5)}
     if router._parameters.get("bias") is not None:
-        parameters["bias"] = nn.Parameter(drawn(experts))
-    correction = drawn(experts, 1)[:, 0] / 4 if router._buffers else None
-    x = drawn(2 * ROWS, width).requires_grad_()
-    of, found = (x, *parameters.values()), []
-    for m in twin(router, parameters, {}):
+        parameters["bias"] = nn.Parameter(random_tensor(experts))
+    correction = random_tensor(experts, 1)[:, 0] / 4 if router._buffers else None
+    x = random_tensor(2 * ROWS, width).requires_grad_()
+    leaves, found = (x, *parameters.values()), []
+    for m in probe_copies(router, parameters, {}):
         if correction is not None:
             m._buffers = {"e_score_correction_bias": correction}
-        found.append(own_forward(m, x.clone()))
+        found.append(run_forward(m, x.clone()))
     if any(not isinstance(f, tuple) or len(f) != 3 for f in found):
         return None
     logits = x @ parameters["weight"].t() + parameters.get("bias", 0.0)
-    for route in _routes(said, top_k, experts):
+    for route in _route_candidates(attributes, top_k, experts):
         form = route.score, route.normalize, route.scale, correction, route.groups, route.top_groups
         weights, chosen, _ = K.router_fwd.twin(logits, top_k, *form)
-        expected = _over_experts(weights, chosen, logits)
+        expected = _dense_weights(weights, chosen, logits)
         if all(
-            same(f[0], logits, *of) and same(_over_experts(f[1], f[2], logits), expected, *of)
+            matches(f[0], logits, *leaves)
+            and matches(_dense_weights(f[1], f[2], logits), expected, *leaves)
             for f in found
         ):
             return route
     return None
 
 
-def _routes(said: Mapping[str, Any], top_k: int, experts: int) -> Iterator[Route]:
-    groups = said.get("num_group", said.get("n_group")) or 1
-    scale = float(said.get("routed_scaling_factor") or 1.0)
+def _route_candidates(attributes: Mapping[str, Any], top_k: int, experts: int) -> Iterator[Route]:
+    groups = attributes.get("num_group", attributes.get("n_group")) or 1
+    scale = float(attributes.get("routed_scaling_factor") or 1.0)
     for score in ("softmax", "sigmoid"):
         for normalize in (True, False):
             for by in dict.fromkeys((scale, 1.0)):
                 yield Route(top_k, score, normalize, by, 1, 1)
                 if groups > 1 and experts % groups == 0:
-                    yield Route(top_k, score, normalize, by, groups, said.get("topk_group") or 1)
+                    yield Route(
+                        top_k, score, normalize, by, groups, attributes.get("topk_group") or 1
+                    )
 
 
-def _over_experts(weights: Any, chosen: Any, logits: Tensor) -> Tensor | None:
-    """The weight of every expert (T, E), in whatever order the chosen ones are."""
+def _dense_weights(weights: Any, chosen: Any, logits: Tensor) -> Tensor | None:
+    """Weights (T, K) of chosen experts scattered to (T, E), so that the order of the K does not matter."""
     if not isinstance(weights, Tensor) or not isinstance(chosen, Tensor):
         return None
     if weights.shape != chosen.shape or chosen.dim() != 2 or len(chosen) != len(logits):

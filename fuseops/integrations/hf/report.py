@@ -1,4 +1,4 @@
-"""What `hf.apply` did with each module, and why not more."""
+"""The report of `hf.apply`: which modules were replaced, by what, and why others were not."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fuseops.words import aligned
 
 
 class ReportEntry(NamedTuple):
-    """A `ReportEntry` is one module that fuseops might run.
+    """A `ReportEntry` is one module that `apply` has examined.
 
-    path    where it stands in the model
+    path    its path in the model
     part    "experts", "router", "mlp", "norm", "rope", "adapter" or "loss"
     module  the name of its class
-    by      what runs it now, in words; None where its own forward does
-    why     the reason, where nothing was replaced
+    by      a description of its stand-in; None if its own forward runs
+    why     the reason, if its own forward runs
     """
 
     path: str
@@ -30,7 +30,7 @@ class ApplyReport(NamedTuple):
     """An `ApplyReport` says which modules of a model were replaced and which were not; `str()` gives a table.
 
     model    the name of its class
-    entries  every module that was looked at, in the order of the model
+    entries  every module that was examined, in the order of the model
     dry_run  nothing was changed
     """
 
@@ -57,9 +57,9 @@ class ApplyReport(NamedTuple):
 
 
 def _lines(entries: tuple[ReportEntry, ...]) -> list[str]:
-    """A line for all modules of one kind: how many, their class, where, by what or why not."""
+    """Table rows, one for all modules with the same outcome: count, part, class, paths, description or reason."""
     counted = Counter(
         (e.part, e.module, glob(e.path) or "(the model)", e.by or e.why or "") for e in entries
     )
-    rows = [(str(n), part, cls, at, said) for (part, cls, at, said), n in counted.items()]
+    rows = [(str(n), part, cls, at, outcome) for (part, cls, at, outcome), n in counted.items()]
     return [f"    {line}" for line in aligned(rows, (0,))]

@@ -1,9 +1,9 @@
-"""Rotary positions inside an attention of transformers: queries and keys turned in one launch.
+"""Rotary embedding in the attention of a transformers model: queries and keys are rotated in one launch.
 
-An attention's forward calls a function of its file, `apply_rotary_pos_emb(q, k, cos, sin)`. It keeps that forward, but
-for the name: in a copy of it the name stands for `RotaryPair`, on this module alone. What the function computes is
-found by running it, and so is what the model's tables of angles hold. Pairs that lie side by side, and angles for a
-part of the columns, are turned by the model's own function.
+The attention's forward calls a function of its file, `apply_rotary_pos_emb(q, k, cos, sin)`. The stand-in runs a copy
+of that forward whose globals map this name to `RotaryPair`; other modules are not affected. Probes check the function
+and the model's rotary embedding (the module that makes cos and sin). Interleaved pairs, and angles for a part of the
+columns, stay with the model's own function.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fuseops.ops.paths import LENT
 from fuseops.ops.rope import angle_gradients, shared_angles
 from fuseops.torch_private import is_dtensor
 
-from . import lent, recognise
+from . import recognise, stand_ins
 
-TAKES = ("q", "k", "cos", "sin")
+ROTARY_ARGS = ("q", "k", "cos", "sin")
 
 
 class RotaryPairSaved(NamedTuple):
@@ -37,7 +37,7 @@ class RotaryPairSaved(NamedTuple):
 
 
 class RotaryPair(Op[RotaryPairSaved]):
-    """Queries turned by their positions, and `keys`, published as `turned_keys`; both (B, T, heads, D)."""
+    """Rotates queries (x) and `keys` by their positions; publishes `turned_keys`.   both (B, T, heads, D)"""
 
     reads = ("keys", "cos", "sin")
     writes = ("turned_keys",)
@@ -51,8 +51,8 @@ class RotaryPair(Op[RotaryPairSaved]):
 
     def __init__(self, forward: FunctionType, names: tuple[str, ...], width: int) -> None:
         super().__init__()
-        self.own, self.names, self.width = forward, names, width
-        self._swap()
+        self.stock_forward, self.names, self.width = forward, names, width
+        self._rewrite_forward()
 
     def extra_repr(self) -> str:
         return str(self.width)
@@ -85,27 +85,27 @@ class RotaryPair(Op[RotaryPairSaved]):
             return Grads(K.apply_rope(dy, cos, sin, False, True), side=side)  # type: ignore[arg-type]
         return Grads(side=side)
 
-    # --- the attention's forward, with other names
+    # --- the copy of the attention's forward
 
-    def _swap(self) -> None:
-        """A copy of the forward in which the names of rotary functions stand for `turned`."""
-        *decorators, own = _layers(self.own)
+    def _rewrite_forward(self) -> None:
+        """Copy the forward, with globals that map the names of rotary functions to `rotate`."""
+        *decorators, own = _decorator_chain(self.stock_forward)
         known = dict(own.__globals__)
-        # dynamo takes names of a function without a module from where the function has them, not from the module
+        # without `__name__` dynamo looks names up in these globals, not in the module of that name
         known.pop("__name__", None)
         read = [name for name in own.__code__.co_names if name in known]
-        self.read = own.__globals__, read, [known[name] for name in read]
-        known |= {name: self._turned(known[name]) for name in self.names}
-        swapped = _copied(own, known, own.__closure__)
+        self.globals_read = own.__globals__, read, [known[name] for name in read]
+        known |= {name: self._rotate_function(known[name]) for name in self.names}
+        rewritten = _copy_function(own, known, own.__closure__)
         for decorator in reversed(decorators):
-            swapped = _calling(decorator, swapped)
-        self.swapped = swapped
+            rewritten = _rewrapped(decorator, rewritten)
+        self.rewritten = rewritten
 
-    def _turned(self, own: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-        def turned(
+    def _rotate_function(self, own: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        def rotate(
             q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **keywords: Any
         ) -> tuple[Tensor, Tensor]:
-            if args or keywords or not _fits(q, k, cos, self.width):
+            if args or keywords or not _is_supported(q, k, cos, self.width):
                 return own(q, k, cos, sin, *args, **keywords)
             pairs = q.shape[-1] // 2
             cos, sin = (shared_angles(q, t[..., :pairs]) for t in (cos, sin))
@@ -113,18 +113,22 @@ class RotaryPair(Op[RotaryPairSaved]):
             q, k = self(q, keys=k, cos=cos, sin=sin)
             return q.transpose(1, 2), k.transpose(1, 2)
 
-        return turned
+        return rotate
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k not in ("swapped", "read")}
+        return {
+            k: v
+            for k, v in super().__getstate__().items()
+            if k not in ("rewritten", "globals_read")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._swap()
+        self._rewrite_forward()
 
 
-def _fits(q: Tensor, k: Tensor, cos: Tensor, width: int) -> bool:
-    """Whether q and k (B, heads, T, D) are turned whole, by angles of no other precision."""
+def _is_supported(q: Tensor, k: Tensor, cos: Tensor, width: int) -> bool:
+    """Whether all columns of q and k (B, heads, T, D) are rotated, by angles of the same precision."""
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or any(is_dtensor(type(t)) for t in (q, k)):
         return False
     if q.shape[-1] != width or k.shape[-1] != width or k.dtype is not q.dtype:
@@ -133,53 +137,53 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, width: int) -> bool:
     return rounds and cos.shape[0] in (1, q.shape[0]) and cos.shape[-1] in (width, width // 2)
 
 
-# --- a forward below its decorators
+# --- copies of a function and of its decorators
 
 
-def _layers(forward: Any) -> list[FunctionType]:
-    """What is called in turn, from the forward of a class to the function below all its decorators.
+def _decorator_chain(forward: Any) -> list[FunctionType]:
+    """The functions from a forward, as decorated, to the one below all decorators.
 
-    Empty where a decorator keeps what it wraps elsewhere than in its closure, and no copy can call something else.
+    Empty where a decorator keeps the wrapped function outside of its closure, so that a copy could not call another.
     """
     layers = [forward]
     while (wrapped := getattr(layers[-1], "__wrapped__", None)) is not None:
-        if not any(_holding(layers[-1], wrapped)):
+        if not any(_cells_holding(layers[-1], wrapped)):
             return []
         layers.append(wrapped)
     return layers if all(isinstance(layer, FunctionType) for layer in layers) else []
 
 
-def _holding(decorator: Any, wrapped: Any) -> list[bool]:
-    """For each cell of a decorator's closure, whether it holds what the decorator wraps."""
-    empty = CellType()  # a name that was not assigned
+def _cells_holding(decorator: Any, wrapped: Any) -> list[bool]:
+    """For each cell of a decorator's closure, whether it holds the wrapped function."""
+    empty = CellType()  # of a variable that is not assigned yet
     return [
         cell != empty and cell.cell_contents is wrapped
         for cell in getattr(decorator, "__closure__", None) or ()
     ]
 
 
-def _calling(decorator: Any, new: FunctionType) -> FunctionType:
-    """A copy of a decorator's function that calls another one than it wraps."""
-    holding = _holding(decorator, decorator.__wrapped__)
+def _rewrapped(decorator: Any, new: FunctionType) -> FunctionType:
+    """A copy of a decorator that wraps `new`."""
+    holding = _cells_holding(decorator, decorator.__wrapped__)
     cells = zip(decorator.__closure__, holding, strict=True)
     closure = tuple(CellType(new) if holds else cell for cell, holds in cells)
-    return _copied(decorator, decorator.__globals__, closure)
+    return _copy_function(decorator, decorator.__globals__, closure)
 
 
-def _copied(
+def _copy_function(
     function: FunctionType, known: dict[str, Any], closure: tuple[CellType, ...] | None
 ) -> FunctionType:
-    """A copy of a function, whose names mean what `known` says."""
+    """A copy of a function with `known` as its globals."""
     new = FunctionType(function.__code__, known, function.__name__, function.__defaults__, closure)
     new.__kwdefaults__ = function.__kwdefaults__
     return new
 
 
-# --- recognising
+# --- recognition
 
 
 def rotary_names(module: nn.Module) -> tuple[str, ...]:
-    """What the forward of a module calls with queries, keys and their angles, by names of its file."""
+    """Global names of the rotary functions, f(q, k, cos, sin), in the forward of a module."""
     return tuple(_rotary_functions(module))
 
 
@@ -188,36 +192,36 @@ def _rotary_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
     if not isinstance(own, FunctionType):
         return {}
     found = {n: own.__globals__.get(n) for n in own.__code__.co_names}
-    return {n: f for n, f in found.items() if isinstance(f, FunctionType) and _takes(f)}
+    return {n: f for n, f in found.items() if isinstance(f, FunctionType) and _is_rotary(f)}
 
 
-def _takes(function: FunctionType) -> bool:
-    return tuple(inspect.signature(function).parameters)[:4] == TAKES
+def _is_rotary(function: FunctionType) -> bool:
+    return tuple(inspect.signature(function).parameters)[:4] == ROTARY_ARGS
 
 
-def tables(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that make cos and sin, by the path of what holds them."""
+def rotary_embeddings(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that make cos and sin, by the path of their parent."""
     named = model.named_modules()
     return {p.rpartition(".")[0]: m for p, m in named if "RotaryEmbedding" in type(m).__name__}
 
 
-def nearest(path: str, known: dict[str, nn.Module]) -> nn.Module | None:
-    """The table of the smallest part of the model that a module stands in."""
+def enclosing(path: str, known: dict[str, nn.Module]) -> nn.Module | None:
+    """The rotary embedding whose parent is the closest one to enclose a module."""
     around = [at for at in known if not at or f"{path}.".startswith(f"{at}.")]
     return known[max(around, key=len)] if around else None
 
 
 def build(table: nn.Module | None, module: nn.Module) -> RotaryPair | str:
-    """The op for this module, or why its own function turns its queries and keys.   table: of its angles"""
+    """The stand-in of an attention, or the reason why there is none.   table: its rotary embedding"""
     own: Any = type(module).forward
     for name, function in _rotary_functions(module).items():
-        if not _splits_halves(function):
+        if not _rotates_halves(function):
             return f"{name} turns other pairs of columns than i and D / 2 + i"
-    if not _layers(own):
+    if not _decorator_chain(own):
         return "a decorator of its forward holds it elsewhere than in a closure"
     if table is None:
         return "where its angles come from is not known"
-    width, columns = _head(module), _columns(table)
+    width, columns = _head_dim(module), _rotated_columns(table)
     if columns is None:
         return f"{type(table).__name__} gives other angles to the second half of the columns"
     if width is None or columns != width:
@@ -225,57 +229,57 @@ def build(table: nn.Module | None, module: nn.Module) -> RotaryPair | str:
     return RotaryPair(own, rotary_names(module), width)
 
 
-@lent.while_hung
+@stand_ins.only_while_attached
 def forward(self: nn.Module, *args: Any, **keywords: Any) -> Any:
-    """As the module's own, but for the function that turns queries and keys; while its file means what it did."""
-    if not lent.asked(_reads_the_same, self):
+    """The attention's forward with `RotaryPair`; the stock one where a global that it reads was replaced."""
+    if not stand_ins.evaluate(_globals_unchanged, self):
         return type(self).forward(self, *args, **keywords)
-    return self.__dict__[LENT].swapped(self, *args, **keywords)
+    return self.__dict__[LENT].rewritten(self, *args, **keywords)
 
 
-def _reads_the_same(owner: nn.Module) -> bool:
-    """Whether the names that an attention's forward has of its file stand for what they did when it was copied."""
-    known, names, values = owner.__dict__[LENT].read
-    return all(map(is_, map(known.get, names), values)) or lent.changed(owner)
+def _globals_unchanged(owner: nn.Module) -> bool:
+    """Whether the globals that an attention's forward reads are those of when it was copied."""
+    known, names, values = owner.__dict__[LENT].globals_read
+    return all(map(is_, map(known.get, names), values)) or stand_ins.warn_changed(owner)
 
 
-def _head(module: Any) -> int | None:
+def _head_dim(module: Any) -> int | None:
     width = vars(module).get("head_dim")
     return width if isinstance(width, int) else None
 
 
-@recognise.alone()
-def _splits_halves(function: Any) -> bool:
-    """Whether a function turns columns i and D / 2 + i, by angles that it is given once or twice."""
-    q, k = (recognise.drawn(2, heads, 5, 8).requires_grad_() for heads in (3, 1))
-    angles = recognise.drawn(2, 5, 4)
+@recognise.isolated()
+def _rotates_halves(function: Any) -> bool:
+    """Whether a function rotates columns i and D / 2 + i, by angles (T, D / 2) or those twice side by side."""
+    q, k = (recognise.random_tensor(2, heads, 5, 8).requires_grad_() for heads in (3, 1))
+    angles = recognise.random_tensor(2, 5, 4)
     cos, sin = angles.cos(), angles.sin()
     expected = [K.apply_rope.twin(t.transpose(1, 2), cos, sin, False) for t in (q, k)]
     for times in (1, 2):
-        given = [torch.cat([t] * times, -1) for t in (cos, sin)]
-        found = recognise.tried(function, q.clone(), k.clone(), *given)
+        angle_pair = [torch.cat([t] * times, -1) for t in (cos, sin)]
+        found = recognise.run_or_none(function, q.clone(), k.clone(), *angle_pair)
         if not isinstance(found, tuple) or len(found) != 2:
             continue
-        trios = zip(found, expected, (q, k), strict=True)
-        if all(recognise.same(f, e.transpose(1, 2), t) for f, e, t in trios):
+        triples = zip(found, expected, (q, k), strict=True)
+        if all(recognise.matches(f, e.transpose(1, 2), t) for f, e, t in triples):
             return True
     return False
 
 
-@recognise.alone()
-def _columns(table: Any) -> int | None:
-    """Of a head, those that a table of angles is for; None where the halves of what it gives differ."""
-    new = recognise.shallow(table)
+@recognise.isolated()
+def _rotated_columns(table: Any) -> int | None:
+    """How many columns of a head a rotary embedding rotates; None if its two halves of angles differ."""
+    new = recognise.shallow_copy(table)
     new.__dict__.pop("forward", None)
     new._buffers = {
-        n: recognise.drawn(*b.shape) for n, b in table._buffers.items() if b is not None
+        n: recognise.random_tensor(*b.shape) for n, b in table._buffers.items() if b is not None
     }
     x, positions = torch.zeros(1, 4, 8), torch.arange(4)[None]
     pairs = {b.shape[-1] for b in new._buffers.values()}
     kinds = getattr(table, "layer_types", None)
     calls = [(x, positions)] if kinds is None else [(x, positions, kind) for kind in kinds]
     for call in calls:
-        found = recognise.tried(type(table).forward, new, *call)
+        found = recognise.run_or_none(type(table).forward, new, *call)
         if not isinstance(found, tuple) or len(found) != 2 or len(pairs) != 1:
             return None
         (half,) = pairs

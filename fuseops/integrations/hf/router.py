@@ -1,4 +1,4 @@
-"""A top-k router over the weight of a module that keeps it, with its logits as an output: for auxiliary losses."""
+"""A top-k router with the weight of a transformers module; it outputs logits too, for auxiliary losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fuseops.errors import ShapeError
 from fuseops.ops.op import Call, Grads, Op, Out, Shape, SideGrads
 from fuseops.ops.paths import LENT
 
-from . import lent
+from . import stand_ins
 from .recognise import Route, route_of
 
 
@@ -23,11 +23,11 @@ class LentRouterSaved(NamedTuple):
     experts: Tensor | None  # (T, K) int32
 
 
-@lent.borrows("weight", "bias", "expert_bias")
+@stand_ins.owner_parameters("weight", "bias", "expert_bias")
 class LentRouter(Op[LentRouterSaved]):
     """y = x W^T (+ b) in float32; publishes `experts` (T, K) int32 and `weights` (T, K) float32, as `ops.Router`.
 
-    x (T, D) -> (T, E). The choice is by the logits in float32, where stock models may round them first.
+    x (T, D) -> (T, E). Experts are chosen by logits in float32; stock models may round them first.
     """
 
     writes = ("weights", "experts")
@@ -83,9 +83,9 @@ class LentRouter(Op[LentRouterSaved]):
 
 
 def build(module: nn.Module) -> LentRouter | str:
-    """The op for this module, or why there is none."""
+    """The stand-in of a module, or the reason why there is none."""
     weight: Any = module._parameters["weight"]
-    if (why := lent.quantized(weight)) is not None:
+    if (why := stand_ins.quantized_reason(weight)) is not None:
         return why
     route = route_of(module)
     if route is None:
@@ -96,14 +96,14 @@ def build(module: nn.Module) -> LentRouter | str:
         sources["bias"] = "bias"
     if module._buffers:
         sources["expert_bias"] = "e_score_correction_bias"
-    lent.lend(op, module, sources)
+    stand_ins.bind_parameters(op, module, sources)
     return op
 
 
-@lent.while_hung
+@stand_ins.only_while_attached
 def forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As the module's own: logits (T, E), weights (T, K), experts (T, K) int64."""
-    if lent.sharded(self) or not lent.stands(self):
+    """The module's forward.   -> logits (T, E), weights (T, K), experts (T, K) int64"""
+    if stand_ins.is_sharded(self) or not stand_ins.is_current(self):
         return type(self).forward(self, hidden_states)
     op = self.__dict__[LENT]
     logits, weights, experts = op(hidden_states.reshape(-1, op.width))
