@@ -45,10 +45,10 @@ HEAD = 128  # features of a head of attention
 class InLine(AllToAll):
     """An exchange whose transfers are waited for where they begin."""
 
-    beside = False
+    overlaps_compute = False
 
-    def _begun(self, *args: Any) -> tuple[Tensor, Callable[[], Any]]:
-        out, ready = super()._begun(*args)
+    def _start(self, *args: Any) -> tuple[Tensor, Callable[[], Any]]:
+        out, ready = super()._start(*args)
         ready()
         return out, lambda: None
 

@@ -64,7 +64,8 @@ def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _drop_fakes(table: dict[Any, Any], known: dict[Any, Any]) -> None:
-    """Give what is fake in a table, or a list of fakes, its known value back, or take it out."""
+    """Give tensors of a table, and what is a fake or a list of them, their known values back, or take them out."""
+    table.update({name: t for name, t in known.items() if isinstance(t, Tensor)})
     for name, value in [*table.items()]:
         parts = value if isinstance(value, tuple | list) else (value,)
         if not any(map(torch_private.is_fake, parts)):
