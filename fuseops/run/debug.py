@@ -1,4 +1,4 @@
-"""`fo.debug()` checks on the device what only the device knows, and reports it with the path of the op."""
+"""`fo.debug()`: checks of values on the device, whose errors name the path of the op."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from . import bridge, checks, run
 
 
 class SplitReport(NamedTuple):
-    """A `SplitReport` is the outcome of one check of groups' boundaries, on its way to the host."""
+    """A `SplitReport` is the outcome of one check of group boundaries, while it is copied to the host."""
 
     where: str
     rows: int
     found: Tensor  # (3,) int64, pinned: the first bad group (E where there is none), its begin and its end
     groups: int
-    arrived: Any  # a CUDA event
+    copied: Any  # a CUDA event
 
     def error(self) -> ShapeError | None:
         group, start, end = self.found.tolist()
@@ -42,18 +42,18 @@ class Debug:
         self.numbers = Numbers()
 
     def operands(self) -> list[OperandNumbers]:
-        """What quantization did to the operands of GEMMs, by the path of the op. Waits for the device."""
+        """Statistics of the quantized operands of GEMMs, by the path of the op. Waits for the device."""
         return self.numbers.operands()
 
     def gemms(self) -> list[GemmError]:
-        """The error of every GEMM of quantized operands against that of the operands as they were."""
+        """The error of every GEMM of quantized operands, against the same GEMM of the original operands."""
         return self.numbers.gemms()
 
     def __str__(self) -> str:
         return "\n".join(map(str, (*self.operands(), *self.gemms())))
 
     def check_kept_weights(self) -> None:
-        """Raise FuseOpsError for a quantized weight that was kept while the weight was written to."""
+        """Raise FuseOpsError for a cached quantized weight that is stale."""
         for op, stale in self.numbers.stale.items():
             if stale:
                 raise FuseOpsError(
@@ -62,28 +62,28 @@ class Debug:
                 )
 
     def splits(self, offs: Tensor, rows: int) -> None:
-        """Check the ends of groups on their device.  Raises ShapeError for an earlier check that failed by now."""
-        where = running()
+        """Start a check of the ends of groups on their device.  Raises ShapeError for an earlier check that failed."""
+        where = running_op()
         if torch.cuda.is_current_stream_capturing():  # checked in every replay; names no group
             torch_private.assert_async(
                 ~bad_ends(offs, rows).any(), f"{where}: offs must not fall, nor end beyond the rows"
             )
             return
-        self.raise_what_arrived()
+        self.raise_failed()
         groups = len(offs)
         numbers = torch.arange(groups, device=offs.device)
         first = torch.where(bad_ends(offs, rows), numbers, groups).min()
         at = first.clamp(max=groups - 1).reshape(1)
         found = torch.cat([first.reshape(1), before(offs)[at].long(), offs[at].long()])
-        # by a copy that the next kernel, which may fail over these ends, does not wait for
+        # copied before the next kernel runs, which may fail because of these ends
         host = torch.tensor([groups, 0, 0], pin_memory=True).copy_(found, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(torch.cuda.current_stream(offs.device))
-        self.reports.append(SplitReport(where, rows, host, groups, arrived))
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(offs.device))
+        self.reports.append(SplitReport(where, rows, host, groups, copied))
 
-    def raise_what_arrived(self, wait: bool = False) -> None:
-        """Raise ShapeError for the first check that failed."""
-        while self.reports and (wait or self.reports[0].arrived.query()):
+    def raise_failed(self, wait: bool = False) -> None:
+        """Raise ShapeError for the first failed check whose outcome has arrived.   wait: for all outcomes"""
+        while self.reports and (wait or self.reports[0].copied.query()):
             error = self.reports.pop(0).error()
             if error is not None:
                 self.reports.clear()
@@ -105,11 +105,11 @@ def debug() -> Iterator[Debug]:
     compared with the weight, and FuseOpsError names one that was written to without an announcement. Not in compiled
     code and CUDA graphs.
     """
-    here = scopes.current()
-    if here.debug is not None:
-        yield here.debug
+    scope = scopes.current()
+    if scope.debug is not None:
+        yield scope.debug
         return
-    here.debug = checks = Debug()
+    scope.debug = checks = Debug()
     before = watch(checks.numbers)
     try:
         yield checks
@@ -118,20 +118,20 @@ def debug() -> Iterator[Debug]:
     except Exception as error:
         if not isinstance(error, FuseOpsError):  # a kernel failed: had a check, before it?
             try:
-                checks.raise_what_arrived(wait=True)
+                checks.raise_failed(wait=True)
             except ShapeError as found:
                 raise found from error
         raise
     finally:
-        here.debug = None
+        scope.debug = None
         watch(before)
         checks.numbers.originals.clear()
-    checks.raise_what_arrived(wait=True)
+    checks.raise_failed(wait=True)
     checks.check_kept_weights()
 
 
-def running() -> str:
-    """The op whose forward runs, in words: read off the stack, since only here anybody asks."""
+def running_op() -> str:
+    """Describe the op whose forward runs, found on the stack."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not run.run_segments.__code__:
         frame = frame.f_back
