@@ -147,9 +147,9 @@ def test_inductor_makes_one_kernel_each_way_for_every_number_of_rows(
 ) -> None:
     """Two layers that are alike share theirs; a run repeats bit for bit."""
     device = torch.device("cpu")
-    if (why := torch_private.why_not_generated(device)) is not None:
+    if (why := torch_private.inductor_unsupported_reason(device)) is not None:
         pytest.skip(why)
-    made, generated = [], torch_private.generated
+    made, generated = [], torch_private.inductor_compile
     monkeypatch.setattr(pointwise, "KNOWN", {})
     monkeypatch.setattr(
         torch_private, "generated", lambda *given: made.append(given) or generated(*given)

@@ -99,7 +99,7 @@ class ContractCheck:
         read += [(f"dside[{name!r}]", d) for name, d in (dside or {}).items()]
         read += [(f"saved.{f}", t) for s in saved for f, t in zip(s._fields, s, strict=True)]
         self.given = [
-            InputVersion(name, torch_private.alias_of_no_bytes(t), t._version)  # holds no memory
+            InputVersion(name, torch_private.empty_alias(t), t._version)  # holds no memory
             for name, t in read
             if type(t) in PLAIN and not t.is_inference() and not torch_private.is_batched(t)
         ]

@@ -298,7 +298,7 @@ class BackwardPass:
         self.ended = False
         self.written: set[int] = set()  # ids of parameters whose main_grad it has overwritten
         end = PassEnd(self)
-        torch_private.when_backward_ends(end)
+        torch_private.on_backward_end(end)
         self.queues: list[list[DelayedGrad]] = []  # of the ops whose gradients it delayed
         self.end = weakref.ref(end, partial(_drop_interrupted, self.queues))
 
@@ -331,7 +331,7 @@ _running_passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakVa
 
 def _current_pass() -> BackwardPass:
     """The backward that runs in this thread."""
-    number = torch_private.backward_now()
+    number = torch_private.current_backward()
     found = _running_passes.get(number)
     if found is None:
         found = _running_passes[number] = BackwardPass()
