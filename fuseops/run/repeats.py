@@ -108,10 +108,10 @@ def forward(
     run_steps: made by `steps.write_forward`.
     -> y, the tensors to save for the backward, where each kept field is among them, dtypes of x
     """
-    all_kinds = transcripts_of(seg, context, unseen)
-    if all_kinds is not None:
+    transcripts = transcripts_of(seg, context, unseen)
+    if transcripts is not None:
         operands = [x, *[tensor for tensor in t if tensor is not None]]
-        known = all_kinds.kinds.get(x.shape) or all_kinds.add(x.shape)
+        known = transcripts.kinds.get(x.shape) or transcripts.add(x.shape)
         try:
             for transcript, (rows, x_dtypes) in known.transcripts:
                 out = transcript(operands, context.scratch)
@@ -122,10 +122,9 @@ def forward(
                         t[position] = side
                     return y, flat, rows, x_dtypes
         except Exception:
-            all_kinds = (
-                None  # steps run, once what it held is free: their error says which op fails
-            )
-    if all_kinds is None or not known.should_record(operands):
+            # the steps run once this handler has freed its tensors; their error names the op
+            transcripts = None
+    if transcripts is None or not known.should_record(operands):
         y, kept, x_dtypes = run_steps(x, t, context)
         return y, *pack(seg, kept), x_dtypes
     with transcribed(operands, context.scratch) as seen:
@@ -153,12 +152,12 @@ def backward(
     run_steps: made by `steps.write_backward`.  rows: where the kept fields are among the `saved` tensors.
     saved: what autograd saved; the list is emptied, so that tensors are freed early.  given: dy, dsides, dtypes of x.
     """
-    all_kinds, (dy, dsides, x_dtypes) = transcripts_of(seg, context, unseen), given
-    if all_kinds is None or type(rows) is not Rows or dy is None:
+    transcripts, (dy, dsides, x_dtypes) = transcripts_of(seg, context, unseen), given
+    if transcripts is None or type(rows) is not Rows or dy is None:
         return run_steps(_unpack_and_clear(rows, saved), *given, context)
     grads_in = [d for d in (dy, *dsides) if d is not None]
     kind = dy.shape, tuple([d is None for d in dsides]), id(rows), x_dtypes
-    known = all_kinds.kinds.get(kind) or all_kinds.add(kind)
+    known = transcripts.kinds.get(kind) or transcripts.add(kind)
     saved[:0] = grads_in
     for transcript, _ in known.transcripts:
         out = transcript(saved, context.scratch)

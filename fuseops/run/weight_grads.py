@@ -139,13 +139,13 @@ def run_diverted(
     out: list[Destinations] = [
         {n: destination(op, n) for m, n in step.main if m == k} for k, op in enumerate(ops)
     ]
-    if any(place.overwrite for destinations in out for place in destinations.values()):
+    if any(dest.overwrite for destinations in out for dest in destinations.values()):
         out = _zero_shared(ops, out)
     results = list(run(step, out))
     for k, (op, destinations) in enumerate(zip(ops, out, strict=True)):
         params = dict(results[k].params or {})
-        for name, place in destinations.items():
-            add_to_destination(op, name, place, params.get(name))
+        for name, dest in destinations.items():
+            add_to_destination(op, name, dest, params.get(name))
             params[name] = _placeholder_grad(op, name)
         results[k] = results[k]._replace(params=params)
     return results
@@ -159,7 +159,7 @@ def _zero_shared(ops: Sequence[Op[Any]], out: Sequence[Destinations]) -> list[De
     def owner(op: Op[Any], name: str) -> int:
         return id(getattr(op, op.registered(name)[0]))
 
-    def place(op: Op[Any], name: str, found: Destination) -> Destination:
+    def zeroed(op: Op[Any], name: str, found: Destination) -> Destination:
         if not found.overwrite or times[owner(op, name)] == 1:
             return found
         found.buffer.zero_()
@@ -168,7 +168,7 @@ def _zero_shared(ops: Sequence[Op[Any]], out: Sequence[Destinations]) -> list[De
     pairs = [*zip(ops, out, strict=True)]
     times = Counter(owner(op, name) for op, destinations in pairs for name in destinations)
     return [
-        {name: place(op, name, found) for name, found in destinations.items()}
+        {name: zeroed(op, name, found) for name, found in destinations.items()}
         for op, destinations in pairs
     ]
 
@@ -194,9 +194,9 @@ def with_buffers(calls: Sequence[Call], out: Sequence[Destinations]) -> tuple[Ca
         call._replace(
             out={
                 **(call.out or {}),
-                **{name: place.buffer for name, place in destinations.items()},
+                **{name: dest.buffer for name, dest in destinations.items()},
             },
-            overwrite=frozenset(name for name, place in destinations.items() if place.overwrite),
+            overwrite=frozenset(name for name, dest in destinations.items() if dest.overwrite),
         )
         for call, destinations in zip(calls, out, strict=True)
     )
@@ -205,19 +205,19 @@ def with_buffers(calls: Sequence[Call], out: Sequence[Destinations]) -> tuple[Ca
 # --- main_grad
 
 
-def destination(op: Op[Any], name: str, written: set[int] | None = None) -> Destination:
+def destination(op: Op[Any], name: str, overwritten: set[int] | None = None) -> Destination:
     """The main_grad of a parameter.  Raises FuseOpsError where there is none, or it cannot hold the gradient.
 
     For a parameter that is stored by group: the buffer that the main_grads of all groups are views of, or a new one.
-    written: of the `BackwardPass` of the gradient, by default the current one
+    overwritten: of the `BackwardPass` of the gradient, by default the current one
     """
     names = op.registered(name)
     if name in names:
         buffer = _buffer(op, name)
-        return Destination(buffer, _claim_overwrite(getattr(op, name), written))
+        return Destination(buffer, _claim_overwrite(getattr(op, name), overwritten))
     parameters = {n: p for n in names if (p := getattr(op, n)).requires_grad}
     buffers = {n: _buffer(op, n) for n in parameters}
-    overwrite = {n: _claim_overwrite(p, written) for n, p in parameters.items()}
+    overwrite = {n: _claim_overwrite(p, overwritten) for n, p in parameters.items()}
     whole = alias_of([*buffers.values()]) if len(buffers) == len(names) else None
     if whole is not None and len({*overwrite.values()}) == 1:
         return Destination(whole, overwrite[names[0]])
@@ -228,16 +228,16 @@ def destination(op: Op[Any], name: str, written: set[int] | None = None) -> Dest
     return Destination(like.new_empty(len(names), *like.shape), True, group_buffers)
 
 
-def _claim_overwrite(parameter: Any, written: set[int] | None) -> bool:
+def _claim_overwrite(parameter: Any, overwritten: set[int] | None) -> bool:
     """Whether this gradient overwrites main_grad, as the first one of a backward does under `overwrite_main_grad`.
 
-    It is then recorded in `written`, so that later gradients of the same backward (a weight used twice) are added.
+    It is then recorded in `overwritten`, so that later gradients of the same backward (a weight used twice) are added.
     """
     if not getattr(parameter, "overwrite_main_grad", False):
         return False
-    written = _current_pass().written if written is None else written
-    first = id(parameter) not in written
-    written.add(id(parameter))
+    overwritten = _current_pass().overwritten if overwritten is None else overwritten
+    first = id(parameter) not in overwritten
+    overwritten.add(id(parameter))
     return first
 
 
@@ -271,17 +271,17 @@ def _buffer(op: Op[Any], name: str) -> Tensor:
     return buffer
 
 
-def add_to_destination(op: Op[Any], name: str, place: Destination, gradient: Tensor | None) -> None:
+def add_to_destination(op: Op[Any], name: str, dest: Destination, gradient: Tensor | None) -> None:
     """Write a gradient to its destination, unless the op has done so itself (None)."""
-    if place.group_buffers:
-        parts = place.buffer if gradient is None else gradient
-        for group_buffer, part in zip(place.group_buffers, parts.unbind(), strict=True):
+    if dest.group_buffers:
+        parts = dest.buffer if gradient is None else gradient
+        for group_buffer, part in zip(dest.group_buffers, parts.unbind(), strict=True):
             if group_buffer is not None:
                 group_buffer.add_(part)
-    elif gradient is not None and place.overwrite:
-        place.buffer.copy_(gradient)
+    elif gradient is not None and dest.overwrite:
+        dest.buffer.copy_(gradient)
     elif gradient is not None:
-        place.buffer.add_(gradient)
+        dest.buffer.add_(gradient)
     for registered in op.registered(name):
         parameter: Any = getattr(op, registered)
         if hasattr(parameter, "grad_added_to_main_grad"):  # data-parallel wrappers look here
@@ -296,7 +296,7 @@ class BackwardPass:
 
     def __init__(self) -> None:
         self.ended = False
-        self.written: set[int] = set()  # ids of parameters whose main_grad it has overwritten
+        self.overwritten: set[int] = set()  # ids of parameters whose main_grad it has overwritten
         end = PassEnd(self)
         torch_private.on_backward_end(end)
         self.queues: list[list[DelayedGrad]] = []  # of the ops whose gradients it delayed
@@ -429,15 +429,17 @@ def _run_one(op: Op[Any], delayed: DelayedGrad) -> int:
                 f"backward_dw: {type(op).__name__}.{registered} is sharded by now (FSDP2 has reduced its gradients "
                 "at the end of the backward): a delayed weight gradient does not go with it. Leave delay_wgrad off."
             )
-    written = {*backward.written}
-    out = {n: destination(op, n, written) for n in names} if op.accumulate_into_main_grad else {}
+    overwritten = {*backward.overwritten}
+    out = (
+        {n: destination(op, n, overwritten) for n in names} if op.accumulate_into_main_grad else {}
+    )
     gradients = run(step, [out])[0].params or {}
     for name in names:
         if name in out:
             add_to_destination(op, name, out[name], gradients[name])
         elif gradients[name] is not None:
             _add_to_grad(op, name, gradients[name])  # type: ignore[arg-type]
-    backward.written |= written
+    backward.overwritten |= overwritten
     for hook in op.__dict__.get(WGRAD_HOOKS, ()):
         with torch.enable_grad():
             hook()
