@@ -65,7 +65,7 @@ def will_accumulate(node: Any) -> bool:
 
     It is not where `torch.autograd.grad` returns it, or `backward(inputs=)` is called for other tensors.
     """
-    leaves = [behind for behind, _ in node.next_functions if hasattr(behind, "variable")]
+    leaves = [child for child, _ in node.next_functions if hasattr(child, "variable")]
     try:
         return any(map(torch._C._will_engine_execute_node, leaves or [node]))
     except RuntimeError:  # a leaf whose gradient is returned
@@ -199,7 +199,7 @@ def overlap_action_type(schedule: Any) -> Any:
     known = PERFORMS in step.co_varnames + step.co_cellvars
     if not known or not hasattr(schedule, "register_custom_function"):
         return None
-    actions = [a for mine in schedule.pipeline_order.values() for a in mine if a is not None]
+    actions = [a for of_rank in schedule.pipeline_order.values() for a in of_rank if a is not None]
     return next((a.computation_type for a in actions if getattr(a, "sub_actions", None)), None)
 
 
@@ -591,8 +591,8 @@ def compiled_region(below: FrameType | None) -> list[torch.nn.Module] | None:
         return None
     found, frame = [], below.f_back
     while frame is not None:
-        home = frame.f_globals.get("__name__")
-        if frame.f_code.co_name == "_call_impl" and home == "torch.nn.modules.module":
+        module_name = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "_call_impl" and module_name == "torch.nn.modules.module":
             found.append(frame.f_locals["self"])
         frame = frame.f_back
     return found

@@ -119,12 +119,12 @@ def check_declared(name: str, op: Op[Any]) -> None:
             f"{what} publishes {sorted(lost)}, whose gradients its bwd does not take: write bwd(self, saved, dy, *, "
             "dside), or name what has no gradient in `integers`."
         )
-    taken = {own for keyword in op.parameter_names() for own in op.registered(keyword)}
-    missed = [own for own, p in op._parameters.items() if p is not None and own not in taken]
+    by_keyword = {own for keyword in op.parameter_names() for own in op.registered(keyword)}
+    missed = [own for own, p in op._parameters.items() if p is not None and own not in by_keyword]
     missed += [
         own
         for own, t in op.__dict__.items()
-        if isinstance(t, Tensor) and t.requires_grad and own not in taken
+        if isinstance(t, Tensor) and t.requires_grad and own not in by_keyword
     ]
     for path, module in op.named_children():
         if path != "parametrizations":
@@ -235,10 +235,10 @@ def check_complete(step: BackwardStep, results: Sequence[Grads], partial: bool) 
     """
     if partial or step.pure:
         return
-    left_out = step.dx and results[0].x is None
+    missing = step.dx and results[0].x is None
     for k, name, _ in step.params:
-        left_out = left_out or ((k, name) not in step.main and results[k].params[name] is None)  # type: ignore[index]
-    if left_out or any(results[k].side[name] is None for k, name, _ in step.sides):  # type: ignore[index]
+        missing = missing or ((k, name) not in step.main and results[k].params[name] is None)  # type: ignore[index]
+    if missing or any(results[k].side[name] is None for k, name, _ in step.sides):  # type: ignore[index]
         raise grads_error(step, results)
 
 

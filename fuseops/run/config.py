@@ -42,19 +42,19 @@ def configure(
     disable: Iterable[str] = _UNSET,
     prefer: str = _UNSET,
 ) -> None:
-    """Set what every call is planned under, for the process (no model) or for one model.
+    """Set how calls are planned and run, for the process (no model) or for one model.
 
-    What is set on a model belongs to it: it holds in recomputation, in other threads, and in copies and slices. Each
-    call replaces what an earlier one set by the same name. With a model, names of saved tensors become absolute.
-    The ops of a Sequential run under its settings: to set some of them apart, put them into a Sequential of their own.
+    Settings of a model belong to it: they hold in recomputation, in other threads, and in copies and slices. A later
+    call replaces settings of the same name. With a model, names of saved tensors become absolute.
+    The ops of a Sequential run under its settings; for other settings, put ops into a Sequential of their own.
     fusion: False runs every op by itself.
-    recipe: precision of GEMM operands, None for high precision. Of a model also {glob: recipe or None} over the dotted
-    names of its ops, of which the first that matches counts; what none matches is high precision.
-    rules: tried before the built-in ones; "pointwise" as of `fuseops.rules`.
+    recipe: precision of GEMM operands, None for high precision. For a model also {glob: recipe or None} over the dotted
+    names of its ops: the first glob that matches counts, and ops without a match stay in high precision.
+    rules: tried before the built-in ones; "pointwise" as in `fuseops.rules`.
     disable: names of rules that may not fire.
-    prefer: what is chosen where the faster way of a fused op holds more at its peak: "speed" (the default) or "memory".
-    Both give the same bits, but for the order of sums that `explain()` names; it says where there is such a choice.
-    Raises FuseOpsError for a value of the wrong kind.
+    prefer: "speed" (the default) or "memory", for fused ops whose faster variant has a higher peak; `explain()` shows
+    these. Both give the same bits, except for the order of sums that `explain()` names.
+    Raises FuseOpsError for a value of the wrong type.
     """
     if isinstance(recipe, Mapping):
         recipe = _recipe_by_name(model, recipe)
@@ -91,12 +91,12 @@ def set_root(model: nn.Module) -> None:
     for path, module in walk(model):
         if isinstance(module, (Composed, Op)):
             path = stripped(path)
-            home = path  # saved names of an op are relative to its parent
+            parent = path  # saved names of an op are relative to its parent
             if isinstance(module, Op):
-                home = path.rpartition(".")[0]
+                parent = path.rpartition(".")[0]
                 if path_of(module) != path:
                     module.__dict__.pop("_runner", None)  # it has the op's old name
-            set_path(module, path, f"{home}." if home else "")
+            set_path(module, path, f"{parent}." if parent else "")
 
 
 def _override(**values: Any) -> Override:
@@ -159,9 +159,9 @@ def fusion(
     disable: Iterable[str] = (),
     strict: bool | Iterable[str] = False,
 ) -> scopes.scope:
-    """Switch fusion off (or on), disable rules by name, or insist on them, for the calls made inside.
+    """Switch fusion off (or on), disable rules by name, or require that rules fire, for the calls made inside.
 
-    enabled: left out beside `disable` or `strict`, fusion stays as it is outside; alone, `fusion()` switches it on.
+    enabled: without it `fusion()` switches fusion on, and with `disable` or `strict` fusion stays as it is outside.
     strict: names of rules that must fire: a condition or overlap miss of one raises FusionMissError at once, and so
     does leaving the scope without the rule having fired. True: every condition miss raises.
     """
@@ -224,8 +224,8 @@ def _require_fired(wanted: frozenset[str]) -> Iterator[None]:
 def rules(*extra: Rule | str) -> scopes.scope:
     """Try these rules before all others, for the calls made inside.
 
-    "pointwise" is one of fuseops' own that is on by choice: runs of elementwise ops that no other rule takes, level-1
-    ops among them, become one kernel each way, which torch's inductor writes at the first call.
+    "pointwise" is a rule of fuseops that is off by default: elementwise ops in a row, level-1 ops included, that no
+    other rule takes become one kernel each way, which torch's inductor generates at the first call.
     """
     return scopes.scope(_override(rules=extra))
 
@@ -233,7 +233,7 @@ def rules(*extra: Rule | str) -> scopes.scope:
 def recipe(value: Recipe | None, *, strict: bool = False) -> scopes.scope:
     """Run GEMMs in the precision of `value` (None: high precision), for the calls made inside.
 
-    On Hopper, layers that FP8 is predicted not to make faster stay as they are; `explain()` says which, and why.
+    On Hopper, layers that FP8 is not predicted to make faster stay in high precision; `explain()` says which, and why.
     strict: they are quantized too, and an op that would ignore the recipe (it works on DTensors, or under
     `fo.reference()`) raises FusionMissError.
     """
@@ -243,7 +243,7 @@ def recipe(value: Recipe | None, *, strict: bool = False) -> scopes.scope:
 
 
 def reference() -> scopes.scope:
-    """Run every op as plain differentiable torch: double backward, torch.func, export, and a judge of any `bwd`."""
+    """Run every op as plain differentiable torch, for double backward, torch.func, export, and to check a `bwd`."""
     return scopes.scope((("reference", True),))
 
 

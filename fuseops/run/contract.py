@@ -160,8 +160,8 @@ def _check_saved(seg: Segment, step: Step, saved: Any) -> None:
     if step.kind == "joint":
         pairs = [(step.members[0], step.target, saved)]
     else:
-        found = (saved,) if step.kind == "op" else saved
-        pairs = [(i, seg.ops[i], own) for i, own in zip(step.members, found, strict=True)]
+        member_saved = (saved,) if step.kind == "op" else saved
+        pairs = [(i, seg.ops[i], own) for i, own in zip(step.members, member_saved, strict=True)]
     kept = {slot.owner: slot for slot in seg.slots}
     for i, saver, own in pairs:
         fields = saver.Saved._fields
@@ -201,12 +201,12 @@ def _holds_tensors(value: Any) -> bool:
 def _check_names(seg: Segment, step: Step, results: Sequence[Grads]) -> None:
     for i, result in zip(step.members, results, strict=True):
         op = seg.ops[i]
-        taken = {*op.signature.keywords, *op.side_names()}
-        unknown = sorted({*(result.params or ()), *(result.side or ())} - taken)
+        accepted = {*op.signature.keywords, *op.side_names()}
+        unknown = sorted({*(result.params or ()), *(result.side or ())} - accepted)
         if unknown:
             raise FuseOpsError(
                 f"{type(step.target).__name__}.bwd gave a gradient of {unknown[0]!r}, which fwd of "
-                f"{type(op).__name__} does not take: it takes {sorted(taken)}."
+                f"{type(op).__name__} does not take: it takes {sorted(accepted)}."
             )
 
 

@@ -57,8 +57,8 @@ class Debug:
         for op, stale in self.numbers.stale.items():
             if stale:
                 raise FuseOpsError(
-                    f"{op}: its quantized weight is kept, and is not what the weight gives: something wrote to the "
-                    "weight that moved no version of it. Call fuseops.weights_changed(model) after it."
+                    f"{op}: its cached quantized weight is stale: something wrote to the weight without changing its "
+                    "version. Call fuseops.weights_changed(model) after such a write."
                 )
 
     def splits(self, offs: Tensor, rows: int) -> None:
@@ -92,18 +92,17 @@ class Debug:
 
 @scopes.written
 def debug() -> Iterator[Debug]:
-    """Check on the device what cannot be seen without waiting for it, and look into numbers, for the calls made inside.
+    """Check values on the device, and measure the effect of quantization, for the calls made inside.
 
-    The ends of groups (`offs`): none before the one before it, none beyond the rows. Raises ShapeError, which names the
-    op and the group, in a later call inside or at the end of the scope, which waits for the device. A kernel that
-    fails over bad ends is the cause of that error.
-    In compiled code and in CUDA graphs the check is an assertion on the device, which names no group.
+    The ends of groups (`offs`) must not decrease, nor exceed the rows. ShapeError names the op and the group; it is
+    raised in a later call inside, or at the end of the scope, which waits for the device. If a kernel failed because of
+    bad ends, its error is the cause. In compiled code and CUDA graphs the check is a device assertion, which names no
+    group.
 
-    Under a recipe: `with fo.debug() as seen`, and `seen.operands()`, `seen.gemms()` and `print(seen)` say by the path
-    of the op what quantization did: amax, the shares of codes flushed to zero and saturated, the error of every GEMM.
-    Each GEMM runs once more for it, in float32; results stay the same. A quantized weight that a recipe keeps is
-    compared with the weight, and FuseOpsError names one that was written to without an announcement. Not in compiled
-    code and CUDA graphs.
+    Under a recipe, `with fo.debug() as seen`: `seen.operands()`, `seen.gemms()` and `print(seen)` give statistics by
+    the path of the op: amax, the shares of codes flushed to zero and saturated, the error of every GEMM. For these each
+    GEMM runs once more, in float32; results stay the same. FuseOpsError names a cached quantized weight that is stale,
+    since its weight was written to without `weights_changed`. None of this in compiled code and CUDA graphs.
     """
     scope = scopes.current()
     if scope.debug is not None:
@@ -116,7 +115,7 @@ def debug() -> Iterator[Debug]:
         if checks.reports:
             torch.cuda.synchronize()
     except Exception as error:
-        if not isinstance(error, FuseOpsError):  # a kernel failed: had a check, before it?
+        if not isinstance(error, FuseOpsError):  # a kernel failed, maybe since a check had failed
             try:
                 checks.raise_failed(wait=True)
             except ShapeError as found:

@@ -195,8 +195,8 @@ def _close(a: Tensor, b: Tensor) -> bool:
     """Whether two results are equal up to the rounding of another order of sums, or another kernel."""
     if a.shape != b.shape:
         return False
-    most = float(a.nan_to_num(0, 0, 0).abs().amax())
-    return torch.allclose(a, b, rtol=2**-6, atol=most * 2**-6, equal_nan=True)
+    largest = float(a.nan_to_num(0, 0, 0).abs().amax())
+    return torch.allclose(a, b, rtol=2**-6, atol=largest * 2**-6, equal_nan=True)
 
 
 def bwd_by_autograd(

@@ -132,8 +132,8 @@ class Run:
     ) -> tuple[tuple[str | None, ...], frozenset[int]]:
         """Why each candidate may not fire under the recipe, and the indices of the ops that stay in high precision."""
         count = len(entry.scan.candidates)
-        judged = zip(entry.gated, reasons[count:], strict=True)
-        high = frozenset([i for layer, why in judged if why is not None for i in layer.ops])
+        pairs = zip(entry.gated, reasons[count:], strict=True)
+        high = frozenset([i for layer, why in pairs if why is not None for i in layer.ops])
         roles = [None if i in high else of for i, of in enumerate(entry.facts.roles)]
         recipe = entry.facts.settings.recipe
         return in_precision(entry.scan, self.ops, reasons[:count], recipe, roles), high

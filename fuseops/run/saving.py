@@ -19,7 +19,7 @@ from fuseops.recipes import Quantized
 
 NONE = id(None)
 # types of fields of fuseops' own ops, for which equal constants (1 and True) are interchangeable
-OWN = PLAIN_OR_NONE | {torch.Size, tuple, float, int, bool, str, RouterForm}
+OWN_OP_TYPES = PLAIN_OR_NONE | {torch.Size, tuple, float, int, bool, str, RouterForm}
 Entry = Any  # the number of a tensor, None, Const or QuantizedSlots
 
 
@@ -46,7 +46,7 @@ def pack(
                 and (not last.again or all(values[k] is values[j] for k, j in last.again))
             ):
                 return distinct, last
-        if {*map(type, values)} <= (OWN if seg.own else PLAIN_OR_NONE):
+        if {*map(type, values)} <= (OWN_OP_TYPES if seg.own else PLAIN_OR_NONE):
             plain = [v if type(v) in PLAIN else None for v in values]
             flat: dict[int, Any] = dict(zip(map(id, plain), plain, strict=True))
             flat.pop(NONE, None)

@@ -174,19 +174,19 @@ def _backward_call(
 
 def _read_grads(step: BackwardStep) -> list[str]:
     """Lines that read the gradients from the Grads of a backward step, and check that none is missing."""
-    taken = [f"g{at} = r[{m}].params[{name!r}]" for m, name, at in step.params]
+    lines = [f"g{at} = r[{m}].params[{name!r}]" for m, name, at in step.params]
     wanted = _variables("g", [at for *_, at in step.params])
     for n, (m, name, at) in enumerate(step.sides):
-        taken += [f"d{n} = r[{m}].side[{name!r}]", f"g{at} = add(g{at}, d{n})"]
+        lines += [f"d{n} = r[{m}].side[{name!r}]", f"g{at} = add(g{at}, d{n})"]
         wanted.append(f"d{n}")
-    taken.append("dy = r[0].x")
+    lines.append("dy = r[0].x")
     wanted += ["dy"] * step.dx
     if wanted:
         missing = " or ".join(f"{name} is None" for name in wanted)
         complete = f"checks.check_complete(step, r, {'partial' if step.writes else False})"
-        taken.append(f"if {missing}: {complete}")
+        lines.append(f"if {missing}: {complete}")
     return [
-        *["try:", *_indented(taken), "except checks.MALFORMED_ERRORS:"],
+        *["try:", *_indented(lines), "except checks.MALFORMED_ERRORS:"],
         " raise checks.grads_error(step, r) from None",
         "if contract is not None: contract.after_bwd(step, r)",
     ]
@@ -258,17 +258,17 @@ def _with_range(
 
 def _define(head: str, lines: Sequence[str], namespace: Mapping[str, Any]) -> GeneratedFunction:
     text = [f"def make({', '.join(namespace)}):", f" def {head}:", *_indented(_indented(lines))]
-    made: GeneratedFunction = _factory_of("\n".join([*text, " return generated"]))(
-        *namespace.values()
-    )
-    return made
+    make = _factory_of("\n".join([*text, " return generated"]))
+    function: GeneratedFunction = make(*namespace.values())
+    return function
 
 
 @functools.lru_cache(maxsize=256)
 def _factory_of(source: str) -> Callable[..., GeneratedFunction]:
-    made: dict[str, Any] = {}
-    exec(compile(source, GENERATED_FILE, "exec"), globals(), made)
-    make: Callable[..., GeneratedFunction] = made["make"]
+    """The function `make` of a source, which returns the generated function for its namespace."""
+    scope: dict[str, Any] = {}
+    exec(compile(source, GENERATED_FILE, "exec"), globals(), scope)
+    make: Callable[..., GeneratedFunction] = scope["make"]
     return make
 
 

@@ -156,10 +156,12 @@ def _compare_state(model: nn.Module, keys: list[str], parameters: dict[str, Any]
 
 
 def _compare_results(got: StepResult, expected: StepResult, tol: float) -> Differences:
-    mine = {**got.outputs, **got.grads, **got.buffers}
-    theirs = {**expected.outputs, **expected.grads, **expected.buffers}
-    names = dict.fromkeys((*theirs, *mine))
-    found = (difference(name, mine.get(name), theirs.get(name), tol) for name in names)
+    got_tensors = {**got.outputs, **got.grads, **got.buffers}
+    expected_tensors = {**expected.outputs, **expected.grads, **expected.buffers}
+    names = dict.fromkeys((*expected_tensors, *got_tensors))
+    found = (
+        difference(name, got_tensors.get(name), expected_tensors.get(name), tol) for name in names
+    )
     return [d for d in found if d is not None]
 
 

@@ -33,9 +33,9 @@ def shadowing_rule(rules: Sequence[Rule], rule: Rule, types: Types) -> Rule | No
         earlier = other.kind == rule.kind and first is other
         joint = other.kind == "joint" and rule.kind != "joint"
         starts = (0,) if earlier else range(len(types)) if joint else ()
-        for start, theirs in itertools.product(starts, expansions(other)):
-            part = types[start : start + len(theirs)]
-            fits = len(part) == len(theirs) and all(map(issubclass, part, theirs))
+        for start, other_types in itertools.product(starts, expansions(other)):
+            part = types[start : start + len(other_types)]
+            fits = len(part) == len(other_types) and all(map(issubclass, part, other_types))
             demanded = part == types and set(other.when) <= set(rule.when)
             if fits and (not other.when or demanded):
                 return other
