@@ -857,6 +857,27 @@ def test_a_parameter_may_have_a_mesh_of_its_own_under_fsdp() -> None:
         dist.destroy_process_group()
 
 
+def test_what_fsdp_accumulates_is_found_where_it_keeps_it() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model: Any = torch.nn.Linear(4, 2)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        model.unshard()
+        found = torch_private.fsdp_accumulation(model)
+        assert all(getattr(owner, name) is value for owner, name, value in found)
+        names = [name for _, name, _ in found]
+        assert names.count("unsharded_accumulated_grad") == names.count("grad") == 2
+        model.set_requires_gradient_sync(False)
+        changed = [name for owner, name, value in found if getattr(owner, name) is not value]
+        assert changed == ["reduce_grads", "all_reduce_grads"]
+    finally:
+        dist.destroy_process_group()
+
+
 def test_watch_fsdp_tells_of_gathered_and_freed_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
