@@ -602,6 +602,17 @@ def reports(found: Any) -> Found:
     return {f"{run['group']}, {run['tool']}": run["found"] for run in found["runs"] if run["found"]}
 
 
+def beside_products(found: Any) -> dict[str, Found]:
+    return {
+        f"{shape}, {way}": {
+            "in line": row["us"][f"{way}/in line"],
+            **{how: row["over_in_line"][f"{way}/{how}"] for how in ("beside", "memory", "pairs")},
+        }
+        for shape, row in found["cells"].items()
+        for way in ("host_counts", "fixed_capacity")
+    }
+
+
 def experts_over_ranks(*files: str) -> Subject:
     return Subject(
         "{over titan} times the peer's speed",
@@ -786,6 +797,9 @@ SUBJECTS = {
     ),
     "Experts over two GPUs": experts_over_ranks("distributed_h200x2", "distributed_qwen3_30b_h200x2"),
     "Experts over four GPUs": experts_over_ranks("distributed_h200x4"),
+    "Transfers of experts beside products": Subject(
+        "", (Table("microseconds", beside_products, "expert_overlap_h200x2"),)
+    ),
     "Mixed layers over GPUs with offload": Subject(
         "",
         (

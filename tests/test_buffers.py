@@ -293,3 +293,19 @@ def test_other_calls_are_planned_as_before() -> None:
     with fo.fusion(strict=["grouped_mlp"]):
         seq(x, **side, out={"linear.y": place("linear.y")})
         seq(x, **side)
+
+
+SLICES = st.tuples(st.integers(0, 8), st.integers(1, 4), st.integers(1, 3))
+
+
+@given(SLICES, SLICES)
+def test_two_tensors_overlap_from_their_first_byte_to_their_last(a: Any, b: Any) -> None:
+    whole = torch.zeros(24)
+    (ours, mine), (theirs, yours) = (
+        (
+            whole.as_strided((count,), (step,), first),
+            {*range(first, first + (count - 1) * step + 1)},
+        )
+        for first, count, step in (a, b)
+    )
+    assert overlap(ours, theirs) is bool(mine & yours) and not overlap(ours, theirs.clone())

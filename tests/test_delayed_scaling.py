@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -97,6 +97,7 @@ ALGORITHMS: dict[str, Callable[[Any], Any]] = {
     algorithm=st.sampled_from(["max", "most_recent", "mean"]),
     margin=st.sampled_from([0, 2]),
 )
+@example(sizes=[[1e-37]], algorithm="max", margin=0)  # whose scale float32 does not have
 def test_scales_follow_the_formula(sizes: list[list[float]], algorithm: str, margin: int) -> None:
     """Steps of micro-batches whose inputs have these amaxes, against the same in numpy."""
     algo: Any = (lambda h: h.mean(0)) if algorithm == "mean" else algorithm
@@ -126,16 +127,21 @@ def test_scales_follow_the_formula(sizes: list[list[float]], algorithm: str, mar
         assert not found["0.fp8_amax"].any()
 
 
+@pytest.mark.parametrize("first", [False, True])  # which has those of the tensors themselves
 @pytest.mark.parametrize("make", [dense, experts])
-def test_operands_are_rounded_with_the_scales_of_the_step_before(make: Any) -> None:
+def test_operands_are_rounded_with_the_scales_of_the_step_before(make: Any, first: bool) -> None:
     model, recipe = make(), DELAYED()
     side = {} if make is dense else {"offs": torch.tensor([20, 50], dtype=torch.int32)}
     x, dy = filled((50, D), torch.float32, "normal", 1), filled((50, D), torch.float32, "normal", 2)
-    call(model, x, dy, recipe, **side)
-    fo.weights_changed(model)
-    x, dy = 3 * x, 5 * dy  # beyond the amax of the step before, so that they saturate
+    if not first:
+        call(model, x, dy, recipe, **side)
+        fo.weights_changed(model)
+        x, dy = 3 * x, 5 * dy  # beyond the amax of the step before, so that they saturate
     y, dx, dw = call(model, x, dy, recipe, **side)
     scale = state(model)["0.fp8_scale"].double()
+    if first:
+        assert not scale.any()
+        scale = (torch.from_numpy(LARGEST)[:, None] / state(model)["0.fp8_amax"]).double()
     ends = [0, 50] if make is dense else [0, 20, 50]
     for g, (a, b) in enumerate(itertools.pairwise(ends)):
         w = model[0].weight.detach().view(-1, D, D)[g]
@@ -279,6 +285,39 @@ def test_nothing_is_noted_in_evaluation_nor_by_plans() -> None:
     assert not [*model.buffers()]
 
 
+@pytest.mark.parametrize("amax", [0.0, -1.0, torch.inf, torch.nan])
+def test_an_amax_that_gives_no_scale_leaves_it_as_it_is(amax: float) -> None:
+    model, x = dense(), filled((20, D), torch.float32, "normal", 1)
+    for algorithm in ("max", lambda history: torch.full_like(history[0], amax)):
+        call(model, x, x, DELAYED(amax_compute_algo=algorithm))
+        fo.weights_changed(model)
+    usual = dense()
+    call(usual, x, x, DELAYED())
+    fo.weights_changed(usual)
+    assert torch.equal(state(model)["0.fp8_scale"], state(usual)["0.fp8_scale"])
+
+
+def test_a_step_that_saw_nothing_leaves_everything_as_it_is() -> None:
+    model, x = dense(), filled((20, D), torch.float32, "normal", 1)
+    call(model, x, x, DELAYED())
+    fo.weights_changed(model)
+    before = state(model)
+    with fo.recipe(DELAYED(margin=3)):
+        model.eval()(x)
+    fo.weights_changed(model)
+    assert same(state(model).values(), before.values())
+
+
+def test_training_goes_on_from_a_call_in_inference_mode() -> None:
+    model, usual, x = dense(), dense(), filled((20, D), torch.float32, "normal", 1)
+    with torch.inference_mode(), fo.recipe(DELAYED()):
+        model.eval()(x)
+    model.train()
+    for _ in range(2):
+        assert same(call(model, x, x, DELAYED()), call(usual, x, x, DELAYED()))
+        fo.weights_changed(model), fo.weights_changed(usual)
+
+
 def test_state_goes_through_checkpoints_copies_and_other_dtypes() -> None:
     recipe, x = DELAYED(), filled((20, D), torch.float32, "normal", 1)
     model = moe()
@@ -321,10 +360,18 @@ def test_amaxes_are_the_largest_of_a_group(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_history_of_another_length_goes_on_with_what_there_is() -> None:
     model, x = dense(), filled((20, D), torch.float32, "normal", 1)
-    for length in (3, 5, 1):
-        call(model, x, x, DELAYED(amax_history_len=length))
+    before = torch.zeros(0, 3, 1)
+    for turn, length in enumerate((3, 5, 1, 4)):
+        call(model, x * 2.0**turn, x, DELAYED(amax_history_len=length))
+        noted = state(model)["0.fp8_amax"]
         fo.weights_changed(model)
-        assert len(state(model)["0.fp8_amax_history"]) == length
+        zeros = torch.zeros(length, 3, 1)
+        before = torch.cat([noted[None], before, zeros])[:length]
+        assert torch.equal(state(model)["0.fp8_amax_history"], before)
+    shorter = dense()
+    call(shorter, x, x, DELAYED())
+    shorter.load_state_dict(model.state_dict())
+    assert same(state(shorter).values(), state(model).values())
     with pytest.raises(fo.FuseOpsError, match="of 1 groups, the op has 2"):
         other = experts()
         other.load_state_dict(state(model) | {"0.weight": other[0].weight})

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import kernels as K
 from fuseops.kernels import scales
-from fuseops.recipes import Scaling, gemm, micro
+from fuseops.recipes import Scaling, gemm, micro, operands
 from fuseops.recipes.operands import operand, weight_operand
 from fuseops.recipes.quantized import factors, features, values
 from fuseops.recipes.recipe import BACKWARDS
@@ -355,6 +355,25 @@ def test_a_backward_rounds_alike_when_it_runs_twice_and_otherwise_in_another_cal
             assert not torch.equal(a, c) or a.shape == (
                 32,
             )  # but for a bias, which sums dy as it is
+
+
+@pytest.mark.parametrize("fusion", [False, True])
+def test_every_op_and_layout_of_a_backward_has_random_numbers_of_its_own(
+    fusion: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = partial(fo.ops.Linear, 32, bias=False)
+    model = fo.Sequential(linear(64), fo.ops.SwiGLU(), linear(32), linear(32))
+    seeds: list[int] = []
+
+    def coded(*args: Any) -> Any:
+        seeds.extend(seed.item() for seed in args[3:4] if seed is not None)
+        return original(*args)
+
+    original = operands._coded
+    monkeypatch.setattr(operands, "_coded", coded)
+    with fo.recipe(fo.recipes.NVFP4BlockScaling()), fo.fusion(fusion):
+        model(torch.randn(40, 32)).sum().backward()
+    assert len({*seeds}) == len(seeds) == 5  # rows and columns of three gradients, but for dx
 
 
 @pytest.mark.parametrize("scaling", [*ROWS, *SQUARES], ids=str)

@@ -44,6 +44,24 @@ def test_the_backward_runs_the_op_as_it_was(op: type[Op], data: st.DataObject) -
         check_in_flight(case, case.model, name, value)
 
 
+class Product(fo.Op):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)))
+
+    def fwd(self, x: Tensor, *, weight: Tensor) -> Tensor:
+        return (x @ weight.t()).float().exp() @ weight
+
+
+def test_the_backward_runs_it_under_the_autocast_of_the_forward() -> None:
+    op, x = Product(), torch.randn(3, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, plain = fo.Sequential(op)(x), op.fwd(x, weight=op.weight)
+    leaves = [x, op.weight]
+    found, expected = (torch.autograd.grad(y.sum(), leaves) for y in (ours, plain))
+    assert torch.equal(ours, plain) and all(map(torch.equal, found, expected))
+
+
 class Inner(nn.Module):
     factor = 2.0
 

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -215,6 +216,14 @@ def test_a_change_of_what_wants_a_gradient() -> None:
     assert_as_fresh(seq, x)
 
 
+def test_a_bias_that_comes_after_calls_without_one() -> None:
+    seq, x = fo.Sequential(Linear(8, 8, bias=False), SiLU()), data()
+    for _ in range(3):
+        outcome(seq, x)
+    seq[0].bias = nn.Parameter(torch.ones(8))
+    assert_as_fresh(seq, x)
+
+
 class ScaledInTraining(fo.Op):
     """y = 2x in training: what the plan says, by `call`."""
 
@@ -260,6 +269,14 @@ def test_a_change_of_autocast() -> None:
         with torch.autocast("cpu", **options):
             assert_as_fresh(seq, x)
     assert_as_fresh(seq, x)
+
+
+def test_autocast_casts_no_double_as_torch_does_not() -> None:
+    seq, x = model().double(), data(dtype=torch.float64)
+    expected = outcome(seq, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(x, seq[1].weight).dtype is torch.float64
+        torch.testing.assert_close(outcome(seq, x), expected, rtol=0, atol=0)
 
 
 class FusedScaled(fo.FusedOp):

@@ -97,6 +97,22 @@ def test_main_grad_is_overwritten_where_the_parameter_says_so() -> None:
     close(seq["fc1"].weight.main_grad, plain([2, 0, 3], x)["fc1.weight"])
 
 
+@pytest.mark.parametrize("apart", [False, True])  # whether the buffers of groups are views of one
+def test_of_the_weights_of_groups_those_are_overwritten_that_say_so(apart: bool) -> None:
+    counts, x = [2, 0, 3], data(5)
+    seq, expected = model(accumulate_into_main_grad=True, packed=False), plain(counts, x)
+    for fc in ("fc1", "fc2"):
+        whole = torch.ones_like(expected[f"{fc}.weight"])
+        for name, p in seq[fc].named_parameters():
+            p.main_grad = torch.ones_like(p) if apart or "bias" in name else whole[int(name[-1])]
+            p.overwrite_main_grad = name.endswith(("0", "1"))
+    call(seq, counts, x).square().sum().backward()
+    for name, p in seq.named_parameters():
+        if "fc" in name:
+            grad = expected[name[:-1]][int(name[-1])]
+            close(p.main_grad, grad if p.overwrite_main_grad else 1 + grad)
+
+
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # ops write this one themselves
 @pytest.mark.parametrize("delayed", [False, True])
@@ -257,6 +273,24 @@ def test_a_gradient_that_is_asked_for_is_returned_and_added_to_nothing(
     for leaf, got in zip(leaves, found, strict=True):
         mine = leaf.main_grad if main and leaf.grad is None else leaf.grad
         close(got, mine / 2 if leaf is x else mine)
+
+
+@pytest.mark.parametrize("main", [False, True])
+@pytest.mark.parametrize("delay", [False, True])
+def test_each_backward_adds_to_those_alone_that_it_is_asked_for(main: bool, delay: bool) -> None:
+    """Of the ops of one segment, another one in each backward."""
+    counts, x = [2, 0, 3], data(5)
+    seq = model(delay_wgrad=delay, accumulate_into_main_grad=main)
+    loss, expected = call(seq, counts, x).square().sum(), plain(counts, x)
+    for name, asked in seq.named_parameters():
+        for p in seq.parameters():
+            p.grad, p.main_grad = None, torch.zeros_like(p)
+        loss.backward(inputs=[asked], retain_graph=True)
+        assert seq.backward_dw() == (delay and name in ("fc1.weight", "fc2.weight"))
+        for other, p in seq.named_parameters():
+            mine = p.main_grad if main and other != "gain.gain" else p.grad
+            added = torch.zeros_like(p) if mine is None else mine
+            close(added, expected[name] if other == name else torch.zeros_like(p))
 
 
 @pytest.mark.parametrize("given", ["own", "leaf", "computed", "one"])

@@ -170,6 +170,37 @@ def test_whatever_happens_to_the_weights_what_is_kept_is_what_would_be_made(
     assert not kept(other)
 
 
+def turned(op: fo.ops.Linear) -> None:
+    op.weight.data = op.weight.data.t()
+
+
+def written_by_another(op: fo.ops.Linear) -> None:
+    """Which has a version of its own."""
+    before, op.weight = op.weight, nn.Parameter(op.weight.data)
+    with torch.no_grad():
+        op.weight.mul_(1)
+        assert op.weight._version == before._version
+        before.mul_(1.5)
+
+
+@pytest.mark.parametrize("change", [turned, written_by_another, lambda op: None])
+@pytest.mark.parametrize("recipe", [BLOCK, CURRENT, partial(BLOCK, fwd=torch.float8_e5m2)])
+def test_the_same_memory_read_otherwise_is_another_weight(recipe: Any, change: Any) -> None:
+    model, x = fo.Sequential(fo.ops.Linear(D, D)), torch.randn(T, D)
+    gradients(model, x, plain, BLOCK(weights="step"))
+    change(model[0])
+    found, expected = (gradients(model, x, plain, recipe(weights=w)) for w in ("step", "none"))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_nothing_is_kept_of_weights_that_have_no_versions() -> None:
+    with torch.inference_mode(), fo.recipe(BLOCK(weights="step")):
+        model, x = fo.Sequential(fo.ops.Linear(D, D)), torch.randn(T, D)
+        before = model(x)
+        model[0].weight.mul_(2), model[0].bias.mul_(2)
+        assert torch.equal(model(x), 2 * before) and not kept(model)
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The layouts of weights that stores make, from now on."""

@@ -241,7 +241,7 @@ class _Builder:
             **self._of_both(u, base, position),
             args=args,
             calls=calls,
-            keywords={"call": calls[0]} if first.signature.fwd_call else {},
+            takes_call=first.signature.fwd_call,
             keep=self._joint_keep(u) if u.kind == "joint" else NOTHING,
             cast=self.call.compute if first.autocast and not first.pure else None,
             pure=u.kind == "op" and first.pure,
@@ -264,7 +264,7 @@ class _Builder:
                 saver.Saved._make([None] * len(saver.Saved._fields))
                 for saver in ([u.target] if u.kind == "joint" else self.ops[u.start : u.stop])
             ),
-            keywords={"call": calls[0]} if last.signature.bwd_call else {},
+            takes_call=last.signature.bwd_call,
             takes_dside=last.signature.bwd_dside,
             dx="x" in calls[0].needs,
             live=any(self.ops[i].live_call or self._random(i) for i in members),
@@ -285,10 +285,7 @@ class _Builder:
                 if self.ops[i].accumulate_into_main_grad and name in calls[k].needs
             ),
         )
-        if not later:
-            return step
-        keywords = {"call": later[0]} if step.keywords else {}
-        return replace(step, later=replace(step, calls=later, keywords=keywords))
+        return replace(step, later=replace(step, calls=later)) if later else step
 
     def _of_both(self, u: _Unit, base: int, position: dict[Any, int]) -> dict[str, Any]:
         """What the steps of both directions say alike."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -40,8 +40,7 @@ class Step:
     target: Any  # Op or FusedOp
     kind: str  # "op", "forward", "backward", "joint"
     calls: tuple[Call, ...]
-    # what the fwd or bwd of a single op takes by keyword, besides tensors: its call
-    keywords: Mapping[str, Any] = field(default_factory=dict)
+    takes_call: bool = False  # the fwd or bwd of a single op takes `call`
     pure: bool = False  # a level-1 op
     live: bool = False  # wants call.out and call.scratch
     scopes: tuple[str, ...] = ()  # of every member, the Sequential that it was written in

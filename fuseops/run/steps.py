@@ -84,9 +84,7 @@ def _forward_call(step: ForwardStep, k: int, grad: bool, namespace: dict[str, An
         return [*lines, f"out = {out}"]
     calls = _calls(step, k, namespace)
     if step.kind == "op":
-        out = (
-            f"o{k}.fwd(x{_keywords(tensors[0] + [('call', f'{calls}[0]')] * bool(step.keywords))})"
-        )
+        out = f"o{k}.fwd(x{_keywords(tensors[0] + [('call', f'{calls}[0]')] * step.takes_call)})"
         return [*lines, f"out = {out}", "if type(out) is not Out: out = checks.as_out(step, out)"]
     members = _tuple(map(_dict, tensors))
     if step.kind == "joint":
@@ -154,7 +152,7 @@ def _backward_call(
         call = "(pure.bwd_by_autograd(step, saved[0], dy, dside, contract is not None, context.scratch),)"
     elif step.kind == "op":
         given = [("dside", "dside")] * step.takes_dside
-        given += [("call", f"{calls}[0]")] * bool(step.keywords)
+        given += [("call", f"{calls}[0]")] * step.takes_call
         call = f"(o{k}.bwd(saved[0], dy{_keywords(given)}),)"
     else:
         whole = "saved" if step.target.takes_saved else "saved.pop()"
@@ -279,7 +277,7 @@ def pure_forward(
     step: ForwardStep, x: Any, keywords: dict[str, Any], context: CallContext, needs_grad: bool
 ) -> Out:
     """Run the fwd of a level-1 op.   needs_grad: a backward may follow"""
-    if step.keywords:
+    if step.takes_call:
         keywords["call"] = calls_of(step, context)[0] if step.live else step.calls[0]
     out = pure.run_fwd(step, x, keywords, needs_grad, context.scratch)
     out = out if type(out) is Out else checks.as_out(step, out)

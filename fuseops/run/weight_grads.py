@@ -115,13 +115,7 @@ def _step_for_backward(
         return step
     call = call._replace(needs=call.needs | delayed_call.needs)
     params = tuple((0, name, position(i, name)) for name in sorted(delayed_call.needs))
-    return replace(
-        step,
-        calls=(call,),
-        keywords={"call": call} if step.keywords else {},
-        params=step.params + params,
-        later=None,
-    )
+    return replace(step, calls=(call,), params=step.params + params, later=None)
 
 
 def run_diverted(
