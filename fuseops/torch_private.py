@@ -1,4 +1,4 @@
-"""Every private torch name that fuseops uses, in one place, so that a torch release can be checked at a glance.
+"""Every private torch name that fuseops uses, in one place, to be checked against each torch release.
 
 `tests/test_torch_private.py` fails when one of them is gone.
 """
@@ -31,19 +31,19 @@ GLOBAL_HOOKS: tuple[dict[int, Callable[..., Any]], ...] = (
 
 
 def global_hooks() -> tuple[dict[int, Callable[..., Any]], ...]:
-    """GLOBAL_HOOKS, of each of which traced code that asks for them is guarded on whether there are any."""
+    """GLOBAL_HOOKS, for traced code: dynamo guards on whether each of them is empty."""
     return GLOBAL_HOOKS
 
 
-# which backward autograd executes in this thread; NO_BACKWARD outside of them
-backward_now: Callable[[], int] = torch._C._current_graph_task_id
+# the number of the backward that autograd executes in this thread; NO_BACKWARD outside of one
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
 NO_BACKWARD = -1
 
 
-def when_backward_ends(call: Callable[[], Any]) -> None:
-    """In a backward: have autograd call something when it has come to its end; not where an error stops it.
+def on_backward_end(call: Callable[[], Any]) -> None:
+    """In a backward: have autograd call a function at its end, unless an error stops it.
 
-    Compiled autograd never tells: it is called at once.
+    Compiled autograd has no such callback: there it is called at once.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and (
@@ -55,17 +55,17 @@ def when_backward_ends(call: Callable[[], Any]) -> None:
 
 
 def in_backward() -> bool:
-    """True while autograd executes a backward in this thread (a recomputation, for a forward that asks)."""
-    return backward_now() != NO_BACKWARD
+    """Whether autograd executes a backward in this thread. A forward for which it does is a recomputation."""
+    return current_backward() != NO_BACKWARD
 
 
 def will_accumulate(node: Any) -> bool:
-    """In a backward: whether a gradient that arrives at this node is added to the `.grad` of a leaf, or of some leaf
-    right behind it.
+    """In a backward: whether a gradient that flows to this node is added to the `.grad` of a leaf: its own, or that of
+    a leaf which is a direct input of its function.
 
-    Not so where `torch.autograd.grad` or `backward(inputs=)` asks for others, or returns that of the leaf itself.
+    It is not where `torch.autograd.grad` returns it, or `backward(inputs=)` is called for other tensors.
     """
-    leaves = [behind for behind, _ in node.next_functions if hasattr(behind, "variable")]
+    leaves = [child for child, _ in node.next_functions if hasattr(child, "variable")]
     try:
         return any(map(torch._C._will_engine_execute_node, leaves or [node]))
     except RuntimeError:  # a leaf whose gradient is returned
@@ -79,18 +79,18 @@ top_saved_tensor_hooks: Callable[[], tuple[object, object] | None] = functools.p
 
 
 def release_saved(ctx: Any) -> None:
-    """In a backward: have the node let go of its saved tensors now, where the graph is not retained."""
+    """In a backward: free the saved tensors of the node now, unless the graph is retained."""
     ctx.maybe_clear_saved_tensors()
 
 
-# take the innermost pair off this thread's stack, and put a pair on it
+# pop the innermost pair from this thread's stack, and push a pair
 pop_saved_tensor_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 push_saved_tensor_hooks: Callable[[Any, Any], None] = (
     torch._C._autograd._push_saved_tensors_default_hooks
 )
 
 
-# whether autocast is on for some kind of device: a fifth of what it costs to ask for one
+# whether autocast is on for any device type, at a fifth of the cost of asking for one
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 # whether a `torch.func` transform (grad, vjp, vmap, ...) runs
@@ -98,7 +98,7 @@ inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def is_batched(t: torch.Tensor) -> bool:
-    """Whether a `vmap`, or `torch.autograd.grad(is_grads_batched=True)`, stands for many tensors by this one."""
+    """Whether t is a batch of tensors, made by `vmap` or by `torch.autograd.grad(is_grads_batched=True)`."""
     private = torch._C._functorch
     return bool(private.is_batchedtensor(t) or private.is_legacy_batchedtensor(t))
 
@@ -116,12 +116,12 @@ def has_tangent(t: torch.Tensor | None) -> bool:
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without the pass over all arguments that only `torch.func` transforms need."""
+    """`function.apply` without the check of all arguments that only `torch.func` transforms need."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 
-# the index of the current CUDA device, without the question whether CUDA has begun: some tensor is there already
+# the index of the current CUDA device, without the check whether CUDA is initialised: some tensor is on it already
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
@@ -133,19 +133,19 @@ def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @assume_constant_result
 def has_autograd(op: str) -> bool:
-    """Whether a derivative is registered of an op, "namespace::name"."""
+    """Whether a derivative is registered for an op, "namespace::name"."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, "Autograd")
 
 
 def allow_in_graph(function: Callable[..., Any]) -> None:
-    """`torch.compiler.allow_in_graph`, in a trace, where dynamo has been imported."""
+    """`torch.compiler.allow_in_graph`, to be called in a trace: it imports dynamo."""
     torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Inside, where a mode traces what runs, `torch.compiler.is_compiling()` is true, as it is to dynamo. (Torch 2.11
-    says so while dynamo traces only.)
+    """Make `torch.compiler.is_compiling()` true inside if a dispatch mode traces. (In torch 2.11 it is true only while
+    dynamo traces.)
     """
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = before or num_dispatch_modes() > 0
@@ -156,19 +156,19 @@ def compiling() -> Iterator[None]:
 
 
 def replace_overload(op: torch._ops.OpOverload, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Have an op that is new do this where Python calls it.   -> what it did: to ask the dispatcher"""
+    """Replace the function that runs when Python calls a new op.   -> the one before, which calls the dispatcher"""
     before: Callable[..., Any] = op._op
     op._op = call
     return before
 
 
-# the current stream of a device, by index: (id, index, type), without the Stream made for it; 0 is the default
+# (id, index, type) of the current stream of a device, without making a Stream; id 0 is the default stream
 current_stream: Callable[[int], Any] = getattr(
     torch._C, "_cuda_getCurrentStream", torch.cuda.current_stream
 )
 
 
-# (event, stream): what methods of `torch.cuda.Event` call once they know that there is a stream
+# (event, stream): `torch.cuda.Event.record` and `.wait` without their default for the stream
 record_event: Callable[[Any, Any], None] = getattr(
     torch._C._CudaEventBase, "record", torch.cuda.Event.record
 )
@@ -178,7 +178,7 @@ wait_event: Callable[[Any, Any], None] = getattr(
 
 
 def is_capturing() -> bool:
-    """Whether the current CUDA stream is captured into a graph. The default one cannot be: it is not asked."""
+    """Whether the current CUDA stream is captured into a graph. The default stream never is."""
     default: bool = current_stream(current_device())[0] == 0
     return not default and torch.cuda.is_current_stream_capturing()
 
@@ -187,37 +187,38 @@ num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
-PERFORMS = "_perform_action"  # in a step of a pipeline schedule
+PERFORMS = "_perform_action"  # a local function in the step of a pipeline schedule
 
 
-def overlapped_pairs(schedule: Any) -> Any:
-    """The kind of the actions of a pipeline schedule that pair a forward with a backward; None where it has none, or
-    its runtime takes no function of ours for them.
+def overlap_action_type(schedule: Any) -> Any:
+    """The computation type of the actions of a pipeline schedule that overlap a forward with a backward.
+
+    None where it has none, or its runtime accepts no custom function for them.
     """
-    step = getattr(type(schedule), "_step_microbatches", overlapped_pairs).__code__
+    step = getattr(type(schedule), "_step_microbatches", overlap_action_type).__code__
     known = PERFORMS in step.co_varnames + step.co_cellvars
     if not known or not hasattr(schedule, "register_custom_function"):
         return None
-    actions = [a for mine in schedule.pipeline_order.values() for a in mine if a is not None]
+    actions = [a for of_rank in schedule.pipeline_order.values() for a in of_rank if a is not None]
     return next((a.computation_type for a in actions if getattr(a, "sub_actions", None)), None)
 
 
-def performing() -> Callable[[Any], None]:
-    """What the step of a pipeline schedule performs one action by, in a function that it calls in the place of one."""
+def pipeline_perform() -> Callable[[Any], None]:
+    """The function by which the step of a pipeline schedule performs one action, for its custom functions to call."""
     frame = sys._getframe(2)
     perform: Callable[[Any], None] = frame.f_locals[PERFORMS]
     return perform
 
 
 def is_dtensor(cls: type) -> bool:
-    """Is it torch.distributed's DTensor?  By name, since its import takes a second."""
+    """Whether a class is torch.distributed's DTensor. By name, since its import takes a second."""
     return cls.__name__ == "DTensor"
 
 
 def plain_parts(t: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with storages that a wrapper subclass is made of, through wrappers in it; t itself of a plain one.
+    """The plain tensors that a wrapper subclass holds, through nested wrappers; t itself where it is plain.
 
-    What a wrapper names besides tensors (a DTensor its mesh) is left out.
+    Other attributes of a wrapper (the mesh of a DTensor) are left out.
     """
     if not hasattr(t, "__tensor_flatten__"):
         return [t]
@@ -226,7 +227,7 @@ def plain_parts(t: torch.Tensor) -> list[torch.Tensor]:
 
 
 def is_nested(cls: type) -> bool:
-    """Is it torch's class of jagged tensors?  By name, since the module is private."""
+    """Whether a class is torch's class of jagged tensors. By name, since the module is private."""
     return cls.__name__ == "NestedTensor"
 
 
@@ -235,9 +236,10 @@ def active_ddp() -> Any:
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
-def begin_all_gather(x: torch.Tensor, dim: int, group: Any) -> Any:
-    """The ranks' contiguous tensors one after the other along `dim`, of a ProcessGroup or a DeviceMesh, on their way:
-    `waited` says when they are there.
+def all_gather_async(x: torch.Tensor, dim: int, group: Any) -> Any:
+    """Start an all-gather of the ranks' contiguous tensors along `dim`; `wait_tensor` gives its result.
+
+    group: a ProcessGroup or a DeviceMesh
     """
     from torch.distributed import _functional_collectives as collectives
 
@@ -245,16 +247,16 @@ def begin_all_gather(x: torch.Tensor, dim: int, group: Any) -> Any:
     return getattr(collectives, name)(x, dim, group)
 
 
-def waited(t: Any) -> torch.Tensor:
-    """What a collective brings, for what is launched from here on."""
+def wait_tensor(t: Any) -> torch.Tensor:
+    """The result of an asynchronous collective; kernels launched from now on wait for it."""
     from torch.distributed import _functional_collectives as collectives
 
     return collectives.wait_tensor(t)  # type: ignore[no-untyped-call]
 
 
 def all_gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """`begin_all_gather`, waited for."""
-    return waited(begin_all_gather(x, dim, group))
+    """The ranks' contiguous tensors, concatenated along `dim`."""
+    return wait_tensor(all_gather_async(x, dim, group))
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
@@ -269,14 +271,14 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
 def all_gather_matmul(
     x: torch.Tensor, weight: torch.Tensor, group: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ranks' rows one after the other, and their product with `weight` (K, N): one overlaps the other, on CUDA."""
-    name = _symmetric(group)  # torch registers the ops where it is first asked for such a group
+    """The ranks' rows, concatenated, and their product with `weight` (K, N); on CUDA the two overlap."""
+    name = _symmetric(group)  # which registers the ops
     gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), [weight], 0, name)
     return gathered, y
 
 
 def matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
-    """This rank's rows of the sum of the ranks' x times `weight` (K, N): one overlaps the other, on CUDA."""
+    """This rank's rows of the sum over ranks of x times `weight` (K, N); on CUDA product and sum overlap."""
     name = _symmetric(group)
     y: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
         x.contiguous(), weight, "sum", 0, name
@@ -286,32 +288,32 @@ def matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, group: Any) -> 
 
 @functools.cache
 def _symmetric(group: Any) -> str:
-    """The name of a group (or of the one that a DeviceMesh has), whose ranks may share memory from here on."""
+    """The name of a group (or of a DeviceMesh's), after enabling symmetric memory for its ranks."""
     from torch.distributed import _symmetric_memory
 
     group = group.get_group() if hasattr(group, "get_group") else group
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # later ones want no call
+        warnings.simplefilter("ignore")  # deprecated in later releases, which need no call
         _symmetric_memory.enable_symm_mem_for_group(group.group_name)
     name: str = group.group_name
     return name
 
 
-def begin_all_reduce(x: torch.Tensor, group: Any, how: str = "sum") -> Any:
-    """The sum of the ranks' tensors, or "max" of every element, in a new one, on its way: see `waited`."""
+def all_reduce_async(x: torch.Tensor, group: Any, how: str = "sum") -> Any:
+    """Start an all-reduce, "sum" or "max", into a new tensor; `wait_tensor` gives its result."""
     from torch.distributed import _functional_collectives as collectives
 
     return collectives.all_reduce(x.contiguous(), how, group)
 
 
 def all_reduce(x: torch.Tensor, group: Any, how: str = "sum") -> torch.Tensor:
-    """`begin_all_reduce`, waited for."""
-    return waited(begin_all_reduce(x, group, how))
+    """The sum of the ranks' tensors, or the "max" of each element."""
+    return wait_tensor(all_reduce_async(x, group, how))
 
 
-def shard_placement_on(mesh: Any) -> tuple[Any, Any]:
-    """What `shard_placement_fn` of FSDP2 gives for a parameter on a mesh of its own, as a class (None before torch
-    2.12, which has none), and what that takes of the mesh.
+def fsdp_shard_placement(mesh: Any) -> tuple[Any, Any]:
+    """The class of the result of FSDP2's `shard_placement_fn` for a parameter with its own mesh (None before torch
+    2.12), and the mesh info that it takes.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 
@@ -321,8 +323,8 @@ def shard_placement_on(mesh: Any) -> tuple[Any, Any]:
 
 
 class DispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A `DispatchMode` sees ops as torch's own does, in eager code: torch would import dynamo to keep it out,
-    half a second, at the first op.
+    """A `DispatchMode` is a TorchDispatchMode for eager code that does not import dynamo (half a second) at its first
+    op.
     """
 
     @classmethod
@@ -335,11 +337,8 @@ def without_modes() -> AbstractContextManager[Any]:
     return _python_dispatch._disable_current_modes()
 
 
-def unknown_rows(sizes: Sequence[int]) -> tuple[Any, list[Any]]:
-    """A mode of fake tensors, and a symbol for each size, that stands for any number above 1.
-
-    Sizes that are equal get one symbol.
-    """
+def symbolic_sizes(sizes: Sequence[int]) -> tuple[Any, list[Any]]:
+    """A mode of fake tensors, and a symbol for each size, of any value above 1. Equal sizes share a symbol."""
     from torch.fx.experimental.symbolic_shapes import (
         DimDynamic,
         ShapeEnv,
@@ -352,21 +351,21 @@ def unknown_rows(sizes: Sequence[int]) -> tuple[Any, list[Any]]:
     return mode, list(fake.shape)
 
 
-def assumed_of_rows(mode: Any) -> list[str]:
-    """What was found out of the symbols of such a mode, in words: it holds for some numbers of rows only."""
+def symbol_constraints(mode: Any) -> list[str]:
+    """The guards and replacements that a trace has added to the symbols of such a mode, as text."""
     env = mode.shape_env
     return [*(str(guard.expr) for guard in env.guards), *map(str, env.replacements.values())]
 
 
-def graph_of(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
-    """The torch.fx.GraphModule of ATen's ops that a function calls on fake tensors."""
+def trace_graph(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
+    """The torch.fx.GraphModule of the ATen ops that a function calls on fake tensors."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     return make_fx(function, tracing_mode="symbolic")(*tensors)
 
 
-def generated(graph: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """What inductor makes of such a graph."""
+def inductor_compile(graph: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """Compile such a graph with inductor."""
     from torch._inductor import compile as compiled
 
     with without_modes(), torch.inference_mode(False), torch.no_grad():
@@ -374,8 +373,8 @@ def generated(graph: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., Any]
         return made
 
 
-def why_not_generated(device: torch.device) -> str | None:
-    """Why inductor makes nothing for a device here; None where it does."""
+def inductor_unsupported_reason(device: torch.device) -> str | None:
+    """Why inductor cannot compile for a device on this machine, or None."""
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -394,7 +393,7 @@ def why_not_generated(device: torch.device) -> str | None:
 
 @contextlib.contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Keep torch from logging an op that fake tensors cannot run, some forty lines, before it raises the error."""
+    """Keep torch from logging forty lines before it raises the error of an op that fake tensors cannot run."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -404,17 +403,17 @@ def quiet_fake_tensors() -> Iterator[None]:
 
 
 def is_fake(t: torch.Tensor) -> bool:
-    """A fake tensor: shapes without data. (AOTAutograd traces functional tensors around them.)"""
+    """Whether t is a fake tensor, or a functional tensor around one, as AOTAutograd traces them."""
     return isinstance(t, torch._subclasses.FakeTensor | FunctionalTensor)
 
 
 def inside_fake_mode() -> bool:
-    """Whether every tensor that is made here is a fake one."""
+    """Whether a FakeTensorMode is active: every new tensor is a fake one."""
     return torch._guards.detect_fake_mode() is not None
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Identifies the storage of a tensor while it lives; `data_ptr` does not (0 on meta)."""
+    """A number that identifies a tensor's storage while that lives; `data_ptr` does not (0 on meta)."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -442,17 +441,17 @@ def in_recomputation() -> bool:
     return any(name.startswith("_recomputation_hook") for name in names)
 
 
-# which storage this is; unique for as long as it, or a WeakStorage of it, lives
+# a number that identifies a storage as long as it, or a WeakStorage of it, lives
 storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 
 
-# torch's own wrappers take thrice as long
+# three times as fast as torch's own wrappers
 _expired: Any = torch.UntypedStorage._expired
 _free_weak_ref: Any = torch.UntypedStorage._free_weak_ref
 
 
 class WeakStorage:
-    """A `WeakStorage` is a weak reference to a storage: its memory may go, its key is not given to another."""
+    """A `WeakStorage` is a weak reference to a storage: its memory may be freed, but its key is not reused."""
 
     __slots__ = ("_cdata",)
 
@@ -474,46 +473,47 @@ class WeakStorage:
         return found
 
     def holders(self) -> int:
-        """How many tensors (and others) hold the storage, not counting its Python object."""
+        """The number of references to the storage, not counting its Python object."""
         found = self.storage()
         return 0 if found is None else int(torch._C._storage_Use_Count(found._cdata)) - 1
 
 
-def uses(held: list[Any], at: int = 0) -> tuple[int, ...]:
-    """How often a tensor of a list is held, and its storage: in Python, and by what lies below it."""
+def use_counts(held: list[Any], at: int = 0) -> tuple[int, ...]:
+    """The reference counts of a tensor in a list, and of its storage: in Python, and in C++."""
     storage = held[at].untyped_storage()
     below = held[at]._use_count(), int(torch._C._storage_Use_Count(storage._cdata))
     return sys.getrefcount(held[at]), sys.getrefcount(storage), *below
 
 
-# of a tensor that nothing but its list holds: how Python counts its own frames differs by release
-_ONCE = uses([torch.empty(0)])
+# of a tensor that only its list holds; measured, since Python releases count their frames differently
+_ONCE = use_counts([torch.empty(0)])
 
 
 def held_once(held: list[Any], at: int = 0) -> bool:
-    """Whether a tensor of a list is held by nothing else, no view of it either: no name, hook or graph. What it has
-    been read for last may be written over it.
+    """Whether the list has the only reference to a tensor and its storage: no name, view, hook or graph has one.
+
+    Then its last reader may write over it.
     """
-    return uses(held, at) == _ONCE
+    return use_counts(held, at) == _ONCE
 
 
 def is_only_view(y: torch.Tensor) -> bool:
-    """Whether nothing but a view holds what it is a view of: no name, list or other view."""
-    return uses([y._base]) == _ONLY_VIEW
+    """Whether a view has the only reference to its base: no name, list or other view has one."""
+    return use_counts([y._base]) == _ONLY_VIEW
 
 
 _VIEW = torch.empty(1).view(1)
-_ONLY_VIEW = uses([_VIEW._base])
+_ONLY_VIEW = use_counts([_VIEW._base])
 
 
 def occupy_device(cycles: int) -> None:
-    """Have the current CUDA stream do nothing for so many cycles of its clock."""
+    """Block the current CUDA stream for a number of clock cycles."""
     sleep: Any = torch.cuda._sleep
     sleep(cycles)
 
 
 def running_modules() -> list[torch.nn.Module]:
-    """The modules whose forwards run, innermost first, by the frames of their calls."""
+    """The modules whose forwards run, innermost first, found on the stack."""
     found: list[torch.nn.Module] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -523,32 +523,32 @@ def running_modules() -> list[torch.nn.Module]:
     return found
 
 
-_CALLS = (torch.nn.Module.__call__,)  # some tools put their own there
+_CALLS = (torch.nn.Module.__call__,)  # as torch has it: some tools replace it
 
 
 def direct_call(module: torch.nn.Module) -> Callable[..., Any]:
-    """What a call of this module comes to, with two frames less on the stack."""
-    if type(module).__call__ not in _CALLS or call_of(module) is not None:
+    """The function that a call of this module ends in, which saves two frames; the module where it was replaced."""
+    if type(module).__call__ not in _CALLS or replaced_call(module) is not None:
         return module
     return module._call_impl
 
 
-def call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """What a call of this module runs in the place of `_call_impl`: None, or what `Module.compile` put there."""
+def replaced_call(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """The function that replaces `_call_impl` of this module, as `Module.compile` sets it, or None."""
     return module._compiled_call_impl
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether calls of this module go through torch.compile, in place or wrapped."""
     wrapper = type(module).__module__ == "torch._dynamo.eval_frame"
-    return wrapper or hasattr(call_of(module), "_torchdynamo_orig_callable")
+    return wrapper or hasattr(replaced_call(module), "_torchdynamo_orig_callable")
 
 
 def replace_call(
     module: torch.nn.Module, call: Callable[..., Any] | None
 ) -> Callable[..., Any] | None:
-    """Have calls of this module run `call`.   -> what they ran before"""
-    before = call_of(module)
+    """Have calls of this module run `call`.   -> the replacement before"""
+    before = replaced_call(module)
     module._compiled_call_impl = call
     if call is None:
         del module._compiled_call_impl
@@ -556,17 +556,16 @@ def replace_call(
 
 
 def never_compile(function: Callable[..., Any]) -> None:
-    """Have torch.compile run `function`, and all that it calls, as it is.
-
-    `torch.compiler.disable` would do, but it imports dynamo.
+    """Keep torch.compile from tracing `function` and what it calls, as `torch.compiler.disable` without its import of
+    dynamo.
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
-def disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compiler.disable(function)`, which imports dynamo (half a second): where dynamo is, is soon enough."""
+def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compiler.disable(function)` without importing dynamo (half a second)."""
 
     @functools.wraps(function)
     def outside(*args: Any, **keywords: Any) -> Any:
@@ -581,10 +580,10 @@ _AOT = "torch._functorch._aot_autograd"
 
 
 def compiled_region(below: FrameType | None) -> list[torch.nn.Module] | None:
-    """The modules whose forwards run, innermost first, if a node that torch.compile made is what saves. Else None.
-    A compiled forward calls no hooks; its frames know the modules.
+    """The modules whose forwards run, innermost first, if a node of a compiled graph saves a tensor; else None.
 
-    below: the frame that called the pack hook: asked for by each tensor that torch saves, so that one look has to do
+    They are found on the stack, since a compiled forward calls no module hooks.
+    below: the frame that called the pack hook, which runs for every saved tensor: this has to be fast.
     """
     while below is not None and below.f_globals.get("__name__") == "torch.autograd.function":
         below = below.f_back
@@ -592,44 +591,44 @@ def compiled_region(below: FrameType | None) -> list[torch.nn.Module] | None:
         return None
     found, frame = [], below.f_back
     while frame is not None:
-        home = frame.f_globals.get("__name__")
-        if frame.f_code.co_name == "_call_impl" and home == "torch.nn.modules.module":
+        module_name = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "_call_impl" and module_name == "torch.nn.modules.module":
             found.append(frame.f_locals["self"])
         frame = frame.f_back
     return found
 
 
-# whether a tensor is a level of `torch.func`, without a storage of its own
+# whether a tensor is a wrapper of a `torch.func` transform, without a storage
 is_functorch_wrapped: Callable[[torch.Tensor], bool] = (
     torch._C._functorch.is_functorch_wrapped_tensor
 )
 
 
-# the level of the `torch.func` transform that runs in this thread, which may wrap what is allocated in it, or None
+# the level of the `torch.func` transform that runs in this thread, which may wrap new tensors, or None
 functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 
 def version(t: torch.Tensor) -> int:
-    """How often t has been written in place; inference tensors do not count."""
+    """The number of in-place writes to t; 0 for inference tensors, which do not count them."""
     return 0 if t.is_inference() else t._version
 
 
-def alias_of_no_bytes(t: torch.Tensor) -> torch.Tensor:
+def empty_alias(t: torch.Tensor) -> torch.Tensor:
     """A tensor that shares the version counter of t, and none of its memory."""
     alias = t.detach()
-    alias.data = nothing(t.dtype, t.device)
+    alias.data = prototype(t.dtype, t.device)
     return alias
 
 
 @functools.cache
-def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of no elements, made once: to make others by, of any size on its device, in half the time."""
-    with torch.inference_mode(False):  # whoever asks for it first
+def prototype(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A cached tensor of no elements: its `new_empty` takes half the time of `torch.empty`."""
+    with torch.inference_mode(False):  # whatever the first caller's mode is
         return torch.empty(0, dtype=dtype, device=device)
 
 
 def assert_async(condition: torch.Tensor, message: str) -> None:
-    """Have the device check a 0-d bool tensor when it gets there; on the CPU at once, by RuntimeError."""
+    """Check a 0-d bool tensor on its device, in stream order.  On the CPU raises RuntimeError at once."""
     torch._assert_async(condition, message)
 
 
@@ -653,13 +652,13 @@ def negated_view(t: torch.Tensor) -> torch.Tensor:
     return view
 
 
-# `t.view(shape)` that autograd takes for no view: for a t that nobody else holds or has saved
+# `t.view(shape)` that autograd does not treat as a view: only for a t without other references
 unsafe_view: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] = torch.ops.aten._unsafe_view
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Whether as many tensors have the class, dtype, device, shape and strides of these, and need a gradient as they
-    do, under the same autocast and transforms. It holds none of them.
+    """A function that checks whether tensors match these in class, dtype, device, shape, strides and requires_grad,
+    under the same autocast and transforms. It holds no reference to them.
     """
     shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
     guards: Any = torch._C._dynamo.guards
@@ -668,14 +667,14 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return check
 
 
-# what no dict has had before, after every write to this one; where torch tells nothing, at every look
+# a number that changes with every write to a dict and is never reused; without it in torch, a new object each time
 dict_version: Callable[[dict[Any, Any]], object] = getattr(
     torch._C._dynamo.guards, "dict_version", lambda _: object()
 )
 
 
 def empty_strided(device: torch.device) -> Callable[..., torch.Tensor]:
-    """(shape, strides, dtype) -> a tensor on this device, which is the current one, in a third of the time."""
+    """(shape, strides, dtype) -> a tensor on this device, the current one: three times as fast as torch's."""
     fast = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
     if fast is not None:
         return fast
@@ -685,11 +684,11 @@ def empty_strided(device: torch.device) -> Callable[..., torch.Tensor]:
 
 
 FSDP_WATCHES = "RegisterPostBackwardFunctionBackward"
-"""The autograd node by which FSDP2 watches what goes into a module."""
+"""The autograd node that FSDP2 puts before the inputs of a module."""
 
 
 def producer(t: torch.Tensor) -> Any:
-    """The autograd node that made t, past those of FSDP2; None of a leaf."""
+    """The autograd node that made t, ignoring those of FSDP2; None for a leaf."""
     node, number = t.grad_fn, t.output_nr
     while node is not None and node.name() == FSDP_WATCHES:
         node, number = node.next_functions[number]
@@ -697,8 +696,8 @@ def producer(t: torch.Tensor) -> Any:
 
 
 def fsdp_accumulation(module: Any) -> list[tuple[Any, str, Any]]:
-    """Where FSDP2 keeps which gradients of a module it reduces, and those that it has not reduced: objects, names of
-    their attributes, and the values of a module that reduces all.
+    """The attributes in which FSDP2 keeps whether it reduces the gradients of a module, and those that it has not yet
+    reduced: (object, attribute, value in a module that has reduced all).
     """
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.12 it has one
@@ -719,10 +718,10 @@ _watched_fsdp: list[Any] = []  # the class whose methods `watch_fsdp` has wrappe
 def watch_fsdp(
     gathered: Callable[[torch.Tensor, Any], None], freed: Callable[[torch.Tensor], None]
 ) -> None:
-    """Have `gathered(parameter, shard)` called when FSDP2 has gathered a parameter, whose version it does not move, and
-    `freed(parameter)` when it frees one; once, as soon as FSDP2 is imported.
+    """Call `gathered(parameter, shard)` after FSDP2 has gathered a parameter, which does not change its version, and
+    `freed(parameter)` before it frees one. Takes effect once, after FSDP2 is imported.
 
-    shard: which write to the shards the gathered values are of.
+    shard: identifies the write to the shards whose values were gathered.
     """
     module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
     if module is None or _watched_fsdp:

@@ -318,9 +318,9 @@ def test_side_inputs_may_have_any_name() -> None:
 
 def test_segments_alike_are_compiled_once() -> None:
     blocks = [fo.Residual(fo.ops.RMSNorm(4), fo.ops.Linear(4, 4)) for _ in range(9)]
-    steps._compiled.cache_clear()
+    steps._factory_of.cache_clear()
     fo.Sequential(*blocks)(data()).sum().backward()
-    made = steps._compiled.cache_info()
+    made = steps._factory_of.cache_info()
     assert made.misses <= 6 < made.hits  # the first, the last and those between, both ways
 
 

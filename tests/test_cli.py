@@ -409,7 +409,7 @@ def test_a_table_cuts_nothing_off(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "10")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    terminal.table([["way", "median"], ["[fused] and more", "1.5"], ["plain", "10.5"]])
+    terminal.print_table([["way", "median"], ["[fused] and more", "1.5"], ["plain", "10.5"]])
     assert capsys.readouterr().out.splitlines() == [
         "way               median",
         "[fused] and more     1.5",

@@ -13,9 +13,9 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import fuseops as fo
 from fuseops.run import compiled as compiled_module
-from fuseops.run.closed import closed
-from fuseops.run.compiled import entrance
-from fuseops.run.told import Told
+from fuseops.run.compiled import forward_class
+from fuseops.run.guard_free import guard_free
+from fuseops.run.trace_queries import TraceQueries
 from fuseops.testing.catalogue import Wanted, catalogue
 
 E, D, F = 4, 16, 24
@@ -211,7 +211,7 @@ def test_code_compiled_for_any_size_refuses_a_wrong_width() -> None:
 
 def test_an_error_in_traced_code_shows_its_line() -> None:
     with pytest.raises(fo.errors.FuseOpsError) as caught:
-        entrance()().run(fo.Sequential(), torch.randn(3, D), (), (), {"y": None}, {})
+        forward_class()().run(fo.Sequential(), torch.randn(3, D), (), (), {"y": None}, {})
     last = caught.traceback[-1]
     assert str(last.path) == compiled_module.__file__
     assert "raise FuseOpsError" in str(last.statement)
@@ -226,7 +226,7 @@ def test_annotations_of_traced_code_may_name_what_type_checkers_alone_know(tmp_p
     assert spec is not None and spec.loader is not None
     late = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(late)
-    copy: Any = closed([late.run])
+    copy: Any = guard_free([late.run])
     assert copy().run(-2) == 2 and copy().run.__code__.co_freevars == ("abs",)
 
 
@@ -452,13 +452,13 @@ def test_a_trace_asks_the_planner_for_the_conditions_of_an_moe(
 ) -> None:
     """Traced conditions are guards: a third of all those that every call of an MoE checked."""
     asked: list[bool] = []
-    ask = Told.conditional
+    ask = TraceQueries.depends_on_symbols
 
-    def conditional(self: Told, *about: Any) -> bool:
+    def depends_on_symbols(self: TraceQueries, *about: Any) -> bool:
         asked.append(ask(self, *about))
         return asked[-1]
 
-    monkeypatch.setattr(Told, "conditional", conditional)
+    monkeypatch.setattr(TraceQueries, "depends_on_symbols", depends_on_symbols)
     torch.compiler.reset()
     moe = fo.MoE(D, F, E, 2)
     torch.compile(moe, backend="eager", fullgraph=True)(torch.randn(6, D))

@@ -89,7 +89,7 @@ def test_a_check_on_a_device_knows_which_op_runs(
 
     class Seen:
         def splits(self, offs: Tensor, rows: int) -> None:
-            seen.append((debug.running(), rows))
+            seen.append((debug.running_op(), rows))
 
     model = torch.nn.ModuleDict({"moe": experts(device="meta")})
     fo.configure(model)  # absolute names

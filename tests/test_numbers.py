@@ -132,7 +132,7 @@ def test_a_write_that_nobody_announced_is_found() -> None:
     seen_in(model, x, BLOCK(weights="step"))
     for p in model.parameters():
         p.data.mul_(1.5)
-    with pytest.raises(fo.FuseOpsError, match=r"0\.fc: its quantized weight is kept"):
+    with pytest.raises(fo.FuseOpsError, match=r"0\.fc: its cached quantized weight is stale"):
         seen_in(model, x, BLOCK(weights="step"))
     fo.weights_changed(model)
     seen_in(model, x, BLOCK(weights="step"))

@@ -20,7 +20,7 @@ from fuseops.testing import assert_bwd_is_vjp
 from fuseops.testing.catalogue import catalogue, entry, exported
 from fuseops.testing.compare import difference
 from fuseops.testing.step import training_step
-from fuseops.testing.strategies import LAYOUTS, Case, dtypes, filled, laid_out, op_cases
+from fuseops.testing.strategies import LAYOUTS, Case, dtypes, filled, op_cases, with_layout
 
 OPS = exported()
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
@@ -295,7 +295,7 @@ def test_a_half_overflows_where_its_numbers_do(op: type[Op[Any]], data: st.DataO
                 if getattr(case.model, "down", None) is not None:
                     continue  # what lies between its two small products is rounded too, and they cancel
                 one, least = mine[name][under].double(), eps * torch.finfo(torch.float16).tiny
-                assert not difference(name, one, t[under], 2 * eps, least=least)
+                assert not difference(name, one, t[under], 2 * eps, atol=least)
 
 
 @every_op
@@ -304,10 +304,10 @@ def test_a_half_overflows_where_its_numbers_do(op: type[Op[Any]], data: st.DataO
 def test_strides_change_nothing(op: type[Op[Any]], data: st.DataObject) -> None:
     layout = data.draw(st.sampled_from(LAYOUTS[1:]))
     case = data.draw(op_cases(op, layouts=["contiguous"], kinds=["normal"]))
-    x = laid_out(case.x, layout)
+    x = with_layout(case.x, layout)
     # "expanded" are other values, which rows and their places cannot take
     other = data.draw(st.sampled_from(["contiguous", "transposed", "sliced", "inside"]))
-    side = {n: laid_out(t, other) for n, t in case.side.items()}
+    side = {n: with_layout(t, other) for n, t in case.side.items()}
     strided = training_step(case.model, (x,), side, all_inputs=True)
     plain = training_step(
         case.model,
@@ -329,7 +329,7 @@ def test_strided_output_gradients_change_nothing(op: type[Op[Any]], data: st.Dat
     layout = data.draw(st.sampled_from(LAYOUTS))
     torch.manual_seed(0)
     y = y_of(case)
-    dy = laid_out(filled(y.shape, y.dtype, "normal", 1), layout)
+    dy = with_layout(filled(y.shape, y.dtype, "normal", 1), layout)
     owners = [t for t in needed(case).values() if t.requires_grad]
     results = [
         torch.autograd.grad(y, owners, d, retain_graph=True, materialize_grads=True)

@@ -54,8 +54,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(graph)
         return graph
 
-    monkeypatch.setattr(torch_private, "generated", generated)
-    monkeypatch.setattr(torch_private, "why_not_generated", lambda device: None)
+    monkeypatch.setattr(torch_private, "inductor_compile", generated)
+    monkeypatch.setattr(torch_private, "inductor_unsupported_reason", lambda device: None)
     monkeypatch.setattr(pointwise, "CACHE", {})
     return made
 
@@ -147,12 +147,12 @@ def test_inductor_makes_one_kernel_each_way_for_every_number_of_rows(
 ) -> None:
     """Two layers that are alike share theirs; a run repeats bit for bit."""
     device = torch.device("cpu")
-    if (why := torch_private.why_not_generated(device)) is not None:
+    if (why := torch_private.inductor_unsupported_reason(device)) is not None:
         pytest.skip(why)
-    made, generated = [], torch_private.generated
+    made, generated = [], torch_private.inductor_compile
     monkeypatch.setattr(pointwise, "CACHE", {})
     monkeypatch.setattr(
-        torch_private, "generated", lambda *given: made.append(given) or generated(*given)
+        torch_private, "inductor_compile", lambda *given: made.append(given) or generated(*given)
     )
     layers = [fo.Sequential(Swish(), fo.ops.ConstantScale(0.5), Tanh()) for _ in range(2)]
     for rows in (5, 1, 0, 8, 300):
@@ -184,7 +184,7 @@ def test_a_step_that_is_repeated_runs_its_kernels(
     def generated(graph: Any, tensors: Any) -> Any:
         return lambda *given: ran.append(graph) or graph(*given)
 
-    monkeypatch.setattr(torch_private, "generated", generated)
+    monkeypatch.setattr(torch_private, "inductor_compile", generated)
     model = fo.Sequential(fo.ops.SiLU(), fo.ops.ConstantScale(0.7), fo.ops.GELU("tanh"))
     for k in range(6):
         x = data(3, D)

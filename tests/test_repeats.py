@@ -48,7 +48,7 @@ def step(model: nn.Module, x: Tensor, seed: int = 0) -> list[Tensor]:
 
 def segments(model: Any) -> list[Any]:
     (piece,) = (run for _, run in model._runner.pieces)
-    return [*next(iter(piece.last.plans.values())).segments]
+    return [*next(iter(piece.last_call.plans.values())).segments]
 
 
 def inputs(k: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -143,8 +143,8 @@ model, x = fo.Sequential(fo.ops.Linear(8, 8), fo.ops.Linear(8, 8)), torch.randn(
 for _ in range(4):
     model(x).sum().backward()
 (_, run), = model._runner.pieces
-(seg,) = next(iter(run.last.plans.values())).segments
-assert all(alike.again for alike in seg.repeats.kinds.values())
+(seg,) = next(iter(run.last_call.plans.values())).segments
+assert all(kind.transcripts for kind in seg.repeats.kinds.values())
 assert "torch._dynamo" not in sys.modules
 """
     ran = fresh.run("-c", code)
@@ -601,5 +601,5 @@ def test_a_repeated_step_on_a_gpu(name: str, rows: int) -> None:
         for ours, theirs in zip(*found, strict=True):
             assert torch.equal(ours, theirs)
     (seg,) = segments(model)
-    written = [len(alike.again) for alike in seg.repeats.kinds.values()]
+    written = [len(kind.transcripts) for kind in seg.repeats.kinds.values()]
     assert len(written) == 2 and all(written)

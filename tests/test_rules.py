@@ -24,7 +24,7 @@ from fuseops.rules.fused.bias_act import BiasAct
 from fuseops.rules.fused.linear_act import LinearAct
 from fuseops.testing import assert_fused_matches_unfused, assert_no_rule_is_shadowed
 from fuseops.testing.compare import tolerance
-from fuseops.testing.fused import compared
+from fuseops.testing.fused import compare_steps
 from fuseops.testing.shadowed import expansions
 from fuseops.testing.strategies import NONFINITE, Case, chains, rule_cases
 
@@ -91,7 +91,7 @@ def test_fused_equals_unfused_for_any_frozen_subsets(rule: fo.Rule, data: st.Dat
         for leaf, want in zip(leaves, wanted, strict=True):
             leaf.requires_grad_(want)
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-            found, _ = compared(case.model, (case.x,), case.side, False, tol)
+            found, _ = compare_steps(case.model, (case.x,), case.side, False, tol)
         assert not found, (wanted, found)
 
 

@@ -21,7 +21,7 @@ from fuseops.rules.fused.bias_act import BiasAct
 from fuseops.rules.fused.linear_act import LinearAct
 from fuseops.testing.catalogue import Wanted, entry
 from fuseops.testing.shadowed import expansions
-from fuseops.testing.strategies import Case, chains, readable
+from fuseops.testing.strategies import Case, chains, with_readers
 from fuseops.words import plural
 
 OFFS = torch.tensor([2, 2, 5], dtype=torch.int32)
@@ -353,7 +353,7 @@ def exemplar(rule: fo.Rule) -> fo.Sequential:
             entry(op).make(Wanted(lambda *options: options[0], width, out, groups=3, top_k=1))
         )
         width = made[-1].out_shape((6, width))[-1]
-    return fo.Sequential(*readable(made, 6))
+    return fo.Sequential(*with_readers(made, 6))
 
 
 def trained(model: Callable[..., Tensor], params: list[Tensor], side: dict[str, Tensor]) -> Any:

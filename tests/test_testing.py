@@ -14,7 +14,7 @@ from fuseops.rules.fused.linear_act import LinearAct
 from fuseops.testing import assert_bwd_is_vjp, assert_fused_matches_unfused, bisect
 from fuseops.testing.catalogue import Wanted, entry
 from fuseops.testing.compare import difference
-from fuseops.testing.step import shaken
+from fuseops.testing.step import perturbed
 from fuseops.testing.strategies import filled
 
 
@@ -362,7 +362,7 @@ def test_the_tools_work_without_hypothesis() -> None:
 def test_a_last_place_is_shaken_in_every_dtype(dtype: torch.dtype) -> None:
     """What rounding explains is measured by it: where nothing moves, nothing is explained."""
     ones = torch.ones(64, dtype=dtype)
-    with shaken(module := torch.nn.LayerNorm(64, dtype=dtype), 0.0, torch.Generator()):
+    with perturbed(module := torch.nn.LayerNorm(64, dtype=dtype), 0.0, torch.Generator()):
         moved = module.weight.detach().clone()
     assert (
         torch.equal(module.weight, ones)

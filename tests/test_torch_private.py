@@ -45,13 +45,13 @@ def test_pairs_of_a_pipeline_schedule_are_performed_by_its_step() -> None:
     schedule.pp_group_size, schedule._n_microbatches = 1, 4
     schedule.pipeline_order = {0: schedule._calculate_single_rank_operations(0)}
     schedule._comp_type_to_function_map = {}
-    schedule.register_custom_function(torch_private.overlapped_pairs(schedule), print)
+    schedule.register_custom_function(torch_private.overlap_action_type(schedule), print)
     assert list(schedule._comp_type_to_function_map.values()) == [print]
     for kind in (ScheduleZBVZeroBubble, object):
         other: Any = kind.__new__(kind)
         if kind is not object:
             other.pipeline_order = {0: [None]}
-        assert torch_private.overlapped_pairs(other) is None
+        assert torch_private.overlap_action_type(other) is None
     performed: list[int] = []
 
     def step() -> None:
@@ -60,7 +60,7 @@ def test_pairs_of_a_pipeline_schedule_are_performed_by_its_step() -> None:
         del _perform_action
 
     def function() -> None:
-        torch_private.performing()(3)
+        torch_private.pipeline_perform()(3)
 
     step()
     assert performed == [3]
@@ -107,7 +107,7 @@ def test_in_backward_is_true_in_a_backward_only(asked: list[bool]) -> None:
     assert asked == [False]
     y.sum().backward()
     assert asked == [False, True] and not torch_private.in_backward()
-    assert torch_private.backward_now() == torch_private.NO_BACKWARD
+    assert torch_private.current_backward() == torch_private.NO_BACKWARD
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -132,7 +132,7 @@ def test_the_end_of_a_backward_is_told_where_it_comes(stops: bool) -> None:
     told: list[bool] = []
     x = torch.ones(2, requires_grad=True)
     y = 2 * x
-    y.register_hook(lambda _: torch_private.when_backward_ends(lambda: told.append(True)))
+    y.register_hook(lambda _: torch_private.on_backward_end(lambda: told.append(True)))
     x.register_hook(lambda g: 1 / 0 if stops else g)
     with pytest.raises(ZeroDivisionError) if stops else nullcontext():
         y.sum().backward()
@@ -452,7 +452,7 @@ def test_disabled_is_a_function_that_compiled_code_calls() -> None:
         compiling.append(torch.compiler.is_compiling())
         return 2 * x
 
-    outside = torch_private.disabled(doubled)
+    outside = torch_private.dynamo_disabled(doubled)
     torch._dynamo.reset()
     run = torch.compile(lambda x: outside(x.sin()).cos(), backend="eager")
     x = torch.randn(3)
@@ -505,7 +505,7 @@ def test_version_counts_writes_in_place() -> None:
 def test_an_alias_of_no_bytes_sees_writes_and_holds_nothing() -> None:
     t = torch.ones(4)
     alias, storage = (
-        torch_private.alias_of_no_bytes(t),
+        torch_private.empty_alias(t),
         torch_private.WeakStorage(t.untyped_storage()),
     )
     t[1:].zero_()
@@ -591,7 +591,7 @@ def test_whoever_else_holds_a_tensor_is_seen(how: str) -> None:
     held = [torch.ones(4)]
     for _ in range(2):
         assert torch_private.held_once(held)
-        assert torch_private.uses(held) == torch_private.uses([torch.ones(4)])
+        assert torch_private.use_counts(held) == torch_private.use_counts([torch.ones(4)])
         other = HOLDERS[how](held[0])
         assert other is not None and not torch_private.held_once(held)
         del other
@@ -668,11 +668,11 @@ def test_an_unsafe_view_is_no_view_to_autograd() -> None:
 def test_a_call_is_replaced_and_put_back_and_no_copy_has_it() -> None:
     module, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
     before = module(x)
-    assert torch_private.call_of(module) is None
+    assert torch_private.replaced_call(module) is None
     assert torch_private.replace_call(module, lambda x: 2 * module._call_impl(x)) is None
     torch.testing.assert_close(module(x), 2 * before)
-    assert torch_private.call_of(copy.deepcopy(module)) is None
-    replacement = torch_private.call_of(module)
+    assert torch_private.replaced_call(copy.deepcopy(module)) is None
+    replacement = torch_private.replaced_call(module)
     assert torch_private.replace_call(module, None) is replacement
     assert "_compiled_call_impl" not in vars(module)
     torch.testing.assert_close(module(x), before)
@@ -836,8 +836,8 @@ def test_collectives_over_one_rank_give_a_plain_tensor_of_the_same_values() -> N
             torch_private.reduce_scatter(x, 1, group),
             torch_private.all_reduce(x, group),
             torch_private.all_reduce(x, group.group_name, "max"),
-            torch_private.waited(torch_private.begin_all_gather(x, 0, group)),
-            torch_private.waited(torch_private.begin_all_reduce(x, group)),
+            torch_private.wait_tensor(torch_private.all_gather_async(x, 0, group)),
+            torch_private.wait_tensor(torch_private.all_reduce_async(x, group)),
         ):
             assert type(y) is Tensor and torch.equal(y, x) and y.data_ptr() != x.data_ptr()
     finally:
@@ -851,8 +851,29 @@ def test_a_parameter_may_have_a_mesh_of_its_own_under_fsdp() -> None:
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        made, info = torch_private.shard_placement_on(init_device_mesh("cpu", (2,)))
+        made, info = torch_private.fsdp_shard_placement(init_device_mesh("cpu", (2,)))
         assert made is None or made(Shard(0), info).mesh_info.shard_mesh_size == 2
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_fsdp_accumulates_is_found_where_it_keeps_it() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model: Any = torch.nn.Linear(4, 2)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        model.unshard()
+        found = torch_private.fsdp_accumulation(model)
+        assert all(getattr(owner, name) is value for owner, name, value in found)
+        names = [name for _, name, _ in found]
+        assert names.count("unsharded_accumulated_grad") == names.count("grad") == 2
+        model.set_requires_gradient_sync(False)
+        changed = [name for owner, name, value in found if getattr(owner, name) is not value]
+        assert changed == ["reduce_grads", "all_reduce_grads"]
     finally:
         dist.destroy_process_group()
 
@@ -904,20 +925,20 @@ def test_a_mode_that_traces_is_said_to_compile() -> None:
 
 
 def test_a_function_is_traced_and_compiled_once_for_all_rows() -> None:
-    mode, rows = torch_private.unknown_rows([1009])
+    mode, rows = torch_private.symbolic_sizes([1009])
     with mode:
         x = torch.empty((*rows, 4))
-    graph = torch_private.graph_of(lambda x: (x.sin() * 2,), [x])
+    graph = torch_private.trace_graph(lambda x: (x.sin() * 2,), [x])
     assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [
         torch.ops.aten.sin.default,
         torch.ops.aten.mul.Tensor,
     ]
-    assert torch_private.assumed_of_rows(mode) == []
-    assert torch_private.why_not_generated(torch.device("meta")) is not None
-    if torch_private.why_not_generated(torch.device("cpu")) is None:
-        made = torch_private.generated(graph, [x])
+    assert torch_private.symbol_constraints(mode) == []
+    assert torch_private.inductor_unsupported_reason(torch.device("meta")) is not None
+    if torch_private.inductor_unsupported_reason(torch.device("cpu")) is None:
+        made = torch_private.inductor_compile(graph, [x])
         for n in (3, 0, 1, 40):
             t = torch.randn(n, 4)
             torch.testing.assert_close(made(t)[0], t.sin() * 2)
-    torch_private.graph_of(lambda x: (x * 2 if x.shape[0] > 5 else x,), [x])
-    assert torch_private.assumed_of_rows(mode) != []
+    torch_private.trace_graph(lambda x: (x * 2 if x.shape[0] > 5 else x,), [x])
+    assert torch_private.symbol_constraints(mode) != []

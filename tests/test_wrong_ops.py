@@ -460,7 +460,7 @@ def test_a_gradient_left_out_is_found_in_any_call(
 def test_the_contract_is_checked_once_forward_and_once_backward(
     forwards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fuseops.run import first
+    from fuseops.run import contract
 
     asked = {"fwd": 0, "bwd": 0}
 
@@ -471,8 +471,8 @@ def test_the_contract_is_checked_once_forward_and_once_backward(
 
         return run
 
-    monkeypatch.setattr(first, "_check_published", counted(first._check_published, "fwd"))
-    monkeypatch.setattr(first, "_check_names", counted(first._check_names, "bwd"))
+    monkeypatch.setattr(contract, "_check_published", counted(contract._check_published, "fwd"))
+    monkeypatch.setattr(contract, "_check_names", counted(contract._check_names, "bwd"))
     model, x = fo.Sequential(Product()), torch.ones(3, 4, requires_grad=True)
     for _ in range(2):
         y = [model(x) for _ in range(forwards)][-1]

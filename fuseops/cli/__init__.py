@@ -14,7 +14,7 @@ from fuseops.errors import FuseOpsError
 
 from . import bench, demo, env, explain, kernels, offload_plan, tune
 from .env import version
-from .target import UsageError, mistake_of, shown
+from .target import UsageError, user_error_in, user_traceback
 
 OK, FAILED, USAGE = 0, 1, 2
 
@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return FAILED
     except Exception as error:
-        mistake = mistake_of(error)
-        if mistake is None:
+        user_error = user_error_in(error)
+        if user_error is None:
             raise
-        print(shown(mistake), end="", file=sys.stderr)
+        print(user_traceback(user_error), end="", file=sys.stderr)
         return FAILED
     return int(code)
 

@@ -1,7 +1,7 @@
-"""`fuseops bench`: one training step of a model fused, unfused and as plain torch, interleaved
-round by round.
+"""`fuseops bench`: time a training step of a model fused, unfused and as plain torch, in interleaved
+rounds.
 
-Without a target it measures what a Sequential costs in Python: eight Linear(16, 16), beside plain
+Without a target it measures the Python overhead of a Sequential: eight Linear(16, 16), against
 `nn.Sequential`.
 """
 
@@ -24,7 +24,15 @@ from fuseops.run.config import fusion, reference
 from fuseops.words import plural
 
 from .target import Target, add_target, load, writing
-from .terminal import Told, as_json, file_option, number_option, progress, table, threads
+from .terminal import (
+    ProgressCallback,
+    file_option,
+    number_option,
+    print_json,
+    print_table,
+    progress,
+    threads,
+)
 
 Step = Callable[[], None]
 
@@ -45,19 +53,19 @@ def run(args: argparse.Namespace) -> int:
         steps = {**ways(target), **others}
         cuda = any(p.is_cuda for p in target.model.parameters())
         wait = torch.cuda.synchronize if cuda else lambda: None
-        with progress("timing", quiet=args.json, lines=False) as told:
-            times = measure(steps, args.rounds, args.calls, wait, told)
-        used = torch.get_num_threads()
+        with progress("timing", quiet=args.json, lines=False) as report:
+            times = measure(steps, args.rounds, args.calls, wait, report)
+        thread_count = torch.get_num_threads()
     device = next((p.device for p in target.model.parameters()), torch.device("cpu"))
-    title = f"{target.name} on {device}, {plural(used, 'thread')}"
+    title = f"{target.name} on {device}, {plural(thread_count, 'thread')}"
     if args.plot:
         _draw(title, times, args.plot)
     if args.json:
-        as_json(
+        print_json(
             "bench",
             target=target.name,
             device=str(device),
-            threads=used,
+            threads=thread_count,
             rounds=args.rounds,
             microseconds=times,
             plot=args.plot and str(args.plot),
@@ -69,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         [n, *(f"{t[k]:.1f}" for k in ("median", "low", "high")), fastest[n]]
         for n, t in times.items()
     ]
-    table([["way", "median", "25 %", "75 %", "fused = 1"], *rows])
+    print_table([["way", "median", "25 %", "75 %", "fused = 1"], *rows])
     if device.type == "cpu":
         print("on a CPU every op is plain torch: what kernels and fusion gain shows on a GPU")
     if args.plot:
@@ -78,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _draw(title: str, times: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """A bar a way: its median, and the quartiles over it."""
+    """Draw a bar chart of the medians with quartiles."""
     kinds = {"fused": "ours", "unfused": "peer"}
     bars = [
         ChartBar(
@@ -92,7 +100,7 @@ def _draw(title: str, times: Mapping[str, Mapping[str, float]], path: Path) -> N
 
 
 def ways(target: Target) -> dict[str, Step]:
-    """The same step under three settings."""
+    """The training step under each of three settings."""
     scopes: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
         "fused": nullcontext,
         "unfused": lambda: fusion(False),
@@ -104,7 +112,7 @@ def ways(target: Target) -> dict[str, Step]:
 def training_step(
     target: Target, scope: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> Step:
-    """Forward inside `scope`, and backward of the sum of what comes out."""
+    """A function that runs the forward inside `scope`, and the backward of the sum of the outputs."""
 
     def step() -> None:
         with scope():
@@ -127,18 +135,22 @@ def _overhead() -> tuple[Target, dict[str, Step]]:
 
 
 def measure(
-    steps: Mapping[str, Step], rounds: int, calls: int, wait: Callable[[], None], told: Told
+    steps: Mapping[str, Step],
+    rounds: int,
+    calls: int,
+    wait: Callable[[], None],
+    report: ProgressCallback,
 ) -> dict[str, dict[str, float]]:
-    """Median and quartiles in microseconds, the ways interleaved so that drift hits all of them.
+    """Median and quartiles of each step in microseconds; steps are interleaved, so that drift affects all alike.
 
-    told: is told how far it is, between the times that are taken.
+    wait: synchronises the device.  report: called outside of the timed parts.
     """
     for step in steps.values():
         step()
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
         for name, step in steps.items():
-            told(f"round {number + 1}, {name}", number, rounds)
+            report(f"round {number + 1}, {name}", number, rounds)
             wait()
             start = time.perf_counter()
             for _ in range(calls):

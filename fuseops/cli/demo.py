@@ -12,7 +12,7 @@ from typing import Any
 from fuseops.demo import DEFAULT_STEPS
 
 from .target import UsageError
-from .terminal import as_json, number_option, progress, threads
+from .terminal import number_option, print_json, progress, threads
 
 PRETRAIN = Path(__file__).resolve().parents[2] / "examples" / "pretrain.py"
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo.  -> 0, 1 when a check or the loss bar fails"""
     if args.ranks > 1:
-        return _over_ranks(args)
+        return _run_over_ranks(args)
     from fuseops.demo import data, job  # the largest part: only this command pays for it
 
     try:
@@ -60,27 +60,27 @@ def run(args: argparse.Namespace) -> int:
         shown = progress("training", quiet=args.json, lines=False)
         outcome, path = job.run_job(args, device, corpus, shown)
     if args.json:
-        as_json("demo", **outcome.to_json(path))
+        print_json("demo", **outcome.to_json(path))
     return int(bool(outcome.failures))
 
 
-def _over_ranks(args: argparse.Namespace) -> int:
+def _run_over_ranks(args: argparse.Namespace) -> int:
     """`examples/pretrain.py` under torchrun, on CPUs unless `--device cuda` is given.   -> its exit code"""
     if not PRETRAIN.exists():
         raise UsageError(f"--ranks runs {PRETRAIN}, which is not there: use a checkout.")
     if args.json:
         raise UsageError("--json is of the demo on one process: leave out --ranks.")
-    here = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if not args.device.startswith("cuda"):
-        here["CUDA_VISIBLE_DEVICES"] = ""
+        env["CUDA_VISIBLE_DEVICES"] = ""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
     steps = ["--steps", str(args.steps), "--seed", str(args.seed)]
     steps += ["--show", str(max(args.steps // 10, 1))]
-    return _passed_on([sys.executable, *launch, str(PRETRAIN), *steps], here)
+    return _run_and_forward([sys.executable, *launch, str(PRETRAIN), *steps], env)
 
 
-def _passed_on(command: list[str], env: Mapping[str, str]) -> int:
-    """Run a command and pass on what it prints; it ends, unheard, when nobody reads that.   -> its exit code"""
+def _run_and_forward(command: list[str], env: Mapping[str, str]) -> int:
+    """Run a command and forward its output; it is terminated when that fails.   -> its exit code"""
     pipe = subprocess.PIPE
     with (
         subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe) as ran,
@@ -92,10 +92,10 @@ def _passed_on(command: list[str], env: Mapping[str, str]) -> int:
         try:
             while pipes.get_map():
                 for key, _ in pipes.select():
-                    said = os.read(key.fd, 1 << 16)
-                    key.data.buffer.write(said)
+                    chunk = os.read(key.fd, 1 << 16)
+                    key.data.buffer.write(chunk)
                     key.data.flush()
-                    if not said:
+                    if not chunk:
                         pipes.unregister(key.fileobj)
         except BaseException:
             ran.terminate()

@@ -1,4 +1,4 @@
-"""`fuseops env`: what runs here, and under which settings; what a report of a fault begins with."""
+"""`fuseops env`: versions, devices, backends and settings, for bug reports."""
 
 import argparse
 import importlib.metadata
@@ -17,7 +17,7 @@ from fuseops.kernels import configs
 from fuseops.offload.planning.hardware import Hardware
 from fuseops.ops import scopes
 
-from .terminal import as_json
+from .terminal import print_json
 
 VARIABLES = (
     "FUSEOPS_FUSION",
@@ -44,9 +44,9 @@ def run(args: argparse.Namespace) -> int:
     if args.measure:
         facts["measured"] = _measure()
     if args.json:
-        as_json("env", **facts)
+        print_json("env", **facts)
         return 0
-    at = _issues()
+    at = _issue_url()
     print(f"fuseops env, for a report at {at}\n" if at else "fuseops env\n")
     for title, values in facts.items():
         print(title)
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _issues() -> str | None:
-    """Where reports go, as the package says."""
+def _issue_url() -> str | None:
+    """The URL for bug reports, from the package's metadata; None where it is not installed."""
     try:
         urls = importlib.metadata.metadata("fuseops").get_all("Project-URL") or []
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
@@ -80,8 +80,10 @@ def describe() -> dict[str, Any]:
         "devices": [_device(k) for k in range(torch.cuda.device_count())]
         or ["cpu only: torch sees no CUDA device"],
         "backends": _backends(),
-        "environment": {name: _short(os.environ.get(name, "not set")) for name in VARIABLES},
-        "tuned": _tuned(),
+        "environment": {
+            name: _home_as_tilde(os.environ.get(name, "not set")) for name in VARIABLES
+        },
+        "tuned": _tuned_configurations(),
         "settings": {
             "fusion": settings.fusion,
             "disable": sorted(settings.disable),
@@ -103,7 +105,7 @@ def _version(package: str) -> str:
 
 
 def _installed() -> str:
-    """How: a checkout and its commit, or a package."""
+    """How fuseops is installed: from a checkout, with its commit, or as a package."""
     root = Path(str(sys.modules["fuseops"].__file__)).parents[1]
     if not (root / ".git").exists():
         return "as a package"
@@ -116,23 +118,23 @@ def _installed() -> str:
 
 
 def _cuda() -> dict[str, str]:
-    """What torch was built for, and what is there."""
+    """The CUDA version that torch was built for, and the driver."""
     driver = Path("/proc/driver/nvidia/version")
     found = driver.read_text(encoding="utf-8").splitlines()[0] if driver.exists() else "none found"
     return {"torch built for": str(torch.version.cuda or "no CUDA"), "driver": found}
 
 
-def _tuned() -> dict[str, Any]:
-    """Configurations of kernels that `fuseops tune` has written here."""
+def _tuned_configurations() -> dict[str, Any]:
+    """The number of kernel configurations that `fuseops tune` has written, and their file."""
     file = configs.cache_file()
     try:
-        return {"configurations": len(configs.cached_table()), "file": _short(file)}
+        return {"configurations": len(configs.cached_table()), "file": _home_as_tilde(file)}
     except FuseOpsError as error:
-        return {"configurations": f"not readable: {error}", "file": _short(file)}
+        return {"configurations": f"not readable: {error}", "file": _home_as_tilde(file)}
 
 
-def _short(value: object) -> str:
-    """Without the name of who is asked."""
+def _home_as_tilde(value: object) -> str:
+    """A path with ~ for the home directory, which has the name of the user."""
     return str(value).replace(str(Path.home()), "~")
 
 
@@ -161,7 +163,7 @@ def _backends() -> dict[str, str]:
 
 
 def _measure() -> dict[str, Any]:
-    """A hardware profile, as `offload.Hardware.load` reads it; on a machine without CUDA, why not."""
+    """A measured hardware profile, in the format of `offload.Hardware.load`; without CUDA the reason for none."""
     if not torch.cuda.is_available():
         return {"not measured": "torch sees no CUDA device; plans use the shipped NVIDIA H200"}
     return Hardware.measure().to_json()

@@ -1,4 +1,4 @@
-"""The model that `fuseops offload-plan` plans when it is given none, and that docs/offload.md speaks of.
+"""The default model of `fuseops offload-plan`, which docs/offload.md uses.
 
 Twelve dense transformer blocks of fuseops ops (width 4096, 32 heads, FFN 14336) on 8192 tokens in bfloat16.
 """
@@ -29,7 +29,7 @@ class ExampleAttention(nn.Module):
 
 
 class Stack(nn.Module):
-    """A `Stack` runs dense transformer blocks."""
+    """A `Stack` is a sequence of dense transformer blocks."""
 
     def __init__(self, blocks: int, width: int, ffn: int, heads: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Stack(nn.Module):
 
 
 def example() -> Target:
-    """The stack of this file, on torch's meta device: it takes no memory."""
+    """The stack on torch's meta device, which takes no memory."""
     with torch.device("meta"):
         model = Stack(blocks=12, width=4096, ffn=14336, heads=32).to(torch.bfloat16)
         x = torch.empty(8192, 4096, dtype=torch.bfloat16, requires_grad=True)

@@ -5,7 +5,7 @@ import argparse
 from fuseops.explain import Explanation, plans
 
 from .target import add_target, load, writing
-from .terminal import as_json, file_option
+from .terminal import file_option, print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,16 +15,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     target = load(args.target)
-    said = Explanation(plans(target.model, *target.args, **target.side))
+    explanation = Explanation(plans(target.model, *target.args, **target.side))
     if args.html is not None:
         with writing(args.html):
-            page = said.to_html(f"Fusion plan of {target.name}")
+            page = explanation.to_html(f"Fusion plan of {target.name}")
             args.html.write_text(page, encoding="utf-8")
     if args.json:
         html = None if args.html is None else str(args.html)
-        as_json("explain", target=target.name, **said.to_json(), html=html)
+        print_json("explain", target=target.name, **explanation.to_json(), html=html)
         return 0
-    print(said)
+    print(explanation)
     if args.html is not None:
         print(f"\nwrote {args.html}")
     return 0

@@ -8,7 +8,7 @@ from fuseops.kernels import aot, configs
 from fuseops.kernels.registry import HAS_TRITON
 
 from .target import UsageError
-from .terminal import as_json, number_option, table
+from .terminal import number_option, print_json, print_table
 
 MEASURED = ("registers", "spilled B", "shared B", "tensor cores", "note")
 
@@ -41,47 +41,47 @@ def run(args: argparse.Namespace) -> int:
         return _check(args)
     if args.rebuild:
         return _rebuild(args)
-    every = described()
+    records = table_records()
     rows = [
-        r for r in every if args.kernel in r["kernel"] and r["arch"] == (args.arch or r["arch"])
+        r for r in records if args.kernel in r["kernel"] and r["arch"] == (args.arch or r["arch"])
     ]
-    if not every:
+    if not records:
         raise UsageError(
             f"{aot.table_path().name} is not here: it is part of a checkout, not of the wheel."
         )
     if not rows:
-        names = ", ".join(sorted({r["kernel"] for r in every}))
+        names = ", ".join(sorted({r["kernel"] for r in records}))
         raise UsageError(f"no kernel's name contains {args.kernel!r}. There are {names}.")
     if args.json:
-        as_json("kernels", triton=configs.versions()["triton"], kernels=rows)
+        print_json("kernels", triton=configs.versions()["triton"], kernels=rows)
         return 0
     if args.variants:  # a variant is long, so it comes last
-        table([("kernel", "arch", "triton", *MEASURED, "variant"), *_each(rows)])
+        print_table([("kernel", "arch", "triton", *MEASURED, "variant"), *_variant_rows(rows)])
     else:
-        table([("kernel", "arch", "triton", "variants", *MEASURED), *_summary(rows)])
+        print_table([("kernel", "arch", "triton", "variants", *MEASURED), *_kernel_rows(rows)])
     return 0
 
 
-def described() -> list[dict[str, Any]]:
-    """The committed tables, one record a row: of this Triton, and of kernels that it has no row of the pinned one's."""
+def table_records() -> list[dict[str, Any]]:
+    """The rows of the committed tables: of this Triton release, and for kernels missing there, of the pinned one."""
     records: list[dict[str, Any]] = []
     for release in dict.fromkeys((configs.triton_release(), aot.PINNED)):
-        rows, mine = aot.read_table(release), {r["kernel"] for r in records}
+        rows, known = aot.read_table(release), {r["kernel"] for r in records}
         triton = aot.table_version(release) if rows else ""
         for key, row in rows.items():
             kernel, rest = key.split(" ", 1)
             variant, arch = rest.rsplit(" sm_", 1)
-            if kernel not in mine:
-                said = {"kernel": kernel, "variant": variant, "arch": int(arch)}
-                records.append({**said, "triton": triton, **row})
+            if kernel not in known:
+                fields = {"kernel": kernel, "variant": variant, "arch": int(arch)}
+                records.append({**fields, "triton": triton, **row})
     return records
 
 
-def _each(rows: list[dict[str, Any]]) -> list[list[str]]:
+def _variant_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
     return [[r["kernel"], f"sm_{r['arch']}", r["triton"], *_cells([r]), r["variant"]] for r in rows]
 
 
-def _summary(rows: list[dict[str, Any]]) -> list[list[str]]:
+def _kernel_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["kernel"], row["arch"], row["triton"]), []).append(row)
@@ -96,15 +96,15 @@ def _cells(rows: list[dict[str, Any]]) -> list[str]:
     notes = ", ".join(sorted({r["note"] for r in rows if r.get("note")}))
     if not compiled:
         return ["", "", "", "", notes]
-    most = [str(max(r[k] for r in compiled)) for k in ("regs", "stack", "shared")]
-    return [*most, ", ".join(sorted({r["mma"] for r in compiled if r["mma"]})), notes]
+    maxima = [str(max(r[k] for r in compiled)) for k in ("regs", "stack", "shared")]
+    return [*maxima, ", ".join(sorted({r["mma"] for r in compiled if r["mma"]})), notes]
 
 
 def _check(args: argparse.Namespace) -> int:
     found = aot.check(args.sample, jobs=args.jobs)
     failed = bool(found.stale or found.problems)
     if args.json:
-        as_json("kernels", **found._asdict())
+        print_json("kernels", **found._asdict())
         return int(failed)
     for key, why in {**found.stale, **found.problems}.items():
         print(f"{why}: {key}")
@@ -125,7 +125,7 @@ def _rebuild(args: argparse.Namespace) -> int:
         if not args.json and (problem or number % 100 == 0):
             print(f"[{number}/{total}] {row.key}: {problem or 'ok'}", flush=True)
     if args.json:
-        as_json("kernels", compiled=total, problems=failed)
+        print_json("kernels", compiled=total, problems=failed)
     else:
         print(f"{total} rows compiled, {len(failed)} with a problem")
     return int(bool(failed))

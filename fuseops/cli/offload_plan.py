@@ -16,7 +16,7 @@ from fuseops.offload.planning.text import ranks
 
 from .example import example
 from .target import UsageError, add_target, load, writing
-from .terminal import amount, as_json, file_option, number_option, progress, table
+from .terminal import byte_count, file_option, number_option, print_json, print_table, progress
 
 FAILED = 1
 
@@ -25,12 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser, instead="an example of twelve blocks")
     parser.add_argument(
         "--peak",
-        type=amount,
+        type=byte_count,
         metavar="BYTES",
         help="most on the device, such as 11GiB; default: what costs no time leaves",
     )
     parser.add_argument(
-        "--host", type=amount, metavar="BYTES", help="most of host memory; default: no limit"
+        "--host", type=byte_count, metavar="BYTES", help="most of host memory; default: no limit"
     )
     parser.add_argument(
         "--layers",
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     pipeline = _pipeline(args)
     target = example() if args.target is None else load(args.target)
     hardware = None if args.hardware is None else _hardware(args.hardware)
-    with progress("planning", quiet=args.json, lines=False) as told:
+    with progress("planning", quiet=args.json, lines=False) as report:
         plan = offload.plan(
             target.model,
             *target.args,
@@ -72,13 +72,13 @@ def run(args: argparse.Namespace) -> int:
             host=args.host,
             layers=args.layers,
             record=args.record,
-            progress=told,
+            progress=report,
             **target.side,
         )
     if pipeline is None:
-        return _one(plan, target.name, args)
+        return _show_plan(plan, target.name, args)
     plans = offload.plan_pipeline(plan.profile, plan.hardware, pipeline, plan.limits)
-    return _ranks(plans, target.name, pipeline, args)
+    return _show_ranks(plans, target.name, pipeline, args)
 
 
 def _hardware(path: Path) -> Hardware:
@@ -96,10 +96,10 @@ def _pipeline(args: argparse.Namespace) -> offload.Pipeline | None:
     return None
 
 
-def _one(plan: OffloadPlan, name: str, args: argparse.Namespace) -> int:
+def _show_plan(plan: OffloadPlan, name: str, args: argparse.Namespace) -> int:
     (files,) = _write_files([plan], args)
     if args.json:
-        as_json("offload-plan", target=name, **plan.to_json(), **files)
+        print_json("offload-plan", target=name, **plan.to_json(), **files)
     else:
         columns = shutil.get_terminal_size((100, 24)).columns
         print(plan.explain(args.every, args.wide, columns))
@@ -107,25 +107,25 @@ def _one(plan: OffloadPlan, name: str, args: argparse.Namespace) -> int:
     return 0 if plan.fits else FAILED
 
 
-def _ranks(
+def _show_ranks(
     plans: Sequence[OffloadPlan], name: str, pipeline: offload.Pipeline, args: argparse.Namespace
 ) -> int:
     written = _write_files(plans, args)
     if args.json:
         rows = [plan.to_json() | files for plan, files in zip(plans, written, strict=True)]
-        as_json("offload-plan", target=name, pipeline=pipeline._asdict(), ranks=rows)
+        print_json("offload-plan", target=name, pipeline=pipeline._asdict(), ranks=rows)
     else:
-        table(ranks(plans))
+        print_table(ranks(plans))
         _print_files(written)
     return 0 if all(rank.fits for rank in plans) else FAILED
 
 
 Files = dict[str, str | None]
-"""What was written of a plan: the page of all plans, and its own trace."""
+"""The files written for a plan: the page of all plans, and its own trace."""
 
 
 def _write_files(plans: Sequence[OffloadPlan], args: argparse.Namespace) -> list[Files]:
-    """Write what was asked for; of several plans the trace of each to `<stem>.rank<k>`."""
+    """Write the requested files; with several plans, the trace of each to `<stem>.rank<k>`."""
     page, trace, found = args.html, args.trace, []
     if page is not None:
         text = plans[0].to_html() if len(plans) == 1 else page_of_ranks(plans)

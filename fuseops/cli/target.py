@@ -1,4 +1,4 @@
-"""PATH_OR_MODULE: imports `build() -> (model, args, side)` from a file or a module."""
+"""The PATH_OR_MODULE of a command: a file or module that defines `build() -> (model, args, side)`."""
 
 import argparse
 import importlib
@@ -21,11 +21,11 @@ EXPECTED = "build() -> (model, args, side): a module, a tuple of inputs, a dict 
 
 
 class UsageError(Exception):
-    """The command was called with something that it cannot use."""
+    """An argument of the command that it cannot use."""
 
 
-class MistakeError(Exception):
-    """The user's file, or its `build()`, raised: the cause of this."""
+class UserCodeError(Exception):
+    """Raised from the error of the user's file, or of its `build()`."""
 
 
 class Target(NamedTuple):
@@ -38,7 +38,7 @@ class Target(NamedTuple):
 
 
 def add_target(parser: argparse.ArgumentParser, where: str = "", instead: str = "") -> None:
-    """The model that a command is about.   instead: what it takes where there is none"""
+    """Add the argument for the model of a command.   instead: the default model, for an optional argument"""
     left_out = f"; left out: {instead}" if instead else ""
     parser.add_argument(
         "target",
@@ -50,7 +50,7 @@ def add_target(parser: argparse.ArgumentParser, where: str = "", instead: str = 
 
 @contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """Raises UsageError where the file cannot be written."""
+    """Turn an OSError of writing the file, inside, into a UsageError."""
     try:
         yield
     except OSError as error:
@@ -58,7 +58,7 @@ def writing(file: Path) -> Iterator[None]:
 
 
 def load(name: str) -> Target:
-    """Raises UsageError for a path or module without a `build()` that gives what is expected."""
+    """The target of a path or module.  Raises UsageError where it has no `build()` as expected."""
     module = (
         _from_file(Path(name))
         if name.endswith(".py") or Path(name).exists()
@@ -71,53 +71,53 @@ def load(name: str) -> Target:
         inspect.signature(build).bind()
     except TypeError as error:
         raise UsageError(f"build() of {name} is called without arguments: {error}.") from None
-    with _theirs():
+    with _user_code():
         built = build()
     return _checked(name, built)
 
 
 @contextmanager
-def _theirs() -> Iterator[None]:
-    """Marks what the user's code raises as the user's own error."""
+def _user_code() -> Iterator[None]:
+    """Turn an error of the user's code, inside, into a UserCodeError."""
     try:
         yield
     except (FuseOpsError, UsageError):
-        raise  # these say where by themselves
+        raise  # their messages say where
     except Exception as error:
-        raise MistakeError from error
+        raise UserCodeError from error
 
 
-def mistake_of(error: Exception) -> BaseException | None:
-    """The user's own error, or None for one of fuseops: the innermost frame that is not torch's says whose it is."""
-    if isinstance(error, MistakeError):
+def user_error_in(error: Exception) -> BaseException | None:
+    """The error of the user's code, or None for one of fuseops: decided by the innermost frame outside of torch."""
+    if isinstance(error, UserCodeError):
         return error.__cause__
     frames = traceback.extract_tb(error.__traceback__)
-    innermost = next((f for f in reversed(frames) if not _within(f.filename, TORCH)), None)
-    return None if innermost is None or _behind(innermost.filename) else error
+    innermost = next((f for f in reversed(frames) if not _is_within(f.filename, TORCH)), None)
+    return None if innermost is None or _is_internal(innermost.filename) else error
 
 
-def shown(mistake: BaseException) -> str:
-    """An error with the frames of the user's code, and none of what imported and called it."""
-    told = traceback.TracebackException.from_exception(mistake)
-    chain: list[Any] = [told]
+def user_traceback(user_error: BaseException) -> str:
+    """The traceback of an error, with the frames of the user's code only."""
+    formatted = traceback.TracebackException.from_exception(user_error)
+    chain: list[Any] = [formatted]
     for one in chain:
-        theirs = [f for f in one.stack if not _behind(f.filename)]
-        one.stack = traceback.StackSummary.from_list(theirs)
+        frames = [f for f in one.stack if not _is_internal(f.filename)]
+        one.stack = traceback.StackSummary.from_list(frames)
         chain += [other for other in (one.__cause__, one.__context__) if other is not None]
-    return "".join(told.format())
+    return "".join(formatted.format())
 
 
 FUSEOPS, TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 
 
-def _within(filename: str, folder: Path) -> bool:
+def _is_within(filename: str, folder: Path) -> bool:
     return Path(filename).is_relative_to(folder)
 
 
-def _behind(filename: str) -> bool:
-    """Whether a frame is none of the user's."""
+def _is_internal(filename: str) -> bool:
+    """Whether a frame is one of fuseops, torch or the import system."""
     frozen = filename.startswith("<frozen ") or "importlib" in filename
-    return frozen or _within(filename, FUSEOPS) or _within(filename, TORCH)
+    return frozen or _is_within(filename, FUSEOPS) or _is_within(filename, TORCH)
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -130,7 +130,7 @@ def _from_file(path: Path) -> ModuleType:
     sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look their module up
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        with _theirs():
+        with _user_code():
             spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.resolve().parent))
@@ -140,13 +140,13 @@ def _from_file(path: Path) -> ModuleType:
 def _from_module(name: str) -> ModuleType:
     sys.path.insert(0, str(Path.cwd()))
     try:
-        with _theirs():
+        with _user_code():
             return importlib.import_module(name)
-    except MistakeError as mistake:
-        error = mistake.__cause__
+    except UserCodeError as user_error:
+        error = user_error.__cause__
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{name}.".startswith(f"{missing}."):
-            raise  # the module is there; something in it is wrong, or what it imports is not there
+            raise  # the module exists: it has an error, or imports a missing one
         raise UsageError(
             f"no module {name!r}, and no file of that name. Expected either with {EXPECTED}."
         ) from None

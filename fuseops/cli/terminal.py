@@ -1,6 +1,4 @@
-"""What commands take and print: values of options, tables as plain text, JSON for programs, how far they are; and the
-threads that they run on.
-"""
+"""Common parts of commands: options and their types, output as a table or JSON, a progress bar, CPU threads."""
 
 import argparse
 import importlib.util
@@ -18,20 +16,20 @@ from fuseops.offload.arguments import parse_bytes
 from fuseops.words import aligned
 
 SCHEMA_VERSION = 1
-Told = Callable[[str, int, int], None]  # what is done now, how many are done, of how many
+ProgressCallback = Callable[[str, int, int], None]  # (current part, number done, total)
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on."""
+    """Parse a whole number, 1 or more."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more, got {text!r}")
     return int(text)
 
 
 def number_option(parser: Any, option: str, text: str, default: int | None = None) -> None:
-    """Add an option that takes a whole number from 1 on."""
-    said = "" if default is None else f" (default {default})"
-    parser.add_argument(option, type=positive, default=default, metavar="N", help=f"{text}{said}")
+    """Add an option that takes a whole number, 1 or more."""
+    suffix = "" if default is None else f" (default {default})"
+    parser.add_argument(option, type=positive, default=default, metavar="N", help=f"{text}{suffix}")
 
 
 def file_option(parser: Any, option: str, text: str) -> None:
@@ -39,8 +37,8 @@ def file_option(parser: Any, option: str, text: str) -> None:
     parser.add_argument(option, type=Path, metavar="FILE", help=text)
 
 
-def amount(text: str) -> int:
-    """Bytes: a number, or text such as 11GiB."""
+def byte_count(text: str) -> int:
+    """Parse a number of bytes, with or without a unit: 11GiB."""
     try:
         return parse_bytes(text, "")
     except FuseOpsError:
@@ -49,15 +47,13 @@ def amount(text: str) -> int:
         ) from None
 
 
-def as_json(command: str, **fields: Any) -> None:
-    """Print what a command found as one JSON object."""
+def print_json(command: str, **fields: Any) -> None:
+    """Print the result of a command as one JSON object."""
     print(json.dumps({"schema_version": SCHEMA_VERSION, "command": command, **fields}, indent=2))
 
 
-def table(rows: Sequence[Sequence[str]]) -> None:
-    """Titles, then rows; columns of numbers are aligned right. Nothing is cut off: a line that the terminal is too
-    narrow for goes on in the next.
-    """
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, the first row being its titles. Columns of numbers are right-aligned; long lines are not cut."""
     numbers = [
         k for k, (_, *cells) in enumerate(zip(*rows, strict=True)) if all(map(_is_number, cells))
     ]
@@ -71,7 +67,7 @@ def _is_number(cell: str) -> bool:
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """CPU ops run on so many threads inside; None: on as many as before."""
+    """Run CPU ops on `count` threads inside; None leaves their number."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(count or before)
@@ -81,10 +77,10 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def progress(title: str, quiet: bool, lines: bool = True) -> Iterator[Told]:
-    """What is told to the function that this gives is shown on stderr, and gone at the end.
+def progress(title: str, quiet: bool, lines: bool = True) -> Iterator[ProgressCallback]:
+    """Show a progress bar on stderr until the end, and give the function that updates it.
 
-    lines: without a bar, `title` is a line. With `quiet` nothing is shown.
+    lines: print `title` as a line where there is no bar.  quiet: show nothing.
     """
     if not quiet and sys.stderr.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console

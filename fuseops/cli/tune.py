@@ -10,7 +10,7 @@ from fuseops.kernels.registry import Call, meta, watching
 
 from .bench import training_step
 from .target import UsageError, add_target, load
-from .terminal import as_json, progress
+from .terminal import print_json, progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,25 +21,25 @@ def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise UsageError("tuning times kernels on a GPU, and torch sees no CUDA device.")
     target = load(args.target)
-    with watching() as launched:
+    with watching() as calls_seen:
         training_step(target)()
-    calls = distinct(launched)
+    calls = distinct(calls_seen)
     if not calls:
         raise UsageError(f"{target.name} launches no kernel: is the model on CUDA?")
     found: dict[str, configs.Config] = {}
-    for number, (op, given, keywords) in enumerate(calls, 1):
-        with progress(f"[{number}/{len(calls)}] {op.name}", quiet=args.json) as told:
-            call = partial(op.launcher, *given, **keywords)
-            found.update(configs.tune(call, progress=told))
+    for number, (op, positional, keywords) in enumerate(calls, 1):
+        with progress(f"[{number}/{len(calls)}] {op.name}", quiet=args.json) as report:
+            call = partial(op.launcher, *positional, **keywords)
+            found.update(configs.tune(call, progress=report))
     if args.json:
-        as_json("tune", file=str(configs.cache_file()), configurations=found)
+        print_json("tune", file=str(configs.cache_file()), configurations=found)
     else:
         print(f"{len(found)} configurations written to {configs.cache_file()}")
     return 0
 
 
 def distinct(calls: list[Call]) -> list[Call]:
-    """One call for every kernel, argument shapes and options: a model repeats its layers."""
+    """The calls without repetitions of a kernel with the same argument shapes and options."""
     return list(
         {
             repr((op.name, *map(meta, (args, kw.values())))): (op, args, kw)

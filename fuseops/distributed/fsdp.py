@@ -45,7 +45,7 @@ def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
             f"expert_placement takes the mesh, of one dimension, of ranks that hold the same experts, got {mesh}: "
             "slice it, mesh['dp']."
         )
-    placement_on, info = torch_private.shard_placement_on(mesh)
+    placement_on, info = torch_private.fsdp_shard_placement(mesh)
     if placement_on is None:
         raise FuseOpsError(
             f"experts beside FSDP2 need a mesh of their own, which `fully_shard` of torch {torch.__version__} does not "

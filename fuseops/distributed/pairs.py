@@ -109,7 +109,7 @@ def overlap_pairs(schedule: Any) -> None:
     overlaps compute, a stage under DistributedDataParallel, and a torch with another pipeline runtime.
     """
     name = type(schedule).__name__
-    kind = torch_private.overlapped_pairs(schedule)
+    kind = torch_private.overlap_action_type(schedule)
     if kind is None:
         raise FuseOpsError(
             f"overlap_pairs({name}): it pairs no forward with a backward that this torch ({torch.__version__}) would "
@@ -132,7 +132,7 @@ def overlap_pairs(schedule: Any) -> None:
         )
 
     def in_turns(action: Any, context: Any) -> None:
-        perform = torch_private.performing()
+        perform = torch_private.pipeline_perform()
         Pair(*(partial(perform, each) for each in action.sub_actions)).run()
 
     schedule.register_custom_function(kind, in_turns)

@@ -18,7 +18,7 @@ from fuseops.rules.builtin_rules import POINTWISE
 from fuseops.run.composed import Composed
 from fuseops.run.run import Run
 from fuseops.run.runner import runner_of
-from fuseops.run.splice import border
+from fuseops.run.splice import border_reason
 from fuseops.words import size
 
 from .explanation import FusionPlan
@@ -65,7 +65,7 @@ def _parts(call: SequentialCall, kept: set[str]) -> Iterator[FusionPlan]:
 def _of_module(name: str, module: nn.Module, at: int, outer: Composed) -> Span:
     what = "plain module"
     if isinstance(module, Composed):
-        what = f"a Sequential of its own: {border(module, outer._settings)}"
+        what = f"a Sequential of its own: {border_reason(module, outer._settings)}"
     cls = type(module).__name__
     return Span(at, at + 1, (name,), cls, None, "module", what, (cls,))
 

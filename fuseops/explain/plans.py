@@ -30,7 +30,7 @@ from fuseops.ops.stored import follow_masters
 from fuseops.plan.records import Planned, SavedTensor
 from fuseops.run.composed import Composed
 from fuseops.run.config import set_root
-from fuseops.run.sides import asked_for, check_module
+from fuseops.run.sides import check_module, returned_names
 
 from .assemble import plan_from
 from .explanation import Explanation, FusionPlan
@@ -64,7 +64,7 @@ def plan_of(
     sequential: Composed, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any
 ) -> FusionPlan:
     """The plan of one call of a Sequential."""
-    args, side = (x, *args), {**side, "returns": asked_for(returns)}
+    args, side = (x, *args), {**side, "returns": returned_names(returns)}
     plan = _observe(sequential, args, side)[0]
     with _unplanned_again(sequential):
         peak = peak_of_step(sequential, args, side)
@@ -189,15 +189,15 @@ def _unplanned_again(model: nn.Module) -> Iterator[None]:
     this one.
     """
     runners = [m.__dict__["_runner"] for _, m in walk(model) if "_runner" in m.__dict__]
-    last = [runner.last for runner in runners]
+    last = [runner.last_tokens for runner in runners]
     try:
         yield
     finally:
         for _, module in walk(model):
             if "_runner" in module.__dict__:
-                module.__dict__["_runner"].last = None
+                module.__dict__["_runner"].last_tokens = None
         for runner, value in zip(runners, last, strict=True):
-            runner.last = value
+            runner.last_tokens = value
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class Kernel:
             return found
         if self.made is None:
             with self.lock:
-                self.made = self.made or torch_private.generated(self.graph, self.examples)
+                self.made = self.made or torch_private.inductor_compile(self.graph, self.examples)
         found = self.made(*tensors)
         return found
 
@@ -116,14 +116,14 @@ def _traced(
     wanted: Sequence[int],
     device: torch.device,
 ) -> Both:
-    mode, rows = torch_private.unknown_rows(hints)
+    mode, rows = torch_private.symbolic_sizes(hints)
     with mode:
         inputs = [
             torch.empty((*(rows if t.rows else ()), *t.rest), dtype=t.dtype, device=device)
             for t in likes
         ]
         with torch.no_grad():
-            graph = torch_private.graph_of(lambda *t: (function(*t),), inputs)
+            graph = torch_private.trace_graph(lambda *t: (function(*t),), inputs)
     _check_elementwise(graph)
     forward = Kernel(graph, inputs)
     read: tuple[int, ...] = ()
@@ -133,10 +133,10 @@ def _traced(
         with mode:
             dy = torch.empty(y.shape, dtype=y.dtype, device=device)
             gradients = functools.partial(vjp, function, wanted)
-            graph = torch_private.graph_of(gradients, [dy, *inputs])
+            graph = torch_private.trace_graph(gradients, [dy, *inputs])
         graph, read = _without_unread(graph)
         backward = Kernel(graph, [dy, *(inputs[k] for k in read)])
-    if assumed := torch_private.assumed_of_rows(mode):
+    if assumed := torch_private.symbol_constraints(mode):
         raise RefusedError(f"it depends on the number of rows ({assumed[0]})")
     return Both(forward, backward, read)
 

@@ -21,7 +21,7 @@ from fuseops.ops.activations import Activation, ScaledActivation
 from fuseops.ops.checks import check_flags, check_integers
 from fuseops.ops.op import Op
 from fuseops.recipes import Quantized
-from fuseops.run.sides import asked_for, described
+from fuseops.run.sides import describe_module, returned_names
 from fuseops.run.splice import opaque_reason
 from fuseops.torch_private import unsafe_view
 
@@ -170,7 +170,7 @@ class MoE(Sequential):
         self, x: Tensor | Quantized, *args: Any, returns: Iterable[str] = (), **side: Any
     ) -> Any:
         """Runs the layer over the flattened tokens of x (..., dim), with the options of a Sequential."""
-        returns = asked_for(returns)
+        returns = returned_names(returns)
         counts = self._counting() and self.training and torch.is_grad_enabled()
         router: Any = self._modules["router"] if counts else None
         asked = returns if router is None else (*returns, "experts")
@@ -178,7 +178,7 @@ class MoE(Sequential):
             x = x.dequantize()
         if isinstance(x, Tensor) and x.is_nested:
             raise ShapeError(
-                f"{described(self)} got a nested tensor, whose tokens have no one shape: pass its values(), "
+                f"{describe_module(self)} got a nested tensor, whose tokens have no one shape: pass its values(), "
                 "(tokens, dim), and put the offsets back behind it."
             )
         flat = not isinstance(x, Tensor) or x.dim() in (0, 2)  # what is no input is refused below

@@ -19,16 +19,16 @@ from fuseops.ops.structure import Add, Tap
 from fuseops.recipes import Quantized
 from fuseops.run import buffers, weight_grads
 from fuseops.run.buffers import Buffers
-from fuseops.run.compiled import entrance
+from fuseops.run.compiled import forward_class
 from fuseops.run.composed import Composed
 from fuseops.run.run import Run
 from fuseops.run.runner import Runner, runner_of, tokens_of
 from fuseops.run.sides import (
-    asked_for,
     check_input,
     check_returns,
-    described,
-    no_tensor_between,
+    describe_module,
+    non_tensor_error,
+    returned_names,
     side_inputs,
 )
 
@@ -58,10 +58,10 @@ class Sequential(Composed):
         **side: Any,
     ) -> Any:
         if is_compiling():
-            return entrance()().run(self, x, args, returns, out, side)
-        returns = asked_for(returns) if returns else ()
+            return forward_class()().run(self, x, args, returns, out, side)
+        returns = returned_names(returns) if returns else ()
         runner: Runner | None = self._runner
-        if runner is None or not runner.fits(self):
+        if runner is None or not runner.is_current(self):
             runner = runner_of(self)
         env = {}
         if args or side or runner.reads:
@@ -74,8 +74,8 @@ class Sequential(Composed):
         outs: dict[str, Buffers] = {}
         if out is not None:
             ops = tuple([name for name, m, *_ in runner.planned if isinstance(m, Op)])
-            outs = buffers.by_op(described(self), out, ops)
-            runner = runner.with_apart(frozenset(outs)) if outs else runner
+            outs = buffers.by_op(describe_module(self), out, ops)
+            runner = runner.with_isolated(frozenset(outs)) if outs else runner
         path, entered = self.__dict__.get("_prefix"), False
         if path is None:
             path, entered = _enter(self) if naming.thread.observers else ("", False)
@@ -90,12 +90,12 @@ class Sequential(Composed):
                     x = piece(x, env, tokens, live, path, scratch, versions, buffer)
                 else:
                     call = torch_private.direct_call(piece)  # blocks in blocks may be deep
-                    x = call(x, **{keyword: env[name] for keyword, name in runner.takes[at]})
+                    x = call(x, **{keyword: env[name] for keyword, name in runner.piece_reads[at]})
         except Exception as error:
             if runner.pieces and not isinstance(runner.pieces[at][1], Run):
-                error.add_note(f"in {runner.pieces[at][0]!r} of {described(self)}")
+                error.add_note(f"in {runner.pieces[at][0]!r} of {describe_module(self)}")
             elif not isinstance(x, Tensor | Quantized):
-                raise no_tensor_between(self, runner.pieces[at - 1 : at + 1], x) from error
+                raise non_tensor_error(self, runner.pieces[at - 1 : at + 1], x) from error
             raise
         finally:
             if entered:
@@ -163,7 +163,7 @@ def _run_alone(
 ) -> Any:
     """One op, called by itself: planned, saved and named exactly as inside a Sequential."""
     if is_compiling():
-        return entrance()().run(op, x, args, op.writes, out, side)
+        return forward_class()().run(op, x, args, op.writes, out, side)
     check_input(op, x)
     runner = runner_of(op)
     env = side_inputs(op, runner.reads, runner.writes, args, side)

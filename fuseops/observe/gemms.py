@@ -11,7 +11,7 @@ from torch import Tensor
 from fuseops.kernels import registry
 from fuseops.kernels.grouped_paths import ENDS, act_path, mm_choice, wgrad_choice
 from fuseops.run.checks import running_locals
-from fuseops.run.debug import running
+from fuseops.run.debug import running_op
 
 MULTIPLY = ("grouped_mm", "grouped_swiglu", "fp8_mm", "fp8_mm_operand")
 
@@ -23,9 +23,9 @@ def launched(call: registry.Call) -> Iterator[str]:
         given = inspect.signature(op.launcher).bind(*args, **keywords).arguments
         operands = (given["x"], given["weight"], given.get("index"))
         form = given.get("kind", "swiglu"), given.get("interleave", 0)
-        yield f"{running()}: {words(*operands, form if op.name == 'grouped_swiglu' else None)}"
+        yield f"{running_op()}: {words(*operands, form if op.name == 'grouped_swiglu' else None)}"
     if op.name in MULTIPLY and (chosen := choices()):
-        yield f"{running()}: {chosen}"
+        yield f"{running_op()}: {chosen}"
 
 
 def choices() -> str:

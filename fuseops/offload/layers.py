@@ -333,7 +333,7 @@ class Interrupted:
         """Take it from around the calls, whatever came around it since."""
         self.scope, module = None, self.module()
         if module is not None:
-            torch_private.replace_call(module, unlinked(torch_private.call_of(module), self))
+            torch_private.replace_call(module, unlinked(torch_private.replaced_call(module), self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, scope = self.inner or cast(nn.Module, self.module())._call_impl, self.scope

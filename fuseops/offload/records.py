@@ -33,7 +33,7 @@ from torch import Tensor, UntypedStorage
 from fuseops.errors import InPlaceError
 from fuseops.ops import names
 from fuseops.ops.names import SavedName
-from fuseops.torch_private import alias_of_no_bytes, base_of, share_version_counter, storage_key
+from fuseops.torch_private import base_of, empty_alias, share_version_counter, storage_key
 
 from . import marks
 from .codes import Coding, decode, encode
@@ -184,7 +184,7 @@ class Record(Item):
         name, owner = self.entry.name, mover.lanes.compute()
         super().__init__(name, Buf(name, storage.nbytes(), "device", storage, owner))
         self.ledger, self.mover = ledger, mover.ref
-        self.guard, self.version, self._at = alias_of_no_bytes(t), t._version, storage.data_ptr()
+        self.guard, self.version, self._at = empty_alias(t), t._version, storage.data_ptr()
         self._base = weakref.ref(t if t._base is None else t._base)
 
     def ready(self) -> Event | None:

@@ -161,7 +161,7 @@ class Scope(Guarded):
             aside = why_not_plain(t)
         if aside is None and self._not_captured and t.is_cuda and torch_private.is_capturing():
             aside = self._not_captured
-        if aside is None and torch_private.backward_now() != NO_BACKWARD:
+        if aside is None and torch_private.current_backward() != NO_BACKWARD:
             aside = INSIDE_BACKWARD[self.in_checkpoint]
         if aside is not None:
             self._ledger.take(stayed)

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fuseops.torch_private import negated_view, nothing, storage_key
+from fuseops.torch_private import negated_view, prototype, storage_key
 
 V = TypeVar("V")
 
@@ -60,7 +60,7 @@ def tensor_in(storage: torch.UntypedStorage, layout: StridedLayout, start: int =
     dtype and every NaN is as it was.
     """
     size, stride, offset, dtype, conj, neg = layout
-    t = nothing(dtype, storage.device).data  # a tensor of its own, in half the time of a new one
+    t = prototype(dtype, storage.device).data  # a tensor of its own, in half the time of a new one
     t.set_(storage, offset + start // dtype.itemsize if start else offset, size, stride)
     if conj:
         t = t.conj()
@@ -69,5 +69,5 @@ def tensor_in(storage: torch.UntypedStorage, layout: StridedLayout, start: int =
 
 def rows_of(storage: torch.UntypedStorage, dtype: torch.dtype, width: int) -> Tensor:
     """The whole storage as rows of `width` elements.   -> (rows, width)"""
-    t = nothing(dtype, storage.device).new_empty(0)
+    t = prototype(dtype, storage.device).new_empty(0)
     return t.set_(storage, 0, (storage.nbytes() // dtype.itemsize // width, width), (width, 1))

@@ -35,7 +35,7 @@ class LinearLossSaved(NamedTuple):
     bias: Tensor | None
 
 
-@torch_private.disabled
+@torch_private.dynamo_disabled
 def linear_loss(
     loss: Loss,
     input: Tensor,

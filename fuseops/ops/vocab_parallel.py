@@ -243,7 +243,7 @@ class Walk:
             if before is not None:
                 self.take(before)
         self.take(sent)  # type: ignore[arg-type]
-        dx = torch.cat([*map(torch_private.waited, self.dx)]) if self.wants_dx else None
+        dx = torch.cat([*map(torch_private.wait_tensor, self.dx)]) if self.wants_dx else None
         return self.rows, dx, self.dweight, self.dbias
 
     def send(self, tokens: slice) -> _Sent:
@@ -254,20 +254,20 @@ class Walk:
         own: Any = self.x[tokens], self.weight, self.bias, at, *ends
         logits, *rows = K.logits_with_rows(*own)
         numbers = loss.numbers(rows, mine)[None]
-        return _Sent(tokens, logits, torch_private.begin_all_gather(numbers, 0, group))
+        return _Sent(tokens, logits, torch_private.all_gather_async(numbers, 0, group))
 
     def take(self, sent: _Sent) -> None:
         """The loss of a chunk, and what it adds to the gradients; that of its x is on the way."""
         loss, (tokens, logits, numbers) = self.loss, sent
         options, vocabulary, targets = loss.options, loss.vocabulary, self.targets[tokens]
-        self.rows[tokens], published = loss.of_all(torch_private.waited(numbers), targets)
+        self.rows[tokens], published = loss.of_all(torch_private.wait_tensor(numbers), targets)
         of_all = targets, loss.class_weights, published["lse"], self.dloss[tokens]
         ends = options.ends, options.ignore_index, vocabulary.first, vocabulary.total
         sums = self.wants_dx, self.dweight, self.dbias, tokens.start == 0
         args: Any = logits, self.x[tokens], self.weight, *of_all, *ends, *sums
         dx = K.logit_grads_into(*args)
         if self.wants_dx:
-            self.dx.append(torch_private.begin_all_reduce(dx, vocabulary.ranks.group))
+            self.dx.append(torch_private.all_reduce_async(dx, vocabulary.ranks.group))
 
 
 # --- the layout

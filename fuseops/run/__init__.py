@@ -1,15 +1,15 @@
-"""A call, from the side inputs of the caller to the one autograd Function.
+"""The execution of a call, from the caller's side inputs to the one autograd Function.
 
-a sequence     composed (its children), splice (what is inside them), runner (its pieces)
-               sides (what callers pass), config (`configure` and scopes)
-a run of ops   run (finds the plan of a call), entries (those it keeps), modes (of ops by themselves), gate
-               (where a recipe pays)
-compiled code  compiled (a call as dynamo traces it), closed (without guards on names), told (of the planner), traced
-               (how it knows objects)
-its execution  bridge (the autograd Function), steps (what it runs, written out), repeats (of calls alike), saving, pure
-               (level-1 ops), draws (their random numbers), ranges (of a profile)
-gradients      weight_grads (main_grad, backward_dw), data_parallel (their ranks), buffers (of the caller),
-               second_order (refused)
-errors         first (whether ops keep the contract, at the first call), unfused (what members of a fused op give),
-               checks, debug (of values on the device)
+a sequence     composed (its children), splice (nested Sequentials), runner (runs of ops and plain modules in order),
+               sides (arguments of the caller), config (`configure` and scopes)
+a run of ops   run (looks up or builds the plan of a call), plan_cache, modes (how an op runs outside of a span), gate
+               (whether a recipe pays)
+compiled code  compiled (a call as dynamo traces it), guard_free (no guards on names), trace_queries (answers of the
+               planner), object_table (objects by number)
+execution      bridge (the autograd Function), steps (generates the code of a segment), repeats (replays transcripts of
+               calls), saving (saved tensors), pure (level-1 ops), generators (random state), ranges (for the profiler)
+gradients      weight_grads (main_grad, backward_dw), data_parallel (reduces delayed gradients), buffers (of the
+               caller), second_order (refuses second derivatives)
+errors         contract (checks of ops at their first call), unfused (expected results of fused ops), checks (messages),
+               debug (checks of values on the device)
 """

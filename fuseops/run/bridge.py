@@ -1,4 +1,4 @@
-"""The one autograd Function runs the steps of a segment forward, saves what is kept, runs them backward."""
+"""The one autograd Function: runs the steps of a segment, saves the kept fields, and runs the backward steps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,24 +16,24 @@ from fuseops.recipes import Quantized
 
 from . import checks, repeats, second_order, weight_grads
 from .checks import describe
-from .first import FirstCall
+from .contract import ContractCheck
+from .object_table import TABLE, dedupe_inputs
 from .saving import pack, saved_names, unpack
-from .steps import Once, write_backward, write_forward
-from .traced import TABLE, distinct
+from .steps import CallContext, write_backward, write_forward
 
 
-class Live:
-    """A `Live` holds what an autograd node needs at run time only: where it is, what lives for its call, names to
-    publish, ties for second derivatives; while it is applied, the quantized tensor whose carrier crosses its border.
+class NodeState:
+    """A `NodeState` holds the run-time state of an autograd node: its path, its call, the frame of saved names, ties
+    for second derivatives; and, while it is applied, the quantized tensor of which autograd sees the carrier only.
     """
 
-    __slots__ = ("crossing", "frame", "once", "path", "ties")
+    __slots__ = ("context", "frame", "path", "quantized", "ties")
 
-    def __init__(self, path: str, once: Once) -> None:
+    def __init__(self, path: str, context: CallContext) -> None:
         self.path = path
-        self.once = once
+        self.context = context
         self.ties: Sequence[Tensor] = ()
-        self.crossing: Quantized | None = None
+        self.quantized: Quantized | None = None
         self.frame: names.Frame | None = None
 
 
@@ -44,47 +44,51 @@ class Node(torch.autograd.Function):
     """A `Node` is the autograd node of one segment."""
 
     @staticmethod
-    def forward(ctx: Any, which: Segment | int, live: Live | None, x: Any, *inputs: Any) -> Any:
+    def forward(
+        ctx: Any, segment: Segment | int, state: NodeState | None, x: Any, *inputs: Any
+    ) -> Any:
         # traced code passes a constant that stands for the segment
-        seg: Segment = TABLE[which] if isinstance(which, int) else which
+        seg: Segment = TABLE[segment] if isinstance(segment, int) else segment
         rows: Sequence[Any]
         t, forward = list(inputs), seg.fwd or write_forward(seg)
-        if live is None:
-            y, kept, entered = forward(x, t, Once())
+        if state is None:
+            y, kept, x_dtypes = forward(x, t, CallContext())
             y = y.dequantize() if type(y) is Quantized else y
             # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
             y = y.view_as(y)
             flat, rows = pack(seg, kept, traced=True)
         else:
             if not seg.checked_backward:
-                live.once = live.once._replace(look=FirstCall(seg, inputs))
-            here = registry.thread
-            before, unseen = here.unseen, registry.unseen()
-            here.unseen = seg.quiet and unseen
-            arrived, live.crossing = live.crossing, None
+                state.context = state.context._replace(contract=ContractCheck(seg, inputs))
+            thread = registry.thread
+            before, unseen = thread.unseen, registry.unseen()
+            thread.unseen = seg.quiet and unseen
+            quantized_x, state.quantized = state.quantized, None
             try:
-                y, flat, rows, entered = repeats.forward(
-                    seg, forward, arrived or x, t, live.once, unseen
+                y, flat, rows, x_dtypes = repeats.forward(
+                    seg, forward, quantized_x or x, t, state.context, unseen
                 )
             finally:
-                here.unseen = before
+                thread.unseen = before
             if type(y) is Quantized:
-                live.crossing, y = y, y.carrier
+                state.quantized, y = y, y.carrier
             elif type(y) is Tensor and y._base is not None and torch_private.is_only_view(y):
                 # a GEMM's rows in the shape of x, say: torch forbids writes to views that leave a Function
                 y = torch_private.unsafe_view(y, y.shape)
         ctx.save_for_backward(*flat)
-        if live is not None:
-            live.ties = second_order.ties_of(x, inputs, flat)
+        if state is not None:
+            state.ties = second_order.ties_of(x, inputs, flat)
         ctx.set_materialize_grads(False)
-        # drawn here: a backward that runs twice, or after a recomputation, rounds alike
+        # drawn in the forward: a backward that runs twice, or after a recomputation, rounds identically
         seed = torch.randint(2**62, (1,), device=x.device) if seg.random else None
-        ctx.own = seg, live, rows, entered, seed
+        ctx.state = seg, state, rows, x_dtypes, seed
         if seg.bypasses_autograd:
-            weight_grads.note(seg)
-            ctx.given = [i is not None for i in inputs]
-        if live is not None and live.frame is not None:
-            live.frame.fill(saved_names(seg, rows, flat, live.path, inputs[len(seg.reads) :]), flat)
+            weight_grads.remember_wrappers(seg)
+            ctx.has_input = [i is not None for i in inputs]
+        if state is not None and state.frame is not None:
+            state.frame.fill(
+                saved_names(seg, rows, flat, state.path, inputs[len(seg.reads) :]), flat
+            )
         if not seg.exports:
             return y
         exported = [t[position] for position in seg.export_positions]
@@ -95,98 +99,102 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Any, *dsides: Any) -> Any:
-        seg, live, rows, entered, seed = ctx.own
+        seg, state, rows, x_dtypes, seed = ctx.state
         if seg.bypasses_autograd:
-            seg = weight_grads.as_asked(seg, ctx.given, ctx.next_functions)
+            seg = weight_grads.segment_for_backward(seg, ctx.has_input, ctx.next_functions)
         tensors = ctx.saved_tensors
         saved = [*tensors]
         if not torch.is_grad_enabled():
             del tensors
-            if live is not None:
+            if state is not None:
                 torch_private.release_saved(ctx)
-            return _backward_in(seg, live, rows, saved, dy, dsides, entered, seed)
+            return _run_backward(seg, state, rows, saved, dy, dsides, x_dtypes, seed)
         with torch.no_grad():
-            grads = _backward_in(seg, live, rows, saved, dy, dsides, entered, seed)
-        ties = [*live.ties, *second_order.leaves(ctx), *(d for d in (dy, *dsides) if d is not None)]
+            grads = _run_backward(seg, state, rows, saved, dy, dsides, x_dtypes, seed)
+        ties = [
+            *state.ties,
+            *second_order.leaves(ctx),
+            *(d for d in (dy, *dsides) if d is not None),
+        ]
         ties += [t for t in tensors if t.requires_grad]
-        return tuple(second_order.guard(grads, ties, _no_second_derivative(seg, live)))
+        return tuple(second_order.guard(grads, ties, _second_derivative_message(seg, state)))
 
 
-def _backward_in(
+def _run_backward(
     seg: Segment,
-    live: Live | None,
+    state: NodeState | None,
     rows: Any,
     saved: list[Tensor],
     dy: Any,
     dsides: Any,
-    entered: Any,
+    x_dtypes: Any,
     seed: Any,
 ) -> tuple[Any, ...]:
-    """The backward of a segment with autocast off, and with a note on any error that says where it happened.
+    """Run the backward of a segment with autocast off. An error gets a note that names the op.
 
-    saved: what autograd gives back, which is taken out of the list
+    saved: the saved tensors; the list is emptied.
     """
     if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
         with torch.autocast(seg.device, enabled=False):
-            return _backward_in(seg, live, rows, saved, dy, dsides, entered, seed)
+            return _run_backward(seg, state, rows, saved, dy, dsides, x_dtypes, seed)
     backward = seg.bwd or write_backward(seg)
-    once = Once() if live is None else live.once
+    context = CallContext() if state is None else state.context
     if seed is not None:
-        once = once._replace(seed=seed)
-    if live is None:
+        context = context._replace(seed=seed)
+    if state is None:
         kept = unpack(rows, saved)
         if torch.compiler.is_dynamo_compiling():  # torch 2.11 cannot trace what sets the flag
-            return backward(kept, dy, dsides, entered, once)
+            return backward(kept, dy, dsides, x_dtypes, context)
         with torch_private.compiling():
-            return backward(kept, dy, dsides, entered, once)
-    here = registry.thread
-    before, unseen = here.unseen, registry.unseen()
-    here.unseen = seg.quiet and unseen
-    given = dy, dsides, entered
+            return backward(kept, dy, dsides, x_dtypes, context)
+    thread = registry.thread
+    before, unseen = thread.unseen, registry.unseen()
+    thread.unseen = seg.quiet and unseen
+    given = dy, dsides, x_dtypes
     try:
-        return repeats.backward(seg, backward, rows, saved, given, once, unseen)
+        return repeats.backward(seg, backward, rows, saved, given, context, unseen)
     except Exception as error:
-        unsaved = checks.unsaved(checks.failing_step(error))
+        unsaved = checks.unsaved_fields(checks.failing_step(error))
         error.add_note(
-            f"in the backward of fuseops {where(seg, live.path, error)}; dy {describe(dy)}{unsaved}"
+            f"in the backward of fuseops {where(seg, state.path, error)}; dy {describe(dy)}{unsaved}"
         )
         raise
     finally:
-        here.unseen = before
+        thread.unseen = before
 
 
 _apply = torch_private.direct_apply(Node)
 
 
-def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
-    """Apply the Function. Names are published only while somebody observes.
+def run_node(seg: Segment, state: NodeState, x: Any, inputs: Sequence[Any]) -> Any:
+    """Apply the Function. Names of saved tensors are published only while there are observers.
 
     Raises FuseOpsError inside a `torch.func` transform and for tangents, which need plain differentiable torch.
     """
     if torch_private.inside_functorch():
-        raise _not_transformed("torch.func", seg, live)
+        raise _transform_error("torch.func", seg, state)
     if type(x) is Quantized:
-        live.crossing, x = x.detach(), x.carrier
+        state.quantized, x = x.detach(), x.carrier
     if torch_private.forward_ad._current_level >= 0 and any(
         map(torch_private.has_tangent, (x, *inputs))
     ):
-        raise _not_transformed("forward-mode AD", seg, live)
+        raise _transform_error("forward-mode AD", seg, state)
     if not names.thread.observers:
-        y = _apply(seg, live, x, *inputs)
-        return y if live.crossing is None else _crossed(live, y)
-    here = names.thread
-    before, live.frame = here.frame, names.Frame()
-    here.frame = live.frame
+        y = _apply(seg, state, x, *inputs)
+        return y if state.quantized is None else _with_carrier(state, y)
+    thread = names.thread
+    before, state.frame = thread.frame, names.Frame()
+    thread.frame = state.frame
     try:
-        y = _apply(seg, live, x, *inputs)
+        y = _apply(seg, state, x, *inputs)
     finally:
-        here.frame, live.frame = before, None
-    return y if live.crossing is None else _crossed(live, y)
+        thread.frame, state.frame = before, None
+    return y if state.quantized is None else _with_carrier(state, y)
 
 
-def _crossed(live: Live, y: Any) -> Any:
-    """What a node gives whose y is quantized: autograd knows of its carrier."""
-    q, live.crossing = live.crossing, None
+def _with_carrier(state: NodeState, y: Any) -> Any:
+    """The results of a node whose y is quantized: its carrier is the tensor that autograd returned."""
+    q, state.quantized = state.quantized, None
     if isinstance(y, tuple):
         return replace(q, carrier=y[0]), *y[1:]  # type: ignore[type-var]
     return replace(q, carrier=y)  # type: ignore[type-var]
@@ -194,14 +202,17 @@ def _crossed(live: Live, y: Any) -> Any:
 
 def run_traced_node(number: int, x: Any, inputs: Sequence[Any]) -> Any:
     """`run_node` as dynamo traces it; names, ties and messages are eager."""
-    return Node.apply(number, None, x, *distinct(x, inputs))  # type: ignore[no-untyped-call]
+    return Node.apply(number, None, x, *dedupe_inputs(x, inputs))  # type: ignore[no-untyped-call]
 
 
 # --- messages ------------------------------------------------------------------------------------------------------
 
 
 def where(seg: Segment, path: str, step: Step | BaseException | None = None) -> str:
-    """A segment, or one step of it (that which raised an error), in words: its path, and the ops in it."""
+    """Describe a segment, or one step of it, for a message: path and classes of its ops.
+
+    step: or an error, for the step that raised it
+    """
     if isinstance(step, BaseException):
         step = checks.failing_step(step)
     members = range(len(seg.ops)) if step is None else step.members
@@ -211,14 +222,14 @@ def where(seg: Segment, path: str, step: Step | BaseException | None = None) -> 
     return f"'{path}{inner}' ({', '.join(classes)})"
 
 
-def _not_transformed(what: str, seg: Segment, live: Live) -> FuseOpsError:
+def _transform_error(what: str, seg: Segment, state: NodeState) -> FuseOpsError:
     return FuseOpsError(
-        f"{what} over fuseops {where(seg, live.path)}: run it under `fuseops.reference()`."
+        f"{what} over fuseops {where(seg, state.path)}: run it under `fuseops.reference()`."
     )
 
 
-def _no_second_derivative(seg: Segment, live: Live) -> str:
+def _second_derivative_message(seg: Segment, state: NodeState) -> str:
     return (
-        f"second derivative through {where(seg, live.path)}: fuseops ops have a first derivative by hand. "
+        f"second derivative through {where(seg, state.path)}: fuseops ops have a first derivative by hand. "
         "Run the forward under `with fuseops.reference():` to differentiate twice."
     )

@@ -1,6 +1,6 @@
-"""Buffers of the caller that outputs and gradients of inputs are written to: `out={"fc2.y": ..., "fc1.dx": ...}`.
+"""The caller's buffers for outputs and input gradients: `out={"fc2.y": ..., "fc1.dx": ...}`.
 
-An op that finds its buffer in `call.out` may write there itself; what another one gives is copied.
+An op may write to its buffer in `call.out` itself; otherwise its result is copied there.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ Buffers = Mapping[str, Tensor]  # "y", "dx"
 
 
 def by_op(module: str, out: Any, names: tuple[str, ...]) -> dict[str, Buffers]:
-    """The buffers of every op in `names`, of one alone "".   {"fc2.y": t} -> {"fc2": {"y": t}}
+    """Group buffers by op.   {"fc2.y": t} -> {"fc2": {"y": t}}
 
-    Raises FuseOpsError for what is no mapping, or names something else.
+    names: of the ops, "" for one that is called alone.  Raises FuseOpsError for an `out` that is no mapping, or has
+    other keys.
     """
     if not isinstance(out, Mapping):
         raise FuseOpsError(
@@ -38,12 +39,12 @@ def by_op(module: str, out: Any, names: tuple[str, ...]) -> dict[str, Buffers]:
     return {**found}
 
 
-def check(
+def check_buffers(
     op: str, out: Mapping[str, Any], x: Tensor, y_shape: tuple[int, ...], others: list[Any]
 ) -> None:
-    """Raise ShapeError for a buffer that cannot take what belongs there, or lies over `others` or another one."""
+    """Raise ShapeError for a buffer that cannot hold its result, or overlaps x, `others` or another buffer."""
     shapes = {"y": y_shape, "dx": tuple(x.shape)}
-    taken = [("x", x), *(("an input of it", t) for t in others if t is not None)]
+    occupied = [("x", x), *(("an input of it", t) for t in others if t is not None)]
     for what, buffer in out.items():
         name = f"the buffer for {what} of {op}"
         if not isinstance(buffer, Tensor):
@@ -58,16 +59,16 @@ def check(
             raise ShapeError(f"{name} is {buffer.dtype}, expected {x.dtype}, the dtype of x.")
         if buffer.requires_grad:
             raise ShapeError(f"{name} requires a gradient: it is written to, so pass it detached.")
-        for other, t in taken:
+        for other, t in occupied:
             if overlap(buffer, t):
                 raise ShapeError(f"{name} lies over memory of {other}, which is still read.")
-        taken.append((f"the buffer for {what}", buffer))
+        occupied.append((f"the buffer for {what}", buffer))
 
 
-def put(what: str, buffer: Tensor, result: Tensor) -> Tensor:
-    """Copies a result into its buffer, unless it lies there.   -> the buffer
+def write_result(what: str, buffer: Tensor, result: Tensor) -> Tensor:
+    """Copy a result into its buffer, unless the op has written it there.   -> the buffer
 
-    Whoever saved what was in it before finds it changed, as after any write in place.
+    Either way the version of the buffer increases, as by any write in place.
     """
     if result is buffer:
         torch.autograd.graph.increment_version(buffer)
@@ -79,17 +80,17 @@ def put(what: str, buffer: Tensor, result: Tensor) -> Tensor:
 
 
 def check_dy(out: Buffers | None, dy: Any) -> None:
-    """Raise ShapeError for a buffer for dx that lies over dy, which other gradients read after it is written."""
+    """Raise ShapeError for a buffer for dx that overlaps dy, which other gradients read after dx is written."""
     if out is not None and "dx" in out and isinstance(dy, Tensor) and overlap(out["dx"], dy):
         raise ShapeError("the buffer for dx lies over memory of dy, which is still read.")
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have bytes in common, taking each from its first byte to its last."""
+    """Whether the byte ranges of two tensors, first to last byte, overlap in one storage."""
     if torch_private.storage_id(a) != torch_private.storage_id(b) or not (a.numel() and b.numel()):
         return False
-    (first, last), (begin, end) = _bytes(a), _bytes(b)
-    return first < end and begin < last
+    (first, last), (start, end) = _bytes(a), _bytes(b)
+    return first < end and start < last
 
 
 def _bytes(t: Tensor) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Errors of wrong ops name the op and the tensor, what it gave and what was expected."""
+"""Checks of ops, and the messages of their errors: which op, which tensor, what was given and what was expected."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,9 @@ from fuseops.plan.segment import BackwardStep, Segment, Step
 from fuseops.recipes import Quantized
 from fuseops.words import dtype_name
 
-WRITTEN = "<fuseops segment>"  # where the functions stand that `steps` writes
-UNREADABLE = TypeError, KeyError, AttributeError, IndexError  # how a result of another form shows
+GENERATED_FILE = "<fuseops segment>"  # the file name of the code that `steps` generates
+# raised by reading a malformed Grads
+MALFORMED_ERRORS = TypeError, KeyError, AttributeError, IndexError
 Wanted = tuple[tuple[int, str, int], ...]  # (member, name, position)
 
 
@@ -33,38 +34,38 @@ def describe(t: Any) -> str:
 
 
 def failing_step(error: BaseException) -> Step | None:
-    """The step that a segment was at when the error passed through it."""
-    step: Step | None = _locals(error).get("step")
+    """The step of a segment that raised an error, None where none did."""
+    step: Step | None = _generated_locals(error).get("step")
     return step
 
 
 def running_step() -> Step | None:
-    """The step that a segment is at, for what is written down once."""
+    """The step of a segment that runs, found on the stack."""
     step: Step | None = running_locals().get("step")
     return step
 
 
 def running_locals() -> Mapping[str, Any]:
-    """The variables of the written function (`steps`) that runs: read off the stack, since few ask."""
+    """The variables of the generated function (`steps`) that runs, found on the stack: callers are rare."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != WRITTEN:
+    while frame is not None and frame.f_code.co_filename != GENERATED_FILE:
         frame = frame.f_back
     return {} if frame is None else frame.f_locals
 
 
-def _locals(error: BaseException) -> Mapping[str, Any]:
-    """The variables of the written function (`steps`, `transcript`) that an error passed through."""
+def _generated_locals(error: BaseException) -> Mapping[str, Any]:
+    """The variables of the generated function (`steps`, `transcript`) that an error passed through."""
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename in (WRITTEN, AGAIN):
+        if trace.tb_frame.f_code.co_filename in (GENERATED_FILE, AGAIN):
             return trace.tb_frame.f_locals
         trace = trace.tb_next
     return {}
 
 
 def dtype_mismatch(seg: Segment, path: str, error: BaseException) -> DtypeError | None:
-    """The error of a GEMM over two dtypes in a forward, in words, where that is what this one says."""
-    found = _locals(error)
+    """A clear error for a GEMM of two dtypes, if that is why this one was raised in a forward; else None."""
+    found = _generated_locals(error)
     step, x = found.get("step"), found.get("x")
     if (
         step is None
@@ -88,8 +89,8 @@ def dtype_mismatch(seg: Segment, path: str, error: BaseException) -> DtypeError 
     return None
 
 
-def unsaved(step: Step | None) -> str:
-    """What the op of a backward step was not given back, in words."""
+def unsaved_fields(step: Step | None) -> str:
+    """Describe the fields of Saved that a backward step did not get, for a message."""
     if step is None or step.kind != "op":
         return ""
     fields = [name for name in step.target.Saved._fields if name not in step.calls[0].keep]
@@ -97,8 +98,8 @@ def unsaved(step: Step | None) -> str:
 
 
 def check_declared(name: str, op: Op[Any]) -> None:
-    """Raise FuseOpsError for an op that would lose a gradient, by what it declares: of a tensor that `fwd` does not
-    take by keyword, so that it could only read it from `self`, or of a side output that its `bwd` does not ask for.
+    """Raise FuseOpsError for an op that would lose a gradient: of a parameter that its `fwd` does not take by keyword,
+    and so could only read from `self`, or of a side output whose gradient its `bwd` does not take.
     """
     what = f"op {name!r} ({type(op).__name__})"
     for declared in ("reads", "writes"):
@@ -118,12 +119,12 @@ def check_declared(name: str, op: Op[Any]) -> None:
             f"{what} publishes {sorted(lost)}, whose gradients its bwd does not take: write bwd(self, saved, dy, *, "
             "dside), or name what has no gradient in `integers`."
         )
-    taken = {own for keyword in op.parameter_names() for own in op.registered(keyword)}
-    missed = [own for own, p in op._parameters.items() if p is not None and own not in taken]
+    by_keyword = {own for keyword in op.parameter_names() for own in op.registered(keyword)}
+    missed = [own for own, p in op._parameters.items() if p is not None and own not in by_keyword]
     missed += [
         own
         for own, t in op.__dict__.items()
-        if isinstance(t, Tensor) and t.requires_grad and own not in taken
+        if isinstance(t, Tensor) and t.requires_grad and own not in by_keyword
     ]
     for path, module in op.named_children():
         if path != "parametrizations":
@@ -149,7 +150,7 @@ def check_dtype(ops: Sequence[Op[Any]], names: Sequence[str], dtype: torch.dtype
                 f"op {name!r} ({type(op).__name__}) expects x of a float dtype, got {codes}{dtype}: convert it with "
                 "x.to(...)."
             )
-        if not op.alias:  # from here on it may have another
+        if not op.alias:  # x may have another dtype after this op
             return
 
 
@@ -164,42 +165,42 @@ def check_meta(chain: Chain, key: PlanKey) -> None:
     check_all_meta(found)
 
 
-def _first_of(chain: Chain) -> str:
-    """The op that x reaches first."""
+def _first_op(chain: Chain) -> str:
+    """Describe the first op of a run, for a message."""
     op = chain.ops[0]
     return f"op {path_of(op) or chain.names[0]!r} ({type(op).__name__})"
 
 
-def not_strided(chain: Chain, layout: torch.layout) -> FuseOpsError:
+def not_strided_error(chain: Chain, layout: torch.layout) -> FuseOpsError:
     return FuseOpsError(
-        f"{_first_of(chain)} expects x with strides, got one of layout {str(layout).removeprefix('torch.')}: pass "
+        f"{_first_op(chain)} expects x with strides, got layout {str(layout).removeprefix('torch.')}: pass "
         "x.to_dense()."
     )
 
 
-def nested_tensor(chain: Chain) -> ShapeError:
+def nested_tensor_error(chain: Chain) -> ShapeError:
     return ShapeError(
-        f"{_first_of(chain)} got a nested tensor, whose rows have no one shape: pass its values(), (rows, ...), and "
+        f"{_first_op(chain)} got a nested tensor, whose rows have no one shape: pass its values(), (rows, ...), and "
         "put the offsets back behind it; or run under fuseops.reference(), where torch takes a jagged one."
     )
 
 
-def no_tensor(step: Step, y: Any) -> FuseOpsError:
+def no_tensor_error(step: Step, y: Any) -> FuseOpsError:
     return FuseOpsError(
         f"{type(step.target).__name__}.fwd returned {type(y).__name__}: return a tensor, or Out(y, ...)."
     )
 
 
-def bare(step: Step, y: Any) -> Out:
-    """The Out that a bare tensor stands for."""
+def as_out(step: Step, y: Any) -> Out:
+    """Wrap a tensor that an op returned into an Out.  Raises FuseOpsError where its bwd needs a Saved too."""
     if not isinstance(y, Tensor):
-        raise no_tensor(step, y)
+        raise no_tensor_error(step, y)
     if not step.pure and step.target.Saved._fields:
-        raise bare_tensor(step)
+        raise bare_tensor_error(step)
     return Out(y)
 
 
-def bare_tensor(step: Step) -> FuseOpsError:
+def bare_tensor_error(step: Step) -> FuseOpsError:
     op = type(step.target)
     return FuseOpsError(
         f"{op.__name__}.fwd returned a bare tensor, but its bwd reads what {op.Saved.__name__} holds: "
@@ -207,8 +208,8 @@ def bare_tensor(step: Step) -> FuseOpsError:
     )
 
 
-def saved_of_all(step: Step, out: Any) -> Out:
-    """What the fused op of a forward rule gave.  Raises FuseOpsError unless it has a Saved of each member."""
+def check_member_saved(step: Step, out: Any) -> Out:
+    """Return `out` of a forward rule's fused op.  Raises FuseOpsError unless it has a Saved for each member."""
     if type(out) is Out and out.saved is not None and len(out.saved) == len(step.members):
         return out
     fwd = f"{type(step.target).__name__}.fwd"
@@ -219,30 +220,30 @@ def saved_of_all(step: Step, out: Any) -> Out:
     )
 
 
-def unpublished(step: Step, name: str, side: Mapping[str, Any] | None) -> FuseOpsError:
+def unpublished_error(step: Step, name: str, side: Mapping[str, Any] | None) -> FuseOpsError:
     return FuseOpsError(
         f"{type(step.target).__name__} writes {name!r}, but its fwd published {sorted(side or {})}: "
         f"return Out(y, saved, side={{{name!r}: ...}})."
     )
 
 
-def check_complete(step: BackwardStep, results: Sequence[Grads], partly: bool) -> None:
-    """Raise FuseOpsError where a backward left out a gradient that somebody needs.
+def check_complete(step: BackwardStep, results: Sequence[Grads], partial: bool) -> None:
+    """Raise FuseOpsError where a backward leaves out a gradient that is needed.
 
-    partly: some results of the step have no gradient, so it may leave out what only those depend on. So may a level-1
-    op, whose `fwd` does not use the tensor as torch found, and one that has put the gradient elsewhere itself.
+    partial: some results of the step have no gradient, so gradients that depend on those alone may be left out. Also
+    exempt: a level-1 op, where autograd found no dependency, and a gradient that went to main_grad.
     """
-    if partly or step.pure:
+    if partial or step.pure:
         return
-    left_out = step.dx and results[0].x is None
+    missing = step.dx and results[0].x is None
     for k, name, _ in step.params:
-        left_out = left_out or ((k, name) not in step.main and results[k].params[name] is None)  # type: ignore[index]
-    if left_out or any(results[k].side[name] is None for k, name, _ in step.sides):  # type: ignore[index]
-        raise wrong_grads(step, results)
+        missing = missing or ((k, name) not in step.main and results[k].params[name] is None)  # type: ignore[index]
+    if missing or any(results[k].side[name] is None for k, name, _ in step.sides):  # type: ignore[index]
+        raise grads_error(step, results)
 
 
-def wrong_grads(step: BackwardStep, results: Any) -> FuseOpsError:
-    """The error for a backward that is no Grads, or leaves out a gradient that somebody needs."""
+def grads_error(step: BackwardStep, results: Any) -> FuseOpsError:
+    """The error for a backward whose result is no Grads, or leaves out a gradient that is needed."""
     bwd = f"{type(step.target).__name__}.bwd"
     if step.kind != "op" and (not isinstance(results, tuple) or len(results) != len(step.members)):
         return FuseOpsError(

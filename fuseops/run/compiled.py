@@ -1,14 +1,14 @@
 """A call as dynamo traces it, under torch.compile.
 
-What dynamo reads is guarded on, and every later call pays for it. So traced code reads of the modules what a plan
-depends on, and nothing else: its own names are in closures (`closed`), except those that must be guarded on. It asks
-the planner, which runs outside of the trace, by constants, and is told constants: numbers, and lists of words in one
-string. Modules go there by address: `id()` makes dynamo guard on their identity. Conditions are evaluated in traced
-code, so that their outcome becomes a guard and dim 0 stays free.
+Dynamo guards on everything that traced code reads, and every later call evaluates these guards. So traced code reads
+what a plan depends on and nothing else. Its global names are in closures (`guard_free`), except those that must be
+guarded on. It queries the planner, which runs outside of the trace, with constants, and gets constants: numbers, and
+lists of words in one string. Modules are passed by address: `id()` makes dynamo guard on their identity. Conditions
+are evaluated in traced code, so that their outcome becomes a guard and dim 0 stays dynamic.
 
-A segment of fuseops' own ops is one call in dynamo's graph. Dynamo does not look into it, AOTAutograd does, and so the
-compiler sees all that its ops do. They read nothing but what they are given and their own attributes, which are guarded
-on. What other ops read is not known: dynamo traces them.
+A segment of fuseops' own ops is one call in dynamo's graph, which AOTAutograd traces, so that the compiler sees every
+ATen op. These ops read only their arguments and their attributes, which are guarded on. Other ops may read anything:
+dynamo traces them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from fuseops.plan.segment import Segment
 from fuseops.recipes import Quantized
 
 from . import bridge
-from .closed import closed
 from .composed import Composed
+from .guard_free import guard_free
+from .object_table import TABLE, object_at
 from .run import call_op, run_segment
 from .runner import Runner, prepare
-from .sides import asked_for, check_input, side_inputs
-from .steps import Once, write_forward
-from .told import STAYS, told
-from .traced import TABLE, alive
+from .sides import check_input, returned_names, side_inputs
+from .steps import CallContext, write_forward
+from .trace_queries import UNREAD, query
 
 
 def forward(
@@ -55,32 +55,32 @@ def forward(
     side: dict[str, Any],
 ) -> Any:
     """`forward` of a Sequential, or of an op that is called alone."""
-    returns = asked_for(returns)
+    returns = returned_names(returns)
     if out:
         raise FuseOpsError("out= is eager only: compile around the ops that write to buffers.")
     check_input(module, x)
     if isinstance(x, Quantized):
         x = x.dequantize()
-    modules = _walked(module, [])
+    modules = _flat_children(module, [])
     runner = _prepared(id(module), tuple([_identity(child) for child in modules]))
-    reads = _listed(told(runner, "reads"))
+    reads = _split_words(query(runner, "reads"))
     env = {}
     if args or side or reads:
-        writes = frozenset(_listed(told(runner, "writes")))
+        writes = frozenset(_split_words(query(runner, "writes")))
         env = side_inputs(module, tuple(reads), writes, args, side)
     tokens = scopes.tokens(module._settings)
-    for at in range(told(runner, "pieces", returns)):
-        place = told(runner, "place", at)
+    for piece in range(query(runner, "pieces", returns)):
+        place = query(runner, "module_index", piece)
         if place is None:
-            live = tuple(_listed(told(runner, "live", at, returns)))
-            run = (module, runner, at, modules, x, env, tokens, live)
-            if told(runner, "parametrized", at):
+            live = tuple(_split_words(query(runner, "live_after", piece, returns)))
+            run = (module, runner, piece, modules, x, env, tokens, live)
+            if query(runner, "parametrized", piece):
                 with parametrize.cached():  # computed once a forward
                     x = _run(*run)
             else:
                 x = _run(*run)
         else:
-            takes = _listed(told(runner, "takes", at))
+            takes = _split_words(query(runner, "module_sides", piece))
             given = {keyword: env[name] for keyword, name in _pairs(takes)}
             x = modules[place](x, **given)
     return (x, *[env[name] for name in returns]) if returns else x
@@ -89,48 +89,48 @@ def forward(
 def _run(
     module: Any,
     runner: int,
-    at: int,
+    piece: int,
     modules: Sequence[Any],
     x: Any,
     env: dict[str, Any],
     tokens: Tokens,
     live: tuple[str, ...],
 ) -> Any:
-    """A run of ops, the piece `at` of a runner."""
-    ops = [_op(modules, place) for place in _listed(told(runner, "ops", at))]
-    numbered = _numbered(ops)
-    for i in _listed(told(runner, "kinds", at)):
-        kind = type(ops[int(i)])
-        told(runner, "guarded", id(kind.fwd), id(kind.bwd))
-    outside = _listed(told(runner, "outside", at))
-    if told(runner, "local", at) and torch_private.is_dtensor(type(x)):
-        laid_out = told(runner, "laid_out", at)
-        x = unwrapped(x, None if laid_out is None else ops[laid_out]._layout)
-    same = [_same(runner, at, i, op) for i, op in numbered]
-    known = told(runner, "width", at, x.dim(), tuple(same))
-    if known is None or x.shape[-1] != known:
-        if told(runner, "swaps", at):
-            _check_swapped(module, at, tuple(x.shape), {n: tuple(env[n].shape) for n in outside})
+    """Run the ops of a piece of a runner."""
+    ops = [_op_at(modules, place) for place in _split_words(query(runner, "op_places", piece))]
+    numbered = _enumerate(ops)
+    for i in _split_words(query(runner, "first_of_each_class", piece)):
+        cls = type(ops[int(i)])
+        query(runner, "guard_on", id(cls.fwd), id(cls.bwd))
+    outside = _split_words(query(runner, "outside", piece))
+    if query(runner, "takes_local_x", piece) and torch_private.is_dtensor(type(x)):
+        first = query(runner, "layout_op", piece)
+        x = unwrapped(x, None if first is None else ops[first]._layout)
+    unchanged = [_attributes_unchanged(runner, piece, i, op) for i, op in numbered]
+    width = query(runner, "accepted_width", piece, x.dim(), tuple(unchanged))
+    if width is None or x.shape[-1] != width:
+        if query(runner, "has_swap", piece):
+            _check_swapped(module, piece, tuple(x.shape), {n: tuple(env[n].shape) for n in outside})
         else:
             _check_widths(ops, tuple(x.shape))
     call = call_facts(outside, x, env, tokens, live, torch_private.global_hooks())
-    modes = tuple([_mode(runner, at, i, op) for i, op in numbered])
-    parameters = tuple([_parameters(runner, at, i, op) for i, op in numbered])
-    entry = told(runner, "entry", at, modes, parameters, call)
+    modes = tuple([_mode(runner, piece, i, op) for i, op in numbered])
+    parameters = tuple([_parameters(runner, piece, i, op) for i, op in numbered])
+    entry = query(runner, "entry", piece, modes, parameters, call)
     reasons: tuple[str | None, ...] | None = None
-    if told(runner, "conditional", at, entry, x.dtype, x.dim()):
-        reasons = _reasons(module, at, entry, x, env)
-    plan = told(runner, "plan", at, entry, reasons, x.dtype, x.dim())
-    for k in range(told(runner, "segments", plan)):
-        how = told(runner, "how", plan, k, tuple(same))
-        if how == "tap":
-            env[told(runner, "tap", plan, k)] = x
-        elif how == "call":
-            x = _called(plan, k, x, env)
-        elif how == "traced":
-            x = _traced(plan, k, x, env)
+    if query(runner, "depends_on_symbols", piece, entry, x.dtype, x.dim()):
+        reasons = _reasons(module, piece, entry, x, env)
+    plan = query(runner, "plan", piece, entry, reasons, x.dtype, x.dim())
+    for k in range(query(runner, "segments", plan)):
+        mode = query(runner, "segment_mode", plan, k, tuple(unchanged))
+        if mode == "tap":
+            env[query(runner, "tap_name", plan, k)] = x
+        elif mode == "call":
+            x = _run_called(plan, k, x, env)
+        elif mode == "traced":
+            x = _run_traced(plan, k, x, env)
         else:
-            x = _opaque(runner, at, plan, k, ops, x, env)
+            x = _run_opaque(runner, piece, plan, k, ops, x, env)
     return x
 
 
@@ -140,42 +140,43 @@ def _check_widths(ops: Sequence[Any], shape: tuple[Any, ...]) -> None:
             shape = op.out_shape(shape)
 
 
-def _mode(runner: int, at: int, i: int, op: Any) -> tuple[bool, bool] | None:
-    """Of the `OpFacts`, training and alias: read here, since dynamo guards on attributes that it reads. The class is
-    guarded on; of hooks, which dynamo does not guard on, the planner tells.
+def _mode(runner: int, piece: int, i: int, op: Any) -> tuple[bool, bool] | None:
+    """(training, alias) of the `OpFacts` of an op, read in the trace so that dynamo guards on them.
+
+    Dynamo guards on the class too, but not on hooks: the planner reads those.
     """
     if op is None:
         return None
-    _ = op.forward, op.fwd, op.bwd  # that they are those of the class
-    # a branch: dynamo makes a symbol of what op.alias may compare, the p of a Dropout
-    alias = told(runner, "alias", at, i)
+    _ = op.forward, op.fwd, op.bwd  # guards that they are not replaced on the instance
+    # a branch makes it constant: op.alias may compare a symbol, the p of a Dropout
+    alias = query(runner, "alias", piece, i)
     if alias is None:
         alias = True if op.alias else False  # noqa: SIM210
     return op.training, alias
 
 
-def _parameters(runner: int, at: int, i: int, op: Any) -> tuple[Any, ...]:
+def _parameters(runner: int, piece: int, i: int, op: Any) -> tuple[Any, ...]:
     """The `ParameterFacts` of an op."""
     if op is None:
         return ()
-    grad, found = torch.is_grad_enabled(), []
-    for name in _listed(told(runner, "parameters", at, i)):
-        home = told(runner, "home", at, i, name)
-        p = getattr(op, home)[name] if home else op.sample(name)
-        found.append(None if p is None else parameter_facts(p, grad))
+    grad_enabled, found = torch.is_grad_enabled(), []
+    for name in _split_words(query(runner, "parameters", piece, i)):
+        owner = query(runner, "owner_dict", piece, i, name)
+        p = getattr(op, owner)[name] if owner else op.sample(name)
+        found.append(None if p is None else parameter_facts(p, grad_enabled))
     return tuple(found)
 
 
-def _opaque(
-    runner: int, at: int, plan: int, k: int, ops: Sequence[Any], x: Any, env: dict[str, Any]
+def _run_opaque(
+    runner: int, piece: int, plan: int, k: int, ops: Sequence[Any], x: Any, env: dict[str, Any]
 ) -> Any:
-    """A segment as one call in dynamo's graph."""
-    inputs = [env[name] for name in _listed(told(runner, "inputs", plan, k))]
-    for i, name in _pairs(_listed(told(runner, "params", plan, k))):
-        home = told(runner, "home", at, int(i), name)
-        inputs.append(getattr(ops[int(i)], home)[name] if home else getattr(ops[int(i)], name))
-    y = in_graph(told(runner, "number", plan, k), x, *inputs)
-    exports = _listed(told(runner, "exports", plan, k))
+    """Run a segment as one call in dynamo's graph."""
+    inputs = [env[name] for name in _split_words(query(runner, "segment_reads", plan, k))]
+    for i, name in _pairs(_split_words(query(runner, "segment_params", plan, k))):
+        owner = query(runner, "owner_dict", piece, int(i), name)
+        inputs.append(getattr(ops[int(i)], owner)[name] if owner else getattr(ops[int(i)], name))
+    y = in_graph(query(runner, "segment_number", plan, k), x, *inputs)
+    exports = _split_words(query(runner, "segment_exports", plan, k))
     if not exports:
         return y
     for name, t in zip(exports, y[1:], strict=True):
@@ -184,38 +185,37 @@ def _opaque(
 
 
 def in_graph(number: int, x: Any, *inputs: Any) -> Any:
-    """The segment of a number: what AOTAutograd traces, and what runs where a backend does not trace.   -> y, or
-    (y, *exports)
-    """
+    """Run the segment of a number: traced by AOTAutograd, or run by a backend without it.   -> y, or (y, *exports)"""
     seg: Segment = TABLE[number]
     own = torch.autocast(seg.device, enabled=False) if seg.autocast else contextlib.nullcontext()
     with torch_private.compiling(), own:
         if seg.needs_grad:
             return bridge.Node.apply(seg, None, x, *inputs)  # type: ignore[no-untyped-call]
         t = list(inputs)
-        y, _, _ = (seg.fwd or write_forward(seg))(x, t, Once())
+        y, _, _ = (seg.fwd or write_forward(seg))(x, t, CallContext())
     return (y, *[t[place] for place in seg.export_positions]) if seg.exports else y
 
 
-# --- what both sides of the border know
+# --- inside and outside of the trace
 
 
-def _walked(module: Any, found: list[Any]) -> list[Any]:
-    """Every child that runs, those of Sequentials inside included. The Tap and Add of a Residual, which stay what they
-    are, are left out.
+def _flat_children(module: Any, found: list[Any]) -> list[Any]:
+    """Append every child that runs, nested ones included, to `found`. The Tap and Add of a Residual, which never
+    change, are left out.
     """
     for child in module._modules.values() if isinstance(module, Composed) else (module,):
         found.append(child)
         if isinstance(child, Composed):
-            _walked(child, found)
+            _flat_children(child, found)
     return found
 
 
-def _op(modules: Sequence[Any], place: str) -> Any:
-    """The op at a place: one of those that were walked, or that a style of parallelism has put around one of them.
-    None: it stays what it is.
+def _op_at(modules: Sequence[Any], place: str) -> Any:
+    """The op at a place: a flat child, or an op that a style of parallelism has put around one ("child.side.index").
+
+    None for one that never changes.
     """
-    if place == STAYS:
+    if place == UNREAD:
         return None
     if "." not in place:
         return modules[int(place)]
@@ -223,21 +223,21 @@ def _op(modules: Sequence[Any], place: str) -> Any:
     return modules[int(child)]._around[int(side)][int(k)]
 
 
-def _places(modules: Sequence[Any]) -> dict[int, str]:
-    """Where each of them stands, and what is around it, by address."""
+def _positions(modules: Sequence[Any]) -> dict[int, str]:
+    """The place of each flat child, and of the ops around it, by address."""
     found = {id(child): str(k) for k, child in enumerate(modules)}
-    for at, child in enumerate(modules):
+    for index, child in enumerate(modules):
         for side, ops in enumerate(getattr(child, "_around", ())):
-            found |= {id(op): f"{at}.{side}.{k}" for k, op in enumerate(ops)}
+            found |= {id(op): f"{index}.{side}.{k}" for k, op in enumerate(ops)}
     return found
 
 
 def _identity(child: Any) -> Any:
-    """All that a runner depends on of a child, that may be another at the next call."""
+    """The part of a child that a runner depends on and that may differ at the next call."""
     return (id(child), child._settings) if isinstance(child, Composed) else id(child)
 
 
-def _listed(words: str) -> list[str]:
+def _split_words(words: str) -> list[str]:
     return words.split("\n") if words else []
 
 
@@ -245,51 +245,53 @@ def _pairs(items: list[str]) -> Any:
     return zip(items[::2], items[1::2], strict=True)
 
 
-def _numbered(items: Sequence[Any]) -> list[tuple[int, Any]]:
-    """`enumerate`, which dynamo traces as a function of its own, with guards on what that reads."""
+def _enumerate(items: Sequence[Any]) -> list[tuple[int, Any]]:
+    """`enumerate`, without the guards that dynamo adds when it traces that."""
     return [*zip(range(len(items)), items, strict=True)]
 
 
-def _same(runner: int, at: int, i: int, op: Any) -> bool:
-    """Whether the attributes of an op are what they are outside of the trace; they are guarded on."""
+def _attributes_unchanged(runner: int, piece: int, i: int, op: Any) -> bool:
+    """Whether the attributes of an op equal those outside of the trace; dynamo guards on the comparisons."""
     if op is None:
         return True
-    for name in _listed(told(runner, "kept", at, i, "number")):
-        if getattr(op, name) != told(runner, "attribute", at, i, name):  # dynamo may hold a symbol
+    for name in _split_words(query(runner, "attributes_of_kind", piece, i, "number")):
+        if getattr(op, name) != query(
+            runner, "attribute", piece, i, name
+        ):  # dynamo may hold a symbol
             return False
-    for name in _listed(told(runner, "kept", at, i, "constant")):
-        if not told(runner, "equals", at, i, name, getattr(op, name)):
+    for name in _split_words(query(runner, "attributes_of_kind", piece, i, "constant")):
+        if not query(runner, "attribute_equals", piece, i, name, getattr(op, name)):
             return False
-    for name in _listed(told(runner, "kept", at, i, "mixed")):
-        for k, item in _numbered(getattr(op, name)):
-            if item != told(runner, "item", at, i, name, k):
+    for name in _split_words(query(runner, "attributes_of_kind", piece, i, "mixed")):
+        for k, item in _enumerate(getattr(op, name)):
+            if item != query(runner, "attribute_item", piece, i, name, k):
                 return False
-    for name in _listed(told(runner, "kept", at, i, "mapping")):
-        if not told(runner, "maps", at, i, name, tuple(getattr(op, name).items())):
+    for name in _split_words(query(runner, "attributes_of_kind", piece, i, "mapping")):
+        if not query(runner, "mapping_equals", piece, i, name, tuple(getattr(op, name).items())):
             return False
-    for name in _listed(told(runner, "kept", at, i, "object")):
-        if not told(runner, "identical", at, i, name, id(getattr(op, name))):
+    for name in _split_words(query(runner, "attributes_of_kind", piece, i, "object")):
+        if not query(runner, "attribute_is", piece, i, name, id(getattr(op, name))):
             return False
-    return not told(runner, "kept", at, i, "other")
+    return not query(runner, "attributes_of_kind", piece, i, "other")
 
 
-# --- what is guarded on: read through the names of modules
+# --- not in `_forward_class`: dynamo guards on what these read
 
 
-def _check_swapped(module: Any, at: int, shape: Any, known: dict[str, Any]) -> None:
-    for _ in module._runner.pieces[at][1].chain.shapes(shape, known):
+def _check_swapped(module: Any, piece: int, shape: Any, known: dict[str, Any]) -> None:
+    for _ in module._runner.pieces[piece][1].chain.shapes(shape, known):
         pass
 
 
-def _reasons(module: Any, at: int, entry: int, x: Any, env: dict[str, Any]) -> Any:
-    return module._runner.pieces[at][1].reasons(TABLE[entry], x, env)
+def _reasons(module: Any, piece: int, entry: int, x: Any, env: dict[str, Any]) -> Any:
+    return module._runner.pieces[piece][1].reasons(TABLE[entry], x, env)
 
 
-def _called(plan: int, k: int, x: Any, env: dict[str, Any]) -> Any:
+def _run_called(plan: int, k: int, x: Any, env: dict[str, Any]) -> Any:
     return call_op(TABLE[plan].segments[k], x, env)
 
 
-def _traced(plan: int, k: int, x: Any, env: dict[str, Any]) -> Any:
+def _run_traced(plan: int, k: int, x: Any, env: dict[str, Any]) -> Any:
     return run_segment(TABLE[plan].segments[k], x, env, None)
 
 
@@ -297,29 +299,29 @@ def _traced(plan: int, k: int, x: Any, env: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def _entrance() -> type:
-    return closed(
+def _forward_class() -> type:
+    return guard_free(
         [
             *(autocast_of, side_facts, call_facts, parameter_facts, check_input, side_inputs),
-            *(_listed, _pairs, _numbered, _walked, _op, _identity),
-            *(_check_widths, _same, _mode, _parameters, _opaque, _run, forward),
+            *(_split_words, _pairs, _enumerate, _flat_children, _op_at, _identity),
+            *(_check_widths, _attributes_unchanged, _mode, _parameters, _run_opaque, _run, forward),
         ]
     )
 
 
 @torch_private.assume_constant_result
-def entrance() -> type:
-    """A class whose instances, made in traced code, `run` a call as `forward` does, without guards on names."""
-    return _entrance()
+def forward_class() -> type:
+    """A class whose `run`, called on an instance that traced code makes, is `forward` without guards on names."""
+    return _forward_class()
 
 
 @torch_private.assume_constant_result
 def _prepared(module: int, identities: tuple[Any, ...]) -> int:
-    """The address of a module's runner, which holds as long as `identities` do."""
-    found = alive(module)
+    """The address of a module's runner, valid for these `identities` of its children."""
+    found = object_at(module)
     prepare(found)
     runner: Runner = found._runner
     if not runner.places:
-        runner.places = _places(_walked(found, []))
+        runner.places = _positions(_flat_children(found, []))
         torch_private.allow_in_graph(in_graph)
     return id(runner)

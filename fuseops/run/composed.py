@@ -1,4 +1,4 @@
-"""A Sequential has children, and the edits of `torch.nn.Sequential`."""
+"""The module part of a Sequential: children, and the edits of `torch.nn.Sequential`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _no_module(parent: nn.Module, name: str, given: Any) -> TypeError:
 class Composed(nn.Sequential):
     """A `Composed` gives a Sequential its children, the edits of `torch.nn.Sequential`, and its configuration."""
 
-    planned_forward: Any  # the forward that a plan around this one may stand for
+    planned_forward: Any  # the forward that splicing may replace
     _runner: Any = None
-    _settings: int = 0  # token of what fuseops.configure said of this model
+    _settings: int = 0  # token of the settings from fuseops.configure
 
     def __init__(self, *args: Any, **named: Any) -> None:
         if len(args) == 1 and isinstance(args[0], Mapping) and not named:
@@ -41,7 +41,7 @@ class Composed(nn.Sequential):
             self.add_module(name, module)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """As of `torch.nn.Module`.  Raises TypeError, which says what to pass, for what is no module."""
+        """Add a child.  Raises TypeError for a child that is no module."""
         if not isinstance(module, nn.Module):
             raise _no_module(self, name, module)
         if "_parameters" not in module.__dict__:

@@ -42,34 +42,34 @@ def configure(
     disable: Iterable[str] = _UNSET,
     prefer: str = _UNSET,
 ) -> None:
-    """Set what every call is planned under, for the process (no model) or for one model.
+    """Set how calls are planned and run, for the process (no model) or for one model.
 
-    What is set on a model belongs to it: it holds in recomputation, in other threads, and in copies and slices. Each
-    call replaces what an earlier one set by the same name. With a model, names of saved tensors become absolute.
-    The ops of a Sequential run under its settings: to set some of them apart, put them into a Sequential of their own.
+    Settings of a model belong to it: they hold in recomputation, in other threads, and in copies and slices. A later
+    call replaces settings of the same name. With a model, names of saved tensors become absolute.
+    The ops of a Sequential run under its settings; for other settings, put ops into a Sequential of their own.
     fusion: False runs every op by itself.
-    recipe: precision of GEMM operands, None for high precision. Of a model also {glob: recipe or None} over the dotted
-    names of its ops, of which the first that matches counts; what none matches is high precision.
-    rules: tried before the built-in ones; "pointwise" as of `fuseops.rules`.
+    recipe: precision of GEMM operands, None for high precision. For a model also {glob: recipe or None} over the dotted
+    names of its ops: the first glob that matches counts, and ops without a match stay in high precision.
+    rules: tried before the built-in ones; "pointwise" as in `fuseops.rules`.
     disable: names of rules that may not fire.
-    prefer: what is chosen where the faster way of a fused op holds more at its peak: "speed" (the default) or "memory".
-    Both give the same bits, but for the order of sums that `explain()` names; it says where there is such a choice.
-    Raises FuseOpsError for a value of the wrong kind.
+    prefer: "speed" (the default) or "memory", for fused ops whose faster variant has a higher peak; `explain()` shows
+    these. Both give the same bits, except for the order of sums that `explain()` names.
+    Raises FuseOpsError for a value of the wrong type.
     """
     if isinstance(recipe, Mapping):
-        recipe = _by_name(model, recipe)
+        recipe = _recipe_by_name(model, recipe)
     override = _override(fusion=fusion, recipe=recipe, rules=rules, disable=disable, prefer=prefer)
     if model is None:
-        scopes.process.token = _replaced(scopes.process.token, override)
+        scopes.process.token = _merged(scopes.process.token, override)
         return
     check_module("configure(model, ...)", model)
     set_root(model)
     for _, module in walk(model):
         if isinstance(module, (Composed, Op)):
-            module.__dict__["_settings"] = _replaced(module._settings, override)
+            module.__dict__["_settings"] = _merged(module._settings, override)
 
 
-def _by_name(model: nn.Module | None, recipe: Mapping[str, Recipe | None]) -> Recipe:
+def _recipe_by_name(model: nn.Module | None, recipe: Mapping[str, Recipe | None]) -> Recipe:
     if model is None:
         raise FuseOpsError(
             "configure(recipe={glob: recipe}) needs the model whose ops the globs name: configure(model, recipe=...)."
@@ -79,11 +79,11 @@ def _by_name(model: nn.Module | None, recipe: Mapping[str, Recipe | None]) -> Re
     return ByName.of(recipe, sorted(ops))
 
 
-def _replaced(token: int, override: Override) -> int:
-    """`override` in place of what was said by the same names before."""
-    said = {name: value for entry in scopes.overrides(token) for name, value in entry}
-    said |= dict(override)
-    return scopes.intern(0, tuple(sorted(said.items())))
+def _merged(token: int, override: Override) -> int:
+    """The token of the overrides of a token, with those of the same names replaced by `override`."""
+    values = {name: value for entry in scopes.overrides(token) for name, value in entry}
+    values |= dict(override)
+    return scopes.intern(0, tuple(sorted(values.items())))
 
 
 def set_root(model: nn.Module) -> None:
@@ -91,32 +91,32 @@ def set_root(model: nn.Module) -> None:
     for path, module in walk(model):
         if isinstance(module, (Composed, Op)):
             path = stripped(path)
-            home = path  # of the names: an op's are relative to what it is a child of
+            parent = path  # saved names of an op are relative to its parent
             if isinstance(module, Op):
-                home = path.rpartition(".")[0]
+                parent = path.rpartition(".")[0]
                 if path_of(module) != path:
-                    module.__dict__.pop("_runner", None)  # it knows the op by its old name
-            set_path(module, path, f"{home}." if home else "")
+                    module.__dict__.pop("_runner", None)  # it has the op's old name
+            set_path(module, path, f"{parent}." if parent else "")
 
 
-def _override(**said: Any) -> Override:
-    given = {name: value for name, value in said.items() if value is not _UNSET}
+def _override(**values: Any) -> Override:
+    given = {name: value for name, value in values.items() if value is not _UNSET}
     if "fusion" in given and not isinstance(given["fusion"], bool):
         raise FuseOpsError(f"fusion must be True or False, got {given['fusion']!r}.")
     if given.get("prefer", "speed") not in PREFERENCES:
         raise FuseOpsError(f"prefer must be one of {PREFERENCES}, got {given['prefer']!r}.")
     if given.get("recipe") is not None and not isinstance(given["recipe"], Recipe):
-        raise _no_recipe(given["recipe"])
+        raise _recipe_error(given["recipe"])
     if "rules" in given:
-        several = _several("rules", given["rules"], Rule | str, '[fuseops.Rule(...), "pointwise"]')
+        several = _items("rules", given["rules"], Rule | str, '[fuseops.Rule(...), "pointwise"]')
         given["rules"] = tuple(_rule(item) for item in several)
     if "disable" in given:
         given["disable"] = _names("disable", given["disable"])
     return tuple(sorted(given.items()))
 
 
-def _no_recipe(given: Any) -> FuseOpsError:
-    """The error for something that is no recipe, with what was meant where that can be known."""
+def _recipe_error(given: Any) -> FuseOpsError:
+    """The error for a value that is no recipe, with a hint where the intention is clear."""
     meant = ""
     if isinstance(given, type) and issubclass(given, Recipe):
         meant = f" Call it: {given.__name__}()."
@@ -124,12 +124,12 @@ def _no_recipe(given: Any) -> FuseOpsError:
         meant = " Globs name ops of a model: fuseops.configure(model, recipe={glob: recipe})."
     elif isinstance(given, Roles | Scaling):
         meant = " Formats by role are those of fuseops.recipes.ByRole(function)."
-    said = f"recipe must be a fuseops.recipes.Recipe or None, got {given!r:.80}."
-    return FuseOpsError(said + meant)
+    text = f"recipe must be a fuseops.recipes.Recipe or None, got {given!r:.80}."
+    return FuseOpsError(text + meant)
 
 
 def _rule(item: Rule | str) -> Rule:
-    """A rule, or the one of that name which is on by choice."""
+    """A rule, or the optional built-in rule of that name."""
     if isinstance(item, Rule):
         return item
     if item != POINTWISE.name:
@@ -141,11 +141,11 @@ def _rule(item: Rule | str) -> Rule:
 
 def _names(what: str, names: Iterable[str]) -> frozenset[str]:
     given = (names,) if isinstance(names, str) else names
-    return frozenset(_several(what, given, str, "names of rules"))
+    return frozenset(_items(what, given, str, "names of rules"))
 
 
-def _several(what: str, given: Any, kind: Any, expected: str) -> tuple[Any, ...]:
-    """The items of what was given.  Raises FuseOpsError where it is no iterable of that kind."""
+def _items(what: str, given: Any, kind: Any, expected: str) -> tuple[Any, ...]:
+    """The items of a setting as a tuple.  Raises FuseOpsError where it is no iterable of that type."""
     items = tuple(given) if isinstance(given, Iterable) else (given,)
     wrong = [item for item in items if not isinstance(item, kind)]
     if wrong or not isinstance(given, Iterable):
@@ -159,18 +159,18 @@ def fusion(
     disable: Iterable[str] = (),
     strict: bool | Iterable[str] = False,
 ) -> scopes.scope:
-    """Switch fusion off (or on), disable rules by name, or insist on them, for the calls made inside.
+    """Switch fusion off (or on), disable rules by name, or require that rules fire, for the calls made inside.
 
-    enabled: left out beside `disable` or `strict`, fusion stays as it is outside; alone, `fusion()` switches it on.
+    enabled: without it `fusion()` switches fusion on, and with `disable` or `strict` fusion stays as it is outside.
     strict: names of rules that must fire: a condition or overlap miss of one raises FusionMissError at once, and so
     does leaving the scope without the rule having fired. True: every condition miss raises.
     """
-    said: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if enabled is not None or not (disable or strict):
-        said["fusion"] = enabled is None or enabled
+        values["fusion"] = enabled is None or enabled
     if disable:
-        said["disable"] = disable
-    override = _override(**said)
+        values["disable"] = disable
+    override = _override(**values)
     wanted: bool | frozenset[str] = strict if isinstance(strict, bool) else _names("strict", strict)
     if wanted:
         override += (("strict", wanted),)
@@ -187,7 +187,7 @@ class _Strict(scopes.scope):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self.checks.append(_must_fire(self.wanted))
+        self.checks.append(_require_fired(self.wanted))
         self.checks[-1].__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -201,7 +201,7 @@ class _Strict(scopes.scope):
 
 
 @contextmanager
-def _must_fire(wanted: frozenset[str]) -> Iterator[None]:
+def _require_fired(wanted: frozenset[str]) -> Iterator[None]:
     fired: set[str] = set()
     misses: dict[str, Miss] = {}
 
@@ -211,21 +211,21 @@ def _must_fire(wanted: frozenset[str]) -> Iterator[None]:
 
     with scopes.watching(watch):
         yield
-    silent = sorted(wanted - fired)
-    if silent:
+    unfired = sorted(wanted - fired)
+    if unfired:
         nearest = "; ".join(
-            f"{misses[n].reason} at {misses[n].span}" for n in silent if n in misses
+            f"{misses[n].reason} at {misses[n].span}" for n in unfired if n in misses
         )
         raise FusionMissError(
-            f"strict rules {silent} never fired in this scope. {nearest or 'No call came near them.'}"
+            f"strict rules {unfired} never fired in this scope. {nearest or 'No call came near them.'}"
         )
 
 
 def rules(*extra: Rule | str) -> scopes.scope:
     """Try these rules before all others, for the calls made inside.
 
-    "pointwise" is one of fuseops' own that is on by choice: runs of elementwise ops that no other rule takes, level-1
-    ops among them, become one kernel each way, which torch's inductor writes at the first call.
+    "pointwise" is a rule of fuseops that is off by default: elementwise ops in a row, level-1 ops included, that no
+    other rule takes become one kernel each way, which torch's inductor generates at the first call.
     """
     return scopes.scope(_override(rules=extra))
 
@@ -233,7 +233,7 @@ def rules(*extra: Rule | str) -> scopes.scope:
 def recipe(value: Recipe | None, *, strict: bool = False) -> scopes.scope:
     """Run GEMMs in the precision of `value` (None: high precision), for the calls made inside.
 
-    On Hopper, layers that FP8 is predicted not to make faster stay as they are; `explain()` says which, and why.
+    On Hopper, layers that FP8 is not predicted to make faster stay in high precision; `explain()` says which, and why.
     strict: they are quantized too, and an op that would ignore the recipe (it works on DTensors, or under
     `fo.reference()`) raises FusionMissError.
     """
@@ -243,7 +243,7 @@ def recipe(value: Recipe | None, *, strict: bool = False) -> scopes.scope:
 
 
 def reference() -> scopes.scope:
-    """Run every op as plain differentiable torch: double backward, torch.func, export, and a judge of any `bwd`."""
+    """Run every op as plain differentiable torch, for double backward, torch.func, export, and to check a `bwd`."""
     return scopes.scope((("reference", True),))
 
 
@@ -256,20 +256,20 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
 def from_environment(environ: Any = os.environ) -> None:
     """Read FUSEOPS_FUSION, FUSEOPS_DISABLE and FUSEOPS_LOG once, at import, and check FUSEOPS_NVTX."""
-    said: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     switch = environ.get("FUSEOPS_FUSION", "1")
     if switch not in ("0", "1"):
         raise FuseOpsError(f"FUSEOPS_FUSION={switch!r}: expected 0 or 1.")
     if switch == "0":
-        said["fusion"] = False
+        values["fusion"] = False
     if (nvtx := environ.get("FUSEOPS_NVTX", "0")) not in ("0", "1"):  # read by ranges.py
         raise FuseOpsError(f"FUSEOPS_NVTX={nvtx!r}: expected 0 or 1.")
     if environ.get("FUSEOPS_DISABLE"):
-        said["disable"] = [
+        values["disable"] = [
             name.strip() for name in environ["FUSEOPS_DISABLE"].split(",") if name.strip()
         ]
-    if said:
-        scopes.process.token = scopes.intern(0, _override(**said))
+    if values:
+        scopes.process.token = scopes.intern(0, _override(**values))
     level = environ.get("FUSEOPS_LOG", "").upper()
     if level:
         if level not in LEVELS:

@@ -1,5 +1,5 @@
-"""Delayed weight gradients under DistributedDataParallel: its reduction is over before they are there, so they are
-reduced when they are computed.
+"""Delayed weight gradients under DistributedDataParallel, whose own reduction ends before they are computed: they are
+reduced here.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Op
 
-# of an op that delays gradients: the wrapper that a forward of it ran in
+# by op that delays gradients: the wrapper that its last forward ran in
 _wrappers: weakref.WeakKeyDictionary[Op[Any], weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
-def note(op: Op[Any]) -> None:
-    """Remember the DistributedDataParallel whose forward runs, if one does."""
+def remember_wrapper(op: Op[Any]) -> None:
+    """Record the DistributedDataParallel, if any, in whose forward this op runs."""
     found = torch_private.active_ddp()
     if found is not None:
         _wrappers[op] = weakref.ref(found)
@@ -29,8 +29,8 @@ def _wrapper(op: Op[Any]) -> Any:
     return None if known is None else known()
 
 
-def check(op: Op[Any]) -> None:
-    """Raise FuseOpsError for a delayed gradient that could not be reduced as its wrapper reduces the others."""
+def check_comm_hooks(op: Op[Any]) -> None:
+    """Raise FuseOpsError for a wrapper with communication hooks, which delayed gradients would bypass."""
     wrapper = _wrapper(op)
     if wrapper is not None and wrapper._comm_hooks:
         raise FuseOpsError(
@@ -39,9 +39,10 @@ def check(op: Op[Any]) -> None:
         )
 
 
-def reduced(op: Op[Any], gradient: Tensor) -> Tensor:
-    """The mean of a delayed gradient over the ranks of the op's DistributedDataParallel; itself under `no_sync()`, and
-    where there is none.
+def mean_over_ranks(op: Op[Any], gradient: Tensor) -> Tensor:
+    """The mean of a delayed gradient over the ranks of the op's DistributedDataParallel.
+
+    Without one, and under `no_sync()`, it is the gradient itself.
     """
     wrapper = _wrapper(op)
     if wrapper is None or not wrapper.require_backward_grad_sync:

@@ -1,4 +1,4 @@
-"""`fo.debug()` checks on the device what only the device knows, and reports it with the path of the op."""
+"""`fo.debug()`: checks of values on the device, whose errors name the path of the op."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from . import bridge, checks, run
 
 
 class SplitReport(NamedTuple):
-    """A `SplitReport` is the outcome of one check of groups' boundaries, on its way to the host."""
+    """A `SplitReport` is the outcome of one check of group boundaries, while it is copied to the host."""
 
     where: str
     rows: int
     found: Tensor  # (3,) int64, pinned: the first bad group (E where there is none), its begin and its end
     groups: int
-    arrived: Any  # a CUDA event
+    copied: Any  # a CUDA event
 
     def error(self) -> ShapeError | None:
         group, start, end = self.found.tolist()
@@ -42,48 +42,48 @@ class Debug:
         self.stats = QuantizationStats()
 
     def operands(self) -> list[OperandNumbers]:
-        """What quantization did to the operands of GEMMs, by the path of the op. Waits for the device."""
+        """Statistics of the quantized operands of GEMMs, by the path of the op. Waits for the device."""
         return self.stats.operands()
 
     def gemms(self) -> list[GemmError]:
-        """The error of every GEMM of quantized operands against that of the operands as they were."""
+        """The error of every GEMM of quantized operands, against the same GEMM of the original operands."""
         return self.stats.gemms()
 
     def __str__(self) -> str:
         return "\n".join(map(str, (*self.operands(), *self.gemms())))
 
     def check_kept_weights(self) -> None:
-        """Raise FuseOpsError for a quantized weight that was kept while the weight was written to."""
+        """Raise FuseOpsError for a cached quantized weight that is stale."""
         for op, stale in self.stats.stale.items():
             if stale:
                 raise FuseOpsError(
-                    f"{op}: its quantized weight is kept, and is not what the weight gives: something wrote to the "
-                    "weight that moved no version of it. Call fuseops.weights_changed(model) after it."
+                    f"{op}: its cached quantized weight is stale: something wrote to the weight without changing its "
+                    "version. Call fuseops.weights_changed(model) after such a write."
                 )
 
     def splits(self, offs: Tensor, rows: int) -> None:
-        """Check the ends of groups on their device.  Raises ShapeError for an earlier check that failed by now."""
-        where = running()
+        """Start a check of the ends of groups on their device.  Raises ShapeError for an earlier check that failed."""
+        where = running_op()
         if torch.cuda.is_current_stream_capturing():  # checked in every replay; names no group
             torch_private.assert_async(
                 ~bad_ends(offs, rows).any(), f"{where}: offs must not fall, nor end beyond the rows"
             )
             return
-        self.raise_what_arrived()
+        self.raise_failed()
         groups = len(offs)
         numbers = torch.arange(groups, device=offs.device)
         first = torch.where(bad_ends(offs, rows), numbers, groups).min()
         at = first.clamp(max=groups - 1).reshape(1)
         found = torch.cat([first.reshape(1), before(offs)[at].long(), offs[at].long()])
-        # by a copy that the next kernel, which may fail over these ends, does not wait for
+        # copied before the next kernel runs, which may fail because of these ends
         host = torch.tensor([groups, 0, 0], pin_memory=True).copy_(found, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(torch.cuda.current_stream(offs.device))
-        self.reports.append(SplitReport(where, rows, host, groups, arrived))
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(offs.device))
+        self.reports.append(SplitReport(where, rows, host, groups, copied))
 
-    def raise_what_arrived(self, wait: bool = False) -> None:
-        """Raise ShapeError for the first check that failed."""
-        while self.reports and (wait or self.reports[0].arrived.query()):
+    def raise_failed(self, wait: bool = False) -> None:
+        """Raise ShapeError for the first failed check whose outcome has arrived.   wait: for all outcomes"""
+        while self.reports and (wait or self.reports[0].copied.query()):
             error = self.reports.pop(0).error()
             if error is not None:
                 self.reports.clear()
@@ -92,46 +92,45 @@ class Debug:
 
 @scopes.written
 def debug() -> Iterator[Debug]:
-    """Check on the device what cannot be seen without waiting for it, and look into numbers, for the calls made inside.
+    """Check values on the device, and measure the effect of quantization, for the calls made inside.
 
-    The ends of groups (`offs`): none before the one before it, none beyond the rows. Raises ShapeError, which names the
-    op and the group, in a later call inside or at the end of the scope, which waits for the device. A kernel that
-    fails over bad ends is the cause of that error.
-    In compiled code and in CUDA graphs the check is an assertion on the device, which names no group.
+    The ends of groups (`offs`) must not decrease, nor exceed the rows. ShapeError names the op and the group; it is
+    raised in a later call inside, or at the end of the scope, which waits for the device. If a kernel failed because of
+    bad ends, its error is the cause. In compiled code and CUDA graphs the check is a device assertion, which names no
+    group.
 
-    Under a recipe: `with fo.debug() as seen`, and `seen.operands()`, `seen.gemms()` and `print(seen)` say by the path
-    of the op what quantization did: amax, the shares of codes flushed to zero and saturated, the error of every GEMM.
-    Each GEMM runs once more for it, in float32; results stay the same. A quantized weight that a recipe keeps is
-    compared with the weight, and FuseOpsError names one that was written to without an announcement. Not in compiled
-    code and CUDA graphs.
+    Under a recipe, `with fo.debug() as seen`: `seen.operands()`, `seen.gemms()` and `print(seen)` give statistics by
+    the path of the op: amax, the shares of codes flushed to zero and saturated, the error of every GEMM. For these each
+    GEMM runs once more, in float32; results stay the same. FuseOpsError names a cached quantized weight that is stale,
+    since its weight was written to without `weights_changed`. None of this in compiled code and CUDA graphs.
     """
-    here = scopes.current()
-    if here.debug is not None:
-        yield here.debug
+    scope = scopes.current()
+    if scope.debug is not None:
+        yield scope.debug
         return
-    here.debug = checks = Debug()
+    scope.debug = checks = Debug()
     before = set_active_stats(checks.stats)
     try:
         yield checks
         if checks.reports:
             torch.cuda.synchronize()
     except Exception as error:
-        if not isinstance(error, FuseOpsError):  # a kernel failed: had a check, before it?
+        if not isinstance(error, FuseOpsError):  # a kernel failed, maybe since a check had failed
             try:
-                checks.raise_what_arrived(wait=True)
+                checks.raise_failed(wait=True)
             except ShapeError as found:
                 raise found from error
         raise
     finally:
-        here.debug = None
+        scope.debug = None
         set_active_stats(before)
         checks.stats.originals.clear()
-    checks.raise_what_arrived(wait=True)
+    checks.raise_failed(wait=True)
     checks.check_kept_weights()
 
 
-def running() -> str:
-    """The op whose forward runs, in words: read off the stack, since only here anybody asks."""
+def running_op() -> str:
+    """Describe the op whose forward runs, found on the stack."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not run.run_segments.__code__:
         frame = frame.f_back

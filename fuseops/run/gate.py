@@ -1,7 +1,8 @@
-"""A recipe has to pay: layers that FP8 cannot make faster stay in high precision, and say so.
+"""The gate of a recipe: linear ops that FP8 would not make faster stay in high precision, with a reason.
 
-Only where FP8 GEMMs are there to be fast; elsewhere, and under `fo.recipe(..., strict=True)`, a recipe is obeyed. It is
-judged by shapes alone, groups of even sizes: nothing waits for the device, and another split is not another plan.
+It applies on devices with FP8 GEMMs only; elsewhere, and under `fo.recipe(..., strict=True)`, all ops are quantized.
+The prediction uses shapes alone, with groups of even sizes: it does not wait for the device, and is the same for
+every split.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from fuseops.recipes.gain import Gain, Gemm, LinearRun, gain_of, min_rows_to_gai
 
 
 class GatedRun(NamedTuple):
-    """A `GatedRun` lists linear ops that are quantized together or not at all, and the rows from which on that pays."""
+    """A `GatedRun` is a set of linear ops that are quantized together or not at all."""
 
     ops: tuple[int, ...]
     layer: LinearRun
-    min_rows: int | None  # rows from which on it pays
+    min_rows: int | None  # rows from which on that pays, None: never
 
     def reason(self, rows: Any) -> str | None:
-        """Why they stay in high precision over so many rows, which traced code knows as a symbol."""
+        """Why the ops stay in high precision with this number of rows, or None.   rows: a symbol in traced code"""
         if self.min_rows is None:
             return "FP8 pays for no number of rows"
         return f"FP8 pays from {self.min_rows} rows on" if rows < self.min_rows else None
 
 
-def layers_of(chain: Chain, scanned: Scan, facts: Facts) -> tuple[GatedRun, ...]:
-    """What has to pay under the recipe of a call: the ops of one fused op together, others by themselves."""
+def gated_runs(chain: Chain, scanned: Scan, facts: Facts) -> tuple[GatedRun, ...]:
+    """The gated runs under the recipe of a call: the linear ops of one joint fused op together, others one by one."""
     settings, call = facts.settings, facts.key.call
     halves = (call.compute or call.dtype) in (torch.bfloat16, torch.float16)
     if settings.recipe is None or settings.strict_recipe or not halves:
@@ -47,21 +48,21 @@ def layers_of(chain: Chain, scanned: Scan, facts: Facts) -> tuple[GatedRun, ...]
         for i, (op, roles) in enumerate(zip(chain.ops, facts.roles, strict=True))
         if roles is not None and roles.kernels and (gemm := _gemm_of(op)) is not None
     }
-    together = list(_together(scanned, chain.ops))
+    joint = list(_joint_linears(scanned, chain.ops))
     found: list[GatedRun] = []
-    taken: set[int] = set()
+    covered: set[int] = set()
     for i in gemms:
-        ops = next((run for run in together if i in run), (i,))
+        ops = next((run for run in joint if i in run), (i,))
         same = all(k in gemms and facts.roles[k] == facts.roles[i] for k in ops)
-        if i not in taken and same:
+        if i not in covered and same:
             layer = LinearRun(tuple(gemms[k] for k in ops), cast("Roles", facts.roles[i]))
             found.append(GatedRun(ops, layer, min_rows_to_gain(layer)))
-            taken.update(ops)
+            covered.update(ops)
     return tuple(found)
 
 
 def _gemm_of(op: Op[Any]) -> Gemm | None:
-    """The sizes of a linear op's weight; None where it takes work to tell them (a parametrization)."""
+    """The sizes of a linear op's weight; None where they would have to be computed (a parametrization)."""
     if "parametrizations" in op._modules:
         return None
     weight = op.sample("weight")
@@ -71,8 +72,8 @@ def _gemm_of(op: Op[Any]) -> Gemm | None:
     return Gemm(getattr(op, "num_groups", 1), n, k)
 
 
-def _together(scanned: Scan, ops: Sequence[Op[Any]]) -> Iterator[tuple[int, ...]]:
-    """Linear ops that one joint fused op would run, by the rule that goes first."""
+def _joint_linears(scanned: Scan, ops: Sequence[Op[Any]]) -> Iterator[tuple[int, ...]]:
+    """The linear ops of each joint fused op that could fire, in the order of rules."""
 
     def linear(c: RuleMatch) -> tuple[int, ...]:
         return tuple(i for i in range(c.start, c.stop) if ops[i].multiplies)
@@ -87,8 +88,7 @@ def _together(scanned: Scan, ops: Sequence[Op[Any]]) -> Iterator[tuple[int, ...]
 def gains(
     layers: Sequence[GatedRun], names: Sequence[str], rows: Callable[[int], int]
 ) -> tuple[Gain, ...]:
-    """What is predicted of a call.   rows: before the op of an index"""
+    """The predicted gains of a call.   rows: function from the index of an op to its number of rows"""
     return tuple(
-        gain_of(judged.layer, tuple(names[i] for i in judged.ops), rows(judged.ops[0]))
-        for judged in layers
+        gain_of(run.layer, tuple(names[i] for i in run.ops), rows(run.ops[0])) for run in layers
     )

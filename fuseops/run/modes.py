@@ -16,9 +16,9 @@ from .splice import opaque_reason
 def mode_of(
     name: str, op: Op[Any], call: CallFacts, settings: Settings, alone: bool
 ) -> tuple[str, str]:
-    """ "" (in a node), "plain" or "call", and why; the reason says so where the recipe is not heeded.
+    """The kind of segment for an op: "" (a node), "plain" or "call", and the reason, also where the recipe is ignored.
 
-    Raises FusionMissError for that under `fo.recipe(..., strict=True)` and `fo.fusion(strict=True)`.
+    Raises FusionMissError where it is, under `fo.recipe(..., strict=True)` and `fo.fusion(strict=True)`.
     """
     mode, why = _mode(op, call, settings, alone)
     if settings.recipe is None or mode != "plain" or not op.multiplies:

@@ -1,7 +1,7 @@
-"""Level-1 ops: a `fwd` alone. They save their inputs, and their backward is autograd over `fwd`.
+"""Level-1 ops, which have a `fwd` alone: they save their inputs, and their backward is autograd over `fwd`.
 
-It runs on the op as it was in the forward, its attributes and mode: an op is pure, but its module may have changed.
-What cannot be had again is refused in the call that did it: random numbers, and a tensor of `self` that `fwd` writes.
+The backward runs `fwd` again, with the attributes and mode that the op had in the forward. What it could not reproduce
+is an error in the forward: random numbers, and writes of `fwd` to a tensor of `self`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from fuseops.errors import FuseOpsError, InPlaceError
 from fuseops.ops.op import Grads, Out
 from fuseops.plan.segment import Step
 
-from .draws import generators_of, same, states
+from .generators import generators_of, rng_states, states_equal
 
 
-class State(NamedTuple):
-    """A state is what a module holds, to run its `fwd` again: its attributes, and its tensors with their versions."""
+class ModuleState(NamedTuple):
+    """A `ModuleState` is a module's attributes and tensors, with their versions, kept to run its `fwd` again."""
 
     kind: type
     attributes: dict[str, Any]
     tensors: dict[str, tuple[Tensor, int]]  # buffers, and others that are no parameters
-    children: dict[str, State | None]
+    children: dict[str, ModuleState | None]
 
     @classmethod
-    def of(cls, module: nn.Module) -> State:
+    def of(cls, module: nn.Module) -> ModuleState:
         own = module.__dict__
         attributes = dict(own)
         tensors = {
@@ -42,34 +42,34 @@ class State(NamedTuple):
         return cls(module.__class__, attributes, tensors, children)
 
     def module(self, owner: str = "") -> Any:
-        """A module in this state.  What reads a tensor of it that was written since gets an InPlaceError."""
+        """A module in this state. Reading a tensor of it that was modified since raises InPlaceError."""
         module: nn.Module = object.__new__(self.kind)
         owner = owner or self.kind.__name__
         own = module.__dict__
         own.update(self.attributes)
         for name in self.tensors:
-            own.pop(name, None)  # found among the buffers
+            own.pop(name, None)  # read from _buffers, which checks versions
         if self.tensors:
-            own["_buffers"] = _Unwritten(owner, self)
+            own["_buffers"] = _VersionedBuffers(owner, self)
         if self.children:
             own["_modules"] = {
                 n: state and state.module(f"{owner}.{n}") for n, state in self.children.items()
             }
         return module
 
-    def written(self) -> str | None:
-        """The name of a tensor that was written since."""
+    def modified_tensor(self) -> str | None:
+        """The name of a tensor that was modified since, or None."""
         for name, (t, version) in self.tensors.items():
             if torch_private.version(t) != version:
                 return name
-        inner = ((name, state.written()) for name, state in self.children.items() if state)
+        inner = ((name, state.modified_tensor()) for name, state in self.children.items() if state)
         return next((f"{name}.{found}" for name, found in inner if found), None)
 
 
-class _Unwritten(dict[str, Any]):
-    """An `_Unwritten` gives the buffers of a module in a state: each must be what it was when it is read."""
+class _VersionedBuffers(dict[str, Any]):
+    """A `_VersionedBuffers` holds the buffers of a `ModuleState`. Reading one that was modified raises InPlaceError."""
 
-    def __init__(self, owner: str, state: State) -> None:
+    def __init__(self, owner: str, state: ModuleState) -> None:
         super().__init__(state.attributes["_buffers"])
         self.update({name: t for name, (t, _) in state.tensors.items()})
         self.owner, self.state = owner, state
@@ -85,41 +85,41 @@ class _Unwritten(dict[str, Any]):
         return super().__getitem__(name)
 
 
-def keep_states(ops: Sequence[Any], at: int, scratch: dict[Any, Any] | None) -> None:
-    """Note the states of those of some adjacent ops that are level 1, for their backward.
+def save_states(ops: Sequence[Any], at: int, scratch: dict[Any, Any] | None) -> None:
+    """Save the states of the level-1 ops among adjacent ops for their backward.
 
-    at: the position of the first in the Sequential.  scratch: of the call.
+    at: position of the first in the Sequential.  scratch: of the call.
     """
     if scratch is not None:
-        states = ((at + k, State.of(op)) for k, op in enumerate(ops) if op.pure)
-        scratch.update({(State, place): state for place, state in states})
+        states = ((at + k, ModuleState.of(op)) for k, op in enumerate(ops) if op.pure)
+        scratch.update({(ModuleState, place): state for place, state in states})
 
 
 def run_fwd(
-    step: Step, x: Any, keywords: dict[str, Any], again: bool, scratch: dict[Any, Any] | None
+    step: Step, x: Any, keywords: dict[str, Any], reruns: bool, scratch: dict[Any, Any] | None
 ) -> Any:
-    """What the `fwd` of a level-1 op returns.
+    """Run the `fwd` of a level-1 op.
 
-    again: a backward will run it once more.  Raises FuseOpsError then, where it draws random numbers or writes to a
-    tensor of `self`.
+    reruns: the backward will run it again.  Raises FuseOpsError then, if it draws random numbers or writes to a tensor
+    of `self`.
     """
     op, device = step.target, x.device
-    if not again or scratch is None:
+    if not reruns or scratch is None:
         with step.calls[0].precision.autocast(device.type):
             return op.fwd(x, **keywords)
-    keep_states((op,), step.at, scratch)
-    state: State = scratch[State, step.at]
+    save_states((op,), step.at, scratch)
+    state: ModuleState = scratch[ModuleState, step.at]
     fake = torch_private.num_dispatch_modes()  # fake tensors have no random state
     generators = [] if fake else generators_of(op, state.attributes, device)
-    before = states(generators)
+    before = rng_states(generators)
     with step.calls[0].precision.autocast(device.type):
         out = op.fwd(x, **keywords)
-    if not same(before, states(generators)):
+    if not states_equal(before, rng_states(generators)):
         raise FuseOpsError(
             f"{type(op).__name__}.fwd draws random numbers, and has no bwd: the backward runs fwd again, with other "
             "numbers. Save a seed and write bwd, as Dropout does, or make it a plain nn.Module."
         )
-    if (name := state.written()) is not None:
+    if (name := state.modified_tensor()) is not None:
         raise FuseOpsError(
             f"{type(op).__name__}.fwd writes in place to its {name!r}, and has no bwd: the backward runs fwd again, "
             "and would write twice. Write bwd, update it outside of fwd, or make the op a plain nn.Module."
@@ -127,13 +127,13 @@ def run_fwd(
     return out
 
 
-def inputs_saved(step: Step, x: Any, keywords: dict[str, Any]) -> Any:
-    """A level-1 op saves its inputs."""
+def saved_inputs(step: Step, x: Any, keywords: dict[str, Any]) -> Any:
+    """The inputs of a level-1 op, which are all that it saves."""
     return (x, *(keywords.get(name) for name in step.target.signature.keywords))
 
 
-def _again(op: Any, saved: Any, call: Any) -> tuple[dict[str, Any], Out]:
-    """The `fwd` of a level-1 op once more, on leaves.   -> the leaves by name, its results"""
+def _rerun_fwd(op: Any, saved: Any, call: Any) -> tuple[dict[str, Any], Out]:
+    """Run the `fwd` of a level-1 op again, on leaves.   -> the leaves by name, its results"""
     tensors = {
         name: value.detach().requires_grad_(name in call.needs)
         if isinstance(value, Tensor)
@@ -153,7 +153,7 @@ def _again(op: Any, saved: Any, call: Any) -> tuple[dict[str, Any], Out]:
 
 
 def _check_leaves(op: Any, results: Iterable[Tensor], leaves: Iterable[Any]) -> None:
-    """Raise FuseOpsError where results depend on other leaves than these: those would get no gradient."""
+    """Raise FuseOpsError where results depend on leaves other than these, which would get no gradient."""
     known = {*map(id, leaves)}
     nodes = [t.grad_fn for t in results]
     seen = set()
@@ -169,17 +169,17 @@ def _check_leaves(op: Any, results: Iterable[Tensor], leaves: Iterable[Any]) -> 
                 "not come by keyword: it would get none. Register it as a parameter, or name it in `reads`, and add "
                 "it to fwd(self, x, *, ...)."
             )
-        nodes += [behind for behind, _ in node.next_functions]
+        nodes += [previous for previous, _ in node.next_functions]
 
 
-def _check_alike(op: Any, saved: Any, call: Any, out: Out) -> None:
-    """Raise FuseOpsError where `fwd` gave other results in the forward, with gradients off, than `out`, with them on:
-    the backward would be that of another function. On CPUs alone: elsewhere the host would wait for the values.
+def _check_deterministic(op: Any, saved: Any, call: Any, out: Out) -> None:
+    """Raise FuseOpsError where `fwd` gives other results with gradients off, as in the forward, than `out`, with them
+    on: the backward would be that of another function. On CPUs only, since the comparison reads values.
     """
     if torch_private.num_dispatch_modes() or not out.y.is_cpu:
         return
     with torch.no_grad():
-        _, off = _again(op, saved, call)
+        _, off = _rerun_fwd(op, saved, call)
         pairs = [("y", off.y, out.y)]
         pairs += [(n, (off.side or {})[n], t) for n, t in (out.side or {}).items()]
         for name, before, now in pairs:
@@ -192,11 +192,11 @@ def _check_alike(op: Any, saved: Any, call: Any, out: Out) -> None:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    """Whether two results are alike but for another order of sums, or another kernel."""
+    """Whether two results are equal up to the rounding of another order of sums, or another kernel."""
     if a.shape != b.shape:
         return False
-    most = float(a.nan_to_num(0, 0, 0).abs().amax())
-    return torch.allclose(a, b, rtol=2**-6, atol=most * 2**-6, equal_nan=True)
+    largest = float(a.nan_to_num(0, 0, 0).abs().amax())
+    return torch.allclose(a, b, rtol=2**-6, atol=largest * 2**-6, equal_nan=True)
 
 
 def bwd_by_autograd(
@@ -207,27 +207,28 @@ def bwd_by_autograd(
     first: bool,
     scratch: dict[Any, Any] | None,
 ) -> Grads:
-    """Backward of a level-1 op: autograd over its `fwd`.
+    """The backward of a level-1 op: autograd over its `fwd`.
 
-    Raises FuseOpsError, the `first` time, where `fwd` reads a tensor that wants a gradient and came by no keyword.
+    first: also check that `fwd` is deterministic and reads no tensor that needs a gradient but its keywords; raises
+    FuseOpsError.
     """
-    state = (scratch or {}).get((State, step.at))
+    state = (scratch or {}).get((ModuleState, step.at))
     op, call = step.target if state is None else state.module(), step.calls[0]
     with torch.enable_grad():
-        tensors, out = _again(op, saved, call)
+        tensors, out = _rerun_fwd(op, saved, call)
         if first:
             _check_leaves(op, (out.y, *(out.side or {}).values()), tensors.values())
-            _check_alike(step.target if state is None else state.module(), saved, call, out)
+            _check_deterministic(step.target if state is None else state.module(), saved, call, out)
         pairs = [(out.y, dy), *((t, dside.get(name)) for name, t in (out.side or {}).items())]
         pairs = [(y, d) for y, d in pairs if d is not None and y.requires_grad]
-        wanted = {n: t for n, t in tensors.items() if n in call.needs and t is not None}
-        found: Any = [None] * len(wanted)
-        if pairs and wanted:
+        wanted_tensors = {n: t for n, t in tensors.items() if n in call.needs and t is not None}
+        found: Any = [None] * len(wanted_tensors)
+        if pairs and wanted_tensors:
             found = torch.autograd.grad(
                 [y for y, _ in pairs],
-                list(wanted.values()),
+                list(wanted_tensors.values()),
                 [d for _, d in pairs],
                 allow_unused=True,
             )
-    by_name = dict(zip(wanted, found, strict=True))
+    by_name = dict(zip(wanted_tensors, found, strict=True))
     return Grads(by_name.get("x"), by_name, by_name)

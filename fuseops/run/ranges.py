@@ -1,8 +1,8 @@
-"""Ranges of a profile, named by span: `blocks.3.moe:routed_mlp`, `blocks.3.moe.router`, and ` backward` behind either.
+"""Profiler ranges, named by span: `blocks.3.moe:routed_mlp`, `blocks.3.moe.router`, with ` backward` appended.
 
-They are there while torch's profiler runs (or `torch.autograd.profiler.emit_nvtx`), and with FUSEOPS_NVTX=1 as NVTX
-ranges without it. A segment then runs as a copy of itself that is written with a range around every step, so that a
-step without a profiler asks once for each run of ops, and nothing for an op.
+They exist while torch's profiler runs (or `torch.autograd.profiler.emit_nvtx`), and as NVTX ranges with FUSEOPS_NVTX=1.
+A segment then runs as a copy whose generated code has a range around every step; without a profiler the only cost is
+one check for each run of ops.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NVTX = os.environ.get("FUSEOPS_NVTX", "0") == "1"
 
 
 def ranged(label: str) -> AbstractContextManager[Any]:
-    """A range of the profile that runs."""
+    """A range of the running profiler, or of NVTX."""
     if profiler._is_profiler_enabled:
         return torch.profiler.record_function(label)
     return torch.cuda.nvtx.range(label)
@@ -42,7 +42,7 @@ def _ranged(seg: Segment, path: str) -> Segment:
 
 
 def label(seg: Segment, step: Step, path: str) -> str:
-    """The name of a step: the module that its ops stand in and its rule, or the path of its one op."""
+    """The name of a step's range: the common parent module of its ops and the rule, or the path of a single op."""
     names = [f"{path}{seg.names[i]}" for i in step.members]
     if not step.rule:
         return names[0]

@@ -1,8 +1,8 @@
-"""A segment whose calls are alike does again what one of them did: a transcript of it stands in for its Python.
+"""Repeated calls of a segment replay a transcript of an earlier call, instead of running its Python.
 
-Forward and backward are each written down at the third call of a kind (or a later one, once launchers are replayed),
-when both have kept the contract of ops. What is written holds while nothing is written to an op, no setting of launches
-changes, and operands are alike (`kernels.transcript`). Nobody may have to see the calls of ops, or what they compute.
+Forward and backward are each recorded at the third call of a kind (or a later one, once launchers are replayed), after
+both have passed the contract check. A transcript is valid while no op is written to, no launch setting changes and the
+operands match (`kernels.transcript`). Nothing is replayed while somebody observes the calls of ops or their results.
 """
 
 from __future__ import annotations
@@ -23,142 +23,157 @@ from fuseops.torch_private import dict_version
 
 from .checks import running_step
 from .saving import pack, unpack
-from .steps import Once, Written
+from .steps import CallContext, GeneratedFunction
 
-FIRST = 1  # calls of a kind that go before, beside that which looks at the contract
-MOST_TRIES = 8  # of a kind
-MOST_WRITTEN = 4  # of one shape: strides may differ
-MOST_SHAPES = 64
+WARMUP_CALLS = (
+    1  # of a kind, before one is recorded; the call that checks the contract is not counted
+)
+MAX_TRIES = 8  # of a kind
+MAX_TRANSCRIPTS = 4  # of a kind: strides may differ
+MAX_KINDS = 64  # of a segment
 
 
-class Alike:
-    """An `Alike` holds what is written down of calls of one shape.
+class KindTranscripts:
+    """A `KindTranscripts` holds the transcripts of calls of one kind: a shape of x, or what a backward is given.
 
-    again     functions, each with what it says besides tensors
+    transcripts     functions, each with the results of its call that are no tensors
     """
 
     def __init__(self) -> None:
-        self.again: list[tuple[Again, Any]] = []
+        self.transcripts: list[tuple[Again, Any]] = []
         self.calls = self.tries = 0
 
-    def due(self, operands: Sequence[Tensor]) -> bool:
-        """Whether a call with these operands, which is unlike those that are written down, is to be so too."""
+    def should_record(self, operands: Sequence[Tensor]) -> bool:
+        """Whether to record this call, which no transcript matches."""
         self.calls += 1
-        if self.calls <= FIRST or self.tries >= MOST_TRIES or len(self.again) >= MOST_WRITTEN:
+        if (
+            self.calls <= WARMUP_CALLS
+            or self.tries >= MAX_TRIES
+            or len(self.transcripts) >= MAX_TRANSCRIPTS
+        ):
             return False
         self.tries += 1
         return transcribable(operands)
 
 
-class Repeats:
-    """`Repeats` hold what is written down of one segment."""
+class SegmentTranscripts:
+    """A `SegmentTranscripts` holds the transcripts of one segment, by the kind of call."""
 
     def __init__(self, seg: Segment) -> None:
-        self.replays = replaying.now  # other ones, once a setting of launches has changed
-        self.owns = [*map(DICT, seg.ops)]
-        self.versions = [*map(dict_version, self.owns)]
-        self.kinds: dict[Any, Alike] = {}
+        self.replays = replaying.now  # another object once a launch setting has changed
+        self.op_dicts = [*map(DICT, seg.ops)]
+        self.versions = [*map(dict_version, self.op_dicts)]
+        self.kinds: dict[Any, KindTranscripts] = {}
 
-    def new(self, kind: Any) -> Alike:
-        """Calls of a kind that is seen for the first time."""
-        if len(self.kinds) >= MOST_SHAPES:
+    def add(self, kind: Any) -> KindTranscripts:
+        """Add a kind of call, without transcripts yet."""
+        if len(self.kinds) >= MAX_KINDS:
             self.kinds.clear()
-        found = self.kinds[kind] = Alike()
+        found = self.kinds[kind] = KindTranscripts()
         return found
 
 
-def repeats_of(seg: Segment, once: Once, unseen: bool) -> Repeats | None:
-    """What is written down of a segment, until an op is written to or a setting of launches changes. None while
-    somebody looks at its calls, for buffers of the caller, and where ops share more than tile tables.
+def transcripts_of(seg: Segment, context: CallContext, unseen: bool) -> SegmentTranscripts | None:
+    """The transcripts of a segment; new, empty ones after an op was written to or a launch setting changed.
 
-    unseen: nobody has to see the calls of kernels
+    None where the call may not be replayed: somebody observes it, it writes to the caller's buffers, or its ops share
+    more than tile tables.   unseen: nobody observes the calls of kernels
     """
-    if not (unseen and seg.repeatable) or once.look is not None or once.out is not None:
+    if not (unseen and seg.repeatable) or context.contract is not None or context.out is not None:
         return None
-    if scopes.thread.inside.debug is not None or (once.scratch and not tables_alone(once.scratch)):
+    if scopes.thread.inside.debug is not None or (
+        context.scratch and not tables_alone(context.scratch)
+    ):
         return None
-    found: Repeats | None = seg.repeats
+    found: SegmentTranscripts | None = seg.repeats
     if (
         found is None
         or found.replays is not replaying.now
-        or [*map(dict_version, found.owns)] != found.versions
+        or [*map(dict_version, found.op_dicts)] != found.versions
     ):
-        found = seg.repeats = Repeats(seg)
+        found = seg.repeats = SegmentTranscripts(seg)
     return found
 
 
 def forward(
-    seg: Segment, run: Written, x: Any, t: list[Any], once: Once, unseen: bool
+    seg: Segment,
+    run_steps: GeneratedFunction,
+    x: Any,
+    t: list[Any],
+    context: CallContext,
+    unseen: bool,
 ) -> tuple[Any, Sequence[Tensor], Sequence[Any], Any]:
-    """Run the forward of a segment.   -> y, what autograd saves, where each kept field is among that, dtypes of x
+    """Run, or replay, the forward of a segment.
 
-    run: its steps (`steps.write_forward`), on t.
+    run_steps: made by `steps.write_forward`.
+    -> y, the tensors to save for the backward, where each kept field is among them, dtypes of x
     """
-    repeats = repeats_of(seg, once, unseen)
-    if repeats is not None:
-        operands = [x, *[given for given in t if given is not None]]
-        alike = repeats.kinds.get(x.shape) or repeats.new(x.shape)
+    transcripts = transcripts_of(seg, context, unseen)
+    if transcripts is not None:
+        operands = [x, *[tensor for tensor in t if tensor is not None]]
+        known = transcripts.kinds.get(x.shape) or transcripts.add(x.shape)
         try:
-            for again, (rows, entered) in alike.again:
-                out = again(operands, once.scratch)
+            for transcript, (rows, x_dtypes) in known.transcripts:
+                out = transcript(operands, context.scratch)
                 if out is not None:
                     y, flat, exported = out
                     t += [None] * (seg.size - len(t))
                     for position, side in zip(seg.export_positions, exported, strict=True):
                         t[position] = side
-                    return y, flat, rows, entered
+                    return y, flat, rows, x_dtypes
         except Exception:
-            repeats = None  # steps run, once what it held is free: their error says which op fails
-    if repeats is None or not alike.due(operands):
-        y, kept, entered = run(x, t, once)
-        return y, *pack(seg, kept), entered
-    with transcribed(operands, once.scratch) as seen:
-        y, kept, entered = run(x, t, once)
+            # the steps run once this handler has freed its tensors; their error names the op
+            transcripts = None
+    if transcripts is None or not known.should_record(operands):
+        y, kept, x_dtypes = run_steps(x, t, context)
+        return y, *pack(seg, kept), x_dtypes
+    with transcribed(operands, context.scratch) as seen:
+        y, kept, x_dtypes = run_steps(x, t, context)
     flat, rows = pack(seg, kept)
     exported = tuple([t[position] for position in seg.export_positions])
     if type(rows) is SlotMap:
-        written = seen.written((y, (*flat,), exported))
-        if written is not None:
-            alike.again.append((written, (rows, entered)))
-    return y, flat, rows, entered
+        new = seen.written((y, (*flat,), exported))
+        if new is not None:
+            known.transcripts.append((new, (rows, x_dtypes)))
+    return y, flat, rows, x_dtypes
 
 
 def backward(
     seg: Segment,
-    run: Written,
+    run_steps: GeneratedFunction,
     rows: Sequence[Any],
     saved: list[Tensor],
     given: tuple[Any, Any, Any],
-    once: Once,
+    context: CallContext,
     unseen: bool,
 ) -> Any:
-    """Run the backward of a segment.   run: its steps (`steps.write_backward`)
+    """Run, or replay, the backward of a segment.
 
-    rows: where the kept fields are among what autograd `saved`, which is taken out of the list.  given: dy, dsides and
-    the dtypes of x, which its steps take
+    run_steps: made by `steps.write_backward`.  rows: where the kept fields are among the `saved` tensors.
+    saved: what autograd saved; the list is emptied, so that tensors are freed early.  given: dy, dsides, dtypes of x.
     """
-    repeats, (dy, dsides, entered) = repeats_of(seg, once, unseen), given
-    if repeats is None or type(rows) is not SlotMap or dy is None:
-        return run(_taken(rows, saved), *given, once)
-    arrived = [d for d in (dy, *dsides) if d is not None]
-    kind = dy.shape, tuple([d is None for d in dsides]), id(rows), entered
-    alike = repeats.kinds.get(kind) or repeats.new(kind)
-    saved[:0] = arrived
-    for again, _ in alike.again:
-        out = again(saved, once.scratch)
+    transcripts, (dy, dsides, x_dtypes) = transcripts_of(seg, context, unseen), given
+    if transcripts is None or type(rows) is not SlotMap or dy is None:
+        return run_steps(_unpack_and_clear(rows, saved), *given, context)
+    grads_in = [d for d in (dy, *dsides) if d is not None]
+    kind = dy.shape, tuple([d is None for d in dsides]), id(rows), x_dtypes
+    known = transcripts.kinds.get(kind) or transcripts.add(kind)
+    saved[:0] = grads_in
+    for transcript, _ in known.transcripts:
+        out = transcript(saved, context.scratch)
         if out is not None:
             return out
-    due = alike.due(saved)
-    with transcribed(saved, once.scratch, running_step) if due else nullcontext() as seen:
-        del saved[: len(arrived)]
-        grads = run(_taken(rows, saved), *given, once)
-    written = None if seen is None else seen.written(grads)
-    if written is not None:
-        alike.again.append((written, rows))  # held: its number is nobody else's meanwhile
+    record = known.should_record(saved)
+    with transcribed(saved, context.scratch, running_step) if record else nullcontext() as seen:
+        del saved[: len(grads_in)]
+        grads = run_steps(_unpack_and_clear(rows, saved), *given, context)
+    new = None if seen is None else seen.written(grads)
+    if new is not None:
+        known.transcripts.append((new, rows))  # `kind` has the id of rows: keep them alive
     return grads
 
 
-def _taken(rows: Sequence[Any], saved: list[Tensor]) -> list[Any]:
+def _unpack_and_clear(rows: Sequence[Any], saved: list[Tensor]) -> list[Any]:
     kept = unpack(rows, saved)
     saved.clear()
     return kept

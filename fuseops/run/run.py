@@ -1,7 +1,7 @@
-"""A run of adjacent ops finds the plan of a call, and executes it.
+"""A run of adjacent ops looks up the plan of a call, or builds it, and executes it.
 
-The plan is cached by answers, never by the size of dim 0: classes, needs, training flags, dtypes, device, autocast,
-settings, side inputs, what is returned, and the outcome of every condition.
+The cache key has no size of dim 0. It consists of classes, needs, training flags, dtypes, device, autocast, settings,
+side inputs, returned names, and the outcome of every condition.
 """
 
 import logging
@@ -44,15 +44,15 @@ from fuseops.rules.rule import Conditions, RunEnd, RunPosition
 from fuseops.torch_private import is_dtensor, is_nested
 
 from . import bridge, buffers, checks, ranges, repeats
-from .bridge import Live
+from .bridge import NodeState
 from .buffers import Buffers
 from .checks import check_dtype, check_meta, describe, dtype_mismatch
-from .entries import MOST_SHAPES, Entries, KnownPlans, Last
-from .first import FirstCall
-from .gate import gains, layers_of
+from .contract import ContractCheck
+from .gate import gains, gated_runs
 from .modes import mode_of
-from .steps import Once, write_forward
-from .traced import TABLE
+from .object_table import TABLE
+from .plan_cache import MAX_SHAPES, CacheEntry, LastCall, PlanCache
+from .steps import CallContext, write_forward
 
 log = logging.getLogger("fuseops.fusion")
 
@@ -66,29 +66,31 @@ class Run:
         self.chain, self.end, self.alone = chain, end, alone
         self.ops, self.names = chain.ops, chain.names
         self.swaps = any(isinstance(op, Swap) for op in self.ops)  # y has the shape of a side input
-        self.offset = offset  # of the first op among everything that the Sequential runs
-        self.entries = Entries(self.names[0])
-        self.shapes: set[Any] = set()  # axes of inputs, without the rows, that every op takes
-        self.last: Last | None = None
-        self.numbers: list[int] = []  # of this run's objects in TABLE
-        weakref.finalize(self, TABLE.drop, self.numbers)
+        self.offset = offset  # position of the first op in the Sequential
+        self.plan_cache = PlanCache(self.names[0])
+        self.shapes: set[Any] = (
+            set()
+        )  # of inputs, without the rows, that were checked: every op takes them
+        self.last_call: LastCall | None = None
+        self.table_numbers: list[int] = []  # of the objects that this run put into TABLE
+        weakref.finalize(self, TABLE.drop, self.table_numbers)
 
     # --- finding the plan
 
     def plan(
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
     ) -> RunPlan:
-        """The plan of this call, from the cache or new."""
+        """The plan of this call: cached, or built now."""
         entry = self._entry_of(x, side, tokens, live)
         plan = self._plan_in(entry, x, side)
-        last = self.last
+        last = self.last_call
         if last is not None and last.entry is entry and last.plans is not None:
-            if len(last.plans) >= MOST_SHAPES:
+            if len(last.plans) >= MAX_SHAPES:
                 last.plans.clear()
             last.plans[x.shape] = plan
         return plan
 
-    def repeated(
+    def repeated_plan(
         self,
         x: Tensor,
         side: Mapping[str, Any],
@@ -96,8 +98,11 @@ class Run:
         live: tuple[str, ...],
         versions: object,
     ) -> RunPlan | None:
-        """The plan of a call like the last one, if nothing that it depends on has changed.   versions: of its ops"""
-        last = self.last  # once: another thread may put its own there
+        """The plan of a call like the last one, None where anything that it depends on has changed.
+
+        versions: of the dicts of the ops
+        """
+        last = self.last_call  # read once: another thread may replace it
         if last is None or not last.plans or not last.guard.fits(x, side, tokens, live, versions):
             return None
         try:
@@ -105,40 +110,40 @@ class Run:
         except RuntimeError:  # a nested tensor, which `plan` refuses
             return None
 
-    def _plan_in(self, entry: KnownPlans, x: Tensor, side: Mapping[str, Any]) -> RunPlan:
+    def _plan_in(self, entry: CacheEntry, x: Tensor, side: Mapping[str, Any]) -> RunPlan:
         self._check_shape(x, side)
-        reasons = self.reasons(entry, x, side) if entry.scan.candidates or entry.layers else ()
+        reasons = self.reasons(entry, x, side) if entry.scan.candidates or entry.gated else ()
         plan = entry.plans.get(tuple([reason is None for reason in reasons]))
         if plan is None:
             plan = self.plan_of(entry, reasons)
         if reasons and scopes.current().watchers:
-            # who reads the misses gets the reasons of this call
-            against, _ = self._in_precision(entry, reasons)
+            # watchers that read the misses get the reasons of this call
+            against, _ = self._reasons_under_recipe(entry, reasons)
             misses = choose(entry.scan, against).misses
             plan = plan if misses == plan.misses else plan._replace(misses=misses)
-        if entry.layers and scopes.current().watchers:
+        if entry.gated and scopes.current().watchers:
             shapes = [*self._shapes(x, side)]
             rows = lambda i: numel(shapes[i][:-1])  # noqa: E731
-            plan = plan._replace(gains=gains(entry.layers, self.names, rows))
+            plan = plan._replace(gains=gains(entry.gated, self.names, rows))
         return plan
 
-    def _in_precision(
-        self, entry: KnownPlans, reasons: Sequence[str | None]
+    def _reasons_under_recipe(
+        self, entry: CacheEntry, reasons: Sequence[str | None]
     ) -> tuple[tuple[str | None, ...], frozenset[int]]:
-        """The reasons of candidates under the recipe, and which ops it leaves in high precision."""
+        """Why each candidate may not fire under the recipe, and the indices of the ops that stay in high precision."""
         count = len(entry.scan.candidates)
-        judged = zip(entry.layers, reasons[count:], strict=True)
-        high = frozenset([i for layer, why in judged if why is not None for i in layer.ops])
+        pairs = zip(entry.gated, reasons[count:], strict=True)
+        high = frozenset([i for layer, why in pairs if why is not None for i in layer.ops])
         roles = [None if i in high else of for i, of in enumerate(entry.facts.roles)]
         recipe = entry.facts.settings.recipe
         return reasons_under_recipe(entry.scan, self.ops, reasons[:count], recipe, roles), high
 
     def _check_shape(self, x: Tensor, side: Mapping[str, Any]) -> None:
-        """Ask every op whether it takes x: once for each shape beyond the rows, since a plan serves all of them."""
+        """Have every op check the shape of x; once for all numbers of rows, since they share a plan."""
         try:
             shape: Any = x.shape[1:] if x.dim() > 1 else (x.shape,)  # its one axis is no row
         except RuntimeError:
-            raise checks.nested_tensor(self.chain) from None  # the strided ones have no shape
+            raise checks.nested_tensor_error(self.chain) from None  # the strided ones have no shape
         if self.swaps:
             shape = shape, *[side[name].shape for name in self.chain.outside]
         try:
@@ -150,32 +155,34 @@ class Run:
 
     def _entry_of(
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
-    ) -> KnownPlans:
-        """The entry of this call. Most are calls like the one before, which takes no key to tell."""
-        last = self.last  # once: another thread may put its own there
+    ) -> CacheEntry:
+        """The cache entry of this call. A call like the last one is recognised without building a key."""
+        last = self.last_call  # read once: another thread may replace it
         if last is not None and last.guard.fits(x, side, tokens, live):
             return last.entry
         key = PlanKey.of(self.chain, x, side, tokens, live)
         entry = self.entry(key)
-        self.last = None
+        self.last_call = None
         with suppress(KeyError):
             candidates = entry.scan.candidates
-            asked = any(c.rule not in BUILTIN_RULES and c.rule is not POINTWISE for c in candidates)
-            read = {i for c in candidates for i in range(c.start, c.stop)}
-            guard = KeyGuard(self.chain, key, () if asked else read)
-            self.last = Last(guard, entry, None if asked else {})
+            has_user_rules = any(
+                c.rule not in BUILTIN_RULES and c.rule is not POINTWISE for c in candidates
+            )
+            candidate_ops = {i for c in candidates for i in range(c.start, c.stop)}
+            guard = KeyGuard(self.chain, key, () if has_user_rules else candidate_ops)
+            self.last_call = LastCall(guard, entry, None if has_user_rules else {})
         return entry
 
-    def numbered(self, item: Any) -> int:
-        """Put an object of this run into the table that traced code reads."""
-        self.numbers.append(TABLE.add(item))
-        return self.numbers[-1]
+    def register(self, item: Any) -> int:
+        """Put an object into the table that traced code reads.   -> its number"""
+        self.table_numbers.append(TABLE.add(item))
+        return self.table_numbers[-1]
 
     def reasons(
-        self, entry: KnownPlans, x: Tensor, side: Mapping[str, Any]
+        self, entry: CacheEntry, x: Tensor, side: Mapping[str, Any]
     ) -> tuple[str | None, ...]:
-        """Why each candidate of an entry may not fire in this call, None where it may; then, why each layer stays in
-        high precision.
+        """Why each candidate of an entry may not fire in this call, None where it may; then, of each run of gated
+        linear ops, why it stays in high precision.
         """
         sides = {name: tuple(side[name].shape) for name in self.chain.outside}
         shapes = [*self.chain.shapes(tuple(x.shape), sides)]
@@ -184,13 +191,13 @@ class Run:
             return self._conditions(entry, x, start, stop, shapes, sides)
 
         against = reasons_against(entry.scan, self.chain, entry.facts.settings, conditions)
-        if not entry.layers:
+        if not entry.gated:
             return against
-        return (*against, *[j.reason(numel(shapes[j.ops[0]][:-1])) for j in entry.layers])
+        return (*against, *[j.reason(numel(shapes[j.ops[0]][:-1])) for j in entry.gated])
 
     def _conditions(
         self,
-        entry: KnownPlans,
+        entry: CacheEntry,
         x: Tensor,
         start: int,
         stop: int,
@@ -213,9 +220,9 @@ class Run:
             compiling=call.compiling,
         )
 
-    def entry(self, key: PlanKey) -> KnownPlans:
-        """The entry of a key, from the cache or new."""
-        known = self.entries.latest(key)
+    def entry(self, key: PlanKey) -> CacheEntry:
+        """The cache entry of a key, added if it is new."""
+        known = self.plan_cache.lookup(key)
         if known is not None:
             return known
         call = key.call
@@ -224,9 +231,9 @@ class Run:
         check_halves(self.ops, self.names)
         settings = scopes.resolve(*call.tokens)
         if is_nested(call.x_class) and not settings.reference:
-            raise checks.nested_tensor(self.chain)
+            raise checks.nested_tensor_error(self.chain)
         if call.layout is not torch.strided and is_builtin(self.ops[0]) and not settings.reference:
-            raise checks.not_strided(self.chain, call.layout)
+            raise checks.not_strided_error(self.chain, call.layout)
         modes = [
             mode_of(name, op, call, settings, self.alone)
             for name, op in zip(self.names, self.ops, strict=True)
@@ -244,16 +251,16 @@ class Run:
         check_names(settings, rules)
         opaque = [note if mode and note != "alias" else None for mode, note in modes]
         place = RunPosition(opaque, self.end, self.offset)
-        held, scanned = scopes.held(call.tokens), scan(self.ops, rules, place, settings)
-        layers = layers_of(self.chain, scanned, facts)
-        return self.entries.put(key, KnownPlans(held, scanned, facts, {}, layers))
+        layers, scanned = scopes.held(call.tokens), scan(self.ops, rules, place, settings)
+        gated = gated_runs(self.chain, scanned, facts)
+        return self.plan_cache.insert(key, CacheEntry(layers, scanned, facts, {}, gated))
 
-    def plan_of(self, entry: KnownPlans, reasons: tuple[str | None, ...]) -> RunPlan:
-        """The plan of an entry, given the outcome of its conditions, from the cache or new."""
+    def plan_of(self, entry: CacheEntry, reasons: tuple[str | None, ...]) -> RunPlan:
+        """The plan of an entry for this outcome of its conditions: cached, or built now."""
         answers = tuple(reason is None for reason in reasons)
         if answers in entry.plans:
             return entry.plans[answers]
-        against, high = self._in_precision(entry, reasons)
+        against, high = self._reasons_under_recipe(entry, reasons)
         plan = build(self.chain, choose(entry.scan, against), entry.facts, high)
         check_strict(plan.misses, entry.scan, against, entry.facts.settings)
         entry.plans[answers] = plan
@@ -261,7 +268,7 @@ class Run:
         return plan
 
     def _shapes(self, x: Tensor, side: Mapping[str, Any]) -> Iterator[Shape]:
-        """Shapes before op 0, 1, ... and after the last one; an error says at which op it came up."""
+        """The shapes of x before op 0, 1, ... and after the last one. An error gets a note that names the op."""
         i = -1
         try:
             sides = {name: tuple(side[name].shape) for name in self.chain.outside}
@@ -287,21 +294,21 @@ class Run:
         versions: object,
         out: Buffers | None = None,
     ) -> Any:
-        """Run the ops on x; side tensors are read from, and published to, `env`.
+        """Run the ops on x. Side tensors are read from `env`, and published to it.
 
-        versions: of what the ops hold, as of `Runner`.  out: the caller's buffers for "y" and "dx" of an op that is by
-        itself.
+        versions: of the dicts of the ops, as `Runner.versions`.  out: the caller's buffers for "y" and "dx"; then this
+        run is a single op.
         """
-        given = x
-        if type(x) is Quantized:  # planned as the tensor that it stands for
+        original = x
+        if type(x) is Quantized:  # planned as the tensor that it represents
             x = x.carrier
         elif type(x) is not Tensor and is_dtensor(type(x)) and self.chain.local:
-            given = x = unwrapped(x, self.chain.layout)
+            original = x = unwrapped(x, self.chain.layout)
         watchers = scopes.thread.inside.watchers
         if out is None and not watchers:
-            repeated = self.repeated(x, env, tokens, live, versions)
-            if repeated is not None:
-                return run_segments(repeated.segments, given, env, path, Once(scratch))
+            plan = self.repeated_plan(x, env, tokens, live, versions)
+            if plan is not None:
+                return run_segments(plan.segments, original, env, path, CallContext(scratch))
         parametrized = any(op.__dict__["_modules"] for op in self.ops)
         with parametrize.cached() if parametrized else nullcontext():  # computed once a forward
             plan = self.plan(x, env, tokens, live)
@@ -309,12 +316,12 @@ class Run:
                 watcher(plan)
             if out is not None:
                 self._check_buffers(plan, out, x, env, path)
-            return run_segments(plan.segments, given, env, path, Once(scratch, out))
+            return run_segments(plan.segments, original, env, path, CallContext(scratch, out))
 
     def _check_buffers(
         self, plan: RunPlan, out: Buffers, x: Tensor, env: dict[str, Any], path: str
     ) -> None:
-        """Raise FuseOpsError unless the op of this run, which has no other, can write to these buffers."""
+        """Raise FuseOpsError unless the only op of this run can write to these buffers."""
         seg = plan.segments[0]
         op = bridge.where(seg, path)
         if seg.kind != "node":
@@ -328,13 +335,13 @@ class Run:
                 "leave it out of `out`."
             )
         *_, shape = self._shapes(x, env)
-        buffers.check(op, out, x, shape, _inputs(seg, env))
+        buffers.check_buffers(op, out, x, shape, registered_inputs(seg, env))
 
 
 def run_segments(
-    segments: Sequence[Segment], x: Any, env: dict[str, Any], path: str, once: Once
+    segments: Sequence[Segment], x: Any, env: dict[str, Any], path: str, context: CallContext
 ) -> Any:
-    """Run segments with autocast off where the plan reads it, and say where an error happened."""
+    """Run segments in order, with autocast off where the plan accounts for it. Errors get a note that names the op."""
     if profiler._is_profiler_enabled or ranges.NVTX:
         segments = ranges.in_ranges(segments, path)
     try:
@@ -345,17 +352,17 @@ def run_segments(
                 env[seg.tap] = x
             elif seg.autocast:
                 with torch.autocast(seg.device, enabled=False):
-                    x = run_segment(seg, x, env, Live(path, once))
+                    x = run_segment(seg, x, env, NodeState(path, context))
             elif seg.kind == "node" and seg.needs_grad and not seg.exports:  # most
-                x = bridge.run_node(seg, Live(path, once), x, _inputs(seg, env))
+                x = bridge.run_node(seg, NodeState(path, context), x, registered_inputs(seg, env))
             else:
-                x = run_segment(seg, x, env, Live(path, once))
+                x = run_segment(seg, x, env, NodeState(path, context))
             for name in seg.last_reads:
                 del env[name]
         return x
     except Exception as error:
         where = bridge.where(seg, path, error)
-        note = f"in the forward of fuseops {where}; x {describe(x)}{_others(seg, env)}"
+        note = f"in the forward of fuseops {where}; x {describe(x)}{_describe_others(seg, env)}"
         clearer = dtype_mismatch(seg, path, error)
         if clearer is None:
             error.add_note(note)
@@ -364,15 +371,15 @@ def run_segments(
         raise clearer from error
 
 
-def _others(seg: Segment, env: Mapping[str, Any]) -> str:
-    """What else a segment takes, in words."""
+def _describe_others(seg: Segment, env: Mapping[str, Any]) -> str:
+    """Describe the side inputs and parameters of a segment, for a message."""
     tensors = [(name, env.get(name)) for name in seg.reads]
     tensors += [(f"{seg.names[i]}.{name}", getattr(seg.ops[i], name)) for i, name in seg.params]
     return "".join(f", {name} {describe(t)}" for name, t in tensors if isinstance(t, Tensor))
 
 
 def call_op(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
-    """An op through its own `__call__`, which returns what it publishes after y."""
+    """Call an op through its own `__call__`, which returns (y, *published)."""
     (op,), (step,) = seg.ops, seg.forward
     reads = [(keyword, at) for keyword, at in step.args[0] if at < len(seg.reads)]
     y = op(x, **{keyword: env[seg.reads[at]] for keyword, at in reads})
@@ -384,55 +391,55 @@ def call_op(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
     return y
 
 
-def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
-    """Run a segment; in traced code, which has no names and no messages, live is None."""
-    inputs = inputs_of(seg, env) if live is None else _inputs(seg, env)
+def run_segment(seg: Segment, x: Any, env: dict[str, Any], state: NodeState | None) -> Any:
+    """Run a segment. In traced code, which publishes no names and has no messages, state is None."""
+    inputs = inputs_of(seg, env) if state is None else registered_inputs(seg, env)
     if seg.kind == "node" and seg.needs_grad:
-        if live is None:
+        if state is None:
             y = bridge.run_traced_node(seg.number, x, inputs)
         else:
-            y = bridge.run_node(seg, live, x, inputs)
+            y = bridge.run_node(seg, state, x, inputs)
         if seg.exports:
             y, *exported = y
             env.update(zip(seg.exports, exported, strict=True))
         return y
     forward = seg.fwd or write_forward(seg)
-    once = Once() if live is None else live.once
-    if live is not None and not seg.checked_forward:
-        once = once._replace(look=FirstCall(seg, inputs))
-    if seg.kind == "node" and live is not None:
-        y, *_ = repeats.forward(seg, forward, x, inputs, once, registry.unseen())
+    context = CallContext() if state is None else state.context
+    if state is not None and not seg.checked_forward:
+        context = context._replace(contract=ContractCheck(seg, inputs))
+    if seg.kind == "node" and state is not None:
+        y, *_ = repeats.forward(seg, forward, x, inputs, context, registry.unseen())
     elif seg.kind == "node" or seg.aliases:
         # alias ops call no kernel; traced code writes nothing, since checkpoint refuses to trace a write
-        y, _, _ = forward(x, inputs, once)
+        y, _, _ = forward(x, inputs, context)
     else:
         with kernels.reference_only():
-            y, _, _ = forward(x, inputs, once)
+            y, _, _ = forward(x, inputs, context)
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y
 
 
-def _inputs(seg: Segment, env: dict[str, Any]) -> list[Any]:
-    """`inputs_of`, where all of them are what is registered."""
+def registered_inputs(seg: Segment, env: dict[str, Any]) -> list[Any]:
+    """`inputs_of`, faster where every parameter is a registered tensor of its op."""
     if seg.registered is None:
         return inputs_of(seg, env)
     try:
         parameters = [op.__dict__[kind][name] for op, kind, name in seg.registered]
-    except KeyError:  # it is parametrized by now
+    except KeyError:  # parametrized since the plan was built
         return inputs_of(seg, env)
-    return [*_sides(seg, env), *parameters] if seg.reads else parameters
+    return [*_side_tensors(seg, env), *parameters] if seg.reads else parameters
 
 
-def _sides(seg: Segment, env: dict[str, Any]) -> list[Any]:
-    """What ops read by name: tensors, of a quantized one what it stands for."""
+def _side_tensors(seg: Segment, env: dict[str, Any]) -> list[Any]:
+    """The side inputs that a segment reads, dequantized."""
     found = [env[name] for name in seg.reads]
     return [t.dequantize() if type(t) is Quantized else t for t in found]
 
 
 def inputs_of(seg: Segment, env: dict[str, Any]) -> list[Any]:
-    """Side inputs and parameters of a segment, as its node takes them."""
-    inputs = _sides(seg, env)
+    """Side inputs and parameters of a segment, in the order in which its node takes them."""
+    inputs = _side_tensors(seg, env)
     for position, local in seg.local_reads:
         inputs[position] = local.of(inputs[position])
     for i, name in seg.params:

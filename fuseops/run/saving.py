@@ -1,7 +1,7 @@
-"""A node saves one flat tuple of plain tensors, what is kept of every Saved, and reads it back from there.
+"""Packing: the kept fields of every Saved of a node become one flat tuple of plain tensors, and back.
 
-One slot a tensor, however many fields hold it, so that hooks and offload see each storage once with all its names. A
-quantized tensor takes one slot a component. What is not a tensor (a shape) stays with the node.
+A tensor takes one slot, however many fields hold it, so that hooks and offload see each storage once with all its
+names. A quantized tensor takes one slot for each component. Other values (a shape) stay with the node.
 """
 
 import itertools
@@ -18,15 +18,13 @@ from fuseops.plan.segment import Const, Segment, SlotMap
 from fuseops.recipes import Quantized
 
 NONE = id(None)
-# of fuseops' own ops, to whom constants are the same that compare equal, as 1 and True
-OWN = PLAIN_OR_NONE | {torch.Size, tuple, float, int, bool, str, RouterForm}
+# types of fields of fuseops' own ops, for which equal constants (1 and True) are interchangeable
+OWN_OP_TYPES = PLAIN_OR_NONE | {torch.Size, tuple, float, int, bool, str, RouterForm}
 Entry = Any  # the number of a tensor, None, Const or QuantizedSlots
 
 
 class QuantizedSlots(NamedTuple):
-    """`QuantizedSlots` say where autograd saves the components of a quantized tensor: its format, without tensors, and
-    the slot of every component.
-    """
+    """A `QuantizedSlots` is a quantized tensor without its tensors, and the slot of every component."""
 
     form: Quantized
     slots: tuple[tuple[str, int], ...]
@@ -35,10 +33,10 @@ class QuantizedSlots(NamedTuple):
 def pack(
     seg: Segment, values: Sequence[Any], traced: bool = False
 ) -> tuple[Sequence[Tensor], list[Entry]]:
-    """Flatten what is kept, in the order of `seg.kept`.   -> tensors, and where each value is"""
-    # by identity; a trace must not ask for it (it would guard on the object), and removes duplicates itself
+    """Flatten the kept values, in the order of `seg.kept`.   -> distinct tensors, and where each value is"""
+    # by id; a trace must not take one (dynamo would guard on the object), and removes duplicates itself
     slots: dict[int, int] | None = None if traced else {}
-    if slots is not None:  # the common case: plain tensors and constants, in calls that save alike
+    if slots is not None:  # the common case: plain tensors and constants, as in the last call
         last = seg.last_slot_map
         if last is not None and [*map(type, values)] == last.kinds:
             distinct = last.tensors_of(values)
@@ -48,7 +46,7 @@ def pack(
                 and (not last.duplicates or all(values[k] is values[j] for k, j in last.duplicates))
             ):
                 return distinct, last
-        if {*map(type, values)} <= (OWN if seg.builtin else PLAIN_OR_NONE):
+        if {*map(type, values)} <= (OWN_OP_TYPES if seg.builtin else PLAIN_OR_NONE):
             plain = [v if type(v) in PLAIN else None for v in values]
             flat: dict[int, Any] = dict(zip(map(id, plain), plain, strict=True))
             flat.pop(NONE, None)
@@ -74,7 +72,7 @@ def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:
 
 
 def unpack(rows: Sequence[Entry], tensors: Sequence[Tensor]) -> list[Any]:
-    """What was kept, over the tensors that autograd gives back."""
+    """The kept values, over the tensors that autograd returns: the inverse of `pack`."""
     if type(rows) is SlotMap:
         return [*rows.values_of((*tensors, *rows.constants))]
     return [tensors[e] if type(e) is int else e and _restore(e, tensors) for e in rows]
@@ -93,13 +91,13 @@ def saved_names(
     prefix: str,
     params: Sequence[Any],
 ) -> Sequence[SavedName]:
-    """Every name of every flat tensor, in save order; a parameter is recognised by identity.
+    """The names of every flat tensor, in save order. A parameter is recognised by identity.
 
-    Calls that save alike get the same list.
+    Calls with the same layout of saved values share the list.
     """
     own = {*map(id, params)}
     is_param = (*map(own.__contains__, map(id, flat)),)
-    # what else is there may change from call to call, and be unhashable
+    # constants may change from call to call, and be unhashable
     where = tuple([None if type(entry) is Const else entry for entry in rows])
     key = prefix, is_param, id(rows) if type(rows) is SlotMap else where
     found = seg.saved_names.get(key)

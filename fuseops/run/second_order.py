@@ -1,7 +1,7 @@
-"""Second derivatives are refused loudly: the gradients of a node pass through a guard that raises when differentiated.
+"""Second derivatives raise an error: the gradients of a node pass through a guard that raises when differentiated.
 
-The guard is tied to every input of its node. `once_differentiable` does not do it: with a residual path beside the node
-it gives a wrong second derivative without an error.
+The guard depends on every input of its node, through ties. `once_differentiable` is not enough: with a residual path
+around the node it gives a wrong second derivative without an error.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fuseops import torch_private
 from fuseops.errors import DoubleBackwardError
 
-LEAVES = frozenset((nn.Parameter, type(None)))  # what is in no graph, by its class
+LEAVES = frozenset((nn.Parameter, type(None)))  # types of inputs that have no grad_fn
 
 
 class _FirstOrderOnly(torch.autograd.Function):
@@ -30,22 +30,22 @@ class _FirstOrderOnly(torch.autograd.Function):
 def guard(
     grads: Sequence[Tensor | None], ties: Iterable[Tensor], message: str
 ) -> list[Tensor | None]:
-    """Makes gradients raise DoubleBackwardError(message) when someone differentiates them."""
+    """Make gradients raise DoubleBackwardError(message) when they are differentiated."""
     present = [g for g in grads if g is not None]
     guarded = iter(_FirstOrderOnly.apply(message, len(present), *present, *ties))  # type: ignore[no-untyped-call]
     return [None if g is None else next(guarded) for g in grads]
 
 
 def tie(t: Tensor) -> Tensor:
-    """A handle on t's place in the graph that holds none of its memory."""
+    """A tensor of no elements with t's place in the graph, to depend on t without holding its memory."""
     return torch.expand_copy(t, (0, *t.shape))  # a copy, since a view would hold its base
 
 
 def ties_of(
     x: Tensor, inputs: Sequence[Tensor | None], saved: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """A tie for every input that is in a graph. Leaves are reached through their AccumulateGrad instead, and what is
-    saved as it is through the saved tensor.
+    """A tie for every input with a grad_fn. Leaves are found by their AccumulateGrad nodes instead (`leaves`), and an
+    input that is saved unchanged needs no tie.
     """
     found = [] if x.grad_fn is None else [x]
     if not LEAVES.issuperset(map(type, inputs)):

@@ -1,8 +1,7 @@
-"""A Sequential runs the ops of the Sequentials inside it as its own, where they are spliced.
+"""Splicing: the ops of a nested Sequential become part of the plan of the outer one.
 
-A rule sees what one plan covers. So a nested Sequential is spliced into the plan of the one around it, with its name as
-a prefix, unless something hangs on its being called: hooks, or a forward or settings of its own. Such a one is a
-border.
+A rule matches within one plan. So a nested Sequential is spliced into the outer plan, with its name as a prefix, unless
+it has to be called: it has hooks, a forward of its own, or settings of its own. Then it is a border between plans.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ def opaque_reason(op: Op[Any]) -> str | None:
     return None
 
 
-def border(module: Composed, settings: int) -> str | None:
-    """Why a nested Sequential is called, and not spliced into the plan around it, or None.
+def border_reason(module: Composed, settings: int) -> str | None:
+    """Why a nested Sequential is called, and not spliced into the outer plan, or None.
 
-    settings: the token of the Sequential around it.
+    settings: the token of the outer Sequential.
     """
     own, cls = module.__dict__, module.__class__
     if has_hooks(own):
@@ -70,7 +69,7 @@ def border(module: Composed, settings: int) -> str | None:
 
 @functools.lru_cache(1024)
 def _differ(outer: int, inner: int, process: int, scoped: int) -> bool:
-    """Whether the tokens of two models resolve to different settings; what a token stands for never changes."""
+    """Whether the tokens of two models resolve to different settings. Cached, since tokens are immutable."""
     return scopes.resolve(process, outer, scoped) != scopes.resolve(process, inner, scoped)
 
 
@@ -84,20 +83,20 @@ def side_names_of(module: Any) -> tuple[str, ...]:
 
 
 class Nested:
-    """A `Nested` is a Sequential inside another, as it was when that one was planned."""
+    """A `Nested` records a nested Sequential as it was when the outer one was spliced."""
 
     def __init__(self, module: Composed, reason: str | None) -> None:
         self.module = module
-        self.reason = reason  # why it is a border, None: it is spliced
+        self.reason = reason  # why it is a border; None where it is spliced
         self.children = module._planned_modules()
         self.names = [*module._modules]
 
-    def stands(self, settings: int) -> bool:
-        """Whether it would be planned alike now."""
+    def is_unchanged(self, settings: int) -> bool:
+        """Whether it would still be spliced, or not, as then, with the same children."""
         module = self.module
-        if border(module, settings) != self.reason:
+        if border_reason(module, settings) != self.reason:
             return False
-        if self.reason is not None:  # it looks after its own children
+        if self.reason is not None:  # its own runner checks its children
             return True
         return module._planned_modules() == self.children and [*module._modules] == self.names
 
@@ -114,30 +113,30 @@ class Spliced(NamedTuple):
 def splice(module: Composed | Op[Any]) -> Spliced:
     """Walk a module's children.  Raises SideInputError for a side name that is written twice, or read too early."""
     nested: list[Nested] = []
-    names = _Names("", None)
+    names = _SideNames("", None)
     children = tuple(_walk(module, names, module._settings, nested))
     return Spliced(children, tuple(nested), tuple(names.read), frozenset(names.written))
 
 
-class _Names:
-    """`_Names` are the side names of one Sequential as written. What it publishes is seen in it, and below it."""
+class _SideNames:
+    """A `_SideNames` resolves the side names of one Sequential; inner Sequentials see the names of outer ones."""
 
-    def __init__(self, scope: str, outer: _Names | None) -> None:
+    def __init__(self, scope: str, outer: _SideNames | None) -> None:
         self.scope, self.outer = scope, outer
         self.read: dict[str, str] = {}  # from outside -> the child that reads it first
         self.written: dict[str, str] = {}  # -> the child that writes it
 
-    def reading(self, sides: Sides, at: str) -> Sides:
-        return tuple([(keyword, self._known(name, at)) for keyword, name in sides])
+    def resolve_reads(self, sides: Sides, at: str) -> Sides:
+        return tuple([(keyword, self._resolve(name, at)) for keyword, name in sides])
 
-    def _known(self, name: str, at: str) -> str:
-        """The name in the plan of what is called `name` here."""
+    def _resolve(self, name: str, at: str) -> str:
+        """The name in the plan of the side tensor that is called `name` in this Sequential."""
         if name in self.written:
             return self.scope + name
         self.read.setdefault(name, at)
-        return name if self.outer is None else self.outer._known(name, at)
+        return name if self.outer is None else self.outer._resolve(name, at)
 
-    def writing(self, names: tuple[str, ...], at: str) -> Sides:
+    def declare_writes(self, names: tuple[str, ...], at: str) -> Sides:
         for name in names:
             before = self.written.get(name)
             if before is not None:
@@ -152,37 +151,37 @@ class _Names:
         return tuple([(name, self.scope + name) for name in names])
 
 
-def around(op: Op[Any], alone: bool) -> Any:
-    """The ops that run before an op and after it; none where it is called, and brings them itself."""
+def wrapping_ops(op: Op[Any], alone: bool) -> Any:
+    """The ops that run before and after an op for a style of parallelism; none where the op's own call runs them."""
     if op._around is Op._around or (not alone and opaque_reason(op) is not None):
         return Op._around
     return op._around
 
 
-def _beside(ops: Iterable[Op[Any]], path: str, names: _Names) -> Iterator[Child]:
-    """Ops that a style of parallelism has put before another one or after it: no children, so without state."""
+def _wrapping_children(ops: Iterable[Op[Any]], path: str, names: _SideNames) -> Iterator[Child]:
+    """The `Child` of each op that a style of parallelism has put around another one."""
     for op in ops:
         yield Child(f"{path}.{type(op).__name__}", op, names.scope)
 
 
-def _walk(module: Any, names: _Names, settings: int, nested: list[Nested]) -> Iterator[Child]:
+def _walk(module: Any, names: _SideNames, settings: int, nested: list[Nested]) -> Iterator[Child]:
     for name, child in module._planned():
         path = names.scope + name
         if isinstance(child, Op):
-            before, after = around(child, child is module)
-            yield from _beside(before, path, names)
+            before, after = wrapping_ops(child, child is module)
+            yield from _wrapping_children(before, path, names)
             if opaque_reason(child) is None:
                 check_declared(path, child)
             read = child.known_sides()
             check_side_names(path, child, (*[name for _, name in read], *child.writes))
-            reads = names.reading(read, path)
-            yield Child(path, child, names.scope, reads, names.writing(child.writes, path))
-            yield from _beside(after, path, names)
+            reads = names.resolve_reads(read, path)
+            yield Child(path, child, names.scope, reads, names.declare_writes(child.writes, path))
+            yield from _wrapping_children(after, path, names)
             continue
         if isinstance(child, Composed):
-            nested.append(Nested(child, border(child, settings)))
+            nested.append(Nested(child, border_reason(child, settings)))
             if nested[-1].reason is None:
-                yield from _walk(child, _Names(f"{path}.", names), settings, nested)
+                yield from _walk(child, _SideNames(f"{path}.", names), settings, nested)
                 continue
         plain = tuple([(keyword, keyword) for keyword in side_names_of(child)])
-        yield Child(path, child, names.scope, names.reading(plain, path))
+        yield Child(path, child, names.scope, names.resolve_reads(plain, path))

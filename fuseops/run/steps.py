@@ -1,6 +1,6 @@
-"""The steps of a segment become two functions that are written out once: a repeated call loops over nothing.
+"""Generates the code that runs the steps of a segment: one forward and one backward function, without loops.
 
-Segments alike have one source and one compiled code, which closes over their steps and ops.
+Segments of the same structure share source and compiled code; each closes over its own steps and ops.
 """
 
 import functools
@@ -16,180 +16,188 @@ from fuseops.recipes import Quantized
 
 from . import buffers, checks, pure, weight_grads
 from .buffers import Buffers
-from .checks import WRITTEN
-from .first import FirstCall
+from .checks import GENERATED_FILE
+from .contract import ContractCheck
 from .ranges import label, ranged
 
 OUT = Call._fields.index("out")  # and `scratch`, the last fields
-NAMED = Quantized, buffers, ranged, weight_grads  # by what is written
-Written = Callable[..., Any]
+USED_BY_GENERATED_CODE = Quantized, buffers, ranged, weight_grads  # keeps the imports
+GeneratedFunction = Callable[..., Any]
 
 
-class Once(NamedTuple):
-    """A `Once` holds what lives for one call of a Sequential only."""
+class CallContext(NamedTuple):
+    """A `CallContext` holds the objects that belong to one call of a Sequential."""
 
-    scratch: dict[str, dict[str, Any]] | None = None  # by the Sequential that an op was written in
+    scratch: dict[str, dict[str, Any]] | None = (
+        None  # by the name of the Sequential that has the op
+    )
     out: Buffers | None = None  # the caller's, of an op that runs alone
-    look: FirstCall | None = None  # looks at the first forward and the first backward of a segment
-    seed: Tensor | None = None  # (1,) int64, of a backward that rounds at random
+    contract: ContractCheck | None = None  # in the first forward and first backward of a segment
+    seed: Tensor | None = None  # (1,) int64, of a backward with stochastic rounding
 
 
-# --- the writer ----------------------------------------------------------------------------------------------------
+# --- code generation -----------------------------------------------------------------------------------------------
 
 
-def write_forward(seg: Segment) -> Written:
-    """Give a segment its `fwd`, which runs its steps.   (x, t, once) -> y, what is kept, dtypes of x
+def write_forward(seg: Segment) -> GeneratedFunction:
+    """Generate `seg.fwd`, which runs the forward steps.   (x, t, context) -> y, kept fields, dtypes of x
 
     Published side tensors are appended to `t`.
     """
-    known: dict[str, Any] = {}
-    casts, kept = _casts(seg), _named("k", range(len(seg.kept) if seg.needs_grad else 0))
-    lines = ["look = once.look", *_apart(_named("t", range(seg.inputs)), "t")]
+    namespace: dict[str, Any] = {}
+    casts, kept = _casts(seg), _variables("k", range(len(seg.kept) if seg.needs_grad else 0))
+    lines = ["contract = context.contract", *_unpacking(_variables("t", range(seg.inputs)), "t")]
     for k, step in enumerate(seg.forward):
-        known |= {f"s{k}": step, f"o{k}": step.target}
+        namespace |= {f"s{k}": step, f"o{k}": step.target}
         body = [f"step = s{k}", *[f"e{step.first} = x.dtype"] * (step.first in casts)]
         body += ["if type(x) is Quantized: x = x.dequantize()"] * (not step.takes_quantized)
-        body += ["if look is not None: look.before_fwd(step, x, t)"]
-        body += _forward_call(step, k, seg.needs_grad, known)
-        body += ["if look is not None: look.after_fwd(step, out)"]
+        body += ["if contract is not None: contract.before_fwd(step, x, t)"]
+        body += _forward_call(step, k, seg.needs_grad, namespace)
+        body += ["if contract is not None: contract.after_fwd(step, out)"]
         body += ["x, own, side = out"]
-        body += [f"t{at} = published(step, {name!r}, side, t)" for name, at in step.writes]
-        for m, (slot, names) in enumerate(_saved(seg, step) if seg.needs_grad else ()):
+        body += [f"t{at} = publish(step, {name!r}, side, t)" for name, at in step.writes]
+        for m, (slot, names) in enumerate(_saved_variables(seg, step) if seg.needs_grad else ()):
             if slot is not None:
-                known[f"n{slot.owner}"] = slot.cls._make([None] * len(slot.names))
+                namespace[f"n{slot.owner}"] = slot.cls._make([None] * len(slot.names))
                 places = _tuple([names.get(at, "_") for at in range(len(slot.names))])
                 body += [f"{places} = own{f'[{m}]' * (step.kind == 'forward')} or n{slot.owner}"]
-        lines += _in_range([*body, "out = own = side = _ = None"], seg, step, f"l{k}", "", known)
-    lines += ["if look is not None: look.seg.checked_forward = True"]
-    lines += ["if once.out is not None and 'y' in once.out:"]
-    lines += [" x = buffers.put('y', once.out['y'], x).detach()"]
-    lines += [f"return x, {_tuple(kept)}, {_tuple(_named('e', casts))}"]
-    seg.fwd = _made("written(x, t, once)", lines, known)
+        lines += _with_range(
+            [*body, "out = own = side = _ = None"], seg, step, f"l{k}", "", namespace
+        )
+    lines += ["if contract is not None: contract.seg.checked_forward = True"]
+    lines += ["if context.out is not None and 'y' in context.out:"]
+    lines += [" x = buffers.write_result('y', context.out['y'], x).detach()"]
+    lines += [f"return x, {_tuple(kept)}, {_tuple(_variables('e', casts))}"]
+    seg.fwd = _define("generated(x, t, context)", lines, namespace)
     return seg.fwd
 
 
-def _forward_call(step: ForwardStep, k: int, grad: bool, known: dict[str, Any]) -> list[str]:
-    """Lines that call what runs a step.   grad: a backward may follow"""
+def _forward_call(step: ForwardStep, k: int, grad: bool, namespace: dict[str, Any]) -> list[str]:
+    """Lines that call the fwd of a step.   grad: a backward may follow"""
     lines = []
     if step.cast is not None:
-        known[f"d{k}"] = step.cast
+        namespace[f"d{k}"] = step.cast
         lines.append(f"x = x.to(d{k})")
     tensors = [[(name, f"t{at}") for name, at in args] for args in step.args]
     if step.pure:
-        out = f"pure_forward(step, x, {_dict(tensors[0])}, once, {grad})"
+        out = f"pure_forward(step, x, {_dict(tensors[0])}, context, {grad})"
         return [*lines, f"out = {out}"]
-    calls = _calls(step, k, known)
+    calls = _calls(step, k, namespace)
     if step.kind == "op":
         out = f"o{k}.fwd(x{_keywords(tensors[0] + [('call', f'{calls}[0]')] * step.takes_call)})"
-        return [*lines, f"out = {out}", "if type(out) is not Out: out = checks.bare(step, out)"]
+        return [*lines, f"out = {out}", "if type(out) is not Out: out = checks.as_out(step, out)"]
     members = _tuple(map(_dict, tensors))
     if step.kind == "joint":
-        known[f"f{k}"] = step.keep
+        namespace[f"f{k}"] = step.keep
         return [*lines, f"out = o{k}.fwd(x, {members}, {calls}, f{k})"]
-    keep = f"pure.keep_states(o{k}.members, step.at, once.scratch)"
+    keep = f"pure.save_states(o{k}.members, step.at, context.scratch)"
     return [
         *lines,
         *[keep] * grad,
-        f"out = checks.saved_of_all(step, o{k}.fwd(x, {members}, {calls}))",
+        f"out = checks.check_member_saved(step, o{k}.fwd(x, {members}, {calls}))",
     ]
 
 
-def write_backward(seg: Segment) -> Written:
-    """Give a segment its `bwd`.   (kept, dy, dsides, entered, once) -> gradients of the inputs of the node
+def write_backward(seg: Segment) -> GeneratedFunction:
+    """Generate `seg.bwd`.   (kept, dy, dsides, x_dtypes, context) -> gradients of the inputs of the node
 
-    They are None where nobody wants one. Each op gets dy in the dtype of its y; the gradients that leave the node are
-    cast by autograd itself. `kept` is emptied: what an op saved lives no longer than it is read.
+    A gradient that is not needed is None. Each op gets dy in the dtype of its y; autograd itself casts the gradients
+    that leave the node. `kept` is emptied, so that a saved tensor is freed after its last reader.
     """
-    known: dict[str, Any] = {}
-    casts, grads = _casts(seg), _named("g", range(seg.size))
-    lines = ["look = once.look", *_apart(_named("k", range(len(seg.kept))), "kept"), "kept.clear()"]
-    lines += [*_apart(_named("e", casts), "entered"), " = ".join([*grads, "None"])]
-    lines += _apart(_named("g", seg.export_positions), "dsides")
-    lines += ["if once.out is not None: buffers.check_dy(once.out, dy)"]
+    namespace: dict[str, Any] = {}
+    casts, grads = _casts(seg), _variables("g", range(seg.size))
+    lines = [
+        "contract = context.contract",
+        *_unpacking(_variables("k", range(len(seg.kept))), "kept"),
+        "kept.clear()",
+    ]
+    lines += [*_unpacking(_variables("e", casts), "x_dtypes"), " = ".join([*grads, "None"])]
+    lines += _unpacking(_variables("g", seg.export_positions), "dsides")
+    lines += ["if context.out is not None: buffers.check_dy(context.out, dy)"]
     for k, step in enumerate(seg.backward):
-        known |= {f"s{k}": step, f"o{k}": step.target}
-        dys = ["dy", *_named("g", [at for _, at in step.writes])]
+        namespace |= {f"s{k}": step, f"o{k}": step.target}
+        dys = ["dy", *_variables("g", [at for _, at in step.writes])]
         body = [f"step = s{k}"]
         if step.writes:
-            body += [f"partly = {' or '.join(f'{d} is None' for d in dys)}"]
-        body += [*_backward_call(seg, step, k, known), *_read(step)]
+            body += [f"partial = {' or '.join(f'{d} is None' for d in dys)}"]
+        body += [*_backward_call(seg, step, k, namespace), *_read_grads(step)]
         if step.first in casts:
             at = f"e{step.first}"
             body += [f"if dy is not None and dy.dtype is not {at}: dy = dy.to({at})"]
         lines += [f"if {' or '.join(f'{d} is not None' for d in dys)}:"]
-        lines += _indented(_in_range(body, seg, step, f"l{k}", " backward", known))
-    lines += ["if look is not None: look.seg.checked_backward = True"]
-    lines += ["if dy is not None and once.out is not None and 'dx' in once.out:"]
-    lines += [" dy = buffers.put('dx', once.out['dx'], dy)"]
+        lines += _indented(_with_range(body, seg, step, f"l{k}", " backward", namespace))
+    lines += ["if contract is not None: contract.seg.checked_backward = True"]
+    lines += ["if dy is not None and context.out is not None and 'dx' in context.out:"]
+    lines += [" dy = buffers.write_result('dx', context.out['dx'], dy)"]
     lines += [f"return {_tuple(['None', 'None', 'dy', *grads[: seg.inputs]])}"]
-    seg.bwd = _made("written(kept, dy, dsides, entered, once)", lines, known)
+    seg.bwd = _define("generated(kept, dy, dsides, x_dtypes, context)", lines, namespace)
     return seg.bwd
 
 
-def _backward_call(seg: Segment, step: BackwardStep, k: int, known: dict[str, Any]) -> list[str]:
-    """Lines that call what runs a backward step, and let go of what it saved."""
+def _backward_call(
+    seg: Segment, step: BackwardStep, k: int, namespace: dict[str, Any]
+) -> list[str]:
+    """Lines that call the bwd of a step, and drop its saved tensors."""
     owns: list[str] = []
     read: list[str] = []
-    for m, (slot, names) in enumerate(_saved(seg, step)):
-        known[f"n{k}_{m}"] = step.empty[m] if slot is None else slot.cls
+    for m, (slot, names) in enumerate(_saved_variables(seg, step)):
+        namespace[f"n{k}_{m}"] = step.empty[m] if slot is None else slot.cls
         fields = [] if slot is None else [names.get(at, "None") for at in range(len(slot.names))]
         owns.append(f"n{k}_{m}" if slot is None else f"new(n{k}_{m}, {_tuple(fields)})")
         read += names.values()
     dside = _dict([(name, f"g{at}") for name, at in step.writes])
-    elsewhere = bool(step.main) or step.delayed is not None
-    calls = _calls(step, k, known, elsewhere)
+    diverted = bool(step.main) or step.delayed is not None
+    calls = _calls(step, k, namespace, diverted)
     if step.pure:
-        call = "(pure.bwd_by_autograd(step, mine[0], dy, dside, look is not None, once.scratch),)"
+        call = "(pure.bwd_by_autograd(step, saved[0], dy, dside, contract is not None, context.scratch),)"
     elif step.kind == "op":
         given = [("dside", "dside")] * step.takes_dside
         given += [("call", f"{calls}[0]")] * step.takes_call
-        call = f"(o{k}.bwd(mine[0], dy{_keywords(given)}),)"
+        call = f"(o{k}.bwd(saved[0], dy{_keywords(given)}),)"
     else:
-        whole = "mine" if step.target.takes_saved else "mine.pop()"
-        call = f"o{k}.bwd({whole if step.kind == 'joint' else 'tuple(mine)'}, dy, {calls}, dside)"
-    if elsewhere:
-        known[f"m{k}"] = [step.target] if step.kind == "op" else step.target.members
-        run = f"lambda step, out=None, mine=mine, dy=dy, dside=dside: {call}"
-        call = f"weight_grads.elsewhere(step, m{k}, {run}, mine, dy)"
+        whole = "saved" if step.target.takes_saved else "saved.pop()"
+        call = f"o{k}.bwd({whole if step.kind == 'joint' else 'tuple(saved)'}, dy, {calls}, dside)"
+    if diverted:
+        namespace[f"m{k}"] = [step.target] if step.kind == "op" else step.target.members
+        run = f"lambda step, out=None, saved=saved, dy=dy, dside=dside: {call}"
+        call = f"weight_grads.run_diverted(step, m{k}, {run}, saved, dy)"
     return [
-        f"mine, dside = [{', '.join(owns)}], {dside}",
+        f"saved, dside = [{', '.join(owns)}], {dside}",
         *([" = ".join([*read, "None"])] if read else []),
-        "if look is not None: look.before_bwd(step, mine, dy, dside)",
+        "if contract is not None: contract.before_bwd(step, saved, dy, dside)",
         f"r = {call}",
-        "mine = None",
+        "saved = None",
     ]
 
 
-def _read(step: BackwardStep) -> list[str]:
-    """Lines that take the gradients from what a backward step gave."""
-    taken = [f"g{at} = r[{m}].params[{name!r}]" for m, name, at in step.params]
-    wanted = _named("g", [at for *_, at in step.params])
+def _read_grads(step: BackwardStep) -> list[str]:
+    """Lines that read the gradients from the Grads of a backward step, and check that none is missing."""
+    lines = [f"g{at} = r[{m}].params[{name!r}]" for m, name, at in step.params]
+    wanted = _variables("g", [at for *_, at in step.params])
     for n, (m, name, at) in enumerate(step.sides):
-        taken += [f"d{n} = r[{m}].side[{name!r}]", f"g{at} = add(g{at}, d{n})"]
+        lines += [f"d{n} = r[{m}].side[{name!r}]", f"g{at} = add(g{at}, d{n})"]
         wanted.append(f"d{n}")
-    taken.append("dy = r[0].x")
+    lines.append("dy = r[0].x")
     wanted += ["dy"] * step.dx
     if wanted:
         missing = " or ".join(f"{name} is None" for name in wanted)
-        complete = f"checks.check_complete(step, r, {'partly' if step.writes else False})"
-        taken.append(f"if {missing}: {complete}")
+        complete = f"checks.check_complete(step, r, {'partial' if step.writes else False})"
+        lines.append(f"if {missing}: {complete}")
     return [
-        *["try:", *_indented(taken), "except checks.UNREADABLE:"],
-        " raise checks.wrong_grads(step, r) from None",
-        "if look is not None: look.after_bwd(step, r)",
+        *["try:", *_indented(lines), "except checks.MALFORMED_ERRORS:"],
+        " raise checks.grads_error(step, r) from None",
+        "if contract is not None: contract.after_bwd(step, r)",
     ]
 
 
 def _casts(seg: Segment) -> list[int]:
-    """The ops before whose forward the dtype of x is noted, which is that of the dx of a backward step."""
-    gives = {step.first for step in seg.backward}
-    return [step.first for step in seg.forward if step.first in gives]
+    """The ops whose dtype of x is recorded in the forward, since the backward casts dx to it."""
+    in_backward = {step.first for step in seg.backward}
+    return [step.first for step in seg.forward if step.first in in_backward]
 
 
-def _saved(seg: Segment, step: Step) -> Iterator[tuple[Slot | None, dict[int, str]]]:
-    """Of every Saved that a step gives or reads: its slot, None where nothing of it is kept, and the names of the
-    fields that are.
-    """
+def _saved_variables(seg: Segment, step: Step) -> Iterator[tuple[Slot | None, dict[int, str]]]:
+    """For every Saved of a step: its slot, None where no field is kept, and the variables of the kept fields."""
     numbers = {at: f"k{n}" for n, at in enumerate(seg.kept)}
     slots = {slot.owner: slot for slot in seg.slots}
     for i in step.members[:1] if step.kind == "joint" else step.members:
@@ -197,16 +205,16 @@ def _saved(seg: Segment, step: Step) -> Iterator[tuple[Slot | None, dict[int, st
         yield slot, {} if slot is None else {k: numbers[i, k] for k in slot.kept}
 
 
-def _calls(step: Step, k: int, known: dict[str, Any], apart: bool = False) -> str:
-    """The calls of a step.   apart: those of the part of it that runs"""
+def _calls(step: Step, k: int, namespace: dict[str, Any], apart: bool = False) -> str:
+    """The expression for the calls of a step.   apart: of the part that runs now, where another is delayed"""
     if step.live:
-        return f"calls_of(step, once{', out' * apart})"
-    known[f"c{k}"] = step.calls
+        return f"calls_of(step, context{', out' * apart})"
+    namespace[f"c{k}"] = step.calls
     return "step.calls" if apart else f"c{k}"
 
 
 def _keywords(given: Iterable[tuple[str, str]]) -> str:
-    """Further arguments of a call; side tensors may have names that Python does not take."""
+    """Keyword arguments as code; a side tensor whose name is no identifier goes into a dict."""
     usual, others = "", []
     for name, value in given:
         if name.isidentifier() and not iskeyword(name):
@@ -220,7 +228,7 @@ def _dict(given: Iterable[tuple[str, str]]) -> str:
     return f"{{{', '.join(f'{name!r}: {value}' for name, value in given)}}}"
 
 
-def _named(kind: str, numbers: Iterable[int]) -> list[str]:
+def _variables(kind: str, numbers: Iterable[int]) -> list[str]:
     return [f"{kind}{n}" for n in numbers]
 
 
@@ -228,7 +236,7 @@ def _tuple(names: Iterable[str]) -> str:
     return f"({''.join(f'{name}, ' for name in names)})"
 
 
-def _apart(names: Sequence[str], whole: str) -> list[str]:
+def _unpacking(names: Sequence[str], whole: str) -> list[str]:
     return [f"{_tuple(names)} = {whole}"] if names else []
 
 
@@ -236,65 +244,67 @@ def _indented(lines: Iterable[str]) -> list[str]:
     return [f" {line}" for line in lines]
 
 
-def _in_range(
-    body: list[str], seg: Segment, step: Step, name: str, behind: str, known: dict[str, Any]
+def _with_range(
+    body: list[str], seg: Segment, step: Step, name: str, suffix: str, namespace: dict[str, Any]
 ) -> list[str]:
-    """The lines of a step, in a range of the profile where the segment runs in one."""
+    """The lines of a step, inside a profiler range where the segment has one."""
     if seg.path is None:
         return body
-    known[name] = label(seg, step, seg.path) + behind
+    namespace[name] = label(seg, step, seg.path) + suffix
     return [f"with ranged({name}):", *_indented(body)]
 
 
-def _made(head: str, lines: Sequence[str], known: Mapping[str, Any]) -> Written:
-    text = [f"def make({', '.join(known)}):", f" def {head}:", *_indented(_indented(lines))]
-    made: Written = _compiled("\n".join([*text, " return written"]))(*known.values())
-    return made
+def _define(head: str, lines: Sequence[str], namespace: Mapping[str, Any]) -> GeneratedFunction:
+    text = [f"def make({', '.join(namespace)}):", f" def {head}:", *_indented(_indented(lines))]
+    make = _factory_of("\n".join([*text, " return generated"]))
+    function: GeneratedFunction = make(*namespace.values())
+    return function
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(source: str) -> Callable[..., Written]:
-    made: dict[str, Any] = {}
-    exec(compile(source, WRITTEN, "exec"), globals(), made)
-    make: Callable[..., Written] = made["make"]
+def _factory_of(source: str) -> Callable[..., GeneratedFunction]:
+    """The function `make` of a source, which returns the generated function for its namespace."""
+    scope: dict[str, Any] = {}
+    exec(compile(source, GENERATED_FILE, "exec"), globals(), scope)
+    make: Callable[..., GeneratedFunction] = scope["make"]
     return make
 
 
-# --- what the written functions call -------------------------------------------------------------------------------
+# --- called by generated code --------------------------------------------------------------------------------------
 
 
 def pure_forward(
-    step: ForwardStep, x: Any, keywords: dict[str, Any], once: Once, needs_grad: bool
+    step: ForwardStep, x: Any, keywords: dict[str, Any], context: CallContext, needs_grad: bool
 ) -> Out:
-    """What a level-1 op gives.   needs_grad: a backward may follow"""
+    """Run the fwd of a level-1 op.   needs_grad: a backward may follow"""
     if step.takes_call:
-        keywords["call"] = calls_of(step, once)[0] if step.live else step.calls[0]
-    out = pure.run_fwd(step, x, keywords, needs_grad, once.scratch)
-    out = out if type(out) is Out else checks.bare(step, out)
-    return Out(out.y, pure.inputs_saved(step, x, keywords), out.side)
+        keywords["call"] = calls_of(step, context)[0] if step.live else step.calls[0]
+    out = pure.run_fwd(step, x, keywords, needs_grad, context.scratch)
+    out = out if type(out) is Out else checks.as_out(step, out)
+    return Out(out.y, pure.saved_inputs(step, x, keywords), out.side)
 
 
-def published(step: ForwardStep, name: str, side: Any, t: list[Any]) -> Any:
-    """What a step published under a name, which the steps behind find in `t`."""
+def publish(step: ForwardStep, name: str, side: Any, t: list[Any]) -> Any:
+    """Append a published side tensor to `t`, where later steps read it, and return it."""
     try:
         t.append(side[name])
     except (TypeError, KeyError):
-        raise checks.unpublished(step, name, side) from None
+        raise checks.unpublished_error(step, name, side) from None
     return t[-1]
 
 
 def calls_of(
-    step: Step, once: Once, main: Sequence[weight_grads.Destinations] | None = None
+    step: Step, context: CallContext, main: Sequence[weight_grads.Destinations] | None = None
 ) -> Sequence[Any]:
-    """The calls of a step with what lives for one call only."""
-    shared, out, calls = once.scratch, once.out, []
+    """The `Call` of every member of a step, with `out`, `scratch` and seed of this call."""
+    shared, out, calls = context.scratch, context.out, []
     # `_replace`, without a call for each
     for call, scope in zip(step.calls, step.scopes, strict=True):
         scratch = None if shared is None else shared.setdefault(scope, {})
         calls.append(new(Call, (*call[:OUT], out, scratch)))
-    if once.seed is not None:  # numbers of its own for each op, and each of its two layouts
+    if context.seed is not None:  # two for each op, one for each of its layouts
         first = 2 * step.at
-        calls = [c._replace(seed=once.seed + first + 2 * k) for k, c in enumerate(calls)]
+        calls = [c._replace(seed=context.seed + first + 2 * k) for k, c in enumerate(calls)]
     return tuple(calls) if main is None else weight_grads.with_buffers(calls, main)
 
 

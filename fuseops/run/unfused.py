@@ -1,4 +1,4 @@
-"""What the members of a fused op give by themselves, by shape and dtype."""
+"""The result that a fused op must have, by shape and dtype: its members run one by one on the meta device."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fuseops.recipes import Quantized
 from fuseops.torch_private import without_modes
 
 
-def unfused(seg: Segment, step: ForwardStep, x: Any, t: Sequence[Any]) -> Out | None:
-    """y and the side outputs of the members, on the meta device; None where a member does not run there.
+def expected_out(seg: Segment, step: ForwardStep, x: Any, t: Sequence[Any]) -> Out | None:
+    """y and the side outputs of the members of a step, on the meta device; None where a member cannot run there.
 
-    A recipe changes no shape and no dtype, so that there is none here.
+    The members run without the recipe, which changes neither shapes nor dtypes.
     """
     side: dict[str, Any] = {}
     try:
-        # nobody who watches the step, its bytes say, sees this
-        with without_modes(), unchecked(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        # no mode that observes the step (its bytes, say) may see these ops
+        with without_modes(), without_debug(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             out = Out(meta(x.carrier if isinstance(x, Quantized) else x))
             for i, args, call in zip(step.members, step.args, step.calls, strict=True):
                 tensors = {name: t[position] for name, position in args if position < len(t)}
-                out = _member(seg.ops[i], out.y, {**meta_of(tensors), **side}, call)
+                out = _member_out(seg.ops[i], out.y, {**_on_meta(tensors), **side}, call)
                 side |= out.side or {}
     except Exception:  # it may read values, which meta tensors have none of
         return None
@@ -37,8 +37,8 @@ def unfused(seg: Segment, step: ForwardStep, x: Any, t: Sequence[Any]) -> Out | 
 
 
 @contextmanager
-def unchecked() -> Iterator[None]:
-    """Inside, `fo.debug()` looks at no values: meta tensors have none."""
+def without_debug() -> Iterator[None]:
+    """Switch the checks of `fo.debug()` off inside: meta tensors have no values."""
     here = scopes.current()
     before, here.debug = here.debug, None
     try:
@@ -47,12 +47,12 @@ def unchecked() -> Iterator[None]:
         here.debug = before
 
 
-def meta_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _on_meta(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name: meta(t) for name, t in tensors.items()}
 
 
-def _member(op: Op[Any], x: Any, tensors: dict[str, Any], call: Any) -> Out:
-    if type(op) is Add:  # which torch, on the meta device, would import all of dynamo for
+def _member_out(op: Op[Any], x: Any, tensors: dict[str, Any], call: Any) -> Out:
+    if type(op) is Add:  # torch would import dynamo for an addition on the meta device
         dtype = torch.promote_types(x.dtype, op.operand(x, tensors[op.reads[0]]).dtype)
         return Out(torch.empty(x.shape, dtype=dtype, device="meta"))
     compute = call.precision.compute

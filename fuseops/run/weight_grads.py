@@ -1,7 +1,7 @@
-"""Besides autograd a parameter's gradient goes to a `main_grad` buffer, or a queue that `backward_dw()` works off.
+"""Parameter gradients that do not go through autograd: into a `main_grad` buffer, or delayed until `backward_dw()`.
 
-Both are read from the live Parameter when the backward runs: a saved weight that went through a pack hook has lost its
-attributes. The autograd node returns None for such a gradient.
+The autograd node returns None for such a gradient. `main_grad` is read from the Parameter when the backward runs, since
+a saved weight that went through a pack hook has lost its attributes.
 """
 
 from __future__ import annotations
@@ -29,40 +29,41 @@ from . import data_parallel
 
 
 class Destination(NamedTuple):
-    """A destination is the buffer that the gradient of one parameter goes to: what an op finds in `call.out` and
-    `call.overwrite`.
-    """
+    """A `Destination` is the buffer for the gradient of one parameter: `call.out` and `call.overwrite` of its op."""
 
     buffer: Tensor
-    overwrite: bool = False  # what is in it does not count
-    # buffers of the groups, to add the parts of `buffer` to; None for one that is frozen
-    shares: tuple[Tensor | None, ...] = ()
+    overwrite: bool = False  # the gradient replaces its contents
+    # buffers of groups that the parts of `buffer` are then added to; None for a frozen group
+    group_buffers: tuple[Tensor | None, ...] = ()
 
 
 Destinations = Mapping[str, Destination]
 
 
-class Backward(Protocol):
-    """A `Backward` gives the Grads of every member of a step, told which buffers each may write into."""
+class RunBackward(Protocol):
+    """A `RunBackward` runs a backward step.   out: destinations of every member   -> the Grads of every member"""
 
     def __call__(
         self, step: BackwardStep, out: Sequence[Destinations] | None = None
     ) -> Sequence[Grads]: ...
 
 
-def note(seg: Segment) -> None:
-    """Remember who reduces the gradients of a segment's ops that delay some."""
+def remember_wrappers(seg: Segment) -> None:
+    """Record the data-parallel wrapper of every op of a segment that delays gradients."""
     for op in seg.ops:
         if op.delays:
-            data_parallel.note(op)
+            data_parallel.remember_wrapper(op)
 
 
-def as_asked(seg: Segment, given: Sequence[bool], edges: Sequence[tuple[Any, int]]) -> Segment:
-    """The segment for the backward that runs now: what it would not add to the `.grad` of the op's own parameter goes
-    to no main_grad and does not wait. `torch.autograd.grad` returns what it is asked for, `backward(inputs=)` leaves
-    the others alone, and under `functional_call` the forward was given other tensors, whose gradients are theirs.
+def segment_for_backward(
+    seg: Segment, given: Sequence[bool], edges: Sequence[tuple[Any, int]]
+) -> Segment:
+    """The segment for the backward that runs now. Only a gradient that this backward would add to the `.grad` of the
+    parameter of the op is delayed or goes to main_grad.
 
-    given: which inputs of the node are tensors.  edges: what comes before each of them, and before x, in the graph.
+    Others go through autograd: `torch.autograd.grad` returns them, `backward(inputs=)` leaves some out, and under
+    `functional_call` they belong to other tensors.
+    given: whether each input of the node is a tensor.  edges: `next_functions` of the node, for x and these tensors.
     """
 
     def position(i: int, name: str) -> int:
@@ -71,10 +72,10 @@ def as_asked(seg: Segment, given: Sequence[bool], edges: Sequence[tuple[Any, int
     def adds(i: int, name: str) -> bool:
         node = edges[1 + sum(given[: position(i, name)])][0]
         if name in seg.ops[i]._local:
-            node = _behind(node)
-        return _own(seg.ops[i], name, node) and torch_private.will_accumulate(node)
+            node = _leaf_node(node)
+        return _is_own_gradient(seg.ops[i], name, node) and torch_private.will_accumulate(node)
 
-    steps = tuple(_as_asked(step, adds, position) for step in seg.backward)
+    steps = tuple(_step_for_backward(step, adds, position) for step in seg.backward)
     if steps == seg.backward:
         return seg
     key = tuple([(step.main, step.delayed is None) for step in steps])
@@ -83,90 +84,92 @@ def as_asked(seg: Segment, given: Sequence[bool], edges: Sequence[tuple[Any, int
     return seg.variants[key]
 
 
-def _own(op: Op[Any], name: str, node: Any) -> bool:
-    """Whether a gradient that arrives at this node is that of the parameter that the op has under a name."""
+def _is_own_gradient(op: Op[Any], name: str, node: Any) -> bool:
+    """Whether a gradient that flows to this node belongs to the parameter of that name of the op."""
     registered = op.registered(name)
     if any(n not in op._parameters for n in registered):
-        return True  # parametrized, or put there by a wrapper: refused, where it has no buffer
-    nodes = [node] if name in registered else [behind for behind, _ in node.next_functions]
-    found = [getattr(behind, "variable", None) for behind in nodes if behind is not None]
+        return True  # parametrized, or set by a wrapper: an error where it has no buffer
+    nodes = [node] if name in registered else [previous for previous, _ in node.next_functions]
+    found = [getattr(previous, "variable", None) for previous in nodes if previous is not None]
     if name in registered and not op._parameters[name].requires_grad:  # type: ignore[union-attr]
         return False  # frozen since the forward: autograd drops its gradient
     return all(any(leaf is op._parameters[n] for n in registered) for leaf in found)
 
 
-def _behind(node: Any) -> Any:
-    """The node of the leaf that a local tensor was made of, by one function after another."""
+def _leaf_node(node: Any) -> Any:
+    """The node of the leaf that a local tensor was computed from, by a chain of functions of one input."""
     while node.next_functions and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     return node
 
 
-def _as_asked(
+def _step_for_backward(
     step: BackwardStep, adds: Callable[[int, str], bool], position: Callable[[int, str], int]
 ) -> BackwardStep:
     main = tuple((k, name) for k, name in step.main if adds(step.members[k], name))
     step = step if main == step.main else replace(step, main=main)
     if step.delayed is None:
         return step
-    (i,), (call,), (late,) = step.members, step.calls, step.delayed.calls
-    if any(adds(i, name) for name in late.needs):
+    (i,), (call,), (delayed_call,) = step.members, step.calls, step.delayed.calls
+    if any(adds(i, name) for name in delayed_call.needs):
         return step
-    call = call._replace(needs=call.needs | late.needs)
-    params = tuple((0, name, position(i, name)) for name in sorted(late.needs))
+    call = call._replace(needs=call.needs | delayed_call.needs)
+    params = tuple((0, name, position(i, name)) for name in sorted(delayed_call.needs))
     return replace(step, calls=(call,), params=step.params + params, delayed=None)
 
 
-def elsewhere(
-    step: BackwardStep, ops: Sequence[Op[Any]], run: Backward, saved: Any, dy: Any
+def run_diverted(
+    step: BackwardStep, ops: Sequence[Op[Any]], run: RunBackward, saved: Any, dy: Any
 ) -> list[Grads]:
-    """The Grads of a step whose parameter gradients do not all go through autograd; those that do not are None.
+    """Run a step some of whose parameter gradients do not go through autograd; in its Grads those are None.
 
-    saved, dy: what `run` reads; the Saved of each op.
+    saved, dy: inputs of `run`; the Saved of each op.
     """
     if step.delayed is not None:  # rules leave such an op alone: it is the only member
-        data_parallel.check(ops[0])
+        data_parallel.check_comm_hooks(ops[0])
         delay(ops[0], run, step.delayed, saved[0], dy)
         if not step.calls[0].needs:
             return [Grads()]
     out: list[Destinations] = [
         {n: destination(op, n) for m, n in step.main if m == k} for k, op in enumerate(ops)
     ]
-    if any(place.overwrite for mine in out for place in mine.values()):
-        out = _shared(ops, out)
+    if any(dest.overwrite for destinations in out for dest in destinations.values()):
+        out = _zero_shared(ops, out)
     results = list(run(step, out))
     for k, (op, destinations) in enumerate(zip(ops, out, strict=True)):
         params = dict(results[k].params or {})
-        for name, place in destinations.items():
-            accept(op, name, place, params.get(name))
-            params[name] = _dummy(op, name)
+        for name, dest in destinations.items():
+            add_to_destination(op, name, dest, params.get(name))
+            params[name] = _placeholder_grad(op, name)
         results[k] = results[k]._replace(params=params)
     return results
 
 
-def _shared(ops: Sequence[Op[Any]], out: Sequence[Destinations]) -> list[Destinations]:
-    """The destinations of the ops of one step, which write in an order of their own: a buffer that several of them
-    write to, and one overwrites, is emptied before.
+def _zero_shared(ops: Sequence[Op[Any]], out: Sequence[Destinations]) -> list[Destinations]:
+    """The destinations of one step; a buffer that several ops share, of which one would overwrite it, is zeroed first,
+    since the ops write in any order.
     """
 
     def owner(op: Op[Any], name: str) -> int:
         return id(getattr(op, op.registered(name)[0]))
 
-    def place(op: Op[Any], name: str, found: Destination) -> Destination:
+    def zeroed(op: Op[Any], name: str, found: Destination) -> Destination:
         if not found.overwrite or times[owner(op, name)] == 1:
             return found
         found.buffer.zero_()
         return found._replace(overwrite=False)
 
     pairs = [*zip(ops, out, strict=True)]
-    times = Counter(owner(op, name) for op, mine in pairs for name in mine)
-    return [{name: place(op, name, found) for name, found in mine.items()} for op, mine in pairs]
+    times = Counter(owner(op, name) for op, destinations in pairs for name in destinations)
+    return [
+        {name: zeroed(op, name, found) for name, found in destinations.items()}
+        for op, destinations in pairs
+    ]
 
 
-def _dummy(op: Op[Any], name: str) -> Tensor | None:
-    """What autograd accumulates of a gradient that is in main_grad: nothing, or zeros where a wrapper looks at
-    `grad_added_to_main_grad`. Megatron's overlapped reduction hangs on that accumulation, wants a gradient there and
-    frees it.
+def _placeholder_grad(op: Op[Any], name: str) -> Tensor | None:
+    """The gradient that autograd accumulates in place of one in main_grad: None, or zeros where a wrapper reads
+    `grad_added_to_main_grad`. Megatron's overlapped reduction is triggered by that accumulation, and frees the zeros.
     """
     parameters = [getattr(op, key) for key in op.registered(name)]
     if not all(hasattr(p, "grad_added_to_main_grad") for p in parameters):
@@ -180,51 +183,55 @@ def _dummy(op: Op[Any], name: str) -> Tensor | None:
 
 
 def with_buffers(calls: Sequence[Call], out: Sequence[Destinations]) -> tuple[Call, ...]:
-    """The calls with `out` and `overwrite`."""
+    """The calls with the `out` and `overwrite` of these destinations."""
     return tuple(
         call._replace(
-            out={**(call.out or {}), **{name: place.buffer for name, place in mine.items()}},
-            overwrite=frozenset(name for name, place in mine.items() if place.overwrite),
+            out={
+                **(call.out or {}),
+                **{name: dest.buffer for name, dest in destinations.items()},
+            },
+            overwrite=frozenset(name for name, dest in destinations.items() if dest.overwrite),
         )
-        for call, mine in zip(calls, out, strict=True)
+        for call, destinations in zip(calls, out, strict=True)
     )
 
 
 # --- main_grad
 
 
-def destination(op: Op[Any], name: str, written: set[int] | None = None) -> Destination:
-    """The main_grad of a parameter.  Raises FuseOpsError when there is none, or it cannot hold the gradient.
+def destination(op: Op[Any], name: str, overwritten: set[int] | None = None) -> Destination:
+    """The main_grad of a parameter.  Raises FuseOpsError where there is none, or it cannot hold the gradient.
 
-    Of a parameter that is kept by group: the one buffer that those of the groups are views of, or else a new one.
-    written: as of the `Pass` that the gradient is of, by default the one that runs
+    For a parameter that is stored by group: the buffer that the main_grads of all groups are views of, or a new one.
+    overwritten: of the `BackwardPass` of the gradient, by default the current one
     """
     names = op.registered(name)
     if name in names:
         buffer = _buffer(op, name)
-        return Destination(buffer, _overwrites(getattr(op, name), written))
+        return Destination(buffer, _claim_overwrite(getattr(op, name), overwritten))
     parameters = {n: p for n in names if (p := getattr(op, n)).requires_grad}
     buffers = {n: _buffer(op, n) for n in parameters}
-    overwrite = {n: _overwrites(p, written) for n, p in parameters.items()}
+    overwrite = {n: _claim_overwrite(p, overwritten) for n, p in parameters.items()}
     whole = alias_of([*buffers.values()]) if len(buffers) == len(names) else None
     if whole is not None and len({*overwrite.values()}) == 1:
         return Destination(whole, overwrite[names[0]])
     for n in (n for n, fresh in overwrite.items() if fresh):
         buffers[n].zero_()
     like = next(iter(buffers.values()))
-    shares = tuple(buffers.get(n) for n in names)
-    return Destination(like.new_empty(len(names), *like.shape), True, shares)
+    group_buffers = tuple(buffers.get(n) for n in names)
+    return Destination(like.new_empty(len(names), *like.shape), True, group_buffers)
 
 
-def _overwrites(parameter: Any, written: set[int] | None) -> bool:
-    """Whether the next gradient takes the place of what is in main_grad: the first one of a backward, where it is asked
-    for. Others of the same backward, of a weight that is used twice, are added to it.
+def _claim_overwrite(parameter: Any, overwritten: set[int] | None) -> bool:
+    """Whether this gradient overwrites main_grad, as the first one of a backward does under `overwrite_main_grad`.
+
+    It is then recorded in `overwritten`, so that later gradients of the same backward (a weight used twice) are added.
     """
     if not getattr(parameter, "overwrite_main_grad", False):
         return False
-    written = _pass_now().written if written is None else written
-    first = id(parameter) not in written
-    written.add(id(parameter))
+    overwritten = _current_pass().overwritten if overwritten is None else overwritten
+    first = id(parameter) not in overwritten
+    overwritten.add(id(parameter))
     return first
 
 
@@ -258,17 +265,17 @@ def _buffer(op: Op[Any], name: str) -> Tensor:
     return buffer
 
 
-def accept(op: Op[Any], name: str, place: Destination, gradient: Tensor | None) -> None:
-    """Add the gradient that an op gave to its buffer, unless the op has written it there itself (None)."""
-    if place.shares:
-        parts = place.buffer if gradient is None else gradient
-        for share, part in zip(place.shares, parts.unbind(), strict=True):
-            if share is not None:
-                share.add_(part)
-    elif gradient is not None and place.overwrite:
-        place.buffer.copy_(gradient)
+def add_to_destination(op: Op[Any], name: str, dest: Destination, gradient: Tensor | None) -> None:
+    """Write a gradient to its destination, unless the op has done so itself (None)."""
+    if dest.group_buffers:
+        parts = dest.buffer if gradient is None else gradient
+        for group_buffer, part in zip(dest.group_buffers, parts.unbind(), strict=True):
+            if group_buffer is not None:
+                group_buffer.add_(part)
+    elif gradient is not None and dest.overwrite:
+        dest.buffer.copy_(gradient)
     elif gradient is not None:
-        place.buffer.add_(gradient)
+        dest.buffer.add_(gradient)
     for registered in op.registered(name):
         parameter: Any = getattr(op, registered)
         if hasattr(parameter, "grad_added_to_main_grad"):  # data-parallel wrappers look here
@@ -278,123 +285,121 @@ def accept(op: Op[Any], name: str, place: Destination, gradient: Tensor | None) 
 # --- delayed
 
 
-class Pass:
-    """A `Pass` is one backward of autograd's: it runs, came to its end, or was interrupted by an error."""
+class BackwardPass:
+    """A `BackwardPass` is one run of autograd: still running, ended, or interrupted by an error."""
 
     def __init__(self) -> None:
         self.ended = False
-        self.written: set[int] = set()  # ids of parameters whose main_grad it has overwritten
-        end = End(self)
-        torch_private.when_backward_ends(end)
-        self.queues: list[list[Delayed]] = []  # of ops, while it runs
-        self.end = weakref.ref(end, partial(_forget_interrupted, self.queues))
+        self.overwritten: set[int] = set()  # ids of parameters whose main_grad it has overwritten
+        end = PassEnd(self)
+        torch_private.on_backward_end(end)
+        self.queues: list[list[DelayedGrad]] = []  # of the ops whose gradients it delayed
+        self.end = weakref.ref(end, partial(_drop_interrupted, self.queues))
 
     @property
     def interrupted(self) -> bool:
         return not self.ended and self.end() is None
 
 
-class End:
-    """An `End` is called at the end of a backward, and goes with it: autograd alone holds it."""
+class PassEnd:
+    """A `PassEnd` is the callback at the end of a backward. Autograd alone holds it: if it dies uncalled, there was an
+    error.
+    """
 
-    def __init__(self, of: Pass) -> None:
-        self.of = of
+    def __init__(self, backward: BackwardPass) -> None:
+        self.backward = backward
 
     def __call__(self) -> None:
-        self.of.ended = True
+        self.backward.ended = True
 
 
-def _forget_interrupted(queues: list[list[Delayed]], _: Any) -> None:
-    """Let go of what a backward that was interrupted has put off, as it ends: that step is no more."""
+def _drop_interrupted(queues: list[list[DelayedGrad]], _: Any) -> None:
+    """Drop the gradients that an interrupted backward has delayed."""
     for queue in queues:
-        queue[:] = [delayed for delayed in queue if not delayed.by.interrupted]
+        queue[:] = [delayed for delayed in queue if not delayed.backward.interrupted]
     queues.clear()
 
 
-_passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+_running_passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()
 
 
-def _pass_now() -> Pass:
-    """The backward that runs now."""
-    number = torch_private.backward_now()
-    found = _passes.get(number)
+def _current_pass() -> BackwardPass:
+    """The backward that runs in this thread."""
+    number = torch_private.current_backward()
+    found = _running_passes.get(number)
     if found is None:
-        found = _passes[number] = Pass()
+        found = _running_passes[number] = BackwardPass()
     return found
 
 
-torch_private.never_compile(_pass_now)  # compiled autograd traces a backward
+torch_private.never_compile(_current_pass)  # compiled autograd traces a backward
 
 
-class Delayed(NamedTuple):
-    """A `Delayed` is a weight gradient that waits for `backward_dw`: how to compute it, what it reads, at the versions
-    that it had, and the backward that put it off.
-    """
+class DelayedGrad(NamedTuple):
+    """A `DelayedGrad` is a weight gradient that waits for `backward_dw`."""
 
-    run: Backward
+    run: RunBackward
     step: BackwardStep
-    reads: tuple[tuple[str, Tensor, int], ...]
-    by: Pass
+    reads: tuple[tuple[str, Tensor, int], ...]  # (name, tensor, version) of its inputs
+    backward: BackwardPass  # which delayed it
 
 
-def delay(op: Op[Any], run: Backward, step: BackwardStep, saved: Any, dy: Any) -> None:
-    """Put the gradients of a step off until `backward_dw`."""
+def delay(op: Op[Any], run: RunBackward, step: BackwardStep, saved: Any, dy: Any) -> None:
+    """Delay the gradients of a step until `backward_dw`."""
     fields = kept_fields(op.saves_for, op.Saved._fields, step.calls[0].needs)
     named = [("dy", dy), *((name, getattr(saved, name)) for name in fields if saved is not None)]
     tensors = [pair for name, value in named for pair in _tensors(name, value)]
     reads = tuple((name, t, torch_private.version(t)) for name, t in tensors)
-    by, queue = _pass_now(), op.__dict__.setdefault(DELAYED, [])
-    queue.append(Delayed(run, step, reads, by))
-    by.queues.append(queue)
+    backward, queue = _current_pass(), op.__dict__.setdefault(DELAYED, [])
+    queue.append(DelayedGrad(run, step, reads, backward))
+    backward.queues.append(queue)
 
 
 def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
-    """The tensors of a value, with their names: a quantized one has several."""
+    """The tensors of a saved value by name: those of a quantized one are its components."""
     if isinstance(value, Quantized):
         return [(f"{name}.{part}", t) for part, t in value.components().items()]
     return [(name, value)] if isinstance(value, Tensor) else []
 
 
 def take_delayed(module: nn.Module) -> Callable[[], int]:
-    """What computes the gradients that backwards have put off until now in the ops of `module`, and no others, whenever
-    it is called: once.
-    """
-    taken = [
-        (path, op, _taken(op))
+    """Take the gradients that are delayed now out of the ops of `module`.   -> a function that computes them, once"""
+    queues = [
+        (path, op, _take_queue(op))
         for path, op in reversed(list(module.named_modules()))
         if op.__dict__.get(DELAYED)
     ]
 
     def run() -> int:
-        return sum(_work_off(path, op, queue) for path, op, queue in taken)
+        return sum(_run_queue(path, op, queue) for path, op, queue in queues)
 
     return run
 
 
-def _taken(op: nn.Module) -> list[Delayed]:
-    """What waits in an op, which has an empty queue now: without one it would be seen to have changed."""
+def _take_queue(op: nn.Module) -> list[DelayedGrad]:
+    """Replace the queue of an op by an empty one, and return it. (Without one, the op would count as changed.)"""
     queue, op.__dict__[DELAYED] = op.__dict__[DELAYED], []
     return queue
 
 
 def run_delayed(module: nn.Module) -> int:
-    """Compute what backwards have put off in every op of `module`, oldest first, and add it to `.grad` or main_grad.
+    """Compute the delayed gradients of every op of `module`, oldest first, and add them to `.grad` or main_grad.
 
-    -> how many gradients.  Raises FuseOpsError for a parameter that has been sharded since. What an error stops stays
-    in the queue.
+    -> the number of gradients.  Raises FuseOpsError for a parameter that is sharded by now. After an error the rest
+    stays in the queue.
     """
     return sum(
-        _work_off(path, op, op.__dict__.get(DELAYED, []))
+        _run_queue(path, op, op.__dict__.get(DELAYED, []))
         for path, op in reversed(list(module.named_modules()))
     )
 
 
-def _work_off(path: str, op: Any, queue: list[Delayed]) -> int:
+def _run_queue(path: str, op: Any, queue: list[DelayedGrad]) -> int:
     done = 0
     while queue:
         try:
             with torch.no_grad():
-                done += _accumulate(op, queue[0])
+                done += _run_one(op, queue[0])
         except Exception as error:
             error.add_note(f"in backward_dw of {path or 'the op'!r} ({type(op).__name__})")
             raise
@@ -402,9 +407,9 @@ def _work_off(path: str, op: Any, queue: list[Delayed]) -> int:
     return done
 
 
-def _accumulate(op: Op[Any], delayed: Delayed) -> int:
-    """Compute and add the gradients of one delayed step.   -> how many"""
-    run, step, reads, by = delayed
+def _run_one(op: Op[Any], delayed: DelayedGrad) -> int:
+    """Compute and add the gradients of one delayed step.   -> the number of gradients"""
+    run, step, reads, backward = delayed
     for name, t, version in reads:
         if torch_private.version(t) != version:
             raise InPlaceError(
@@ -413,28 +418,30 @@ def _accumulate(op: Op[Any], delayed: Delayed) -> int:
             )
     names = sorted(step.calls[0].needs)
     for registered in (key for name in names for key in op.registered(name)):
-        if _sharded_since(op, registered):
+        if _is_sharded_now(op, registered):
             raise FuseOpsError(
                 f"backward_dw: {type(op).__name__}.{registered} is sharded by now (FSDP2 has reduced its gradients "
                 "at the end of the backward): a delayed weight gradient does not go with it. Leave delay_wgrad off."
             )
-    written = {*by.written}
-    out = {n: destination(op, n, written) for n in names} if op.accumulate_into_main_grad else {}
+    overwritten = {*backward.overwritten}
+    out = (
+        {n: destination(op, n, overwritten) for n in names} if op.accumulate_into_main_grad else {}
+    )
     gradients = run(step, [out])[0].params or {}
     for name in names:
         if name in out:
-            accept(op, name, out[name], gradients[name])
+            add_to_destination(op, name, out[name], gradients[name])
         elif gradients[name] is not None:
             _add_to_grad(op, name, gradients[name])  # type: ignore[arg-type]
-    by.written |= written
+    backward.overwritten |= overwritten
     for hook in op.__dict__.get(WGRAD_HOOKS, ()):
         with torch.enable_grad():
             hook()
     return len(names)
 
 
-def _sharded_since(op: Op[Any], registered: str) -> bool:
-    """Whether a parameter is another DTensor than the one that the op computes with its part of."""
+def _is_sharded_now(op: Op[Any], registered: str) -> bool:
+    """Whether a parameter is a DTensor, other than the one whose local part the op computes with."""
     parameter = getattr(op, registered)
     if not torch_private.is_dtensor(type(parameter)):
         return False
@@ -450,7 +457,7 @@ def _add_to_grad(op: Op[Any], name: str, gradient: Tensor) -> None:
         if parameter.requires_grad:
             if registered in op._local:
                 part = op._local[registered].gradient(parameter, part)
-            part = data_parallel.reduced(op, part.to(parameter.dtype))
+            part = data_parallel.mean_over_ranks(op, part.to(parameter.dtype))
             parameter.grad = part if parameter.grad is None else parameter.grad + part
             hooks = parameter._post_accumulate_grad_hooks or {}
             for hook in [*hooks.values()]:

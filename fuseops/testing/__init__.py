@@ -1,4 +1,4 @@
-"""Laws for your own ops and rules.  `fuseops.testing.strategies` draws cases, and needs hypothesis."""
+"""Tests for ops and rules of your own.  `fuseops.testing.strategies` draws cases, and needs hypothesis."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""How to draw an instance of every registered op. One entry an op; the laws then cover it without a new test."""
+"""The catalogue of ops: how to draw an instance of each. Every test of all ops then covers it."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,7 +15,7 @@ from fuseops.rules.rule import types_of
 
 
 class Wanted(NamedTuple):
-    """A `Wanted` says what an instance of an op has to fit: its place in a chain, and who chooses what is left open."""
+    """A `Wanted` is a request for an instance of an op: sizes that it must have, and a function that draws options."""
 
     choose: Callable[..., Any]  # choose(a, b, c) -> one of them
     width: int  # of its input's last axis
@@ -36,8 +36,8 @@ class OpEntry(NamedTuple):
     heads: bool = False  # takes (..., tokens, heads, width) only
     routing: str = ""  # of an op that reads or writes a Routing of tokens: what its rows are, "tokens" or "copies"
 
-    def before(self, after: int) -> int:
-        """What the width before it must be a multiple of, if the one after it is a multiple of `after`."""
+    def input_multiple(self, after: int) -> int:
+        """The number that the input width must be a multiple of, for an output width that is a multiple of `after`."""
         return {"keeps": after, "maps": 1, "halves": 2 * after, "ends": 1}[self.width]
 
 
@@ -55,10 +55,9 @@ def register(
 ) -> None:
     """Add an op of your own, so that the strategies draw it.
 
-    make: gets what is `Wanted` and returns an instance.  width: what it does to the last axis.
-    flat: it takes inputs of shape (rows, width) only.  heads: of shape (..., tokens, heads, width) only.
-    routing: it takes part in the routing of tokens to experts, and its input has a row for each of the "tokens" or of
-    their "copies".
+    make: returns an instance for a `Wanted`.  width: what the op does to the last axis: "keeps", "maps", "halves" or
+    "ends".  flat: inputs have shape (rows, width) only.  heads: (..., tokens, heads, width) only.
+    routing: for an op of the routing of tokens to experts, what the rows of its input are: "tokens" or "copies".
     """
     _entries[op] = OpEntry(op, make, width, flat, heads, routing)
 
@@ -66,7 +65,7 @@ def register(
 def _each(
     classes: Iterable[type[Any]], make: Callable[[Any, Wanted], Op[Any]], *, width: str = "keeps"
 ) -> None:
-    """Add ops that are drawn alike: make(op, wanted)."""
+    """Register several ops with one function, make(op, wanted)."""
     for op in classes:
         register(op, partial(make, op), width=width)
 
@@ -87,13 +86,13 @@ def catalogue() -> dict[type, OpEntry]:
 
 
 def exported() -> list[type[Op[Any]]]:
-    """The op classes that `fuseops.ops` shows."""
+    """The op classes that `fuseops.ops` exports."""
     found = (value for name, value in vars(ops).items() if not name.startswith("_"))
     return [v for v in found if isinstance(v, type) and issubclass(v, Op) and v is not Op]
 
 
 def _norm(w: Wanted) -> Op[Any]:
-    # One column normed is its sign: what gradient there is comes of eps, the rest cancels.
+    # A normalised single column is its sign: its gradient cancels, except for what eps adds.
     eps, affine = w.choose(1e-5, None) if w.width > 1 else 1e3, w.choose(True, True, False)
     return ops.RMSNorm(
         w.choose(w.width, (*w.middle, w.width)),
@@ -104,7 +103,7 @@ def _norm(w: Wanted) -> Op[Any]:
 
 
 def _layer_norm(w: Wanted) -> Op[Any]:
-    # Two columns normed are a sign, too.
+    # So are two normalised columns.
     eps, affine = 1e-5 if w.width > 2 else 1e3, w.choose(True, True, False)
     return ops.LayerNorm(
         w.choose(w.width, (*w.middle, w.width)),

@@ -1,4 +1,4 @@
-"""When two tensors count as equal, and the sentence for when they do not."""
+"""Comparison of tensors within a tolerance, and the message where they differ."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -8,25 +8,25 @@ from torch import Tensor
 
 from fuseops.words import dtype_name
 
-# In units of the dtype's epsilon. Half types: a fused op keeps an intermediate in float32 that the
-# unfused ops round, a unit or two at each op. Wider types differ in the order of sums only, over
-# the hundreds of terms of a test.
+# Tolerances in units of the dtype's epsilon. Half types: a fused op keeps an intermediate in float32
+# that unfused ops round, a unit or two at each op. Wider types differ by the order of sums, over the
+# hundreds of terms of a test.
 UNITS = {torch.bfloat16: 4.0, torch.float16: 4.0, torch.float32: 64.0, torch.float64: 64.0}
 
 
 class Difference(NamedTuple):
-    """A difference is two tensors that should be equal and are not."""
+    """A `Difference` describes two tensors that should be equal and are not."""
 
     name: str
     text: str  # what differs, with the worst element
-    worst: float  # its distance; infinite where no distance says it (None, shape, NaN)
+    worst: float  # largest distance of elements; infinite where there is none (None, shape, NaN)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.text}"
 
 
 def _dtypes(found: Iterable[Tensor]) -> set[torch.dtype]:
-    """The dtypes that something is computed in."""
+    """The dtypes that a computation with these tensors involves."""
     dtypes = {t.dtype for t in found}
     devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
     dtypes |= {torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
@@ -34,11 +34,11 @@ def _dtypes(found: Iterable[Tensor]) -> set[torch.dtype]:
 
 
 def tolerance(found: Iterable[Tensor]) -> float:
-    """What rounding explains, from the coarsest dtype involved."""
+    """The relative tolerance for rounding, by the coarsest dtype involved."""
     return max((UNITS[d] * torch.finfo(d).eps for d in _dtypes(found)), default=0.0)
 
 
-def last_place(found: Iterable[Tensor]) -> float:
+def ulp(found: Iterable[Tensor]) -> float:
     """One unit in the last place of the coarsest dtype involved."""
     return max((torch.finfo(d).eps for d in _dtypes(found)), default=0.0)
 
@@ -62,21 +62,21 @@ def difference(
     got: Tensor | None,
     expected: Tensor | None,
     tol: float,
-    words: tuple[str, str] = ("fused", "unfused"),
-    least: float = 0.0,
+    labels: tuple[str, str] = ("fused", "unfused"),
+    atol: float = 0.0,
 ) -> Difference | None:
     """None where `got` equals `expected` within `tol` of an element's own and the mean magnitude.
 
-    NaN equals NaN, an infinity only itself.  words: what the message calls the two.
-    least: allowed in any case, say what rounding leaves of terms that cancel.
+    NaN equals NaN, an infinity only itself.  labels: names of the two in the message.
+    atol: absolute tolerance, say for the rounding of terms that cancel.
     """
     if got is None or expected is None:
         if got is expected:
             return None
-        text = f"{words[0]} gives {describe(got)}, {words[1]} gives {describe(expected)}"
+        text = f"{labels[0]} gives {describe(got)}, {labels[1]} gives {describe(expected)}"
         return Difference(name, text, float("inf"))
     if got.shape != expected.shape or got.dtype != expected.dtype:
-        text = f"{words[0]} is {describe(got)}, {words[1]} is {describe(expected)}"
+        text = f"{labels[0]} is {describe(got)}, {labels[1]} is {describe(expected)}"
         return Difference(name, text, float("inf"))
     a, b = got.detach().to(torch.float64), expected.detach().to(torch.float64)
     unequal = (a != b) & ~(a.isnan() & b.isnan())
@@ -84,15 +84,15 @@ def difference(
         return None
     distance = (a - b).abs()
     size = torch.where(b.isfinite(), b.abs(), 0.0)
-    allowed = tol * (size + size.mean()) + least
+    allowed = tol * (size + size.mean()) + atol
     excess = torch.where(unequal, torch.nan_to_num(distance - allowed, nan=torch.inf), -torch.inf)
-    where = excess.argmax()
-    if excess.flatten()[where] <= 0:
+    worst = excess.argmax()
+    if excess.flatten()[worst] <= 0:
         return None
-    x, y, d, most = (float(t.flatten()[where]) for t in (a, b, distance, allowed))
-    at = tuple(int(i) for i in torch.unravel_index(where, a.shape))
+    x, y, d, limit = (float(t.flatten()[worst]) for t in (a, b, distance, allowed))
+    at = tuple(int(i) for i in torch.unravel_index(worst, a.shape))
     text = (
-        f"{describe(got)}, worst element {at}: {words[0]} {x:.6g}, "
-        f"{words[1]} {y:.6g}, difference {d:.3g}, allowed {most:.3g}"
+        f"{describe(got)}, worst element {at}: {labels[0]} {x:.6g}, "
+        f"{labels[1]} {y:.6g}, difference {d:.3g}, allowed {limit:.3g}"
     )
     return Difference(name, text, float(torch.nan_to_num(distance, nan=torch.inf).max()))

@@ -1,4 +1,4 @@
-"""An op keeps its contract: `bwd` is the vjp of `fwd`, and `saves_for` names exactly what `bwd` reads."""
+"""The contract of an op: `bwd` is the vjp of `fwd`, and `saves_for` names exactly the fields that `bwd` reads."""
 
 import copy
 import itertools
@@ -18,12 +18,12 @@ from .compare import UNITS, Difference, difference, largest
 from .trees import scrambled, tensors
 
 TOLERANCE = 1e-9  # of float64 sums over the few hundred terms of a test
-# ... where large terms cancel: the slope of a softmax that has become one is d - sum(d s), and a
-# row of one number has no variance, but where its mean is rounded, and rstd makes that larger.
+# ... and where large terms cancel: the gradient of a saturated softmax is d - sum(d s), and the variance
+# of a row of one number is the rounding error of its mean, which rstd amplifies.
 ROUNDING = UNITS[torch.float64] * torch.finfo(torch.float64).eps
-WORDS = ("bwd", "autograd over fwd")
-# Set before every fwd: an op that draws random numbers draws the same ones again. Not a seed that
-# inputs are drawn with: no gradient passes a norm whose dy is its x.
+LABELS = ("bwd", "autograd over fwd")
+# Set before every fwd, so that an op draws the same random numbers again. Inputs are drawn with other
+# seeds: a norm whose dy equals its x has no gradient.
 SEED = 1 << 20
 
 Tensors = dict[str, Tensor | None]
@@ -31,22 +31,22 @@ Named = Mapping[str, Tensor | None]
 
 
 class OpCase(NamedTuple):
-    """An `OpCase` is an op and its inputs in float64, apart from each other: parameters come by keyword only."""
+    """An `OpCase` is an op and its inputs in float64. Parameters are among the inputs, passed by keyword."""
 
-    op: Op[Any]  # as given
-    hollow: Op[Any]  # its parameters hold NaN, so that reading one from `self` shows
+    op: Op[Any]
+    nan_op: Op[Any]  # a copy with NaN parameters: reading one from `self` gives NaN
     x: Any
     keywords: Tensors  # parameters and side inputs
     sides: tuple[str, ...]  # which of them are side inputs
 
     @property
     def own(self) -> set[str]:
-        """Inputs and parameters that the op holds; others are lent to it, by a module of another library."""
+        """The inputs, and the parameters that the op itself has: others belong to a module of another library."""
         return {"x", *self.sides, *(name for name, _ in self.op.named_parameters())}
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Everything that a gradient can be asked of."""
+        """All inputs and parameters that can need a gradient."""
         given = {*self.own, *(self.op.saves_for or ())}
         floating = [
             n
@@ -57,20 +57,20 @@ class OpCase(NamedTuple):
 
 
 class Vjp(NamedTuple):
-    """A `Vjp` holds the gradients that autograd over `fwd` gives, for one choice of which results have a gradient."""
+    """A `Vjp` holds the gradients by autograd over `fwd`, for one choice of which results have a gradient."""
 
     dy: Tensor | None
     dside: Named
     grads: Tensors
-    size: float  # of the terms that the gradients are sums of
+    size: float  # magnitude of the terms that are summed in the gradients
 
     @property
-    def partly(self) -> bool:
-        """Whether some result has no gradient: `bwd` may leave out what only that depends on."""
+    def partial(self) -> bool:
+        """Whether some result has no gradient, so that `bwd` may leave out gradients that depend on it alone."""
         return self.dy is None or any(d is None for d in self.dside.values())
 
     def vanishes(self, need: str) -> bool:
-        """Whether this gradient is too small to tell whether a term of it is there."""
+        """Whether this gradient is too small to show a missing term."""
         gradient = self.grads[need]
         return gradient is None or bool(gradient.abs().le(TOLERANCE * self.size).all())
 
@@ -111,12 +111,12 @@ def assert_bwd_is_vjp(op: Op[Any], *inputs: Any, **side: Any) -> None:
 # --- the case
 
 
-def _double(t: Tensor) -> Tensor:
+def _to_float64(t: Tensor) -> Tensor:
     return t.detach().to(torch.float64) if t.is_floating_point() else t.detach()
 
 
 def _case(op: Op[Any], inputs: tuple[Any, ...], side: dict[str, Any]) -> OpCase:
-    (x, *rest), given = tree_map_only(Tensor, _double, (inputs, dict(side)))
+    (x, *rest), given = tree_map_only(Tensor, _to_float64, (inputs, dict(side)))
     for routing in rest:
         if isinstance(routing, Routing):
             given |= {n: t for n, t in routing._asdict().items() if t is not None}
@@ -124,8 +124,8 @@ def _case(op: Op[Any], inputs: tuple[Any, ...], side: dict[str, Any]) -> OpCase:
     generator = torch.Generator().manual_seed(SEED)
     for p in wide.parameters():  # ones and zeros, as many start out, hide what is left out
         p.data += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
-    hollow = copy.deepcopy(wide)
-    for p in hollow.parameters():
+    nan_op = copy.deepcopy(wide)
+    for p in nan_op.parameters():
         p.data.fill_(float("nan"))
     sides = wide.side_names()
     keywords: Tensors = {}
@@ -135,7 +135,7 @@ def _case(op: Op[Any], inputs: tuple[Any, ...], side: dict[str, Any]) -> OpCase:
     missing = [name for name in sides if name not in given]
     if missing:
         raise TypeError(f"{type(op).__name__} reads {list(sides)}: pass {missing} by name.")
-    return OpCase(wide, hollow, x, keywords | {name: given[name] for name in sides}, sides)
+    return OpCase(wide, nan_op, x, keywords | {name: given[name] for name in sides}, sides)
 
 
 def _subsets(names: tuple[str, ...]) -> Iterator[frozenset[str]]:
@@ -178,7 +178,7 @@ def _published(out: Out) -> Tensors:
 
 
 def _patterns(out: Out) -> list[frozenset[str]]:
-    """Which results have a gradient: y alone for most ops, any of them where an op publishes."""
+    """The subsets of results that can have a gradient: y alone for most ops, more where an op publishes."""
     return list(_subsets(("y", *_published(out))))[::-1]
 
 
@@ -209,7 +209,7 @@ def _reference(case: OpCase, pattern: frozenset[str]) -> Vjp:
         [d[n] for n in reached],
         materialize_grads=True,
     )
-    slope = max(largest(d.values()), largest(found))  # of what a rounding of an input passes
+    slope = max(largest(d.values()), largest(found))  # by which rounding of an input is amplified
     return Vjp(
         d.get("y"),
         {name: d.get(name) for name in case.op.writes},
@@ -222,15 +222,15 @@ def _reference(case: OpCase, pattern: frozenset[str]) -> Vjp:
 
 
 def _check_fwd(case: OpCase, out: Out) -> None:
-    """fwd is pure: it reads no parameter from self, writes to no input, and a level-1 one draws no numbers."""
+    """Check that fwd is pure: it reads no parameter from self and writes to no input; a level-1 fwd is not random."""
     op, name = case.op, type(case.op).__name__
     before = _versions((case.x, case.keywords))
-    again = _fwd(case.hollow, case, frozenset(case.needs), case.keywords)
-    _check_unwritten(f"{name}.fwd", (case.x, case.keywords), before)
-    mine = {"y": out.y, **_published(out)}
-    theirs = {"y": again.y, **_published(again)}
-    for key, t in mine.items():
-        if difference(key, theirs[key], t, TOLERANCE):
+    again = _fwd(case.nan_op, case, frozenset(case.needs), case.keywords)
+    _check_not_modified(f"{name}.fwd", (case.x, case.keywords), before)
+    results = {"y": out.y, **_published(out)}
+    of_nan_op = {"y": again.y, **_published(again)}
+    for key, t in results.items():
+        if difference(key, of_nan_op[key], t, TOLERANCE):
             raise AssertionError(
                 f"{name}.fwd reads a parameter from self: {key} changed with it. Parameters arrive by "
                 f"keyword; add it to fwd(self, x, *, ...). A swapped weight would be missed."
@@ -239,8 +239,8 @@ def _check_fwd(case: OpCase, out: Out) -> None:
         extra = (
             {"call": _call(op, frozenset(case.needs), frozenset())} if op.signature.fwd_call else {}
         )
-        more = op.fwd(case.x, **case.keywords, **extra)
-        y = more.y if isinstance(more, Out) else more
+        again_out = op.fwd(case.x, **case.keywords, **extra)
+        y = again_out.y if isinstance(again_out, Out) else again_out
         if difference("y", y, out.y, 0.0):
             raise AssertionError(
                 f"{name}.fwd is random, and has no bwd: the backward runs fwd again and would draw "
@@ -252,7 +252,7 @@ def _versions(tree: Any) -> list[int]:
     return [t._version for _, t in tensors(tree, "")]
 
 
-def _check_unwritten(who: str, tree: Any, before: list[int]) -> None:
+def _check_not_modified(who: str, tree: Any, before: list[int]) -> None:
     for (name, t), version in zip(tensors(tree, ""), before, strict=True):
         if t._version != version:
             raise AssertionError(
@@ -262,7 +262,7 @@ def _check_unwritten(who: str, tree: Any, before: list[int]) -> None:
 
 
 def _saved(op: Op[Any], case: OpCase, needs: frozenset[str]) -> Any:
-    """All that fwd saves under these needs; None for every field where it saves nothing."""
+    """The Saved of fwd under these needs, with None for every field where it saves nothing."""
     saved = _fwd(op, case, needs, case.keywords).saved
     if saved is None:
         return op.Saved._make([None] * len(op.Saved._fields))
@@ -273,12 +273,14 @@ def _saved(op: Op[Any], case: OpCase, needs: frozenset[str]) -> Any:
     return saved
 
 
-def _only(saved: Any, fields: Iterable[str]) -> Any:
+def _keep_only(saved: Any, fields: Iterable[str]) -> Any:
     return saved._replace(**{name: None for name in saved._fields if name not in fields})
 
 
-def _wrong(op: Op[Any], saved: Any, vjp: Vjp, needs: frozenset[str]) -> Difference | None:
-    """The first gradient that is not autograd's.  An exception of `bwd` passes through."""
+def _first_difference(
+    op: Op[Any], saved: Any, vjp: Vjp, needs: frozenset[str]
+) -> Difference | None:
+    """The first gradient that differs from autograd's, or None.  Raises what `bwd` raises."""
     grads = _bwd(op, saved, vjp.dy, vjp.dside, needs)
     sides = op.side_names()
     for need in sorted(needs):
@@ -287,72 +289,72 @@ def _wrong(op: Op[Any], saved: Any, vjp: Vjp, needs: frozenset[str]) -> Differen
         else:
             got = ((grads.side if need in sides else grads.params) or {}).get(need)
         expected = vjp.grads[need]
-        if got is None and vjp.partly and expected is not None and not expected.any():
+        if got is None and vjp.partial and expected is not None and not expected.any():
             continue
-        text, least = f"gradient of {need}", ROUNDING * vjp.size
-        if found := difference(text, got, expected, TOLERANCE, WORDS, least):
+        text, atol = f"gradient of {need}", ROUNDING * vjp.size
+        if found := difference(text, got, expected, TOLERANCE, LABELS, atol):
             return found
     return None
 
 
-def _fails(op: Op[Any], saved: Any, vjp: Vjp, needs: frozenset[str]) -> str | None:
-    """How `bwd` fails with this Saved, in words, or None."""
+def _failure(op: Op[Any], saved: Any, vjp: Vjp, needs: frozenset[str]) -> str | None:
+    """A message of how `bwd` fails with this Saved, or None."""
     try:
-        found = _wrong(op, saved, vjp, needs)
+        found = _first_difference(op, saved, vjp, needs)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None if found is None else str(found)
 
 
 def _check_subset(case: OpCase, needs: frozenset[str], vjp: Vjp) -> None:
-    op, hollow = case.op, case.hollow
-    name, asked = type(op).__name__, ", ".join(sorted(needs))
-    everything = _saved(hollow, case, needs)
+    op, nan_op = case.op, case.nan_op
+    name, wanted = type(op).__name__, ", ".join(sorted(needs))
+    all_saved = _saved(nan_op, case, needs)
     keep = _keep(op, needs)
-    saved = _only(everything, keep)
+    saved = _keep_only(all_saved, keep)
     before = _versions((saved, vjp.dy, vjp.dside))
-    failure = _fails(hollow, saved, vjp, needs)
-    _check_unwritten(f"{name}.bwd", (saved, vjp.dy, vjp.dside), before)
+    failure = _failure(nan_op, saved, vjp, needs)
+    _check_not_modified(f"{name}.bwd", (saved, vjp.dy, vjp.dside), before)
     if failure is None:
         return
-    if _fails(op, saved, vjp, needs) is None:
+    if _failure(op, saved, vjp, needs) is None:
         raise AssertionError(
-            f"{name}.bwd reads a parameter from self, for the gradient of {asked}. Make it a field of "
+            f"{name}.bwd reads a parameter from self, for the gradient of {wanted}. Make it a field of "
             f"{op.Saved.__name__}: a parameter there costs no memory, and a swapped one is not missed."
         )
-    if _fails(hollow, everything, vjp, needs) is not None:
-        raise AssertionError(f"{name}.bwd is wrong for needs {{{asked}}}: {failure}")
-    missing = _missing(hollow, everything, keep, vjp, needs)
-    guilty = [
+    if _failure(nan_op, all_saved, vjp, needs) is not None:
+        raise AssertionError(f"{name}.bwd is wrong for needs {{{wanted}}}: {failure}")
+    missing = _missing(nan_op, all_saved, keep, vjp, needs)
+    failing = [
         n
         for n in sorted(needs)
-        if _fails(hollow, _only(everything, _keep(op, frozenset({n}))), vjp, frozenset({n}))
+        if _failure(nan_op, _keep_only(all_saved, _keep(op, frozenset({n}))), vjp, frozenset({n}))
     ]
     raise AssertionError(
-        f"{name}.saves_for keeps too little: for the gradient of {', '.join(guilty) or asked} bwd also "
+        f"{name}.saves_for keeps too little: for the gradient of {', '.join(failing) or wanted} bwd also "
         f"reads {', '.join(map(repr, missing))}. Without it: {failure}"
     )
 
 
 def _missing(
-    op: Op[Any], everything: Any, keep: frozenset[str], vjp: Vjp, needs: frozenset[str]
+    op: Op[Any], all_saved: Any, keep: frozenset[str], vjp: Vjp, needs: frozenset[str]
 ) -> list[str]:
-    """The unlisted fields that `bwd` cannot do without."""
-    unlisted = [f for f in everything._fields if f not in keep]
+    """The fields that `bwd` needs and `saves_for` does not list."""
+    unlisted = [f for f in all_saved._fields if f not in keep]
     return [
         f
         for f in unlisted
-        if _fails(op, _only(everything, set(everything._fields) - {f}), vjp, needs)
+        if _failure(op, _keep_only(all_saved, set(all_saved._fields) - {f}), vjp, needs)
     ]
 
 
 def _check_every_field_matters(case: OpCase, need: str, vjp: Vjp, results: frozenset[str]) -> None:
     for field in (case.op.saves_for or {}).get(need, ()):
-        if field in case.op.recomputes or not _does_without(field, case, need, vjp):
+        if field in case.op.recomputes or not _is_unused(field, case, need, vjp):
             continue
-        # Hard values hide that a field is read: a softmax that has become a maximum has no slope.
+        # Extreme values can hide that a field is read: a saturated softmax has no gradient.
         normal = _with_normal_x(case)
-        if _does_without(field, normal, need, _reference(normal, results)):
+        if _is_unused(field, normal, need, _reference(normal, results)):
             raise AssertionError(
                 f"{type(case.op).__name__}.saves_for[{need!r}] keeps too much: bwd does without "
                 f"{field!r}, which would stay in memory for nothing."
@@ -365,21 +367,21 @@ def _with_normal_x(case: OpCase) -> OpCase:
     return case._replace(x=x.to(case.x)) if case.x.is_floating_point() else case
 
 
-def _does_without(field: str, case: OpCase, need: str, vjp: Vjp) -> bool:
-    """Whether the gradient is right without this field, and with other numbers in it."""
-    op, needs = case.hollow, frozenset({need})
-    saved = _only(_saved(op, case, needs), _keep(op, needs))
+def _is_unused(field: str, case: OpCase, need: str, vjp: Vjp) -> bool:
+    """Whether the gradient is right both without this field and with other numbers in it."""
+    op, needs = case.nan_op, frozenset({need})
+    saved = _keep_only(_saved(op, case, needs), _keep(op, needs))
     value = getattr(saved, field)
-    if not isinstance(value, Tensor):  # what is no tensor takes no memory
+    if not isinstance(value, Tensor):  # takes no memory
         return False
-    if vjp.vanishes(need):  # as of rows that are all padding
+    if vjp.vanishes(need):  # where all rows are padding, say
         return False
     others = None, scrambled(value)
-    return not any(_fails(op, saved._replace(**{field: t}), vjp, needs) for t in others)
+    return not any(_failure(op, saved._replace(**{field: t}), vjp, needs) for t in others)
 
 
 def _check_module(case: OpCase, needs: frozenset[str], vjp: Vjp) -> None:
-    """The op, called as a module with just these gradients wanted."""
+    """Check the gradients of the op as a module, with requires_grad set for these needs only."""
     op = copy.deepcopy(case.op)
     given = {
         name: t if t is None else t.clone().requires_grad_(name in needs)
@@ -394,19 +396,19 @@ def _check_module(case: OpCase, needs: frozenset[str], vjp: Vjp) -> None:
         name: [given[name]] if name in given else [op.get_parameter(n) for n in op.registered(name)]
         for name in sorted(needs)
     }
-    found = iter(_module_grads(op, out, vjp, [leaf for mine in leaves.values() for leaf in mine]))
-    words = ("the op as a module", "autograd over fwd")
-    for name, mine in leaves.items():
-        parts = [next(found) for _ in mine]
+    found = iter(_module_grads(op, out, vjp, [leaf for own in leaves.values() for leaf in own]))
+    labels = ("the op as a module", "autograd over fwd")
+    for name, own in leaves.items():
+        parts = [next(found) for _ in own]
         whole = name in given or op.registered(name) == (name,)
         grad = parts[0] if whole else torch.stack(parts)
-        text, least = f"gradient of {name}", ROUNDING * vjp.size
-        if wrong := difference(text, grad, vjp.grads[name], TOLERANCE, words, least):
+        text, atol = f"gradient of {name}", ROUNDING * vjp.size
+        if wrong := difference(text, grad, vjp.grads[name], TOLERANCE, labels, atol):
             raise AssertionError(f"{type(op).__name__} with needs {sorted(needs)}: {wrong}")
 
 
 def _module_grads(op: Op[Any], out: Any, vjp: Vjp, leaves: list[Any]) -> tuple[Tensor, ...]:
-    """The gradients of what a call of the op returned."""
+    """The gradients of leaves by autograd, from the results of a call of the op."""
     results = (out,) if isinstance(out, Tensor) else out
     given = (vjp.dy, *(vjp.dside.get(name) for name in op.writes))
     pairs = [

@@ -1,4 +1,4 @@
-"""Fused equals unfused, for any module; and if it does not, which rule is to blame."""
+"""Comparison of fused and unfused training steps of a module, and the rule that makes them differ."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,8 +15,8 @@ from fuseops.recipes import Recipe
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.run.sides import check_module
 
-from .compare import Difference, difference, last_place, tolerance
-from .step import Fired, StepResult, training_step
+from .compare import Difference, difference, tolerance, ulp
+from .step import FiredRule, StepResult, training_step
 from .trees import tensors
 
 UNFUSED = (("fusion", False), ("strict", False))
@@ -77,7 +77,7 @@ def bisect(
 
 @contextmanager
 def _disabled(model: nn.Module, which: Any) -> Iterator[None]:
-    """Disable the rules that `which` picks, module by module: a rule may belong to one of them."""
+    """Disable the rules whose names `which` accepts, in each module: a rule may belong to one of them only."""
     before = {}
     for _, module in walk(model):
         if isinstance(module, Sequential | Op):
@@ -93,35 +93,39 @@ def _disabled(model: nn.Module, which: Any) -> Iterator[None]:
             module.__dict__["_settings"] = token
 
 
-Found = list[Difference]
+Differences = list[Difference]
 
 
 def _differences(
     model: nn.Module, inputs: tuple[Any, ...], side: dict[str, Any], tol: float | None
-) -> tuple[Found, tuple[Fired, ...]]:
+) -> tuple[Differences, tuple[FiredRule, ...]]:
     check_module("assert_fused_matches_unfused(model, ...)", model)
     given = [t for _, t in tensors((inputs, side), "")]
     if tol is None:
         tol = tolerance([*given, *model.parameters()])
-    asking = [t.requires_grad for t in given if t.is_floating_point()]
-    fired: tuple[Fired, ...] = ()
-    for all_inputs in (False, True) if torch.is_grad_enabled() and not all(asking) else (False,):
-        found, more = compared(model, inputs, side, all_inputs, tol)
-        fired = tuple(dict.fromkeys((*fired, *more)))
+    wants_grad = [t.requires_grad for t in given if t.is_floating_point()]
+    fired: tuple[FiredRule, ...] = ()
+    for all_inputs in (
+        (False, True) if torch.is_grad_enabled() and not all(wants_grad) else (False,)
+    ):
+        found, also_fired = compare_steps(model, inputs, side, all_inputs, tol)
+        fired = tuple(dict.fromkeys((*fired, *also_fired)))
         if found:
             return found, fired
     return [], fired
 
 
-def compared(
+def compare_steps(
     model: nn.Module, inputs: tuple[Any, ...], side: dict[str, Any], all_inputs: bool, tol: float
-) -> tuple[Found, tuple[Fired, ...]]:
-    """One pass of `assert_fused_matches_unfused`: what differs, and the rules that fired."""
+) -> tuple[Differences, tuple[FiredRule, ...]]:
+    """Compare a fused step with an unfused one.   -> differences, and the rules that fired"""
 
-    def unfused(shake: int = 0) -> StepResult:
+    def unfused(perturb_seed: int = 0) -> StepResult:
         with scopes.scope(UNFUSED):
-            unit = last_place([*model.parameters(), *(t for _, t in tensors((inputs, side), ""))])
-            return training_step(model, inputs, side, all_inputs=all_inputs, shake=shake, unit=unit)
+            unit = ulp([*model.parameters(), *(t for _, t in tensors((inputs, side), ""))])
+            return training_step(
+                model, inputs, side, all_inputs=all_inputs, perturb_seed=perturb_seed, unit=unit
+            )
 
     keys = list(model.state_dict())
     parameters = {f"parameter {n}": p.detach().clone() for n, p in model.named_parameters()}
@@ -133,14 +137,14 @@ def compared(
             raise AssertionError(
                 f"fused raises {type(error).__name__}, unfused does not: {error}"
             ) from error
-    found = [*_state(model, keys, parameters), *_between(got, expected, tol)]
+    found = [*_compare_state(model, keys, parameters), *_compare_results(got, expected, tol)]
     if found and all(d.worst < float("inf") for d in found):
         found = _beyond_noise(found, expected, (unfused(seed) for seed in (1, 2, 3)))
     return found, got.fired
 
 
-def _state(model: nn.Module, keys: list[str], parameters: dict[str, Any]) -> Found:
-    """A run changes no parameter, and no key of the state dict."""
+def _compare_state(model: nn.Module, keys: list[str], parameters: dict[str, Any]) -> Differences:
+    """The differences of parameters and of the keys of the state dict after a step from those before."""
     after = {f"parameter {n}": p.detach() for n, p in model.named_parameters()}
     found = [
         difference(n, after.get(n), t, 0.0, ("after", "before")) for n, t in parameters.items()
@@ -151,25 +155,29 @@ def _state(model: nn.Module, keys: list[str], parameters: dict[str, Any]) -> Fou
     return [d for d in found if d is not None]
 
 
-def _between(got: StepResult, expected: StepResult, tol: float) -> Found:
-    mine = {**got.outputs, **got.grads, **got.buffers}
-    theirs = {**expected.outputs, **expected.grads, **expected.buffers}
-    names = dict.fromkeys((*theirs, *mine))
-    found = (difference(name, mine.get(name), theirs.get(name), tol) for name in names)
+def _compare_results(got: StepResult, expected: StepResult, tol: float) -> Differences:
+    got_tensors = {**got.outputs, **got.grads, **got.buffers}
+    expected_tensors = {**expected.outputs, **expected.grads, **expected.buffers}
+    names = dict.fromkeys((*expected_tensors, *got_tensors))
+    found = (
+        difference(name, got_tensors.get(name), expected_tensors.get(name), tol) for name in names
+    )
     return [d for d in found if d is not None]
 
 
-def _beyond_noise(found: Found, expected: StepResult, shaken: Iterable[StepResult]) -> Found:
-    """The differences that rounding does not explain, by what a last place of the inputs changes."""
+def _beyond_noise(
+    found: Differences, expected: StepResult, perturbed_steps: Iterable[StepResult]
+) -> Differences:
+    """The differences that exceed those caused by perturbing the last place of the inputs."""
     noise = dict.fromkeys((d.name for d in found), 0.0)
-    for step in shaken:
-        for d in _between(step, expected, 0.0):
+    for step in perturbed_steps:
+        for d in _compare_results(step, expected, 0.0):
             if d.name in noise:
                 noise[d.name] = max(noise[d.name], d.worst)
     return [d for d in found if not d.worst <= 8 * noise[d.name]]
 
 
-def _message(model: nn.Module, found: Found, fired: tuple[Fired, ...]) -> str:
+def _message(model: nn.Module, found: Differences, fired: tuple[FiredRule, ...]) -> str:
     first, *others = found
     lines = [f"fused differs from unfused in {type(model).__name__}: {first}"]
     if others:

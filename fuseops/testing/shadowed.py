@@ -1,4 +1,4 @@
-"""Rules that can never fire, because an earlier one always takes their ops: nothing says so when a model runs."""
+"""Detection of shadowed rules: those that never fire, because an earlier one always takes their ops."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ Types = tuple[type, ...]
 
 
 def expansions(rule: Rule) -> Iterator[Types]:
-    """Every sequence of op types that the pattern of a rule spells out, the longest ones first."""
+    """Every sequence of op types that the pattern of a rule matches, longest first."""
     choices: list[list[tuple[Any, ...]]] = []
     for element in rule.pattern:
         spelled = [(t,) for t in types_of(element)]
@@ -19,12 +19,12 @@ def expansions(rule: Rule) -> Iterator[Types]:
     return iter(sorted(found, key=len, reverse=True))
 
 
-def shadow(rules: Sequence[Rule], rule: Rule, types: Types) -> Rule | None:
+def shadowing_rule(rules: Sequence[Rule], rule: Rule, types: Types) -> Rule | None:
     """The rule that always takes ops of these types from `rule`, or None.
 
-    An earlier rule of the same kind does where it matches from the same op, a joint rule wherever it
-    matches in them: if it has no condition, or covers just the same ops under conditions that `rule`
-    demands as well.
+    That is an earlier rule of the same kind that matches from the same op, or a joint rule that matches
+    anywhere in them; and which has no condition, or covers exactly these ops under conditions that
+    `rule` has as well.
     """
     for other in rules:
         if other is rule:
@@ -33,9 +33,9 @@ def shadow(rules: Sequence[Rule], rule: Rule, types: Types) -> Rule | None:
         earlier = other.kind == rule.kind and first is other
         joint = other.kind == "joint" and rule.kind != "joint"
         starts = (0,) if earlier else range(len(types)) if joint else ()
-        for start, theirs in itertools.product(starts, expansions(other)):
-            part = types[start : start + len(theirs)]
-            fits = len(part) == len(theirs) and all(map(issubclass, part, theirs))
+        for start, other_types in itertools.product(starts, expansions(other)):
+            part = types[start : start + len(other_types)]
+            fits = len(part) == len(other_types) and all(map(issubclass, part, other_types))
             demanded = part == types and set(other.when) <= set(rule.when)
             if fits and (not other.when or demanded):
                 return other
@@ -49,7 +49,7 @@ def assert_no_rule_is_shadowed(rules: Sequence[Rule]) -> None:
     """
     dead = []
     for rule in rules:
-        shadows = [shadow(rules, rule, types) for types in expansions(rule)]
+        shadows = [shadowing_rule(rules, rule, types) for types in expansions(rule)]
         if all(s is not None for s in shadows):
             by = ", ".join(dict.fromkeys(repr(s.name) for s in shadows if s is not None))
             dead.append(f"rule {rule.name!r} can never fire: {by} takes all that it matches")

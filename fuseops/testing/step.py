@@ -1,4 +1,4 @@
-"""One training step of any module, run so that nothing of it stays behind, and which rules fired in it."""
+"""A training step of any module without lasting effects, and the rules that fired in it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,11 +14,11 @@ from fuseops.ops import scopes
 from fuseops.ops.weights import drop_kept
 from fuseops.run.weight_grads import run_delayed
 
-from .trees import copied, tensors
+from .trees import copy_leaf, tensors
 
 
-class Fired(NamedTuple):
-    """A `Fired` is a rule that made a span of a plan."""
+class FiredRule(NamedTuple):
+    """A `FiredRule` is a rule that fired, and the ops that it fused."""
 
     rule: str
     kind: str
@@ -33,25 +33,25 @@ class Fired(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """A `StepResult` holds what a training step gave: named tensors, in an order of their own."""
+    """A `StepResult` holds the named results of a training step."""
 
     outputs: dict[str, Tensor]
     grads: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
-    fired: tuple[Fired, ...]
+    fired: tuple[FiredRule, ...]
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[list[Fired]]:
-    """The rules that fire in the calls made inside, in order, each place once."""
+def record_fired(model: nn.Module) -> Iterator[list[FiredRule]]:
+    """Record the rules that fire inside, in order, each once for the same ops."""
     paths = {id(module): path for path, module in model.named_modules()}
-    fired: list[Fired] = []
+    fired: list[FiredRule] = []
 
     def watch(plan: Any) -> None:
         path = modules.path_in(paths, modules.thread.running)
         for span in (*plan.forward, *plan.backward):
             if span.rule is not None:
-                found = Fired(span.rule, span.kind, path, tuple(span.ops))
+                found = FiredRule(span.rule, span.kind, path, tuple(span.ops))
                 if found not in fired:
                     fired.append(found)
 
@@ -61,9 +61,9 @@ def watched(model: nn.Module) -> Iterator[list[Fired]]:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Gradients (those that go elsewhere too), buffers and random states are afterwards what they were before.
+    """Restore gradients (also in main_grad), buffers and random states at the end.
 
-    No quantized weight of an earlier run is used: making one notes its amax in a buffer.
+    Cached quantized weights are dropped first, since making one records its amax in a buffer.
     """
     drop_kept(model)
     grads = {p: p.grad for p in model.parameters()}
@@ -77,22 +77,22 @@ def restored(model: nn.Module) -> Iterator[None]:
             p.grad = grad
 
 
-def floating(t: Tensor) -> bool:
+def is_floating(t: Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
 
-def _shaken(t: Tensor, unit: float, generator: torch.Generator) -> Tensor:
+def _perturb(t: Tensor, unit: float, generator: torch.Generator) -> Tensor:
     sign = torch.randint(-1, 2, t.shape, generator=generator).to(t.device, torch.float64)
     return t * (1 + sign * max(unit, torch.finfo(t.dtype).eps)).to(t.dtype)
 
 
 @contextmanager
-def shaken(model: nn.Module, unit: float, generator: torch.Generator) -> Iterator[None]:
-    """Every floating parameter moved by at most `unit` of itself, for the calls made inside."""
+def perturbed(model: nn.Module, unit: float, generator: torch.Generator) -> Iterator[None]:
+    """Perturb every floating parameter by at most `unit` of itself, for the calls made inside."""
     before = [(p, p.data) for p in model.parameters() if p.is_floating_point()]
     try:
         for p, data in before:
-            p.data = _shaken(data, unit, generator)
+            p.data = _perturb(data, unit, generator)
         yield
     finally:
         for p, data in before:
@@ -105,27 +105,27 @@ def training_step(
     side: dict[str, Any],
     *,
     all_inputs: bool,
-    shake: int = 0,
+    perturb_seed: int = 0,
     unit: float = 0.0,
 ) -> StepResult:
-    """Forward and backward with random output gradients, always the same ones.
+    """Run forward and backward, with the same random output gradients in every call.
 
-    all_inputs: every floating input wants a gradient, not only those that ask for one.
-    shake: not zero moves inputs and parameters by at most `unit` of themselves, by this seed.
+    all_inputs: every floating input gets a gradient, not only those with requires_grad.
+    perturb_seed: where it is not zero, inputs and parameters are perturbed by at most `unit` of themselves.
     """
-    generator = torch.Generator().manual_seed(shake)
+    generator = torch.Generator().manual_seed(perturb_seed)
     leaves: dict[int, Tensor] = {}
 
     def leaf(t: Tensor) -> Tensor:
         if id(t) not in leaves:
-            new = copied(t)
-            if shake and t.is_floating_point():
-                new = _shaken(new, unit, generator)
-            leaves[id(t)] = new.requires_grad_(floating(t) and (all_inputs or t.requires_grad))
+            new = copy_leaf(t)
+            if perturb_seed and t.is_floating_point():
+                new = _perturb(new, unit, generator)
+            leaves[id(t)] = new.requires_grad_(is_floating(t) and (all_inputs or t.requires_grad))
         return leaves[id(t)]
 
-    moved = shaken(model, unit, generator) if shake else nullcontext()
-    with moved, restored(model), watched(model) as fired:
+    moved = perturbed(model, unit, generator) if perturb_seed else nullcontext()
+    with moved, restored(model), record_fired(model) as fired:
         args, kwargs = tree_map_only(Tensor, leaf, (inputs, side))
         outputs = dict(tensors(model(*args, **kwargs), "output"))
         _backward(outputs)

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: shapes, splits, values and layouts that break kernels; ops, rules and chains of them."""
+"""Hypothesis strategies: shapes, splits, values and layouts that break kernels; ops, matches of rules, and chains."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A `Split` sorts rows into groups: how many in each, and how many of padding behind the last."""
+    """A `Split` is the number of rows in each group, and of padding rows after the last."""
 
     counts: tuple[int, ...]
     padding: int
@@ -57,8 +57,8 @@ class Split(NamedTuple):
     def offs(self) -> Tensor:
         return torch.tensor(self.counts).cumsum(0).to(torch.int32)
 
-    def of_tokens(self, top_k: int) -> "Split":
-        """This split, padded to a multiple of top_k rows: copies of whole tokens."""
+    def padded_to_tokens(self, top_k: int) -> "Split":
+        """This split with its rows padded to a multiple of top_k, the copies of whole tokens."""
         return self._replace(padding=self.padding + -self.rows % top_k)
 
 
@@ -70,7 +70,7 @@ def dtypes() -> st.SearchStrategy[torch.dtype]:
 
 
 def row_counts() -> st.SearchStrategy[int]:
-    """None, one, and those beside the powers of two that tiles have."""
+    """Numbers of rows: none, one, and neighbours of the powers of two that tiles have."""
     return st.sampled_from([5, 0, 1, 2, 63, 65, 127])
 
 
@@ -80,18 +80,18 @@ def widths() -> st.SearchStrategy[int]:
 
 
 def group_counts() -> st.SearchStrategy[int]:
-    """Numbers of groups, or of experts: a few, and one alone."""
+    """Numbers of groups, or of experts: a few, or one."""
     return st.sampled_from([GROUPS, GROUPS, 1, 2])
 
 
 def top_ks(groups: int) -> st.SearchStrategy[int]:
-    """How many of the experts a token takes: one, some, all."""
+    """Numbers of experts for a token: one, some, all."""
     return st.sampled_from(sorted({min(2, groups), 1, min(3, groups), groups}))
 
 
 @st.composite
 def group_splits(draw: Draw, groups: int = GROUPS) -> Split:
-    """Uneven groups, empty ones, one that holds every row, none that holds any; with and without padding."""
+    """Splits into uneven groups, with empty ones, one that has all rows, or no rows; with and without padding."""
     kind = draw(st.sampled_from(["uneven", "one", "empty"]))
     padding = draw(st.sampled_from([0, 0, 1, 7]))
     if kind == "empty":
@@ -107,7 +107,7 @@ def group_splits(draw: Draw, groups: int = GROUPS) -> Split:
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, kind: str, seed: int) -> Tensor:
-    """A tensor of one kind of value, by a seed."""
+    """A tensor with values of one of `KINDS` or `NONFINITE`, drawn from a seed."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
     some = torch.rand(x.shape, generator=generator) < 0.1
@@ -126,9 +126,9 @@ def filled(shape: Sequence[int], dtype: torch.dtype, kind: str, seed: int) -> Te
     return x.contiguous().to(dtype)
 
 
-def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The same values over other strides: "inside" of something larger, at an odd offset; "expanded" repeats the first
-    row, over a stride of 0.
+def with_layout(x: Tensor, layout: str) -> Tensor:
+    """The same values with other strides: "inside" a larger tensor, at an odd offset; "expanded" repeats the first row
+    with a stride of 0.
     """
     if layout == "transposed" and x.dim() > 1:
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -153,9 +153,9 @@ def tensors(
     kinds: Sequence[str] = KINDS,
     layouts: Sequence[str] = LAYOUTS,
 ) -> Tensor:
-    """A tensor of hard values, and of a layout that no kernel may take for contiguous."""
+    """Tensors of extreme values, with layouts that a kernel must not take for contiguous."""
     kind, layout = draw(st.sampled_from(kinds)), draw(st.sampled_from(layouts))
-    return laid_out(filled(shape, dtype, kind, draw(st.integers(0, 999))), layout)
+    return with_layout(filled(shape, dtype, kind, draw(st.integers(0, 999))), layout)
 
 
 # --- ops
@@ -175,7 +175,7 @@ def _instance(
     out: int | None = None,
     middle: tuple[int, ...] = (),
 ) -> Op[Any]:
-    """An instance of `op` for this width, whose output width is a multiple of `after`, or `out` if it can be."""
+    """An instance of `op` for this input width, whose output width is a multiple of `after`, or `out` if possible."""
     out = out or draw(widths()) * after
     wanted = Wanted(_chooser(draw), width, out, groups, top_k, middle)
     made = entry(op).make(wanted)
@@ -186,7 +186,7 @@ def _instance(
 
 
 def routing_op(made: Sequence[nn.Module]) -> Op[Any] | None:
-    """The first op that takes part in the routing of tokens."""
+    """The first op that takes part in the routing of tokens, or None."""
     ops = (op for op in made if isinstance(op, Op) and entry(type(op)).routing)
     return next(ops, None)
 
@@ -204,12 +204,12 @@ def side_tensors(
     dtype = probs or x.dtype
     known, router = {"offs": split.offs}, routing_op(made)
     if router is not None:
-        known |= _routed(split, _top_k(router), dtype, generator)
+        known |= _routing_tensors(split, _top_k(router), dtype, generator)
     row = x.shape[:-1] if router is None else (split.rows,)
     known["probs"] = torch.rand(row, generator=generator, dtype=torch.float64).to(dtype)
     targets = torch.randint(0, 3, x.shape[:-1], generator=generator)
     known["targets"] = targets.where(torch.rand(x.shape[:-1], generator=generator) < 0.8, -100)
-    known["targets"].view(-1)[:1] = 1  # one counts, or nothing of the loss is looked at
+    known["targets"].view(-1)[:1] = 1  # not ignored, or there might be no loss to test
     if x.dim() > 2:
         angles = torch.rand((*x.shape[-3:-2], x.shape[-1] // 2), generator=generator)
         known |= {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
@@ -217,10 +217,10 @@ def side_tensors(
     return {n: known[n] if n in known else filled(x.shape, x.dtype, "normal", seed) for n in names}
 
 
-def _routed(
+def _routing_tensors(
     split: Split, top_k: int, dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Choices of tokens that split their copies so, and the rows that these take; padding is dropped copies."""
+    """Routing tensors of tokens whose copies have this split; padding rows are dropped copies."""
     counts = torch.tensor([*split.counts, split.padding])
     sorted_experts = torch.tensor([*range(len(split.counts)), -1]).repeat_interleave(counts)
     order = torch.randperm(split.rows, generator=generator)
@@ -235,12 +235,12 @@ def _top_k(op: Op[Any]) -> int:
 
 
 def _rows(made: Sequence[nn.Module], split: Split) -> tuple[Split, int]:
-    """The split, of whole tokens where these ops route them, and the rows of the input."""
+    """The split, padded to whole tokens where these ops route tokens, and the rows of the input."""
     router = routing_op(made)
     if router is None:
         return split, split.rows
     top_k = _top_k(router)
-    split = split.of_tokens(top_k)
+    split = split.padded_to_tokens(top_k)
     tokens = entry(type(router)).routing == "tokens"
     return split, split.rows // top_k if tokens else split.rows
 
@@ -256,7 +256,7 @@ def op_cases(
     """An instance of a catalogued op with inputs that fit it."""
     found, groups = entry(op), draw(group_counts())
     split = draw(group_splits(groups))
-    width = draw(widths()) * found.before(1)
+    width = draw(widths()) * found.input_multiple(1)
     top_k = draw(top_ks(groups)) if found.routing else 2
     made = _instance(draw, op, width, 1, groups, top_k).to(dtype)
     split, rows = _rows([made], split)
@@ -274,30 +274,32 @@ def op_cases(
 # --- chains
 
 
-def _before(types: Sequence[type]) -> list[int]:
-    """For every op, what the width before it must be a multiple of."""
+def _width_multiples(types: Sequence[type]) -> list[int]:
+    """For every op, the number that its input width must be a multiple of."""
     needs = [1]
     for t in reversed(types):
-        needs.append(entry(t).before(needs[-1]))
+        needs.append(entry(t).input_multiple(needs[-1]))
     return needs[::-1]
 
 
-def _fitted(
+def _matching_ops(
     draw: Draw, types: Sequence[type], width: int, groups: int, middle: tuple[int, ...] = ()
 ) -> list[Op[Any]]:
     """Ops of these types, each fitting the one before it."""
-    needs, made, start = _before(types), [], width
+    needs, made, start = _width_multiples(types), [], width
     top_k = draw(top_ks(groups)) if any(entry(t).routing for t in types) else 2
     for k, t in enumerate(types):
-        out = start if Add in types[k + 1 :] else None  # what it adds is as wide as x
+        out = start if Add in types[k + 1 :] else None  # an Add adds a tensor as wide as x
         op = _instance(draw, t, width, needs[k + 1], groups, top_k, out, middle)
         width = op.out_shape((1, *middle, width))[-1]
         made.append(op)
     return made
 
 
-def readable(made: Sequence[Op[Any]], width: int, middle: tuple[int, ...] = ()) -> list[Op[Any]]:
-    """Ops that take so many columns with a reader for every Tap, under a name that no other op has."""
+def with_readers(
+    made: Sequence[Op[Any]], width: int, middle: tuple[int, ...] = ()
+) -> list[Op[Any]]:
+    """These ops, for inputs of this width, followed by an Add for every Tap, each under a unique name."""
     tapped: dict[str, int] = {}
     for k, op in enumerate(made):
         if isinstance(op, Tap):
@@ -323,18 +325,18 @@ def rule_cases(
     kinds: Sequence[str] = KINDS,
     spelling: Sequence[type] | None = None,
 ) -> Case:
-    """A Sequential of just what the pattern of a rule spells out, with every choice that it leaves.
+    """Sequentials that the pattern of a rule matches as a whole.
 
-    spelling: one of `shadowed.expansions(rule)`, where the choice of types is made.
+    spelling: one of `shadowed.expansions(rule)`; drawn if not given.
     """
     types = spelling or draw(st.sampled_from(list(expansions(rule))))
     groups = draw(group_counts())
     split = draw(group_splits(groups))
-    width = draw(widths()) * _before(types)[0]
+    width = draw(widths()) * _width_multiples(types)[0]
     flat = any(entry(t).flat or entry(t).routing for t in types)
     middle = draw(st.sampled_from([(), (2,)])) if not flat else ()
-    made = _fitted(draw, types, width, groups, middle)
-    model = Sequential(*readable(made, width, middle)).to(dtype)
+    made = _matching_ops(draw, types, width, groups, middle)
+    model = Sequential(*with_readers(made, width, middle)).to(dtype)
     split, rows = _rows(list(model), split)
     x = draw(tensors((rows, *middle, width), dtype, kinds))
     probs = draw(st.sampled_from([dtype, torch.promote_types(dtype, torch.float32)]))
@@ -347,15 +349,15 @@ PLAIN: tuple[Callable[[int], nn.Module], ...] = (
     lambda width: nn.Tanh(),
     lambda width: nn.Dropout(0.3),
 )
-# Only a Residual places these in a chain: a Tap that nobody reads is an error, as is a name that is written twice; and
-# what Quantize gives no plain module takes.
-PLACED = ("Tap", "Add", "Reshape", "Swap", "InjectLoss", "Quantize")
+# Not drawn by themselves in a chain: a Tap that nothing reads is an error, as is a side name that is written twice, and
+# plain modules do not take the result of Quantize.
+NOT_DRAWN = ("Tap", "Add", "Reshape", "Swap", "InjectLoss", "Quantize")
 
 
-def _next(
+def _next_modules(
     draw: Draw, rules: Sequence[Rule], width: int, depth: int, groups: int
 ) -> list[nn.Module]:
-    """A few modules more: an op, the pattern of a rule, a plain module, or a Sequential inside."""
+    """The next modules of a chain: an op, a match of a rule, a plain module, or a nested Sequential."""
     kind = draw(st.sampled_from(["op", "rule", "op", "rule", "plain", "inside"]))
     if kind == "plain":
         return [draw(st.sampled_from(PLAIN))(width)]
@@ -366,24 +368,24 @@ def _next(
     if kind == "rule" and rules:
         types = draw(st.sampled_from(list(expansions(draw(st.sampled_from(rules))))))
         if any(entry(t).routing for t in types):
-            return []  # a chain's rows are one thing, copies or tokens
+            return []  # the rows of a chain are either copies or tokens
     else:
         ops = [
             t
             for t, e in catalogue().items()
-            if t.__name__ not in PLACED and not e.routing and e.width != "ends" and not e.heads
+            if t.__name__ not in NOT_DRAWN and not e.routing and e.width != "ends" and not e.heads
         ]
         types = (draw(st.sampled_from(ops)),)
-    if width % _before(types)[0]:
+    if width % _width_multiples(types)[0]:
         return []
-    made = _fitted(draw, types, width, groups)
+    made = _matching_ops(draw, types, width, groups)
     if not any(isinstance(op, Tap | Add) for op in made):
         return [*made]
-    # names of their own, and what they add of the width that is here
+    # in a Sequential, so that names are unique and the tensors that are added have this width
     return [
         Sequential(
             *(Tap(name) for op in made if isinstance(op, Add) for name in op.reads),
-            *readable(made, width),
+            *with_readers(made, width),
         )
     ]
 
@@ -401,27 +403,26 @@ def _chain(
     draw: Draw, rules: Sequence[Rule], width: int, depth: int, size: int, groups: int
 ) -> Iterator[nn.Module]:
     for _ in range(draw(st.integers(1, size))):
-        found = _next(draw, rules, width, depth, groups)
+        found = _next_modules(draw, rules, width, depth, groups)
         width = _width(found, width)
         yield from found
 
 
 BUILTIN = [r for r in vars(builtin).values() if isinstance(r, type) and issubclass(r, Recipe)]
 DRAWN = sorted((r for r in BUILTIN if r not in (Recipe, ByName)), key=lambda r: r.__name__)
-NUMBERS = {"epsilon": [0.0, 0.5], "margin": [0, 1], "amax_history_len": [2]}
+OPTION_VALUES = {"epsilon": [0.0, 0.5], "margin": [0, 1], "amax_history_len": [2]}
 
 
 @st.composite
 def recipes(draw: Draw, hidden: Sequence[str] = ("bf16",)) -> Recipe:
-    """A built-in recipe with any of its options.
+    """Built-in recipes with any of their options, except stochastic rounding, which would make comparisons random.
 
-    hidden: what may be saved between two GEMMs; with "float8" a fused MLP does not compute what its ops do.
-    None rounds at random, so that what is compared draws nothing; DelayedScaling begins without a state, and takes
-    the tensors' own scales then.
+    hidden: formats between two GEMMs; with "float8" a fused MLP computes other values than its ops.
+    DelayedScaling starts without a state, and then uses the scales of the tensors themselves.
     """
     kind: Any = draw(st.sampled_from(DRAWN))
     choices = {f.name: f.metadata["choices"] for f in fields(kind) if "choices" in f.metadata}
-    choices |= {name: values for name, values in NUMBERS.items() if hasattr(kind, name)}
+    choices |= {name: values for name, values in OPTION_VALUES.items() if hasattr(kind, name)}
     choices |= {"hidden": hidden} if "hidden" in choices else {}
     choices |= {"stochastic": [False]} if "stochastic" in choices else {}
     options = {name: draw(st.sampled_from(values)) for name, values in choices.items()}
@@ -435,7 +436,7 @@ def recipes(draw: Draw, hidden: Sequence[str] = ("bf16",)) -> Recipe:
 
 @dataclass(frozen=True)
 class Formats:
-    """`Formats` give the formats of roles, as `ByRole` asks for them."""
+    """A `Formats` maps roles to formats, as a function for `ByRole`."""
 
     input: Scaling | None
     weight: Scaling | None
@@ -448,7 +449,7 @@ class Formats:
 
 @st.composite
 def scalings(draw: Draw) -> Scaling | None:
-    """A format of an operand that is quantized along the axis which is summed, maybe another for columns; or none."""
+    """Formats of an operand, quantized along the axis that is summed, some with another one for columns; or None."""
     data = draw(st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]))
     made = [
         None,
@@ -471,7 +472,7 @@ def chains(
     dtype: torch.dtype = torch.float64,
     kinds: Sequence[str] = KINDS,
 ) -> Case:
-    """A random chain that the rules match in part: ops, patterns, plain modules, Residuals, Sequentials inside."""
+    """Random chains that rules match in part: ops, matches of rules, plain modules, Residuals, nested Sequentials."""
     groups, width = draw(group_counts()), math.lcm(2, draw(widths()))
     split = draw(group_splits(groups))
     model = Sequential(*_chain(draw, rules, width, 1, 5, groups)).to(dtype)

@@ -24,9 +24,7 @@ def _children(tree: Any) -> list[tuple[str, Any]]:
 
 
 def tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in `tree`, with the name that an expression would have: `output[0].logits`. Of a quantized one what
-    it stands for.
-    """
+    """Every tensor in `tree`, named by its expression: `output[0].logits`. A Quantized is dequantized."""
     if isinstance(tree, Quantized):
         tree = tree.dequantize()
     if isinstance(tree, Tensor):
@@ -35,13 +33,13 @@ def tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
         yield from tensors(child, name + suffix)
 
 
-def copied(t: Tensor) -> Tensor:
-    """A leaf with the same values, strides and storage offset over memory of its own."""
+def copy_leaf(t: Tensor) -> Tensor:
+    """A copy of t that is a leaf, with the same strides and storage offset."""
     return copy.deepcopy(t.detach())
 
 
 def scrambled(t: Tensor) -> Tensor:
-    """Other numbers in its place: indices and counts among those that are there, so that they fit."""
+    """A tensor like t with other values; integers stay in the range of t, since they may be indices."""
     if t.is_floating_point():
         return t + torch.linspace(1, 2, t.numel(), dtype=t.dtype, device=t.device).view(t.shape)
     most = int(t.max()) if t.numel() else 0

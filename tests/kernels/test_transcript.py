@@ -96,7 +96,7 @@ def step(model, x):
 def repetitions(model):
     """What is written down of each segment, by kinds of calls."""
     (run,) = (piece for _, piece in model._runner.pieces)
-    nodes = [seg for seg in next(iter(run.last.plans.values())).segments if seg.kind == "node"]
+    nodes = [seg for seg in next(iter(run.last_call.plans.values())).segments if seg.kind == "node"]
     return [[*seg.repeats.kinds.values()] for seg in nodes]
 
 
@@ -117,9 +117,11 @@ def test_a_repeated_step_launches_what_its_ops_do(kind, rows, by_address):
         assert len(by_address) == per_step[-1], k
     assert per_step[-1] == per_step[-2]
     nodes = repetitions(model)
-    kinds = [alike for of_node in nodes for alike in of_node]
-    assert len(kinds) == 2 * len(nodes) and all(alike.again for alike in kinds)
-    launching = [a for alike in kinds for a, _ in alike.again if "stream_of" in a.__code__.co_names]
+    kinds = [calls for of_node in nodes for calls in of_node]
+    assert len(kinds) == 2 * len(nodes) and all(calls.transcripts for calls in kinds)
+    launching = [
+        a for calls in kinds for a, _ in calls.transcripts if "stream_of" in a.__code__.co_names
+    ]
     assert len(launching) >= (1 if kind == "linears" else 2) * (
         rows > 0
     )  # whose forward is a product alone
@@ -145,13 +147,13 @@ def test_experts_write_over_what_nobody_else_holds(by_address):
         same(step(model, xs[k % 2]), k % 2)
     assert [kernel.__name__ for kernel in by_address].count("group_tiles_kernel") == 1
     (kinds,) = repetitions(model)
-    assert [len(alike.again) for alike in kinds] == [1, 1] * 2
+    assert [len(calls.transcripts) for calls in kinds] == [1, 1] * 2
     for _ in range(4):
         y, leaves = model(xs[0]), [xs[0], *model.parameters()]
         for retain in (True, False):
             dy = torch.cos(y.detach())
             same([y.detach(), *torch.autograd.grad(y, leaves, dy, retain_graph=retain)], 0)
-    assert sorted(len(alike.again) for alike in kinds) == [1, 1, 1, 2]  # one makes dh anew
+    assert sorted(len(calls.transcripts) for calls in kinds) == [1, 1, 1, 2]  # one makes dh anew
     same(step(model, xs[1]), 1)
 
 

@@ -158,17 +158,17 @@ def evaluate(predicate: Callable[..., Any], owner: nn.Module, *args: Any) -> boo
 
 @assume_constant_result
 def _evaluate_untraced(predicate: Callable[..., Any], owner: int, *args: Any) -> int:
-    from fuseops.run.traced import alive
+    from fuseops.run.object_table import object_at
 
-    return int(bool(predicate(alive(owner), *args)))
+    return int(bool(predicate(object_at(owner), *args)))
 
 
 @assume_constant_result
 def _guarded_names(owner: int) -> str:
     """Names, separated by spaces, of the constants, callables and parameterless children of a module."""
-    from fuseops.run.traced import alive
+    from fuseops.run.object_table import object_at
 
-    module: nn.Module = alive(owner)
+    module: nn.Module = object_at(owner)
     snapshot = ConfigSnapshot.of(module)
     current = zip((*snapshot.names, *snapshot.children), snapshot.values, strict=True)
     return " ".join([n for n, v in current if isinstance(v, CONSTANT_TYPES) or callable(v)])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from fuseops.torch_private import nothing
+from fuseops.torch_private import prototype
 
 from .arena import Arena, Slab
 from .protocol import Buf, Lanes, NoRoomError, Place
@@ -24,7 +24,7 @@ class RealLanes(Lanes):
 
     def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
         if device == "device":
-            storage = nothing(torch.uint8, self.device).new_empty(nbytes).untyped_storage()
+            storage = prototype(torch.uint8, self.device).new_empty(nbytes).untyped_storage()
             return Buf(name, nbytes, device, storage, self.compute())
         try:
             slab = self.arena.take(nbytes, name)

@@ -161,7 +161,7 @@ def one_kernel(ops: tuple[Op[Any], ...], c: Conditions) -> str | None:
         return "its first op has no gradient, and would have its input saved for those that have"
     if any(isinstance(op, Add) for op in ops[:-1]):
         return "an Add before the end: both of its terms would be saved for their sum"
-    if (why := torch_private.why_not_generated(c.device)) is not None:
+    if (why := torch_private.inductor_unsupported_reason(c.device)) is not None:
         return why
     run = Pointwise(*ops)
     inputs: list[ShapeAndDtype] = [(c.shape, c.dtype)]

@@ -1,7 +1,7 @@
-"""The first forward and backward of a segment check whether its ops keep the contract.
+"""Checks, in the first forward and the first backward of a segment, that its ops keep the contract of ops.
 
-The first forward and the first backward need not be those of one call. Later ones of the same plan are not looked at,
-and cost nothing; that no gradient is left out is seen in every call (`checks.check_complete`).
+These two may belong to different calls. Later calls of the same plan are not checked, except that no gradient is
+missing (`checks.check_complete`).
 """
 
 from __future__ import annotations
@@ -21,66 +21,67 @@ from fuseops.plan.segment import BackwardStep, ForwardStep, Segment, Step
 from fuseops.recipes import Quantized
 
 from . import checks
-from .unfused import unfused
+from .unfused import expected_out
 
 
-class Given(NamedTuple):
-    """A `Given` holds the shape, dtype and device of a tensor, which its gradient has to fit."""
+class GradientSpec(NamedTuple):
+    """A `GradientSpec` is the shape, dtype and device that a gradient must have: those of its tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
     @classmethod
-    def of(cls, t: Any) -> Given | None:
+    def of(cls, t: Any) -> GradientSpec | None:
         return None if t is None else cls(t.shape, t.dtype, t.device)
 
 
-class Version(NamedTuple):
-    """A `Version` is a tensor that an op was given, and how often it had been written by then."""
+class InputVersion(NamedTuple):
+    """An `InputVersion` is a tensor that an op was given, and its version counter at that time."""
 
     name: str
-    counter: Tensor  # the tensor itself, or one of no bytes with its version
+    counter: Tensor  # the tensor, or an alias of no bytes that shares its version counter
     writes: int
 
 
-class FirstCall:
-    """A `FirstCall` checks what the ops of a segment return in its first call. Its methods raise FuseOpsError for an
-    op that does not keep the contract.
+class ContractCheck:
+    """A `ContractCheck` checks the results of a segment's ops in its first call.
+
+    Its methods raise FuseOpsError for an op that breaks the contract.
     """
 
     def __init__(self, seg: Segment, inputs: Sequence[Any]) -> None:
         """inputs: side inputs and parameters, as the node takes them."""
         self.seg = seg
-        self.inputs = [Given.of(t) for t in inputs]
-        self.x: dict[int, Given | None] = {}  # of the op at that index
-        self.given: list[Version] = []  # to the fwd or bwd that runs
-        self.expected: Out | None = None  # of the fused op that runs, on the meta device
+        self.inputs = [GradientSpec.of(t) for t in inputs]
+        self.x: dict[int, GradientSpec | None] = {}  # of the op at that index
+        self.given: list[InputVersion] = []  # inputs of the fwd or bwd that runs
+        self.expected: Out | None = None  # result of the fused op that runs, on the meta device
 
     # --- forward
 
     def before_fwd(self, step: ForwardStep, x: Any, t: Sequence[Any]) -> None:
         seg, first = self.seg, step.members[0]
-        self.x[first] = Given.of(x)
+        self.x[first] = GradientSpec.of(x)
         if seg.checked_forward:
             return
         checks.check_dtype(seg.ops[first : first + 1], seg.names[first : first + 1], x.dtype)
         if step.kind != "op":
-            self.expected = unfused(seg, step, x, t)
+            self.expected = expected_out(seg, step, x, t)
         read = [
             (name, t[position])
             for i, args in zip(step.members, step.args, strict=True)
             for name, position in args
             if name not in seg.ops[i]._buffers and not (name == "weight" and stored_in(seg.ops[i]))
-        ]  # a weight that lives in a format has no values: its version moves with its codes
+        ]  # a weight that is stored quantized has no values: its version is that of its codes
         tensors = [(name, a) for name, a in (("x", x), *read) if isinstance(a, Tensor)]
-        self.given = [Version(name, a, torch_private.version(a)) for name, a in tensors]
+        self.given = [InputVersion(name, a, torch_private.version(a)) for name, a in tensors]
 
     def after_fwd(self, step: ForwardStep, out: Out) -> None:
         if self.seg.checked_forward:
             return
         if not isinstance(out.y, Tensor | Quantized):
-            raise checks.no_tensor(step, out.y)
+            raise checks.no_tensor_error(step, out.y)
         self._check_unwritten(step, "fwd")
         _check_published(self.seg, step, out.side)
         if step.kind != "op" and self.expected is not None:
@@ -91,14 +92,14 @@ class FirstCall:
     # --- backward
 
     def before_bwd(
-        self, step: Step, mine: Sequence[Any], dy: Any, dside: Mapping[str, Any] | None
+        self, step: Step, saved: Sequence[Any], dy: Any, dside: Mapping[str, Any] | None
     ) -> None:
-        """mine: the Saved of its members"""
+        """saved: the Saved of every member"""
         read: list[tuple[str, Any]] = [("dy", dy)]
         read += [(f"dside[{name!r}]", d) for name, d in (dside or {}).items()]
-        read += [(f"saved.{f}", t) for s in mine for f, t in zip(s._fields, s, strict=True)]
+        read += [(f"saved.{f}", t) for s in saved for f, t in zip(s._fields, s, strict=True)]
         self.given = [
-            Version(name, torch_private.alias_of_no_bytes(t), t._version)  # that no memory is held
+            InputVersion(name, torch_private.empty_alias(t), t._version)  # holds no memory
             for name, t in read
             if type(t) in PLAIN and not t.is_inference() and not torch_private.is_batched(t)
         ]
@@ -108,7 +109,7 @@ class FirstCall:
         if not step.pure:
             _check_names(self.seg, step, results)
         pairs = [("x", results[0].x, self.x.get(step.members[0]))]
-        for name, gradient, position in _given(step, results):
+        for name, gradient, position in _wanted_grads(step, results):
             if position < self.seg.inputs:
                 pairs.append((name, gradient, self.inputs[position]))
         for name, gradient, expected in pairs:
@@ -122,11 +123,11 @@ class FirstCall:
                     f"{type(step.target).__name__}.{method} writes in place to {name!r}, which it was given: others "
                     "may read it or have saved it. Write to a new tensor, such as x.clone()."
                 )
-        self.given = []  # it holds what nobody else may hold any more
+        self.given = []  # frees the tensors
 
 
 def _check_results(step: Step, out: Out, expected: Out) -> None:
-    """Unless a fused op gives what its members give, by shape and dtype."""
+    """Raise FuseOpsError unless the results of a fused op have the shapes and dtypes of its members' results."""
     pairs = [("y", out.y, expected.y)]
     pairs += [
         (repr(name), (out.side or {}).get(name), t) for name, t in (expected.side or {}).items()
@@ -154,13 +155,13 @@ def _check_published(seg: Segment, step: Step, side: Mapping[str, Any] | None) -
 
 
 def _check_saved(seg: Segment, step: Step, saved: Any) -> None:
-    """Unless a step saves a value, or None, for each field of every Saved that it stands for."""
+    """Raise FuseOpsError unless a step saves a value, or None, for each field of the Saved of every member."""
     fwd = f"{type(step.target).__name__}.fwd"
     if step.kind == "joint":
         pairs = [(step.members[0], step.target, saved)]
     else:
-        found = (saved,) if step.kind == "op" else saved
-        pairs = [(i, seg.ops[i], own) for i, own in zip(step.members, found, strict=True)]
+        member_saved = (saved,) if step.kind == "op" else saved
+        pairs = [(i, seg.ops[i], own) for i, own in zip(step.members, member_saved, strict=True)]
     kept = {slot.owner: slot for slot in seg.slots}
     for i, saver, own in pairs:
         fields = saver.Saved._fields
@@ -175,7 +176,7 @@ def _check_saved(seg: Segment, step: Step, saved: Any) -> None:
         bare = type(own) is tuple and len(own) == len(fields)
         if not bare and getattr(own, "_fields", None) != fields:
             raise FuseOpsError(
-                f"{fwd} saved {_shown(own)} of {type(saver).__name__}, which declares {list(fields)}: give "
+                f"{fwd} saved {_describe_saved(own)} of {type(saver).__name__}, which declares {list(fields)}: give "
                 f"{saver.Saved.__name__}(...), with None for what nobody reads."
             )
         for name, value in zip(fields, own, strict=True):
@@ -186,7 +187,7 @@ def _check_saved(seg: Segment, step: Step, saved: Any) -> None:
                 )
 
 
-def _shown(saved: Any) -> str:
+def _describe_saved(saved: Any) -> str:
     if type(saved) is tuple:
         return f"{len(saved)} values"
     return f"{type(saved).__name__}{list(getattr(saved, '_fields', ()))}"
@@ -200,16 +201,16 @@ def _holds_tensors(value: Any) -> bool:
 def _check_names(seg: Segment, step: Step, results: Sequence[Grads]) -> None:
     for i, result in zip(step.members, results, strict=True):
         op = seg.ops[i]
-        taken = {*op.signature.keywords, *op.side_names()}
-        unknown = sorted({*(result.params or ()), *(result.side or ())} - taken)
+        accepted = {*op.signature.keywords, *op.side_names()}
+        unknown = sorted({*(result.params or ()), *(result.side or ())} - accepted)
         if unknown:
             raise FuseOpsError(
                 f"{type(step.target).__name__}.bwd gave a gradient of {unknown[0]!r}, which fwd of "
-                f"{type(op).__name__} does not take: it takes {sorted(taken)}."
+                f"{type(op).__name__} does not take: it takes {sorted(accepted)}."
             )
 
 
-def _check_gradient(step: Step, name: str, gradient: Any, expected: Given) -> None:
+def _check_gradient(step: Step, name: str, gradient: Any, expected: GradientSpec) -> None:
     bwd = f"{type(step.target).__name__}.bwd gave"
     if not isinstance(gradient, Tensor):
         raise FuseOpsError(
@@ -238,8 +239,8 @@ def _check_gradient(step: Step, name: str, gradient: Any, expected: Given) -> No
         )
 
 
-def _given(step: BackwardStep, results: Sequence[Grads]) -> Iterator[tuple[str, Any, int]]:
-    """Name, gradient and position of everything that is needed besides dx."""
+def _wanted_grads(step: BackwardStep, results: Sequence[Grads]) -> Iterator[tuple[str, Any, int]]:
+    """Name, gradient and position of every needed gradient besides dx."""
     for member, name, position in step.params:
         yield name, (results[member].params or {}).get(name), position
     for member, name, position in step.sides:

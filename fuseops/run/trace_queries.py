@@ -1,6 +1,7 @@
-"""What traced code is told of the planner, which runs outside of the trace: constants, by the address of a runner.
+"""Queries of traced code to the planner, which runs outside of the trace.
 
-Numbers, and lists of words in one string, are what dynamo takes without a look.
+Arguments and answers are constants. Answers are numbers, and lists of words in one string: dynamo does not trace into
+either.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from fuseops.plan.key import CallFacts, OpFacts, ParameterFacts, PlanKey, op_fac
 from fuseops.plan.segment import Segment, is_builtin
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 
+from .object_table import TABLE, object_at
 from .run import Run
 from .runner import Runner
 from .steps import write_backward, write_forward
-from .traced import TABLE, alive
 
-STAYS = "-"  # in the place of an op of which nothing is read, since it cannot be another
+UNREAD = "-"  # place of an op that never changes, so that traced code reads nothing of it
 
 
 def _words(items: Iterable[Any]) -> str:
@@ -32,13 +33,13 @@ def _words(items: Iterable[Any]) -> str:
 
 
 @torch_private.assume_constant_result
-def told(runner: int, what: str, *about: Any) -> Any:
-    """A constant about the runner at an address: what the method of `Told` of that name answers."""
-    return getattr(Told(alive(runner)), what)(*about)
+def query(runner: int, what: str, *about: Any) -> Any:
+    """Call the method `what` of `TraceQueries`; dynamo takes the result for a constant.   runner: its address"""
+    return getattr(TraceQueries(object_at(runner)), what)(*about)
 
 
 class UnknownRows:
-    """An `UnknownRows` is a number of rows that is not known: a condition that reads it raises TypeError."""
+    """An `UnknownRows` is an unknown number of rows: a condition that reads it raises TypeError."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -54,16 +55,19 @@ class UnknownRows:
         raise TypeError("not known")
 
 
-class Unsized(NamedTuple):
-    """An `Unsized` stands for x where conditions are asked in a trace, its rows unknown."""
+class RowlessInput(NamedTuple):
+    """A `RowlessInput` takes the place of x where conditions are evaluated for an unknown number of rows."""
 
     shape: tuple[Any, ...]
     dtype: torch.dtype
     device: torch.device
 
 
-class Told:
-    """A `Told` answers the questions that traced code has for the planner."""
+class TraceQueries:
+    """A `TraceQueries` answers queries of traced code about one runner.
+
+    Arguments: the index of a piece of the runner, of an op in it, of a segment in a plan; entries and plans by number.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -72,8 +76,8 @@ class Told:
         run: Any = self.runner.pieces[piece][1]
         return run
 
-    def _own(self, piece: int, op: int) -> dict[str, Any]:
-        """What an op of fuseops has of its own."""
+    def _own_attributes(self, piece: int, op: int) -> dict[str, Any]:
+        """The attributes of an op that not every nn.Module has; none of an op that is not fuseops' own."""
         found = self._run(piece).ops[op]
         if not is_builtin(found):
             return {}
@@ -86,49 +90,54 @@ class Told:
         return _words(self.runner.writes)
 
     def pieces(self, returns: tuple[str, ...]) -> int:
-        """How many there are, once `returns` can be had."""
+        """The number of pieces.  Raises SideInputError where `returns` cannot be given."""
         return len(self.runner.live_after(returns))
 
-    def place(self, piece: int) -> int | None:
-        """Where a module stands among those that were walked, None of a run of ops."""
+    def module_index(self, piece: int) -> int | None:
+        """The index of a plain module among the flat children, None for a run of ops."""
         found = self.runner.pieces[piece][1]
         return None if isinstance(found, Run) else int(self.runner.places[id(found)])
 
-    def takes(self, piece: int) -> str:
-        """The side inputs of a module: keyword and name in turn."""
-        return _words(word for pair in self.runner.takes[piece] for word in pair)
+    def module_sides(self, piece: int) -> str:
+        """The side inputs of a module: keyword and name alternate."""
+        return _words(word for pair in self.runner.piece_reads[piece] for word in pair)
 
-    def live(self, piece: int, returns: tuple[str, ...]) -> str:
-        """Side names that are read after a piece."""
+    def live_after(self, piece: int, returns: tuple[str, ...]) -> str:
+        """The side names that are read after a piece."""
         return _words(self.runner.live_after(returns)[piece])
 
-    def ops(self, piece: int) -> str:
-        """Where the ops of a run stand."""
-        return _words(self.runner.places.get(id(op), STAYS) for op in self._run(piece).ops)
+    def op_places(self, piece: int) -> str:
+        """The places of the ops of a run among the flat children."""
+        return _words(self.runner.places.get(id(op), UNREAD) for op in self._run(piece).ops)
 
-    def kinds(self, piece: int) -> str:
+    def first_of_each_class(self, piece: int) -> str:
         """The first op of each class."""
         ops = reversed([*enumerate(self._run(piece).ops)])
         return _words({type(op): i for i, op in ops if id(op) in self.runner.places}.values())
 
-    def swaps(self, piece: int) -> bool:
+    def has_swap(self, piece: int) -> bool:
         return self._run(piece).swaps
 
-    def local(self, piece: int) -> bool:
+    def takes_local_x(self, piece: int) -> bool:
         return self._run(piece).chain.local
 
-    def laid_out(self, piece: int) -> int | None:
-        """The first op that says how its input is laid out over ranks."""
+    def layout_op(self, piece: int) -> int | None:
+        """The first op that declares the layout of its input over ranks."""
         ops = enumerate(self._run(piece).ops)
         return next((i for i, op in ops if op._layout is not None), None)
 
-    def width(self, piece: int, axes: int, same: tuple[bool, ...]) -> int | None:
-        """How wide an x of so many axes is with which no op refuses its input, however many rows there are; None where
-        that is not known.
+    def accepted_width(self, piece: int, axes: int, unchanged: tuple[bool, ...]) -> int | None:
+        """The width of x that every op of a run accepts with any number of rows, None where that is not known.
+
+        axes: of x.  unchanged: whether the attributes of each op are those outside of the trace
         """
         run = self._run(piece)
         width = _width(run)
-        if width is None or run.swaps or not (axes and all(same) and all(map(is_builtin, run.ops))):
+        if (
+            width is None
+            or run.swaps
+            or not (axes and all(unchanged) and all(map(is_builtin, run.ops)))
+        ):
             return None
         shape: Any = (*[UnknownRows()] * (axes - 1), width)
         try:
@@ -145,42 +154,45 @@ class Told:
         return _words(self._run(piece).chain.parameters[op])
 
     def parametrized(self, piece: int) -> bool:
-        """Whether an op has modules, whose tensors are made of others."""
+        """Whether an op has child modules, as a parametrized one has."""
         return any(op._modules for op in self._run(piece).ops)
 
-    def home(self, piece: int, op: int, name: str) -> str:
-        """Which dict of an op holds a tensor under the name that `fwd` takes, "" where none does: traced code looks
-        there, since dynamo traces the `__getattr__` of an op that has one.
+    def owner_dict(self, piece: int, op: int, name: str) -> str:
+        """The dict of an op that holds the tensor of a keyword of `fwd`, "" where none does.
+
+        Traced code reads the dict, since dynamo would trace the `__getattr__` of an op that has one.
         """
         own = self._run(piece).ops[op].__dict__
-        return next((home for home in ("_parameters", "_buffers") if name in own[home]), "")
+        return next((owner for owner in ("_parameters", "_buffers") if name in own[owner]), "")
 
     def alias(self, piece: int, op: int) -> bool | None:
-        """Whether an op is one, None where it is not known what that depends on."""
+        """Whether an op is an alias op, None where traced code has to read that itself."""
         found = self._run(piece).ops[op]
         return bool(found.alias) if is_builtin(found) else None
 
-    def guarded(self, *about: Any) -> None:
-        """What is given to it, dynamo guards on."""
+    def guard_on(self, *about: Any) -> None:
+        """Do nothing: dynamo guards on the arguments."""
 
-    def kept(self, piece: int, op: int, kind: str) -> str:
+    def attributes_of_kind(self, piece: int, op: int, kind: str) -> str:
         """The attributes of an op that are of one `_kind`."""
-        return _words(n for n, value in self._own(piece, op).items() if _kind(value) == kind)
+        return _words(
+            n for n, value in self._own_attributes(piece, op).items() if _kind(value) == kind
+        )
 
-    def item(self, piece: int, op: int, name: str, place: int) -> Any:
-        return self._own(piece, op)[name][place]
+    def attribute_item(self, piece: int, op: int, name: str, place: int) -> Any:
+        return self._own_attributes(piece, op)[name][place]
 
-    def maps(self, piece: int, op: int, name: str, items: tuple[Any, ...]) -> bool:
-        return tuple(self._own(piece, op)[name].items()) == items
+    def mapping_equals(self, piece: int, op: int, name: str, items: tuple[Any, ...]) -> bool:
+        return tuple(self._own_attributes(piece, op)[name].items()) == items
 
     def attribute(self, piece: int, op: int, name: str) -> Any:
-        return self._own(piece, op)[name]
+        return self._own_attributes(piece, op)[name]
 
-    def equals(self, piece: int, op: int, name: str, value: Any) -> bool:
-        return bool(self._own(piece, op)[name] == value)
+    def attribute_equals(self, piece: int, op: int, name: str, value: Any) -> bool:
+        return bool(self._own_attributes(piece, op)[name] == value)
 
-    def identical(self, piece: int, op: int, name: str, address: int) -> bool:
-        return id(self._own(piece, op)[name]) == address
+    def attribute_is(self, piece: int, op: int, name: str, address: int) -> bool:
+        return id(self._own_attributes(piece, op)[name]) == address
 
     def entry(
         self,
@@ -189,8 +201,10 @@ class Told:
         parameters: tuple[tuple[tuple[Any, ...] | None, ...], ...],
         call: tuple[Any, ...],
     ) -> int:
-        """The number of the entry of a key, given in constants: (training, alias) of every op, None of one that stays
-        what it is, and the values of its `ParameterFacts` and of the `CallFacts`.
+        """The number of the cache entry of a key.
+
+        modes: (training, alias) of every op, None for one that never changes.  parameters: the values of the
+        `ParameterFacts` of every op.  call: the values of the `CallFacts`
         """
         run = self._run(piece)
         ops = [
@@ -198,26 +212,26 @@ class Told:
             for facts, mode in zip(starmap(OpFacts, op_facts(run.ops)), modes, strict=True)
         ]
         known = [tuple([p if p is None else ParameterFacts(*p) for p in own]) for own in parameters]
-        return run.numbered(run.entry(PlanKey(tuple(ops), tuple(known), CallFacts(*call))))
+        return run.register(run.entry(PlanKey(tuple(ops), tuple(known), CallFacts(*call))))
 
-    def conditional(self, piece: int, entry: int, dtype: torch.dtype, axes: int) -> bool:
-        """Whether the plan of an entry depends on a size that may be a symbol."""
+    def depends_on_symbols(self, piece: int, entry: int, dtype: torch.dtype, axes: int) -> bool:
+        """Whether the plan of an entry depends on a size that may be symbolic."""
         return self._reasons(piece, entry, dtype, axes) is None
 
     def _reasons(
         self, piece: int, entry: int, dtype: torch.dtype, axes: int
     ) -> tuple[str | None, ...] | None:
-        """Why candidates may not fire, None where that depends on how many rows there are."""
+        """Why each candidate may not fire; None where that depends on the number of rows."""
         known, run = TABLE[entry], self._run(piece)
-        if not (known.scan.candidates or known.layers):
+        if not (known.scan.candidates or known.gated):
             return ()
         width = _width(run)
-        if known.layers or run.chain.outside or width is None:
+        if known.gated or run.chain.outside or width is None:
             return None
         if any(site.rule not in BUILTIN_RULES for site in known.scan.candidates):
             return None  # a user's condition may read the shape
         shape = (*[UnknownRows()] * (axes - 1), width)
-        x: Any = Unsized(shape, dtype, known.facts.key.call.device)
+        x: Any = RowlessInput(shape, dtype, known.facts.key.call.device)
         try:
             return run.reasons(known, x, {})
         except TypeError:
@@ -231,21 +245,21 @@ class Told:
         dtype: torch.dtype,
         axes: int,
     ) -> int:
-        """The number of the plan of an entry, given the outcome of its conditions."""
+        """The number of the plan of an entry for this outcome of its conditions."""
         run = self._run(piece)
         if reasons is None:
             reasons = self._reasons(piece, entry, dtype, axes)
         plan = run.plan_of(TABLE[entry], reasons)  # type: ignore[arg-type]
         for segment in plan.segments:
             if not segment.number:
-                segment.number = run.numbered(segment)
+                segment.number = run.register(segment)
                 write_forward(segment), write_backward(segment)  # which dynamo cannot trace
-        return run.numbered(plan)
+        return run.register(plan)
 
     def segments(self, plan: int) -> int:
         return len(TABLE[plan].segments)
 
-    def how(self, plan: int, k: int, same: tuple[bool, ...]) -> str:
+    def segment_mode(self, plan: int, k: int, unchanged: tuple[bool, ...]) -> str:
         """How a segment runs: as a "tap", a "call", "traced" or "opaque"."""
         seg: Segment = TABLE[plan].segments[k]
         if seg.tap is not None:
@@ -255,32 +269,32 @@ class Told:
         over_ranks = seg.local_reads or any(op._local for op in seg.ops)
         return (
             "opaque"
-            if seg.kind == "node" and seg.builtin and all(same) and not over_ranks
+            if seg.kind == "node" and seg.builtin and all(unchanged) and not over_ranks
             else "traced"
         )
 
-    def number(self, plan: int, k: int) -> int:
+    def segment_number(self, plan: int, k: int) -> int:
         number: int = TABLE[plan].segments[k].number
         return number
 
-    def tap(self, plan: int, k: int) -> str:
+    def tap_name(self, plan: int, k: int) -> str:
         return str(TABLE[plan].segments[k].tap)
 
-    def inputs(self, plan: int, k: int) -> str:
+    def segment_reads(self, plan: int, k: int) -> str:
         """The side inputs of a segment."""
         return _words(TABLE[plan].segments[k].reads)
 
-    def params(self, plan: int, k: int) -> str:
-        """The parameters of a segment: position of the op in the run, and name, in turn."""
+    def segment_params(self, plan: int, k: int) -> str:
+        """The parameters of a segment: index of the op in the run, and name, alternate."""
         seg: Segment = TABLE[plan].segments[k]
         return _words(word for i, name in seg.params for word in (seg.start + i, name))
 
-    def exports(self, plan: int, k: int) -> str:
+    def segment_exports(self, plan: int, k: int) -> str:
         return _words(TABLE[plan].segments[k].exports)
 
 
 def _width(run: Run) -> int | None:
-    """How wide the input of a run is, where its first op tells."""
+    """The input width of a run, None where its first op does not declare one."""
     first = next((op for op in run.ops if not op.alias), run.ops[0])
     width = first.dim if isinstance(first, Router) else getattr(first, "in_features", None)
     widths = getattr(first, "normalized_shape", None) or (width,)
@@ -288,7 +302,7 @@ def _width(run: Run) -> int | None:
 
 
 def _kind(value: Any) -> str:
-    """How traced code compares an attribute: a float, which dynamo may hold as a symbol, alone and in a tuple."""
+    """How traced code compares an attribute. Floats, alone or in a tuple, may be symbols to dynamo."""
     if type(value) is float:
         return "number"
     if _constant(value):
@@ -303,8 +317,8 @@ def _kind(value: Any) -> str:
 
 
 def _constant(value: Any) -> bool:
-    """Whether dynamo holds an attribute as a constant, and guards on its value (of a mesh too, whose identity it does
-    not trace in torch 2.11).
+    """Whether an attribute is a constant to dynamo, which guards on its value. A mesh is one: torch 2.11 cannot trace
+    its identity.
     """
     if isinstance(value, tuple):
         return all(map(_constant, value)) and not any(type(item) is float for item in value)

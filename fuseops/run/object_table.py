@@ -1,4 +1,4 @@
-"""Code that dynamo traces knows objects by numbers, which are constants, and by addresses."""
+"""References to objects in traced code: by number or by address, which are constants to dynamo."""
 
 import ctypes
 import itertools
@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 
-class Table:
-    """A `Table` holds objects by int, until their owner drops them.
+class ObjectTable:
+    """An `ObjectTable` maps numbers to objects, until their owner drops them.
 
-    One attribute an object, since dynamo reads attributes one by one, but would snapshot a whole dict.
+    Each object is an attribute: dynamo reads attributes one by one, but would snapshot a whole dict.
     """
 
     def __init__(self) -> None:
@@ -28,16 +28,16 @@ class Table:
         return getattr(self, f"item{number}")
 
 
-TABLE = Table()
+TABLE = ObjectTable()
 
 
-def alive(address: int) -> Any:
-    """The object at an address that `id()` gave. The traced call holds it, so it is alive."""
+def object_at(address: int) -> Any:
+    """The object of an `id()`. The caller must hold a reference to it, as a traced call does."""
     return ctypes.cast(address, ctypes.py_object).value
 
 
-def distinct(x: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Dynamo takes no tensor twice: a repeated one (a residual, a tied weight) is passed as a view of itself."""
+def dedupe_inputs(x: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs, a repeated one (a residual, a tied weight) as a view of itself: dynamo takes no tensor twice."""
     seen = [x]
     for t in inputs:
         seen.append(t.view_as(t) if t is not None and any(t is u for u in seen) else t)

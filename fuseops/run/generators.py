@@ -1,7 +1,8 @@
-"""Generators of random numbers that a level-1 op may draw from, and their states, compared around its `fwd`.
+"""The random number generators that a level-1 op may draw from. Their states are compared before and after its `fwd`.
 
-Watched are torch's own of the CPU and of the device, those that the op holds, and those that the code of its `fwd`,
-and of what it calls, names: functions of the modules `random` and `numpy.random`, generators in globals and closures.
+These are torch's default generators of the CPU and the device, those among the attributes of the op, and those that the
+code of its `fwd`, or of a function that it calls, refers to: globals, closures, functions of `random` and
+`numpy.random`.
 """
 
 from __future__ import annotations
@@ -19,38 +20,38 @@ import torch
 from fuseops import torch_private
 from fuseops.ops.code import named_by
 
-SHIPPED = frozenset({"builtins", "collections", "fuseops", "torch"})
-_drawn_by_nobody: set[type] = set()  # classes of attributes, by which most ops have no generator
-# of a class: its `fwd`, and the generators that this names
-_named: WeakKeyDictionary[type, tuple[Any, list[Any]]] = WeakKeyDictionary()
+KNOWN_PACKAGES = frozenset({"builtins", "collections", "fuseops", "torch"})
+_types_without_generators: set[type] = set()  # types of attributes that were looked at
+# by class: its `fwd`, and the generators that its code refers to
+_generators_of_class: WeakKeyDictionary[type, tuple[Any, list[Any]]] = WeakKeyDictionary()
 
 
 def generators_of(op: Any, attributes: Mapping[str, Any], device: torch.device) -> list[Any]:
-    """All that a call of `op.fwd` on a device may draw from."""
+    """The generators that a call of `op.fwd` on a device may draw from."""
     found: list[Any] = [torch.default_generator]
     if device.type == "cuda" and not torch_private.is_capturing():
         found.append(torch.cuda.default_generators[torch_private.current_device()])
-    unknown = {*map(type, attributes.values())} - _drawn_by_nobody
+    unknown = {*map(type, attributes.values())} - _types_without_generators
     if unknown:
         found += [value for value in attributes.values() if _is_generator(value)]
-        shipped = (t for t in unknown if t.__module__.partition(".")[0] in SHIPPED)
-        _drawn_by_nobody.update(t for t in shipped if not _is_generator_class(t))
+        shipped = (t for t in unknown if t.__module__.partition(".")[0] in KNOWN_PACKAGES)
+        _types_without_generators.update(t for t in shipped if not _is_generator_class(t))
     kind, fwd = type(op), getattr(op.fwd, "__func__", op.fwd)
-    known = _named.get(kind)
+    known = _generators_of_class.get(kind)
     if known is None or known[0] is not fwd:
-        known = _named[kind] = (
+        known = _generators_of_class[kind] = (
             fwd,
-            [g for _, value in named_by(fwd, kind) for g in _drawn_from(value)],
+            [g for _, value in named_by(fwd, kind) for g in _generators_in(value)],
         )
     return found + known[1]
 
 
-def states(generators: list[Any]) -> list[Any]:
+def rng_states(generators: list[Any]) -> list[Any]:
     return [_state(generator) for generator in generators]
 
 
-def same(before: list[Any], after: list[Any]) -> bool:
-    """Whether no generator was drawn from between two of their states."""
+def states_equal(before: list[Any], after: list[Any]) -> bool:
+    """Whether the states are equal: no generator was drawn from in between."""
     return all(map(_equal, before, after))
 
 
@@ -77,8 +78,8 @@ def _is_generator_class(kind: type) -> bool:
     return numpy is not None and issubclass(kind, numpy.Generator | numpy.RandomState)
 
 
-def _drawn_from(value: Any) -> Iterator[Any]:
-    """The generator that a value is, or draws from."""
+def _generators_in(value: Any) -> Iterator[Any]:
+    """The generator that a value is, or is a method of."""
     if _is_generator(value):
         yield value
     elif isinstance(value, BuiltinMethodType | MethodType) and _is_generator(value.__self__):
