@@ -92,7 +92,7 @@ def assert_as_fresh(seq: fo.Sequential, x: Tensor, **options: object) -> None:
 def plans() -> Iterator[list]:
     """Every plan that runs, by its spans."""
     seen: list = []
-    with scopes.watching(seen.append):
+    with scopes.watch_plans(seen.append):
         yield seen
 
 

@@ -21,7 +21,7 @@ from fuseops import ops
 from fuseops.errors import FuseOpsError
 from fuseops.ops.checks import check_flags
 from fuseops.ops.local import Local
-from fuseops.ops.paths import SPREAD, path_of
+from fuseops.ops.paths import SHARD_EXPERTS, path_of
 from fuseops.run.composed import Composed
 
 from .dispatch import ExpertArrive, ExpertCollect, ExpertDispatch
@@ -143,7 +143,7 @@ class ExpertParallel(ParallelStyle):
         check_mesh(mesh, experts.num_experts)
         check_whole("ExpertParallel", experts)
         _shard_first(experts, mesh, done)
-        experts.__dict__[SPREAD] = partial(self._spread, mesh=mesh)
+        experts.__dict__[SHARD_EXPERTS] = partial(self._spread, mesh=mesh)
 
 
 def _check(op: ops.GroupedLinear) -> None:
@@ -183,7 +183,7 @@ def _dispatch(layer: Composed) -> Any:
 
 def expert_meshes(model: nn.Module) -> set[DeviceMesh]:
     """What the experts of a model are spread over."""
-    lent = (vars(m).get(SPREAD) for m in model.modules())
+    lent = (vars(m).get(SHARD_EXPERTS) for m in model.modules())
     own = {m.exchange.mesh for m in model.modules() if isinstance(m, ExpertDispatch)}
     return own | {spread.keywords["mesh"] for spread in lent if spread is not None}
 

@@ -30,7 +30,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops.activations import Activation, ScaledActivation
 from fuseops.ops.checks import check_flags, check_integers
 from fuseops.ops.halves import is_gate
-from fuseops.ops.local import InputLayout, Local, Ranks, halved
+from fuseops.ops.local import InputLayout, Local, Ranks, unflatten_halves
 from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of
 from fuseops.ops.stored import stored_in
@@ -75,7 +75,7 @@ class _Style(ParallelStyle):
             return
         whole = parameter.detach()
         if local.axis and name not in op._local:
-            whole = halved(whole, local.axis)
+            whole = unflatten_halves(whole, local.axis)
         placement = Replicate() if axis is None else Shard(whole.dim() + axis)
         source = getattr(self, "src_data_rank", 0)
         op._parameters[name] = placed(parameter, whole, mesh, placement, source)
@@ -91,7 +91,7 @@ def check_whole(style: str, module: nn.Module) -> None:
             f"{style}: {where} keeps {'one Parameter a group' if apart else 'gradients in main_grad'}, which DTensors "
             "have no place for: build it without."
         )
-    if stored is not None and stored.lives:
+    if stored is not None and stored.owns_codes:
         raise FuseOpsError(
             f"{style}: the weight of {where} lives as {stored.scaling} (fo.quantized_init), and its Parameter has no "
             "values to spread: build the model without, and let a recipe quantize each rank's part."
@@ -162,7 +162,7 @@ class ColwiseParallel(_Style):
         _divide(op, attribute, mesh, 2 if self.gate_up else 1)
         for name, axis in OUTPUTS.items():
             self._spread(op, name, mesh, axis, Local(axis - 1 if self.gate_up else 0))
-        self._spread(op, "down", mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
+        self._spread(op, "down", mesh, None, Local(replicated="sum", ranks=Ranks(mesh)))
         placement = Replicate() if self.input_layouts == Partial() else self.input_layouts
         op._layout = InputLayout(placement, Ranks(mesh))
         if "probs" in op.reads:
@@ -214,8 +214,8 @@ class RowwiseParallel(_Style):
         _divide(op, "in_features", mesh, 1)
         for name in ("weight", "down"):
             self._spread(op, name, mesh, -1, Local())
-        self._spread(op, "bias", mesh, None, Local(whole="first", ranks=Ranks(mesh)))
-        self._spread(op, "up", mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
+        self._spread(op, "bias", mesh, None, Local(replicated="first", ranks=Ranks(mesh)))
+        self._spread(op, "up", mesh, None, Local(replicated="sum", ranks=Ranks(mesh)))
         op._layout = InputLayout(Shard(-1), Ranks(mesh))
         if "probs" in op.reads:
             _sum_of_probs(op, mesh)
@@ -241,7 +241,7 @@ class SequenceParallel(_Style):
 
     def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
         for name in [*op._parameters]:
-            self._spread(op, name, mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
+            self._spread(op, name, mesh, None, Local(replicated="sum", ranks=Ranks(mesh)))
         op._layout = InputLayout(Shard(self.sequence_dim), Ranks(mesh))
 
 
@@ -259,7 +259,7 @@ class Replicated(_Style):
 
 def _sum_of_probs(op: Op[Any], mesh: DeviceMesh) -> None:
     """Have the ranks' gradients of a row's probability, each from its own hidden units, added up."""
-    op._local = {**op._local, "probs": Local(whole="sum", ranks=Ranks(mesh))}
+    op._local = {**op._local, "probs": Local(replicated="sum", ranks=Ranks(mesh))}
 
 
 def _entry(layout: Any, mesh: DeviceMesh) -> tuple[Op[Any], ...]:
@@ -445,7 +445,7 @@ def _split(op: Any) -> None:
     for name, axis in OUTPUTS.items():
         parameter = op._parameters.get(name)
         if parameter is not None and name not in op._local:
-            halves = halved(parameter.detach(), axis - 1)
+            halves = unflatten_halves(parameter.detach(), axis - 1)
             op._parameters[name] = nn.Parameter(halves, parameter.requires_grad)
             op._local = {**op._local, name: Local(axis - 1)}
 

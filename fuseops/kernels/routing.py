@@ -142,17 +142,15 @@ def count_once(total: Tensor, experts: Tensor) -> None:
         _count_once(total, experts)
 
 
-# Asked when a graph runs: it is the same for a forward and its recomputation. A CUDA graph could not ask.
-@torch.library.custom_op(
-    "fuseops::count_once", mutates_args=("total",), tags=(torch.Tag.cudagraph_unsafe,)
-)
-def _counting(total: Tensor, experts: Tensor) -> None:
-    _count_once(total, experts)
-
-
 def _count_once(total: Tensor, experts: Tensor) -> None:
     if not torch_private.in_recomputation():
         total += expert_counts(experts, len(total))
+
+
+# A compiled graph calls the op, since only a call can tell a forward from its recomputation. A CUDA graph cannot.
+torch.library.custom_op(
+    "fuseops::count_once", _count_once, mutates_args=("total",), tags=(torch.Tag.cudagraph_unsafe,)
+)
 
 
 def _chunks(rows: int, config: Config) -> int:

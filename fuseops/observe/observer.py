@@ -70,7 +70,7 @@ class Observer:
         """Follow what runs in this thread; nothing stays installed."""
         with (
             modules.followed(self._enter, self._leave),
-            scopes.watching(self._watch),
+            scopes.watch_plans(self._watch),
             registry.watching(self.launched),
         ):
             yield

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fuseops.ops.op import OF_EVERY_MODULE, Op
+from fuseops.ops.op import NON_CONFIG_ATTRS, Op
 from fuseops.torch_private import GLOBAL_HOOKS, any_autocast, tensor_guard
 
 from .chain import Chain
@@ -278,7 +278,7 @@ class Glance:
 def _depends_on(own: Mapping[str, Any], read: bool) -> list[str]:
     """What an instance, given as its `__dict__`, holds that a plan may depend on.  read: by conditions"""
     known = OF_OPS if not own["_buffers"] else OF_OPS | {"_buffers"}
-    return [n for n in own if n in known or (read and n not in OF_EVERY_MODULE)]
+    return [n for n in own if n in known or (read and n not in NON_CONFIG_ATTRS)]
 
 
 def autocast_of(x: Tensor) -> torch.dtype | None:

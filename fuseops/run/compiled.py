@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
-from fuseops.ops.local import unwrapped
+from fuseops.ops.local import to_local_input
 from fuseops.plan.key import (
     Tokens,
     autocast_of,
@@ -105,7 +105,7 @@ def _run(
     outside = _listed(told(runner, "outside", at))
     if told(runner, "local", at) and torch_private.is_dtensor(type(x)):
         laid_out = told(runner, "laid_out", at)
-        x = unwrapped(x, None if laid_out is None else ops[laid_out]._layout)
+        x = to_local_input(x, None if laid_out is None else ops[laid_out]._layout)
     same = [_same(runner, at, i, op) for i, op in numbered]
     known = told(runner, "width", at, x.dim(), tuple(same))
     if known is None or x.shape[-1] != known:

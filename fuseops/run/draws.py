@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fuseops import torch_private
-from fuseops.ops.code import named_by
+from fuseops.ops.code import referenced_values
 
 SHIPPED = frozenset({"builtins", "collections", "fuseops", "torch"})
 _drawn_by_nobody: set[type] = set()  # classes of attributes, by which most ops have no generator
@@ -40,7 +40,7 @@ def generators_of(op: Any, attributes: Mapping[str, Any], device: torch.device) 
     if known is None or known[0] is not fwd:
         known = _named[kind] = (
             fwd,
-            [g for _, value in named_by(fwd, kind) for g in _drawn_from(value)],
+            [g for _, value in referenced_values(fwd, kind) for g in _drawn_from(value)],
         )
     return found + known[1]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fuseops.kernels.replay import replaying
 from fuseops.kernels.transcript import Again, transcribable, transcribed
 from fuseops.ops import scopes
-from fuseops.ops.tiles import tables_alone
+from fuseops.ops.tiles import shares_only_tables
 from fuseops.plan.key import DICT
 from fuseops.plan.segment import Rows, Segment
 from fuseops.torch_private import dict_version
@@ -75,7 +75,9 @@ def repeats_of(seg: Segment, once: Once, unseen: bool) -> Repeats | None:
     """
     if not (unseen and seg.repeatable) or once.look is not None or once.out is not None:
         return None
-    if scopes.thread.inside.debug is not None or (once.scratch and not tables_alone(once.scratch)):
+    if scopes.thread.active.debug is not None or (
+        once.scratch and not shares_only_tables(once.scratch)
+    ):
         return None
     found: Repeats | None = seg.repeats
     if (

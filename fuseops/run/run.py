@@ -21,7 +21,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import registry
 from fuseops.ops import scopes
 from fuseops.ops.halves import check_halves
-from fuseops.ops.local import unwrapped
+from fuseops.ops.local import to_local_input
 from fuseops.ops.op import Shape, numel
 from fuseops.ops.paths import path_of
 from fuseops.ops.structure import Swap
@@ -244,7 +244,7 @@ class Run:
         check_names(settings, rules)
         opaque = [note if mode and note != "alias" else None for mode, note in modes]
         place = RunPosition(opaque, self.end, self.offset)
-        held, scanned = scopes.held(call.tokens), scan(self.ops, rules, place, settings)
+        held, scanned = scopes.layers_of(call.tokens), scan(self.ops, rules, place, settings)
         layers = layers_of(self.chain, scanned, facts)
         return self.entries.put(key, KnownPlans(held, scanned, facts, {}, layers))
 
@@ -296,8 +296,8 @@ class Run:
         if type(x) is Quantized:  # planned as the tensor that it stands for
             x = x.carrier
         elif type(x) is not Tensor and is_dtensor(type(x)) and self.chain.local:
-            given = x = unwrapped(x, self.chain.layout)
-        watchers = scopes.thread.inside.watchers
+            given = x = to_local_input(x, self.chain.layout)
+        watchers = scopes.thread.active.watchers
         if out is None and not watchers:
             repeated = self.repeated(x, env, tokens, live, versions)
             if repeated is not None:
@@ -434,11 +434,11 @@ def inputs_of(seg: Segment, env: dict[str, Any]) -> list[Any]:
     """Side inputs and parameters of a segment, as its node takes them."""
     inputs = _sides(seg, env)
     for position, local in seg.local_reads:
-        inputs[position] = local.of(inputs[position])
+        inputs[position] = local.compute_tensor(inputs[position])
     for i, name in seg.params:
         op = seg.ops[i]
         registered = op._parameters
         t = registered[name] if name in registered else getattr(op, name)
         own = op._local
-        inputs.append(own[name].of(t) if name in own else t)
+        inputs.append(own[name].compute_tensor(t) if name in own else t)
     return inputs

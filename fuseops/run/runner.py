@@ -189,7 +189,7 @@ def tokens_of(module: Any, runner: Runner) -> Tokens:
     if runner.last == tokens:
         return tokens
     if runner.last is not None and torch_private.in_backward():
-        scoped = tokens[2] if scopes.current().reentered else runner.last[2]
+        scoped = tokens[2] if scopes.current().recomputing else runner.last[2]
         before, now = scopes.resolve(*runner.last[:2], scoped), scopes.resolve(*tokens)
         changed = before.difference(now)
         if changed:
@@ -198,7 +198,7 @@ def tokens_of(module: Any, runner: Runner) -> Tokens:
                 f"{'; '.join(changed)}. Set them with fuseops.configure(model, ...), or pass "
                 "context_fn=fuseops.checkpoint_contexts to checkpoint(..., use_reentrant=False)."
             )
-    runner.last, runner.held = tokens, scopes.held(tokens)
+    runner.last, runner.held = tokens, scopes.layers_of(tokens)
     return tokens
 
 

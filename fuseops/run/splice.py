@@ -39,7 +39,7 @@ def opaque_reason(op: Op[Any]) -> str | None:
         return "overrides forward"
     if kind.__call__ is not CALL:
         return "overrides __call__"
-    if kind.made and kind.made != (kind.fwd, kind.bwd):
+    if kind.own_methods and kind.own_methods != (kind.fwd, kind.bwd):
         return "has another fwd or bwd than its class was made with"
     return None
 
@@ -173,7 +173,7 @@ def _walk(module: Any, names: _Names, settings: int, nested: list[Nested]) -> It
             yield from _beside(before, path, names)
             if opaque_reason(child) is None:
                 check_declared(path, child)
-            read = child.known_sides()
+            read = child.side_bindings()
             check_side_names(path, child, (*[name for _, name in read], *child.writes))
             reads = names.reading(read, path)
             yield Child(path, child, names.scope, reads, names.writing(child.writes, path))

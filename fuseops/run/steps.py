@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fuseops.ops.op import Call, Out, new
+from fuseops.ops.op import Call, Out, make_tuple
 from fuseops.plan.segment import BackwardStep, ForwardStep, Segment, Slot, Step
 from fuseops.recipes import Quantized
 
@@ -135,7 +135,7 @@ def _backward_call(seg: Segment, step: BackwardStep, k: int, known: dict[str, An
     for m, (slot, names) in enumerate(_saved(seg, step)):
         known[f"n{k}_{m}"] = step.empty[m] if slot is None else slot.cls
         fields = [] if slot is None else [names.get(at, "None") for at in range(len(slot.names))]
-        owns.append(f"n{k}_{m}" if slot is None else f"new(n{k}_{m}, {_tuple(fields)})")
+        owns.append(f"n{k}_{m}" if slot is None else f"make_tuple(n{k}_{m}, {_tuple(fields)})")
         read += names.values()
     dside = _dict([(name, f"g{at}") for name, at in step.writes])
     elsewhere = bool(step.main) or step.later is not None
@@ -293,7 +293,7 @@ def calls_of(
     # `_replace`, without a call for each
     for call, scope in zip(step.calls, step.scopes, strict=True):
         scratch = None if shared is None else shared.setdefault(scope, {})
-        calls.append(new(Call, (*call[:OUT], out, scratch)))
+        calls.append(make_tuple(Call, (*call[:OUT], out, scratch)))
     if once.seed is not None:  # numbers of its own for each op, and each of its two layouts
         first = 2 * step.at
         calls = [c._replace(seed=once.seed + first + 2 * k) for k, c in enumerate(calls)]

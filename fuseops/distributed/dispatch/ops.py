@@ -19,9 +19,9 @@ from fuseops import torch_private
 from fuseops.distributed.pairs import BACKWARD, give_way
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.checks import check_chosen
-from fuseops.ops.linear import high
+from fuseops.ops.linear import to_high_precision
 from fuseops.ops.op import Call, Grads, NothingSaved, Op, Out, SideGrads
-from fuseops.ops.permute import AGAIN, ON_DX, SENT, OnDx, Sent
+from fuseops.ops.permute import DISPATCHED, ON_DX, REDISPATCH, DispatchRecord, OnDx
 from fuseops.ops.structure import Alias
 from fuseops.plan.key import hooked
 from fuseops.recipes import Operand, Quantized, Roles, quantize
@@ -128,10 +128,12 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
             _arrive(call)
             out = out._replace(y=unpacked(out.y, x))
         else:
-            out = self._sent(high(x), experts, weights, call)
+            out = self._sent(to_high_precision(x), experts, weights, call)
         if call.scratch is not None and out.saved is not None and isinstance(home, Tensor):
-            call.scratch[SENT] = Sent(out.y, home, out.saved.slots, out.saved.arrivals)
-            call.scratch[AGAIN] = self._begin_again
+            call.scratch[DISPATCHED] = DispatchRecord(
+                out.y, home, out.saved.slots, out.saved.arrivals
+            )
+            call.scratch[REDISPATCH] = self._begin_again
         return out
 
     def _sent(self, x: Tensor, experts: Tensor, weights: Tensor, call: Call) -> Out:
@@ -289,7 +291,7 @@ class ExpertCollect(Op[ExpertCollectSaved]):
             self.reads = (*self.reads, "like")
 
     def fwd(self, x: Tensor, *, call: Call, **side: Tensor) -> Out:
-        (call.scratch or {}).pop(SENT, None)  # where nobody has saved what arrived
+        (call.scratch or {}).pop(DISPATCHED, None)  # where nobody has saved what arrived
         slots, arrivals = side["slots"], side["arrivals"]
         saved = None
         if torch.compiler.is_compiling():

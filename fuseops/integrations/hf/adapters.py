@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.ops.checks import check_width
 from fuseops.ops.op import Call, Grads, Op, Out, Shape
-from fuseops.ops.paths import LENT
+from fuseops.ops.paths import STAND_IN
 
 from . import lent
 
@@ -286,7 +286,7 @@ def forward(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
     """As PEFT's, of an adapted Linear."""
     if args or keywords or not here(self) or not active(self):
         return type(self).forward(self, x, *args, **keywords)
-    return self.__dict__[LENT](x)
+    return self.__dict__[STAND_IN](x)
 
 
 def here(wrapper: Any) -> bool:

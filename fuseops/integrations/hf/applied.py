@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from fuseops.errors import FuseOpsError
-from fuseops.ops.paths import LENT
+from fuseops.ops.paths import STAND_IN
 
 from . import adapters, experts, lent, loss, mlp, norm, packing, recognise, rope, router
 from .report import ApplyReport, ReportEntry
@@ -88,7 +88,7 @@ def _bind(module: nn.Module, part: AppliedPart, stand_in: nn.Module) -> None:
         module.__dict__["forward"] = loss.bind(module, stand_in)
         return
     # experts hang themselves, as they may be built by a call
-    if part is not EXPERTS and module.__dict__.get(LENT) is not stand_in:
+    if part is not EXPERTS and module.__dict__.get(STAND_IN) is not stand_in:
         lent.hang(module, stand_in, lent.Said.of(module))
     module.__dict__["forward"] = functools.partial(part.forward, module)
 
@@ -96,7 +96,7 @@ def _bind(module: nn.Module, part: AppliedPart, stand_in: nn.Module) -> None:
 def _unbind(module: nn.Module) -> None:
     if bound(module):
         del module.__dict__["forward"]
-    for name in (LENT, loss.SELF):
+    for name in (STAND_IN, loss.SELF):
         module.__dict__.pop(name, None)
 
 

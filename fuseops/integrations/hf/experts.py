@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fuseops import ops
 from fuseops.errors import FuseOpsError
 from fuseops.layers.sequential import Sequential
-from fuseops.ops.paths import LENT, SPREAD, path_of
+from fuseops.ops.paths import SHARD_EXPERTS, STAND_IN, path_of
 
 from . import adapters as peft
 from . import lent, recognise
@@ -66,10 +66,10 @@ def forward(
     """
     if torch.compiler.is_compiling():
         lent.asked(built, self, top_k_index.shape[-1])
-        stand_in = self.__dict__.get(LENT)
+        stand_in = self.__dict__.get(STAND_IN)
     else:
         stand_in = built(self, top_k_index.shape[-1])
-    spread = SPREAD in self.__dict__
+    spread = SHARD_EXPERTS in self.__dict__
     if spread and stand_in is None:
         raise FuseOpsError(
             f"these experts are spread over ranks, and fuseops cannot run them: {refused(self)}."
@@ -106,7 +106,7 @@ def bound(self: nn.Module, *args: Any, **keywords: Any) -> Tensor:
 def forward_adapted(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
     """As PEFT's, of adapters around experts that run here."""
     inner = peft.adapted(self)
-    if SPREAD in inner.__dict__ and peft.active(self) != []:
+    if SHARD_EXPERTS in inner.__dict__ and peft.active(self) != []:
         raise FuseOpsError(
             f"{path_of(inner) or type(inner).__name__} has adapters of {self.parameter_name!r}, whose factors are of "
             "all experts, and this rank has a part of them (ExpertParallel). Adapt other modules (target_modules), or "
@@ -170,7 +170,7 @@ def built(experts: nn.Module, top_k: int) -> Sequential | None:
         *(said.get("has_gate"), said.get("has_bias"), said.get("is_transposed")),
         *(said.get("act_fn"), experts._modules.get("act_fn")),
         *(said.get("_apply_gate"), getattr(type(experts), "_apply_gate", None)),
-        *(said.get(SPREAD), _act_hooked(experts)),
+        *(said.get(SHARD_EXPERTS), _act_hooked(experts)),
         *[v for v in said.values() if type(v) in (int, float)],
     )
     found: Sequential | None = lent.hung(experts, known)
@@ -200,7 +200,7 @@ def _build(experts: Any, top_k: int) -> Sequential:
             "combine": ops.Combine(top_k),
         }
     )
-    spread = vars(experts).get(SPREAD)
+    spread = vars(experts).get(SHARD_EXPERTS)
     if spread is not None:
         spread(layer)
     return layer

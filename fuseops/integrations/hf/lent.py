@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from fuseops.ops.op import OF_EVERY_MODULE, Op
-from fuseops.ops.paths import LENDER, LENT
+from fuseops.ops.op import NON_CONFIG_ATTRS, Op
+from fuseops.ops.paths import PARAMETER_SOURCE, STAND_IN
 from fuseops.plan.key import has_hooks
 from fuseops.torch_private import assume_constant_result, is_dtensor
 from fuseops.words import dtype_name
@@ -58,7 +58,7 @@ def borrows(*names: str) -> Callable[[C], C]:
 def _borrowed(name: str) -> property:
     def read(op: Any) -> Tensor | None:
         # without a lender, while the op is constructed, torch looks among the parameters
-        found: Tensor | None = op._lender.get(name)
+        found: Tensor | None = op._parameter_source.get(name)
         return found
 
     def leave(op: Any, value: Any) -> None:
@@ -70,20 +70,20 @@ def _borrowed(name: str) -> property:
 
 def lend(op: Op[Any], owner: nn.Module, sources: Mapping[str, Source]) -> None:
     """Say where the op finds its parameters, in the place of those it was built with. The owner is no child of it."""
-    op.__dict__[LENDER] = Lender(owner, dict(sources))
+    op.__dict__[PARAMETER_SOURCE] = Lender(owner, dict(sources))
     for name in [*op._parameters]:
         del op._parameters[name]
 
 
 def hang(owner: nn.Module, stand_in: nn.Module, built_for: Any) -> None:
     """Keep what stands in for the owner's forward, and what it was built for. It is no child of the owner."""
-    owner.__dict__[LENT] = stand_in
+    owner.__dict__[STAND_IN] = stand_in
     stand_in.__dict__.update(built_for=built_for, stands_for=type(owner).forward)
 
 
 def hung(owner: nn.Module, built_for: Any) -> Any:
     """What stands in for the owner's forward, unless it was built for something else."""
-    found = owner.__dict__.get(LENT)
+    found = owner.__dict__.get(STAND_IN)
     return found if found is not None and found.built_for == built_for else None
 
 
@@ -94,7 +94,7 @@ def while_hung(forward: F) -> F:
 
     @functools.wraps(forward)
     def either(self: nn.Module, *args: Any, **keywords: Any) -> Any:
-        stand_in, own = self.__dict__.get(LENT), type(self).forward
+        stand_in, own = self.__dict__.get(STAND_IN), type(self).forward
         ours = stand_in is not None and stand_in.stands_for is own
         return (forward if ours else own)(self, *args, **keywords)
 
@@ -116,7 +116,9 @@ class Said(NamedTuple):
     @classmethod
     def of(cls, module: nn.Module) -> Said:
         own = module.__dict__
-        names = tuple([n for n in own if n not in OF_EVERY_MODULE and n not in (LENT, "forward")])
+        names = tuple(
+            [n for n in own if n not in NON_CONFIG_ATTRS and n not in (STAND_IN, "forward")]
+        )
         inner = [n for n, m in module._modules.items() if m is not None and not [*m.parameters()]]
         said = cls(names, tuple(inner), ())
         return said._replace(values=said.now(module))
@@ -183,7 +185,7 @@ def stands(owner: nn.Module) -> bool:
 
 
 def _stands(owner: nn.Module) -> bool:
-    stand_in: Any = owner.__dict__[LENT]
+    stand_in: Any = owner.__dict__[STAND_IN]
     if stand_in.built_for.still_of(owner):
         return True
     if (name := type(owner).__name__) not in _told:

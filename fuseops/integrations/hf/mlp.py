@@ -20,7 +20,7 @@ from fuseops import kernels as K
 from fuseops.kernels.activation import Form
 from fuseops.ops.checks import check_width
 from fuseops.ops.op import Call, Grads, Op, Out, Shape
-from fuseops.ops.paths import LENDER, LENT
+from fuseops.ops.paths import PARAMETER_SOURCE, STAND_IN
 
 from . import adapters, lent, packing
 from .adapters import LowRankProduct, lowered
@@ -135,7 +135,9 @@ class MLP(Op[MLPSaved]):
         """(name, dh) of the first products: one, where there is no gate or `up` holds both."""
         if dh is None:
             return []
-        apart = "gate" in self.__dict__[LENDER].sources  # a gate that is not saved is one, too
+        apart = (
+            "gate" in self.__dict__[PARAMETER_SOURCE].sources
+        )  # a gate that is not saved is one, too
         return [*zip(FIRSTS, dh.chunk(2, dim=1), strict=True)] if apart else [("up", dh)]
 
     def _through_act(
@@ -215,7 +217,7 @@ def _names(module: nn.Module) -> tuple[str, ...]:
 def build(module: nn.Module) -> MLP | str:
     """The op for this module, or why there is none."""
     packed = packing.packed(module)  # nobody can run its class any more
-    found: MLP | None = module.__dict__[LENT] if packed else None
+    found: MLP | None = module.__dict__[STAND_IN] if packed else None
     if (why := _refused(module)) is not None:
         return found or why
     if found is not None and lent.stands(module):
@@ -251,7 +253,7 @@ def lend(op: MLP, module: nn.Module) -> None:
 
 def in_words(op: MLP) -> str:
     """What runs a module now, for the report."""
-    owner = op.__dict__[LENDER].owner
+    owner = op.__dict__[PARAMETER_SOURCE].owner
     adapted = [name for name in _names(owner) if adapters.wraps(owner._modules[name])]
     packed = ", gate and up packed" * packing.packed(owner)
     return f"one op, {op.kind}{packed}" + f", with adapters of {', '.join(adapted)}" * bool(adapted)
@@ -269,7 +271,7 @@ def forward(self: nn.Module, x: Tensor) -> Tensor:
     hook, or where the activation is another one.
     """
     if lent.stands(self) and all(_readable(self._modules[name]) for name in _names(self)):
-        return self.__dict__[LENT](x)
+        return self.__dict__[STAND_IN](x)
     return _written(self, x) if packing.packed(self) else type(self).forward(self, x)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fuseops import ops
-from fuseops.ops.paths import LENT
+from fuseops.ops.paths import STAND_IN
 
 from . import lent
 from .recognise import norm_of
@@ -40,4 +40,4 @@ def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     """As the module's own; in the dtype of the input, rounded once."""
     if lent.sharded(self) or not lent.stands(self):
         return type(self).forward(self, hidden_states)
-    return self.__dict__[LENT](hidden_states)
+    return self.__dict__[STAND_IN](hidden_states)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
 from fuseops.ops.op import Call, Grads, Op, Out, Shape, SideGrads
-from fuseops.ops.paths import LENT
+from fuseops.ops.paths import STAND_IN
 from fuseops.ops.rope import angle_gradients, shared_angles
 from fuseops.torch_private import is_dtensor
 
@@ -225,7 +225,7 @@ def build(table: nn.Module | None, module: nn.Module) -> RotaryPair | str:
 @lent.while_hung
 def forward(self: nn.Module, *args: Any, **keywords: Any) -> Any:
     """As the module's own, but for the function that turns queries and keys."""
-    return self.__dict__[LENT].swapped(self, *args, **keywords)
+    return self.__dict__[STAND_IN].swapped(self, *args, **keywords)
 
 
 def _head(module: Any) -> int | None:

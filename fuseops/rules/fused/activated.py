@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.activation import Form
-from fuseops.ops.linear import flat, high, wgrad_input
+from fuseops.ops.linear import flat, to_high_precision, wgrad_input
 from fuseops.ops.op import Call
 from fuseops.recipes import Operand
 
@@ -51,7 +51,7 @@ def through_activation(
             if apart is None and coded_swiglu.whole_squares(da):
                 return coded_swiglu.backward(flat(da), rows, probs, offs, first, last)
             del rows
-        h = high(h)
+        h = to_high_precision(h)
     need_a = not last.needs.isdisjoint(WEIGHTS)
     with_a = need_a and roles is None
     if da is not None:

@@ -5,8 +5,8 @@ from typing import Any, cast
 from torch import Tensor
 
 from fuseops.ops.linear import LinearSaved, linear
-from fuseops.ops.op import Calls, FusedOp, Given, Grads, NothingSaved, Out, SideGrads
-from fuseops.ops.structure import AddSaved, of_tap
+from fuseops.ops.op import Calls, FusedOp, Grads, MemberTensors, NothingSaved, Out, SideGrads
+from fuseops.ops.structure import AddSaved, tap_gradient
 
 
 class AddNorm(FusedOp):
@@ -19,7 +19,7 @@ class AddNorm(FusedOp):
 
     recipes = True
 
-    def fwd(self, x: Tensor, t: Given, calls: Calls) -> Out:
+    def fwd(self, x: Tensor, t: MemberTensors, calls: Calls) -> Out:
         *front, add, tap, norm = cast("tuple[Any, ...]", self.members)
         before: list[Any] = []
         if front:
@@ -32,7 +32,7 @@ class AddNorm(FusedOp):
         found = norm.normed(h, t[-1], norm.epsilon(h.dtype), beside)
         added = AddSaved(None if alike else (x.dtype, residual.dtype))
         shape = tuple(norm.normalized_shape)
-        own = norm.kept(found, t[-1]["weight"], shape)
+        own = norm.saved_of(found, t[-1]["weight"], shape)
         return Out(found.y, (*before, added, NothingSaved(), own), {tap.writes[0]: found.h})
 
 
@@ -43,7 +43,7 @@ class NormAdd(FusedOp):
         self, saved: tuple[Any, ...], dy: Tensor | None, calls: Calls, dside: SideGrads
     ) -> tuple[Grads, ...]:
         add, _, norm = cast(Any, self.members)
-        dh, needs = of_tap(dside), calls[2].needs
+        dh, needs = tap_gradient(dside), calls[2].needs
         params = dict.fromkeys(needs - {"x"})
         if dy is not None:
             found = norm.grads(saved[2], dy, needs, dh)

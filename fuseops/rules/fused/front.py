@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.ops.norms import LayerNorm, Normed, RMSNorm
-from fuseops.ops.op import Call, Given, Grads, Op, SideGrads
-from fuseops.ops.structure import Add, AddSaved, Tap, of_tap
+from fuseops.ops.op import Call, Grads, MemberTensors, Op, SideGrads
+from fuseops.ops.structure import Add, AddSaved, Tap, tap_gradient
 from fuseops.recipes import Layout, Quantized, Scaling
 from fuseops.recipes.numbers import Measuring, watching
 from fuseops.recipes.scaling import SQUARE, VECTOR
@@ -63,7 +63,9 @@ class Front:
         """Fields that the input of the GEMM is made of again."""
         return ("x", "gamma", "beta", "eps") if self.norm is not None else ("x",)
 
-    def fwd(self, x: Any, t: Given, call: Call) -> tuple[Any, FrontSaved, dict[str, Tensor] | None]:
+    def fwd(
+        self, x: Any, t: MemberTensors, call: Call
+    ) -> tuple[Any, FrontSaved, dict[str, Tensor] | None]:
         """The input of the GEMM, whose call it is, what is saved, and what is published."""
         if self.norm is None:
             return x, FrontSaved(x), None
@@ -127,12 +129,12 @@ class Front:
         if self.norm is None:
             return ()
         needs = calls[-1].needs
-        dh = of_tap(dside)
+        dh = tap_gradient(dside)
         params = dict.fromkeys(needs - {"x"})
         if dy is not None:
             if s.x is not None and s.x.dtype is not dy.dtype:
                 dy = dy.to(s.x.dtype)
-            of = self.norm.kept(Normed(dy, s.x, s.mean, s.rstd), s.gamma, tuple(dy.shape[-1:]))
+            of = self.norm.saved_of(Normed(dy, s.x, s.mean, s.rstd), s.gamma, tuple(dy.shape[-1:]))
             found = self.norm.grads(of, dy, needs, dh)
             dh = found.x if "x" in needs else None  # some kernels make it all the same
             params |= found.params or {}

@@ -14,14 +14,14 @@ from fuseops.ops.linear import (
     WEIGHT,
     LinearSaved,
     bias_gradient,
-    grad_in_turn,
     grad_operand,
     input_gradient,
     linear_bwd,
     plain_weight_gradient,
+    staged_grad_operands,
     weight_gradient,
 )
-from fuseops.ops.op import Call, Grads, new, replaced
+from fuseops.ops.op import Call, Grads, fast_replace, make_tuple
 from fuseops.recipes import Operand
 
 from . import quantized_order
@@ -39,17 +39,17 @@ def backward(
 ) -> tuple[Grads, WeightGrad | None]:
     """dx and dbias of what `call.needs` names, and what gives dweight for x, None where nobody wants it.
 
-    A bias sums dy as it is. Without a dy all are None.   stays: as of `grad_in_turn`
+    A bias sums dy as it is. Without a dy all are None.   stays: as of `staged_grad_operands`
     """
     if dy is None:
         return Grads(None, dict.fromkeys(call.needs - {"x"})), None
     needs, roles = call.needs, call.precision.roles
     if roles is None:
-        found = linear_bwd(new(LinearSaved, (None, weight)), dy, call, needs - WEIGHT)
+        found = linear_bwd(make_tuple(LinearSaved, (None, weight)), dy, call, needs - WEIGHT)
         return found, partial(plain_weight_gradient, dy) if "weight" in needs else None
     lead = dy.shape[:-1] if isinstance(dy, Tensor) else None
     own = {"bias": bias_gradient(dy)} if "bias" in needs else {}
-    q, (given, _) = grad_in_turn(dy, call, stays=stays)
+    q, (given, _) = staged_grad_operands(dy, call, stays=stays)
     del dy
     dx = input_gradient(q, weight, call) if "x" in needs else None  # type: ignore[arg-type]
     found = Grads(dx if dx is None or lead is None else dx.view(*lead, dx.shape[-1]), own)
@@ -88,7 +88,7 @@ def grouped_backward(
     """What dy and the weight give of what the call needs, and what adds the rest to it when x is there.
 
     held: dy, which is taken out: what is passed by itself lives until the call returns wherever compiled code has
-    its own evaluator of frames.  stays, by_token: as of `grad_in_turn`.
+    its own evaluator of frames.  stays, by_token: as of `staged_grad_operands`.
     """
     dy = held.pop()
     quantized, left = call.precision.roles is not None, (dy, dy_index)
@@ -98,10 +98,10 @@ def grouped_backward(
         found = grouped_linear_bwd(saved, dy, call, dy_index=dy_index, needs=needs)
     if quantized:
         offs: Tensor = saved.offs  # type: ignore[assignment]
-        q, left = grad_in_turn(dy, call, offs, dy_index, stays, by_token)
+        q, left = staged_grad_operands(dy, call, offs, dy_index, stays, by_token)
         del dy
         if "x" in call.needs:
-            found = replaced(found, x=grouped_input_gradient(q, saved.weight, offs, call))  # type: ignore[arg-type]
+            found = fast_replace(found, x=grouped_input_gradient(q, saved.weight, offs, call))  # type: ignore[arg-type]
     waits = [] if call.needs.isdisjoint(WEIGHTS) else [left]
     return found, partial(grouped_weight, saved, waits, call, found.params)
 
@@ -119,7 +119,7 @@ def grouped_weight(
         return
     if call.precision.roles is None:
         (dy, dy_index), (x, x_index) = left.pop(), source()
-        given, needs = replaced(saved, x=x), call.needs & WEIGHTS
+        given, needs = fast_replace(saved, x=x), call.needs & WEIGHTS
         params.update(grouped_linear_bwd(given, dy, call, x_index, dy_index, needs).params)
         return
     weight, offs = saved.weight, saved.offs

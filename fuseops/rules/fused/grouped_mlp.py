@@ -32,12 +32,22 @@ from fuseops.ops.grouped_linear import (
     rows_of,
 )
 from fuseops.ops.linear import (
-    high,
     input_operand,
     saved_input,
+    to_high_precision,
     weight_rows,
 )
-from fuseops.ops.op import Call, Calls, FusedOp, Given, Grads, Op, Out, SideGrads, replaced
+from fuseops.ops.op import (
+    Call,
+    Calls,
+    FusedOp,
+    Grads,
+    MemberTensors,
+    Op,
+    Out,
+    SideGrads,
+    fast_replace,
+)
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
 from fuseops.recipes import Operand
@@ -129,11 +139,13 @@ class GroupedMLP(FusedOp):
         if low2:
             self.saves_for |= {f"{two}down": (*a, "up2"), f"{two}up": (*a, "down2")}
 
-    def fwd(self, x: Operand, t: Given, calls: Calls, keep: frozenset[str]) -> Out:
+    def fwd(self, x: Operand, t: MemberTensors, calls: Calls, keep: frozenset[str]) -> Out:
         saved = self.inputs(x, t)
         h, a = self.activated(saved, calls, "h" in keep)
         y = self.output(saved, a, calls[2])
-        return Out(y, replaced(saved, h=h, x=saved_input(x, calls[0], saved.offs, again=h is None)))
+        return Out(
+            y, fast_replace(saved, h=h, x=saved_input(x, calls[0], saved.offs, again=h is None))
+        )
 
     def bwd(
         self, held: list[GroupedMLPSaved], dy: Tensor, calls: Calls, dside: SideGrads
@@ -142,7 +154,7 @@ class GroupedMLP(FusedOp):
         taken.append(dy)
         return self.gradients(rest, taken, calls, lambda *width: (rest.x, None))
 
-    def choices(self, x: Tensor, t: Given, calls: Calls) -> str:
+    def choices(self, x: Tensor, t: MemberTensors, calls: Calls) -> str:
         if calls[0].precision.roles is not None:
             return ""
         given, facts = self.operands(self.inputs(x, t)), dswiglu.facts_of(calls)
@@ -151,7 +163,7 @@ class GroupedMLP(FusedOp):
 
     # --- the parts, over the calls of fc1, act and fc2: with an index, row r of x or of dy is its row index[r]
 
-    def inputs(self, x: Operand, t: Given) -> GroupedMLPSaved:
+    def inputs(self, x: Operand, t: MemberTensors) -> GroupedMLPSaved:
         """What there is to save, but for h."""
         fc1, act, fc2 = t[self.at : self.at + 3]
         check_offs(fc1["offs"], fc1["weight"].shape[0])
@@ -201,7 +213,7 @@ class GroupedMLP(FusedOp):
             if coded_swiglu.why_apart(s.form, h, call, calls[2], reads_dh) is None:
                 probs = s.probs if self.scaled else None
                 return kept, coded_swiglu.forward(h, probs, s.offs, calls[2])
-            return kept, self.activation(high(h), s)
+            return kept, self.activation(to_high_precision(h), s)
         x: Tensor = s.x  # type: ignore[assignment]
         offs: Tensor = s.offs  # type: ignore[assignment]
         weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
@@ -256,7 +268,7 @@ class GroupedMLP(FusedOp):
         h, dprobs = held.pop(), None
         if h is None and not last.needs.isdisjoint(("x", *WEIGHTS)):
             x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
-            h = self.hidden(replaced(s, x=x), first, x_index)
+            h = self.hidden(fast_replace(s, x=x), first, x_index)
             del x
         if quantized:
             parts = quantized_order.parts(dy, s.fc1, s.fc2, calls, dy_index)
@@ -265,14 +277,14 @@ class GroupedMLP(FusedOp):
             rows = (dy if dy_index is None else dy_index).shape[0]
             operands, facts = self.operands(s), dswiglu.facts_of(calls)
             fused = dswiglu.why_apart(operands, dy, h, dy_index, facts, rows) is None
-        call = replaced(last, needs=last.needs - {"x"}) if fused else last
+        call = fast_replace(last, needs=last.needs - {"x"}) if fused else last
         above, weight2 = grouped_backward(fc2, [dy], call, dy_index, True, parts > 0)
         dh: Operand | None = None
         a: Operand | None = None
         if fused:
             dh, a, dprobs = dswiglu.run(operands, dy, h, dy_index, last, spare)
         else:
-            between, above = [h, above.x], replaced(above, x=None)
+            between, above = [h, above.x], fast_replace(above, x=None)
             h, probs = None, s.probs if self.scaled else None
             need_dh, reads_dh = bool(first.needs), not first.needs.isdisjoint(SUMS)
             given = s.form, probs, s.offs, between, calls, need_dh, reads_dh, spare
@@ -287,7 +299,7 @@ class GroupedMLP(FusedOp):
         else:
             below, weight1 = grouped_backward(fc1, taken, first)
             if below.x is not None:
-                below = replaced(below, x=finish(below.x, dprobs))
+                below = fast_replace(below, x=finish(below.x, dprobs))
         if dx_first and not parts:
             weight2(of_a.pop)
         if weight1 is not None:
@@ -307,7 +319,7 @@ class GroupedMLP(FusedOp):
 
 def without_h(saved: GroupedMLPSaved) -> tuple[GroupedMLPSaved, list[Any]]:
     """h apart, in a list that gives it away: what is named by a caller lives until the call returns."""
-    return replaced(saved, h=None), [saved.h]
+    return fast_replace(saved, h=None), [saved.h]
 
 
 def _in_epilogue(

@@ -27,24 +27,24 @@ from fuseops.ops.activations import form_of
 from fuseops.ops.linear import (
     Linear,
     flat,
-    high,
     input_operand,
     linear,
     saved_input,
+    to_high_precision,
     weight_rows,
 )
 from fuseops.ops.op import (
     Call,
     Calls,
     FusedOp,
-    Given,
     Grads,
+    MemberTensors,
     Op,
     Out,
     SideGrads,
-    new,
+    fast_replace,
+    make_tuple,
     numel,
-    replaced,
 )
 from fuseops.recipes import Operand
 from fuseops.torch_private import is_fake
@@ -110,19 +110,20 @@ class DenseMLP(FusedOp):
         if self.biased:
             self.saves_for[f"{first + 1}.bias"] = dh
 
-    def fwd(self, x: Operand, t: Given, calls: Calls, keep: frozenset[str]) -> Out:
+    def fwd(self, x: Operand, t: MemberTensors, calls: Calls, keep: frozenset[str]) -> Out:
         first, last = t[self.at], t[-1]
         y, saved, side = self.front.fwd(x, t[: self.at], calls[self.at])
         bias = t[self.at + 1]["bias"] if self.biased else first["bias"]
         own = form_of(self.act), first["weight"], last["weight"], bias
-        s = new(DenseMLPSaved, (*saved, None, *own))
+        s = make_tuple(DenseMLPSaved, (*saved, None, *own))
         h, a = self.activated(s, y, calls)
         del y
         if "h" in keep:
-            s = new(DenseMLPSaved, (*saved, h, *own))
+            s = make_tuple(DenseMLPSaved, (*saved, h, *own))
         del h
         if self.takes_quantized:
-            s = replaced(s, x=saved_input(s.x, calls[self.at], again=s.h is None))  # type: ignore[arg-type]
+            x_saved = saved_input(s.x, calls[self.at], again=s.h is None)  # type: ignore[arg-type]
+            s = fast_replace(s, x=x_saved)
         y = linear(a, last["weight"], last["bias"], calls[-1], columns=False)[0]
         return Out(y if y.dim() == x.dim() else shaped(y, x), s, side)
 
@@ -155,7 +156,7 @@ class DenseMLP(FusedOp):
         hidden = self.hidden(s, y, call)
         if self.why_not_codes(s.form, hidden, calls) is None:
             return hidden, coded_swiglu.forward(flat(hidden), None, None, calls[-1])
-        return hidden, K.act_fwd(high(hidden), *s.form)  # type: ignore[misc]
+        return hidden, K.act_fwd(to_high_precision(hidden), *s.form)  # type: ignore[misc]
 
     def why_not_codes(self, form: Form | None, h: Operand, calls: Calls) -> str | None:
         """Why SwiGLU and its backward write tensors; None where they write the operands of the GEMMs around them."""
@@ -166,7 +167,7 @@ class DenseMLP(FusedOp):
         self, held: list[DenseMLPSaved], dy: Tensor | None, calls: Calls, dside: SideGrads
     ) -> tuple[Grads, ...]:
         s = held.pop()
-        taken, s = [s.h, dy], replaced(s, h=None)
+        taken, s = [s.h, dy], fast_replace(s, h=None)
         lead, first = None if dy is None else dy.shape[:-1], calls[self.at]
         del dy
         dh, last = self.above(s, taken, calls)
@@ -195,7 +196,7 @@ class DenseMLP(FusedOp):
         a: Operand | None = None
         apart = call.precision.roles is not None or self.why_apart_bwd(s, dy, h, call) is not None
         needs = call.needs if apart else call.needs - {"x"}
-        grads, weight_grad = backward(s.fc2, dy, replaced(call, needs=needs), stays=True)
+        grads, weight_grad = backward(s.fc2, dy, fast_replace(call, needs=needs), stays=True)
         if not apart:
             weight: Tensor = call.precision.cast(s.fc2)  # type: ignore[assignment]
             rows = dy.reshape(-1, dy.shape[-1])
@@ -237,7 +238,7 @@ class DenseMLP(FusedOp):
             return "not every gradient is needed"
         return decided(_why_apart_bwd, (dy, h, s.fc2), s.form, call.precision.roles is not None)
 
-    def choices(self, x: Any, t: Given, calls: Calls) -> str:
+    def choices(self, x: Any, t: MemberTensors, calls: Calls) -> str:
         first, last, act = t[self.at], t[-1], form_of(self.act)
         bias = t[self.at + 1]["bias"] if self.biased else first["bias"]
         s = DenseMLPSaved(*FrontSaved(None), None, act, first["weight"], last["weight"], bias)

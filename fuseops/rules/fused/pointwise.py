@@ -17,15 +17,25 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.kernels.generated import Both, RefusedError, TensorSpec, both, vjp
-from fuseops.ops.code import FOLLOWED, named_by
-from fuseops.ops.op import OF_EVERY_MODULE, Call, Calls, FusedOp, Given, Grads, Op, Out, SideGrads
+from fuseops.ops.code import FOLLOWED, referenced_values
+from fuseops.ops.op import (
+    NON_CONFIG_ATTRS,
+    Call,
+    Calls,
+    FusedOp,
+    Grads,
+    MemberTensors,
+    Op,
+    Out,
+    SideGrads,
+)
 from fuseops.ops.structure import Add
 from fuseops.rules.rule import Conditions
 
 KNOWN: dict[Any, Both | RefusedError] = {}
 """What was traced: layers that are alike share their kernels."""
 MOST_KNOWN = 256  # an attribute may be another in each step
-NOT_COMPUTED = OF_EVERY_MODULE | {"_path", "_prefix", "renames", "note", "delays"}
+NOT_COMPUTED = NON_CONFIG_ATTRS | {"_path", "_prefix", "renames", "note", "delays"}
 CONSTANTS = (int, float, str, bool, type(None), torch.dtype, torch.device)
 Described = tuple[Sequence[int], torch.dtype]
 
@@ -44,7 +54,7 @@ class Pointwise(FusedOp):
         self.names = {"x": "0.x", **fields}
         self.Saved = namedtuple("PointwiseSaved", ["x", *fields, "kernels"])  # type: ignore[misc]
 
-    def fwd(self, x: Tensor, t: Given, calls: Calls, keep: frozenset[str]) -> Out:
+    def fwd(self, x: Tensor, t: MemberTensors, calls: Calls, keep: frozenset[str]) -> Out:
         inputs = [x, *(t[i][name] for i, name in self.places)]
         kernels = self._kernels(inputs, calls)
         (y,) = kernels.forward(*[t.contiguous() for t in inputs])
@@ -140,7 +150,7 @@ def _state(op: Op[Any]) -> Any:
         raise RefusedError("it takes `call`, which may say something else in the next one")
     values = [item for item in op.__dict__.items() if item[0] not in NOT_COMPUTED]
     values.append(("training", op.training))
-    for name, value in named_by(type(op).fwd, type(op)):
+    for name, value in referenced_values(type(op).fwd, type(op)):
         if not (callable(value) or isinstance(value, FOLLOWED | ModuleType)):
             values.append((name, value))
     for name, value in values:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fuseops.kernels.groups import columns_of
 from fuseops.kernels.tiles import FLOATS, cdiv
-from fuseops.ops.linear import WEIGHT, Indexed, grad_operand, of_codes
+from fuseops.ops.linear import WEIGHT, Indexed, columns_from_codes, grad_operand
 from fuseops.ops.op import Call, Calls
 from fuseops.ops.tiles import tiles_of_columns
 from fuseops.recipes import Operand, Roles, Scaling, gemm, operand
@@ -67,7 +67,7 @@ def behind_dx(w2: Tensor | None, calls: Calls, index: Tensor | None) -> bool:
 
 def _copied(roles: Roles, index: Tensor | None) -> bool:
     """Whether columns, with one scale a group or of blocks of their own, are made of copies in high precision."""
-    return index is not None and roles.columns and not of_codes(roles.grad_output)
+    return index is not None and roles.columns and not columns_from_codes(roles.grad_output)
 
 
 def in_words(parts: int, behind_dx: bool) -> str:
@@ -220,7 +220,7 @@ def _fewest(
 
 
 def columns(left: Indexed, offs: Tensor, call: Call) -> Indexed:
-    """dy as the weight gradient multiplies it, of what `grad_in_turn` has left."""
+    """dy as the weight gradient multiplies it, of what `staged_grad_operands` has left."""
     if call.precision.roles.high_wgrad:  # type: ignore[union-attr]
         return left
     return grad_operand(left[0], call, WEIGHT, offs, left[1]), None
@@ -267,7 +267,7 @@ def _some_columns(
     those, else of the rows, with the scales of all features where a group has one.
     """
     up = None
-    if of_codes(scaling):
+    if columns_from_codes(scaling):
         x = operand(x, scaling)
     elif isinstance(x, Tensor) and index is not None:
         up = up_of_rows(x, scaling, offs, index)
