@@ -1,10 +1,10 @@
 """Launchers of every kernel. Ops and fused ops call these and never look at the device.
 
-Each runs its kernel where there is one for the tensors at hand, and its twin, plain differentiable torch, elsewhere;
-`registry.KernelOp` says when. A twin is the specification, the backend of tensors that no kernel takes (CPU, float64,
-subclasses), what `fo.reference()` differentiates, and the oracle of fake shapes and of the tests. It stands above its
-launcher, has its name behind an underscore, and is `op.twin`. Sums are kept in float32 (float64 for float64 inputs),
-with one rounding at the store.
+Each runs its kernel where there is one for the given tensors, and its twin, plain differentiable torch, elsewhere;
+`registry.KernelOp` decides. A twin is the specification, the backend of tensors that no kernel takes (CPU, float64,
+subclasses), the function that `fo.reference()` differentiates, and the oracle of fake shapes and of the tests. It is
+defined above its launcher, has its name with an underscore before it, and is `op.twin`. Sums are kept in float32
+(float64 for float64 inputs), with one rounding at the store.
 Shapes: R rows, N columns, F gated features, E groups, K the inner size of a GEMM.
 
     launchers       activation, add_mm, amax, bias, cross_entropy, dropout, norm, norm_operand,
@@ -12,13 +12,13 @@ Shapes: R rows, N columns, F gated features, E groups, K the inner size of a GEM
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel,
                     and why), grouped_launch
     FP8 GEMMs       fp8, fp8_launch; fp8_paths (which kernel, and why)
-    all of them     registry (`@kernel_op`), records (of the arguments of an op), launch, replay (of a
-                    launcher whose operands come again), transcript (of what calls of them, and torch's,
-                    a function came to), configs (block sizes), tiles, triton_private
-    by inductor     generated (of elementwise functions, for any number of rows)
-    tools           aot (compiled without a GPU), interpreter (Triton's, repaired)
+    infrastructure  registry (`@kernel_op`), records (of the arguments of an op), launch, replay (of launches
+                    without their launcher), transcript (of all calls of a function), configs (block sizes),
+                    tiles (helpers of launchers), triton_private
+    by inductor     generated (elementwise functions, for any number of rows)
+    tools           aot (compiles without a GPU), interpreter (repairs Triton's)
     in twins        groups (of rows, and of columns), scales (of FP8), formats (of recipes)
-    device/         the Triton code, one module a noun
+    device/         the Triton code
 
 For kernels outside of fuseops `kernel_op`, `launch` and `Space` are public; the launchers of fuseops' own are not.
 """

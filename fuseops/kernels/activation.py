@@ -30,10 +30,10 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import tiles
 from fuseops.kernels.bias import factors_of, sum_partials
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import chain, device, launch, overlap
+from fuseops.kernels.launch import device, launch, pdl_chain, pdl_overlap
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, check_shape, wide
+from fuseops.kernels.tiles import as_rows, cdiv, check_shape, upcast
 
 SQRT_HALF, SQRT_2_OVER_PI, GELU_CUBIC = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
 QGELU = 1.702
@@ -172,20 +172,20 @@ def _gradient(dy: Tensor, x: Tensor, form: ActivationForm) -> Tensor:
 
 
 def _act_fwd(x: Tensor, *form: Any) -> Tensor:
-    return _value(wide(x), ActivationForm(*form)).to(x.dtype)
+    return _value(upcast(x), ActivationForm(*form)).to(x.dtype)
 
 
 def _scaled_act_fwd(x: Tensor, probs: Tensor, *form: Any) -> Tensor:
-    y = _value(wide(x), ActivationForm(*form))
+    y = _value(upcast(x), ActivationForm(*form))
     return (y * probs.to(y.dtype).unsqueeze(-1)).to(x.dtype)
 
 
 def _act_bwd(dy: Tensor, x: Tensor, *form: Any) -> Tensor:
-    return _gradient(wide(dy), wide(x), ActivationForm(*form)).to(x.dtype)
+    return _gradient(upcast(dy), upcast(x), ActivationForm(*form)).to(x.dtype)
 
 
 def _act_bwd_bias(dy: Tensor, x: Tensor, *form: Any) -> tuple[Tensor, Tensor]:
-    dx = _gradient(wide(dy), wide(x), ActivationForm(*form))
+    dx = _gradient(upcast(dy), upcast(x), ActivationForm(*form))
     return dx.to(x.dtype), dx.reshape(-1, dx.shape[-1]).sum(0)
 
 
@@ -193,7 +193,7 @@ def _scaled_act_bwd(
     dy: Tensor, x: Tensor, probs: Tensor | None, kind: str, need_dprobs: bool = True, need_y: bool = False,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    full, grad, form = wide(x), wide(dy), ActivationForm(kind, *options)
+    full, grad, form = upcast(x), upcast(dy), ActivationForm(kind, *options)
     scale = 1 if probs is None else probs.to(full.dtype).unsqueeze(-1)
     dx = _gradient(grad * scale, full, form).to(x.dtype)
     dprobs, y = full.new_empty(0), x.new_empty(0)
@@ -213,7 +213,7 @@ def _scaled_act_bwd_into(
 
 
 def _act_dprobs(dy: Tensor, x: Tensor, *form: Any) -> Tensor:
-    return (wide(dy) * _value(wide(x), ActivationForm(*form))).sum(-1)
+    return (upcast(dy) * _value(upcast(x), ActivationForm(*form))).sum(-1)
 
 
 def _bias_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -290,7 +290,7 @@ def act_bwd(dy: Tensor, x: Tensor, form: ActivationForm) -> Tensor:
     grid = tiles.tile_grid(len(x2), n, config)
     kernel = device("activation").act_bwd_kernel
     sizes = (len(x2), n, dy2.stride(0), x2.stride(0))
-    launch(kernel, grid, dy2, x2, dx, *sizes, **constants, **overlap(x.device), **config)
+    launch(kernel, grid, dy2, x2, dx, *sizes, **constants, **pdl_overlap(x.device), **config)
     return dx
 
 
@@ -310,7 +310,7 @@ def act_bwd_bias(dy: Tensor, x: Tensor, form: ActivationForm) -> tuple[Tensor, T
     sizes = (len(x2), n, dy2.stride(0), x2.stride(0))
     launch(
         kernel, (blocks, programs), dy2, x2, dx, partial, *sizes,
-        **constants, **chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,
+        **constants, **pdl_chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,
     )  # fmt: skip
     return dx, sum_partials(partial)
 
@@ -365,7 +365,8 @@ def _scaled_bwd(
     launch(
         device("activation").scaled_act_bwd_kernel, (cdiv(len(x2), config["BLOCK_R"]),),
         dy2, x2, scale, dx, dprobs, y, len(x2), n, dy2.stride(0), x2.stride(0),
-        **constants, SCALED=probs is not None, NEED_DPROBS=need_dprobs, NEED_Y=need_y, **overlap(x.device), **config,
+        **constants, SCALED=probs is not None, NEED_DPROBS=need_dprobs, NEED_Y=need_y,
+        **pdl_overlap(x.device), **config,
     )  # fmt: skip
     return dprobs, y
 
@@ -397,7 +398,7 @@ def _forward(x: Tensor, probs: Tensor | None, form: ActivationForm) -> Tensor:
     grid = tiles.tile_grid(len(x2), n, config)
     launch(
         device("activation").act_fwd_kernel, grid, x2, scale, y, len(x2), n, x2.stride(0),
-        SCALED=probs is not None, **constants, **overlap(x.device), **config,
+        SCALED=probs is not None, **constants, **pdl_overlap(x.device), **config,
     )  # fmt: skip
     return y
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from fuseops.kernels import tiles
 from fuseops.kernels.configs import Space
 from fuseops.kernels.groups import BLOCK, columns_of
-from fuseops.kernels.launch import device, launch, overlap
+from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.quantize import (
     FORMATS,
@@ -46,7 +46,7 @@ from fuseops.kernels.scales import (
     columns_in_groups,
     inverse_scale,
 )
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, fit
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_spec
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -156,7 +156,7 @@ class _Shared:
     def constants(self) -> dict[str, Any]:
         wide = tiles.pow2(self.count, least=32)
         has = {"FORM": self.form, "INDEX": self.index is not None, "BLOCK_E": wide}
-        return has | overlap(self.x.device)
+        return has | pdl_overlap(self.x.device)
 
 
 def _of_matrices(weight: Tensor) -> _Shared | None:
@@ -188,7 +188,7 @@ def _amax(of: _Shared, shape: Sequence[int]) -> Tensor:
     constants, kernels = of.constants(), device("amax")
     launch(
         kernels.no_amax_kernel, (1,), amax, of.count,
-        BLOCK_E=constants["BLOCK_E"], num_warps=1, **overlap(of.x.device),
+        BLOCK_E=constants["BLOCK_E"], num_warps=1, **pdl_overlap(of.x.device),
     )  # fmt: skip
     launch(
         kernels.group_amax_kernel, (of.blocks, cdiv(of.x.shape[1], SPAN)), *of.operands(), amax, *of.sizes(),
@@ -203,7 +203,9 @@ def _codes(
     """Write the codes and the scales."""
     n, scale = of.x.shape[1], out[2]
     if up is not None:
-        fit({"up": up}, "up (E,) float32" if scale.dim() else "up () float32", E=scale.numel())
+        check_spec(
+            {"up": up}, "up (E,) float32" if scale.dim() else "up () float32", E=scale.numel()
+        )
     config = QUANTIZE.pick(of.rows, (n,), of.x)
     launch(
         device("amax").quantize_groups_kernel, (of.blocks * cdiv(n, config["BLOCK_N"]),),

@@ -36,7 +36,7 @@ from fuseops.kernels.grouped_paths import wgrad_choice
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
-from fuseops.kernels.tiles import accumulator, cdiv, fit, pow2, wide
+from fuseops.kernels.tiles import accumulator, cdiv, check_spec, pow2, upcast
 
 
 class Loss(NamedTuple):
@@ -68,7 +68,7 @@ def row_chunks(
 
 
 def _scaled_to(t: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return (wide(t) * scale).to(dtype)
+    return (upcast(t) * scale).to(dtype)
 
 
 @dataclass
@@ -190,9 +190,9 @@ def _gradients(
         if need_dx:
             dx.append(dlogits @ weight)
         if need_dweight:
-            dweight = _added(dweight, (wide(dlogits).t() @ wide(x[s])).to(dtype))
+            dweight = _added(dweight, (upcast(dlogits).t() @ upcast(x[s])).to(dtype))
         if need_dbias:
-            dbias = _added(dbias, wide(dlogits).sum(0))
+            dbias = _added(dbias, upcast(dlogits).sum(0))
     dweight, dbias = (x.new_empty(0, dtype=dtype) if t is None else t for t in (dweight, dbias))
     return torch.cat(dx) if need_dx else x.new_empty(0), dweight, dbias
 
@@ -214,10 +214,10 @@ def _logit_grads_into(logits: Tensor, p: HeldClasses) -> Tensor:
     divided, rows = _divided(logits, p.options), (p.lse, p.lse, [p.dloss])
     logits.copy_(_dlogits(divided, p.targets, p, *rows))
     if p.dweight is not None:
-        product = (wide(logits).t() @ wide(p.x)).to(p.dweight.dtype)
+        product = (upcast(logits).t() @ upcast(p.x)).to(p.dweight.dtype)
         p.dweight.copy_(product if p.begin else p.dweight + product)
     if p.dbias is not None:
-        p.dbias += wide(logits).sum(0)
+        p.dbias += upcast(logits).sum(0)
     return logits @ p.weight if p.need_dx else p.x.new_empty(0)
 
 
@@ -228,7 +228,7 @@ def _logits(p: Head, rows: slice) -> Tensor:
 
 
 def _divided(raw: Tensor, options: Sequence[float]) -> Tensor:
-    loss, logits = Loss(*options), wide(raw)
+    loss, logits = Loss(*options), upcast(raw)
     if loss.soft_cap:
         logits = loss.soft_cap * torch.tanh(logits / loss.soft_cap)
     return logits / loss.temperature if loss.temperature != 1 else logits
@@ -542,7 +542,9 @@ def add_weight_grad(total: Tensor, dy: Tensor, x: Tensor, first: bool = False) -
 
 
 def _check(p: Head) -> None:
-    fit(vars(p), "x (N, D), weight (V, D), bias (V,), targets (N,) int64, class_weights (V,)")
+    check_spec(
+        vars(p), "x (N, D), weight (V, D), bias (V,), targets (N,) int64, class_weights (V,)"
+    )
     if p.x.dtype != p.weight.dtype:
         raise FuseOpsError(f"x is {p.x.dtype} and weight {p.weight.dtype}, expected one dtype.")
 

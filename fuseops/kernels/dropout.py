@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels.configs import Space
-from fuseops.kernels.launch import device, launch, overlap
+from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.registry import Cases, kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv, require
 
@@ -88,6 +88,6 @@ def apply_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     launch(
         device("dropout").dropout_kernel, (cdiv(n, EACH * config["COUNTERS"]),),
         x, seed, y, n, least, 1 / (1 - p),
-        ROUNDS=ROUNDS, **overlap(x.device), **config,
+        ROUNDS=ROUNDS, **pdl_overlap(x.device), **config,
     )  # fmt: skip
     return y

@@ -32,7 +32,7 @@ from fuseops.kernels.groups import bounds_of
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta, thread
-from fuseops.kernels.tiles import FLOATS, as_rows, fit, pow2, wide
+from fuseops.kernels.tiles import FLOATS, as_rows, check_spec, pow2, upcast
 
 
 def _gathered(x: Tensor, index: Tensor | None, offs: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def _gathered(x: Tensor, index: Tensor | None, offs: Tensor) -> Tensor:
 
 def _scaled(bias: Tensor, probs: Tensor | None, start: int, end: int) -> Tensor:
     """A bias times the probabilities of so many rows."""
-    return wide(bias) if probs is None else wide(bias) * wide(probs[start:end, None])
+    return upcast(bias) if probs is None else upcast(bias) * upcast(probs[start:end, None])
 
 
 def _group_tiles(offs: Tensor, rows: int) -> Tensor:
@@ -70,7 +70,7 @@ def _grouped_mm(p: Product) -> Tensor:
     else:
         biases = [_scaled(p.bias[e], p.probs, start, end) for e, (start, end) in enumerate(bounds)]
         parts = [
-            (wide(x[start:end]) @ wide(weight[e]).t() + biases[e]).to(x.dtype)
+            (upcast(x[start:end]) @ upcast(weight[e]).t() + biases[e]).to(x.dtype)
             for e, (start, end) in enumerate(bounds)
         ]
     padding = x.new_zeros(p.rows - bounds[-1][1], weight.shape[1])
@@ -242,13 +242,13 @@ def one_group(rows: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
     Both are kept where they are asked for again and again, on the stream that made them. Code that is traced, watched
     or captured gets offs of its own, and makes the table where it needs one.
     """
-    if not thread.unseen or (like.is_cuda and torch_private.is_capturing()):
+    if not thread.replay_mode or (like.is_cuda and torch_private.is_capturing()):
         return _offs_of_one(rows, like.device), None
     where = like.device
     stream = torch_private.current_stream(where.index)[0] if like.is_cuda else 0
     kept = _kept_group(rows, where, stream)
-    if thread.unseen is not True:  # somebody writes down what is done
-        thread.unseen.keep(*kept)
+    if thread.replay_mode is not True:  # somebody writes down what is done
+        thread.replay_mode.keep(*kept)
     return kept
 
 
@@ -294,7 +294,7 @@ def grouped_mm_into(y: Tensor, p: Product) -> None:
 def checked_product(p: Product) -> Product:
     """The operands as `launch_mm` takes them. Raises FuseOpsError for those that nothing can take."""
     axes = "x (T, K), weight (E, N, K), bias (E, N), probs (R,) float32, index (R,) int, offs (E,) int32"
-    fit(vars(p), axes, R=p.rows)
+    check_spec(vars(p), axes, R=p.rows)
     _check_dtypes(p.x, p.weight)
     weight = p.weight if 1 in p.weight.stride()[1:] else p.weight.contiguous()
     rest = [t if t is None else t.contiguous() for t in (p.bias, p.index, p.probs)]
@@ -338,7 +338,7 @@ def grouped_wgrad_into(g: Gradient) -> None:
 def _checked_gradient(g: Gradient) -> Gradient:
     """The operands as `launch_wgrad` takes them. Raises FuseOpsError for those that nothing can take."""
     axes = "dy (S, N), x (T, K), dy_index (R,) int, x_index (R,) int, offs (E,) int32, dw (E, N, K)"
-    fit(vars(g), axes, R=g.rows, **({"T": g.rows} if g.x_index is None else {}))
+    check_spec(vars(g), axes, R=g.rows, **({"T": g.rows} if g.x_index is None else {}))
     _check_dtypes(g.x, g.dy)
     groups = checked_groups(g.offs, g.tiles, g.rows)
     index = [t if t is None else t.contiguous() for t in (g.dy_index, g.x_index)]

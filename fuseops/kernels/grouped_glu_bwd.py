@@ -32,7 +32,7 @@ from fuseops.kernels.grouped_paths import BACK, SWIGLU_BWD_SPACES, act_bwd_path
 from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import Cases, floats, ints, on_meta
-from fuseops.kernels.tiles import cdiv, check_shape, wide
+from fuseops.kernels.tiles import cdiv, check_shape, upcast
 
 
 @dataclass
@@ -60,7 +60,7 @@ class ActivationGradient(Arguments):
 def _grouped_dswiglu(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor, Tensor]:
     da = grouped_mm.twin(p.dy, p.weight, p.offs, None, None, p.index)
     padding = padding_mask(p.offs, h.shape[0])
-    scale = wide(da).new_ones(h.shape[0]) if p.probs is None else p.probs
+    scale = upcast(da).new_ones(h.shape[0]) if p.probs is None else p.probs
     scale, h = scale.masked_fill(padding[:, 0], 0.0), h.masked_fill(padding, 0.0)
     dh, dprobs, a = scaled_act_bwd.twin(da, h, scale, p.kind, p.probs is not None, True)
     return dh, a, dprobs

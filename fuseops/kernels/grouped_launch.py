@@ -16,10 +16,10 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.activation import GATES, Form, shape_constants
 from fuseops.kernels.configs import Config
 from fuseops.kernels.grouped_paths import MM_SPACES, WGRAD_SPACES, mm_choice, wgrad_choice
-from fuseops.kernels.launch import device, launch, num_sms, overlap
+from fuseops.kernels.launch import device, launch, num_sms, pdl_overlap
 from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.records import Arguments
-from fuseops.kernels.replay import depends
+from fuseops.kernels.replay import not_replayable
 from fuseops.kernels.tiles import cdiv
 
 NO_FORM: Form = ("", 0)
@@ -263,7 +263,7 @@ def _launch_few(g: Gradient) -> None:
         g.dw, g.dy, g.x, *(g.offs if index is None else index for index in (g.dy_index, g.x_index)),
         g.offs, g.rows, n, k, g.dy.stride(0), g.x.stride(0),
         DY_INDEXED=g.dy_index is not None, X_INDEXED=g.x_index is not None, ACCUMULATE=g.accumulate,
-        PRECISION=precision(g.x), **overlap(g.dw.device), **config,
+        PRECISION=precision(g.x), **pdl_overlap(g.dw.device), **config,
     )  # fmt: skip
 
 
@@ -287,6 +287,6 @@ def count_place(rows: int, groups: int, block_m: int) -> int:
 def precision(like: Tensor) -> str:
     """What float32 operands are rounded to: `torch.backends.cuda.matmul.allow_tf32` decides."""
     if like.dtype == torch.float32:
-        depends("a setting of torch")
+        not_replayable("a setting of torch")
     exact = like.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
     return "ieee" if exact else "tf32"

@@ -21,7 +21,7 @@ from torch import Tensor
 from fuseops.kernels.configs import Config, Space, triton_release
 from fuseops.kernels.launch import current_arch
 from fuseops.kernels.registry import INTERPRET
-from fuseops.kernels.replay import apart
+from fuseops.kernels.replay import separate_replays
 from fuseops.torch_private import is_fake
 from fuseops.words import dtype_name
 
@@ -178,7 +178,7 @@ def on_path(path: str) -> Iterator[None]:
     global forced_path
     before, forced_path = forced_path, path
     try:
-        with apart(path):
+        with separate_replays(path):
             yield
     finally:
         forced_path = before

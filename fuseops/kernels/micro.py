@@ -69,8 +69,8 @@ def _quantize_micro(p: MicroLayout) -> tuple[Tensor, Tensor]:
     if amax is not None:
         ends = column_offs(offs) if turn and offs is not None else offs
         whole = whole_of_blocks(spread_over_groups(amax, ends, tokens), form.block[1], turn)
-    lay = (lambda part: turned_in_groups(part.t(), offs)) if turn else None
-    codes, scale = quantize_format(x, form, whole, lay=lay)
+    transform = (lambda part: turned_in_groups(part.t(), offs)) if turn else None
+    codes, scale = quantize_format(x, form, whole, transform=transform)
     scale = scale.view(torch.uint8)
     return codes, swizzled(scale, None if turn else offs) if swizzle else scale
 

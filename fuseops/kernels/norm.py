@@ -28,9 +28,9 @@ from torch import Tensor
 from fuseops.kernels import tiles
 from fuseops.kernels.bias import bias_bwd, sum_all_partials
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import chain, device, launch, overlap
+from fuseops.kernels.launch import device, launch, pdl_chain, pdl_overlap
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
-from fuseops.kernels.tiles import as_heads, as_rows, cdiv, check_shape, pow2, require, wide
+from fuseops.kernels.tiles import as_heads, as_rows, cdiv, check_shape, pow2, require, upcast
 
 
 def _rmsnorm_fwd(
@@ -41,7 +41,7 @@ def _rmsnorm_fwd(
     dims: int = 1,
     mean: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    full, axes = wide(x), tuple(range(-dims, 0))
+    full, axes = upcast(x), tuple(range(-dims, 0))
     total = torch.mean if mean else torch.sum
     rstd = torch.rsqrt(total(full.square(), axes, keepdim=True) + eps)
     y = full * rstd
@@ -58,7 +58,7 @@ def _layernorm_fwd(
     weight_offset: float = 0.0,
     dims: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    full = wide(x)
+    full = upcast(x)
     mean = full.mean(tuple(range(-dims, 0)), keepdim=True)
     y, rstd = _rmsnorm_fwd(full - mean, weight, eps, weight_offset, dims)
     y = y if bias is None else y + bias.to(y.dtype)
@@ -68,7 +68,7 @@ def _layernorm_fwd(
 def _add_rmsnorm_fwd(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    h = (wide(x) + wide(residual)).to(x.dtype)
+    h = (upcast(x) + upcast(residual)).to(x.dtype)
     y, rstd = _rmsnorm_fwd(h, weight, eps, weight_offset)
     return y, h, rstd
 
@@ -81,7 +81,7 @@ def _add_layernorm_fwd(
     eps: float,
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    h = (wide(x) + wide(residual)).to(x.dtype)
+    h = (upcast(x) + upcast(residual)).to(x.dtype)
     y, mean, rstd = _layernorm_fwd(h, weight, bias, eps, weight_offset)
     return y, h, mean, rstd
 
@@ -131,7 +131,7 @@ def _gradients(
     total: Callable[..., Tensor] = torch.mean,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, and what dw and db are sums of.   mean: None of RMSNorm"""
-    full, grad = wide(x), wide(dy)
+    full, grad = upcast(x), upcast(dy)
     dims = x.dim() - rstd.dim()
     axes, ones = tuple(range(-dims, 0)), (1,) * dims
     centred = full if mean is None else full - mean.view(*mean.shape, *ones)
@@ -143,7 +143,7 @@ def _gradients(
     along = total(grad * xhat, axes, keepdim=True)
     even = grad if mean is None else grad - grad.mean(axes, keepdim=True)
     dx = (even - xhat * along) * rstd
-    dx = dx if dres is None else dx + wide(dres)
+    dx = dx if dres is None else dx + upcast(dres)
     return dx.to(x.dtype), *by_row
 
 
@@ -355,7 +355,7 @@ def _forward(
         y, h, mean, rstd,
         rows, n, x3.shape[1], *x3.stride()[:2], residual2.stride(0), float(eps), float(offset),
         HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, FORM=form,
-        **overlap(x.device), **config,
+        **pdl_overlap(x.device), **config,
     )  # fmt: skip
     return y, h, mean, rstd
 
@@ -379,7 +379,7 @@ def _backward(
         dy3, x3, x3 if weight is None else weight.contiguous(), mean.contiguous(), rstd.contiguous(), dres2, dx, sums,
         rows, n, dy3.shape[1], x3.shape[1], *dy3.stride()[:2], *x3.stride()[:2], dres2.stride(0), float(offset),
         HAS_WEIGHT=weight is not None, HAS_DRES=dres is not None, NEED_DW=needs[0], NEED_DB=needs[1], FORM=form,
-        **chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,
+        **pdl_chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,
     )  # fmt: skip
     made = sum_all_partials(sums, dtype or torch.float32)
     dw = made[0].view(shape) if needs[0] else sums.new_empty(0)

@@ -26,7 +26,7 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.formats import LARGEST, Format, quantize_format
 from fuseops.kernels.fp8 import dequantize
 from fuseops.kernels.groups import BLOCK, columns_of, padding_mask, place_of_row
-from fuseops.kernels.launch import device, launch, overlap
+from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, matrix_shape, quantize_vectors
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import floats, ints, on_meta, tensor_bytes
@@ -234,7 +234,7 @@ def quantize_operand(x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bo
     launch(
         device("operands").quantize_operand_kernel, (blocks * cdiv(n, BLOCK),),
         x, _ends(offs, x), *out, rows, n, _groups(offs), x.stride(0),
-        SHIFT=LARGEST[dtype], ROW=row, **_by_group(offs), **overlap(x.device), **QUANTIZE.pick(rows, (n,), x),
+        SHIFT=LARGEST[dtype], ROW=row, **_by_group(offs), **pdl_overlap(x.device), **QUANTIZE.pick(rows, (n,), x),
     )  # fmt: skip
     return out
 
@@ -268,7 +268,7 @@ def permute_operand(
         device("operands").permute_operand_kernel, (parts * groups * cdiv(n, BLOCK),),
         data, scale.contiguous(), data if index is None else index.contiguous(), _ends(offs, data), *out,
         rows, tokens, n, groups, parts, data.stride(0), config.pop("CHUNK"), ROW=row, COL=col,
-        INDEX=index is not None, GROUPS=offs is not None, **overlap(data.device), **config,
+        INDEX=index is not None, GROUPS=offs is not None, **pdl_overlap(data.device), **config,
     )  # fmt: skip
     return out
 
@@ -298,7 +298,7 @@ def swiglu_operand(p: HiddenOperand) -> Four:
         device("fp8_swiglu").swiglu_operand_kernel, (blocks * cdiv(n, BLOCK),),
         h, h if h_scale is None else h_scale.contiguous(), factors_of(probs, h), _ends(offs, h), *out,
         rows, n, _groups(offs), h.stride(0), SHIFT=LARGEST[dtype], SCALED=probs is not None, ROW=row, COL=col,
-        **_by_group(offs), **overlap(h.device), **config,
+        **_by_group(offs), **pdl_overlap(h.device), **config,
     )  # fmt: skip
     return out
 
@@ -353,7 +353,7 @@ def dswiglu_operand(
             device("fp8_swiglu").dswiglu_operand_kernel, (blocks * (n // BLOCK) * (2 + act),),
             *operands, *out, a, a_scale, partial, rows, n, _groups(offs), da.stride(0), h.stride(0),
             SHIFT=LARGEST[dtype], A_SHIFT=LARGEST[a_dtype], BLOCK_E=tiles.pow2(_groups(offs), least=32), **wanted,
-            **overlap(h.device), **DSWIGLU.pick(rows, (n,), h),
+            **pdl_overlap(h.device), **DSWIGLU.pick(rows, (n,), h),
         )  # fmt: skip
     return *out, a, a_scale, partial if probs is None else partial.sum(0)
 
@@ -377,7 +377,7 @@ def quantize_weight(weight: Tensor, dtype: torch.dtype, row: bool = True, col: b
     launch(
         device("operands").quantize_weight_kernel, (math.prod(lead) * blocks[0] * blocks[1],),
         weight, data, scale, turned, turned_scale, n, k, SHIFT=LARGEST[dtype], ROW=row, COL=col,
-        ALIGN=16, **overlap(weight.device), **WEIGHT.pick(n, (k,), weight),
+        ALIGN=16, **pdl_overlap(weight.device), **WEIGHT.pick(n, (k,), weight),
     )  # fmt: skip
     return data, scale, turned, turned_scale
 

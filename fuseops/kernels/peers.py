@@ -30,7 +30,7 @@ from torch import Tensor
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.registry import INTERPRET, Cases, floats, ints, kernel_op, on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, wide
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, upcast
 
 
 def _token_slots(experts: Tensor, num_experts: int, world: int) -> tuple[Tensor, Tensor]:
@@ -118,11 +118,11 @@ def _add_sums(
 ) -> tuple[Tensor, Tensor]:
     rank, room, num_experts, *_ = place
     part = _Parcel(table, rank, uses, place, like, weights)
-    total = wide(like.new_zeros(len(slots), like.shape[1]))
+    total = upcast(like.new_zeros(len(slots), like.shape[1]))
     kept = (slots >= 0) & (slots < room)
     rows = torch.where(kept, slots, 0) + room * torch.arange(len(table), dtype=torch.int32)
     for source in range(len(table)):
-        total += torch.where(kept[:, source, None], wide(part.rows[rows[:, source].long()]), 0)
+        total += torch.where(kept[:, source, None], upcast(part.rows[rows[:, source].long()]), 0)
     total = torch.where(flag != 0, torch.nan, total).to(like.dtype)
     if experts is None or weights is None:
         return total, like.new_empty(0)

@@ -22,7 +22,7 @@ from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.formats import Format, quantize_format, turned_in_groups
 from fuseops.kernels.groups import BLOCK, columns_of
-from fuseops.kernels.launch import device, launch, overlap
+from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.registry import ints, kernel_op, on_meta
 from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, require
 
@@ -117,7 +117,7 @@ def quantize_group_blocks(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[
         device("quantize_columns").quantize_group_blocks_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
         x, offs.contiguous(), col, scale, rows, n, len(offs), x.stride(0),
         LIMIT=torch.finfo(dtype).max, POW2=True, BLOCK_E=tiles.pow2(len(offs), least=32),
-        **overlap(x.device), **config,
+        **pdl_overlap(x.device), **config,
     )  # fmt: skip
     return col, scale
 

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import device, launch, overlap
+from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
-from fuseops.kernels.tiles import cdiv, pow2, require, wide
+from fuseops.kernels.tiles import cdiv, pow2, require, upcast
 
 
 def _apply_rope(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
 ) -> Tensor:
     pairs = cos.shape[-1]
-    first, second = rotary_pairs(wide(x), pairs, interleaved)
+    first, second = rotary_pairs(upcast(x), pairs, interleaved)
     c, s = (t.unsqueeze(-2).to(first.dtype) for t in (cos, -sin if inverse else sin))
     turned = [first * c - second * s, second * c + first * s]
     if interleaved:  # by reshape: a batch of output gradients does not go through flatten
@@ -119,7 +119,7 @@ def _turned(
         device("rope").rope_kernel, (first.shape[0] * t, blocks),
         first, last, cos3, sin3, ys[0], ys[-1], t, h, last.shape[2], d, p,
         *first.stride()[:3], *last.stride()[:3], *_strides(cos3), *_strides(sin3),
-        INTERLEAVED=interleaved, INVERSE=inverse, REST=2 * p < d, PAIR=pair, **overlap(x.device), **config,
+        INTERLEAVED=interleaved, INVERSE=inverse, REST=2 * p < d, PAIR=pair, **pdl_overlap(x.device), **config,
     )  # fmt: skip
     return ys
 

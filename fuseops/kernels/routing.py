@@ -22,9 +22,9 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import chain, device, launch
+from fuseops.kernels.launch import device, launch, pdl_chain
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
-from fuseops.kernels.tiles import cdiv, check_shape, pow2, require, wide
+from fuseops.kernels.tiles import cdiv, check_shape, pow2, require, upcast
 
 
 def _route(
@@ -43,7 +43,7 @@ def _route(
     if weights is None:
         probs = torch.empty(0, dtype=torch.float32, device=flat.device)
     else:
-        probs = torch.where(used, wide(weights.flatten())[order], 0.0)
+        probs = torch.where(used, upcast(weights.flatten())[order], 0.0)
     return offs, index, pos.to(torch.int32).view(experts.shape), probs
 
 
@@ -107,7 +107,7 @@ def route(
     config = ROUTE.pick(rows, (num_experts,), experts)
     chunks, block_e = _chunks(rows, config), pow2(num_experts, least=16)
     counted, counts, total = rows > ONE_LAUNCH, offs, offs
-    (leads, follows), kernels = chain(where), device("routing")
+    (leads, follows), kernels = pdl_chain(where), device("routing")
     if counted:
         counts, total = _count(experts, num_experts, config, **leads), torch.empty_like(offs)
         launch(

@@ -71,7 +71,7 @@ class Observer:
         with (
             modules.followed(self._enter, self._leave),
             scopes.watch_plans(self._watch),
-            registry.watching(self.launched),
+            registry.watch_launches(self.launched),
         ):
             yield
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.rope import rotary_pairs
-from fuseops.kernels.tiles import wide
+from fuseops.kernels.tiles import upcast
 
 from .checks import check_flags
 from .op import Call, Grads, Op, Out
@@ -74,8 +74,8 @@ class RoPE(Op[RoPESaved]):
 def angle_gradients(x: Tensor, dy: Tensor, angles: Tensor, interleaved: bool) -> dict[str, Tensor]:
     """The gradients of cos and sin, of which `angles` is one."""
     pairs = angles.shape[-1]
-    a, b = rotary_pairs(wide(x), pairs, interleaved)
-    da, db = rotary_pairs(wide(dy), pairs, interleaved)
+    a, b = rotary_pairs(upcast(x), pairs, interleaved)
+    da, db = rotary_pairs(upcast(dy), pairs, interleaved)
     return {
         "cos": _sum_shared_axes((da * a + db * b).sum(-2), angles),
         "sin": _sum_shared_axes((db * a - da * b).sum(-2), angles),

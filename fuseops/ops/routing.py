@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
-from fuseops.kernels.tiles import wide
+from fuseops.kernels.tiles import upcast
 
 from .checks import check_chosen, check_integers, check_tensors, is_integer, values_visible
 
@@ -135,6 +135,6 @@ def _check_counts(counts: Tensor, total: int, probs: Tensor | None) -> None:
 def _of_rows(weights: Tensor, pos: Tensor, index: Tensor) -> Tensor:
     """The weight of every row, differentiable.   weights and pos (T, K), index (R,) -> (R,)"""
     rows = index.shape[0]
-    flat = wide(weights).flatten()
+    flat = upcast(weights).flatten()
     row = torch.where(pos < 0, rows, pos).flatten().long()  # dropped copies go to an extra row
     return flat.new_zeros(rows + 1).scatter(0, row, flat)[:rows]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
-from fuseops.kernels.registry import PLAIN, called_again
+from fuseops.kernels.registry import PLAIN, opaque_call
 
 from . import scopes
 
@@ -39,7 +39,7 @@ def check_splits(offs: Tensor, rows: int, device: torch.device) -> None:
             )
     elif offs.device.type == "cpu":
         if type(offs) in PLAIN:
-            called_again(_check_values, offs, rows)
+            opaque_call(_check_values, offs, rows)
     elif scopes.current().debug is not None:
         scopes.current().debug.splits(offs, rows)
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.kernels.registry import called_again
+from fuseops.kernels.registry import opaque_call
 from fuseops.torch_private import storage_id, version
 
 from .op import Call
@@ -35,7 +35,7 @@ def tiles_of(call: Call, offs: Tensor, rows: int) -> Tensor | None:
     backward reads, and one that it does not).
     """
     if call.scratch is not None:
-        return called_again(_cached_tiles, call.scratch, offs, rows)
+        return opaque_call(_cached_tiles, call.scratch, offs, rows)
     return K.group_tiles(offs, rows) if K.group_tiles.launches((offs, rows), {}) else None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.groups import columns_of
-from fuseops.kernels.scales import Lay
+from fuseops.kernels.scales import RowTransform
 from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
@@ -222,13 +222,13 @@ def _turned(x: Tensor, scaling: Scaling, offs: Tensor | None, seed: Tensor | Non
         columns = K.turned_in_groups(features.t(), offs)
         return K.turned(columns) if scaling.hadamard else columns
 
-    rows, lay = x.t(), cast("Lay | None", laid)  # once for the amax, and once more
+    rows, transform = x.t(), cast("RowTransform | None", laid)  # once for the amax, and once more
     if len(K.pieces(rows)) == 1:
-        rows, lay = laid(rows), None
-    amax = _amax_of_groups(rows, scaling, ends, 0, lay)
+        rows, transform = laid(rows), None
+    amax = _amax_of_groups(rows, scaling, ends, 0, transform)
     tokens = columns_of(len(x), None if offs is None else len(offs))
     whole = _spread(amax, ends, 0, tokens, scaling)
-    return _coded(rows, scaling, whole, None if seed is None else seed + 1, lay)
+    return _coded(rows, scaling, whole, None if seed is None else seed + 1, transform)
 
 
 def _up(scaling: Scaling, amax: Tensor) -> Tensor:
@@ -238,12 +238,16 @@ def _up(scaling: Scaling, amax: Tensor) -> Tensor:
 
 
 def _amax_of_groups(
-    x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int, lay: Lay | None = None
+    x: Tensor,
+    scaling: Scaling,
+    ends: Tensor | None,
+    axis: int,
+    transform: RowTransform | None = None,
 ) -> Tensor | None:
     """amax of the whole tensor, or of each group of tokens, where scales stand over one.   axis: that of features"""
     if scaling.scale is not E4M3:
         return None
-    return K.amax_of_groups(K.amax_of_tokens(x, axis, lay), ends)
+    return K.amax_of_groups(K.amax_of_tokens(x, axis, transform), ends)
 
 
 # amax of a tensor, or of groups: as blocks broadcast with it, and as it is
@@ -265,14 +269,14 @@ def _coded(
     scaling: Scaling,
     whole: Whole | None = None,
     seed: Tensor | None = None,
-    lay: Lay | None = None,
+    transform: RowTransform | None = None,
 ) -> Layout:
     """Matrices in blocks along their last axis.   lay: as of `K.quantize_format`"""
     spread, amax = (None, None) if whole is None else whole
     form = K.Format(
         scaling.data, scaling.scale, scaling.grain, bool(scaling.powers), scaling.epsilon
     )
-    codes, scale = K.quantize_format(x, form, spread, seed, lay)
+    codes, scale = K.quantize_format(x, form, spread, seed, transform)
     if scaling.family.codes and not scaling.square:  # as kernels read them
         scale = scale.mT.contiguous()
     found: Layout = layout_of(codes, scale, None if amax is None else 1 / K.whole_inverse(amax))

@@ -59,15 +59,15 @@ class Node(torch.autograd.Function):
             if not seg.checked_backward:
                 live.once = live.once._replace(look=FirstCall(seg, inputs))
             here = registry.thread
-            before, unseen = here.unseen, registry.unseen()
-            here.unseen = seg.quiet and unseen
+            before, unseen = here.replay_mode, registry.may_replay()
+            here.replay_mode = seg.quiet and unseen
             arrived, live.crossing = live.crossing, None
             try:
                 y, flat, rows, entered = repeats.forward(
                     seg, forward, arrived or x, t, live.once, unseen
                 )
             finally:
-                here.unseen = before
+                here.replay_mode = before
             if type(y) is Quantized:
                 live.crossing, y = y, y.carrier
             elif type(y) is Tensor and y._base is not None and torch_private.is_only_view(y):
@@ -140,8 +140,8 @@ def _backward_in(
         with torch_private.compiling():
             return backward(kept, dy, dsides, entered, once)
     here = registry.thread
-    before, unseen = here.unseen, registry.unseen()
-    here.unseen = seg.quiet and unseen
+    before, unseen = here.replay_mode, registry.may_replay()
+    here.replay_mode = seg.quiet and unseen
     given = dy, dsides, entered
     try:
         return repeats.backward(seg, backward, rows, saved, given, once, unseen)
@@ -152,7 +152,7 @@ def _backward_in(
         )
         raise
     finally:
-        here.unseen = before
+        here.replay_mode = before
 
 
 _apply = torch_private.direct_apply(Node)

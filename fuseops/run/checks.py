@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fuseops.errors import DtypeError, FuseOpsError, ShapeError
 from fuseops.kernels.registry import check_all_meta
-from fuseops.kernels.transcript import AGAIN
+from fuseops.kernels.transcript import GENERATED_FILE
 from fuseops.ops.op import Grads, Op, Out
 from fuseops.ops.paths import path_of
 from fuseops.plan.chain import Chain
@@ -56,7 +56,7 @@ def _locals(error: BaseException) -> Mapping[str, Any]:
     """The variables of the written function (`steps`, `transcript`) that an error passed through."""
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename in (WRITTEN, AGAIN):
+        if trace.tb_frame.f_code.co_filename in (WRITTEN, GENERATED_FILE):
             return trace.tb_frame.f_locals
         trace = trace.tb_next
     return {}

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fuseops.kernels.replay import replaying
-from fuseops.kernels.transcript import Again, transcribable, transcribed
+from fuseops.kernels.replay import active_replays
+from fuseops.kernels.transcript import Repeat, transcribable, transcribing
 from fuseops.ops import scopes
 from fuseops.ops.tiles import shares_only_tables
 from fuseops.plan.key import DICT
@@ -38,7 +38,7 @@ class Alike:
     """
 
     def __init__(self) -> None:
-        self.again: list[tuple[Again, Any]] = []
+        self.again: list[tuple[Repeat, Any]] = []
         self.calls = self.tries = 0
 
     def due(self, operands: Sequence[Tensor]) -> bool:
@@ -54,7 +54,7 @@ class Repeats:
     """`Repeats` hold what is written down of one segment."""
 
     def __init__(self, seg: Segment) -> None:
-        self.replays = replaying.now  # other ones, once a setting of launches has changed
+        self.replays = active_replays.current  # other ones, once a setting of launches has changed
         self.owns = [*map(DICT, seg.ops)]
         self.versions = [*map(dict_version, self.owns)]
         self.kinds: dict[Any, Alike] = {}
@@ -82,7 +82,7 @@ def repeats_of(seg: Segment, once: Once, unseen: bool) -> Repeats | None:
     found: Repeats | None = seg.repeats
     if (
         found is None
-        or found.replays is not replaying.now
+        or found.replays is not active_replays.current
         or [*map(dict_version, found.owns)] != found.versions
     ):
         found = seg.repeats = Repeats(seg)
@@ -114,12 +114,12 @@ def forward(
     if repeats is None or not alike.due(operands):
         y, kept, entered = run(x, t, once)
         return y, *pack(seg, kept), entered
-    with transcribed(operands, once.scratch) as seen:
+    with transcribing(operands, once.scratch) as seen:
         y, kept, entered = run(x, t, once)
     flat, rows = pack(seg, kept)
     exported = tuple([t[position] for position in seg.export_positions])
     if type(rows) is Rows:
-        written = seen.written((y, (*flat,), exported))
+        written = seen.generate((y, (*flat,), exported))
         if written is not None:
             alike.again.append((written, (rows, entered)))
     return y, flat, rows, entered
@@ -151,10 +151,10 @@ def backward(
         if out is not None:
             return out
     due = alike.due(saved)
-    with transcribed(saved, once.scratch, running_step) if due else nullcontext() as seen:
+    with transcribing(saved, once.scratch, running_step) if due else nullcontext() as seen:
         del saved[: len(arrived)]
         grads = run(_taken(rows, saved), *given, once)
-    written = None if seen is None else seen.written(grads)
+    written = None if seen is None else seen.generate(grads)
     if written is not None:
         alike.again.append((written, rows))  # held: its number is nobody else's meanwhile
     return grads

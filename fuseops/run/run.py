@@ -401,7 +401,7 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) ->
     if live is not None and not seg.checked_forward:
         once = once._replace(look=FirstCall(seg, inputs))
     if seg.kind == "node" and live is not None:
-        y, *_ = repeats.forward(seg, forward, x, inputs, once, registry.unseen())
+        y, *_ = repeats.forward(seg, forward, x, inputs, once, registry.may_replay())
     elif seg.kind == "node" or seg.aliases:
         # alias ops call no kernel; traced code writes nothing, since checkpoint refuses to trace a write
         y, _, _ = forward(x, inputs, once)

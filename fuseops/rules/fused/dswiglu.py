@@ -19,7 +19,7 @@ from fuseops import torch_private
 from fuseops.kernels.activation import Form
 from fuseops.kernels.configs import Switch
 from fuseops.kernels.grouped_paths import BACK, act_bwd_path
-from fuseops.kernels.registry import decided
+from fuseops.kernels.registry import cached_decision
 from fuseops.ops.op import Call, Calls
 from fuseops.ops.tiles import tiles_of
 
@@ -72,7 +72,7 @@ def why_apart(
     rows: of the product; dy and h may stand for tensors of so many rows.
     """
     tensors = dy, h, given.fc2, given.probs, dy_index
-    return decided(_why_apart, tensors, given.form, facts, rows)
+    return cached_decision(_why_apart, tensors, given.form, facts, rows)
 
 
 def _why_apart(
@@ -107,7 +107,7 @@ def _why_apart(
     if not act_bwd_path(dy, weight, h, dy_index):
         return "no path of the GEMM can, see its own"
     dims = (*weight.shape, dy_index is not None)
-    if facts.prefer == "speed" and not EPILOGUE.says(rows, dims, dy):
+    if facts.prefer == "speed" and not EPILOGUE.enabled(rows, dims, dy):
         return "two kernels are faster for this shape"
     return None
 

@@ -23,7 +23,7 @@ from fuseops import kernels as K
 from fuseops.kernels.activation import Form
 from fuseops.kernels.configs import Switch
 from fuseops.kernels.grouped_paths import ENDS, act_path
-from fuseops.kernels.registry import decided, held_once
+from fuseops.kernels.registry import cached_decision, held_once
 from fuseops.ops.activations import form_of
 from fuseops.ops.checks import check_offs, check_probs
 from fuseops.ops.grouped_linear import (
@@ -220,7 +220,7 @@ class GroupedMLP(FusedOp):
         probs, rows = s.probs if self.scaled else None, (x if index is None else index).shape[0]
         form: Form = s.form  # type: ignore[assignment]
         tensors = x, weight, index, probs, s.bias1
-        if decided(_in_epilogue, tensors, form, self.scale1, s.down1 is not None, need_h):
+        if cached_decision(_in_epilogue, tensors, form, self.scale1, s.down1 is not None, need_h):
             check_splits(offs, rows, x.device)
             tiles, bias = tiles_of(call, offs, rows), call.precision.cast(s.bias1)
             return K.grouped_swiglu(x, weight, offs, tiles, probs, index, need_h, bias, *form)
@@ -350,4 +350,4 @@ def _in_epilogue(
     if not act_path(x, weight, index, kind, *options[:1]):
         return False
     dims = (*weight.shape, index is not None, need_h)
-    return EPILOGUE.says(rows, dims, x)
+    return EPILOGUE.enabled(rows, dims, x)

@@ -22,7 +22,7 @@ from fuseops import kernels as K
 from fuseops.kernels.activation import Form
 from fuseops.kernels.configs import Switch
 from fuseops.kernels.grouped_paths import BACK, ENDS, act_bwd_path, act_path
-from fuseops.kernels.registry import decided
+from fuseops.kernels.registry import cached_decision
 from fuseops.ops.activations import form_of
 from fuseops.ops.linear import (
     Linear,
@@ -229,14 +229,16 @@ class DenseMLP(FusedOp):
         """Why the activation is a kernel of its own; None where fc1's GEMM ends in it.   y: the input of fc1"""
         compute, roles = call.precision
         facts = s.form, compute, roles is not None, s.bias is not None
-        return decided(_why_apart, (y, s.fc1), *facts)
+        return cached_decision(_why_apart, (y, s.fc1), *facts)
 
     def why_apart_bwd(self, s: DenseMLPSaved, dy: Any, h: Any, call: Call) -> str | None:
         """Why the activation's backward is a kernel of its own; None where the GEMM of fc2 goes on through it."""
         needs = call.needs
         if s.fc2 is None or h is None or "x" not in needs or "weight" not in needs:
             return "not every gradient is needed"
-        return decided(_why_apart_bwd, (dy, h, s.fc2), s.form, call.precision.roles is not None)
+        return cached_decision(
+            _why_apart_bwd, (dy, h, s.fc2), s.form, call.precision.roles is not None
+        )
 
     def choices(self, x: Any, t: MemberTensors, calls: Calls) -> str:
         first, last, act = t[self.at], t[-1], form_of(self.act)
@@ -280,7 +282,7 @@ def _why_apart(
         return why
     if not K.grouped_swiglu.launches((y, weight), {}):
         return "the reference runs"
-    if not SWIGLU.says(numel(y.shape[:-1]), tuple(weight.shape), y):
+    if not SWIGLU.enabled(numel(y.shape[:-1]), tuple(weight.shape), y):
         return SLOWER
     kind: str = form[0]  # type: ignore[index]
     return None if act_path(flat(y), weight[None], kind=kind) else NO_PATH
@@ -294,7 +296,7 @@ def _why_apart_bwd(
         return why
     if not K.grouped_dswiglu.launches((dy, h, weight), {}):
         return "the reference runs"
-    if not DSWIGLU.says(numel(dy.shape[:-1]), tuple(weight.shape[::-1]), dy):
+    if not DSWIGLU.enabled(numel(dy.shape[:-1]), tuple(weight.shape[::-1]), dy):
         return SLOWER
     path = act_bwd_path(flat(dy), weight[None].transpose(1, 2), flat(h))
     return None if path else NO_PATH

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.kernels.generated import Both, RefusedError, TensorSpec, both, vjp
+from fuseops.kernels.generated import (
+    ElementwiseKernels,
+    RefusedError,
+    TensorSpec,
+    trace_elementwise,
+    vjp,
+)
 from fuseops.ops.code import FOLLOWED, referenced_values
 from fuseops.ops.op import (
     NON_CONFIG_ATTRS,
@@ -32,7 +38,7 @@ from fuseops.ops.op import (
 from fuseops.ops.structure import Add
 from fuseops.rules.rule import Conditions
 
-KNOWN: dict[Any, Both | RefusedError] = {}
+KNOWN: dict[Any, ElementwiseKernels | RefusedError] = {}
 """What was traced: layers that are alike share their kernels."""
 MOST_KNOWN = 256  # an attribute may be another in each step
 NOT_COMPUTED = NON_CONFIG_ATTRS | {"_path", "_prefix", "renames", "note", "delays"}
@@ -64,7 +70,7 @@ class Pointwise(FusedOp):
         return Out(y, self.Saved(*kept, kernels))
 
     def bwd(self, saved: Any, dy: Tensor, calls: Calls, dside: SideGrads) -> tuple[Grads, ...]:
-        kernels: Both = saved.kernels
+        kernels: ElementwiseKernels = saved.kernels
         given = [dy, *(saved[k] for k in kernels.read)]
         found = iter(kernels.backward(*[t.contiguous() for t in given]))  # type: ignore[misc]
         dx = next(found) if "x" in calls[0].needs else None
@@ -101,18 +107,18 @@ class Pointwise(FusedOp):
         own = [k for k, (i, name) in enumerate(self.places, 1) if name in needs[i]]
         return (*([0] if "x" in needs[0] else []), *own)
 
-    def _kernels(self, inputs: Sequence[Tensor], calls: Sequence[Call]) -> Both:
+    def _kernels(self, inputs: Sequence[Tensor], calls: Sequence[Call]) -> ElementwiseKernels:
         """The kernels for tensors of these shapes and dtypes; where none can be made, torch runs op by op."""
         try:
             return self.traced([(t.shape, t.dtype) for t in inputs], inputs[0].device, calls)
         except RefusedError:
             run, wanted = self.composed(calls), self.wanted([call.needs for call in calls])
             every = tuple(range(len(inputs)))
-            return Both(lambda *t: (run(*t),), lambda *t: vjp(run, wanted, *t), every)
+            return ElementwiseKernels(lambda *t: (run(*t),), lambda *t: vjp(run, wanted, *t), every)
 
     def traced(
         self, inputs: Sequence[Described], device: torch.device, calls: Sequence[Call]
-    ) -> Both:
+    ) -> ElementwiseKernels:
         """The kernels for tensors of these shapes and dtypes.  Raises RefusedError where there are none."""
         leading = inputs[0][0][:-1]
         if not leading:
@@ -135,7 +141,7 @@ class Pointwise(FusedOp):
             if len(KNOWN) >= MOST_KNOWN:
                 KNOWN.clear()
             try:
-                found = both(self.composed(calls), likes, len(leading), wanted, device)
+                found = trace_elementwise(self.composed(calls), likes, len(leading), wanted, device)
             except RefusedError as refused:
                 found = refused
             KNOWN[key] = found

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.activation import Form
-from fuseops.kernels.registry import decided
+from fuseops.kernels.registry import cached_decision
 from fuseops.ops.checks import check_pos, check_rows
 from fuseops.ops.linear import saved_input
 from fuseops.ops.op import Calls, Grads, MemberTensors, Op, Out, SideGrads, fast_replace
@@ -88,7 +88,7 @@ class RoutedMLP(GroupedMLP):
         x = saved_input(x, calls[1], offs, by_index=True)
         features = s.fc1.shape[1]  # type: ignore[union-attr]
         high = calls[1].precision.roles is None
-        copies = high and decided(copies_rows, (x, index), FC1, features)
+        copies = high and cached_decision(copies_rows, (x, index), FC1, features)
         rows, by = _rows(x, index, pos, offs, copies)
         h, a = self.activated(fast_replace(s, x=rows), calls[1:4], "h" in keep, by)
         del rows
@@ -118,7 +118,7 @@ class RoutedMLP(GroupedMLP):
             x = arrived()
             if calls[1].precision.roles is not None:
                 return x, index  # its codes are permuted
-            copies = decided(copies_rows, (x, index), FC1, *width)
+            copies = cached_decision(copies_rows, (x, index), FC1, *width)
             return _rows(x, index, pos, offs, copies)  # type: ignore[arg-type]
 
         on_dx = _on_dx(calls)
@@ -193,7 +193,9 @@ class RoutedMLP(GroupedMLP):
         if index is None or s.fc2 is None:
             return False
         form, probs, fc2, _ = self.operands(s)
-        return decided(_copies_dy, (dy, fc2, probs, index), form, dswiglu.facts_of(calls[1:4]))
+        return cached_decision(
+            _copies_dy, (dy, fc2, probs, index), form, dswiglu.facts_of(calls[1:4])
+        )
 
 
 def _copies_dy(
