@@ -54,10 +54,10 @@ from .formats import codes_values as codes_values
 from .formats import dequantize_format as dequantize_format
 from .formats import hadamard as hadamard
 from .formats import quantize_format as quantize_format
+from .formats import random_hadamard as random_hadamard
 from .formats import signs as signs
 from .formats import swizzled as swizzled
-from .formats import turned as turned
-from .formats import turned_in_groups as turned_in_groups
+from .formats import transpose_in_groups as transpose_in_groups
 from .formats import unswizzled as unswizzled
 from .formats import whole_inverse as whole_inverse
 from .formats import whole_of_blocks as whole_of_blocks
@@ -74,10 +74,10 @@ from .grouped import one_group as one_group
 from .grouped_glu import grouped_swiglu as grouped_swiglu
 from .grouped_glu_bwd import grouped_dswiglu as grouped_dswiglu
 from .grouped_glu_bwd import grouped_dswiglu_into as grouped_dswiglu_into
-from .groups import by_group as by_group
 from .groups import column_offs as column_offs
-from .groups import columns_of as columns_of
+from .groups import padded_columns as padded_columns
 from .groups import padding_mask as padding_mask
+from .groups import scale_of_row as scale_of_row
 from .launch import launch as launch
 from .micro import quantize_micro as quantize_micro
 from .micro_gemm import micro_mm as micro_mm

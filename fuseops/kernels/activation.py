@@ -1,5 +1,4 @@
-"""Activations, gated and not, plain and scaled by a probability a row; every form from one
-generator.
+"""Activations, gated and not, plain and scaled by a probability a row, in one set of kernels.
 
 Maths (float32, one rounding at each store):
     y = f(x)        kinds are the names of VALUES
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import tiles
-from fuseops.kernels.bias import factors_of, sum_partials
+from fuseops.kernels.bias import row_factors, sum_partials
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, pdl_chain, pdl_overlap
 from fuseops.kernels.records import of_fields
@@ -111,13 +110,13 @@ def join_gate(gate: Tensor, linear: Tensor, interleave: int = 0) -> Tensor:
 
 
 Form = tuple[Any, ...]
-"""What the kernels take of an activation: its kind, and constants of `ActivationForm` as far as it has any."""
+"""The kernels' arguments for an activation: its kind, and fields of `ActivationForm` as far as it has any."""
 READ = {"clamped_swiglu": 3, "situglu": 2}
-"""How many of alpha, limit and offset the formula of a kind reads: none, if it is not here."""
+"""The number of alpha, limit and offset that the formula of a kind reads; 0 for other kinds."""
 
 
 class ActivationForm(NamedTuple):
-    """An `ActivationForm` holds a kind of activation, of KINDS, and the constants of which its formula reads some."""
+    """An `ActivationForm` holds a kind of activation, one of KINDS, and the constants of formulas."""
 
     kind: str
     interleave: int = 0
@@ -355,10 +354,10 @@ def scaled_act_bwd_into(
 def _scaled_bwd(
     dx: Tensor, dy: Tensor, x: Tensor, probs: Tensor | None, need_dprobs: bool, need_y: bool, form: ActivationForm
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Write dx, which may be x: a program has read an element, and those that go with it, before it writes them."""
+    """Write dx, which may be x, since a program reads the elements of x before it writes them.   -> dprobs, y"""
     constants, n = _constants(x, form)
     x2, dy2 = as_rows(x), _grad_rows(dy, x, n)
-    scale = factors_of(probs, x)
+    scale = row_factors(probs, x)
     dprobs = x.new_empty(x.shape[:-1] if need_dprobs else 0, dtype=torch.float32)
     y = x.new_empty(*x.shape[:-1], n) if need_y else x.new_empty(0)
     config = SCALED_BWD.pick(len(x2), (n,), x)
@@ -393,7 +392,7 @@ def act_dprobs(dy: Tensor, x: Tensor, form: ActivationForm) -> Tensor:
 def _forward(x: Tensor, probs: Tensor | None, form: ActivationForm) -> Tensor:
     constants, n = _constants(x, form)
     x2, y = as_rows(x), x.new_empty(*x.shape[:-1], n)
-    scale = factors_of(probs, x)
+    scale = row_factors(probs, x)
     config = (GATE_FWD if form.kind in GATES else FWD).pick(len(x2), (n,), x)
     grid = tiles.tile_grid(len(x2), n, config)
     launch(

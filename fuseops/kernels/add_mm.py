@@ -1,4 +1,4 @@
-"""The products of a router: logits that are not rounded, and its gradient on its way into that of the tokens.
+"""The products of a router: logits in float32, and its input gradient added to that of the tokens.
 
 Maths: wide_mm  y = x weight^T, whose accumulator is kept. Products of halves are exact in float32, so this is the
     product of the operands in float32, at the speed and traffic of halves.

@@ -154,7 +154,7 @@ def grouped_bias_bwd(
     first, then = pdl_chain(dy.device)
     launch(
         device("bias").grouped_bias_bwd_kernel, (blocks * chunks,),
-        dy, offs, factors_of(probs, dy), dy if bias is None else bias.contiguous(),
+        dy, offs, row_factors(probs, dy), dy if bias is None else bias.contiguous(),
         partial, y, dots, rows, n, groups, dy.stride(0),
         SCALED=probs is not None, NEED_DPROBS=bias is not None, CHUNK=CHUNK, **first,
         BLOCK_E=pow2(groups, least=32), AT_ONCE=tiles.rows_at_once(config, dy.itemsize), **config,
@@ -196,8 +196,8 @@ def sum_all_partials(partial: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return sums
 
 
-def factors_of(probs: Tensor | None, x: Tensor) -> Tensor:
-    """What a kernel multiplies the rows of x by: any tensor where there is nothing."""
+def row_factors(probs: Tensor | None, x: Tensor) -> Tensor:
+    """The factors of the rows of x for a kernel; without probs any tensor."""
     if probs is None:
         return x
     check_shape("probs", probs, x.shape[:-1])
@@ -211,7 +211,7 @@ def _forward(x: Tensor, bias: Tensor, offs: Tensor | None, probs: Tensor | None)
     config = (FWD if offs is None else GROUPED_FWD).pick(len(x2), (n,), x)
     launch(
         device("bias").bias_fwd_kernel, tiles.tile_grid(len(x2), n, config),
-        x2, bias, x if offs is None else offs, factors_of(probs, x), y,
+        x2, bias, x if offs is None else offs, row_factors(probs, x), y,
         len(x2), n, groups, x2.stride(0),
         GROUPED=offs is not None, SCALED=probs is not None, BLOCK_E=pow2(groups),
         **pdl_overlap(x.device), **config,

@@ -45,7 +45,7 @@ def draws(seed: Tensor, count: int) -> Tensor:
 
 
 def threshold(p: float) -> int:
-    """What a draw has to reach to be kept: p of them do not, to 2^-16."""
+    """The least draw that is kept: a share p of draws, rounded to 2^-16, is below."""
     return min(round(p * 2**BITS), 2**BITS - 1) if p < 1 else 2**BITS
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuseops.kernels.dropout import BITS, draws
-from fuseops.kernels.groups import columns_of, place_of_row
+from fuseops.kernels.groups import column_of_row, padded_columns
 from fuseops.kernels.scales import FLT_MAX, RowTransform, inverse_scale, magnitude, pieces, saturate
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
@@ -228,7 +228,7 @@ def hadamard(x: Tensor) -> Tensor:
     return x * 0.25
 
 
-def turned(x: Tensor) -> Tensor:
+def random_hadamard(x: Tensor) -> Tensor:
     """The random Hadamard transform of the last axis, a multiple of sixteen, in float32."""
     return hadamard(x.float() * signs(x.shape[-1], x))
 
@@ -239,13 +239,13 @@ def signs(width: int, like: Tensor) -> Tensor:
     return 1.0 - 2.0 * ((SIGNS >> place) & 1)
 
 
-def turned_in_groups(x: Tensor, offs: Tensor | None) -> Tensor:
+def transpose_in_groups(x: Tensor, offs: Tensor | None) -> Tensor:
     """The transpose over tokens that begin anew in each group at a multiple of 128, zeros between.   -> (K, C)"""
     rows, k = x.shape
-    width = columns_of(rows, None if offs is None else len(offs))
+    width = padded_columns(rows, None if offs is None else len(offs))
     if offs is None:
         return F.pad(x, (0, 0, 0, width - rows)).t() if width > rows else x.t()
-    full = x.new_zeros(width + 1, k).index_copy_(0, place_of_row(offs, rows, x), x)
+    full = x.new_zeros(width + 1, k).index_copy_(0, column_of_row(offs, rows, x), x)
     return full[:width].t()
 
 
@@ -265,9 +265,9 @@ def swizzled(scale: Tensor, offs: Tensor | None = None) -> Tensor:
     """
     rows, s = scale.shape[-2:]
     if offs is not None:
-        width = columns_of(rows, len(offs))
+        width = padded_columns(rows, len(offs))
         placed = scale.new_zeros(width + 1, s)
-        scale = placed.index_copy_(0, place_of_row(offs, rows, scale), scale)[:width]
+        scale = placed.index_copy_(0, column_of_row(offs, rows, scale), scale)[:width]
     padded = F.pad(scale, (0, -s % 4, 0, -scale.shape[-2] % 128))
     tiles = padded.unflatten(-2, (-1, 4, 32)).unflatten(-1, (-1, 4))
     return tiles.movedim(-2, -4).transpose(-2, -3).contiguous()
@@ -277,7 +277,7 @@ def unswizzled(scale: Tensor, rows: int, count: int, offs: Tensor | None = None)
     """The inverse of `swizzled`.   -> (..., rows, count)"""
     scale = scale.transpose(-2, -3).movedim(-4, -2).flatten(-2).flatten(-4, -2)[..., :count]
     if offs is not None:
-        scale = F.pad(scale, (0, 0, 0, 1))[place_of_row(offs, rows, scale)]
+        scale = F.pad(scale, (0, 0, 0, 1))[column_of_row(offs, rows, scale)]
     return scale[..., :rows, :].contiguous()
 
 

@@ -1,6 +1,6 @@
-"""How an FP8 GEMM is launched: with which operands, tiles and descriptors, where `fp8_paths` names its kernel.
+"""`launch_mm` and `launch_wgrad` launch FP8 GEMMs: with operands, tiles and descriptors of the kernel in `fp8_paths`.
 
-Operands that nothing can take raise; the others are made as launches want them.
+`checked_mm` and `checked_wgrad` raise for invalid operands, and make the others contiguous.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ WGRAD_SCALES = {
     "block": "dy_scale (B, N) float32, x_scale (B, K) float32",
     "tensor": "",
 }
-"""By scaling, the axes of scales, where they are not one a tensor or a group."""
+"""By scaling: the specs of scales; of "tensor" there is one a tensor or a group."""
 
 
 def checked_mm(p: ScaledProduct) -> ScaledProduct:

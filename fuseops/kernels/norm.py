@@ -130,7 +130,7 @@ def _gradients(
     weight_offset: float,
     total: Callable[..., Tensor] = torch.mean,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, and what dw and db are sums of.   mean: None of RMSNorm"""
+    """(dx, summands of dw, summands of db).   mean: None for RMSNorm"""
     full, grad = upcast(x), upcast(dy)
     dims = x.dim() - rstd.dim()
     axes, ones = tuple(range(-dims, 0)), (1,) * dims
@@ -148,7 +148,7 @@ def _gradients(
 
 
 def _sum_of_rows(t: Tensor, axes: int, need: bool, dtype: torch.dtype | None) -> Tensor:
-    """Over so many leading axes; empty where it is not needed."""
+    """The sum over `axes` leading axes; empty where it is not needed."""
     if not need:
         return t.new_empty(0)
     total = t.sum(tuple(range(axes))) if axes else t
@@ -205,7 +205,9 @@ def _layer_bwd_candidates(
 
 
 def _loops(n: int, choices: list[tuple[int, int, int, int]]) -> list[Config]:
-    """Of programs that walk over rows: how many at a time, warps, programs a multiprocessor, and loads ahead."""
+    """Configurations of programs that loop over rows.   choices: (rows at a time, warps, programs an SM, loads
+    ahead)
+    """
     return [
         {"BLOCK_R": r, "BLOCK_N": n, "STAGES": stages, "PER_SM": per_sm, "num_warps": w}
         for r, w, per_sm, stages in choices
@@ -389,7 +391,7 @@ def _backward(
 
 
 def _checked_width(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor) -> int:
-    """Columns of x as it was normed."""
+    """The number of columns that were normed, after checking the arguments."""
     axes = rstd.dim()
     check_shape("weight", weight, x.shape[axes:])
     check_shape("dy", dy, x.shape)
@@ -402,5 +404,5 @@ def _checked_width(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, r
 
 
 def width(x: Tensor, dims: int) -> int:
-    """Columns of x whose last `dims` axes are normed."""
+    """The number of columns of x, over the last `dims` axes."""
     return x.shape[-1] if dims == 1 else x.shape[-dims:].numel()

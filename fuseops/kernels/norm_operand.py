@@ -22,7 +22,7 @@ from fuseops.kernels.formats import LARGEST
 from fuseops.kernels.groups import BLOCK
 from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.norm import MAX_WIDTH, RMS_FWD, add_rmsnorm_fwd, rmsnorm_fwd
-from fuseops.kernels.operands import quantize_operand, uneven
+from fuseops.kernels.operands import is_unaligned, quantize_operand
 from fuseops.kernels.quantize import fp8_op, quantize_vectors
 from fuseops.kernels.registry import floats, on_meta, tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, check_shape, require, upcast
@@ -101,7 +101,7 @@ def rmsnorm_operand(
     check_shape("residual", residual, x.shape)
     x2 = as_rows(x)
     added = x2 if residual is None else as_rows(residual)
-    if not x.numel() or n > MAX_WIDTH or uneven(n, x2, added):
+    if not x.numel() or n > MAX_WIDTH or is_unaligned(n, x2, added):
         return _rmsnorm_operand(x, residual, weight, eps, dtype, weight_offset)
     rows = len(x2)
     data = x.new_empty(rows, n, dtype=dtype)
@@ -130,7 +130,7 @@ def rmsnorm_columns(
         f"rstd is {tuple(rstd.shape)}, expected the leading axes of {tuple(x.shape)}.",
     )
     x2 = as_rows(x)
-    if not x.numel() or uneven(n, x2):
+    if not x.numel() or is_unaligned(n, x2):
         return _rmsnorm_columns(x, weight, rstd, dtype, weight_offset)
     rows, blocks = len(x2), (cdiv(len(x2), BLOCK), cdiv(n, BLOCK))
     columns = x.new_empty(n, blocks[0] * BLOCK, dtype=dtype)

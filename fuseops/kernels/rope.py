@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of columns turned by an angle that the position and the pair have.
+"""Rotary position embedding: rotates pairs of columns by an angle of the position and the pair.
 
 Maths (arXiv 2104.09864): (a, b) -> (a cos - b sin, b cos + a sin), float32, one rounding at the store. A pair is
 columns i and P + i, or 2 i and 2 i + 1 where `interleaved`; columns from 2 P on stay as they are. `inverse` turns back,
@@ -79,7 +79,7 @@ def _pair_cases() -> Cases:
 def apply_rope(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
 ) -> Tensor:
-    """x with its pairs of columns turned by the angles of cos and sin, or back."""
+    """x with its pairs of columns rotated by the angles of cos and sin, or back with `inverse`."""
     return _turned((x,), cos, sin, interleaved, inverse)[0]
 
 

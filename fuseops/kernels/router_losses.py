@@ -146,7 +146,7 @@ def router_loss_bwd(
 
 
 def _slopes(tokens: int, experts: int, k: int, balance: float, z: float) -> tuple[float, float]:
-    """What counts times sums of shares, and sums of lse^2, are multiplied by."""
+    """The factors of counts times sums of shares, and of sums of lse^2, in the loss."""
     tokens = max(tokens, 1)
     return balance * experts / (tokens * k * tokens), z / tokens
 

@@ -1,5 +1,4 @@
-"""From chosen experts to rows: how many each expert gets, where its rows end, and which row every
-copy of a token takes.
+"""`route` sorts copies of tokens by expert: the rows of each expert, their ends, and the row of every copy of a token.
 
 Maths: a stable counting sort. The row of copy i = (t, k) is the number of copies of lower experts,
 plus the number of copies of its own expert before it. Integers only and no atomics on results, so
@@ -125,7 +124,7 @@ def route(
 
 @kernel_op(twin=_expert_counts, cases=lambda: ((e, n) for e, n, *_ in _cases()))
 def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
-    """counts (E,) int32: the copies of each expert; those of none count nowhere."""
+    """counts (E,) int32: the copies of each expert; copies without one are not counted."""
     if num_experts > MAX_EXPERTS:
         return _expert_counts(experts, num_experts)
     experts = experts.contiguous()
@@ -154,7 +153,7 @@ torch.library.custom_op(
 
 
 def _chunks(rows: int, config: Config) -> int:
-    """One that is empty where there are no rows: its program writes offs."""
+    """The number of chunks, at least one, whose program writes offs."""
     return max(cdiv(rows, config["BLOCK_S"]), 1)
 
 

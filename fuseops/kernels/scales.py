@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fuseops.kernels.groups import columns_of, group_of_row, padding_mask, place_of_row
+from fuseops.kernels.groups import column_of_row, group_of_row, padded_columns, padding_mask
 from fuseops.kernels.registry import thread
 
 RowTransform = Callable[[Tensor], Tensor]
@@ -126,8 +126,8 @@ def codes_of_matrices(weight: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 def columns_in_groups(data: Tensor, offs: Tensor | None) -> Tensor:
     """Codes transposed, with groups at multiples of 128 and zeros between.   (R, K) -> (K, C)"""
     rows = data.shape[0]
-    width = columns_of(rows, None if offs is None else len(offs))
-    place, raw = place_of_row(offs, rows, data), data.view(torch.uint8).t()
+    width = padded_columns(rows, None if offs is None else len(offs))
+    place, raw = column_of_row(offs, rows, data), data.view(torch.uint8).t()
 
     def laid(piece: slice) -> Tensor:
         part = raw[piece].t()

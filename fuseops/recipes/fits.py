@@ -30,7 +30,7 @@ def misfit(q: Quantized) -> str | None:
     if q.col is not None:
         form = q.scaling.of("col")
         alone = 1 if form.columns == COLUMN else None  # which kernels lay as one group
-        columns = K.columns_of(tokens, alone if groups is None else groups)
+        columns = K.padded_columns(tokens, alone if groups is None else groups)
         wanted |= _parts(form, "col", columns, width, groups)
     found = q.components()
     for name, (shape, dtype) in wanted.items():

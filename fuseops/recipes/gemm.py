@@ -139,7 +139,9 @@ def _grouped(
             rows, right, whole = _meet(left, _stands_for(_part(weight, layout, some), layout))
             y = K.grouped_mm(rows, right, ends, table)
             if whole is not None:
-                by_row = whole.expand(1) if whole.dim() == 0 else K.by_group(whole, ends, len(y))
+                by_row = (
+                    whole.expand(1) if whole.dim() == 0 else K.scale_of_row(whole, ends, len(y))
+                )
                 y.mul_(by_row[:, None])
             parts.append(y.to(a.dtype))
             del right

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.groups import columns_of
+from fuseops.kernels.groups import padded_columns
 from fuseops.kernels.scales import RowTransform
 from fuseops.torch_private import is_fake
 
@@ -219,14 +219,14 @@ def _turned(x: Tensor, scaling: Scaling, offs: Tensor | None, seed: Tensor | Non
         offs, _ = K.one_group(len(x), x)
 
     def laid(features: Tensor) -> Tensor:
-        columns = K.turned_in_groups(features.t(), offs)
-        return K.turned(columns) if scaling.hadamard else columns
+        columns = K.transpose_in_groups(features.t(), offs)
+        return K.random_hadamard(columns) if scaling.hadamard else columns
 
     rows, transform = x.t(), cast("RowTransform | None", laid)  # once for the amax, and once more
     if len(K.pieces(rows)) == 1:
         rows, transform = laid(rows), None
     amax = _amax_of_groups(rows, scaling, ends, 0, transform)
-    tokens = columns_of(len(x), None if offs is None else len(offs))
+    tokens = padded_columns(len(x), None if offs is None else len(offs))
     whole = _spread(amax, ends, 0, tokens, scaling)
     return _coded(rows, scaling, whole, None if seed is None else seed + 1, transform)
 

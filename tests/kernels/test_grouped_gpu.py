@@ -132,7 +132,7 @@ def test_many_tiles_with_an_activation(path, number, with_probs, form, width):
 @pytest.mark.parametrize(("path", "number"), cases(grouped_paths.SWIGLU_BWD_SPACES))
 @pytest.mark.parametrize("with_probs", [False, True])
 @pytest.mark.parametrize("width", [1024, 960])
-@pytest.mark.parametrize("kind", grouped_paths.BACK)
+@pytest.mark.parametrize("kind", grouped_paths.BACKWARD_ACTS)
 def test_many_tiles_that_go_on_through_an_activation(path, number, with_probs, width, kind):
     """What the product and a pass over it give, dprobs but for the order of its sum."""
     needs_gluon(path)

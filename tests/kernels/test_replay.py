@@ -36,7 +36,7 @@ def new_replays():
 def replayed(monkeypatch):
     """The arguments of the calls that were replayed: whose launchers did not run."""
     seen, themselves = [], []
-    run, anew = Replays.run, Replay._anew
+    run, anew = Replays.run, Replay._run_launcher
 
     def count(self, op, args):
         before = len(themselves)
@@ -50,7 +50,7 @@ def replayed(monkeypatch):
         return anew(self, *args)
 
     monkeypatch.setattr(Replays, "run", count)
-    monkeypatch.setattr(Replay, "_anew", ran)
+    monkeypatch.setattr(Replay, "_run_launcher", ran)
     return seen
 
 

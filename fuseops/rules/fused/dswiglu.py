@@ -18,7 +18,7 @@ from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.kernels.activation import Form
 from fuseops.kernels.configs import Switch
-from fuseops.kernels.grouped_paths import BACK, act_bwd_path
+from fuseops.kernels.grouped_paths import BACKWARD_ACTS, act_bwd_path
 from fuseops.kernels.registry import cached_decision
 from fuseops.ops.op import Call, Calls
 from fuseops.ops.tiles import tiles_of
@@ -88,8 +88,8 @@ def _why_apart(
     if form is None:  # not kept: only biases of fc2 want a gradient
         return "not every gradient is needed"
     kind, *options = form
-    if kind not in BACK or any(options):
-        said = ", its gate and up alternate" if kind in BACK else ""
+    if kind not in BACKWARD_ACTS or any(options):
+        said = ", its gate and up alternate" if kind in BACKWARD_ACTS else ""
         return f"the activation is {kind}{said}"
     if not (facts.below and {"x", "weight"} <= facts.needs) or h is None:
         return "not every gradient is needed"

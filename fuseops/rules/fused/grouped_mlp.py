@@ -22,7 +22,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.kernels.activation import Form
 from fuseops.kernels.configs import Switch
-from fuseops.kernels.grouped_paths import ENDS, act_path
+from fuseops.kernels.grouped_paths import EPILOGUE_ACTS, act_path
 from fuseops.kernels.registry import cached_decision, held_once
 from fuseops.ops.activations import form_of
 from fuseops.ops.checks import check_offs, check_probs
@@ -339,7 +339,7 @@ def _in_epilogue(
     (kind, *options), rows = form, (x if index is None else index).shape[0]
     # a bias has run on a GPU before clamped SwiGLU alone
     apart = bias is not None and (scaled or kind != "clamped_swiglu")
-    if kind not in ENDS or apart or adapted:
+    if kind not in EPILOGUE_ACTS or apart or adapted:
         return False
     if probs is not None and (probs.shape != (rows,) or probs.dtype is not torch.float32):
         return False

@@ -21,7 +21,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.kernels.activation import Form
 from fuseops.kernels.configs import Switch
-from fuseops.kernels.grouped_paths import BACK, ENDS, act_bwd_path, act_path
+from fuseops.kernels.grouped_paths import BACKWARD_ACTS, EPILOGUE_ACTS, act_bwd_path, act_path
 from fuseops.kernels.registry import cached_decision
 from fuseops.ops.activations import form_of
 from fuseops.ops.linear import (
@@ -249,7 +249,7 @@ class DenseMLP(FusedOp):
         y, h, dy = (x.new_empty(len(x), width, dtype=dtype) for width in widths)
         if calls[self.at].precision.roles is not None:
             return "; ".join(self._producers(x, h, calls))
-        name = ENDS.get(act[0], "the activation")
+        name = EPILOGUE_ACTS.get(act[0], "the activation")
         parts = [("fc1", name, self.why_apart(s, y, calls[self.at]))]
         if calls[-1].needs:
             why = self.why_apart_bwd(s, dy, h, calls[-1])
@@ -305,8 +305,8 @@ def _why_apart_bwd(
 def _why_no_epilogue(form: Form | None, x: Any, quantized: bool, dtype: torch.dtype) -> str | None:
     """What of a call no GEMM that goes on through an activation takes."""
     kind, *options = form or ("",)
-    if kind not in BACK or any(options):
-        said = ", its gate and up alternate" if kind in BACK else ""
+    if kind not in BACKWARD_ACTS or any(options):
+        said = ", its gate and up alternate" if kind in BACKWARD_ACTS else ""
         return f"the activation is {kind}{said}"
     if quantized:
         return "a recipe quantizes the operands"

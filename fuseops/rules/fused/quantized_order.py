@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fuseops.kernels.groups import columns_of
+from fuseops.kernels.groups import padded_columns
 from fuseops.kernels.tiles import FLOATS, cdiv
 from fuseops.ops.linear import WEIGHT, Indexed, columns_from_codes, grad_operand
 from fuseops.ops.op import Call, Calls
@@ -62,7 +62,7 @@ def behind_dx(w2: Tensor | None, calls: Calls, index: Tensor | None) -> bool:
     if index is None or not _copied(roles, index) or not _can_wait(calls, True):
         return False
     experts, width, _ = w2.shape
-    return columns_of(len(index), experts) < w2.element_size() * experts * width
+    return padded_columns(len(index), experts) < w2.element_size() * experts * width
 
 
 def _copied(roles: Roles, index: Tensor | None) -> bool:
@@ -132,7 +132,7 @@ class Held(NamedTuple):
     @property
     def columns(self) -> int:
         """Of rows whose groups begin at multiples of 128."""
-        return columns_of(self.rows, self.experts)
+        return padded_columns(self.rows, self.experts)
 
     @property
     def dw1(self) -> int:
