@@ -38,7 +38,7 @@ from fuseops.kernels.registry import INTERPRET, KERNEL_OPS, KernelOp
 from fuseops.kernels.replay import Launch
 
 PINNED = "3.6"
-"""The Triton whose table has every row; those of others have the rows that `differs` names."""
+"""The Triton whose table has every row; those of others have the rows that `depends_on_release` selects."""
 ARCHS = (80, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
 TMEM_LIMIT = 512
