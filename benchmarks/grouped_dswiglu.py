@@ -65,7 +65,7 @@ def cell(name: str, options: argparse.Namespace) -> dict[str, Any]:
     dims = (*t["weight"].shape, gathers)
     return {
         "error_of_dh_a_dprobs": errors,
-        "takes": "one_kernel" if EPILOGUE.says(len(t["h"]), dims, t["h"]) else "two_kernels",
+        "takes": "one_kernel" if EPILOGUE.enabled(len(t["h"]), dims, t["h"]) else "two_kernels",
         "us": measure.medians(us),
         "gain": measure.paired(us["one_kernel"], us["two_kernels"]),
     }  # fmt: skip

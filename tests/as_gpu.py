@@ -63,7 +63,7 @@ class Nothing:
     def stream_of(self, index: int) -> int:
         return 0
 
-    def encoded(self, descriptor: Any, number: int) -> list[int]:
+    def encode_descriptor(self, descriptor: Any, number: int) -> list[int]:
         return [0]
 
     def raw(self, *args: Any) -> None:
@@ -95,7 +95,7 @@ def mm_unrounded(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def note_launchers() -> None:
     """Have launchers that run noted: those that nothing replays yet, and those that nothing can."""
-    note, run = replay.Replays.note, replay.Replay._anew
+    note, run = replay.Replays.record, replay.Replay._run_launcher
 
     def noted(self: replay.Replays, op: Any, args: tuple[Any, ...]) -> None:
         anew[op.name] += 1
@@ -105,7 +105,7 @@ def note_launchers() -> None:
         anew[self.launcher.__name__] += 1
         return run(self, *args)
 
-    replay.Replays.note, replay.Replay._anew = noted, ran  # type: ignore[method-assign]
+    replay.Replays.record, replay.Replay._run_launcher = noted, ran  # type: ignore[method-assign]
 
 
 def compared(a: Tensor, b: Any) -> Tensor:
@@ -134,7 +134,7 @@ def pretend() -> torch.library.Library:
     note_launchers()
     torch.Tensor.__eq__ = compared  # type: ignore[assignment, method-assign]
     # a GPU gives addresses that it gave before, of which a map is kept; a CPU gives others
-    replay.Encoded.__missing__ = staticmethod(int)  # type: ignore[assignment]
+    replay.TensorMapCache.__missing__ = staticmethod(int)  # type: ignore[assignment]
     run = launch._run
     launch._run = lambda kernel, *rest: run(Kernel(kernel), *rest)
     everywhere("multiplies_codes", fp8_paths.multiplies_codes, lambda device: True)
@@ -171,7 +171,7 @@ def compiling() -> list[str]:
 def compiled(model: nn.Module, x: Tensor, launched: list[str]) -> dict[str, Any]:
     """Of a compiled step: calls, launches of the compiler's own kernels, ops that went through the dispatcher."""
     step = step_of(torch.compile(model, dynamic=False), [x, *model.parameters()])
-    with torch.autograd.set_multithreading_enabled(False), replay.apart():
+    with torch.autograd.set_multithreading_enabled(False), replay.separate_replays():
         for _ in range(5):
             step()
         launched.clear()

@@ -539,7 +539,7 @@ def no_rule_covers(seq: fo.Sequential, position: int, x: Tensor) -> bool:
     from fuseops.ops import scopes
 
     plans: list = []
-    with scopes.watching(plans.append):
+    with scopes.watch_plans(plans.append):
         seq(x)
     outer = plans[0]  # an op with hooks is called, and has a plan of its own after this one
     spans = [s for s in (*outer.forward, *outer.backward) if s.start <= position < s.stop]
@@ -917,7 +917,7 @@ def test_ops_over_dtensors_are_segments_of_their_own(gloo: None) -> None:
     assert isinstance(seq[0].weight.grad, DTensor)
     plans: list = []
     with fo.recipe(fo.recipes.Float8BlockScaling()):
-        with scopes.watching(plans.append):
+        with scopes.watch_plans(plans.append):
             seq(distribute_tensor(x, mesh))
         with fo.fusion(strict=True), pytest.raises(fo.FusionMissError, match="is ignored"):
             seq(distribute_tensor(x, mesh))

@@ -326,7 +326,7 @@ def test_bench_runs_each_way_as_it_says(model_file: str) -> None:
     from fuseops.ops import scopes
 
     seen: list[list[str]] = []
-    with scopes.watching(lambda plan: seen.append([s.rule or s.note for s in plan.forward])):
+    with scopes.watch_plans(lambda plan: seen.append([s.rule or s.note for s in plan.forward])):
         for step in ways(load(model_file)).values():
             step()
     assert seen == [["linear_act"], ["", ""], ["reference", "reference"]]

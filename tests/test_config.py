@@ -52,7 +52,7 @@ def data() -> Tensor:
 def fired(seq: nn.Module, x: Tensor) -> set[str]:
     """The rules that fire in the forward of one call."""
     plans: list = []
-    with scopes.watching(plans.append):
+    with scopes.watch_plans(plans.append):
         seq(x)
     return {span.rule for p in plans for span in p.forward if span.rule}
 
@@ -588,7 +588,7 @@ def test_scopes_left_in_any_order_leave_nothing_said(order: tuple[int, ...]) -> 
             made[place].__exit__(None, None, None)
         except FuseOpsError as error:
             refused += "left out of order" in str(error)
-    assert scopes.current().said is None and scopes.current().token == 0
+    assert scopes.current().layer is None and scopes.current().token == 0
     assert (refused == 0) == (order == (2, 1, 0))
 
 
@@ -600,15 +600,15 @@ def test_a_scope_that_two_threads_share_ends_in_each_by_itself() -> None:
         with shared:
             entered.set()
             leave.wait(9)
-        left.append(scopes.current().said)
+        left.append(scopes.current().layer)
 
     thread = threading.Thread(target=other, daemon=True)
     with fo.fusion(False):
-        before = scopes.current().said
+        before = scopes.current().layer
         with shared:
             thread.start()
             entered.wait()
-        assert scopes.current().said is before
+        assert scopes.current().layer is before
         leave.set()
         thread.join()
     assert left == [None]

@@ -11,7 +11,7 @@ from torch import Tensor
 import fuseops as fo
 from fuseops.errors import ShapeError
 from fuseops.ops import scopes
-from fuseops.ops.splits import bad_ends, before
+from fuseops.ops.splits import bad_ends, group_starts
 from fuseops.run import debug
 
 E, D, F, ROWS = 4, 6, 4, 9
@@ -58,7 +58,7 @@ def test_exactly_the_bad_ends_are_refused(ends: list[int]) -> None:
     good = edges == sorted(edges)
     offs = torch.tensor(ends, dtype=torch.int32)
     assert bool(bad_ends(offs, ROWS).any()) is not good
-    assert before(offs).tolist() == [0, *ends[:-1]]
+    assert group_starts(offs).tolist() == [0, *ends[:-1]]
     if good:
         call(experts(), ends)
     else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fuseops as fo
 from fuseops.kernels import configs
-from fuseops.kernels.registry import watching
+from fuseops.kernels.registry import watch_launches
 from fuseops.rules.fused import dswiglu, mlp
 from fuseops.rules.fused.grouped_mlp import EPILOGUE
 
@@ -120,7 +120,7 @@ def test_the_activation_in_the_epilogue_equals_a_pass_over_h(name: str) -> None:
     x, found, ran = torch.randn_like(dy), [], []
     for choice in (0, 1):
         leaf = x.clone().requires_grad_()
-        with configs.forced(EPILOGUE, {"EPILOGUE": choice}), watching() as launched:
+        with configs.forced(EPILOGUE, {"EPILOGUE": choice}), watch_launches() as launched:
             step(model, leaf, args, dy)
         ran.append("grouped_swiglu" in {op.name for op, *_ in launched})
         found.append([leaf.grad, *(p.grad for p in model.parameters())])
@@ -138,7 +138,7 @@ def test_the_gradient_through_the_activation_equals_a_pass_over_it(name: str) ->
     x, found, ran = torch.randn_like(dy), [], []
     for choice in (0, 1):
         leaf = x.clone().requires_grad_()
-        with configs.forced(dswiglu.EPILOGUE, {"EPILOGUE": choice}), watching() as launched:
+        with configs.forced(dswiglu.EPILOGUE, {"EPILOGUE": choice}), watch_launches() as launched:
             step(model, leaf, args, dy)
         ran.append("grouped_dswiglu_into" in {op.name for op, *_ in launched})
         found.append([leaf.grad, *(p.grad for p in model.parameters())])
@@ -178,7 +178,7 @@ def test_a_dense_mlp_equals_passes_over_its_activation(act: type[Any]) -> None:
         with (
             configs.forced(mlp.SWIGLU, there),
             configs.forced(mlp.DSWIGLU, there),
-            watching() as launched,
+            watch_launches() as launched,
         ):
             step(model, leaf, (), dy)
         ran.append({"grouped_swiglu", "grouped_dswiglu"} & {op.name for op, *_ in launched})

@@ -157,7 +157,7 @@ def test_explain_says_why_and_what_was_predicted() -> None:
 def test_another_split_is_not_another_plan() -> None:
     op = fo.ops.GroupedLinear(2, 32, 32, bias=False, dtype=torch.bfloat16)
     plans: list[Any] = []
-    with fo.recipe(BLOCK()), scopes.watching(plans.append):
+    with fo.recipe(BLOCK()), scopes.watch_plans(plans.append):
         for ends in ([8, 8], [0, 8], [4, 7]):
             fo.Sequential(op)(tokens(8), offs=torch.tensor(ends, dtype=torch.int32))
     assert all(plan.operands and plan.gains[0].rows == 8 for plan in plans)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fuseops as fo
 from fuseops.kernels import configs
-from fuseops.kernels.registry import watching
+from fuseops.kernels.registry import watch_launches
 from fuseops.rules.fused import dswiglu
 
 pytestmark = pytest.mark.gpu
@@ -100,7 +100,7 @@ def test_any_routing_equals_float64(name: str) -> None:
     judge = fo.MoE(D, F, E, top_k, normalize=False).double()
     judge.load_state_dict({n: t.cpu().double() for n, t in moe.state_dict().items()})
     x = batch(torch.bfloat16, len(chosen))
-    with configs.forced(dswiglu.EPILOGUE, {"EPILOGUE": 1}), watching() as launched:
+    with configs.forced(dswiglu.EPILOGUE, {"EPILOGUE": 1}), watch_launches() as launched:
         got = step(moe.replaying(), x, chosen=chosen.cuda())
     hopper = torch.cuda.get_device_capability() == (9, 0)
     ran = {op.name for op, *_ in launched}

@@ -113,7 +113,7 @@ def saved_names(case: Case) -> list[str]:
     found: list[str] = []
 
     def pack(t: Tensor) -> Tensor:
-        name = naming.take(t)
+        name = naming.take_name(t)
         found.extend(name.names if name else ["plain"])
         return t
 

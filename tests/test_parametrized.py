@@ -178,7 +178,7 @@ def test_one_that_comes_and_goes_makes_no_new_plans(op: type[Op], inside: bool) 
         adapted = fo.Sequential({"adapted": adapted})
     plans: list[Any] = []
     segments, before = set(), {*type(made).__subclasses__()}
-    with scopes.watching(plans.append):
+    with scopes.watch_plans(plans.append):
         for _ in range(6):
             run(adapted, x, side).sum().backward()
             segments |= {id(segment) for segment in plans[-1].segments}

@@ -93,7 +93,7 @@ def assert_as_fresh(seq: fo.Sequential, x: Tensor, **options: object) -> None:
 def plans() -> Iterator[list]:
     """Every plan that runs, by its spans."""
     seen: list = []
-    with scopes.watching(seen.append):
+    with scopes.watch_plans(seen.append):
         yield seen
 
 
@@ -319,10 +319,10 @@ def test_a_rule_made_in_each_step_leaves_a_bounded_number_of_plans(
         for step in range(12):
             with fo.rules(fo.Rule("never", (SiLU,), FusedScaled, when=(lambda ops, c: "no",))):
                 assert_as_fresh(seq, x)
-            tokens = tokens if step > 4 else len(scopes._entries)
+            tokens = tokens if step > 4 else len(scopes._by_token)
     gc.collect()
     (run,) = [piece for _, piece in seq._runner.pieces]
-    assert len(run.plan_cache) == 4 and len(scopes._entries) <= tokens + 1
+    assert len(run.plan_cache) == 4 and len(scopes._by_token) <= tokens + 1
     assert [r.message for r in caplog.records if "make it once" in r.message] == [
         record.message for record in caplog.records[:1]
     ]

@@ -178,18 +178,18 @@ def test_an_explanation_is_written_to_a_page(tmp_path: Path) -> None:
 )
 def test_a_scope_is_shown_by_what_it_says_and_can_be_entered_again(made: Any, shown: str) -> None:
     model, x = stack()
-    scope, outside = made(), scopes.current().said
+    scope, outside = made(), scopes.current().layer
     assert repr(scope) == f"<fuseops scope: {shown}>"
 
     def inside() -> Any:
         model(x)
-        return scopes.current().said
+        return scopes.current().layer
 
     for _ in range(2):
         with scope:
             said = inside()
-        assert said is not outside and scopes.current().said is outside
-    assert scope(inside)() is said and scopes.current().said is outside
+        assert said is not outside and scopes.current().layer is outside
+    assert scope(inside)() is said and scopes.current().layer is outside
 
 
 def test_no_public_scope_is_shown_by_its_address() -> None:

@@ -292,7 +292,7 @@ def saving(model: fo.Sequential, x: Tensor, recipe: Any = RECIPE, **side: Tensor
     operands: dict[str, str] = {}
 
     def pack(t: Tensor) -> Tensor:
-        saved = naming.take(t)
+        saved = naming.take_name(t)
         assert type(t) in (Tensor, torch.nn.Parameter), "saved as a wrapper"
         dtypes.update(dict.fromkeys(saved.names if saved else ("plain",), t.dtype))
         return t
@@ -300,7 +300,7 @@ def saving(model: fo.Sequential, x: Tensor, recipe: Any = RECIPE, **side: Tensor
     def watch(plan: Any) -> None:
         operands.update({f"{o.op} {o.role}": o.format for o in plan.operands})
 
-    with scopes.watching(watch):
+    with scopes.watch_plans(watch):
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         with fo.recipe(recipe), naming.observe(), hooks:
             model(x, **side)
@@ -355,7 +355,7 @@ def test_one_offs_is_saved_once_under_all_its_names() -> None:
     seen: list[tuple[str, ...]] = []
 
     def pack(t: Tensor) -> Tensor:
-        saved = naming.take(t)
+        saved = naming.take_name(t)
         seen.append(saved.names if saved else ())
         return t
 
@@ -388,7 +388,7 @@ def test_a_fused_op_runs_under_a_recipe_only_if_it_says_that_it_takes_them(
     takes = rule.build(*case.model).recipes or not any(op.multiplies for op in case.model)
     plans: list[Any] = []
     with fo.recipe(recipe), fo.rules(mine):
-        with scopes.watching(plans.append):
+        with scopes.watch_plans(plans.append):
             fired = assert_fused_matches_unfused(case.model, case.x, **case.side)
     found = {m.reason for plan in plans for m in plan.misses if m.rule == "mine"}
     refused = f"runs in high precision only, the recipe is {type(recipe).__name__}"
@@ -461,7 +461,7 @@ def test_an_op_that_ignores_the_recipe_says_so_and_is_refused_under_strict() -> 
     model, x = fo.Sequential({"fc": fo.ops.Linear(8, 6), "act": fo.ops.SiLU()}), torch.randn(5, 8)
     ignored = "reference; the recipe Float8CurrentScaling is ignored"
     plans: list[Any] = []
-    with fo.recipe(RECIPE), fo.reference(), scopes.watching(plans.append):
+    with fo.recipe(RECIPE), fo.reference(), scopes.watch_plans(plans.append):
         model(x)
         assert "the recipe Float8CurrentScaling is ignored" in str(model.plan(x))
         with fo.fusion(strict=True), pytest.raises(fo.FusionMissError, match=f"'fc' .*{ignored}"):

@@ -50,7 +50,7 @@ def operands(m: nn.Module) -> dict[str, set[str]]:
         for o in plan.operands:
             found.setdefault(o.op, set()).add(o.role)
 
-    with scopes.watching(watch):
+    with scopes.watch_plans(watch):
         step(m)
     return found
 
@@ -176,7 +176,7 @@ def test_equal_recipes_are_equal_and_share_a_plan(recipe: Any) -> None:
     again = replace(recipe)
     assert again == recipe and hash(again) == hash(recipe) and again is not recipe
     m, plans = model()[0], []
-    with scopes.watching(plans.append):
+    with scopes.watch_plans(plans.append):
         for r in (recipe, again):
             with fo.recipe(r):
                 m(x())

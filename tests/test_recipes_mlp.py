@@ -388,7 +388,7 @@ def test_the_weight_gradient_of_squares_rounds_what_the_forward_read() -> None:
 
 def test_a_plan_says_which_operands_are_quantized() -> None:
     plans: list[Any] = []
-    with fo.recipe(BLOCK()), scopes.watching(plans.append):
+    with fo.recipe(BLOCK()), scopes.watch_plans(plans.append):
         layer()(varied(T, D))
     found = {o.op for plan in plans for o in plan.operands}
     assert found == {"fc1", "fc2"}

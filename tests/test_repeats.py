@@ -20,9 +20,9 @@ import fuseops as fo
 from fuseops import kernels as K
 from fuseops import offload
 from fuseops.kernels import transcript
-from fuseops.kernels.registry import called_again
+from fuseops.kernels.registry import opaque_call
 from fuseops.kernels.replay import forget_replays
-from fuseops.kernels.transcript import Transcriber, transcribable, transcribed
+from fuseops.kernels.transcript import Transcriber, transcribable, transcribing
 from fuseops.ops.op import NothingSaved
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -416,7 +416,7 @@ class Fails(fo.Op[NothingSaved]):
         return fo.Out(x * 1, NothingSaved())
 
     def bwd(self, saved: NothingSaved, dy: Tensor) -> fo.Grads:
-        return fo.Grads(called_again(self.looked, dy))
+        return fo.Grads(opaque_call(self.looked, dy))
 
     def looked(self, dy: Tensor) -> Tensor:
         if self.told:
@@ -448,9 +448,9 @@ def test_an_error_in_a_repeated_backward_names_its_op(at: int) -> None:
 
 
 def written(function: Callable[..., Any], *operands: Tensor) -> Any:
-    with torch.no_grad(), transcribed(operands) as seen:
+    with torch.no_grad(), transcribing(operands) as seen:
         out = function(*operands)
-    return seen.written(out)
+    return seen.generate(out)
 
 
 ELSEWHERE = torch.ones(4, 4)
@@ -481,17 +481,17 @@ def test_what_is_called_again_takes_what_lives_for_one_call() -> None:
         return found
 
     def function(x: Tensor) -> Tensor:
-        return called_again(count, own, x) + called_again(count, own, x)
+        return opaque_call(count, own, x) + opaque_call(count, own, x)
 
     x, shared = torch.randn(4, 4), {"a": {}, "b": (own := {})}
-    with torch.no_grad(), transcribed([x], shared) as seen:
+    with torch.no_grad(), transcribing([x], shared) as seen:
         y = function(x)
-    again, later = seen.written(y), {"b": {"calls": 4}}
+    again, later = seen.generate(y), {"b": {"calls": 4}}
     assert again is not None and torch.equal(again([x], later), 2 * (x + 5))
     assert later["b"]["calls"] == 5
-    with torch.no_grad(), transcribed([x], {"a": {}}) as seen:
+    with torch.no_grad(), transcribing([x], {"a": {}}) as seen:
         y = function(x)
-    assert seen.written(y) is None and seen.why == "a dict comes from elsewhere"
+    assert seen.generate(y) is None and seen.why == "a dict comes from elsewhere"
 
 
 @pytest.mark.parametrize("why", REFUSED)

@@ -46,7 +46,7 @@ def fires(rule: fo.Rule, case: Case) -> bool:
 def plans() -> Iterator[list[Any]]:
     """Every plan that runs inside."""
     found: list[Any] = []
-    with scopes.watching(found.append):
+    with scopes.watch_plans(found.append):
         yield found
 
 

@@ -38,7 +38,7 @@ class Found(NamedTuple):
 def planned(model: Any, x: Tensor, **side: Tensor) -> Found:
     """Which rules fired in a call, and the reasons of those that did not."""
     plans: list[Any] = []
-    with scopes.watching(plans.append):
+    with scopes.watch_plans(plans.append):
         model(x, **side)
     misses: dict[str, list[str]] = {}
     for miss in (miss for plan in plans for miss in plan.misses):

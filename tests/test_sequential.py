@@ -67,7 +67,7 @@ def fired_spans(seq: fo.Sequential, x: Tensor, **side: Tensor) -> list:
     from fuseops.ops import scopes
 
     plans: list = []
-    with scopes.watching(plans.append):
+    with scopes.watch_plans(plans.append):
         seq(x, **side)
     return [span for plan in plans for span in (*plan.forward, *plan.backward)]
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from fuseops.kernels import configs
-from fuseops.kernels.registry import Call, meta, watching
+from fuseops.kernels.registry import Call, meta, watch_launches
 
 from .bench import training_step
 from .target import UsageError, add_target, load
@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise UsageError("tuning times kernels on a GPU, and torch sees no CUDA device.")
     target = load(args.target)
-    with watching() as calls_seen:
+    with watch_launches() as calls_seen:
         training_step(target)()
     calls = distinct(calls_seen)
     if not calls:

@@ -21,7 +21,7 @@ from fuseops import ops
 from fuseops.errors import FuseOpsError
 from fuseops.ops.checks import check_flags
 from fuseops.ops.local import Local, Ranks
-from fuseops.ops.paths import SPREAD, path_of
+from fuseops.ops.paths import SHARD_EXPERTS, path_of
 from fuseops.run.composed import Composed
 
 from .dispatch import ExpertArrive, ExpertCollect, ExpertDispatch
@@ -145,7 +145,7 @@ class ExpertParallel(ParallelStyle):
         check_mesh(mesh, experts.num_experts)
         check_undistributed("ExpertParallel", experts)
         _shard_parameters(experts, mesh, sharded)
-        experts.__dict__[SPREAD] = partial(self._shard_layer, mesh=mesh)
+        experts.__dict__[SHARD_EXPERTS] = partial(self._shard_layer, mesh=mesh)
 
 
 def _check_unsharded(op: ops.GroupedLinear) -> None:
@@ -185,7 +185,7 @@ def _dispatch_of(layer: Composed) -> Any:
 
 def expert_meshes(model: nn.Module) -> set[DeviceMesh]:
     """The meshes over which experts of a model are sharded."""
-    partials = (vars(m).get(SPREAD) for m in model.modules())
+    partials = (vars(m).get(SHARD_EXPERTS) for m in model.modules())
     own = {m.exchange.mesh for m in model.modules() if isinstance(m, ExpertDispatch)}
     return own | {spread.keywords["mesh"] for spread in partials if spread is not None}
 

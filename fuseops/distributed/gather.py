@@ -26,13 +26,13 @@ BLOCK = 128
 class GatheredWeight(StoredWeight):
     """A `GatheredWeight` holds the codes of a gathered weight; the op's own Parameter is a shard in high precision."""
 
-    lives = False
+    owns_codes = False
     gathered: Layout | None = None
 
     def codes(self) -> Layout:
         return cast("Layout", self.gathered)
 
-    def emptied(self, before: Any = None, now: Any = None) -> None:
+    def blank_carrier(self, before: Any = None, now: Any = None) -> None:
         pass
 
 

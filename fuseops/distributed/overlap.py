@@ -19,14 +19,14 @@ from torch import Tensor
 from fuseops import torch_private
 from fuseops.ops.collectives import AllGather, CollectiveSaved, ReduceScatter, Way
 from fuseops.ops.linear import Linear, LinearSaved, linear_bwd
-from fuseops.ops.op import Call, Calls, FusedOp, Given, Grads, Out
+from fuseops.ops.op import Call, Calls, FusedOp, Grads, MemberTensors, Out
 from fuseops.rules.rule import Conditions, Rule, require
 
 
 class AllGatherLinear(FusedOp):
     """y = gathered x W^T + b.   (T / ranks, K) -> (T, N)   Saves what its members save: gathered x."""
 
-    def fwd(self, x: Tensor, t: Given, calls: Calls) -> Out:
+    def fwd(self, x: Tensor, t: MemberTensors, calls: Calls) -> Out:
         weight, bias = t[1]["weight"], t[1]["bias"]
         w = calls[1].precision.cast(weight)
         way: Way = self.members[0].way()  # type: ignore[operator]
@@ -47,7 +47,7 @@ class AllGatherLinear(FusedOp):
 class LinearReduceScatter(FusedOp):
     """y = this rank's rows of the sum of the ranks' x W^T.   (T, K) -> (T / ranks, N)   Saves what its members save."""
 
-    def fwd(self, x: Tensor, t: Given, calls: Calls) -> Out:
+    def fwd(self, x: Tensor, t: MemberTensors, calls: Calls) -> Out:
         weight = t[0]["weight"]
         w = calls[0].precision.cast(weight)
         way: Way = self.members[1].way()  # type: ignore[operator]

@@ -30,7 +30,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops.activations import Activation, ScaledActivation
 from fuseops.ops.checks import check_flags, check_integers
 from fuseops.ops.halves import is_gate
-from fuseops.ops.local import InputLayout, Local, Ranks, halved
+from fuseops.ops.local import InputLayout, Local, Ranks, unflatten_halves
 from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of
 from fuseops.ops.stored import stored_in
@@ -81,7 +81,7 @@ class _Style(ParallelStyle):
             return
         whole = parameter.detach()
         if local.axis and name not in op._local:
-            whole = halved(whole, local.axis)
+            whole = unflatten_halves(whole, local.axis)
         placement = Replicate() if axis is None else Shard(whole.dim() + axis)
         source = getattr(self, "src_data_rank", 0)
         op._parameters[name] = distribute_parameter(parameter, whole, mesh, placement, source)
@@ -98,11 +98,12 @@ def check_undistributed(style: str, module: nn.Module) -> None:
             "have no place for: build it without."
         )
     if stored is not None:
-        lives = "lives as {} (fo.quantized_init), and its Parameter has no values to spread"
+        owned = "lives as {} (fo.quantized_init), and its Parameter has no values to spread"
         gathered = "is gathered as {} (quantized_gather), which FSDP2 does of whole weights alone"
+        why = (owned if stored.owns_codes else gathered).format(stored.scaling)
         raise FuseOpsError(
-            f"{style}: the weight of {where} {(lives if stored.lives else gathered).format(stored.scaling)}: build the "
-            "model without, and let a recipe quantize each rank's part."
+            f"{style}: the weight of {where} {why}: build the model without, and "
+            "let a recipe quantize each rank's part."
         )
     for name, p in module._parameters.items():
         if torch_private.is_dtensor(type(p)):
@@ -169,7 +170,7 @@ class ColwiseParallel(_Style):
         _divide_width(op, attribute, mesh, 2 if self.gate_up else 1)
         for name, axis in OUTPUTS.items():
             self._distribute(op, name, mesh, axis, Local(axis - 1 if self.gate_up else 0))
-        self._distribute(op, "down", mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
+        self._distribute(op, "down", mesh, None, Local(replicated="sum", ranks=Ranks(mesh)))
         placement = Replicate() if self.input_layouts == Partial() else self.input_layouts
         op._layout = InputLayout(placement, Ranks(mesh))
         if "probs" in op.reads:
@@ -221,8 +222,8 @@ class RowwiseParallel(_Style):
         _divide_width(op, "in_features", mesh, 1)
         for name in ("weight", "down"):
             self._distribute(op, name, mesh, -1, Local())
-        self._distribute(op, "bias", mesh, None, Local(whole="first", ranks=Ranks(mesh)))
-        self._distribute(op, "up", mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
+        self._distribute(op, "bias", mesh, None, Local(replicated="first", ranks=Ranks(mesh)))
+        self._distribute(op, "up", mesh, None, Local(replicated="sum", ranks=Ranks(mesh)))
         op._layout = InputLayout(Shard(-1), Ranks(mesh))
         if "probs" in op.reads:
             _sum_probs_grads(op, mesh)
@@ -248,7 +249,7 @@ class SequenceParallel(_Style):
 
     def _parallelize(self, op: Any, mesh: DeviceMesh) -> None:
         for name in [*op._parameters]:
-            self._distribute(op, name, mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
+            self._distribute(op, name, mesh, None, Local(replicated="sum", ranks=Ranks(mesh)))
         op._layout = InputLayout(Shard(self.sequence_dim), Ranks(mesh))
 
 
@@ -266,7 +267,7 @@ class Replicated(_Style):
 
 def _sum_probs_grads(op: Op[Any], mesh: DeviceMesh) -> None:
     """Sum the gradients of probabilities over the ranks: each rank's come from its own hidden units."""
-    op._local = {**op._local, "probs": Local(whole="sum", ranks=Ranks(mesh))}
+    op._local = {**op._local, "probs": Local(replicated="sum", ranks=Ranks(mesh))}
 
 
 def _input_collectives(layout: Any, mesh: DeviceMesh) -> tuple[Op[Any], ...]:
@@ -452,7 +453,7 @@ def _split(op: Any) -> None:
     for name, axis in OUTPUTS.items():
         parameter = op._parameters.get(name)
         if parameter is not None and name not in op._local:
-            halves = halved(parameter.detach(), axis - 1)
+            halves = unflatten_halves(parameter.detach(), axis - 1)
             op._parameters[name] = nn.Parameter(halves, parameter.requires_grad)
             op._local = {**op._local, name: Local(axis - 1)}
 

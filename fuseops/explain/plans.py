@@ -26,7 +26,7 @@ from fuseops.observe.untouched import forked_random, held, put_back, sharded_aga
 from fuseops.ops import names, scopes
 from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of, stripped, walk
-from fuseops.ops.stored import follow_masters
+from fuseops.ops.stored import sync_masters
 from fuseops.plan.records import Planned, SavedTensor
 from fuseops.run.composed import Composed
 from fuseops.run.config import set_root
@@ -164,7 +164,7 @@ def _copied_buffers(model: nn.Module) -> Iterator[dict[int, str]]:
     """
     copies: dict[int, Tensor] = {}
     found: dict[int, str] = {}
-    follow_masters(model)  # copies of codes would follow in their place
+    sync_masters(model)  # copies of codes would follow in their place
     before = [(module, dict(module._buffers)) for module in model.modules()]  # a recipe makes some
     try:
         for path, module in model.named_modules():

@@ -1,10 +1,10 @@
 """Launchers of every kernel. Ops and fused ops call these and never look at the device.
 
-Each runs its kernel where there is one for the tensors at hand, and its twin, plain differentiable torch, elsewhere;
-`registry.KernelOp` says when. A twin is the specification, the backend of tensors that no kernel takes (CPU, float64,
-subclasses), what `fo.reference()` differentiates, and the oracle of fake shapes and of the tests. It stands above its
-launcher, has its name behind an underscore, and is `op.twin`. Sums are kept in float32 (float64 for float64 inputs),
-with one rounding at the store.
+Each runs its kernel where there is one for the given tensors, and its twin, plain differentiable torch, elsewhere;
+`registry.KernelOp` decides. A twin is the specification, the backend of tensors that no kernel takes (CPU, float64,
+subclasses), the function that `fo.reference()` differentiates, and the oracle of fake shapes and of the tests. It is
+defined above its launcher, has its name with an underscore before it, and is `op.twin`. Sums are kept in float32
+(float64 for float64 inputs), with one rounding at the store.
 Shapes: R rows, N columns, F gated features, E groups, K the inner size of a GEMM.
 
     launchers       activation, add_mm, amax, bias, cross_entropy, dropout, norm, norm_operand,
@@ -12,13 +12,13 @@ Shapes: R rows, N columns, F gated features, E groups, K the inner size of a GEM
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel,
                     and why), grouped_launch
     FP8 GEMMs       fp8, fp8_launch; fp8_paths (which kernel, and why)
-    all of them     registry (`@kernel_op`), records (of the arguments of an op), launch, replay (of a
-                    launcher whose operands come again), transcript (of what calls of them, and torch's,
-                    a function came to), configs (block sizes), tiles, triton_private
-    by inductor     generated (of elementwise functions, for any number of rows)
-    tools           aot (compiled without a GPU), interpreter (Triton's, repaired)
+    infrastructure  registry (`@kernel_op`), records (of the arguments of an op), launch, replay (of launches
+                    without their launcher), transcript (of all calls of a function), configs (block sizes),
+                    tiles (helpers of launchers), triton_private
+    by inductor     generated (elementwise functions, for any number of rows)
+    tools           aot (compiles without a GPU), interpreter (repairs Triton's)
     in twins        groups (of rows, and of columns), scales (of FP8), formats (of recipes)
-    device/         the Triton code, one module a noun
+    device/         the Triton code
 
 For kernels outside of fuseops `kernel_op`, `launch` and `Space` are public; the launchers of fuseops' own are not.
 """
@@ -54,10 +54,10 @@ from .formats import codes_values as codes_values
 from .formats import dequantize_format as dequantize_format
 from .formats import hadamard as hadamard
 from .formats import quantize_format as quantize_format
+from .formats import random_hadamard as random_hadamard
 from .formats import signs as signs
 from .formats import swizzled as swizzled
-from .formats import turned as turned
-from .formats import turned_in_groups as turned_in_groups
+from .formats import transpose_in_groups as transpose_in_groups
 from .formats import unswizzled as unswizzled
 from .formats import whole_inverse as whole_inverse
 from .formats import whole_of_blocks as whole_of_blocks
@@ -74,10 +74,10 @@ from .grouped import one_group as one_group
 from .grouped_glu import grouped_swiglu as grouped_swiglu
 from .grouped_glu_bwd import grouped_dswiglu as grouped_dswiglu
 from .grouped_glu_bwd import grouped_dswiglu_into as grouped_dswiglu_into
-from .groups import by_group as by_group
 from .groups import column_offs as column_offs
-from .groups import columns_of as columns_of
+from .groups import padded_columns as padded_columns
 from .groups import padding_mask as padding_mask
+from .groups import scale_of_row as scale_of_row
 from .launch import launch as launch
 from .micro import quantize_micro as quantize_micro
 from .micro_gemm import micro_mm as micro_mm

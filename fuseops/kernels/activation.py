@@ -1,5 +1,4 @@
-"""Activations, gated and not, plain and scaled by a probability a row; every form from one
-generator.
+"""Activations, gated and not, plain and scaled by a probability a row, in one set of kernels.
 
 Maths (float32, one rounding at each store):
     y = f(x)        kinds are the names of VALUES
@@ -28,12 +27,12 @@ from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import tiles
-from fuseops.kernels.bias import factors_of, sum_partials
+from fuseops.kernels.bias import row_factors, sum_partials
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import chain, device, launch, overlap
+from fuseops.kernels.launch import device, launch, pdl_chain, pdl_overlap
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, check_shape, wide
+from fuseops.kernels.tiles import as_rows, cdiv, check_shape, upcast
 
 SQRT_HALF, SQRT_2_OVER_PI, GELU_CUBIC = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
 QGELU = 1.702
@@ -111,13 +110,13 @@ def join_gate(gate: Tensor, linear: Tensor, interleave: int = 0) -> Tensor:
 
 
 Form = tuple[Any, ...]
-"""What the kernels take of an activation: its kind, and constants of `ActivationForm` as far as it has any."""
+"""The kernels' arguments for an activation: its kind, and fields of `ActivationForm` as far as it has any."""
 READ = {"clamped_swiglu": 3, "situglu": 2}
-"""How many of alpha, limit and offset the formula of a kind reads: none, if it is not here."""
+"""The number of alpha, limit and offset that the formula of a kind reads; 0 for other kinds."""
 
 
 class ActivationForm(NamedTuple):
-    """An `ActivationForm` holds a kind of activation, of KINDS, and the constants of which its formula reads some."""
+    """An `ActivationForm` holds a kind of activation, one of KINDS, and the constants of formulas."""
 
     kind: str
     interleave: int = 0
@@ -172,20 +171,20 @@ def _gradient(dy: Tensor, x: Tensor, form: ActivationForm) -> Tensor:
 
 
 def _act_fwd(x: Tensor, *form: Any) -> Tensor:
-    return _value(wide(x), ActivationForm(*form)).to(x.dtype)
+    return _value(upcast(x), ActivationForm(*form)).to(x.dtype)
 
 
 def _scaled_act_fwd(x: Tensor, probs: Tensor, *form: Any) -> Tensor:
-    y = _value(wide(x), ActivationForm(*form))
+    y = _value(upcast(x), ActivationForm(*form))
     return (y * probs.to(y.dtype).unsqueeze(-1)).to(x.dtype)
 
 
 def _act_bwd(dy: Tensor, x: Tensor, *form: Any) -> Tensor:
-    return _gradient(wide(dy), wide(x), ActivationForm(*form)).to(x.dtype)
+    return _gradient(upcast(dy), upcast(x), ActivationForm(*form)).to(x.dtype)
 
 
 def _act_bwd_bias(dy: Tensor, x: Tensor, *form: Any) -> tuple[Tensor, Tensor]:
-    dx = _gradient(wide(dy), wide(x), ActivationForm(*form))
+    dx = _gradient(upcast(dy), upcast(x), ActivationForm(*form))
     return dx.to(x.dtype), dx.reshape(-1, dx.shape[-1]).sum(0)
 
 
@@ -193,7 +192,7 @@ def _scaled_act_bwd(
     dy: Tensor, x: Tensor, probs: Tensor | None, kind: str, need_dprobs: bool = True, need_y: bool = False,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    full, grad, form = wide(x), wide(dy), ActivationForm(kind, *options)
+    full, grad, form = upcast(x), upcast(dy), ActivationForm(kind, *options)
     scale = 1 if probs is None else probs.to(full.dtype).unsqueeze(-1)
     dx = _gradient(grad * scale, full, form).to(x.dtype)
     dprobs, y = full.new_empty(0), x.new_empty(0)
@@ -213,7 +212,7 @@ def _scaled_act_bwd_into(
 
 
 def _act_dprobs(dy: Tensor, x: Tensor, *form: Any) -> Tensor:
-    return (wide(dy) * _value(wide(x), ActivationForm(*form))).sum(-1)
+    return (upcast(dy) * _value(upcast(x), ActivationForm(*form))).sum(-1)
 
 
 def _bias_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -290,7 +289,7 @@ def act_bwd(dy: Tensor, x: Tensor, form: ActivationForm) -> Tensor:
     grid = tiles.tile_grid(len(x2), n, config)
     kernel = device("activation").act_bwd_kernel
     sizes = (len(x2), n, dy2.stride(0), x2.stride(0))
-    launch(kernel, grid, dy2, x2, dx, *sizes, **constants, **overlap(x.device), **config)
+    launch(kernel, grid, dy2, x2, dx, *sizes, **constants, **pdl_overlap(x.device), **config)
     return dx
 
 
@@ -310,7 +309,7 @@ def act_bwd_bias(dy: Tensor, x: Tensor, form: ActivationForm) -> tuple[Tensor, T
     sizes = (len(x2), n, dy2.stride(0), x2.stride(0))
     launch(
         kernel, (blocks, programs), dy2, x2, dx, partial, *sizes,
-        **constants, **chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,
+        **constants, **pdl_chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,
     )  # fmt: skip
     return dx, sum_partials(partial)
 
@@ -355,17 +354,18 @@ def scaled_act_bwd_into(
 def _scaled_bwd(
     dx: Tensor, dy: Tensor, x: Tensor, probs: Tensor | None, need_dprobs: bool, need_y: bool, form: ActivationForm
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Write dx, which may be x: a program has read an element, and those that go with it, before it writes them."""
+    """Write dx, which may be x, since a program reads the elements of x before it writes them.   -> dprobs, y"""
     constants, n = _constants(x, form)
     x2, dy2 = as_rows(x), _grad_rows(dy, x, n)
-    scale = factors_of(probs, x)
+    scale = row_factors(probs, x)
     dprobs = x.new_empty(x.shape[:-1] if need_dprobs else 0, dtype=torch.float32)
     y = x.new_empty(*x.shape[:-1], n) if need_y else x.new_empty(0)
     config = SCALED_BWD.pick(len(x2), (n,), x)
     launch(
         device("activation").scaled_act_bwd_kernel, (cdiv(len(x2), config["BLOCK_R"]),),
         dy2, x2, scale, dx, dprobs, y, len(x2), n, dy2.stride(0), x2.stride(0),
-        **constants, SCALED=probs is not None, NEED_DPROBS=need_dprobs, NEED_Y=need_y, **overlap(x.device), **config,
+        **constants, SCALED=probs is not None, NEED_DPROBS=need_dprobs, NEED_Y=need_y,
+        **pdl_overlap(x.device), **config,
     )  # fmt: skip
     return dprobs, y
 
@@ -392,12 +392,12 @@ def act_dprobs(dy: Tensor, x: Tensor, form: ActivationForm) -> Tensor:
 def _forward(x: Tensor, probs: Tensor | None, form: ActivationForm) -> Tensor:
     constants, n = _constants(x, form)
     x2, y = as_rows(x), x.new_empty(*x.shape[:-1], n)
-    scale = factors_of(probs, x)
+    scale = row_factors(probs, x)
     config = (GATE_FWD if form.kind in GATES else FWD).pick(len(x2), (n,), x)
     grid = tiles.tile_grid(len(x2), n, config)
     launch(
         device("activation").act_fwd_kernel, grid, x2, scale, y, len(x2), n, x2.stride(0),
-        SCALED=probs is not None, **constants, **overlap(x.device), **config,
+        SCALED=probs is not None, **constants, **pdl_overlap(x.device), **config,
     )  # fmt: skip
     return y
 

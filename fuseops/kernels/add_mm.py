@@ -1,4 +1,4 @@
-"""The products of a router: logits that are not rounded, and its gradient on its way into that of the tokens.
+"""The products of a router: logits in float32, and its input gradient added to that of the tokens.
 
 Maths: wide_mm  y = x weight^T, whose accumulator is kept. Products of halves are exact in float32, so this is the
     product of the operands in float32, at the speed and traffic of halves.
@@ -19,7 +19,7 @@ from torch import Tensor
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
-from fuseops.kernels.tiles import accumulator, as_rows, cdiv, pow2, require, wide
+from fuseops.kernels.tiles import accumulator, as_rows, cdiv, pow2, require, upcast
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -38,8 +38,8 @@ def wide_mm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _add_mm(add: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    product = wide(x.to(weight.dtype)) @ wide(weight)
-    return (wide(add) + product).to(add.dtype)
+    product = upcast(x.to(weight.dtype)) @ upcast(weight)
+    return (upcast(add) + product).to(add.dtype)
 
 
 MAX_K = 256

@@ -7,9 +7,9 @@ of 128, C = (R//128 + E) * 128, and what belongs to no row is zero; without it C
 padding (at or beyond offs[-1]) are not written.  A weight (E, N, K) -> (E, N, K), (E, K, N), scale (E,);
 of (N, K) the same without E.
 What is not wanted is empty.
-Rows by index are read where they are: nobody copies them before.
-Two reads of x: the largest magnitudes meet by integer maxima of their bits, which no order changes. One where the
-inverse scales are given: some features of x have the codes, and the scales, that they have in the whole then.
+Rows by index are read in place, without a copy.
+x is read twice, for amax by integer maxima of bits, which do not depend on the order, and for the codes; once where the
+inverse scales are given, as for some of the features of a tensor with scales of the whole.
 Hardware: sm_89 and later convert; older ones run the twin, as sizes and strides beyond 2^24 do.
 """
 
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from fuseops.kernels import tiles
 from fuseops.kernels.configs import Space
-from fuseops.kernels.groups import BLOCK, columns_of
-from fuseops.kernels.launch import device, launch, overlap
+from fuseops.kernels.groups import BLOCK, padded_columns
+from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.quantize import (
     FORMATS,
@@ -46,7 +46,7 @@ from fuseops.kernels.scales import (
     columns_in_groups,
     inverse_scale,
 )
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, fit
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_spec
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -129,8 +129,8 @@ def _matrix_cases() -> Iterator[tuple[Any, ...]]:
 
 
 @dataclass(frozen=True)
-class _Shared:
-    """A `_Shared` is what shares scales: rows of a tensor, or of its groups, or matrices of a weight.
+class _ScaleGroups:
+    """`_ScaleGroups` are parts with one scale each: a tensor, groups of its rows, or matrices of a weight.
 
     size   E, or the rows of a matrix
     count  how many scales there are
@@ -146,7 +146,7 @@ class _Shared:
     index: Tensor | None = None
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """x, index and offs, as kernels take them: what is not there is x."""
+        """(x, index, offs) for kernels, with x in place of None."""
         index, offs = (self.x if t is None else t.contiguous() for t in (self.index, self.offs))
         return self.x, index, offs
 
@@ -156,39 +156,39 @@ class _Shared:
     def constants(self) -> dict[str, Any]:
         wide = tiles.pow2(self.count, least=32)
         has = {"FORM": self.form, "INDEX": self.index is not None, "BLOCK_E": wide}
-        return has | overlap(self.x.device)
+        return has | pdl_overlap(self.x.device)
 
 
-def _of_matrices(weight: Tensor) -> _Shared | None:
+def _of_matrices(weight: Tensor) -> _ScaleGroups | None:
     """None for what the twin has to do."""
     *lead, n, k = matrix_shape(weight)
     count = math.prod(lead)
     x = as_rows(weight.reshape(count * n, k)).contiguous()
     if not x.numel() or max(n, k) >= 1 << 24 or n % 16:
         return None
-    return _Shared(x, "matrices", count * cdiv(n, BLOCK), count * n, n, count)
+    return _ScaleGroups(x, "matrices", count * cdiv(n, BLOCK), count * n, n, count)
 
 
-def _of_tensor(x: Tensor, offs: Tensor | None, index: Tensor | None) -> _Shared | None:
+def _of_tensor(x: Tensor, offs: Tensor | None, index: Tensor | None) -> _ScaleGroups | None:
     """None for what the twin has to do."""
     x = as_rows(x)
     rows = x.shape[0] if index is None else index.shape[0]
     if not x.numel() or not rows or too_large(x) or rows >= 1 << 24:
         return None
     groups = 0 if offs is None else len(offs)
-    blocks = columns_of(rows, groups) // BLOCK
+    blocks = padded_columns(rows, groups) // BLOCK
     if offs is None:
-        return _Shared(x, "one", blocks, rows, 0, 1, None, index)
-    return _Shared(x, "groups", blocks, rows, groups, groups, offs, index)
+        return _ScaleGroups(x, "one", blocks, rows, 0, 1, None, index)
+    return _ScaleGroups(x, "groups", blocks, rows, groups, groups, offs, index)
 
 
-def _amax(of: _Shared, shape: Sequence[int]) -> Tensor:
-    """Of each that shares a scale, in this shape."""
+def _amax(of: _ScaleGroups, shape: Sequence[int]) -> Tensor:
+    """The amax of each part, in this shape."""
     amax = of.x.new_empty(shape, dtype=torch.float32)
     constants, kernels = of.constants(), device("amax")
     launch(
         kernels.no_amax_kernel, (1,), amax, of.count,
-        BLOCK_E=constants["BLOCK_E"], num_warps=1, **overlap(of.x.device),
+        BLOCK_E=constants["BLOCK_E"], num_warps=1, **pdl_overlap(of.x.device),
     )  # fmt: skip
     launch(
         kernels.group_amax_kernel, (of.blocks, cdiv(of.x.shape[1], SPAN)), *of.operands(), amax, *of.sizes(),
@@ -198,12 +198,14 @@ def _amax(of: _Shared, shape: Sequence[int]) -> Tensor:
 
 
 def _codes(
-    of: _Shared, out: Three, row: bool, col: bool, up: Tensor | None, align: int = BLOCK
+    of: _ScaleGroups, out: Three, row: bool, col: bool, up: Tensor | None, align: int = BLOCK
 ) -> Three:
-    """Write the codes and the scales."""
+    """Launch the kernel that writes codes and scales to `out`."""
     n, scale = of.x.shape[1], out[2]
     if up is not None:
-        fit({"up": up}, "up (E,) float32" if scale.dim() else "up () float32", E=scale.numel())
+        check_spec(
+            {"up": up}, "up (E,) float32" if scale.dim() else "up () float32", E=scale.numel()
+        )
     config = QUANTIZE.pick(of.rows, (n,), of.x)
     launch(
         device("amax").quantize_groups_kernel, (of.blocks * cdiv(n, config["BLOCK_N"]),),
@@ -232,7 +234,7 @@ def matrix_amax(weight: Tensor) -> Tensor:
 
 
 def _bytes(x: Tensor, count: int, row: bool, col: bool, up: Tensor | None) -> int:
-    """Of codes of so many elements, whose x is read for its amax too where nothing says what it is multiplied by."""
+    """The bytes of quantizing to `count` codes a layout; without `up` x is read for its amax too."""
     return (1 + (up is None)) * tensor_bytes(x) + count * (row + col)
 
 

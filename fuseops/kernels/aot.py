@@ -5,7 +5,7 @@
     fuseops kernels --rebuild --jobs 2    # rebuild the rows that changed; --all rebuilds every row
 
 The rows are found by running the launchers: each kernel op lists its `cases` (arguments on the meta device), and under
-`launch.recording` a launcher's launches are noted instead of run, once for each configuration of each space it asks.
+`launch.recording` a launcher's launches are recorded, once for each configuration of each space that it requests.
 A row is one compiled variant on one architecture, with a hash of the kernel's source (and of every device function it
 calls), its signature and its options.
 """
@@ -38,7 +38,7 @@ from fuseops.kernels.registry import INTERPRET, KERNEL_OPS, KernelOp
 from fuseops.kernels.replay import Launch
 
 PINNED = "3.6"
-"""The Triton whose table has every row; those of others have the rows that `differs` names."""
+"""The Triton whose table has every row; those of others have the rows that `depends_on_release` selects."""
 ARCHS = (80, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
 TMEM_LIMIT = 512
@@ -61,7 +61,7 @@ SPILLS_OF_OTHERS: dict[str, tuple[int, str]] = {
     "grouped_mm_pingpong_kernel": (8, "what a gather is told, read once a tile"),
     "grouped_wgrad_pingpong_kernel": (32, "what a gather is told, read once a tile"),
 }
-"""What Tritons that are not pinned may spill beyond that."""
+"""The same, of Tritons that are not pinned."""
 
 _TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -89,7 +89,7 @@ class Row(NamedTuple):
 
 
 def rows(archs: Iterable[int] = ARCHS) -> dict[str, Row]:
-    """Every variant that a launcher can choose, by key."""
+    """Every variant that some launcher can choose, by key."""
     if INTERPRET:
         raise FuseOpsError("the ahead-of-time table needs compiled kernels: unset TRITON_INTERPRET")
     found: dict[str, Row] = {}
@@ -102,13 +102,13 @@ def rows(archs: Iterable[int] = ARCHS) -> dict[str, Row]:
     return (
         found
         if configs.triton_release() == PINNED
-        else {k: r for k, r in found.items() if differs(r)}
+        else {k: r for k, r in found.items() if depends_on_release(r)}
     )
 
 
-def differs(row: Row) -> bool:
-    """Whether releases of Triton may compile the row apart: in Gluon, whose names change, or with FP8 codes, which
-    another release may convert in a way that ptxas misreads (of all architectures sm_90 stands for those).
+def depends_on_release(row: Row) -> bool:
+    """Whether a row is compiled for each release of Triton: kernels in Gluon, whose names change, and with FP8 codes,
+    which another release may convert in a way that ptxas misreads (for sm_90 only, as a sample).
     """
     if row.launch is None or row.arch != 90:
         return False
@@ -131,7 +131,7 @@ def _rows_of(
             f"reference (needs sm_{op.min_arch})",
         )
         return
-    with recording(arch), configs.asking() as asked:
+    with recording(arch), configs.record_requests() as asked:
         op.launcher(*args)
     choices = [
         (space, c) for space, key in asked for c in space.candidates(key[2], key[1].itemsize)
@@ -197,7 +197,7 @@ def specialize(launch: Launch) -> tuple[dict[str, str], Fixed, Fixed]:
 
 
 def _descriptor_type(descriptor: Any) -> str:
-    """As the JIT spells a tensor descriptor; Gluon's has a shared memory layout."""
+    """The JIT's type of a tensor descriptor; Gluon's has a shared memory layout."""
     layout = getattr(descriptor, "layout", None)
     block = f"{_TYPES[descriptor.base.dtype]}{list(descriptor.block_shape)}"
     return f"tensordesc<{block}{'' if layout is None else f',{layout!r}'}>"
@@ -205,8 +205,9 @@ def _descriptor_type(descriptor: Any) -> str:
 
 @functools.cache
 def source_of(kernel: Any) -> str:
-    """What a kernel and the device functions and constants it uses say, layout and docs aside: as text, which every
-    Python writes alike, where dumps of the tree differ.
+    """The source of a kernel and of the device functions and constants that it uses, without comments and docstrings.
+
+    Unparsed text, which is the same in every Python, while dumps of the tree differ.
     """
     fn = getattr(kernel, "fn", kernel)
     text = textwrap.dedent(inspect.getsource(fn))
@@ -266,10 +267,10 @@ def compile_row(row: Row) -> dict[str, Any]:
 
 
 def misread(ptx: str) -> list[str]:
-    """Conversions to two FP8 numbers whose result is packed into a word and used by itself too.
+    """Registers of conversions to two FP8 numbers that are packed into a word and used by themselves too.
 
-    ptxas 12.8 and 12.9, which Triton 3.6 and 3.9 bring, convert straight into the word then, and let the other use
-    read its register before anything is written to it: bytes are whatever an earlier kernel left.
+    ptxas 12.8 and 12.9, which come with Triton 3.6 and 3.9, convert straight into the word then, and the other use
+    reads its register before anything is written to it.
     """
     pairs = re.compile(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32\s+(%rs\d+)")
     packed, alone = set[str](), set[str]()
@@ -280,10 +281,10 @@ def misread(ptx: str) -> list[str]:
 
 
 def contracted(ptx: str) -> list[str]:
-    """What other lanes gave that a product is added to in one rounding.
+    """Registers with values of other lanes that a fused multiply-add adds a product to.
 
-    Each lane rounds its own product then and not the other's, so that the lanes of a row hold sums that differ, and
-    race to store them: `device.reduce.apart` rounds a product first.
+    Each lane then rounds the other's product but not its own, so the lanes of a row hold sums that differ, and race to
+    store them. `device.reduce.apart` rounds a product first.
     """
     given = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", ptx))
     added = set(re.findall(r"fma\.rn\.f32\s+%r\d+, %r\d+, %r\d+, (%r\d+);", ptx))
@@ -352,8 +353,8 @@ def write_table(table: dict[str, dict[str, Any]], sources: dict[str, str]) -> No
 
 
 def sources_of(current: Iterable[Row]) -> dict[str, str]:
-    """A hash of each kernel's source, by which another Triton's table is known to be stale: its rows name layouts in
-    words that only that release has.
+    """A hash of each kernel's source, by which another Triton's table is checked: only that release can print the
+    layouts in its rows.
     """
     kernels = {row.kernel: row.launch.kernel for row in current if row.launch is not None}
     digest = {
@@ -410,8 +411,10 @@ def refresh(everything: bool, jobs: int) -> Iterator[tuple[int, int, Row, str | 
 
 
 class Check(NamedTuple):
-    """A `Check` is the result of `check`: rows in the table, stale ones with why, rows compiled, what is wrong with
-    which.
+    """A `Check` is the result of `check`.
+
+    rows, compiled   numbers of rows in the table, and compiled now
+    stale, problems  by row: why it is stale, and what is wrong with it
     """
 
     rows: int

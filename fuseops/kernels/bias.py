@@ -17,13 +17,13 @@ from torch import Tensor
 from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.groups import group_of_row
-from fuseops.kernels.launch import chain, device, launch, overlap
+from fuseops.kernels.launch import device, launch, pdl_chain, pdl_overlap
 from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta
-from fuseops.kernels.tiles import accumulator, as_rows, cdiv, check_axes, check_shape, pow2, wide
+from fuseops.kernels.tiles import accumulator, as_rows, cdiv, check_axes, check_shape, pow2, upcast
 
 
 def _bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
-    return (wide(x) + wide(bias)).to(x.dtype)
+    return (upcast(x) + upcast(bias)).to(x.dtype)
 
 
 def _bias_bwd(dy: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -37,21 +37,21 @@ def _bias_bwd(dy: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def _grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
     group, valid = _group_of_row(offs, x.shape[0])
-    shift = wide(bias)[group]
+    shift = upcast(bias)[group]
     shift = shift if probs is None else shift * probs[:, None].to(shift.dtype)
-    return (wide(x) + shift).masked_fill(~valid, 0.0).to(x.dtype)
+    return (upcast(x) + shift).masked_fill(~valid, 0.0).to(x.dtype)
 
 
 def _grouped_bias_bwd(
     dy: Tensor, offs: Tensor, probs: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     group, valid = _group_of_row(offs, dy.shape[0])
-    grad = wide(dy).masked_fill(~valid, 0.0)
+    grad = upcast(dy).masked_fill(~valid, 0.0)
     scaled = grad
     if probs is not None:
         scaled = grad * probs[:, None].masked_fill(~valid, 0.0).to(grad.dtype)
     dbias = grad.new_zeros(offs.shape[0], dy.shape[1]).index_add(0, group, scaled)
-    return dbias, grad.new_empty(0) if bias is None else (grad * wide(bias)[group]).sum(1)
+    return dbias, grad.new_empty(0) if bias is None else (grad * upcast(bias)[group]).sum(1)
 
 
 def _group_of_row(offs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ def bias_bwd(dy: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     partial = torch.empty(programs, n, dtype=dtype if whole else torch.float32, device=dy.device)
     launch(
         device("bias").bias_bwd_kernel, (blocks, programs), dy, partial, rows, n, dy.stride(0),
-        **chain(dy.device)[0], AT_ONCE=tiles.rows_at_once(config, dy.itemsize), **config,
+        **pdl_chain(dy.device)[0], AT_ONCE=tiles.rows_at_once(config, dy.itemsize), **config,
     )  # fmt: skip
     return sum_partials(partial, dtype)
 
@@ -151,10 +151,10 @@ def grouped_bias_bwd(
     partial = torch.empty(chunks, n, dtype=torch.float32, device=dy.device)
     y = partial.new_empty(groups, n)
     dots = partial.new_empty(blocks, rows if bias is not None else 0)
-    first, then = chain(dy.device)
+    first, then = pdl_chain(dy.device)
     launch(
         device("bias").grouped_bias_bwd_kernel, (blocks * chunks,),
-        dy, offs, factors_of(probs, dy), dy if bias is None else bias.contiguous(),
+        dy, offs, row_factors(probs, dy), dy if bias is None else bias.contiguous(),
         partial, y, dots, rows, n, groups, dy.stride(0),
         SCALED=probs is not None, NEED_DPROBS=bias is not None, CHUNK=CHUNK, **first,
         BLOCK_E=pow2(groups, least=32), AT_ONCE=tiles.rows_at_once(config, dy.itemsize), **config,
@@ -191,13 +191,13 @@ def sum_all_partials(partial: Tensor, dtype: torch.dtype) -> list[Tensor]:
     launch(
         device("reduce").column_sums_kernel, (cdiv(n, block_n), count),
         partial, sums[0], sums[-1], splits, n,
-        BLOCK_S=block_s, BLOCK_N=block_n, **overlap(partial.device), num_warps=4,
+        BLOCK_S=block_s, BLOCK_N=block_n, **pdl_overlap(partial.device), num_warps=4,
     )  # fmt: skip
     return sums
 
 
-def factors_of(probs: Tensor | None, x: Tensor) -> Tensor:
-    """What a kernel multiplies the rows of x by: any tensor where there is nothing."""
+def row_factors(probs: Tensor | None, x: Tensor) -> Tensor:
+    """The factors of the rows of x for a kernel; without probs any tensor."""
     if probs is None:
         return x
     check_shape("probs", probs, x.shape[:-1])
@@ -211,9 +211,9 @@ def _forward(x: Tensor, bias: Tensor, offs: Tensor | None, probs: Tensor | None)
     config = (FWD if offs is None else GROUPED_FWD).pick(len(x2), (n,), x)
     launch(
         device("bias").bias_fwd_kernel, tiles.tile_grid(len(x2), n, config),
-        x2, bias, x if offs is None else offs, factors_of(probs, x), y,
+        x2, bias, x if offs is None else offs, row_factors(probs, x), y,
         len(x2), n, groups, x2.stride(0),
         GROUPED=offs is not None, SCALED=probs is not None, BLOCK_E=pow2(groups),
-        **overlap(x.device), **config,
+        **pdl_overlap(x.device), **config,
     )  # fmt: skip
     return y

@@ -1,4 +1,4 @@
-"""Which block sizes and warps a kernel is launched with.
+"""A `Space` picks the block sizes and warps that a kernel is launched with.
 
 A ``Space`` names the configurations a kernel may be launched with and a default among them.
 ``space.pick`` looks, in this order, in the user's cache file (written by ``tune``), in the table
@@ -24,7 +24,7 @@ import torch
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.launch import current_arch
-from fuseops.kernels.replay import apart, forget_replays
+from fuseops.kernels.replay import forget_replays, separate_replays
 from fuseops.words import dtype_name
 
 Config = dict[str, int]
@@ -33,7 +33,7 @@ SHIPPED = Path(__file__).with_name("configs.json")
 MAX_BUCKET = 1 << 18
 
 SPACES: dict[str, Space] = {}
-_asked: list[tuple[Space, tuple[Any, ...]]] | None = None
+_requests: list[tuple[Space, tuple[Any, ...]]] | None = None
 
 
 class Space:
@@ -77,8 +77,8 @@ class Space:
     def pick(self, rows: int, dims: tuple[int, ...], like: torch.Tensor) -> Config:
         """The configuration for this many rows of tensors shaped and typed like ``like``."""
         key = (current_arch(like.device), like.dtype, dims, bucket(rows))
-        if _asked is not None and (self, key) not in _asked:
-            _asked.append((self, key))
+        if _requests is not None and (self, key) not in _requests:
+            _requests.append((self, key))
         if self.forced is not None:
             return self.forced
         found = self._memo.get(key)
@@ -99,27 +99,27 @@ class Space:
 
 
 class Switch(Space):
-    """A `Switch` decides whether to do one thing: a space of two configurations, {what: 0} and {what: 1}.
+    """A `Switch` is a space of two configurations, {option: 0} and {option: 1}: off and on.
 
-    ``default(rows, dims)`` says which where no table does.
+    ``default(rows, dims)`` decides where no table has an entry.
     """
 
     def __init__(
         self,
         name: str,
-        what: str,
+        option: str,
         default: Callable[[int, tuple[int, ...]], bool],
         dims: tuple[str, ...] = ("n", "k"),
     ) -> None:
-        self.what = what
-        ways = [{what: 0}, {what: 1}]
+        self.option = option
+        off_on = [{option: 0}, {option: 1}]
         super().__init__(
-            name, ways, lambda rows, dims, itemsize: ways[bool(default(rows, dims))], dims
+            name, off_on, lambda rows, dims, itemsize: off_on[bool(default(rows, dims))], dims
         )
 
-    def says(self, rows: int, dims: tuple[int, ...], like: torch.Tensor) -> bool:
-        """Whether to do it, over tensors as those of `pick`."""
-        return bool(self.pick(rows, dims, like)[self.what])
+    def enabled(self, rows: int, dims: tuple[int, ...], like: torch.Tensor) -> bool:
+        """Whether the option is on; arguments as of `pick`."""
+        return bool(self.pick(rows, dims, like)[self.option])
 
 
 def bucket(rows: int) -> int:
@@ -140,7 +140,7 @@ def shipped_table() -> dict[str, Config]:
 
 @functools.cache
 def cached_table() -> dict[str, Config]:
-    """What ``tune`` wrote on this machine with these versions."""
+    """The table that ``tune`` wrote on this machine with these versions."""
     return _entries(cache_file())
 
 
@@ -166,9 +166,7 @@ def triton_release() -> str:
 
 
 def store(entries: dict[str, Config]) -> Path:
-    """Add entries to the cache file. Several processes may do so at once: the file is replaced
-    whole, under a lock.
-    """
+    """Add entries to the cache file, which is replaced under a lock: several processes may do so at once."""
     import fcntl  # POSIX only: where it is missing, kernels run with the shipped table
 
     path = cache_file()
@@ -185,7 +183,7 @@ def store(entries: dict[str, Config]) -> Path:
 
 
 def reload_tables() -> None:
-    """Forget what was read, so that the next pick reads the files again."""
+    """Drop the tables in memory, so that the next pick reads the files again."""
     cached_table.cache_clear()
     shipped_table.cache_clear()
     forget_replays()
@@ -193,7 +191,7 @@ def reload_tables() -> None:
         space._memo.clear()
 
 
-# more than any L2: written between two calls, so that nothing is read from there
+# more than any L2: written between two calls to evict their data
 CACHE_BYTES = 1 << 28
 
 
@@ -225,7 +223,7 @@ def tune(
 
     ``time_us(call)`` measures one call; ``progress(what, done, total)`` is told after each.
     """
-    with asking() as asked:
+    with record_requests() as asked:
         call()
     work = [
         (space, ask, config)
@@ -246,25 +244,25 @@ def tune(
 
 @contextmanager
 def forced(space: Space, config: Config) -> Iterator[None]:
-    """Inside, the space gives this configuration to everybody (for tuning and tests)."""
+    """Inside, the space always picks this configuration (for tuning and tests)."""
     space.forced = config
     try:
-        with apart((space.name, *config.items())):
+        with separate_replays((space.name, *config.items())):
             yield
     finally:
         space.forced = None
 
 
 @contextmanager
-def asking() -> Iterator[list[tuple[Space, tuple[Any, ...]]]]:
-    """Inside, every configuration asked for is noted as (space, key), in order and once."""
-    global _asked
-    outer, _asked = _asked, []
+def record_requests() -> Iterator[list[tuple[Space, tuple[Any, ...]]]]:
+    """Inside, requests for configurations are collected as (space, key), in order, each once."""
+    global _requests
+    outer, _requests = _requests, []
     try:
-        with apart():
-            yield _asked
+        with separate_replays():
+            yield _requests
     finally:
-        _asked = outer
+        _requests = outer
 
 
 def _entries(path: Path) -> dict[str, Config]:

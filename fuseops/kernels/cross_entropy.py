@@ -1,7 +1,7 @@
-"""Cross entropy of a linear layer's logits, which are never whole in memory.
+"""Cross entropy of a linear layer's logits, which are computed in chunks.
 
-Chunks are of rows where the loss is made, which needs all logits of a row. Where the gradients are made later, from
-lse, they are of classes: the weight's gradient is written once, and it is dx, a smaller sum, that chunks are added to.
+The loss is computed in chunks of rows, since it needs all logits of a row. Gradients that are computed later, from lse,
+are in chunks of classes: the weight's gradient is written once, and the chunks are summed into dx, which is smaller.
 
 Maths, of the logits l = f(x W^T + b) of a row with target t, where f caps and divides:
     raw -> soft_cap tanh(raw / soft_cap) (if soft_cap) -> / temperature
@@ -36,7 +36,7 @@ from fuseops.kernels.grouped_paths import wgrad_choice
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
-from fuseops.kernels.tiles import accumulator, cdiv, fit, pow2, wide
+from fuseops.kernels.tiles import accumulator, cdiv, check_spec, pow2, upcast
 
 
 class Loss(NamedTuple):
@@ -48,27 +48,31 @@ class Loss(NamedTuple):
     temperature: float = 1.0
 
 
-WHOLE = (1024, 512, 256, 1)
-"""Rows that fill tiles and, of the input gradient of 4096 columns, turns of 132 multiprocessors (1024). Not 128: for 13
-times as many cuBLAS takes tiles that leave half of a turn idle, and the product a tenth longer than for a row less."""
+ROW_MULTIPLES = (1024, 512, 256, 1)
+"""Multiples of rows that fill tiles, and waves of 132 multiprocessors in an input gradient of 4096 columns (1024). Not
+128: for 13 times as many rows cuBLAS picks tiles that leave half of a wave idle, and takes a tenth longer."""
 
 
 def row_chunks(
-    rows: int, vocab: int, itemsize: int, chunk_bytes: int, whole: tuple[int, ...] = WHOLE
+    rows: int,
+    vocab: int,
+    itemsize: int,
+    chunk_bytes: int,
+    multiples: tuple[int, ...] = ROW_MULTIPLES,
 ) -> Iterator[slice]:
-    """Slices of rows, as few as keep the logits of each within `chunk_bytes`, and but for the last equal.
+    """The fewest slices of rows whose logits take at most `chunk_bytes` each; all but the last are equal.
 
-    Their rows are a multiple of the first of `whole` that needs no further slice. Of no rows one empty slice.
+    Their size is a multiple of the first of `multiples` that needs no further slice. For no rows one empty slice.
     """
     most = max(chunk_bytes // max(vocab * itemsize, 1), 1)
     each = max(-(-rows // max(-(-rows // most), 1)), 1)
-    rounded = (-(-each // unit) * unit for unit in whole)
+    rounded = (-(-each // unit) * unit for unit in multiples)
     each = next((found for found in rounded if found <= most), most)
     return (slice(start, min(start + each, rows)) for start in range(0, max(rows, 1), each))
 
 
 def _scaled_to(t: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return (wide(t) * scale).to(dtype)
+    return (upcast(t) * scale).to(dtype)
 
 
 @dataclass
@@ -114,15 +118,17 @@ class HeadGradient(ChunkedHead):
 
 @dataclass
 class HeadAtOnce(ChunkedHead):
-    """A `HeadAtOnce` has the operands of a loss whose rows' gradients, `dloss`, are known beforehand."""
+    """A `HeadAtOnce` has the operands of a loss and its gradients in one pass, for known gradients `dloss` of the
+    rows.
+    """
 
     dloss: Tensor
     needs: Sequence[bool]
 
 
 @dataclass
-class HeldClasses(Arguments):
-    """`HeldClasses` are the operands of the gradients of logits (n, V) of the classes from `first` on, of a `vocab`.
+class LocalClasses(Arguments):
+    """`LocalClasses` are the operands of the gradients of logits (n, V) of the classes from `first` on, of a `vocab`.
 
     targets, class_weights and lse are of the whole vocabulary.
     dloss           (n,), of the rows' loss
@@ -145,8 +151,8 @@ class HeldClasses(Arguments):
     begin: bool
 
 
-Criterion = Head | HeldClasses
-"""What the loss of logits is made of: class weights, options and the target that is ignored."""
+Criterion = Head | LocalClasses
+"""A record with the class weights, the options and the ignore_index of the loss."""
 
 
 @of_fields(ChunkedHead)
@@ -190,15 +196,15 @@ def _gradients(
         if need_dx:
             dx.append(dlogits @ weight)
         if need_dweight:
-            dweight = _added(dweight, (wide(dlogits).t() @ wide(x[s])).to(dtype))
+            dweight = _accumulate(dweight, (upcast(dlogits).t() @ upcast(x[s])).to(dtype))
         if need_dbias:
-            dbias = _added(dbias, wide(dlogits).sum(0))
+            dbias = _accumulate(dbias, upcast(dlogits).sum(0))
     dweight, dbias = (x.new_empty(0, dtype=dtype) if t is None else t for t in (dweight, dbias))
     return torch.cat(dx) if need_dx else x.new_empty(0), dweight, dbias
 
 
-def _added(total: Tensor | None, part: Tensor) -> Tensor:
-    """The first part begins the sum: of a batch of output gradients (is_grads_batched) it is a batch."""
+def _accumulate(total: Tensor | None, part: Tensor) -> Tensor:
+    """total + part, in place; None + part is part, which may have a batch axis under is_grads_batched."""
     return part if total is None else total.add_(part)
 
 
@@ -206,36 +212,36 @@ def _added(total: Tensor | None, part: Tensor) -> Tensor:
 def _logits_with_rows(p: Head) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     logits = logits_buffer(p.x, len(p.weight))
     logits.copy_(F.linear(p.x, p.weight, None if p.bias is None else p.bias.to(p.x.dtype)))
-    return logits, *_results_of(_divided(logits, p.options), p.targets, p)
+    return logits, *_results_of(_cap_and_scale(logits, p.options), p.targets, p)
 
 
-@of_fields(HeldClasses)
-def _logit_grads_into(logits: Tensor, p: HeldClasses) -> Tensor:
-    divided, rows = _divided(logits, p.options), (p.lse, p.lse, [p.dloss])
+@of_fields(LocalClasses)
+def _logit_grads_into(logits: Tensor, p: LocalClasses) -> Tensor:
+    divided, rows = _cap_and_scale(logits, p.options), (p.lse, p.lse, [p.dloss])
     logits.copy_(_dlogits(divided, p.targets, p, *rows))
     if p.dweight is not None:
-        product = (wide(logits).t() @ wide(p.x)).to(p.dweight.dtype)
+        product = (upcast(logits).t() @ upcast(p.x)).to(p.dweight.dtype)
         p.dweight.copy_(product if p.begin else p.dweight + product)
     if p.dbias is not None:
-        p.dbias += wide(logits).sum(0)
+        p.dbias += upcast(logits).sum(0)
     return logits @ p.weight if p.need_dx else p.x.new_empty(0)
 
 
 def _logits(p: Head, rows: slice) -> Tensor:
     """(n, V): the logits as a GEMM stores them, then capped and divided in the accumulator's dtype."""
     bias = None if p.bias is None else p.bias.to(p.x.dtype)
-    return _divided(F.linear(p.x[rows], p.weight, bias), p.options)
+    return _cap_and_scale(F.linear(p.x[rows], p.weight, bias), p.options)
 
 
-def _divided(raw: Tensor, options: Sequence[float]) -> Tensor:
-    loss, logits = Loss(*options), wide(raw)
+def _cap_and_scale(raw: Tensor, options: Sequence[float]) -> Tensor:
+    loss, logits = Loss(*options), upcast(raw)
     if loss.soft_cap:
         logits = loss.soft_cap * torch.tanh(logits / loss.soft_cap)
     return logits / loss.temperature if loss.temperature != 1 else logits
 
 
-def _chosen(targets: Tensor, c: Criterion, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(which rows count, their targets within the vocabulary, which targets lie outside of it)."""
+def _target_masks(targets: Tensor, c: Criterion, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(mask of rows that count, their targets in the vocabulary, mask of targets outside of it)."""
     counts = targets != c.ignore_index
     outside = counts & ((targets < 0) | (targets >= vocab))
     return counts, targets.where(counts & ~outside, 0), outside
@@ -245,7 +251,7 @@ def _results_of(
     logits: Tensor, targets: Tensor, c: Criterion
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss, vocab = Loss(*c.options), logits.shape[1]
-    counts, at, outside = _chosen(targets, c, vocab)
+    counts, at, outside = _target_masks(targets, c, vocab)
     lse = logits.logsumexp(1)
     logp = logits.gather(1, at[:, None]).squeeze(1) - lse
     p = torch.exp(logits - lse[:, None])
@@ -274,7 +280,7 @@ def _dlogits(
     """The gradient of the logits that the GEMM gave.   grads: of loss, and maybe of lse, logp and expected"""
     loss, width, first = Loss(*c.options), logits.shape[1], c.first
     vocab = c.vocab or width
-    counts, at, outside = _chosen(targets, c, vocab)
+    counts, at, outside = _target_masks(targets, c, vocab)
     dloss = torch.where(outside, float("nan"), grads[0].to(lse.dtype)).where(counts, 0)
     smooth = dloss * (loss.smoothing / vocab)
     hard, total = dloss * (1 - loss.smoothing), float(vocab)
@@ -301,7 +307,7 @@ def _dlogits(
     return d / loss.temperature
 
 
-LINE = 64  # rows of logits begin at multiples of so many elements, as tensor descriptors want them
+LINE = 64  # rows of logits begin at multiples of this number of elements, for tensor descriptors
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -446,8 +452,8 @@ def _part_cases() -> Cases:
         yield x.new_empty(len(x), held), x, weight, *rows, True, *sums, True
 
 
-@of_fields(HeldClasses)
-def _fake_dx(logits: Tensor, p: HeldClasses) -> Tensor:
+@of_fields(LocalClasses)
+def _fake_dx(logits: Tensor, p: LocalClasses) -> Tensor:
     return _empty(p.x, p.need_dx, p.x.dtype)
 
 
@@ -474,8 +480,8 @@ def logits_with_rows(p: Head) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     cases=_part_cases,
     mutates=("logits", "dweight", "dbias"),
 )
-@of_fields(HeldClasses)
-def logit_grads_into(logits: Tensor, p: HeldClasses) -> Tensor:
+@of_fields(LocalClasses)
+def logit_grads_into(logits: Tensor, p: LocalClasses) -> Tensor:
     """Write the gradients of logits in their place, and add to the sums dweight and dbias.   -> dx, if it is needed"""
     if logits.stride(-1) != 1:
         raise FuseOpsError(f"logits have strides {logits.stride()}, expected rows.")
@@ -520,7 +526,7 @@ def _empty(like: Tensor, wanted: bool, dtype: torch.dtype) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
-    """total (float32) += a b, or = of the first: in one pass, without a rounding between."""
+    """total (float32) += a b, or = with `first`, in one pass, without rounding the product."""
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=0 if first else 1, out=total)
     else:
@@ -529,10 +535,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> Non
 
 
 def add_weight_grad(total: Tensor, dy: Tensor, x: Tensor, first: bool = False) -> None:
-    """total (V, D) float32 += dy^T x, or = of the first, without a rounding between.   dy (n, V), x (n, D)
+    """total (V, D) float32 += dy^T x, or = with `first`, without rounding the product.   dy (n, V), x (n, D)
 
-    On Hopper by the kernel of grouped GEMMs, whose tiles L2 adds while the next ones are multiplied: cuBLAS reads what
-    it adds to, and everything waits for that.
+    On Hopper by the kernel of grouped GEMMs, which adds tiles in L2 while it multiplies the next ones; cuBLAS waits for
+    reads of `total`.
     """
     own = dy.is_cuda and dy.dtype.itemsize == 2 and wgrad_choice(dy, x).path == "pingpong"
     if not own:
@@ -542,7 +548,9 @@ def add_weight_grad(total: Tensor, dy: Tensor, x: Tensor, first: bool = False) -
 
 
 def _check(p: Head) -> None:
-    fit(vars(p), "x (N, D), weight (V, D), bias (V,), targets (N,) int64, class_weights (V,)")
+    check_spec(
+        vars(p), "x (N, D), weight (V, D), bias (V,), targets (N,) int64, class_weights (V,)"
+    )
     if p.x.dtype != p.weight.dtype:
         raise FuseOpsError(f"x is {p.x.dtype} and weight {p.weight.dtype}, expected one dtype.")
 
@@ -568,7 +576,7 @@ def _row_chunks(p: ChunkedHead) -> Iterator[tuple[slice, Tensor]]:
 def _class_chunks(p: HeadGradient) -> Iterator[tuple[slice, Tensor]]:
     """(classes, their logits of all rows), chunk after chunk in one buffer."""
     x = p.x
-    chunks = list(row_chunks(len(p.weight), len(x), x.itemsize, p.chunk_bytes, whole=(128, 1)))
+    chunks = list(row_chunks(len(p.weight), len(x), x.itemsize, p.chunk_bytes, multiples=(128, 1)))
     buffer = logits_buffer(x, chunks[0].stop)
     for s in chunks:
         bias = None if p.bias is None else p.bias[s]
@@ -576,10 +584,10 @@ def _class_chunks(p: HeadGradient) -> Iterator[tuple[slice, Tensor]]:
 
 
 def logits_buffer(x: Tensor, classes: int) -> Tensor:
-    """Room for the logits of tokens x, whose rows begin where tensor descriptors want them."""
-    # a CPU's product of bfloat16 reads what lies between rows, and multiplies it by zero: it has to be a number
-    room = x.new_empty if x.is_cuda else x.new_zeros
-    return room(x.shape[0], cdiv(classes, LINE) * LINE)[:, :classes]
+    """A buffer for the logits of tokens x, with rows aligned for tensor descriptors."""
+    # a CPU's product of bfloat16 multiplies the padding between rows by zero, so it must be finite
+    allocate = x.new_empty if x.is_cuda else x.new_zeros
+    return allocate(x.shape[0], cdiv(classes, LINE) * LINE)[:, :classes]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -598,8 +606,8 @@ def _launch(
     first: int = 0,
     vocab: int | None = None,
 ) -> None:
-    """rows: loss, lse, logp and expected, written; read where logits are those of the classes from `first` on, of a
-    `vocab`.
+    """Launch the kernel.   rows: loss, lse, logp and expected: outputs, or inputs where logits are of the classes from
+    `first` on, of a `vocab`.
     """
     loss, width = Loss(*c.options), logits.shape[1]
     loss_rows, lse, logp, expected = rows

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels.configs import Space
-from fuseops.kernels.launch import device, launch, overlap
+from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.registry import Cases, kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv, require
 
@@ -45,7 +45,7 @@ def draws(seed: Tensor, count: int) -> Tensor:
 
 
 def threshold(p: float) -> int:
-    """What a draw has to reach to be kept: p of them do not, to 2^-16."""
+    """The least draw that is kept: a share p of draws, rounded to 2^-16, is below."""
     return min(round(p * 2**BITS), 2**BITS - 1) if p < 1 else 2**BITS
 
 
@@ -88,6 +88,6 @@ def apply_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     launch(
         device("dropout").dropout_kernel, (cdiv(n, EACH * config["COUNTERS"]),),
         x, seed, y, n, least, 1 / (1 - p),
-        ROUNDS=ROUNDS, **overlap(x.device), **config,
+        ROUNDS=ROUNDS, **pdl_overlap(x.device), **config,
     )  # fmt: skip
     return y

@@ -1,4 +1,4 @@
-"""Formats as data: what a code is, what a scale is, and one driver that quantizes matrices in any pair of them.
+"""`quantize_format` quantizes matrices in plain torch, in any pair of a code format and a scale format.
 
 Codes: of float8 dtypes, one a byte; of float4_e2m1fn_x2, two a byte as uint8, the first in the low half. E2M1 has no
 NaN: a block with one gets a scale that is NaN.
@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuseops.kernels.dropout import BITS, draws
-from fuseops.kernels.groups import columns_of, place_of_row
-from fuseops.kernels.scales import FLT_MAX, Lay, inverse_scale, magnitude, pieces, saturate
+from fuseops.kernels.groups import column_of_row, padded_columns
+from fuseops.kernels.scales import FLT_MAX, RowTransform, inverse_scale, magnitude, pieces, saturate
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 E2M1, E2M1_MAX = torch.float4_e2m1fn_x2, 6.0
 E4M3_MAX = torch.finfo(E4M3).max
 HADAMARD = 16
 SIGNS = 0b1101011111101000
-"""Of the random Hadamard transform: bit k says that element k is negated. TransformerEngine's."""
+"""The signs of the random Hadamard transform, TransformerEngine's: element k is negated if bit k is set."""
 Block = tuple[int, int]
 LARGEST = {E4M3: 8, E5M2: 15}
 """Exponents of the largest codes, each of which is 1.75 times a power of two."""
@@ -45,7 +45,7 @@ def e8m0_scale(amax: Tensor, data: torch.dtype, whole: Tensor | None) -> tuple[T
 
 
 def whole_inverse(amax: Tensor) -> Tensor:
-    """What brings the scales of blocks of a tensor with this amax into the range of E4M3; 1 for amax 0."""
+    """The factor that brings the block scales of a tensor with this amax into the range of E4M3; 1 for amax 0."""
     largest = torch.full_like(amax, E4M3_MAX * E2M1_MAX)
     return torch.where(amax == 0, 1.0, (largest / amax).clamp(max=FLT_MAX))
 
@@ -83,7 +83,7 @@ SCALES: Mapping[tuple[torch.dtype, bool], Scale] = {
 
 
 class Format(NamedTuple):
-    """A `Format` says how matrices are quantized along their last axis: see `fuseops.recipes.Scaling`."""
+    """A `Format` describes how matrices are quantized along their last axis: see `fuseops.recipes.Scaling`."""
 
     data: torch.dtype
     scale: torch.dtype
@@ -120,7 +120,7 @@ def e2m1_as_e4m3(packed_codes: Tensor) -> Tensor:
 
 
 E2M1_UP = 64.0
-"""What E4M3 codes of `e2m1_as_e4m3` are to be multiplied by."""
+"""The factor of the E4M3 codes of `e2m1_as_e4m3`."""
 
 
 def quantize_format(
@@ -128,7 +128,7 @@ def quantize_format(
     form: Format,
     whole: Tensor | None = None,
     seed: Tensor | None = None,
-    lay: Lay | None = None,
+    transform: RowTransform | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(codes, scales) of matrices in blocks, piece by piece.
 
@@ -141,7 +141,7 @@ def quantize_format(
     for number, piece in enumerate(cut):
         at = slice(piece.start // rows, -(-piece.stop // rows))
         own = whole[..., at, :] if whole is not None and whole.shape[-2] > 1 else whole
-        part = x[..., piece, :] if lay is None else lay(x[..., piece, :])
+        part = x[..., piece, :] if transform is None else transform(x[..., piece, :])
         random = None if seed is None else seed + 2 * number
         found = _quantize_piece(part.float(), form, own, random)
         del part
@@ -185,7 +185,7 @@ def _quantize_piece(
 
 
 def codes_values(codes: Tensor, data: torch.dtype) -> Tensor:
-    """What codes stand for by themselves, in float32."""
+    """The values of codes without their scales, in float32."""
     if data is E2M1:
         return e2m1_as_e4m3(codes).float() * E2M1_UP
     return codes.float()
@@ -228,24 +228,24 @@ def hadamard(x: Tensor) -> Tensor:
     return x * 0.25
 
 
-def turned(x: Tensor) -> Tensor:
+def random_hadamard(x: Tensor) -> Tensor:
     """The random Hadamard transform of the last axis, a multiple of sixteen, in float32."""
     return hadamard(x.float() * signs(x.shape[-1], x))
 
 
 def signs(width: int, like: Tensor) -> Tensor:
-    """1 and -1 for every element of the random Hadamard transform."""
+    """The signs, 1 or -1, of the elements of a random Hadamard transform."""
     place = torch.arange(width, device=like.device) % HADAMARD
     return 1.0 - 2.0 * ((SIGNS >> place) & 1)
 
 
-def turned_in_groups(x: Tensor, offs: Tensor | None) -> Tensor:
+def transpose_in_groups(x: Tensor, offs: Tensor | None) -> Tensor:
     """The transpose over tokens that begin anew in each group at a multiple of 128, zeros between.   -> (K, C)"""
     rows, k = x.shape
-    width = columns_of(rows, None if offs is None else len(offs))
+    width = padded_columns(rows, None if offs is None else len(offs))
     if offs is None:
         return F.pad(x, (0, 0, 0, width - rows)).t() if width > rows else x.t()
-    full = x.new_zeros(width + 1, k).index_copy_(0, place_of_row(offs, rows, x), x)
+    full = x.new_zeros(width + 1, k).index_copy_(0, column_of_row(offs, rows, x), x)
     return full[:width].t()
 
 
@@ -265,24 +265,24 @@ def swizzled(scale: Tensor, offs: Tensor | None = None) -> Tensor:
     """
     rows, s = scale.shape[-2:]
     if offs is not None:
-        width = columns_of(rows, len(offs))
+        width = padded_columns(rows, len(offs))
         placed = scale.new_zeros(width + 1, s)
-        scale = placed.index_copy_(0, place_of_row(offs, rows, scale), scale)[:width]
+        scale = placed.index_copy_(0, column_of_row(offs, rows, scale), scale)[:width]
     padded = F.pad(scale, (0, -s % 4, 0, -scale.shape[-2] % 128))
     tiles = padded.unflatten(-2, (-1, 4, 32)).unflatten(-1, (-1, 4))
     return tiles.movedim(-2, -4).transpose(-2, -3).contiguous()
 
 
 def unswizzled(scale: Tensor, rows: int, count: int, offs: Tensor | None = None) -> Tensor:
-    """What `swizzled` was given.   -> (..., rows, count)"""
+    """The inverse of `swizzled`.   -> (..., rows, count)"""
     scale = scale.transpose(-2, -3).movedim(-4, -2).flatten(-2).flatten(-4, -2)[..., :count]
     if offs is not None:
-        scale = F.pad(scale, (0, 0, 0, 1))[place_of_row(offs, rows, scale)]
+        scale = F.pad(scale, (0, 0, 0, 1))[column_of_row(offs, rows, scale)]
     return scale[..., :rows, :].contiguous()
 
 
 def whole_of_blocks(of_token: Tensor, width: int, turn: bool) -> Tensor:
-    """What stands over a tensor, () or by tokens (T,), as the scales of blocks broadcast with it.   turn: of columns"""
+    """A tensor's amax, () or by tokens (T,), in a shape that broadcasts with block scales.   turn: of columns"""
     if not of_token.dim():
         return of_token[None, None]
     return of_token[None, ::width] if turn else of_token[:, None]

@@ -88,13 +88,13 @@ def dequantized_rows(
 
 
 def weight_scaling(scaling: str) -> str:
-    """How the weight of `fp8_mm` is scaled where the rows are scaled like that."""
+    """The scaling of the weight of `fp8_mm`, for a scaling of the rows."""
     return "square" if scaling == "block" else scaling
 
 
 @of_fields(RoundedProduct)
 def _fp8_mm(p: RoundedProduct) -> Tensor:
-    return _multiplied(p, p.dtype, torch.float32, grouped_mm.twin)
+    return _dequantized_mm(p, p.dtype, torch.float32, grouped_mm.twin)
 
 
 @of_fields(ScaledProduct)
@@ -141,7 +141,7 @@ def _weight_grad(g: RoundedColumns) -> Tensor:
 
 
 def _mm_flops(x: Tensor, x_scale: Tensor, weight: Tensor, *_: Any) -> int:
-    """Every row counts once, padding too: nobody looks at offs."""
+    """The FLOPs of all rows, padding included, since offs is not read."""
     return 2 * x.numel() * weight.shape[-2]
 
 
@@ -207,7 +207,7 @@ def fp8_mm(given: RoundedProduct) -> Tensor:
     """x[rows of e] @ weight[e].T (+ bias[e]), padding rows zero.   -> (R, N) of `dtype`"""
     p = checked_mm(given)
     if mm_path(p.x, p.weight, given.dtype) != COOPERATIVE:
-        return _multiplied(p, given.dtype, _exact(p.scaling, given.dtype), grouped_mm)
+        return _dequantized_mm(p, given.dtype, _exact_dtype(p.scaling, given.dtype), grouped_mm)
     y = _product(given)
     launch_mm(p, y, fast=given.fast)
     return y
@@ -224,8 +224,8 @@ def fp8_mm_operand(p: ScaledProduct) -> tuple[Tensor, Tensor]:
     """`fp8_mm` in bf16, as e4m3 codes (R, N) with a power of two for 128 columns of a row (ceil(N/128), R)."""
     p = checked_mm(p)
     if mm_path(p.x, p.weight, E4M3) != COOPERATIVE:
-        inner = _exact(p.scaling, torch.bfloat16)
-        data, scale = quantize_vectors(_multiplied(p, torch.bfloat16, inner, grouped_mm), E4M3)
+        inner = _exact_dtype(p.scaling, torch.bfloat16)
+        data, scale = quantize_vectors(_dequantized_mm(p, torch.bfloat16, inner, grouped_mm), E4M3)
         return data, scale
     y, y_scale = _codes_of(p)
     launch_mm(p, y, y_scale)
@@ -242,7 +242,7 @@ def fp8_mm_operand(p: ScaledProduct) -> tuple[Tensor, Tensor]:
 def fp8_wgrad(g: RoundedColumns) -> Tensor:
     """dy[:, columns of e] @ x[:, columns of e].T.   (N, C), (K, C) -> (E, N, K), or (N, K) without offs"""
     dw = _weight_grad(g)
-    _into(dw, g, False)
+    _write_wgrad(dw, g, False)
     return dw
 
 
@@ -264,20 +264,20 @@ def fp8_wgrad_into(main_grad: Tensor, g: AddedColumns) -> None:
             f"main_grad is {main_grad.dtype} with strides {main_grad.stride()}, "
             "expected a contiguous float32 buffer."
         )
-    _into(main_grad, g, g.accumulate)
+    _write_wgrad(main_grad, g, g.accumulate)
 
 
-def _into(dw: Tensor, g: ScaledColumns, accumulate: bool) -> None:
+def _write_wgrad(dw: Tensor, g: ScaledColumns, accumulate: bool) -> None:
     """Write or add the gradient to dw."""
     g = checked_wgrad(dw, g)
     if wgrad_path(g.dy, g.x, dw.dtype) == COOPERATIVE and _describable(dw):
         launch_wgrad(dw, g, accumulate)
     else:
-        _gradient(dw, g, accumulate)
+        _dequantized_wgrad(dw, g, accumulate)
 
 
 def _describable(dw: Tensor) -> bool:
-    """Whether a descriptor takes it: from multiples of 16 bytes, and float32, which is added to, as a whole."""
+    """Whether a descriptor can describe dw: aligned to 16 bytes, and contiguous if float32, which is added to."""
     if dw.data_ptr() % 16:
         return False
     if dw.is_contiguous():
@@ -285,10 +285,10 @@ def _describable(dw: Tensor) -> bool:
     return dw.dtype != torch.float32 and not any(s * dw.itemsize % 16 for s in dw.stride()[:-1])
 
 
-# --- other hardware, and sizes that no descriptor takes
+# --- by dequantized operands: on other hardware, and for sizes that no descriptor takes
 
 
-def _multiplied(
+def _dequantized_mm(
     p: ScaledProduct, dtype: torch.dtype, inner: torch.dtype, product: Callable[..., Tensor]
 ) -> Tensor:
     """`fp8_mm` of operands that are dequantized to the dtype `inner`.   product: of groups"""
@@ -300,10 +300,10 @@ def _multiplied(
     return product(left, right, p.offs, p.tiles, bias).to(dtype)
 
 
-def _gradient(dw: Tensor, g: ScaledColumns, accumulate: bool) -> None:
+def _dequantized_wgrad(dw: Tensor, g: ScaledColumns, accumulate: bool) -> None:
     """`fp8_wgrad` of dequantized operands, in dw."""
     by_tensor = g.scaling == "tensor"
-    inner = _exact("square" if by_tensor else g.scaling, dw.dtype)
+    inner = _exact_dtype("square" if by_tensor else g.scaling, dw.dtype)
     left, right = (
         codes.to(inner) if by_tensor else dequantize(codes, scale, g.scaling, inner)
         for codes, scale in ((g.dy, g.dy_scale), (g.x, g.x_scale))
@@ -316,7 +316,7 @@ def _gradient(dw: Tensor, g: ScaledColumns, accumulate: bool) -> None:
     add_or_write(dw, total.view(dw.shape), accumulate)
 
 
-def _exact(scaling: str, dtype: torch.dtype) -> torch.dtype:
-    """In which dtype codes times scales, and the rounding of their product, are what the kernel's would be."""
+def _exact_dtype(scaling: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which codes times scales are exact, and in which the result is rounded as the kernel's."""
     pow2 = scaling in ("block", "square")
     return torch.bfloat16 if pow2 and dtype in (torch.bfloat16, torch.float32) else torch.float32

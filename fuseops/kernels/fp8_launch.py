@@ -1,6 +1,6 @@
-"""How an FP8 GEMM is launched: with which operands, tiles and descriptors, where `fp8_paths` names its kernel.
+"""`launch_mm` and `launch_wgrad` launch FP8 GEMMs: with operands, tiles and descriptors of the kernel in `fp8_paths`.
 
-Operands that nothing can take raise; the others are made as launches want them.
+`checked_mm` and `checked_wgrad` raise for invalid operands, and make the others contiguous.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fuseops.kernels.grouped import checked_groups, group_tiles, groups_of
 from fuseops.kernels.grouped_launch import count_place, first_entry
 from fuseops.kernels.launch import device, launch, num_sms
 from fuseops.kernels.records import Arguments
-from fuseops.kernels.tiles import cdiv, fit
+from fuseops.kernels.tiles import cdiv, check_spec
 
 
 @dataclass
@@ -140,7 +140,7 @@ WGRAD_SCALES = {
     "block": "dy_scale (B, N) float32, x_scale (B, K) float32",
     "tensor": "",
 }
-"""By scaling, the axes of scales, where they are not one a tensor or a group."""
+"""By scaling: the specs of scales; of "tensor" there is one a tensor or a group."""
 
 
 def checked_mm(p: ScaledProduct) -> ScaledProduct:
@@ -149,9 +149,9 @@ def checked_mm(p: ScaledProduct) -> ScaledProduct:
     scales = _axes_of_scales(scaling, MM_SCALES)
     groups, each = (1, "") if offs is None else (groups_of(offs), "E, ")
     axes = f"x (R, K), weight ({each}N, K)"
-    fit(vars(p), axes, E=groups)
+    check_spec(vars(p), axes, E=groups)
     blocks = {"L": cdiv(p.x.shape[1], 128), "M": cdiv(p.weight.shape[-2], 128)}
-    fit(vars(p), f"{axes}, bias ({each}N,), {scales.format(each)}", E=groups, **blocks)
+    check_spec(vars(p), f"{axes}, bias ({each}N,), {scales.format(each)}", E=groups, **blocks)
     if scaling == "tensor":
         _check_tensor_scales(groups, x_scale=p.x_scale, weight_scale=p.weight_scale)
     if offs is not None:
@@ -169,7 +169,7 @@ def checked_wgrad(dw: Tensor, g: ScaledColumns) -> ScaledColumns:
     scales = _axes_of_scales(scaling, WGRAD_SCALES)
     groups, each = (1, "") if offs is None else (groups_of(offs), "E, ")
     given = {"main_grad": dw, **vars(g)}
-    fit(given, "dy (N, C), x (K, C)")
+    check_spec(given, "dy (N, C), x (K, C)")
     (n, columns), k = dy.shape, x.shape[0]
     if offs is not None and (columns % 128 or columns < groups * 128):
         raise FuseOpsError(
@@ -177,7 +177,7 @@ def checked_wgrad(dw: Tensor, g: ScaledColumns) -> ScaledColumns:
             "multiple of 128."
         )
     blocks = {"B": cdiv(columns, 128), "M": cdiv(n, 128), "L": cdiv(k, 128)}
-    fit(given, f"main_grad ({each}N, K), {scales}", E=groups, N=n, K=k, **blocks)
+    check_spec(given, f"main_grad ({each}N, K), {scales}", E=groups, N=n, K=k, **blocks)
     if scaling == "tensor":
         _check_tensor_scales(groups, dy_scale=dy_scale, x_scale=x_scale)
     if offs is not None:
@@ -185,8 +185,8 @@ def checked_wgrad(dw: Tensor, g: ScaledColumns) -> ScaledColumns:
         if tiles.dim() != 1 or len(tiles) < groups + 2 or tiles.dtype != torch.int32:
             raise FuseOpsError("tiles is not group_tiles(offs, R).")
         offs, tiles = offs.contiguous(), tiles.contiguous()
-    lay = _vectors if scaling == "block" else Tensor.contiguous
-    operands = dy.contiguous(), lay(dy_scale), x.contiguous(), lay(x_scale)
+    as_layout = _vectors if scaling == "block" else Tensor.contiguous
+    operands = dy.contiguous(), as_layout(dy_scale), x.contiguous(), as_layout(x_scale)
     return ScaledColumns(*operands, scaling, offs, tiles)
 
 

@@ -1,4 +1,4 @@
-"""Which kernel takes the operands of an FP8 GEMM, with which tiles, and what stands in the way of the better one.
+"""A path is the kernel that an FP8 GEMM runs; it is chosen here with its tiles, and the reason against a better one.
 
 Paths, best first:
 * cooperative: Gluon, sm_90, K a multiple of 16, N of 8, a tested Triton;
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.formats import E4M3, E5M2
-from fuseops.kernels.grouped_paths import GEMM, aligned, chosen, no_gluon
+from fuseops.kernels.grouped_paths import GEMM, aligned, choose_path, gluon_refusals
 from fuseops.kernels.launch import current_arch
 from fuseops.torch_private import is_fake
 from fuseops.words import dtype_name
@@ -53,11 +53,11 @@ WGRAD_VECTORS = Space("fp8_wgrad_vectors", [TALL], dims=GEMM)
 
 def path_of(*reasons: str | None) -> str:
     """ "cooperative", or "dequantize" with the first reason, as in "dequantize (K is 72, not a multiple of 16)"."""
-    return chosen(COOPERATIVE, dequantize=reasons).words
+    return choose_path(COOPERATIVE, dequantize=reasons).words
 
 
 def mm_path(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> str:
-    """Which kernel `fp8_mm` of x (R, K) and weight (E, N, K) or (N, K) takes, and why not a better one."""
+    """The path of `fp8_mm` of x (R, K) and weight (E, N, K) or (N, K), with the reason against a better one."""
     n, k = weight.shape[-2:]
     return path_of(
         *_device(x.device),
@@ -70,7 +70,7 @@ def mm_path(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> s
 
 
 def wgrad_path(dy: Tensor, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> str:
-    """Which kernel `fp8_wgrad` of columns dy (N, C) and x (K, C) takes."""
+    """The path of `fp8_wgrad` of columns dy (N, C) and x (K, C)."""
     return path_of(
         *_device(x.device),
         _codes("dy", dy),
@@ -81,14 +81,14 @@ def wgrad_path(dy: Tensor, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> st
 
 
 def act_path(x: Tensor, h: Tensor, *dtypes: torch.dtype) -> str:
-    """Which kernel writes operands in these formats of SwiGLU (x is h) or of its gradient (x is da): "once" reads each
-    input once, "parts" runs everywhere.
+    """The kernel that writes operands of SwiGLU (x is h) or of its gradient (x is da): "once" reads each input once,
+    "parts" runs everywhere.   dtypes: the formats of the operands
     """
     formats = {*dtypes, *(t.dtype for t in (x, h) if t.itemsize == 1)}
     apart = any(t.itemsize != 1 and t.dtype != torch.bfloat16 for t in (x, h))
     if apart or formats != {E4M3} or any(_device(h.device)):
         return "parts"
-    # eight numbers are brought by one instruction, which takes aligned addresses alone
+    # one instruction loads eight numbers, from aligned addresses only
     return "once" if all(aligned(x, h)) else "parts"
 
 
@@ -98,7 +98,7 @@ def multiplies_codes(device: torch.device) -> bool:
 
 
 def _device(device: torch.device) -> tuple[str | None, ...]:
-    return no_gluon(current_arch(device), COOPERATIVE)
+    return gluon_refusals(current_arch(device), COOPERATIVE)
 
 
 def _codes(name: str, codes: Tensor) -> str | None:
@@ -110,7 +110,7 @@ def _codes(name: str, codes: Tensor) -> str | None:
 
 
 def _sizes(k: int, n: int, dtype: torch.dtype) -> str | None:
-    """k: what is summed over; n: columns of the result."""
+    """The reason against sizes.   k: the inner size; n: columns of the result"""
     if k % 16:
         return f"K is {k}, not a multiple of 16"
     if dtype.itemsize == 1 and n % 128:

@@ -1,9 +1,9 @@
-"""Kernels that torch's inductor writes, of elementwise functions, once for every number of rows.
+"""`trace_elementwise` compiles elementwise functions with torch's inductor, once for all numbers of rows.
 
-A function is traced on fake tensors whose leading axes are symbols: a graph of it, and one of its gradients, which
-computes it again, so that nothing but inputs is saved. Each becomes a kernel at its first call (a gradient that is
-summed over rows: one more), and no size of a leading axis makes another. Sums are in a fixed order. What a graph
-computes in bfloat16 or float16 is kept in float32 between its ops, and rounded where it is stored.
+A function is traced on fake tensors with symbolic leading axes: one graph of the function, and one of its gradients,
+which recomputes the function, so that only inputs are saved. Each becomes a kernel at its first call (two, for a
+gradient that is summed over rows), for all sizes of the leading axes. Sums are in a fixed order. Values in bfloat16 or
+float16 are kept in float32 between ops, and rounded at the store.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.kernels.registry import called_again, reference_only
+from fuseops.kernels.registry import opaque_call, reference_only
 
 Function = Callable[..., Tensor]
-HINTS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # of sizes that are not known
+SIZE_HINTS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # of symbolic sizes
 A = torch.ops.aten
-SHAPED = frozenset({
+SHAPE_OPS = frozenset({
     A.alias, A.clone, A.detach, A._to_copy, A.expand, A.full, A.full_like, A.ones_like, A.permute, A.reshape,
     A.scalar_tensor, A.slice, A.split, A.split_with_sizes, A.squeeze, A.transpose, A.t, A.unsqueeze, A.view,
     A._unsafe_view, A.zeros_like,
 })  # fmt: skip
-"""Ops beside the elementwise ones that cost a kernel nothing."""
+"""Ops that only change shapes or fill, which cost a kernel nothing."""
 
 
 class RefusedError(Exception):
@@ -35,8 +35,10 @@ class RefusedError(Exception):
 
 
 class TensorSpec(NamedTuple):
-    """A `TensorSpec` describes a tensor of any number of rows: whether it begins with the leading axes of x, and what
-    follows.
+    """A `TensorSpec` describes a tensor for any number of rows.
+
+    rows  whether it has the leading axes of x
+    rest  its other axes
     """
 
     rows: bool
@@ -45,7 +47,7 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, leading: Sequence[int]) -> TensorSpec:
-        """leading: the axes of x before its last.  Raises RefusedError for a shape that does not begin with them."""
+        """The spec of a shape that begins with `leading`, the axes of x before its last; RefusedError for another."""
         n = len(leading)
         if tuple(shape[:n]) != tuple(leading):
             raise RefusedError(
@@ -55,58 +57,60 @@ class TensorSpec(NamedTuple):
 
 
 class Kernel:
-    """A `Kernel` holds a graph, and the kernel that is made of it when it is first called."""
+    """A `Kernel` is a graph that is compiled at its first call."""
 
     def __init__(self, graph: Any, examples: Sequence[Tensor]) -> None:
         self.graph, self.examples = graph, examples
-        self.made: Callable[..., Any] | None = None
+        self.compiled: Callable[..., Any] | None = None
         self.lock = threading.Lock()
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Of contiguous tensors, as many rows as there are."""
-        return called_again(self._run, *tensors)
+        """Run the kernel on contiguous tensors with any number of rows."""
+        return opaque_call(self._run, *tensors)
 
     def _run(self, *tensors: Tensor) -> Sequence[Tensor]:
         if torch_private.num_dispatch_modes() or any(map(_without_values, tensors)):
             found: Sequence[Tensor] = self.graph(*tensors)
             return found
-        if self.made is None:
+        if self.compiled is None:
             with self.lock:
-                self.made = self.made or torch_private.inductor_compile(self.graph, self.examples)
-        found = self.made(*tensors)
+                self.compiled = self.compiled or torch_private.inductor_compile(
+                    self.graph, self.examples
+                )
+        found = self.compiled(*tensors)
         return found
 
 
-class Both(NamedTuple):
-    """A `Both` is an elementwise function, and the function of its gradients."""
+class ElementwiseKernels(NamedTuple):
+    """`ElementwiseKernels` are the kernels of an elementwise function and of its gradients."""
 
-    forward: Callable[..., Sequence[Tensor]]  # of its inputs -> (y,)
-    backward: Callable[..., Sequence[Tensor]] | None  # of dy and what it reads of them
-    read: tuple[int, ...]  # which that is
+    forward: Callable[..., Sequence[Tensor]]  # (inputs) -> (y,)
+    backward: Callable[..., Sequence[Tensor]] | None  # (dy, the inputs that it reads) -> gradients
+    read: tuple[int, ...]  # indices of those inputs
 
 
-def both(
+def trace_elementwise(
     function: Function,
     likes: Sequence[TensorSpec],
     axes: int,
     wanted: Sequence[int],
     device: torch.device,
-) -> Both:
+) -> ElementwiseKernels:
     """Trace a function of tensors, the first of which is x, and its gradients.
 
-    axes: the leading ones of x.  wanted: inputs that want a gradient.
-    Raises RefusedError for what is not elementwise, for random numbers, for writes, and for what depends on values or
-    on the number of rows.
+    axes: the number of leading axes of x.  wanted: inputs that require a gradient.
+    Raises RefusedError for a function that is not elementwise, draws random numbers, writes in place, or depends on
+    values or on the number of rows.
     """
     widths = {size for like in likes for size in like.rest}
-    hints = [size for size in HINTS if size not in widths][:axes]
+    hints = [size for size in SIZE_HINTS if size not in widths][:axes]
     try:
         with reference_only(), torch_private.quiet_fake_tensors():
             return _traced(function, likes, hints, wanted, device)
     except RefusedError:
         raise
     except Exception as error:
-        raise RefusedError(_why(error)) from error
+        raise RefusedError(_refusal_reason(error)) from error
 
 
 def _traced(
@@ -115,7 +119,7 @@ def _traced(
     hints: Sequence[int],
     wanted: Sequence[int],
     device: torch.device,
-) -> Both:
+) -> ElementwiseKernels:
     mode, rows = torch_private.symbolic_sizes(hints)
     with mode:
         inputs = [
@@ -138,13 +142,13 @@ def _traced(
         backward = Kernel(graph, [dy, *(inputs[k] for k in read)])
     if assumed := torch_private.symbol_constraints(mode):
         raise RefusedError(f"it depends on the number of rows ({assumed[0]})")
-    return Both(forward, backward, read)
+    return ElementwiseKernels(forward, backward, read)
 
 
 def vjp(
     function: Function, wanted: Sequence[int], dy: Tensor, *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """The gradients of the inputs that want one."""
+    """The gradients of the inputs in `wanted`."""
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_(k in wanted) for k, t in enumerate(inputs)]
         y = function(*leaves)
@@ -170,7 +174,7 @@ def _check_elementwise(graph: Any) -> None:
             raise RefusedError(f"it draws random numbers ({name})")
         if hasattr(target, "_schema") and target._schema.is_mutable:
             raise RefusedError(f"it writes in place ({name})")
-        known = getattr(target, "overloadpacket", None) in SHAPED or target.__name__ == "getitem"
+        known = getattr(target, "overloadpacket", None) in SHAPE_OPS or target.__name__ == "getitem"
         computes = computes or torch.Tag.pointwise in tags
         if not known and torch.Tag.pointwise not in tags:
             raise RefusedError(f"{name} is not elementwise")
@@ -179,7 +183,7 @@ def _check_elementwise(graph: Any) -> None:
 
 
 def _without_unread(graph: Any) -> tuple[Any, tuple[int, ...]]:
-    """The graph of gradients without inputs that it does not read, and which of those behind dy it does."""
+    """(graph of gradients without unread inputs, indices of the inputs after dy that it reads)."""
     graph.graph.eliminate_dead_code()
     _, *inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     read = tuple(k for k, node in enumerate(inputs) if node.users)
@@ -190,8 +194,8 @@ def _without_unread(graph: Any) -> tuple[Any, tuple[int, ...]]:
     return graph, read
 
 
-def _why(error: Exception) -> str:
-    """An error of a trace, as a reason."""
+def _refusal_reason(error: Exception) -> str:
+    """The reason of a RefusedError for an error of a trace."""
     kind = type(error).__name__
     if kind in (
         "GuardOnDataDependentSymNode",

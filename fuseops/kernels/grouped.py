@@ -1,4 +1,4 @@
-"""Grouped GEMMs over rows sorted by group, with the boundaries on the device: nothing asks the host.
+"""Grouped GEMMs over rows sorted by group, with the boundaries on the device, without host synchronisation.
 
 Maths: y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e] (* probs));  dw[e] (+)= dy[rows of e].T @ x[rows of e]
 Accumulated in float32 in a fixed order, rounded once at the store: bits repeat. Padding rows (at or
@@ -32,17 +32,17 @@ from fuseops.kernels.groups import bounds_of
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta, thread
-from fuseops.kernels.tiles import FLOATS, as_rows, fit, pow2, wide
+from fuseops.kernels.tiles import FLOATS, as_rows, check_spec, pow2, upcast
 
 
 def _gathered(x: Tensor, index: Tensor | None, offs: Tensor) -> Tensor:
-    """Rows of x by index, those of padding left out."""
+    """Rows of x by index, without padding rows."""
     return x if index is None else x[index[: int(offs[-1])]]
 
 
 def _scaled(bias: Tensor, probs: Tensor | None, start: int, end: int) -> Tensor:
-    """A bias times the probabilities of so many rows."""
-    return wide(bias) if probs is None else wide(bias) * wide(probs[start:end, None])
+    """A bias times the probabilities of a range of rows."""
+    return upcast(bias) if probs is None else upcast(bias) * upcast(probs[start:end, None])
 
 
 def _group_tiles(offs: Tensor, rows: int) -> Tensor:
@@ -70,7 +70,7 @@ def _grouped_mm(p: Product) -> Tensor:
     else:
         biases = [_scaled(p.bias[e], p.probs, start, end) for e, (start, end) in enumerate(bounds)]
         parts = [
-            (wide(x[start:end]) @ wide(weight[e]).t() + biases[e]).to(x.dtype)
+            (upcast(x[start:end]) @ upcast(weight[e]).t() + biases[e]).to(x.dtype)
             for e, (start, end) in enumerate(bounds)
         ]
     padding = x.new_zeros(p.rows - bounds[-1][1], weight.shape[1])
@@ -125,7 +125,7 @@ def _wgrad_fake(dy: Tensor, x: Tensor, offs: Tensor, *_: Any) -> Tensor:
 
 @of_fields(Product)
 def _mm_flops(p: Product) -> int:
-    """Every row counts once, padding too: nobody looks at offs."""
+    """The FLOPs of all rows, padding included, since offs is not read."""
     return 2 * p.rows * p.x.shape[1] * p.weight.shape[1]
 
 
@@ -187,7 +187,7 @@ def _wgrad_cases() -> Cases:
 
 
 def _few_cases() -> Cases:
-    """Groups of a few rows, whose weight gradients are a kernel's of their own."""
+    """Groups of a few rows, whose weight gradients have their own kernel."""
     groups, rows, n, k = 8, 64, 4096, 2048
     offs, tiles = ints(groups), ints(table_size(rows, groups))
     index = ints(rows)
@@ -207,7 +207,7 @@ def _add_cases() -> Cases:
 
 
 gemm_op = functools.partial(kernel_op, traces_twin=False)
-"""Registers an op whose twin is a loop over groups, whose ends it reads, or over as many chunks as there are rows."""
+"""Registers an op whose twin reads values (a loop over groups), or loops over as many chunks as there are rows."""
 
 
 @gemm_op(twin=_group_tiles, fake=_tiles_fake, cases=_tiles_cases)
@@ -228,7 +228,7 @@ def group_tiles(offs: Tensor, rows: int) -> Tensor:
 
 
 def groups_of(offs: Tensor) -> int:
-    """The number of groups that end at offs. Raises FuseOpsError where no table can be made of them."""
+    """The number of groups of offs. Raises FuseOpsError for offs that no tile table can be made of."""
     if offs.dim() != 1 or not 0 < len(offs) <= MAX_GROUPS or offs.dtype != torch.int32:
         raise FuseOpsError(
             f"offs is {offs.dtype}{tuple(offs.shape)}, expected int32 (E,) with 1 to {MAX_GROUPS} groups."
@@ -239,28 +239,27 @@ def groups_of(offs: Tensor) -> int:
 def one_group(rows: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
     """(offs, tile table) of all rows as one group, on the device of `like`: for GEMMs that are not grouped.
 
-    Both are kept where they are asked for again and again, on the stream that made them. Code that is traced, watched
-    or captured gets offs of its own, and makes the table where it needs one.
+    Both are cached by stream for repeated calls. Traced, observed or captured code gets new offs and no table.
     """
-    if not thread.unseen or (like.is_cuda and torch_private.is_capturing()):
-        return _offs_of_one(rows, like.device), None
+    if not thread.replay_mode or (like.is_cuda and torch_private.is_capturing()):
+        return _one_group_offs(rows, like.device), None
     where = like.device
     stream = torch_private.current_stream(where.index)[0] if like.is_cuda else 0
-    kept = _kept_group(rows, where, stream)
-    if thread.unseen is not True:  # somebody writes down what is done
-        thread.unseen.keep(*kept)
+    kept = _cached_group(rows, where, stream)
+    if thread.replay_mode is not True:  # a Transcriber records
+        thread.replay_mode.keep(*kept)
     return kept
 
 
 @functools.lru_cache(maxsize=256)
-def _kept_group(rows: int, where: torch.device, stream: int) -> tuple[Tensor, Tensor | None]:
+def _cached_group(rows: int, where: torch.device, stream: int) -> tuple[Tensor, Tensor | None]:
     with torch.inference_mode(False):
-        offs = _offs_of_one(rows, where)
+        offs = _one_group_offs(rows, where)
         launches = group_tiles.launches((offs, rows), {})  # the twin would read offs
         return offs, group_tiles(offs, rows) if launches else None
 
 
-def _offs_of_one(rows: int, where: torch.device) -> Tensor:
+def _one_group_offs(rows: int, where: torch.device) -> Tensor:
     return torch.full((1,), rows, dtype=torch.int32, device=where)
 
 
@@ -281,7 +280,7 @@ def grouped_mm(p: Product) -> Tensor:
 )
 @of_fields(Product)
 def grouped_mm_into(y: Tensor, p: Product) -> None:
-    """Write `grouped_mm` to y (R, N), contiguous and of the dtype of x; it is one of the same kernels."""
+    """Write `grouped_mm` to y (R, N), contiguous and of the dtype of x, by the same kernels."""
     p, dtype = checked_product(p), p.x.dtype
     shape = p.rows, p.weight.shape[1]
     if y.shape != shape or y.dtype != dtype or not y.is_contiguous():
@@ -292,9 +291,9 @@ def grouped_mm_into(y: Tensor, p: Product) -> None:
 
 
 def checked_product(p: Product) -> Product:
-    """The operands as `launch_mm` takes them. Raises FuseOpsError for those that nothing can take."""
+    """The operands as `launch_mm` takes them. Raises FuseOpsError for invalid ones."""
     axes = "x (T, K), weight (E, N, K), bias (E, N), probs (R,) float32, index (R,) int, offs (E,) int32"
-    fit(vars(p), axes, R=p.rows)
+    check_spec(vars(p), axes, R=p.rows)
     _check_dtypes(p.x, p.weight)
     weight = p.weight if 1 in p.weight.stride()[1:] else p.weight.contiguous()
     rest = [t if t is None else t.contiguous() for t in (p.bias, p.index, p.probs)]
@@ -336,9 +335,9 @@ def grouped_wgrad_into(g: Gradient) -> None:
 
 
 def _checked_gradient(g: Gradient) -> Gradient:
-    """The operands as `launch_wgrad` takes them. Raises FuseOpsError for those that nothing can take."""
+    """The operands as `launch_wgrad` takes them. Raises FuseOpsError for invalid ones."""
     axes = "dy (S, N), x (T, K), dy_index (R,) int, x_index (R,) int, offs (E,) int32, dw (E, N, K)"
-    fit(vars(g), axes, R=g.rows, **({"T": g.rows} if g.x_index is None else {}))
+    check_spec(vars(g), axes, R=g.rows, **({"T": g.rows} if g.x_index is None else {}))
     _check_dtypes(g.x, g.dy)
     groups = checked_groups(g.offs, g.tiles, g.rows)
     index = [t if t is None else t.contiguous() for t in (g.dy_index, g.x_index)]
@@ -353,7 +352,7 @@ def _check_dtypes(x: Tensor, other: Tensor) -> None:
 
 
 def checked_groups(offs: Tensor, tiles: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
-    """offs and their table, which is made where the caller brings none."""
+    """(offs, tile table), which is computed if the caller has none."""
     tiles = group_tiles(offs, rows) if tiles is None else tiles
     if tiles.shape != (table_size(rows, len(offs)),) or tiles.dtype != torch.int32:
         raise FuseOpsError(
@@ -362,13 +361,13 @@ def checked_groups(offs: Tensor, tiles: Tensor | None, rows: int) -> tuple[Tenso
     return offs.contiguous(), tiles.contiguous()
 
 
-# --- derivatives, for traced code that differentiates a call (compiled under `fo.reference()`): eager autograd goes
-# through the twins' loop, which reads `offs`, so traced code sees the registered ops
+# --- derivatives of the registered ops, for code compiled under `fo.reference()`; eager autograd differentiates the
+# twins' loop, which cannot be traced, since it reads `offs`
 
 
 def _setup_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, offs, tiles, bias, index, probs = inputs
-    _refuse(index)
+    _refuse_index(index)
     ctx.save_for_backward(x, weight, offs, tiles, None if probs is None else bias, probs)
     ctx.bias = None if bias is None else bias.dtype
 
@@ -387,7 +386,7 @@ def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 def _setup_wgrad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     dy, x, offs, tiles, dy_index, x_index = inputs
-    _refuse(dy_index if x_index is None else x_index)
+    _refuse_index(dy_index if x_index is None else x_index)
     ctx.save_for_backward(dy, x, offs, tiles)
 
 
@@ -399,7 +398,7 @@ def _wgrad_backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
     return ddy, dx, None, None, None, None
 
 
-def _refuse(index: Tensor | None) -> None:
+def _refuse_index(index: Tensor | None) -> None:
     if index is not None:
         raise FuseOpsError(
             "a grouped GEMM with an index has no derivative: gather the rows first (kernels.gather_rows)."

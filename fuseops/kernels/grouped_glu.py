@@ -1,4 +1,4 @@
-"""A grouped GEMM that ends in an activation: both the product and its activation are written.
+"""A grouped GEMM with an activation in its epilogue, which writes both the product and its activation.
 
 Maths: h[rows of e] = x[rows of e] @ weight[e].T;  a = silu(gate) * up * probs, gate and up the halves of h, or
 max(h, 0)^2 * probs ("srelu"), or clamped as in `activation`, of h as it is stored, so that a pass over h gives the
@@ -21,7 +21,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.activation import GATES, Form, act_fwd, scaled_act_fwd
 from fuseops.kernels.grouped import checked_product, gemm_op, grouped_mm
 from fuseops.kernels.grouped_launch import Product, launch_mm, launch_rings, table_size
-from fuseops.kernels.grouped_paths import ENDS, SWIGLU_SPACES, act_path
+from fuseops.kernels.grouped_paths import EPILOGUE_ACTS, SWIGLU_SPACES, act_path
 from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import Cases, floats, ints, on_meta
@@ -58,7 +58,7 @@ class ActivatedProduct(Arguments):
 
     @property
     def form(self) -> Form:
-        """What `act_fwd` takes behind x."""
+        """The arguments of `act_fwd` after x."""
         return self.kind, self.interleave, self.alpha, self.limit, self.offset
 
 
@@ -108,8 +108,8 @@ def grouped_swiglu(given: ActivatedProduct) -> tuple[Tensor, Tensor]:
     """(h, a): x[rows of e] @ weight[e].T (+ bias[e]), and its activation times probs, zeros at padding rows."""
     x, weight, kind, form = given.x, given.weight, given.kind, given.form
     n = weight.shape[1]
-    if kind not in ENDS:
-        raise FuseOpsError(f"a product ends in one of {', '.join(ENDS)}, not in {kind!r}.")
+    if kind not in EPILOGUE_ACTS:
+        raise FuseOpsError(f"a product ends in one of {', '.join(EPILOGUE_ACTS)}, not in {kind!r}.")
     p = checked_product(given.product)
     if n % (1 + (kind in GATES)):
         raise FuseOpsError(f"weight is {tuple(weight.shape)}, expected (E, 2F, D).")

@@ -1,5 +1,5 @@
-"""The input gradient of a grouped GEMM after an activation, that goes on through it: its epilogue reads the
-pre-activation and writes the gradient of it, the activation and the gradient of the probabilities.
+"""The input gradient of a grouped GEMM, with the gradient of the activation before it in the epilogue, which reads the
+pre-activation and writes its gradient, the activation and the gradient of the probabilities.
 
 Maths: da[rows of e] = dy[rows of e] @ weight[e].T;  dgate = da probs up silu'(gate), dup = da probs silu(gate),
 a = silu(gate) up probs, dprobs = sum over columns of da silu(gate) up; gate and up are the halves of h. Of squared
@@ -28,16 +28,16 @@ from fuseops.kernels.activation import GATES, scaled_act_bwd, scaled_act_bwd_int
 from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.grouped import checked_product, gemm_op, grouped_mm
 from fuseops.kernels.grouped_launch import Product, launch_mm, launch_rings, table_size
-from fuseops.kernels.grouped_paths import BACK, SWIGLU_BWD_SPACES, act_bwd_path
+from fuseops.kernels.grouped_paths import BACKWARD_ACTS, SWIGLU_BWD_SPACES, act_bwd_path
 from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import Cases, floats, ints, on_meta
-from fuseops.kernels.tiles import cdiv, check_shape, wide
+from fuseops.kernels.tiles import cdiv, check_shape, upcast
 
 
 @dataclass
 class ActivationGradient(Arguments):
-    """An `ActivationGradient` has the operands of a gradient that goes on through an activation, but for its h.
+    """An `ActivationGradient` has the operands of an input gradient and the activation gradient after it, except h.
 
     kind  "swiglu" or "srelu"
     """
@@ -52,7 +52,7 @@ class ActivationGradient(Arguments):
 
     @property
     def product(self) -> Product:
-        """That gives da."""
+        """The product da."""
         return Product(self.dy, self.weight, self.offs, self.tiles, None, self.index, self.probs)
 
 
@@ -60,7 +60,7 @@ class ActivationGradient(Arguments):
 def _grouped_dswiglu(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor, Tensor]:
     da = grouped_mm.twin(p.dy, p.weight, p.offs, None, None, p.index)
     padding = padding_mask(p.offs, h.shape[0])
-    scale = wide(da).new_ones(h.shape[0]) if p.probs is None else p.probs
+    scale = upcast(da).new_ones(h.shape[0]) if p.probs is None else p.probs
     scale, h = scale.masked_fill(padding[:, 0], 0.0), h.masked_fill(padding, 0.0)
     dh, dprobs, a = scaled_act_bwd.twin(da, h, scale, p.kind, p.probs is not None, True)
     return dh, a, dprobs
@@ -120,7 +120,7 @@ def grouped_dswiglu(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor, T
 )
 @of_fields(ActivationGradient)
 def grouped_dswiglu_into(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor]:
-    """(a, dprobs) of `grouped_dswiglu`, whose dh is written over h, contiguous; it is the same kernel."""
+    """(a, dprobs) of `grouped_dswiglu`, whose dh overwrites h, contiguous; by the same kernel."""
     if not h.is_contiguous():
         raise FuseOpsError(f"h has strides {h.stride()}, expected contiguous: dh takes its place.")
     return _backward(h, h, p)
@@ -130,8 +130,10 @@ def _backward(dh: Tensor, h: Tensor, given: ActivationGradient) -> tuple[Tensor,
     """Write dh, which may be h.   -> a, dprobs"""
     dy, weight, p, kind = given.dy, given.weight, given.product, given.kind
     rows, n = p.rows, weight.shape[1]
-    if kind not in BACK:
-        raise FuseOpsError(f"a product goes back through one of {', '.join(BACK)}, not {kind!r}.")
+    if kind not in BACKWARD_ACTS:
+        raise FuseOpsError(
+            f"a product goes back through one of {', '.join(BACKWARD_ACTS)}, not {kind!r}."
+        )
     p = checked_product(p)
     check_shape("h", h, (rows, n * (1 + (kind in GATES))))
     path = act_bwd_path(p.x, p.weight, h, p.index)
@@ -151,7 +153,7 @@ def _backward(dh: Tensor, h: Tensor, given: ActivationGradient) -> tuple[Tensor,
 def _activation_bwd(
     dh: Tensor, da: Tensor, h: Tensor, p: Product, kind: str
 ) -> tuple[Tensor, Tensor]:
-    """Of what padding rows hold nothing comes through."""
+    """The activation gradient by a kernel of its own; padding rows of h are not used.   -> a, dprobs"""
     padding = torch.arange(len(h), device=h.device) >= p.offs[-1]
     scale = torch.ones(len(h), device=h.device) if p.probs is None else p.probs
     dh.copy_(h.masked_fill(padding[:, None], 0.0))

@@ -1,7 +1,6 @@
-"""How a grouped GEMM is launched: by which kernel, with which tiles and descriptors.
+"""`launch_mm` and `launch_wgrad` launch grouped GEMMs: they choose the kernel, tiles and descriptors.
 
-A launch decides anew each time. For operands of a kind that has come twice nothing of this runs: it is replayed
-(`replay`).
+The third launch with operands of one kind, and later ones, are replayed without this code (`replay`).
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.activation import GATES, Form, shape_constants
 from fuseops.kernels.configs import Config
 from fuseops.kernels.grouped_paths import MM_SPACES, WGRAD_SPACES, mm_choice, wgrad_choice
-from fuseops.kernels.launch import device, launch, num_sms, overlap
+from fuseops.kernels.launch import device, launch, num_sms, pdl_overlap
 from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.records import Arguments
-from fuseops.kernels.replay import depends
+from fuseops.kernels.replay import not_replayable
 from fuseops.kernels.tiles import cdiv
 
 NO_FORM: Form = ("", 0)
-TILE_ROWS = (64, 128, 256)  # the row blocks a tile table knows
+TILE_ROWS = (64, 128, 256)  # the row blocks in a tile table
 
 
 @dataclass
@@ -51,7 +50,7 @@ class Product(Arguments):
         return (self.x if self.index is None else self.index).shape[0]
 
     def gathered(self) -> Product:
-        """The same with its rows copied, where they are given by index."""
+        """The same with gathered rows, without an index."""
         if self.index is None:
             return self
         return replace(self, x=gather_rows.launcher(self.x, self.index, self.offs), index=None)
@@ -85,7 +84,7 @@ def launch_rings(
     h: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> None:
-    """Run the Gluon kernel, with what its epilogue reads and writes besides y (R, N).
+    """Launch the Gluon kernel, with the tensors of its epilogue besides y (R, N).
 
     act: the activation `form` of the product, which is itself written unless y is act; with h, the pre-activation whose
     activation the product is the gradient of, y becomes that of h, act its activation, and sums (blocks of columns, R)
@@ -120,7 +119,7 @@ def launch_rings(
 
 
 def _launch_triton(p: Product, path: str, config: Config, y: Tensor) -> None:
-    """Run the Triton kernel, with descriptors ("tma") or pointers."""
+    """Launch the Triton kernel, with descriptors ("tma") or pointers."""
     module, transposed = device("grouped_mm"), p.weight.stride(2) != 1
     config = dict(config)
     grid, sizes = _sizes(p, config, config.pop("PER_SM"))
@@ -144,7 +143,7 @@ def _launch_triton(p: Product, path: str, config: Config, y: Tensor) -> None:
 
 
 def _sizes(p: Product, config: Config, per_sm: int) -> tuple[tuple[int], tuple[int, ...]]:
-    """The grid of a product, and the sizes that its kernels take."""
+    """(the grid of a product, the size arguments of its kernels)."""
     (groups, n, k), block_m, rows = p.weight.shape, config["BLOCK_M"], p.rows
     num_n, most = cdiv(n, config["BLOCK_N"]), per_sm * num_sms(p.x.device)
     programs = min(most, (rows // block_m + groups) * num_n)
@@ -170,16 +169,16 @@ class Gradient(Arguments):
 
     @property
     def rows(self) -> int:
-        """R, which is summed over."""
+        """R, the rows that are summed over."""
         return (self.dy if self.dy_index is None else self.dy_index).shape[0]
 
     @property
     def index(self) -> Tensor | None:
-        """That of the operand whose rows are given by index, where not both are."""
+        """The index of dy or of x, where only one has an index."""
         return self.x_index if self.dy_index is None else self.dy_index
 
     def gathered(self) -> Gradient:
-        """The same with the rows of one operand copied: of x, where they are given by index."""
+        """The same with the rows of one operand gathered: of x if it has an index, else of dy."""
         if self.x_index is not None:
             x = gather_rows.launcher(self.x, self.x_index, self.offs)
             return replace(self, x=x, x_index=None)
@@ -203,7 +202,7 @@ def launch_wgrad(g: Gradient) -> None:
     if g.dy_index is not None and g.x_index is not None:
         g = g.gathered()
         path = wgrad_choice(g.dy, g.x, g.dy_index, g.x_index).path
-    if g.dw.data_ptr() % 16:  # a part of somebody's buffer
+    if g.dw.data_ptr() % 16:  # a slice of a larger buffer
         path = "pointer"
     if g.index is not None and path != "gather":
         launch_wgrad(g.gathered())
@@ -232,7 +231,7 @@ def launch_wgrad(g: Gradient) -> None:
 
 
 def _launch_wgrad_rings(g: Gradient, path: str, config: Config) -> None:
-    """Run the Gluon kernel of weight gradients."""
+    """Launch the Gluon kernel of weight gradients."""
     module, sums = device("grouped_wgrad_pingpong"), g.dw.dtype == torch.float32
     groups, n, k = g.dw.shape
     # the gathered operand is the left one; otherwise the wider one the right, whose tiles are wide,
@@ -254,7 +253,7 @@ def _launch_wgrad_rings(g: Gradient, path: str, config: Config) -> None:
 
 
 def _launch_few(g: Gradient) -> None:
-    """Run the kernel of groups of a few rows, which reads both operands by index where they have one."""
+    """Launch the kernel of groups of a few rows, which reads both operands by index if they have one."""
     groups, n, k = g.dw.shape
     config = WGRAD_SPACES["few"].pick(g.rows, (groups, n, k), g.x)
     launch(
@@ -263,7 +262,7 @@ def _launch_few(g: Gradient) -> None:
         g.dw, g.dy, g.x, *(g.offs if index is None else index for index in (g.dy_index, g.x_index)),
         g.offs, g.rows, n, k, g.dy.stride(0), g.x.stride(0),
         DY_INDEXED=g.dy_index is not None, X_INDEXED=g.x_index is not None, ACCUMULATE=g.accumulate,
-        PRECISION=precision(g.x), **overlap(g.dw.device), **config,
+        PRECISION=precision(g.x), **pdl_overlap(g.dw.device), **config,
     )  # fmt: skip
 
 
@@ -273,20 +272,20 @@ def table_size(rows: int, groups: int) -> int:
 
 
 def first_entry(rows: int, groups: int, block_m: int) -> int:
-    """Where the entries of this row block begin in a tile table."""
+    """The position of this row block's first entry in a tile table."""
     smaller = TILE_ROWS[: TILE_ROWS.index(block_m)]
     return 2 + groups + sum(rows // block + groups for block in smaller)
 
 
 def count_place(rows: int, groups: int, block_m: int) -> int:
-    """Where the number of row blocks of this size stands in a tile table."""
+    """The position of the number of row blocks of this size in a tile table."""
     last = TILE_ROWS[-1]
     return table_size(rows, groups) - 1 if block_m == last else TILE_ROWS.index(block_m)
 
 
 def precision(like: Tensor) -> str:
-    """What float32 operands are rounded to: `torch.backends.cuda.matmul.allow_tf32` decides."""
+    """The precision of float32 products, by `torch.backends.cuda.matmul.allow_tf32`."""
     if like.dtype == torch.float32:
-        depends("a setting of torch")
+        not_replayable("a setting of torch")
     exact = like.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
     return "ieee" if exact else "tf32"

@@ -1,4 +1,4 @@
-"""Which kernel takes the operands of a grouped GEMM, what stands in the way of a better one, and with which tiles.
+"""A path is the kernel that a grouped GEMM runs; it is chosen here with its tiles, and the reason against a better one.
 
 Paths, best first:
 * pingpong: Gluon, sm_90, bf16 and fp16, a packed weight, K a multiple of 64, a tested Triton; it
@@ -21,20 +21,20 @@ from torch import Tensor
 from fuseops.kernels.configs import Config, Space, triton_release
 from fuseops.kernels.launch import current_arch
 from fuseops.kernels.registry import INTERPRET
-from fuseops.kernels.replay import apart
+from fuseops.kernels.replay import separate_replays
 from fuseops.torch_private import is_fake
 from fuseops.words import dtype_name
 
 TMA_ARCHS = (90, 100)
-FEW_ROWS = 4096  # of which a copy is shorter than what a GEMM that reads weights most of its time loses by gathering
-FEW_A_GROUP = 32  # rows, on average, of a group whose GEMM is all reading of weights
-WGRAD_FEW = 16  # the same of one whose weight gradient is all stores
+FEW_ROWS = 4096  # up to this many rows a copy takes less time than a GEMM that is bound by weights loses by gathering
+FEW_PER_GROUP = 32  # average rows of a group up to which a GEMM is bound by reading weights
+WGRAD_FEW = 16  # average rows of a group up to which a weight gradient is bound by stores
 GATHER_BELOW = 4096  # columns of the other operand: for wider ones a copy of the rows costs less
 GLUON_TESTED = ("3.6", "3.8", "3.9")
-# activations that a product can end in, and those that it can go back through
-ENDS = {"swiglu": "SwiGLU", "clamped_swiglu": "clamped SwiGLU", "srelu": "squared ReLU"}
-BACK = ("swiglu", "srelu")
-RAN = {"swiglu": 0, "clamped_swiglu": 1, "srelu": 0}  # how gate and up lay where a GPU has run it
+# activations in the epilogue of a product, and activation gradients in that of an input gradient
+EPILOGUE_ACTS = {"swiglu": "SwiGLU", "clamped_swiglu": "clamped SwiGLU", "srelu": "squared ReLU"}
+BACKWARD_ACTS = ("swiglu", "srelu")
+TESTED_INTERLEAVE = {"swiglu": 0, "clamped_swiglu": 1, "srelu": 0}  # that was run on a GPU
 
 
 def _tile(m: int, n: int, k: int, group: int, parts: int, per_sm: int, warps: int) -> Config:
@@ -45,18 +45,18 @@ def _tile(m: int, n: int, k: int, group: int, parts: int, per_sm: int, warps: in
 
 
 WIDE = _tile(128, 256, 64, 8, 1, 1, 8)
-TWO_AN_SM = _tile(128, 128, 64, 8, 2, 2, 4)  # one program stores while the other multiplies
+TWO_PER_SM = _tile(128, 128, 64, 8, 2, 2, 4)  # one program stores while the other multiplies
 WIDE_IN_PARTS = {**WIDE, "SUBTILES": 2}
 
 
 def _mm_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    """Long products in wide tiles; where stores weigh more, or groups are small, two programs."""
+    """Wide tiles for long sums; two programs a multiprocessor where stores take longer, or groups are small."""
     groups, _, k = dims
-    return WIDE if k > 768 and rows >= 1024 * groups else TWO_AN_SM
+    return WIDE if k > 768 and rows >= 1024 * groups else TWO_PER_SM
 
 
 def _wgrad_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return TWO_AN_SM if rows < 2048 * dims[0] else WIDE_IN_PARTS
+    return TWO_PER_SM if rows < 2048 * dims[0] else WIDE_IN_PARTS
 
 
 def _pointer_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -94,7 +94,7 @@ def _pingpong_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config
     nothing hides them, wide tiles read least; square ones are between, and waste less at some N.
     """
     groups, n, k = dims
-    if rows <= FEW_A_GROUP * groups:
+    if rows <= FEW_PER_GROUP * groups:
         return FEW_RING
     many = rows >= 1024 * groups
     if k >= 8192 or (many and k <= 256):
@@ -105,7 +105,7 @@ def _pingpong_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config
 def _swiglu_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     """Square tiles where the last small one is half empty or more, and there are few beside it."""
     groups, n, _ = dims
-    if rows <= FEW_A_GROUP * groups:
+    if rows <= FEW_PER_GROUP * groups:
         return FEW_RING
     return SQUARE_RING if 0 < n % 256 <= 128 and n < 4096 else SMALL_RING
 
@@ -148,7 +148,7 @@ MM_SPACES = {
         _pingpong_default,
         GEMM,
     ),
-    "tma": Space("grouped_mm_tma", [WIDE, TWO_AN_SM], _mm_default, GEMM),
+    "tma": Space("grouped_mm_tma", [WIDE, TWO_PER_SM], _mm_default, GEMM),
     "pointer": Space("grouped_mm", _pointer_candidates, dims=GEMM),
 }
 SWIGLU_SPACES = {
@@ -164,7 +164,7 @@ WGRAD_SPACES = {
     "pingpong": Space(
         "grouped_wgrad_pingpong", [WIDE_WGRAD, SMALL_WGRAD, FEW_WGRAD], _wgrad_ring_default, GEMM
     ),
-    "tma": Space("grouped_wgrad_tma", [WIDE_IN_PARTS, TWO_AN_SM], _wgrad_default, GEMM),
+    "tma": Space("grouped_wgrad_tma", [WIDE_IN_PARTS, TWO_PER_SM], _wgrad_default, GEMM),
     "pointer": Space("grouped_wgrad", _pointer_candidates, dims=GEMM),
     "few": Space("grouped_wgrad_few", [FEW_SHORT, FEW_LONG], _wgrad_few_default, GEMM),
 }
@@ -174,34 +174,34 @@ forced_path: str | None = None
 
 @contextmanager
 def on_path(path: str) -> Iterator[None]:
-    """Inside, every grouped GEMM takes this path, which has to be able to (for tuning and tests)."""
+    """Inside, every grouped GEMM takes this path, which has to take its operands (for tuning and tests)."""
     global forced_path
     before, forced_path = forced_path, path
     try:
-        with apart(path):
+        with separate_replays(path):
             yield
     finally:
         forced_path = before
 
 
 class KernelPath(NamedTuple):
-    """A `KernelPath` is the path that operands take, and what stands in the way of a better one."""
+    """A `KernelPath` is the path that operands take, and the reason `why` not a better one."""
 
     path: str
     why: str | None = None
 
     @property
     def words(self) -> str:
-        """As "pingpong" or "tma (K is 72, not a multiple of 64)"."""
+        """The path and the reason, as "pingpong" or "tma (K is 72, not a multiple of 64)"."""
         return self.path if self.why is None else f"{self.path} ({self.why})"
 
 
 Reasons = Iterable[str | None]  # None where a condition is met
 
 
-def chosen(best: str, **ways: Reasons) -> KernelPath:
-    """The first of these ways, worst first, that has a reason not to go beyond it; else the best."""
-    for path, reasons in ways.items():
+def choose_path(best: str, **others: Reasons) -> KernelPath:
+    """The first of `others`, worst first, with a reason against every better path; else the best."""
+    for path, reasons in others.items():
         why = next((reason for reason in reasons if reason is not None), None)
         if why is not None:
             return KernelPath(path, why)
@@ -209,8 +209,9 @@ def chosen(best: str, **ways: Reasons) -> KernelPath:
 
 
 def mm_choice(x: Tensor, weight: Tensor, index: Tensor | None = None) -> KernelPath:
-    """Which kernel multiplies these, and why not a better one: "gather" (pingpong that reads rows by index),
-    "pingpong", "tma" or "pointer"; with an index, all but the first copy the rows before.
+    """The path of a product: "gather" (pingpong that reads rows by index), "pingpong", "tma" or "pointer".
+
+    With an index, all but the first copy the rows before.
     """
     if forced_path is not None:
         return KernelPath(forced_path)
@@ -226,18 +227,18 @@ def act_path(
     kind: str = "swiglu",
     interleave: int = 0,
 ) -> str:
-    """The path that can end in an activation of `ENDS`, "gather" or "pingpong": gate and up are halves of N, a multiple
-    of 256, or alternate; "" where the activation is a pass of its own.
+    """The path that can end in an activation of `EPILOGUE_ACTS`, "gather" or "pingpong": gate and up are halves of N, a
+    multiple of 256, or alternate; "" where the activation is a pass of its own.
     """
     path, n = mm_choice(x, weight, index).path, weight.shape[1]
-    fits = RAN.get(kind) == interleave and weight.stride(2) == 1
+    fits = TESTED_INTERLEAVE.get(kind) == interleave and weight.stride(2) == 1
     fits = fits and (n % 256 == 0 or kind == "srelu" or interleave == 1)
     return path if path in SWIGLU_SPACES and fits else ""
 
 
 def act_bwd_path(dy: Tensor, weight: Tensor, h: Tensor, index: Tensor | None = None) -> str:
-    """The path that can go on through an activation of `BACK`, "gather" or "pingpong": N a multiple of 64, h packed;
-    "" where the activation is a pass of its own.
+    """The path that can go on through an activation of `BACKWARD_ACTS`, "gather" or "pingpong": N a multiple of 64, h
+    packed; "" where the activation is a pass of its own.
     """
     path, n = mm_choice(dy, weight, index).path, weight.shape[1]
     fits = h.is_contiguous() and n % 64 == 0 and (is_fake(h) or h.data_ptr() % 16 == 0)
@@ -251,8 +252,7 @@ def wgrad_choice(
     x_index: Tensor | None = None,
     groups: int | None = None,
 ) -> KernelPath:
-    """Which kernel takes the weight gradient of these, and why not a better one: "few", "gather", "pingpong", "tma" or
-    "pointer".
+    """The path of a weight gradient: "few", "gather", "pingpong", "tma" or "pointer".
 
     groups: of a 16-bit gradient; None where it is float32, or nothing is known of the groups.
     """
@@ -269,7 +269,7 @@ def wgrad_choice(
 
 
 def aligned(a: Tensor, b: Tensor) -> tuple[bool, bool]:
-    """Whether each begins at a multiple of 16 bytes, as what has no address yet will."""
+    """Whether each begins at a multiple of 16 bytes; fake tensors count as aligned."""
     if is_fake(a):
         return True, True
     return a.data_ptr() % 16 == 0, b.data_ptr() % 16 == 0
@@ -288,24 +288,24 @@ def _mm_choice(
     shape: tuple[int, ...],
     few: bool | None,
 ) -> KernelPath:
-    """few: whether so few rows are given by index that a copy is shorter, None where none are."""
+    """`mm_choice`, cached.   few: whether few rows are given by index, None without an index"""
     groups, n, k = shape
-    return chosen(
+    return choose_path(
         "pingpong" if few is None else "gather",
         pointer=[
-            *_undescribed(arch, "x", dtype, x, aligned[0]),
-            *_undescribed(arch, "the weight", dtype, weight, aligned[1]),
+            *_tma_refusals(arch, "x", dtype, x, aligned[0]),
+            *_tma_refusals(arch, "the weight", dtype, weight, aligned[1]),
             _result_rows("y", n, dtype),
         ],
         tma=[
-            *no_gluon(arch),
+            *gluon_refusals(arch),
             None if weight in ((n * k, k, 1), (n * k, 1, n)) else "the weight is not packed",
             f"K is {k}, not a multiple of 64" if k % 64 else None,
             "the weight has too many rows" if groups * max(n, k) >= 1 << 31 else None,
         ],
         pingpong=[
             "its rows are copied first: there are few" if few else None,
-            *_copied(None if few is None else n, x[0]),
+            *_gather_refusals(None if few is None else n, x[0]),
         ],
     )
 
@@ -321,23 +321,25 @@ def _wgrad_choice(
     k: int,
     other: int | None,
 ) -> KernelPath:
-    """other: columns of the operand that is not gathered, None where none is."""
-    return chosen(
+    """`wgrad_choice`, cached.   other: columns of the operand that is not gathered, None where none is"""
+    return choose_path(
         "pingpong" if other is None else "gather",
         pointer=[
-            *_undescribed(arch, "dy", dtype, dy, aligned[0]),
-            *_undescribed(arch, "x", dtype, x, aligned[1]),
+            *_tma_refusals(arch, "dy", dtype, dy, aligned[0]),
+            *_tma_refusals(arch, "x", dtype, x, aligned[1]),
             _result_rows("dw", k, dtype),
         ],
-        tma=no_gluon(arch),
-        pingpong=_copied(other, n, k, dy[0], x[0]),
+        tma=gluon_refusals(arch),
+        pingpong=_gather_refusals(other, n, k, dy[0], x[0]),
     )
 
 
-def _undescribed(
+def _tma_refusals(
     arch: int, name: str, dtype: torch.dtype, strides: Strides, aligned: bool
 ) -> Reasons:
-    """Why TMA does not take it: 16-bit, one contiguous axis, the others a multiple of 16 bytes apart."""
+    """Reasons why TMA cannot load it: it needs 16 bits, one contiguous axis, other strides of a multiple of 16
+    bytes.
+    """
     others = [stride for stride in strides if stride != 1]
     apart = next((stride for stride in others if stride % 8), 0) * dtype.itemsize
     plain = len(others) == len(strides) - 1 and 0 not in others
@@ -356,8 +358,8 @@ def _result_rows(name: str, width: int, dtype: torch.dtype) -> str | None:
 
 
 @functools.cache
-def no_gluon(arch: int, kernel: str = "pingpong") -> tuple[str | None, ...]:
-    """Why no kernel in Gluon runs there, which this one is."""
+def gluon_refusals(arch: int, kernel: str = "pingpong") -> tuple[str | None, ...]:
+    """Reasons why a kernel in Gluon, `kernel`, cannot run on an architecture."""
     triton = triton_release()
     return (
         "the interpreter runs no Gluon" if INTERPRET else None,
@@ -366,8 +368,8 @@ def no_gluon(arch: int, kernel: str = "pingpong") -> tuple[str | None, ...]:
     )
 
 
-def _copied(width: int | None, *sizes: int) -> Reasons:
-    """Why rows are not read by index inside; width: columns of the other operand, None where no rows are."""
+def _gather_refusals(width: int | None, *sizes: int) -> Reasons:
+    """Reasons to copy rows before the GEMM.   width: columns of the other operand, None without an index"""
     if width is None:
         return []
     begin, odd = "its rows are copied first:", any(size % 16 for size in sizes)

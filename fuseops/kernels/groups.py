@@ -1,4 +1,4 @@
-"""Where rows that are sorted by group lie, and columns, whose groups begin at multiples of 128."""
+"""Positions of rows sorted by group, and of columns, whose groups begin at multiples of 128."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def padding_mask(offs: Tensor, rows: int) -> Tensor:
 
 
 def bounds_of(offs: Tensor) -> list[tuple[int, int]]:
-    """The first row of each group, and the one behind its last: it reads `offs`."""
+    """(first row, end) of each group; reads the values of `offs`."""
     ends = [int(end) for end in offs.tolist()]
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def columns_of(rows: int, groups: int | None) -> int:
-    """C, the columns of so many rows: each group begins at a multiple of 128.   groups: None or 0 without `offs`"""
+def padded_columns(rows: int, groups: int | None) -> int:
+    """C, the columns for `rows` rows: each group begins at a multiple of 128.   groups: None or 0 without `offs`"""
     return (rows // BLOCK + groups) * BLOCK if groups else -(-rows // BLOCK) * BLOCK
 
 
-def place_of_row(offs: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """The column of each row; of a padding row one behind the last.   -> (R,) int64"""
+def column_of_row(offs: Tensor | None, rows: int, like: Tensor) -> Tensor:
+    """The column of each row; C for a padding row.   -> (R,) int64"""
     row = torch.arange(rows, device=like.device)
     if offs is None:
         return row
@@ -42,22 +42,22 @@ def place_of_row(offs: Tensor | None, rows: int, like: Tensor) -> Tensor:
     ends = F.pad(offs.long(), (1, 1))  # begin of each group, and 0 for padding rows
     begin = ends[group]
     place = (begin // BLOCK + group) * BLOCK + row - begin
-    return torch.where(group == groups, columns_of(rows, groups), place)
+    return torch.where(group == groups, padded_columns(rows, groups), place)
 
 
-def by_group(scale: Tensor, offs: Tensor, rows: int) -> Tensor:
+def scale_of_row(scale: Tensor, offs: Tensor, rows: int) -> Tensor:
     """The scale of every row's group, 0 for padding rows.   (E,) -> (R,)"""
     return F.pad(scale, (0, 1))[group_of_row(offs, rows)]
 
 
 def column_offs(offs: Tensor) -> Tensor:
-    """Where groups end in columns that begin at multiples of 128: each where the next one begins.   (E,) -> (E,)"""
+    """Column ends of groups that begin at multiples of 128: each is the begin of the next.   (E,) -> (E,)"""
     number = torch.arange(1, len(offs) + 1, device=offs.device, dtype=offs.dtype)
     return (offs // BLOCK + number) * BLOCK
 
 
 def column_bounds(offs: Tensor) -> list[tuple[int, int]]:
-    """Where the columns of each group lie: from (offs[g-1] // 128 + g) * 128, in whole blocks of 128."""
+    """(begin, end) of each group's columns: from (offs[g-1] // 128 + g) * 128, in whole blocks of 128."""
     begins = [(start // BLOCK + g) * BLOCK for g, (start, _) in enumerate(bounds_of(offs))]
     sizes = [-(-(end - start) // BLOCK) * BLOCK for start, end in bounds_of(offs)]
     return [(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]

@@ -1,8 +1,7 @@
-"""Where every Triton launch passes: device guard, interpreter shim, and the recorder of the
-ahead-of-time gate.
+"""`launch` runs every Triton kernel: with a device guard, by the interpreter, or recorded for the ahead-of-time table.
 
-Device code lives in ``fuseops.kernels.device``, the only modules that import Triton;
-``device("norm")`` loads one at the first launch, so that fuseops imports without Triton.
+Device code is in ``fuseops.kernels.device``, the only modules that import Triton; ``device("norm")`` imports one at the
+first launch, so that fuseops imports without Triton.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.nn import Parameter
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import INTERPRET, arch_of
-from fuseops.kernels.replay import Launch, LaunchRecorder, apart, noting, thread
+from fuseops.kernels.replay import Launch, LaunchRecorder, record_launches, separate_replays, thread
 from fuseops.kernels.triton_private import Launcher, enter_context, launcher_of
 
 NUM_SMS_INTERPRETED = 3
@@ -42,8 +41,8 @@ def device(name: str) -> ModuleType:
 
 
 COMPILER = {"enable_fp_fusion": True}
-"""What a kernel is compiled with that does not say otherwise. A product and the sum it goes into are rounded once,
-whatever a release of Triton does by default: 3.9 warns where nothing is said, and the default of 3.10 is another."""
+"""Default compiler options. A product and the sum it is added to are rounded once, whatever a release of Triton does by
+default: 3.9 warns without the option, and 3.10 changes the default."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
@@ -55,12 +54,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
     recorder = thread.recorder
     if recorder is not None:
         recorder.launches.append(Launch(kernel, grid, args, options))
-        recorder.launch = launched
+        recorder.launch = launch_and_bind
         return None
     if 0 in grid:
         return None
     if INTERPRET:
-        _interpreter().install()  # a kernel from elsewhere comes without `device`
+        _interpreter().install()  # a kernel of another package is not loaded by `device`
         constants_of(kernel, args, options)
         with _interpreter().silent():
             kernel[grid](*args, **options)
@@ -71,10 +70,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
         return _run(kernel, grid, args, options)
 
 
-def launched(
+def launch_and_bind(
     kernel: Any, grid: tuple[int, ...], args: Sequence[Any], options: dict[str, Any]
 ) -> Launcher | None:
-    """Launch operands that are aligned.   -> what launches the kernel again, if anything but Triton can"""
+    """Launch with aligned operands.   -> the kernel's `Launcher`, None where only Triton can launch it"""
     compiled = launch(kernel, grid, *args, **options)
     if compiled is None:
         return None
@@ -94,20 +93,20 @@ def constants_of(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> t
     return tuple(options[name] for name in names)
 
 
-_bound: dict[tuple[Any, ...], tuple[Any, Launcher | None]] = {}
+_launchers: dict[tuple[Any, ...], tuple[Any, Launcher | None]] = {}
 
 
 def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """As ``kernel[grid](*args, **options)``, whose look at every argument is taken once a variant."""
+    """``kernel[grid](*args, **options)``; Triton specialises on the arguments only once a variant."""
     key = _key(kernel, args, options)
-    compiled, launcher = _bound.get(key, (None, None))
+    compiled, launcher = _launchers.get(key, (None, None))
     if launcher is not None:
-        _run_again(launcher, grid, args)
+        _relaunch(launcher, grid, args)
         return compiled
     enter_context()
     compiled = kernel[grid](*args, **(COMPILER | options))
-    if key[2] is not None and key not in _bound:
-        _bound[key] = compiled, launcher_of(compiled, constants_of(kernel, args, options))
+    if key[2] is not None and key not in _launchers:
+        _launchers[key] = compiled, launcher_of(compiled, constants_of(kernel, args, options))
     return compiled
 
 
@@ -116,8 +115,8 @@ def _key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[A
 
 
 def variant_of(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """All that Triton may compile a kernel for of these arguments; None where one is neither plain nor a descriptor of
-    this package, whose class says its layout.
+    """Everything about these arguments that Triton specialises a kernel on; None where one is neither plain nor a
+    descriptor of this package, whose class determines its layout.
     """
     seen: list[Any] = []
     for arg in args:
@@ -135,8 +134,8 @@ def variant_of(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return tuple(seen)
 
 
-def _run_again(launcher: Launcher, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
-    """One launch of a compiled kernel on the current device: pointers are numbers by then, and descriptors encoded."""
+def _relaunch(launcher: Launcher, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+    """Launch a compiled kernel on the current device, with pointers as numbers and encoded descriptors."""
     flat: list[Any] = []
     number = 0
     for arg in args:
@@ -146,12 +145,12 @@ def _run_again(launcher: Launcher, grid: tuple[int, ...], args: tuple[Any, ...])
         elif kind is Tensor or kind is Parameter:
             flat.append(arg.data_ptr())
         else:
-            flat += launcher.encoded(arg, number)
+            flat += launcher.encode_descriptor(arg, number)
             number += 1
     blocks, stream = (*grid, 1, 1)[:3], launcher.stream_of(args[0].device.index)
     operands = (*flat, *launcher.constants)
     if launcher.hooks.launch_enter_hook.calls:
-        launcher.hooked(blocks, stream, operands)
+        launcher.launch_with_hooks(blocks, stream, operands)
     else:
         launcher.raw(*blocks, stream, *launcher.head, *operands)
 
@@ -159,49 +158,48 @@ def _run_again(launcher: Launcher, grid: tuple[int, ...], args: tuple[Any, ...])
 @contextmanager
 def recording(arch: int) -> Iterator[LaunchRecorder]:
     """Inside, launches of this thread are recorded and not run, as if on a GPU of the given architecture."""
-    with noting(LaunchRecorder(arch)) as recorder, apart():
+    with record_launches(LaunchRecorder(arch)) as recorder, separate_replays():
         yield recorder
 
 
 def current_arch(where: torch.device) -> int:
-    """Architecture that a launch on this device runs on (the interpreter stands for Hopper)."""
+    """The architecture of a launch on this device; the interpreter counts as Hopper."""
     recorder = thread.recorder
     if recorder is not None:
-        if recorder.stands_for is None:
+        if recorder.target_device is None:
             return recorder.arch
-        where = recorder.stands_for
+        where = recorder.target_device
     return 90 if where.type != "cuda" else arch_of(where)
 
 
 def num_sms(where: torch.device) -> int:
-    """Number of multiprocessors, the unit of persistent grids."""
+    """The number of multiprocessors, the unit of persistent grids."""
     recorder = thread.recorder
     if recorder is not None:
-        if recorder.stands_for is None:
+        if recorder.target_device is None:
             return recorder.num_sms
-        where = recorder.stands_for
+        where = recorder.target_device
     return NUM_SMS_INTERPRETED if where.type != "cuda" else _num_sms(where)
 
 
-def chain(where: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of the first and of every later of the launches that follow each other in one call.
+def pdl_chain(where: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(options of the first launch, options of the later ones) of consecutive launches in one call.
 
-    From Hopper on a launch may begin while the one before it ends (programmatic dependent launch):
-    the kernels say when (``before_launch``), and wait (``after_launch``) before they touch what an
-    earlier one wrote.
+    From Hopper on a launch may begin while the one before it ends (programmatic dependent launch): kernels allow it by
+    ``before_launch``, and wait by ``after_launch`` before they touch memory that an earlier one wrote.
     """
     if INTERPRET or current_arch(where) < 90:
         return {"PDL": False}, {"PDL": False}
     return {"PDL": True}, {"PDL": True, "launch_pdl": True}
 
 
-def overlap(where: torch.device) -> dict[str, Any]:
-    """Options of a launch that begins while the one before it, whichever it is, ends.
+def pdl_overlap(where: torch.device) -> dict[str, Any]:
+    """Options of a launch that may begin while any launch before it ends.
 
-    From Hopper on (programmatic dependent launch). The kernel starts with ``overlapped(PDL)``, and so
-    waits for all that earlier launches wrote before it touches memory.
+    From Hopper on (programmatic dependent launch). The kernel starts with ``overlapped(PDL)``, which waits for the
+    writes of earlier launches.
     """
-    return chain(where)[1]
+    return pdl_chain(where)[1]
 
 
 @functools.cache

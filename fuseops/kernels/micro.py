@@ -28,10 +28,10 @@ from fuseops.kernels.formats import (
     micro_format,
     quantize_format,
     swizzled,
-    turned_in_groups,
+    transpose_in_groups,
     whole_of_blocks,
 )
-from fuseops.kernels.groups import column_offs, columns_of, padding_mask
+from fuseops.kernels.groups import column_offs, padded_columns, padding_mask
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.quantize import FORMATS, fp8_op, too_large
 from fuseops.kernels.records import of_fields
@@ -41,7 +41,7 @@ from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2
 
 
 class MicroLayout(NamedTuple):
-    """A `MicroLayout` says of what codes and scales in small blocks are made, and how they lie: "row" or "col".
+    """A `MicroLayout` has the arguments of a quantization in small blocks, in the layout "row" or "col".
 
     offs     (E,) int32 row ends of groups
     amax     of NVFP4, the largest magnitude of x, (), or of each group, (E,)
@@ -62,15 +62,15 @@ def _quantize_micro(p: MicroLayout) -> tuple[Tensor, Tensor]:
     rows, form, turn = x.shape[0], micro_format(data), layout == "col"
     tokens = rows
     if turn:
-        x, tokens = x.t(), columns_of(rows, None if offs is None else len(offs))
+        x, tokens = x.t(), padded_columns(rows, None if offs is None else len(offs))
     elif offs is not None:
         x = x.masked_fill(padding_mask(offs, rows), 0.0)
     whole = None
     if amax is not None:
         ends = column_offs(offs) if turn and offs is not None else offs
         whole = whole_of_blocks(spread_over_groups(amax, ends, tokens), form.block[1], turn)
-    lay = (lambda part: turned_in_groups(part.t(), offs)) if turn else None
-    codes, scale = quantize_format(x, form, whole, lay=lay)
+    transform = (lambda part: transpose_in_groups(part.t(), offs)) if turn else None
+    codes, scale = quantize_format(x, form, whole, transform=transform)
     scale = scale.view(torch.uint8)
     return codes, swizzled(scale, None if turn else offs) if swizzle else scale
 
@@ -104,7 +104,7 @@ def _cases() -> Iterator[tuple[Any, ...]]:
 def _outputs(p: MicroLayout) -> tuple[Tensor, Tensor]:
     x, data, layout, offs, _, swizzle = p
     (rows, k), form, four, turned = x.shape, micro_format(data), data is E2M1, layout == "col"
-    columns = columns_of(rows, None if offs is None else len(offs))
+    columns = padded_columns(rows, None if offs is None else len(offs))
     high, wide = (k, columns) if turned else (rows, k)
     scale: tuple[int, ...] = high, cdiv(wide, form.block[1])
     if swizzle:
@@ -133,7 +133,7 @@ def quantize_micro(p: MicroLayout) -> tuple[Tensor, Tensor]:
     if not x.numel() or too_large(x):
         return _quantize_micro(*p)
     rows, k = x.shape
-    columns = columns_of(rows, groups)
+    columns = padded_columns(rows, groups)
     codes, scale = _outputs(p)
     config = (NVFP4 if four else MXFP8).pick(rows, (k,), x)
     ends, whole = (scale if t is None else t.contiguous() for t in (offs, amax))

@@ -18,7 +18,7 @@ from torch import Tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.formats import E2M1, E4M3, E5M2, dequantize_format, micro_format, unswizzled
 from fuseops.kernels.grouped import grouped_mm, grouped_wgrad
-from fuseops.kernels.groups import column_offs, columns_of
+from fuseops.kernels.groups import column_offs, padded_columns
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import DTYPES, Cases, arch_of, floats, ints, kernel_op, on_meta
@@ -26,7 +26,7 @@ from fuseops.kernels.tiles import cdiv, check_shape, pow2
 
 
 def _micro_values(codes: Tensor, scale: Tensor, offs: Tensor | None = None) -> Tensor:
-    """What codes with swizzled scales stand for, in float32."""
+    """Codes with swizzled scales, dequantized to float32."""
     data = E2M1 if codes.dtype == torch.uint8 else codes.dtype
     form = micro_format(data)
     wide = codes.shape[-1] * (2 if data is E2M1 else 1)
@@ -126,7 +126,7 @@ def micro_mm(p: MicroProduct) -> Tensor:
     (rows, width), n = p.a.shape, p.b.shape[-2]
     groups = 0 if p.offs is None else len(p.offs)
     check_shape("weight", p.b, (groups, n, width) if groups else (n, width))
-    blocks = columns_of(rows, groups) // 128
+    blocks = padded_columns(rows, groups) // 128
     _check(p.a, p.a_scale, blocks)
     _check(p.b, p.b_scale, cdiv(n, 128))
     return _launched(_product(p), p, blocks, False)

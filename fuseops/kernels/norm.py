@@ -28,9 +28,9 @@ from torch import Tensor
 from fuseops.kernels import tiles
 from fuseops.kernels.bias import bias_bwd, sum_all_partials
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import chain, device, launch, overlap
+from fuseops.kernels.launch import device, launch, pdl_chain, pdl_overlap
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
-from fuseops.kernels.tiles import as_heads, as_rows, cdiv, check_shape, pow2, require, wide
+from fuseops.kernels.tiles import as_heads, as_rows, cdiv, check_shape, pow2, require, upcast
 
 
 def _rmsnorm_fwd(
@@ -41,7 +41,7 @@ def _rmsnorm_fwd(
     dims: int = 1,
     mean: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    full, axes = wide(x), tuple(range(-dims, 0))
+    full, axes = upcast(x), tuple(range(-dims, 0))
     total = torch.mean if mean else torch.sum
     rstd = torch.rsqrt(total(full.square(), axes, keepdim=True) + eps)
     y = full * rstd
@@ -58,7 +58,7 @@ def _layernorm_fwd(
     weight_offset: float = 0.0,
     dims: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    full = wide(x)
+    full = upcast(x)
     mean = full.mean(tuple(range(-dims, 0)), keepdim=True)
     y, rstd = _rmsnorm_fwd(full - mean, weight, eps, weight_offset, dims)
     y = y if bias is None else y + bias.to(y.dtype)
@@ -68,7 +68,7 @@ def _layernorm_fwd(
 def _add_rmsnorm_fwd(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    h = (wide(x) + wide(residual)).to(x.dtype)
+    h = (upcast(x) + upcast(residual)).to(x.dtype)
     y, rstd = _rmsnorm_fwd(h, weight, eps, weight_offset)
     return y, h, rstd
 
@@ -81,7 +81,7 @@ def _add_layernorm_fwd(
     eps: float,
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    h = (wide(x) + wide(residual)).to(x.dtype)
+    h = (upcast(x) + upcast(residual)).to(x.dtype)
     y, mean, rstd = _layernorm_fwd(h, weight, bias, eps, weight_offset)
     return y, h, mean, rstd
 
@@ -130,8 +130,8 @@ def _gradients(
     weight_offset: float,
     total: Callable[..., Tensor] = torch.mean,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, and what dw and db are sums of.   mean: None of RMSNorm"""
-    full, grad = wide(x), wide(dy)
+    """(dx, summands of dw, summands of db).   mean: None for RMSNorm"""
+    full, grad = upcast(x), upcast(dy)
     dims = x.dim() - rstd.dim()
     axes, ones = tuple(range(-dims, 0)), (1,) * dims
     centred = full if mean is None else full - mean.view(*mean.shape, *ones)
@@ -143,12 +143,12 @@ def _gradients(
     along = total(grad * xhat, axes, keepdim=True)
     even = grad if mean is None else grad - grad.mean(axes, keepdim=True)
     dx = (even - xhat * along) * rstd
-    dx = dx if dres is None else dx + wide(dres)
+    dx = dx if dres is None else dx + upcast(dres)
     return dx.to(x.dtype), *by_row
 
 
 def _sum_of_rows(t: Tensor, axes: int, need: bool, dtype: torch.dtype | None) -> Tensor:
-    """Over so many leading axes; empty where it is not needed."""
+    """The sum over `axes` leading axes; empty where it is not needed."""
     if not need:
         return t.new_empty(0)
     total = t.sum(tuple(range(axes))) if axes else t
@@ -205,7 +205,9 @@ def _layer_bwd_candidates(
 
 
 def _loops(n: int, choices: list[tuple[int, int, int, int]]) -> list[Config]:
-    """Of programs that walk over rows: how many at a time, warps, programs a multiprocessor, and loads ahead."""
+    """Configurations of programs that loop over rows.   choices: (rows at a time, warps, programs an SM, loads
+    ahead)
+    """
     return [
         {"BLOCK_R": r, "BLOCK_N": n, "STAGES": stages, "PER_SM": per_sm, "num_warps": w}
         for r, w, per_sm, stages in choices
@@ -355,7 +357,7 @@ def _forward(
         y, h, mean, rstd,
         rows, n, x3.shape[1], *x3.stride()[:2], residual2.stride(0), float(eps), float(offset),
         HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, FORM=form,
-        **overlap(x.device), **config,
+        **pdl_overlap(x.device), **config,
     )  # fmt: skip
     return y, h, mean, rstd
 
@@ -379,7 +381,7 @@ def _backward(
         dy3, x3, x3 if weight is None else weight.contiguous(), mean.contiguous(), rstd.contiguous(), dres2, dx, sums,
         rows, n, dy3.shape[1], x3.shape[1], *dy3.stride()[:2], *x3.stride()[:2], dres2.stride(0), float(offset),
         HAS_WEIGHT=weight is not None, HAS_DRES=dres is not None, NEED_DW=needs[0], NEED_DB=needs[1], FORM=form,
-        **chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,
+        **pdl_chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,
     )  # fmt: skip
     made = sum_all_partials(sums, dtype or torch.float32)
     dw = made[0].view(shape) if needs[0] else sums.new_empty(0)
@@ -389,7 +391,7 @@ def _backward(
 
 
 def _checked_width(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor) -> int:
-    """Columns of x as it was normed."""
+    """The number of columns that were normed, after checking the arguments."""
     axes = rstd.dim()
     check_shape("weight", weight, x.shape[axes:])
     check_shape("dy", dy, x.shape)
@@ -402,5 +404,5 @@ def _checked_width(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, r
 
 
 def width(x: Tensor, dims: int) -> int:
-    """Columns of x whose last `dims` axes are normed."""
+    """The number of columns of x, over the last `dims` axes."""
     return x.shape[-1] if dims == 1 else x.shape[-dims:].numel()

@@ -20,12 +20,12 @@ from torch import Tensor
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.formats import LARGEST
 from fuseops.kernels.groups import BLOCK
-from fuseops.kernels.launch import device, launch, overlap
+from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.norm import MAX_WIDTH, RMS_FWD, add_rmsnorm_fwd, rmsnorm_fwd
-from fuseops.kernels.operands import quantize_operand, uneven
+from fuseops.kernels.operands import is_unaligned, quantize_operand
 from fuseops.kernels.quantize import fp8_op, quantize_vectors
 from fuseops.kernels.registry import floats, on_meta, tensor_bytes
-from fuseops.kernels.tiles import as_rows, cdiv, check_shape, require, wide
+from fuseops.kernels.tiles import as_rows, cdiv, check_shape, require, upcast
 
 
 def _rmsnorm_operand(
@@ -48,7 +48,7 @@ def _rmsnorm_operand(
 def _rmsnorm_columns(
     x: Tensor, weight: Tensor | None, rstd: Tensor, dtype: torch.dtype, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    y = wide(x) * rstd[..., None]
+    y = upcast(x) * rstd[..., None]
     if weight is not None:
         y = y * (weight.to(y.dtype) + weight_offset)
     rows = y.to(x.dtype).reshape(-1, x.shape[-1])
@@ -101,7 +101,7 @@ def rmsnorm_operand(
     check_shape("residual", residual, x.shape)
     x2 = as_rows(x)
     added = x2 if residual is None else as_rows(residual)
-    if not x.numel() or n > MAX_WIDTH or uneven(n, x2, added):
+    if not x.numel() or n > MAX_WIDTH or is_unaligned(n, x2, added):
         return _rmsnorm_operand(x, residual, weight, eps, dtype, weight_offset)
     rows = len(x2)
     data = x.new_empty(rows, n, dtype=dtype)
@@ -113,7 +113,7 @@ def rmsnorm_operand(
         device("norm_operand").rmsnorm_operand_kernel, (cdiv(rows, config["BLOCK_R"]),),
         x2, added, x2 if weight is None else weight.contiguous(), data, scale, h, rstd,
         rows, n, x2.stride(0), added.stride(0), float(eps), float(weight_offset), SHIFT=LARGEST[dtype],
-        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, **overlap(x.device), **config,
+        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, **pdl_overlap(x.device), **config,
     )  # fmt: skip
     return data, scale, h, rstd
 
@@ -130,7 +130,7 @@ def rmsnorm_columns(
         f"rstd is {tuple(rstd.shape)}, expected the leading axes of {tuple(x.shape)}.",
     )
     x2 = as_rows(x)
-    if not x.numel() or uneven(n, x2):
+    if not x.numel() or is_unaligned(n, x2):
         return _rmsnorm_columns(x, weight, rstd, dtype, weight_offset)
     rows, blocks = len(x2), (cdiv(len(x2), BLOCK), cdiv(n, BLOCK))
     columns = x.new_empty(n, blocks[0] * BLOCK, dtype=dtype)
@@ -139,6 +139,6 @@ def rmsnorm_columns(
         device("norm_operand").rmsnorm_columns_kernel, (blocks[0] * blocks[1],),
         x2, rstd.contiguous(), x2 if weight is None else weight.contiguous(), columns, squares,
         rows, n, x2.stride(0), float(weight_offset), SHIFT=LARGEST[dtype], HAS_WEIGHT=weight is not None,
-        **overlap(x.device), **COLUMNS.pick(rows, (n,), x),
+        **pdl_overlap(x.device), **COLUMNS.pick(rows, (n,), x),
     )  # fmt: skip
     return columns, squares

@@ -21,22 +21,24 @@ from torch import Tensor
 
 from fuseops.kernels import fp8_paths, tiles
 from fuseops.kernels.activation import act_fwd, scaled_act_bwd, scaled_act_fwd
-from fuseops.kernels.bias import factors_of
+from fuseops.kernels.bias import row_factors
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.formats import LARGEST, Format, quantize_format
 from fuseops.kernels.fp8 import dequantize
-from fuseops.kernels.groups import BLOCK, columns_of, padding_mask, place_of_row
-from fuseops.kernels.launch import device, launch, overlap
+from fuseops.kernels.groups import BLOCK, column_of_row, padded_columns, padding_mask
+from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, matrix_shape, quantize_vectors
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import floats, ints, on_meta, tensor_bytes
 from fuseops.kernels.scales import SMALLEST, saturate
 from fuseops.kernels.tiles import cdiv, check_shape, require
 
-Four = tuple[Tensor, Tensor, Tensor, Tensor]
+RowsAndColumns = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _quantize_operand(x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True) -> Four:
+def _quantize_operand(
+    x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True
+) -> RowsAndColumns:
     data, scale = quantize_vectors.twin(x, dtype)
     col, col_scale = _columns(data, scale, offs)
     if not row:
@@ -51,22 +53,22 @@ def _permute_operand(
     offs: Tensor | None,
     row: bool = True,
     col: bool = True,
-) -> Four:
+) -> RowsAndColumns:
     if index is not None:
         rows = index.shape[0]
         padding = padding_mask(offs, rows)[:, 0]  # type: ignore[arg-type]
         at = index.long().masked_fill(padding, 0)
         raw = data.view(torch.uint8)[at].masked_fill(padding[:, None], 0)
         data, scale = raw.view(data.dtype), scale[:, at].masked_fill(padding, SMALLEST)
-    rows_of = (data.contiguous(), scale.contiguous()) if row else _nothing(data, data.dtype)
-    return *rows_of, *(_columns(data, scale, offs) if col else _nothing(data, data.dtype))
+    rows_of = (data.contiguous(), scale.contiguous()) if row else _empty_pair(data, data.dtype)
+    return *rows_of, *(_columns(data, scale, offs) if col else _empty_pair(data, data.dtype))
 
 
 def _columns(data: Tensor, scale: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The exponent shift of rows."""
+    """(codes, scales) of columns, by shifting exponents of row codes."""
     rows, k = data.shape
-    width = columns_of(rows, _groups(offs))
-    place = place_of_row(offs, rows, data)
+    width = padded_columns(rows, _groups(offs))
+    place = column_of_row(offs, rows, data)
     codes = data.new_zeros(width + 1, k, dtype=torch.float32).index_copy(0, place, data.float())
     scales = scale.new_zeros(len(scale), width + 1).index_copy(1, place, scale)[:, :width]
     square = scales.unflatten(1, (width // BLOCK, BLOCK)).amax(2).clamp(min=SMALLEST)
@@ -77,17 +79,17 @@ def _columns(data: Tensor, scale: Tensor, offs: Tensor | None) -> tuple[Tensor, 
 
 def _quantize_weight(
     weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True
-) -> Four:
+) -> RowsAndColumns:
     data, scale = quantize_format(weight, Format(dtype, torch.float32, (BLOCK, BLOCK), True))
     turned = (t.mT.clone(memory_format=torch.contiguous_format) for t in (data, scale))
     return (
-        *((data, scale) if row else _nothing(weight, dtype)),
-        *(turned if col else _nothing(weight, dtype)),
+        *((data, scale) if row else _empty_pair(weight, dtype)),
+        *(turned if col else _empty_pair(weight, dtype)),
     )
 
 
-def _nothing(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and scales that are not wanted."""
+def _empty_pair(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Empty codes and scales, of a layout that is not needed."""
     return like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.float32)
 
 
@@ -96,7 +98,7 @@ def _values(h: Tensor, scale: Tensor | None) -> Tensor:
 
 
 class HiddenOperand(NamedTuple):
-    """A `HiddenOperand` is what an operand is made of that is swiglu(h) (* probs).
+    """A `HiddenOperand` has the arguments of an operand swiglu(h) (* probs).
 
     h_scale  (ceil(2F/128), R) of an h that is codes, and stands for bfloat16 values
     """
@@ -111,7 +113,7 @@ class HiddenOperand(NamedTuple):
 
 
 @of_fields(HiddenOperand)
-def _swiglu_operand(p: HiddenOperand) -> Four:
+def _swiglu_operand(p: HiddenOperand) -> RowsAndColumns:
     h, probs, offs, dtype, row, col, h_scale = p
     h = _values(h, h_scale)
     a = act_fwd.twin(h, "swiglu") if probs is None else scaled_act_fwd.twin(h, probs, "swiglu")
@@ -122,7 +124,7 @@ def _swiglu_operand(p: HiddenOperand) -> Four:
 
 
 class GradientOperands(NamedTuple):
-    """`GradientOperands` are what operands are made of that are dh and a of a = swiglu(h) (* probs).
+    """`GradientOperands` are the arguments of the operands dh and a, of a = swiglu(h) (* probs).
 
     h_scale  (2F/128, R) of an h that is codes, and stands for bfloat16 values
     """
@@ -148,9 +150,9 @@ def _dswiglu_operand(
     by = torch.ones(h.shape[0], device=h.device) if probs is None else probs
     dh, dprobs, a = scaled_act_bwd.twin(da, h, by, "swiglu", probs is not None, True)
     rows = _quantize_operand(dh, offs, dtype, row) if row or col else None
-    first = _nothing(h, dtype) if rows is None else rows[:2]
-    second = rows[2:] if rows is not None and col else _nothing(h, dtype)
-    columns = _quantize_operand(a, offs, a_dtype, False)[2:] if act else _nothing(h, a_dtype)
+    first = _empty_pair(h, dtype) if rows is None else rows[:2]
+    second = rows[2:] if rows is not None and col else _empty_pair(h, dtype)
+    columns = _quantize_operand(a, offs, a_dtype, False)[2:] if act else _empty_pair(h, a_dtype)
     if probs is not None and offs is not None:
         dprobs = dprobs.masked_fill(padding_mask(offs, h.shape[0])[:, 0], 0.0)
     return *first, *second, *columns, dprobs
@@ -224,17 +226,19 @@ def _weight_cases() -> Iterator[tuple[Any, ...]]:
 
 
 @fp8_op(twin=_quantize_operand, cases=_quantize_cases)
-def quantize_operand(x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True) -> Four:
+def quantize_operand(
+    x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True
+) -> RowsAndColumns:
     """(rows, their scales, columns, their scales) of x."""
     x = fp8_rows(x, dtype)
     rows, n = x.shape
-    if not x.numel() or uneven(n, x):
+    if not x.numel() or is_unaligned(n, x):
         return _quantize_operand(x, offs, dtype, row)
     out, blocks = _outputs(x, rows, n, offs, dtype, row, True)
     launch(
         device("operands").quantize_operand_kernel, (blocks * cdiv(n, BLOCK),),
         x, _ends(offs, x), *out, rows, n, _groups(offs), x.stride(0),
-        SHIFT=LARGEST[dtype], ROW=row, **_by_group(offs), **overlap(x.device), **QUANTIZE.pick(rows, (n,), x),
+        SHIFT=LARGEST[dtype], ROW=row, **_by_group(offs), **pdl_overlap(x.device), **QUANTIZE.pick(rows, (n,), x),
     )  # fmt: skip
     return out
 
@@ -253,13 +257,13 @@ def permute_operand(
     offs: Tensor | None,
     row: bool = True,
     col: bool = True,
-) -> Four:
+) -> RowsAndColumns:
     """(rows, their scales, columns, their scales) of rows index[r] of an operand: of all, in order, without one."""
     data = fp8_rows(data, data.dtype)
     tokens, n = data.shape
     rows = tokens if index is None else index.shape[0]
     check_shape("scale", scale, (cdiv(n, BLOCK), tokens))
-    if not (data.numel() and rows and (row or col)) or uneven(n, data):
+    if not (data.numel() and rows and (row or col)) or is_unaligned(n, data):
         return _permute_operand(data, scale, index, offs, row, col)
     out, blocks = _outputs(data, rows, n, offs, data.dtype, row, col)
     groups = 1 if offs is None else len(offs)
@@ -268,26 +272,26 @@ def permute_operand(
         device("operands").permute_operand_kernel, (parts * groups * cdiv(n, BLOCK),),
         data, scale.contiguous(), data if index is None else index.contiguous(), _ends(offs, data), *out,
         rows, tokens, n, groups, parts, data.stride(0), config.pop("CHUNK"), ROW=row, COL=col,
-        INDEX=index is not None, GROUPS=offs is not None, **overlap(data.device), **config,
+        INDEX=index is not None, GROUPS=offs is not None, **pdl_overlap(data.device), **config,
     )  # fmt: skip
     return out
 
 
 @fp8_op(twin=_swiglu_operand, cases=_swiglu_cases)
 @of_fields(HiddenOperand)
-def swiglu_operand(p: HiddenOperand) -> Four:
+def swiglu_operand(p: HiddenOperand) -> RowsAndColumns:
     """`quantize_operand` of swiglu(h) (* probs), rounded as h is.   (R, 2F), (R,) -> over (R, F)"""
     h, probs, offs, dtype, row, col, h_scale = p
     h = fp8_rows(h, dtype)
     rows, n = h.shape[0], h.shape[1] // 2
-    if not h.numel() or not (row or col) or uneven(n, h) or not _split(h, h_scale):
+    if not h.numel() or not (row or col) or is_unaligned(n, h) or not _split(h, h_scale):
         return _swiglu_operand(*p)
     out, blocks = _outputs(h, rows, n, offs, dtype, row, col)
     if not col and n % BLOCK == 0 and fp8_paths.act_path(h, h, dtype) == "once":
         config = SWIGLU_ONCE.pick(rows, (n,), h)
         launch(
             device("fp8_dswiglu").fp8_swiglu_kernel, (cdiv(rows, 8 * config["SLICES"]) * (n // BLOCK),),
-            h, h if h_scale is None else h_scale.contiguous(), factors_of(probs, h), *out[:2], rows, n, h.stride(0),
+            h, h if h_scale is None else h_scale.contiguous(), row_factors(probs, h), *out[:2], rows, n, h.stride(0),
             SCALED=probs is not None, **config, num_warps=4,
         )  # fmt: skip
         return out
@@ -296,9 +300,9 @@ def swiglu_operand(p: HiddenOperand) -> Four:
         offs, blocks = None, cdiv(rows, config["BLOCK_R"])
     launch(
         device("fp8_swiglu").swiglu_operand_kernel, (blocks * cdiv(n, BLOCK),),
-        h, h if h_scale is None else h_scale.contiguous(), factors_of(probs, h), _ends(offs, h), *out,
+        h, h if h_scale is None else h_scale.contiguous(), row_factors(probs, h), _ends(offs, h), *out,
         rows, n, _groups(offs), h.stride(0), SHIFT=LARGEST[dtype], SCALED=probs is not None, ROW=row, COL=col,
-        **_by_group(offs), **overlap(h.device), **config,
+        **_by_group(offs), **pdl_overlap(h.device), **config,
     )  # fmt: skip
     return out
 
@@ -315,7 +319,7 @@ def dswiglu_operand(
     check_shape("h", h, (rows, 2 * n))
     if (
         not h.numel() or n % BLOCK or da.itemsize != 2 or h.itemsize > 2
-        or uneven(n, h, da) or not _split(h, h_scale)
+        or is_unaligned(n, h, da) or not _split(h, h_scale)
     ):  # a square lies in one half  # fmt: skip
         return _dswiglu_operand(*p)
     out, blocks = _outputs(h, rows, 2 * n, offs, dtype, row, col)
@@ -328,7 +332,7 @@ def dswiglu_operand(
         da,
         h,
         h if h_scale is None else h_scale.contiguous(),
-        factors_of(probs, h),
+        row_factors(probs, h),
         _ends(offs, h),
     )
     wanted = {
@@ -353,7 +357,7 @@ def dswiglu_operand(
             device("fp8_swiglu").dswiglu_operand_kernel, (blocks * (n // BLOCK) * (2 + act),),
             *operands, *out, a, a_scale, partial, rows, n, _groups(offs), da.stride(0), h.stride(0),
             SHIFT=LARGEST[dtype], A_SHIFT=LARGEST[a_dtype], BLOCK_E=tiles.pow2(_groups(offs), least=32), **wanted,
-            **overlap(h.device), **DSWIGLU.pick(rows, (n,), h),
+            **pdl_overlap(h.device), **DSWIGLU.pick(rows, (n,), h),
         )  # fmt: skip
     return *out, a, a_scale, partial if probs is None else partial.sum(0)
 
@@ -363,7 +367,9 @@ def dswiglu_operand(
     cases=_weight_cases,
     nbytes=lambda w, dtype, row=True, col=True: tensor_bytes(w) + w.numel() * (row + col),
 )
-def quantize_weight(weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True) -> Four:
+def quantize_weight(
+    weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True
+) -> RowsAndColumns:
     """(codes, scales, codes transposed, scales) in squares of 128 x 128 of each matrix.   (N, K) or (E, N, K)"""
     *lead, n, k = matrix_shape(weight)
     if not weight.numel() or max(n, k) >= 1 << 24 or n % 16 or k % 16 or not (row or col):
@@ -377,7 +383,7 @@ def quantize_weight(weight: Tensor, dtype: torch.dtype, row: bool = True, col: b
     launch(
         device("operands").quantize_weight_kernel, (math.prod(lead) * blocks[0] * blocks[1],),
         weight, data, scale, turned, turned_scale, n, k, SHIFT=LARGEST[dtype], ROW=row, COL=col,
-        ALIGN=16, **overlap(weight.device), **WEIGHT.pick(n, (k,), weight),
+        ALIGN=16, **pdl_overlap(weight.device), **WEIGHT.pick(n, (k,), weight),
     )  # fmt: skip
     return data, scale, turned, turned_scale
 
@@ -390,9 +396,9 @@ def _outputs(
     dtype: torch.dtype,
     row: bool,
     col: bool,
-) -> tuple[Four, int]:
+) -> tuple[RowsAndColumns, int]:
     """(rows, scales, columns, scales), and the number of blocks of tokens."""
-    blocks = columns_of(rows, _groups(offs)) // BLOCK
+    blocks = padded_columns(rows, _groups(offs)) // BLOCK
     features = cdiv(n, BLOCK)
     data = like.new_empty((rows, n) if row else 0, dtype=dtype)
     scale = like.new_empty((features, rows) if row else 0, dtype=torch.float32)
@@ -414,7 +420,7 @@ def _by_group(offs: Tensor | None) -> dict[str, int | bool]:
 
 
 def _split(h: Tensor, h_scale: Tensor | None) -> bool:
-    """Whether no scale of codes h is of gates and of what they gate at once."""
+    """Whether no scale of codes h is shared by gate and up columns; True for an h that is not codes."""
     if h_scale is None:
         require(h.itemsize > 1, f"h is {h.dtype} without h_scale.")
         return True
@@ -426,8 +432,8 @@ def _split(h: Tensor, h_scale: Tensor | None) -> bool:
     return h.shape[1] % (2 * BLOCK) == 0
 
 
-def uneven(n: int, *tensors: Tensor) -> bool:
-    """Whether rows are no whole words of 16, which no GEMM takes either, or a tile's columns more than 32 bits."""
+def is_unaligned(n: int, *tensors: Tensor) -> bool:
+    """Whether rows are no multiple of 16 elements, which GEMMs need too, or offsets in a tile exceed 32 bits."""
     if n % 16 or any(x.stride(0) % 16 for x in tensors):
         return True
     return any(max(*x.shape, x.stride(0)) >= 1 << 24 for x in tensors)

@@ -1,19 +1,19 @@
-"""Tokens into the memory of other GPUs of a host and back, written by the kernels themselves.
+"""Kernels send tokens into the memory of other GPUs of a host, and sums back, by direct stores.
 
-Every rank of W has a buffer that the others can write to: two halves, used in turn, each with a place for `room` tokens
-from every rank, the ids and weights of their K experts, and how many there are. `table` (W,) int64 are the addresses
-of the buffers, `uses` (1,) int64 counts how often they were used, on the device, so that a captured graph goes on
-counting.
+Every rank of W has a buffer that the others can write to: two halves, used in turn, each with space for `capacity`
+tokens from every rank, the ids and weights of their K experts, and how many there are. `table` (W,) int64 are the
+addresses of the buffers, `uses` (1,) int64 counts how often they were used, on the device, so that a captured graph
+goes on counting.
 
-    send_tokens   x (T, N) -> row rank * room + slots[t, to] of the buffers that it goes to
-    take_tokens   this rank's buffer -> (W room, N) memory of its own, zeros where nothing came
-    return_sums   x (W room, N) -> row rank * room + slot of the buffer where the token came from
+    send_tokens   x (T, N) -> row rank * capacity + slots[t, to] of the buffers that it goes to
+    take_tokens   this rank's buffer -> (W capacity, N) memory of its own, zeros in unused rows
+    return_sums   x (W capacity, N) -> row rank * capacity + slot of the buffer where the token came from
     add_sums      this rank's buffer -> y (T, N), the sums of each token in the order of ranks, in float32
 
 Nothing here waits: between the first and the second of a pair, and of the other pair, all ranks pass a barrier.
-flag (1,) int32 is set where a rank had no room for its tokens or rows; sums are NaN from then on.
+flag (1,) int32 is set where a rank receives more tokens or rows than its capacity; sums are NaN from then on.
 Shapes: slots (T, W) int32, experts (T, K) int, weights (T, K) float32.
-place: [rank, room, E, K, bytes of a half, and where in it the ids, weights and counts begin].
+place: [rank, capacity, E, K, bytes of a half, and where in it the ids, weights and counts begin].
 Hardware: sm_80 and later, peers over NVLink or PCIe.
 """
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.registry import INTERPRET, Cases, floats, ints, kernel_op, on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, wide
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, upcast
 
 
 def _token_slots(experts: Tensor, num_experts: int, world: int) -> tuple[Tensor, Tensor]:
@@ -52,20 +52,20 @@ def _send_tokens(
     experts: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> None:
-    rank, room, num_experts, *_ = place
+    rank, capacity, num_experts, *_ = place
     local = num_experts // len(table)
     for to in range(len(table)):
-        part = _Parcel(table, to, uses, place, x, weights)
-        sent = (slots[:, to] >= 0) & (slots[:, to] < room)
-        rows = slots[sent, to].long() + rank * room
+        part = _PeerBuffer(table, to, uses, place, x, weights)
+        sent = (slots[:, to] >= 0) & (slots[:, to] < capacity)
+        rows = slots[sent, to].long() + rank * capacity
         part.rows[rows] = x[sent]
         if experts is None or weights is None or counts is None:
             continue
         ids = experts[sent].to(torch.int32) - to * local
         part.ids[rows] = torch.where((ids >= 0) & (ids < local), ids, -1)
         part.weights[rows] = weights[sent]
-        part.counts[rank] = counts[to].clamp(max=room)
-        flag |= (counts[to] > room).to(flag.dtype)
+        part.counts[rank] = counts[to].clamp(max=capacity)
+        flag |= (counts[to] > capacity).to(flag.dtype)
 
 
 def _take_tokens(
@@ -76,11 +76,11 @@ def _take_tokens(
     arrivals: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rank, room, *_ = place
-    part = _Parcel(table, rank, uses, place, like, weights)
+    rank, capacity, *_ = place
+    part = _PeerBuffer(table, rank, uses, place, like, weights)
     heads = arrivals is None
     counts = part.counts.clone() if arrivals is None else arrivals
-    full = (torch.arange(room)[None, :] < counts[:, None]).flatten()[:, None]
+    full = (torch.arange(capacity)[None, :] < counts[:, None]).flatten()[:, None]
     x = torch.where(full, part.rows, 0)
     if not heads or weights is None:
         return x, counts.new_empty(0), like.new_empty(0), counts.new_empty(0)
@@ -96,11 +96,11 @@ def _return_sums(
     arrivals: Tensor,
     dweights: Tensor | None = None,
 ) -> None:
-    rank, room, *_ = place
+    rank, capacity, *_ = place
     for to in range(len(table)):
-        part, count = _Parcel(table, to, uses, place, x, dweights), int(arrivals[to])
-        mine = slice(to * room, to * room + count)
-        theirs = slice(rank * room, rank * room + count)
+        part, count = _PeerBuffer(table, to, uses, place, x, dweights), int(arrivals[to])
+        mine = slice(to * capacity, to * capacity + count)
+        theirs = slice(rank * capacity, rank * capacity + count)
         part.rows[theirs] = torch.where(flag != 0, torch.nan, x[mine])
         if dweights is not None:
             part.weights[theirs] = dweights[mine]
@@ -116,13 +116,13 @@ def _add_sums(
     experts: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    rank, room, num_experts, *_ = place
-    part = _Parcel(table, rank, uses, place, like, weights)
-    total = wide(like.new_zeros(len(slots), like.shape[1]))
-    kept = (slots >= 0) & (slots < room)
-    rows = torch.where(kept, slots, 0) + room * torch.arange(len(table), dtype=torch.int32)
+    rank, capacity, num_experts, *_ = place
+    part = _PeerBuffer(table, rank, uses, place, like, weights)
+    total = upcast(like.new_zeros(len(slots), like.shape[1]))
+    kept = (slots >= 0) & (slots < capacity)
+    rows = torch.where(kept, slots, 0) + capacity * torch.arange(len(table), dtype=torch.int32)
     for source in range(len(table)):
-        total += torch.where(kept[:, source, None], wide(part.rows[rows[:, source].long()]), 0)
+        total += torch.where(kept[:, source, None], upcast(part.rows[rows[:, source].long()]), 0)
     total = torch.where(flag != 0, torch.nan, total).to(like.dtype)
     if experts is None or weights is None:
         return total, like.new_empty(0)
@@ -137,8 +137,8 @@ def _bound_rows(offs: Tensor, flag: Tensor, rows: int) -> None:
     offs.clamp_(max=rows)
 
 
-class _Parcel:
-    """A `_Parcel` is the half in use of a rank's buffer, as tensors over its memory."""
+class _PeerBuffer:
+    """A `_PeerBuffer` is the half in use of a rank's buffer, as tensors over its memory."""
 
     def __init__(
         self,
@@ -149,9 +149,9 @@ class _Parcel:
         x: Tensor,
         weights: Tensor | None,
     ) -> None:
-        _, room, _, k, half, ids_at, weights_at, counts_at = place
+        _, capacity, _, k, half, ids_at, weights_at, counts_at = place
         world, address = len(table), int(table[rank]) + (int(uses) & 1) * half
-        rows = world * room
+        rows = world * capacity
         self.rows = _at(address, (rows, x.shape[1]), x.dtype)
         self.ids = _at(address + ids_at, (rows, k), torch.int32)
         self.counts = _at(address + counts_at, (world,), torch.int32)
@@ -182,11 +182,11 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 PEERS = Space("peers", _candidates)
 
 
-def layout(world: int, room: int, k: int, row: int, weight: int) -> tuple[int, int, int, int]:
+def layout(world: int, capacity: int, k: int, row: int, weight: int) -> tuple[int, int, int, int]:
     """Where ids, weights and counts begin in a half, and its bytes.   row, weight: bytes of a row, and of a weight"""
-    ids_at = _aligned(world * room * row)
-    weights_at = ids_at + _aligned(4 * world * room * k)
-    counts_at = weights_at + _aligned(weight * world * room * k)
+    ids_at = _aligned(world * capacity * row)
+    weights_at = ids_at + _aligned(4 * world * capacity * k)
+    counts_at = weights_at + _aligned(weight * world * capacity * k)
     return ids_at, weights_at, counts_at, counts_at + _aligned(4 * world)
 
 
@@ -197,7 +197,7 @@ def _aligned(nbytes: int) -> int:
 def _cases(what: str) -> Cases:
     table, uses = (on_meta(n, dtype=torch.int64) for n in (WORLD, 1))
     flag = ints(1)
-    tokens, room, experts, k = 8192, 8192, 128, 8
+    tokens, capacity, experts, k = 8192, 8192, 128, 8
     offs = ints(experts // WORLD)
     chosen, slots = ints(tokens, k), ints(tokens, WORLD)
     counts, weights = ints(WORLD), floats(tokens, k)
@@ -207,9 +207,9 @@ def _cases(what: str) -> Cases:
         yield offs, flag, 65536
     for dtype in (torch.bfloat16, torch.float32):
         x = on_meta(tokens, 2048, dtype=dtype)
-        there = on_meta(WORLD * room, 2048, dtype=dtype)
-        *at, half = layout(WORLD, room, k, 2048 * dtype.itemsize, 4)
-        place = [1, room, experts, k, half, *at]
+        there = on_meta(WORLD * capacity, 2048, dtype=dtype)
+        *at, half = layout(WORLD, capacity, k, 2048 * dtype.itemsize, 4)
+        place = [1, capacity, experts, k, half, *at]
         if what == "send":
             yield x, slots, table, uses, flag, place, counts, chosen, weights
             yield x, slots, table, uses, flag, place
@@ -217,7 +217,7 @@ def _cases(what: str) -> Cases:
             yield x, table, uses, place, None, weights
             yield x, table, uses, place, counts
         if what == "return":
-            yield there, table, uses, flag, place, counts, floats(WORLD * room, k)
+            yield there, table, uses, flag, place, counts, floats(WORLD * capacity, k)
             yield there, table, uses, flag, place, counts
         if what == "add":
             yield x, slots, table, uses, flag, place, chosen, weights
@@ -278,14 +278,14 @@ def send_tokens(
     counts: Tensor | None = None, experts: Tensor | None = None, weights: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Every token into the buffers of the ranks that it goes to; with experts, their ids and weights beside it."""
-    rank, room, num_experts, k, half, ids_at, weights_at, counts_at = place
+    rank, capacity, num_experts, k, half, ids_at, weights_at, counts_at = place
     x2, (tokens, n), heads = as_rows(x), x.shape, experts is not None
     config = PEERS.pick(tokens, (n,), x)
     blocks = max(cdiv(tokens, config["BLOCK_R"]), 1)
     launch(
         device("peers").send_tokens_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
         x2, slots, table, uses, flag, *_given(slots, counts, experts, weights),
-        tokens, n, num_experts, x2.stride(0), rank, room, half, ids_at, weights_at, counts_at,
+        tokens, n, num_experts, x2.stride(0), rank, capacity, half, ids_at, weights_at, counts_at,
         W=len(table), K=k, BLOCK_K=pow2(k), HEADS=heads, **config,
     )  # fmt: skip
 
@@ -300,22 +300,23 @@ def take_tokens(
     like: Tensor, table: Tensor, uses: Tensor, place: list[int],
     arrivals: Tensor | None = None, weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What has arrived here: x (W room, N), ids (W room, K), weights (W room, K), and how many of each rank (W,).
+    """What has arrived here: x (W capacity, N), ids (W capacity, K), weights (W capacity, K), and how many of each rank
+    (W,).
 
     like, weights: tensors of their dtypes and widths. arrivals: how many, where x alone was sent, and comes back alone.
     """
-    rank, room, _, k, half, ids_at, weights_at, counts_at = place
-    heads, rows, n = arrivals is None, len(table) * room, like.shape[1]
+    rank, capacity, _, k, half, ids_at, weights_at, counts_at = place
+    heads, rows, n = arrivals is None, len(table) * capacity, like.shape[1]
     y = like.new_empty(rows, n)
     ids = torch.empty((rows, k) if heads else 0, dtype=torch.int32, device=like.device)
     got = like.new_empty(0) if weights is None else weights.new_empty(rows, k)
     counts = torch.empty(len(table) if heads else 0, dtype=torch.int32, device=like.device)
     config = PEERS.pick(len(y), (n,), like)
-    blocks = cdiv(room, config["BLOCK_R"])
+    blocks = cdiv(capacity, config["BLOCK_R"])
     launch(
         device("peers").take_tokens_kernel, (len(table) * blocks * cdiv(n, config["BLOCK_N"]),),
         y, table, uses, ids, got, counts if arrivals is None else arrivals,
-        n, rank, room, half, ids_at, weights_at, counts_at, blocks,
+        n, rank, capacity, half, ids_at, weights_at, counts_at, blocks,
         K=k, BLOCK_K=pow2(k), HEADS=heads, **config,
     )  # fmt: skip
     return y, ids, got, counts
@@ -327,14 +328,14 @@ def return_sums(
     dweights: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Every sum into the buffer of the rank that it is for; beside it the gradients of its weights."""
-    rank, room, _, k, half, _, weights_at, _ = place
+    rank, capacity, _, k, half, _, weights_at, _ = place
     x2, n = as_rows(x), x.shape[1]
     config = PEERS.pick(len(x), (n,), x)
-    blocks = cdiv(room, config["BLOCK_R"])
+    blocks = cdiv(capacity, config["BLOCK_R"])
     launch(
         device("peers").return_sums_kernel, (len(table) * blocks * cdiv(n, config["BLOCK_N"]),),
         x2, table, uses, flag, arrivals, *_given(arrivals, dweights),
-        n, x2.stride(0), rank, room, half, weights_at, blocks,
+        n, x2.stride(0), rank, capacity, half, weights_at, blocks,
         K=k, BLOCK_K=pow2(k), HEADS=dweights is not None, **config,
     )  # fmt: skip
 
@@ -345,7 +346,7 @@ def add_sums(
     experts: Tensor | None = None, weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(sums (T, N), what came back beside them of every copy (T, K), with experts).   weights: a tensor of its dtype"""
-    rank, room, num_experts, k, half, _, weights_at, _ = place
+    rank, capacity, num_experts, k, half, _, weights_at, _ = place
     tokens, n = len(slots), like.shape[1]
     y = like.new_empty(tokens, n)
     copies = like.new_empty(0) if weights is None else weights.new_empty(tokens, k)
@@ -353,7 +354,7 @@ def add_sums(
     launch(
         device("peers").add_sums_kernel, (cdiv(tokens, config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"]),),
         y, slots, table, uses, flag, *_given(slots, experts), copies,
-        tokens, n, num_experts, rank, room, half, weights_at,
+        tokens, n, num_experts, rank, capacity, half, weights_at,
         W=len(table), K=k, BLOCK_K=pow2(k), HEADS=experts is not None, **config,
     )  # fmt: skip
     return y, copies

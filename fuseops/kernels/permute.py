@@ -27,7 +27,7 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.registry import floats, ints, kernel_op, on_meta, tensor_bytes
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require, wide
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require, upcast
 
 
 def _scatter_rows(
@@ -36,7 +36,7 @@ def _scatter_rows(
     row = _row_of_copy(pos, offs, rows)
     copies = x[:, None].expand(-1, pos.shape[1], -1)
     if probs is not None:
-        copies = (wide(copies) * wide(_padded(probs))[row][:, :, None]).to(x.dtype)
+        copies = (upcast(copies) * upcast(_padded(probs))[row][:, :, None]).to(x.dtype)
     return x.new_zeros(rows + 1, x.shape[1]).index_put((row,), copies)[:rows]
 
 
@@ -45,7 +45,7 @@ def _gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = 
     y = _padded(x)[index.masked_fill(padding[:, 0], x.shape[0])]
     if probs is None:
         return y
-    return (wide(y) * wide(probs)[:, None].masked_fill(padding, 0.0)).to(x.dtype)
+    return (upcast(y) * upcast(probs)[:, None].masked_fill(padding, 0.0)).to(x.dtype)
 
 
 def _combine_fwd(
@@ -56,8 +56,8 @@ def _combine_fwd(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     row = _row_of_copy(pos, offs, x.shape[0])
-    terms = wide(_padded(x)[row])
-    terms = terms if probs is None else terms * wide(_padded(probs))[row][:, :, None]
+    terms = upcast(_padded(x)[row])
+    terms = terms if probs is None else terms * upcast(_padded(probs))[row][:, :, None]
     return terms.sum(1).to(dtype or x.dtype)
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.formats import Format, quantize_format, turned_in_groups
-from fuseops.kernels.groups import BLOCK, columns_of
-from fuseops.kernels.launch import device, launch, overlap
+from fuseops.kernels.formats import Format, quantize_format, transpose_in_groups
+from fuseops.kernels.groups import BLOCK, padded_columns
+from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.registry import ints, kernel_op, on_meta
 from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, require
 
@@ -33,7 +33,7 @@ def _quantize_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_group_blocks(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _quantize_vectors(turned_in_groups(x, offs), dtype)
+    return _quantize_vectors(transpose_in_groups(x, offs), dtype)
 
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -109,7 +109,7 @@ def quantize_group_blocks(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[
     require(offs.dim() == 1 and len(offs) > 0, f"offs is {tuple(offs.shape)}, expected (E,).")
     if too_large(x):
         return _quantize_group_blocks(x, offs, dtype)
-    blocks = columns_of(rows, len(offs)) // BLOCK
+    blocks = padded_columns(rows, len(offs)) // BLOCK
     col = x.new_empty(n, blocks * BLOCK, dtype=dtype)
     scale = x.new_empty(blocks, n, dtype=torch.float32)
     config = GROUP_BLOCKS.pick(rows, (n,), x)
@@ -117,7 +117,7 @@ def quantize_group_blocks(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[
         device("quantize_columns").quantize_group_blocks_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
         x, offs.contiguous(), col, scale, rows, n, len(offs), x.stride(0),
         LIMIT=torch.finfo(dtype).max, POW2=True, BLOCK_E=tiles.pow2(len(offs), least=32),
-        **overlap(x.device), **config,
+        **pdl_overlap(x.device), **config,
     )  # fmt: skip
     return col, scale
 
@@ -142,5 +142,5 @@ def matrix_shape(weight: Tensor) -> torch.Size:
 
 
 def too_large(x: Tensor) -> bool:
-    """Whether offsets within a tile of x, which are 32 bits, would not do."""
+    """Whether offsets within a tile of x would exceed 32 bits."""
     return max(*x.shape, x.stride(0)) >= 1 << 24

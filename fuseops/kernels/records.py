@@ -1,4 +1,4 @@
-"""Ops of many arguments: a record tells each argument once, and their functions take it.
+"""A record declares the arguments of an op once; the functions of the op take the record.
 
     @dataclass
     class Product(Arguments):
@@ -12,7 +12,8 @@
     @of_fields(Product)
     def grouped_mm(p: Product) -> Tensor: ...
 
-What calls `grouped_mm`, and its schema, see the fields: grouped_mm(x, weight, offs, bias=b), grouped_mm(*p).
+Callers of `grouped_mm`, and its schema, have the fields as arguments: grouped_mm(x, weight, offs, bias=b),
+grouped_mm(*p).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Arguments:
 
 
 class _OfFields(Protocol[P]):
-    """An `_OfFields` makes a function of the fields of a record, behind up to two tensors that are no part of it."""
+    """An `_OfFields` replaces a function's last argument, a record, by its fields, after up to two tensors."""
 
     @overload
     def __call__(self, function: Callable[[Any], R]) -> Callable[P, R]: ...
@@ -66,7 +67,7 @@ class _OfFields(Protocol[P]):
 
 @functools.cache
 def _parameters(record: Any) -> tuple[inspect.Parameter, ...]:
-    """The fields of a record as arguments, with types in place of their names."""
+    """The fields of a record as parameters, with resolved types."""
     types = get_type_hints(record)
     if is_dataclass(record):
         given = {f.name: EMPTY if f.default is MISSING else f.default for f in fields(record)}
@@ -81,9 +82,9 @@ def _parameters(record: Any) -> tuple[inspect.Parameter, ...]:
 
 
 def of_fields(record: Callable[P, Arguments | NamedTuple]) -> _OfFields[P]:
-    """Decorate a function whose last argument is a record: the fields of that become its arguments.
+    """Decorate a function whose last argument is a record: the record's fields become its arguments.
 
-    record: a dataclass of Arguments, or a NamedTuple, which Python makes in less time
+    record: a dataclass of Arguments, or a NamedTuple, which Python constructs faster
     """
 
     def flattened(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""One way to add a kernel: `@kernel_op` on its launcher.
+"""A kernel is registered by `@kernel_op` on its launcher.
 
     @kernel_op(twin=_bias_fwd, cases=...)
     def bias_fwd(x: Tensor, bias: Tensor) -> Tensor: ...
@@ -10,11 +10,11 @@ launcher's signature, with
   (each input read once and each output written once, unless `nbytes=` says otherwise);
 * `cases`, arguments on the meta device, from which the ahead-of-time table and the tests find every kernel.
 
-A call takes the launcher where it can, and the twin, plain differentiable torch, everywhere else: on other devices, for
-dtypes that the kernels do not know, where autograd or `torch.func` has to differentiate the call (a kernel has no
-derivative of its own; that is the ops layer's), for tensor subclasses, and inside `reference_only()`.
-Launched eagerly, and by what a compiler has made, the dispatcher is bypassed; dispatch and function modes, fake tensors
-and dynamo see the registered op.
+A call runs the launcher where it can, and the twin, plain differentiable torch, everywhere else: on other devices, for
+dtypes that the kernels do not load, where autograd or `torch.func` has to differentiate the call (kernels have no
+derivative; the ops have), for tensor subclasses, and inside `reference_only()`.
+Eager launches, and those of compiled code, bypass the dispatcher; dispatch and function modes, fake tensors and dynamo
+see the registered op.
 """
 
 from __future__ import annotations
@@ -36,7 +36,13 @@ from torch.autograd import forward_ad, profiler
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.replay import ALIGNED, NOT_REPLAYED, announce_writes, constant, replaying
+from fuseops.kernels.replay import (
+    ALIGNED,
+    NOT_REPLAYED,
+    active_replays,
+    bind_constant,
+    bump_versions,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,34 +55,33 @@ DTYPES = frozenset(
         *(torch.float8_e4m3fn, torch.float8_e5m2),
     }
 )
-"""What kernels load that do not say otherwise; a call with a tensor of any other dtype runs the twin."""
+"""The dtypes that kernels load by default; a call with a tensor of any other dtype runs the twin."""
 
-OWN = "fuseops"
+OWN_NAMESPACE = "fuseops"
 KERNEL_OPS: dict[str, KernelOp[Any, Any]] = {}  # of fuseops by name, of others by namespace::name
 Call = tuple["KernelOp[Any, Any]", tuple[Any, ...], dict[str, Any]]
 Cases = Iterator[tuple[Any, ...]]
-"""What `cases` of a kernel op gives: arguments on the meta device, one call after the other."""
+"""The `cases` of a kernel op: the arguments of calls, on the meta device."""
 
-_watched: Callable[[Call], object] | None = None
+_on_launch: Callable[[Call], object] | None = None
 
 
 @functools.cache
-def library(namespace: str = OWN) -> torch.library.Library:
-    """Where the kernel ops of a namespace are defined."""
+def library(namespace: str = OWN_NAMESPACE) -> torch.library.Library:
+    """The torch library that defines the kernel ops of a namespace."""
     return torch.library.Library(namespace, "FRAGMENT")
 
 
 class _RegistryThread(threading.local):
-    """A `_RegistryThread` holds what scopes of this thread ask of the registry: twins alone, another
-    architecture, calls that nobody sees.
-    """
+    """A `_RegistryThread` holds the registry's settings that scopes of this thread have set."""
 
     def __init__(self) -> None:
-        # in every thread's own dict from the start: dynamo guards on what a dict does not hold yet
+        # set here, not on the class: dynamo also guards on keys that a dict lacks
         self.reference_only = False
         self.as_arch = 0
-        self.unseen: Any = False  # True, or the `Transcriber` that writes calls down
-        self.shapes_alone = False  # inside of a fake, where no temporary takes memory
+        # True: calls are replayed without asking `may_replay`; or the `Transcriber` that records them
+        self.replay_mode: Any = False
+        self.in_fake = False  # inside of a fake, where temporaries take no memory
 
 
 thread = _RegistryThread()
@@ -84,34 +89,33 @@ thread = _RegistryThread()
 
 @contextmanager
 def reference_only() -> Iterator[None]:
-    """Inside, every kernel call of this thread runs its twin.
-
-    The bridge enters it for everything that is to be plain torch, `fo.reference()` first of all.
+    """Inside, every kernel call of this thread runs its twin: the bridge enters it for plain torch, as
+    `fo.reference()`.
     """
-    before = thread.reference_only, thread.unseen
-    thread.reference_only, thread.unseen = True, False
+    before = thread.reference_only, thread.replay_mode
+    thread.reference_only, thread.replay_mode = True, False
     try:
         yield
     finally:
-        thread.reference_only, thread.unseen = before
+        thread.reference_only, thread.replay_mode = before
 
 
 @contextmanager
-def watching(tell: Callable[[Call], object] | None = None) -> Iterator[list[Call]]:
-    """Inside, launches are noted as (op, args, kwargs), or told, those of other threads (a backward) too."""
-    global _watched
-    noted: list[Call] = []
-    outer, _watched = _watched, tell or noted.append
+def watch_launches(on_launch: Callable[[Call], object] | None = None) -> Iterator[list[Call]]:
+    """Inside, launches of all threads are collected as (op, args, kwargs), or passed to `on_launch`."""
+    global _on_launch
+    launched: list[Call] = []
+    outer, _on_launch = _on_launch, on_launch or launched.append
     try:
-        yield noted
+        yield launched
     finally:
-        _watched = outer
+        _on_launch = outer
 
 
 @contextmanager
 def as_if_on(arch: int) -> Iterator[None]:
-    """Inside, fake CPU tensors are taken for CUDA tensors of an architecture: calls of kernels that it has are seen
-    as the registered ops, with their fakes. For dry runs.
+    """Inside, fake CPU tensors count as CUDA tensors of an architecture, so that calls of its kernels go to the
+    registered ops and their fakes. For dry runs.
     """
     before = thread.as_arch
     thread.as_arch = arch
@@ -124,25 +128,26 @@ def as_if_on(arch: int) -> Iterator[None]:
 class KernelOp(Generic[P, R]):
     """A `KernelOp` is a kernel with its twin and formulas, callable like the launcher it was made from."""
 
-    def __init__(self, launcher: Callable[P, R], how: kernel_op) -> None:
+    def __init__(self, launcher: Callable[P, R], options: kernel_op) -> None:
         functools.update_wrapper(self, launcher)
         self.name: str = launcher.__name__
-        space = how.namespace or _namespace_of(launcher)
+        space = options.namespace or _namespace_of(launcher)
         self.label = f"{space}::{self.name}"
-        self.twin = how.twin
+        self.twin = options.twin
         signature = inspect.signature(launcher)
         self._defaults = tuple([(p.name, p.default) for p in signature.parameters.values()])
         self._names = tuple([name for name, _ in self._defaults])
-        self.min_arch, self.traces_twin, self.fuses = how.min_arch, how.traces_twin, how.fuses
-        self.cases, self.flops, self._nbytes = how.cases, how.flops, how.nbytes
-        self.dtypes = how.dtypes
-        key = self.name if space == OWN else self.label
+        self.min_arch, self.fuses = options.min_arch, options.fuses
+        self.traces_twin = options.traces_twin
+        self.cases, self.flops, self._nbytes = options.cases, options.flops, options.nbytes
+        self.dtypes = options.dtypes
+        key = self.name if space == OWN_NAMESPACE else self.label
         if key in KERNEL_OPS:
             raise FuseOpsError(
                 f"kernel op '{self.label}' is registered twice: torch keeps an op until the process ends, so give the "
                 "launcher another name."
             )
-        schema = torch.library.infer_schema(launcher, mutates_args=how.mutates)
+        schema = torch.library.infer_schema(launcher, mutates_args=options.mutates)
         if re.match(r"\(Tensor(\(\w+!\))? ", schema) is None:
             raise FuseOpsError(
                 f"kernel op '{self.label}' takes {schema.partition(' -> ')[0]}: its first argument has to be a Tensor, "
@@ -156,20 +161,20 @@ class KernelOp(Generic[P, R]):
         self._takes_lists = re.search(r"Tensor\S*\[", schema.partition(" -> ")[0]) is not None
         lib = library(space)
         lib.define(self.name + schema)
-        lib.impl(self.name, self._dispatched, "CompositeExplicitAutograd")
-        writes_alone = signature.return_annotation in (None, "None")
-        shapes = (lambda *_: None) if writes_alone else how.fake or how.twin
+        lib.impl(self.name, self._dispatcher_impl, "CompositeExplicitAutograd")
+        returns_nothing = signature.return_annotation in (None, "None")
+        shapes = (lambda *_: None) if returns_nothing else options.fake or options.twin
         torch.library.register_fake(
             self.label,
-            lambda *args, **kwargs: _shapes_alone(shapes, self._in_order(args, kwargs)),
+            lambda *args, **kwargs: _run_fake(shapes, self._positional(args, kwargs)),
             lib=lib,
         )
         self.op = getattr(getattr(torch.ops, space), self.name).default
         takes = enumerate(self.op._schema.arguments)
         self.writes = [k for k, a in takes if a.alias_info is not None and a.alias_info.is_write]
-        self.announced = self.writes if how.announces else []
-        self.launcher = self._announcing(launcher) if self.announced else launcher
-        self._dispatcher = torch_private.replace_overload(self.op, self._called())
+        self.announced = self.writes if options.announces else []
+        self.launcher = self._with_version_bump(launcher) if self.announced else launcher
+        self._dispatcher = torch_private.replace_overload(self.op, self._python_impl())
         KERNEL_OPS[key] = self
         if self.flops is not None and "torch.utils.flop_counter" in sys.modules:
             register_flops()
@@ -181,26 +186,26 @@ class KernelOp(Generic[P, R]):
                 return self.launcher(*args, **kwargs)  # raises what Python does
             others = {key: value for key, value in kwargs.items() if key != name}
             return self(kwargs[name], **others)  # type: ignore[arg-type]
-        unseen_by = thread.unseen
-        if unseen_by:
+        mode = thread.replay_mode
+        if mode:
             if kwargs:
-                return self(*self._in_order(args, kwargs))  # type: ignore[call-arg]
-            if unseen_by is not True:
-                return unseen_by.called(self, args)
-            out = replaying.now.run(self, args)
+                return self(*self._positional(args, kwargs))  # type: ignore[call-arg]
+            if mode is not True:
+                return mode.call_kernel(self, args)
+            out = active_replays.current.run(self, args)
             if out is not NOT_REPLAYED:
                 return out
         first: Any = args[0]
         replayable = False
         if first.is_cuda or INTERPRET or thread.as_arch:
             if not torch.compiler.is_compiling():
-                replayable = not kwargs and unseen()
+                replayable = not kwargs and may_replay()
             elif self.fuses:
                 return self.twin(*args, **kwargs)
         elif self.traces_twin:
             return self.twin(*args, **kwargs) if kwargs else self.twin(*args)
-        if replayable and not thread.unseen:
-            out = replaying.now.run(self, args)
+        if replayable and not thread.replay_mode:
+            out = active_replays.current.run(self, args)
             if out is not NOT_REPLAYED:
                 return out
         if not self.launches(args, kwargs):
@@ -212,7 +217,7 @@ class KernelOp(Generic[P, R]):
                 [
                     (f"{self.name}: argument {k}", t.is_meta)
                     for k, value in given
-                    for t in _each(value)
+                    for t in _as_sequence(value)
                     if isinstance(t, Tensor)
                 ]
             )
@@ -221,21 +226,23 @@ class KernelOp(Generic[P, R]):
             torch.compiler.is_compiling()
             or torch_private.num_dispatch_modes()
             or torch_private.num_function_modes()
-            or not (_ORDINARY.issuperset(map(type, args)) or _none_fake(self._values(args, kwargs)))
+            or not (
+                _PLAIN_TYPES.issuperset(map(type, args)) or _all_plain(self._values(args, kwargs))
+            )
         ):
             return self.op(*args, **kwargs)
-        if _watched is not None:
-            _watched((self, args, kwargs))
+        if _on_launch is not None:
+            _on_launch((self, args, kwargs))
         if profiler._is_profiler_enabled:
             with torch.profiler.record_function(self.label):
                 return self.launcher(*args, **kwargs)
         out = self.launcher(*args, **kwargs)
         if replayable:
-            replaying.now.note(self, args)
+            active_replays.current.record(self, args)
         return out
 
-    def _in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments by position, as replays know them, up to the last one given, with defaults between them."""
+    def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments by position, up to the last one given, with defaults between them."""
         found, left = list(args), len(kwargs)
         for name, default in self._defaults[len(args) :]:
             value = kwargs.get(name, default)
@@ -253,16 +260,16 @@ class KernelOp(Generic[P, R]):
             return self._nbytes(*args)
         return tensor_bytes(args) + tensor_bytes(self.op(*meta(args)))
 
-    def counted(self, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    def flop_count(self, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
         """The FLOPs of a call, as `torch.utils.flop_counter` asks."""
-        return 0 if self.flops is None else self.flops(*self._in_order(args, kwargs))
+        return 0 if self.flops is None else self.flops(*self._positional(args, kwargs))
 
     def launches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call runs the launcher: it can, and nobody has to see through it."""
+        """Whether a call runs the launcher: the kernel takes the tensors, and nothing has to differentiate it."""
         first = args[0]
         if thread.reference_only or not first.dim() or not self._on_device(first):
             return False
-        if _transformed() and not torch.compiler.is_compiling():
+        if _in_transform() and not torch.compiler.is_compiling():
             return False
         grad, where = torch.is_grad_enabled(), first.device
         for value in self._values(args, kwargs) if kwargs or self._takes_lists else args:
@@ -275,33 +282,34 @@ class KernelOp(Generic[P, R]):
         return True
 
     def _values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """What a call is given, and what stands in lists of it where the op takes lists of tensors."""
+        """The arguments of a call, with lists flattened where the op takes lists of tensors."""
         given = *args, *kwargs.values()
         if not self._takes_lists:
             return given
-        return tuple([value for one in given for value in _each(one)])
+        return tuple([value for one in given for value in _as_sequence(one)])
 
     def _loses_gradient(self, values: tuple[Any, ...]) -> bool:
-        """Whether compiled code would drop a gradient that somebody wants: torch knows none of the registered op."""
+        """Whether compiled code would drop a gradient that is needed, since the registered op has none."""
         if not (torch.is_grad_enabled() and torch.compiler.is_compiling()):
             return False
         wanted = any(isinstance(t, Tensor) and t.requires_grad for t in values)
         return wanted and not torch_private.has_autograd(self.label)
 
-    def written_to(self, args: tuple[Any, ...]) -> list[Tensor]:
+    def written_tensors(self, args: tuple[Any, ...]) -> list[Tensor]:
         """The tensors of a call that it writes to."""
         found = [args[k] for k in self.writes if k < len(args) and args[k] is not None]
-        return [t for value in found for t in _each(value)]
+        return [t for value in found for t in _as_sequence(value)]
 
-    def _announcing(self, launcher: Callable[P, R]) -> Callable[P, R]:
-        """The launcher, which tells autograd what it has written to: a twin does by its ops of torch, and what repeats
-        a launch without it by itself. (What a `Transcriber` writes down writes to nothing that others hold.)
+    def _with_version_bump(self, launcher: Callable[P, R]) -> Callable[P, R]:
+        """The launcher, which also increments the versions of tensors that it writes to, as a twin's ops do.
+
+        Replays do it by themselves. (A function that a `Transcriber` records writes to no external tensor.)
         """
 
         @functools.wraps(launcher)
         def announcing(*args: P.args, **kwargs: P.kwargs) -> R:
             out = launcher(*args, **kwargs)
-            announce_writes(self.written_to(self._in_order(args, kwargs) if kwargs else args))
+            bump_versions(self.written_tensors(self._positional(args, kwargs) if kwargs else args))
             return out
 
         return announcing
@@ -313,60 +321,60 @@ class KernelOp(Generic[P, R]):
             return INTERPRET and t.device.type == "cpu" and self.min_arch > 0
         return not self.min_arch or (HAS_TRITON and arch_of(t.device) >= self.min_arch)
 
-    def _called(self) -> Callable[..., Any]:
-        """What the registered op is to Python, and so to compiled code: it launches where that is all, and asks the
-        dispatcher otherwise, which takes several times as long to arrive at `_dispatched`.
+    def _python_impl(self) -> Callable[..., Any]:
+        """The registered op as Python, and so compiled code, calls it: it launches where nothing observes the call.
 
-        It is written out with the launcher's parameters: Python itself puts in order what a compiler gives by keyword.
+        Otherwise it calls the dispatcher, which takes several times as long to reach `_dispatcher_impl`. The function
+        is generated with the launcher's parameters, so that Python orders the keyword arguments of a compiler.
         """
-        known: dict[str, Any] = {
-            **{"_op": self, "_replaying": replaying, "_unseen": unseen, "_packed": _packed},
-            **{"_plain": PLAIN, "_not_replayed": NOT_REPLAYED},
+        namespace: dict[str, Any] = {
+            **{"_op": self, "_active": active_replays, "_contiguous": _contiguous},
+            **{"_plain": PLAIN, "_not_replayed": NOT_REPLAYED, "_may_replay": may_replay},
         }
         takes = [
-            name if value is inspect.Parameter.empty else f"{name}={constant(value, known)}"
-            for name, value in self._defaults
+            name + ("" if v is inspect.Parameter.empty else f"={bind_constant(v, namespace)}")
+            for name, v in self._defaults
         ]
         given, first = ", ".join(self._names), self._names[0]
         lines = [
             f"def called({', '.join(takes)}):",
-            f" if type({first}) in _plain and _unseen():",
-            f"  for _replay in _replaying.now.get((_op, {len(takes)}, {first}.shape, {first}.dtype), ()):",
-            f"   _out = _replay.again({given})",
+            f" if type({first}) in _plain and _may_replay():",
+            f"  for _replay in _active.current.get((_op, {len(takes)}, {first}.shape, {first}.dtype), ()):",
+            f"   _out = _replay.call({given})",
             "   if _out is not _not_replayed:",
-            "    return _out if _replay.contiguous else _packed(_out)",
-            f" return _op._launched({given})",
+            "    return _out if _replay.contiguous else _contiguous(_out)",
+            f" return _op._launch_or_dispatch({given})",
         ]
-        exec("\n".join(lines), known)
-        written: Callable[..., Any] = known["called"]
+        exec("\n".join(lines), namespace)
+        written: Callable[..., Any] = namespace["called"]
         written.__qualname__ = self.label
-        torch_private.never_compile(written)  # after a graph break: what it calls would be traced
+        torch_private.never_compile(written)  # dynamo would trace it after a graph break
         return written
 
-    def _launched(self, *args: Any) -> Any:
-        """Launch what no replay does for, where that is all; ask the dispatcher otherwise."""
+    def _launch_or_dispatch(self, *args: Any) -> Any:
+        """Launch a call without a replay where nothing observes it; call the dispatcher otherwise."""
         if not (
             type(args[0]) in PLAIN
-            and unseen()
-            and _ORDINARY.issuperset(map(type, args))
+            and may_replay()
+            and _PLAIN_TYPES.issuperset(map(type, args))
             and self.launches(args, {})
         ):
             return self._dispatcher(*args)
         out = self.launcher(*args)  # type: ignore[call-arg]
-        replaying.now.note(self, args)
-        return _packed(out)
+        active_replays.current.record(self, args)
+        return _contiguous(out)
 
-    def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
+    def _dispatcher_impl(self, *args: Any, **kwargs: Any) -> Any:
         """The registered op's body. Its outputs are contiguous, as its fake says."""
-        replayable = not kwargs and (args[0].is_cuda or INTERPRET) and unseen()
+        replayable = not kwargs and (args[0].is_cuda or INTERPRET) and may_replay()
         if replayable:
-            out = replaying.now.run(self, args)
+            out = active_replays.current.run(self, args)
             if out is not NOT_REPLAYED:
-                return _packed(out)
+                return _contiguous(out)
         runs = self._on_device(args[0]) and self.launches(args, kwargs)
-        out = _packed((self.launcher if runs else self.twin)(*args, **kwargs))
+        out = _contiguous((self.launcher if runs else self.twin)(*args, **kwargs))
         if replayable and runs:
-            replaying.now.note(self, args)
+            active_replays.current.record(self, args)
         return out
 
     def __repr__(self) -> str:
@@ -374,25 +382,26 @@ class KernelOp(Generic[P, R]):
 
 
 class kernel_op(NamedTuple):
-    """A `kernel_op` registers the launcher that it decorates: its signature is the op's schema, so every argument has a
-    type that `torch.library.infer_schema` knows, the first is a Tensor, and what it returns are new tensors. It decides
-    by its arguments alone: calls alike are repeated without it.
+    """A `kernel_op` registers the launcher that it decorates.
 
-    twin: the same in plain differentiable torch, with the same arguments: it runs wherever the launcher does not.
+    The launcher's signature is the op's schema: every argument has a type that `torch.library.infer_schema` knows, the
+    first is a Tensor, and it returns new tensors. It must depend on its arguments alone, since calls of one kind are
+    replayed without it.
+
+    twin: the same function in plain differentiable torch, which runs wherever the launcher does not.
     fake: outputs without values, where the twin reads values; an op that returns nothing needs none.
     flops, nbytes: formulas over the arguments, for profilers.
-    cases: arguments on the meta device, for what compiles kernels ahead of time.
+    cases: arguments on the meta device, for ahead-of-time compilation.
     min_arch: the first architecture (80, 90, ...) that can run it; 0 for a launcher without Triton, on any CUDA device.
-    traces_twin: False for a twin that reads values: traced code and fake tensors then see the registered op instead,
-        and for a gradient the twin, unless `torch.library.register_autograd` told one.
-    fuses: compiled code is given the twin, since the compiler fuses it with what stands around it.
-    mutates: names of the tensors that it writes to; a launch moves their versions, by which autograd knows.
-    announces: False where it is only called for tensors that nobody else can read: versions stay.
-    namespace: of `torch.ops`, in which the op stands by the launcher's name; left out: the top-level package that the
-        launcher is defined in ("main" of a script).
+    traces_twin: False for a twin that reads values: traced code and fake tensors then use the registered op, and the
+        twin for a gradient, unless `torch.library.register_autograd` registered one.
+    fuses: compiled code runs the twin, which the compiler fuses with its neighbours.
+    mutates: names of the tensors that it writes to; a launch increments their versions, for autograd.
+    announces: False where it is called only for tensors that nobody else can read: versions are not incremented.
+    namespace: of the op in `torch.ops`; by default the top-level package of the launcher ("main" of a script).
     dtypes: those that it loads; a call with a tensor of another one runs the twin.
-    Raises FuseOpsError for a second op of one name, for one whose first argument is no Tensor, and for parameters that
-    come by keyword alone.
+    Raises FuseOpsError for a second op of one name, for one whose first argument is no Tensor, and for keyword-only
+    parameters.
     """
 
     twin: Callable[..., Any]
@@ -413,7 +422,7 @@ class kernel_op(NamedTuple):
 
 
 def _namespace_of(launcher: Callable[..., Any]) -> str:
-    """The package that defines it, as torch takes names."""
+    """The package that defines a launcher, as a namespace of torch."""
     return launcher.__module__.partition(".")[0].strip("_")
 
 
@@ -425,7 +434,7 @@ def tensor_bytes(value: Any) -> int:
 
 
 def on_meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Makes a tensor without values: an operand of `cases`."""
+    """A tensor without values, for `cases`."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -455,26 +464,26 @@ def arch_of(device: torch.device) -> int:
 
 PLAIN = frozenset((Tensor, nn.Parameter))  # torch's own types: no subclass sees their operations
 PLAIN_OR_NONE = PLAIN | {type(None)}
-_ORDINARY = PLAIN_OR_NONE | {bool, int, float, str, torch.dtype}
+_PLAIN_TYPES = PLAIN_OR_NONE | {bool, int, float, str, torch.dtype}
 
 
-def _shapes_alone(fake: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What a fake gives, contiguous."""
-    before = thread.shapes_alone
-    thread.shapes_alone = True
+def _run_fake(fake: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """The contiguous outputs of a fake."""
+    before = thread.in_fake
+    thread.in_fake = True
     try:
-        return _packed(fake(*args))
+        return _contiguous(fake(*args))
     finally:
-        thread.shapes_alone = before
+        thread.in_fake = before
 
 
-def _each(value: Any) -> Sequence[Any]:
-    """What stands in a list, or the one value."""
+def _as_sequence(value: Any) -> Sequence[Any]:
+    """A list as it is, a single value as a tuple."""
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-def _none_fake(args: tuple[Any, ...]) -> bool:
-    """Whether every tensor is one of torch's own types. Others are fake here: nothing else launches."""
+def _all_plain(args: tuple[Any, ...]) -> bool:
+    """Whether every tensor is of one of torch's own types, not fake."""
     return not any(isinstance(value, Tensor) and type(value) not in PLAIN for value in args)
 
 
@@ -489,8 +498,9 @@ def _traced(args: tuple[Any, ...]) -> bool:
 
 
 def check_all_meta(found: Sequence[tuple[str, bool]]) -> None:
-    """Raise FuseOpsError where some tensors, by name, are on the meta device and others are not: what has no values
-    would be read. A fake, and torch itself for a product of matrices, then give memory that nobody wrote.
+    """Raise FuseOpsError where some of the named tensors are on the meta device and others are not.
+
+    A fake, and torch's matrix product, would return uninitialised memory for them.
     """
     on_meta = [name for name, meta in found if meta]
     if on_meta and len(on_meta) < len(found):
@@ -501,14 +511,16 @@ def check_all_meta(found: Sequence[tuple[str, bool]]) -> None:
         )
 
 
-def unseen() -> bool:
-    """Whether nobody has to see a call, or to differentiate it: a launch may be replayed. (`Replay.fits` sees a
-    `torch.func` transform.) What runs code that cannot change this asks once, and sets `thread.unseen` meanwhile.
+def may_replay() -> bool:
+    """Whether a launch may be replayed: nothing observes or differentiates the call.
+
+    (`Replay.fits` checks for `torch.func` transforms.) A caller of code that cannot change the answer asks once and
+    sets `thread.replay_mode` meanwhile.
     """
     return not (
         torch.is_grad_enabled()
         or thread.reference_only
-        or _watched is not None
+        or _on_launch is not None
         or profiler._is_profiler_enabled
         or torch_private.num_dispatch_modes()
         or torch_private.num_function_modes()
@@ -516,70 +528,71 @@ def unseen() -> bool:
     )
 
 
-def called_again(function: Callable[..., R], *args: Any) -> R:
-    """Call a function that decides by more than kinds of tensors, as by values: what is written down of a call calls
-    it, too.   args: tensors, dicts of what lives for one call, and what is the same in every call
+def opaque_call(function: Callable[..., R], *args: Any) -> R:
+    """Call a function that depends on more than kinds of tensors, as on values: a transcript calls it again as a whole.
+
+    args: tensors, dicts that live for one call, and constants
     """
-    if thread.unseen in (True, False):
+    if thread.replay_mode in (True, False):
         return function(*args)
-    given: R = thread.unseen.called_again(function, args)
+    given: R = thread.replay_mode.opaque_call(function, args)
     return given
 
 
 def held_once(held: list[Any]) -> bool:
-    """`torch_private.held_once`, which what is written down of a call asks of its operands, too."""
-    seen = torch_private if thread.unseen in (True, False) else thread.unseen
-    once: bool = seen.held_once(held)
+    """`torch_private.held_once`, whose answer about an operand a transcript checks again."""
+    checker = torch_private if thread.replay_mode in (True, False) else thread.replay_mode
+    once: bool = checker.held_once(held)
     return once
 
 
-def decided(ask: Callable[..., R], tensors: Sequence[Any], *facts: Any) -> R:
-    """What `ask(*tensors, *facts)` says: a repeated step asks nothing twice.
+def cached_decision(decide: Callable[..., R], tensors: Sequence[Any], *facts: Any) -> R:
+    """`decide(*tensors, *facts)`, cached beside the replays.
 
-    For answers that depend on kinds of tensors (shape, strides, dtype, device) or None, on facts that have a hash, and
-    on the settings of launches, which forget them when they change. Of anything else, as a Quantized or a tensor that
-    is not aligned, they are asked each time.
+    For decisions that depend on kinds of tensors (shape, strides, dtype, device) or None, on hashable facts, and on the
+    settings of launches, whose change clears the cache. For other arguments, as a Quantized or an unaligned tensor,
+    nothing is cached.
     """
     kinds = (*map(type, tensors),)
-    if not thread.unseen or not PLAIN_OR_NONE.issuperset(kinds):
-        return ask(*tensors, *facts)
+    if not thread.replay_mode or not PLAIN_OR_NONE.issuperset(kinds):
+        return decide(*tensors, *facts)
     given, bits = [], 0
     for t in tensors:
         if t is not None:
             given.append(t)
             bits |= t.data_ptr()
     if bits % ALIGNED:
-        return ask(*tensors, *facts)
-    key = ask, facts, kinds
-    answer: R
-    for check, answer in replaying.now.answers.get(key, ()):
+        return decide(*tensors, *facts)
+    key = decide, facts, kinds
+    decision: R
+    for check, decision in active_replays.current.decisions.get(key, ()):
         if check(*given):
-            return answer
-    answer = ask(*tensors, *facts)
-    replaying.now.keep_answer(key, given, answer)
-    return answer
+            return decision
+    decision = decide(*tensors, *facts)
+    active_replays.current.cache_decision(key, given, decision)
+    return decision
 
 
-def _transformed() -> bool:
-    """Whether tensors may carry more than their values, which a kernel would drop: a batch axis, a tangent."""
+def _in_transform() -> bool:
+    """Whether a transform may have wrapped tensors with a batch axis or a tangent, which a kernel would drop."""
     return torch_private.inside_functorch() or torch_private.inside_forward_ad()
 
 
-def _packed(out: Any) -> Any:
-    """The same with contiguous tensors."""
+def _contiguous(out: Any) -> Any:
+    """The same outputs, as contiguous tensors."""
     if isinstance(out, Tensor):
         return out.contiguous()
     return tuple([t.contiguous() for t in out]) if isinstance(out, tuple) else out
 
 
 def register_flops() -> None:
-    """Tell `torch.utils.flop_counter` the formulas of kernel ops; call it before a `FlopCounterMode` is made.
+    """Register the formulas of kernel ops with `torch.utils.flop_counter`; call it before a `FlopCounterMode` is made.
 
-    Done on import where the flop counter is imported already. It imports Triton, which `import fuseops` must not.
+    Importing fuseops calls it if the flop counter is imported already; otherwise it would import Triton.
     """
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     for op in KERNEL_OPS.values():
         packet = op.op.overloadpacket
         if op.flops is not None and packet not in flop_registry:
-            register_flop_formula(packet, get_raw=True)(op.counted)
+            register_flop_formula(packet, get_raw=True)(op.flop_count)

@@ -1,13 +1,13 @@
-"""What a kernel op does again for operands of a known kind: allocate, and launch.
+"""A replay repeats the allocations and launches of a kernel op for operands of one kind.
 
-A launcher is plain Python that checks operands, picks a configuration, allocates and launches. For operands alike in
-shapes, strides, dtypes and device it does the same every time. So after its second call it is rehearsed on the meta
-device, where its launches are noted and its allocations are seen, and from then on the op allocates and launches by
-itself. A launcher that computes something by torch, copies an operand or reads values cannot be replayed and runs as it
-is, and so do operands that are not aligned to 16 bytes, for which Triton compiles other code.
+A launcher is plain Python that checks operands, picks a configuration, allocates and launches. For operands with the
+same shapes, strides, dtypes and device it does the same every time. So at its second call it is rehearsed on the meta
+device, where its launches and allocations are recorded, and from then on the op repeats those without the launcher. A
+launcher that computes something by torch, copies an operand or reads values cannot be replayed and is run each time,
+and so are operands that are not aligned to 16 bytes, for which Triton compiles other code.
 
-What is decided by kinds of operands and by settings of launches, as which of two kernels is faster, is kept beside the
-replays (`registry.decided`): what changes a setting forgets both.
+Decisions by kinds of operands and settings of launches, as which of two kernels is faster, are cached beside the
+replays (`registry.cached_decision`); a change of a setting clears both.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.triton_private import Launcher
 
 ALIGNED = 16
-MOST_KINDS = 8  # of one op and shape of its first operand
-MOST_SHAPES = 4096
+MAX_KINDS = 8  # of one op and shape of its first operand
+MAX_SHAPES = 4096
 NOT_REPLAYED = object()
-MOST_KEPT = 1024  # tensor maps of an operand: of all layers of a model
+MAX_TENSOR_MAPS = 1024  # tensor maps of an operand: of all layers of a model
 
 
 class Launch(NamedTuple):
-    """A `Launch` is one that is noted instead of run: to be replayed, or for the ahead-of-time gate."""
+    """A `Launch` is recorded instead of run: to be replayed, or for the ahead-of-time table."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -42,16 +42,16 @@ class Launch(NamedTuple):
 
 
 class LaunchRecorder:
-    """Collects launches instead of running them.
+    """A `LaunchRecorder` collects launches instead of running them.
 
-    stands_for: the device whose architecture and multiprocessors launchers see; None where `arch` and `num_sms` say.
-    launch: launches one of them, and gives what launches it again: see `launch.launched`.
+    target_device: the device whose architecture and multiprocessors launchers see; None for `arch` and `num_sms`.
+    launch: runs one of them and returns its `Launcher`: `launch.launch_and_bind`.
     """
 
     def __init__(
-        self, arch: int = 0, num_sms: int = 132, stands_for: torch.device | None = None
+        self, arch: int = 0, num_sms: int = 132, target_device: torch.device | None = None
     ) -> None:
-        self.arch, self.num_sms, self.stands_for = arch, num_sms, stands_for
+        self.arch, self.num_sms, self.target_device = arch, num_sms, target_device
         self.launches: list[Launch] = []
         self.launch: Callable[..., Any] | None = None
 
@@ -64,8 +64,8 @@ thread = _RecorderThread()  # an autograd thread may launch while another one re
 
 
 @contextmanager
-def noting(recorder: LaunchRecorder) -> Iterator[LaunchRecorder]:
-    """Inside, launches of this thread are noted and not run."""
+def record_launches(recorder: LaunchRecorder) -> Iterator[LaunchRecorder]:
+    """Inside, launches of this thread are recorded and not run."""
     outer, thread.recorder = thread.recorder, recorder
     try:
         yield recorder
@@ -73,27 +73,25 @@ def noting(recorder: LaunchRecorder) -> Iterator[LaunchRecorder]:
         thread.recorder = outer
 
 
-def announce_writes(written: Sequence[Tensor]) -> None:
-    """Tell autograd what a kernel has written to, as torch does of its own writes in place."""
+def bump_versions(written: Sequence[Tensor]) -> None:
+    """Increment the versions of tensors that a kernel has written to, as torch does for in-place ops."""
     for t in written:
-        if not t.is_inference():  # which has no versions
+        if not t.is_inference():  # inference tensors have no version
             torch.autograd.graph.increment_version(t)
 
 
 class ReplayError(FuseOpsError):
-    """A launcher does more than allocate and launch, or depends on more than its operands."""
+    """Raised in a rehearsal: a launcher does more than allocate and launch, or depends on more than its operands."""
 
 
-def depends(on: str) -> None:
-    """Called by a launcher whose launches depend on something else than operands: they are not replayed."""
-    if thread.recorder is not None and thread.recorder.stands_for is not None:
-        raise ReplayError(f"it depends on {on}")
+def not_replayable(reason: str) -> None:
+    """A launcher calls this where its launches depend on something else than operands, so are not replayed."""
+    if thread.recorder is not None and thread.recorder.target_device is not None:
+        raise ReplayError(f"it depends on {reason}")
 
 
 class OperandPlace(NamedTuple):
-    """An `OperandPlace` says where the memory of a launch's operand comes from: in which operand or allocation, and
-    how.
-    """
+    """An `OperandPlace` is an operand of a launch as a view of a slot, an operand or allocation of the call."""
 
     slot: int
     offset: int
@@ -101,20 +99,20 @@ class OperandPlace(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Described(NamedTuple):
-    """A `Described` is an operand of a launch that is a tensor descriptor of a place."""
+class DescriptorOperand(NamedTuple):
+    """A `DescriptorOperand` is an operand of a launch that is a tensor descriptor of an `OperandPlace`."""
 
     place: OperandPlace
     descriptor: Any
 
-    def over(self, t: Any) -> Any:
-        """The descriptor of another tensor, or address."""
+    def rebased(self, t: Any) -> Any:
+        """The same descriptor of another tensor or address."""
         d = self.descriptor
         return type(d)(t, d.shape, d.strides, d.block_shape)
 
 
 class OperandAddress:
-    """An `OperandAddress` is what a tensor descriptor is encoded from."""
+    """An `OperandAddress` stands for a tensor when a descriptor is encoded: an address and a dtype."""
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
         self.address, self.dtype, self.is_meta = address, dtype, False
@@ -123,53 +121,56 @@ class OperandAddress:
         return self.address
 
 
-class Encoded(dict[int, Any]):
-    """An `Encoded` holds the tensor maps of one operand of a kernel, by address."""
+class TensorMapCache(dict[int, Any]):
+    """A `TensorMapCache` holds the tensor maps of one operand of a kernel, by address."""
 
-    def __init__(self, launcher: Launcher, number: int, described: Described, dtype: Any) -> None:
+    def __init__(
+        self, launcher: Launcher, number: int, described: DescriptorOperand, dtype: Any
+    ) -> None:
         super().__init__()
         self.launcher, self.number, self.described, self.dtype = launcher, number, described, dtype
 
     def encode(self, address: int) -> list[Any]:
-        descriptor = self.described.over(OperandAddress(address, self.dtype))
-        return self.launcher.encoded(descriptor, self.number)
+        descriptor = self.described.rebased(OperandAddress(address, self.dtype))
+        return self.launcher.encode_descriptor(descriptor, self.number)
 
     def __missing__(self, address: int) -> Any:
-        if len(self) >= MOST_KEPT:
+        if len(self) >= MAX_TENSOR_MAPS:
             self.clear()
-        found = self[address] = self.encode(address)[0]
-        return found
+        encoded = self[address] = self.encode(address)[0]
+        return encoded
 
 
-class EncodedPlace(NamedTuple):
-    """An `EncodedPlace` is an operand of a launch that is the tensor map of a place."""
+class TensorMapOperand(NamedTuple):
+    """A `TensorMapOperand` is an operand of a launch that is the tensor map of a slot."""
 
     slot: int
-    maps: Encoded
+    maps: TensorMapCache
 
 
-STREAM = object()  # in the place of the stream, among the operands of a launch
+STREAM = object()  # placeholder for the stream among the operands of a launch
 
 
 class Program(NamedTuple):
-    """A `Program` is one launch of a written replay: what launches it, and its operands, places for addresses."""
+    """A `Program` is one launch in generated code: the raw launcher and its operands, with places for addresses."""
 
     raw: Callable[..., None]
     operands: list[Any]
 
-    def line(self, addresses: Sequence[str], known: dict[str, Any]) -> str:
-        """The launch, as a line of a written function.   addresses: expressions, by slot"""
-        return f" {constant(self.raw, known)}({', '.join([self._text(o, addresses, known) for o in self.operands])})"
+    def line(self, addresses: Sequence[str], namespace: dict[str, Any]) -> str:
+        """The launch as a line of generated code.   addresses: expressions, by slot"""
+        operands = ", ".join([self._text(o, addresses, namespace) for o in self.operands])
+        return f" {bind_constant(self.raw, namespace)}({operands})"
 
     @staticmethod
-    def _text(value: Any, addresses: Sequence[str], known: dict[str, Any]) -> str:
+    def _text(value: Any, addresses: Sequence[str], namespace: dict[str, Any]) -> str:
         if value is STREAM:
             return "stream"
         if type(value) is OperandPlace:
             return addresses[value.slot]
-        if type(value) is EncodedPlace:
-            return f"{constant(value.maps, known)}[{addresses[value.slot]}]"
-        return constant(value, known)
+        if type(value) is TensorMapOperand:
+            return f"{bind_constant(value.maps, namespace)}[{addresses[value.slot]}]"
+        return bind_constant(value, namespace)
 
 
 class Allocation(NamedTuple):
@@ -181,7 +182,7 @@ class Allocation(NamedTuple):
 class Replay:
     """A `Replay` repeats the allocations and launches of an op for operands of one kind.
 
-    programs is None where the launcher cannot be replayed.  writes: the operands whose versions it moves
+    programs is None where the launcher cannot be replayed.  writes: the operands whose versions it increments
     """
 
     def __init__(
@@ -196,29 +197,29 @@ class Replay:
         self.device, self.index = tensors[0].device, tensors[0].get_device()
         self.empty = torch_private.empty_strided(self.device)
         self.programs: list[Launch] | None = None
-        self.contiguous = False  # known to be: all that it gives
+        self.contiguous = False  # whether all outputs are
         self.launcher = launcher
         self.writes = [k for k in writes if k in where]
-        # how it launches by itself, once launches have told; `launchable`: they may yet
+        # bound by the first launch; `launchable`: they can be, or may yet turn out so
         self.launchers: Sequence[Launcher] = ()
-        self.written: list[Program] = []
+        self.launch_code: list[Program] = []
         self.launchable = True
-        self.again: Callable[..., Any] = self._checked  # what a call comes to
+        self.call: Callable[..., Any] = self._run_checked  # later a generated function
         try:
             self._rehearse(args, tensors)
-        except Exception:  # it has just run: what fails is the rehearsal
-            self.programs, self.again = None, self._anew
+        except Exception:  # the launcher has just run: only the rehearsal fails
+            self.programs, self.call = None, self._run_launcher
 
     def _rehearse(self, args: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
-        stage, recorder = _Stage(tensors), LaunchRecorder(stands_for=self.device)
+        stage, recorder = _RehearsalMode(tensors), LaunchRecorder(target_device=self.device)
         metas = iter(stage.operands)
-        with torch.no_grad(), noting(recorder), stage:
+        with torch.no_grad(), record_launches(recorder), stage:
             out = self.launcher(*(next(metas) if isinstance(v, Tensor) else v for v in args))
-        self.several = isinstance(out, tuple)
-        self.returns = out is not None  # an op may write to its operands alone
-        given: Sequence[Tensor] = out if self.several else (out,) * self.returns
+        self.returns_tuple = isinstance(out, tuple)
+        self.returns_value = out is not None  # an op may write to its operands alone
+        given: Sequence[Tensor] = out if self.returns_tuple else (out,) * self.returns_value
         outputs = [stage.place(t) for t in given]
-        self.allocations, self.outputs = _returned(stage.allocations, outputs, len(tensors))
+        self.allocations, self.outputs = _output_layout(stage.allocations, outputs, len(tensors))
         self.contiguous = all(t.is_contiguous() for t in given)
         self.launch = recorder.launch
         self.programs = [
@@ -248,55 +249,57 @@ class Replay:
         new = [self.empty(*allocation) for allocation in self.allocations]
         self._launch([*given, *new])
         made = new if self.outputs is None else [_view(new, place) for place in self.outputs]
-        return tuple(made) if self.several else made[0] if self.returns else None
+        return tuple(made) if self.returns_tuple else made[0] if self.returns_value else None
 
-    def _anew(self, *args: Any) -> Any:
-        """Run a launcher that cannot be replayed, which operands of this kind come to in any case."""
+    def _run_launcher(self, *args: Any) -> Any:
+        """Run a launcher that cannot be replayed, for operands of this kind; NOT_REPLAYED for others."""
         return self.launcher(*args) if self.fits(args) else NOT_REPLAYED
 
-    def _checked(self, *args: Any) -> Any:
-        """Launch operands of this kind as the launcher does; NOT_REPLAYED for others."""
+    def _run_checked(self, *args: Any) -> Any:
+        """Check the operands and replay; NOT_REPLAYED for operands of another kind."""
         if not self.fits(args):
             return NOT_REPLAYED
         out = self(self.tensors_of(args))
         if self.writes and out is not NOT_REPLAYED:
-            announce_writes([args[k] for k in self.writes])
+            bump_versions([args[k] for k in self.writes])
         return out
 
     def _launch(self, tensors: Sequence[Tensor]) -> None:
-        """Launch as the launcher does, and get ready to do it without Triton's look at every argument."""
+        """Launch through Triton, and generate a function that does without it where every launch can be bound."""
         launchers = []
         programs = self.programs or []
         for kernel, grid, args, options in programs:
             given = [_argument(a, tensors) for a in args]
             launchers.append(self.launch(kernel, grid, given, options))  # type: ignore[misc]
         self.launchable = bool(launchers) and None not in launchers
-        if self.launchable and self.again == self._checked:
-            self.again = self._written(programs, launchers, tensors)
+        if self.launchable and self.call == self._run_checked:
+            self.call = self._generate_call(programs, launchers, tensors)
 
-    def _written(
+    def _generate_call(
         self, programs: Sequence[Launch], launchers: Sequence[Launcher], tensors: Sequence[Tensor]
     ) -> Callable[..., Any]:
-        """A function for operands of this kind, written out: it checks, allocates and launches, and nothing else. Loops
-        over operands would take several times as long as the launches.
+        """Generate a function that checks, allocates and launches, without loops over operands, which would take
+        several times as long as the launches.
         """
         self.launchers = launchers
-        self.written = [_program(*each, tensors) for each in zip(launchers, programs, strict=True)]
+        self.launch_code = [
+            _program(*each, tensors) for each in zip(launchers, programs, strict=True)
+        ]
         given = [f"a{k}" for k in range(self.count)]
         tensors_of = self.tensors_of(given)
-        known: dict[str, Any] = {
-            **{"check": self.check, "slow": self._checked, "view": _view},
+        namespace: dict[str, Any] = {
+            **{"check": self.check, "slow": self._run_checked, "view": _view},
             **{"hooks": launchers[0].hooks, "stream_of": launchers[0].stream_of},
             **{"index": self.index, "current_device": torch_private.current_device},
             **{"empty": self.empty, "outputs": self.outputs, "NOT_REPLAYED": NOT_REPLAYED},
             "device": torch.cuda.device,
         }
         every, bits = ", ".join(given), " | ".join(f"p{k}" for k in range(len(tensors_of)))
-        # None first: a tensor in its place takes a while to differ from anything
+        # None first: comparing a tensor that is given in its place with a scalar is slow
         scalars = sorted(zip(self.rest_of(given), self.scalars, strict=True), key=_is_something)
         same = [
-            f" and {name} is None" if value is None else f" and {name} == {constant(value, known)}"
-            for name, value in scalars
+            f" and {name} " + ("is None" if v is None else f"== {bind_constant(v, namespace)}")
+            for name, v in scalars
         ]
         lines = [
             f"def again({every}):",
@@ -309,25 +312,25 @@ class Replay:
             " stream = stream_of(index)",
         ]
         new = [f"t{k}" for k in range(len(tensors_of), len(tensors))]
-        lines += self.lines([f"p{k}" for k in range(len(tensors_of))], new, known)
+        lines += self.lines([f"p{k}" for k in range(len(tensors_of))], new, namespace)
         if self.writes:
-            known["announce_writes"] = announce_writes
-            lines.append(f" announce_writes([{', '.join([given[k] for k in self.writes])}])")
+            namespace["bump_versions"] = bump_versions
+            lines.append(f" bump_versions([{', '.join([given[k] for k in self.writes])}])")
         if self.outputs is not None:
             every = ", ".join(new)
             new = [
                 f"view([{every}], outputs[{k}])" if made is None else new[made]
-                for k, made in enumerate(self.made)
+                for k, made in enumerate(self.output_slots)
             ]
-        if self.returns:
-            lines.append(f" return {', '.join(new)}{',' * self.several}")
-        exec("\n".join(lines), known)
-        written: Callable[..., Any] = known["again"]
+        if self.returns_value:
+            lines.append(f" return {', '.join(new)}{',' * self.returns_tuple}")
+        exec("\n".join(lines), namespace)
+        written: Callable[..., Any] = namespace["again"]
         return written
 
     @property
-    def made(self) -> list[int | None]:
-        """Which allocation every output is, None for one that is a view of one."""
+    def output_slots(self) -> list[int | None]:
+        """The allocation that each output is, None for a view of one."""
         if self.outputs is None:
             return [*range(len(self.allocations))]
         return [
@@ -336,15 +339,15 @@ class Replay:
         ]
 
     def lines(
-        self, addresses: Sequence[str], new: Sequence[str], known: dict[str, Any]
+        self, addresses: Sequence[str], new: Sequence[str], namespace: dict[str, Any]
     ) -> list[str]:
-        """Lines that allocate and launch.   addresses: of operands.  new: names of what is allocated, as "t7" """
-        found = []
+        """Generate lines that allocate and launch.   addresses: of operands.  new: names of allocations, as "t7" """
+        lines = []
         for name, (shape, strides, dtype) in zip(new, self.allocations, strict=True):
-            found.append(f" {name} = empty({shape}, {strides}, {constant(dtype, known)})")
-            found.append(f" p{name[1:]} = {name}.data_ptr()")
+            lines.append(f" {name} = empty({shape}, {strides}, {bind_constant(dtype, namespace)})")
+            lines.append(f" p{name[1:]} = {name}.data_ptr()")
         addresses = [*addresses, *[f"p{name[1:]}" for name in new]]
-        return [*found, *[program.line(addresses, known) for program in self.written]]
+        return [*lines, *[program.line(addresses, namespace) for program in self.launch_code]]
 
 
 def _is_something(named: tuple[str, Any]) -> bool:
@@ -352,29 +355,29 @@ def _is_something(named: tuple[str, Any]) -> bool:
 
 
 def _program(launcher: Launcher, noted: Launch, tensors: Sequence[Tensor]) -> Program:
-    """A launch of operands that are numbers, on the current stream."""
+    """A recorded launch with its operands as numbers, places and tensor maps, on the current stream."""
     operands: list[Any] = [*(*noted.grid, 1, 1)[:3], STREAM, *launcher.head]
     number = 0
     for value in (*noted.args, *launcher.constants):
-        if type(value) is Described:
+        if type(value) is DescriptorOperand:
             t = tensors[value.place.slot]
-            maps = Encoded(launcher, number, value, t.dtype)
-            operands += [EncodedPlace(value.place.slot, maps), *maps.encode(t.data_ptr())[1:]]
+            maps = TensorMapCache(launcher, number, value, t.dtype)
+            operands += [TensorMapOperand(value.place.slot, maps), *maps.encode(t.data_ptr())[1:]]
             number += 1
         else:
             operands.append(value)
     return Program(launcher.raw, operands)
 
 
-def constant(value: Any, known: dict[str, Any]) -> str:
-    """A name for a value in a written function."""
-    name = f"c{len(known)}"
-    known[name] = value
+def bind_constant(value: Any, namespace: dict[str, Any]) -> str:
+    """Bind a value to a new name in the namespace of generated code.   -> the name"""
+    name = f"c{len(namespace)}"
+    namespace[name] = value
     return name
 
 
-class _Stage(torch_private.DispatchMode):
-    """The stage of a rehearsal knows every tensor by its storage, and lets a launcher allocate and take views only."""
+class _RehearsalMode(torch_private.DispatchMode):
+    """A `_RehearsalMode` identifies tensors by their storage, and lets a launcher only allocate and take views."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -403,7 +406,7 @@ class _Stage(torch_private.DispatchMode):
         return OperandPlace(slot, t.storage_offset(), tuple(t.shape), t.stride())
 
     def operand(self, value: Any) -> Any:
-        """Of a launch: a place at the start of an operand or allocation, or a number."""
+        """An operand of a launch as a place at the start of a slot, a descriptor of one, or a number."""
         if isinstance(value, Tensor):
             place = self.place(value)
             if place.offset:
@@ -411,17 +414,18 @@ class _Stage(torch_private.DispatchMode):
             return place
         if hasattr(value, "block_shape"):
             base = value.base if isinstance(value.base, Tensor) else value.base.rehearsed
-            return Described(self.operand(base), value)
+            return DescriptorOperand(self.operand(base), value)
         if type(value) not in (int, float):
             raise ReplayError(f"a launch takes a {type(value).__name__}")
         return value
 
 
-def _returned(
+def _output_layout(
     allocations: Sequence[Allocation], outputs: Sequence[OperandPlace], operands: int
 ) -> tuple[list[Allocation], list[OperandPlace] | None]:
-    """Allocations that have the shape in which they are returned, and where outputs lie in them: None where they are
-    all of them, in order.
+    """(allocations, in the shape in which they are returned where that is possible, places of the outputs in them).
+
+    The places are None where the outputs are the allocations in order.
     """
     found = list(allocations)
     moved = []
@@ -449,14 +453,14 @@ def _view(tensors: Sequence[Tensor], place: OperandPlace) -> Tensor:
 
 
 def _argument(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """An operand of a launch, as the launcher gives it."""
+    """A recorded operand of a launch over these tensors."""
     if type(value) is OperandPlace:
         return _view(tensors, value)
-    return value.over(_view(tensors, value.place)) if type(value) is Described else value
+    return value.rebased(_view(tensors, value.place)) if type(value) is DescriptorOperand else value
 
 
 def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A tuple of the values at these places."""
+    """A function that returns the tuple of the values at these places."""
     if len(places) > 1:
         return itemgetter(*places)
     if places:
@@ -470,72 +474,73 @@ def _tensors_in(values: Sequence[Any]) -> bool:
 
 
 class Replays(dict[tuple[Any, ...], list[Replay]]):
-    """Replays are kept by op, number of operands, shape and dtype of the first one, the latest first; none at first
-    sight.
+    """`Replays` are lists by op, number of operands, shape and dtype of the first one, the latest first; empty after
+    the first call.
 
-    under: those made under an override, by override
-    answers: by question, each with the kinds of tensors of which it holds
+    under: the replays made under an override, by override
+    decisions: (check of tensors, decision) by function and facts
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.under: dict[Any, Replays] = {}
-        self.answers: dict[tuple[Any, ...], list[tuple[Callable[..., bool], Any]]] = {}
+        self.decisions: dict[tuple[Any, ...], list[tuple[Callable[..., bool], Any]]] = {}
 
-    def of(self, op: Any, args: tuple[Any, ...]) -> Replay | None:
+    def find(self, op: Any, args: tuple[Any, ...]) -> Replay | None:
         """The replay of an op for these operands."""
         kinds = self.get((op, len(args), args[0].shape, args[0].dtype), ())
         return next((replay for replay in kinds if replay.fits(args)), None)
 
     def run(self, op: Any, args: tuple[Any, ...]) -> Any:
-        """What the op gives, or NOT_REPLAYED."""
+        """Replay the op.   -> its outputs, or NOT_REPLAYED"""
         first = args[0]
         for replay in self.get((op, len(args), first.shape, first.dtype), ()):
-            out = replay.again(*args)
+            out = replay.call(*args)
             if out is not NOT_REPLAYED:
                 return out
         return NOT_REPLAYED
 
-    def note(self, op: Any, args: tuple[Any, ...]) -> None:
-        """An op has launched with these operands: from the second time on, rehearse it."""
+    def record(self, op: Any, args: tuple[Any, ...]) -> None:
+        """Note that an op has launched with these operands: from the second time on, make a replay."""
         if any(type(value) in (list, tuple) and _tensors_in(value) for value in args):
             return
         key = op, len(args), args[0].shape, args[0].dtype
         kinds = self.get(key)
         if kinds is None:
-            if len(self) >= MOST_SHAPES:
+            if len(self) >= MAX_SHAPES:
                 self.clear()
             self[key] = []
         elif not any(replay.fits(args) for replay in kinds):
             kinds.insert(0, Replay(op.launcher, args, op.announced))
-            del kinds[MOST_KINDS:]
+            del kinds[MAX_KINDS:]
 
-    def keep_answer(self, key: tuple[Any, ...], given: list[Tensor], answer: Any) -> None:
-        """Keep the answer to a question, for tensors like these."""
-        if len(self.answers) >= MOST_SHAPES:
-            self.answers.clear()
+    def cache_decision(self, key: tuple[Any, ...], given: list[Tensor], answer: Any) -> None:
+        """Cache a decision for tensors of these kinds."""
+        if len(self.decisions) >= MAX_SHAPES:
+            self.decisions.clear()
         latest = torch_private.tensor_guard(given), answer
-        self.answers[key] = [latest, *self.answers.get(key, ())][:MOST_KINDS]
+        self.decisions[key] = [latest, *self.decisions.get(key, ())][:MAX_KINDS]
 
 
-class _Replaying:
-    now = Replays()
+class _ActiveReplays:
+    current = Replays()
 
 
-replaying = _Replaying()
+active_replays = _ActiveReplays()
 
 
 @contextmanager
-def apart(under: Any = None) -> Iterator[None]:
-    """Inside, other replays are kept: those of the override `under`, or new ones."""
-    outer = replaying.now
-    replaying.now = Replays() if under is None else outer.under.setdefault(under, Replays())
+def separate_replays(under: Any = None) -> Iterator[None]:
+    """Inside, other replays are used: those of the override `under`, or new ones."""
+    outer = active_replays.current
+    inner = Replays() if under is None else outer.under.setdefault(under, Replays())
+    active_replays.current = inner
     try:
         yield
     finally:
-        replaying.now = outer
+        active_replays.current = outer
 
 
 def forget_replays() -> None:
-    """Since what they were made from has changed."""
-    replaying.now = Replays()
+    """Drop all replays and decisions, after a setting that they depend on has changed."""
+    active_replays.current = Replays()

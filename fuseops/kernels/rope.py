@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of columns turned by an angle that the position and the pair have.
+"""Rotary position embedding: rotates pairs of columns by an angle of the position and the pair.
 
 Maths (arXiv 2104.09864): (a, b) -> (a cos - b sin, b cos + a sin), float32, one rounding at the store. A pair is
 columns i and P + i, or 2 i and 2 i + 1 where `interleaved`; columns from 2 P on stay as they are. `inverse` turns back,
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import device, launch, overlap
+from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
-from fuseops.kernels.tiles import cdiv, pow2, require, wide
+from fuseops.kernels.tiles import cdiv, pow2, require, upcast
 
 
 def _apply_rope(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
 ) -> Tensor:
     pairs = cos.shape[-1]
-    first, second = rotary_pairs(wide(x), pairs, interleaved)
+    first, second = rotary_pairs(upcast(x), pairs, interleaved)
     c, s = (t.unsqueeze(-2).to(first.dtype) for t in (cos, -sin if inverse else sin))
     turned = [first * c - second * s, second * c + first * s]
     if interleaved:  # by reshape: a batch of output gradients does not go through flatten
@@ -79,7 +79,7 @@ def _pair_cases() -> Cases:
 def apply_rope(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
 ) -> Tensor:
-    """x with its pairs of columns turned by the angles of cos and sin, or back."""
+    """x with its pairs of columns rotated by the angles of cos and sin, or back with `inverse`."""
     return _turned((x,), cos, sin, interleaved, inverse)[0]
 
 
@@ -119,7 +119,7 @@ def _turned(
         device("rope").rope_kernel, (first.shape[0] * t, blocks),
         first, last, cos3, sin3, ys[0], ys[-1], t, h, last.shape[2], d, p,
         *first.stride()[:3], *last.stride()[:3], *_strides(cos3), *_strides(sin3),
-        INTERLEAVED=interleaved, INVERSE=inverse, REST=2 * p < d, PAIR=pair, **overlap(x.device), **config,
+        INTERLEAVED=interleaved, INVERSE=inverse, REST=2 * p < d, PAIR=pair, **pdl_overlap(x.device), **config,
     )  # fmt: skip
     return ys
 

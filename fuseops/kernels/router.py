@@ -22,7 +22,7 @@ from torch import Tensor
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require, wide
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require, upcast
 
 TINY = 1e-20  # scores that are all zero give weights of zero
 
@@ -37,9 +37,9 @@ def _router_fwd(
     groups: int = 1,
     top_groups: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scores, full = scores_of(logits, score), wide(logits)
+    scores, full = scores_of(logits, score), upcast(logits)
     key = full if bias is None and groups == 1 else scores
-    key = key if bias is None else key + wide(bias)
+    key = key if bias is None else key + upcast(bias)
     key = key.nan_to_num(float("inf"), float("inf"), -float("inf"))
     if groups > 1:
         key = _in_best_groups(key, groups, top_groups)
@@ -75,7 +75,7 @@ def _router_bwd(
     scores, experts = scores_of(logits, score), experts.long()
     width = num_experts or logits.shape[1]
     chosen = scores if num_experts else scores.gather(-1, experts)
-    d = wide(dweights) * scale
+    d = upcast(dweights) * scale
     if normalize:
         total = chosen.sum(-1, keepdim=True) + TINY
         d = (d - (d * chosen).sum(-1, keepdim=True) / total) / total
@@ -94,7 +94,9 @@ def _router_bwd(
 
 def scores_of(logits: Tensor, score: str) -> Tensor:
     """Scores of all experts, in the accumulator's dtype."""
-    return torch.softmax(wide(logits), -1) if score == "softmax" else torch.sigmoid(wide(logits))
+    return (
+        torch.softmax(upcast(logits), -1) if score == "softmax" else torch.sigmoid(upcast(logits))
+    )
 
 
 def weights_of(scores: Tensor, experts: Tensor, normalize: bool, scale: float) -> Tensor:

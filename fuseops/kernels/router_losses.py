@@ -18,10 +18,10 @@ from torch import Tensor
 
 from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import chain, device, launch
+from fuseops.kernels.launch import device, launch, pdl_chain
 from fuseops.kernels.registry import Cases, floats, ints, kernel_op
 from fuseops.kernels.router import MAX_EXPERTS, SCORES, TINY, scores_of
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require, wide
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require, upcast
 
 
 def _router_loss(
@@ -33,7 +33,7 @@ def _router_loss(
     z: float = 0.0,
 ) -> Tensor:
     tokens, experts = max(logits.shape[0], 1), logits.shape[1]
-    loss = z * wide(logits).logsumexp(-1).square().sum() / tokens
+    loss = z * upcast(logits).logsumexp(-1).square().sum() / tokens
     if counts is not None:
         mean = _shares(logits, score).sum(0) / tokens
         loss = loss + balance * experts * (counts.to(mean.dtype) / (tokens * k) * mean).sum()
@@ -50,7 +50,7 @@ def _router_loss_bwd(
     balance: float = 0.0,
     z: float = 0.0,
 ) -> Tensor:
-    tokens, experts, full = max(logits.shape[0], 1), logits.shape[1], wide(logits)
+    tokens, experts, full = max(logits.shape[0], 1), logits.shape[1], upcast(logits)
     d = 2 * z / tokens * full.logsumexp(-1, keepdim=True) * full.softmax(-1)
     if counts is not None:
         shares, scores = _shares(logits, score), scores_of(logits, score)
@@ -105,7 +105,7 @@ def router_loss(
     programs, each = tiles.row_splits(tokens, config, logits)
     partial, loss = logits.new_empty(programs, experts + 1), logits.new_empty(())
     (leads, follows), kernels, block_e = (
-        chain(logits.device),
+        pdl_chain(logits.device),
         device("router_losses"),
         pow2(experts),
     )
@@ -146,7 +146,7 @@ def router_loss_bwd(
 
 
 def _slopes(tokens: int, experts: int, k: int, balance: float, z: float) -> tuple[float, float]:
-    """What counts times sums of shares, and sums of lse^2, are multiplied by."""
+    """The factors of counts times sums of shares, and of sums of lse^2, in the loss."""
     tokens = max(tokens, 1)
     return balance * experts / (tokens * k * tokens), z / tokens
 

@@ -1,5 +1,4 @@
-"""From chosen experts to rows: how many each expert gets, where its rows end, and which row every
-copy of a token takes.
+"""`route` sorts copies of tokens by expert: the rows of each expert, their ends, and the row of every copy of a token.
 
 Maths: a stable counting sort. The row of copy i = (t, k) is the number of copies of lower experts,
 plus the number of copies of its own expert before it. Integers only and no atomics on results, so
@@ -22,9 +21,9 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import chain, device, launch
+from fuseops.kernels.launch import device, launch, pdl_chain
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
-from fuseops.kernels.tiles import cdiv, check_shape, pow2, require, wide
+from fuseops.kernels.tiles import cdiv, check_shape, pow2, require, upcast
 
 
 def _route(
@@ -43,7 +42,7 @@ def _route(
     if weights is None:
         probs = torch.empty(0, dtype=torch.float32, device=flat.device)
     else:
-        probs = torch.where(used, wide(weights.flatten())[order], 0.0)
+        probs = torch.where(used, upcast(weights.flatten())[order], 0.0)
     return offs, index, pos.to(torch.int32).view(experts.shape), probs
 
 
@@ -107,7 +106,7 @@ def route(
     config = ROUTE.pick(rows, (num_experts,), experts)
     chunks, block_e = _chunks(rows, config), pow2(num_experts, least=16)
     counted, counts, total = rows > ONE_LAUNCH, offs, offs
-    (leads, follows), kernels = chain(where), device("routing")
+    (leads, follows), kernels = pdl_chain(where), device("routing")
     if counted:
         counts, total = _count(experts, num_experts, config, **leads), torch.empty_like(offs)
         launch(
@@ -125,7 +124,7 @@ def route(
 
 @kernel_op(twin=_expert_counts, cases=lambda: ((e, n) for e, n, *_ in _cases()))
 def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
-    """counts (E,) int32: the copies of each expert; those of none count nowhere."""
+    """counts (E,) int32: the copies of each expert; copies without one are not counted."""
     if num_experts > MAX_EXPERTS:
         return _expert_counts(experts, num_experts)
     experts = experts.contiguous()
@@ -142,21 +141,19 @@ def count_once(total: Tensor, experts: Tensor) -> None:
         _count_once(total, experts)
 
 
-# Asked when a graph runs: it is the same for a forward and its recomputation. A CUDA graph could not ask.
-@torch.library.custom_op(
-    "fuseops::count_once", mutates_args=("total",), tags=(torch.Tag.cudagraph_unsafe,)
-)
-def _counting(total: Tensor, experts: Tensor) -> None:
-    _count_once(total, experts)
-
-
 def _count_once(total: Tensor, experts: Tensor) -> None:
     if not torch_private.in_recomputation():
         total += expert_counts(experts, len(total))
 
 
+# A compiled graph calls the op, since only a call can tell a forward from its recomputation. A CUDA graph cannot.
+torch.library.custom_op(
+    "fuseops::count_once", _count_once, mutates_args=("total",), tags=(torch.Tag.cudagraph_unsafe,)
+)
+
+
 def _chunks(rows: int, config: Config) -> int:
-    """One that is empty where there are no rows: its program writes offs."""
+    """The number of chunks, at least one, whose program writes offs."""
     return max(cdiv(rows, config["BLOCK_S"]), 1)
 
 

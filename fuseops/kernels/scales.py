@@ -1,4 +1,4 @@
-"""From numbers to codes of FP8: amax, the scale that follows from it, and saturation, never left to a cast."""
+"""Plain torch quantizes to FP8 by amax, the scale that follows from it, and an explicit saturation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fuseops.kernels.groups import columns_of, group_of_row, padding_mask, place_of_row
+from fuseops.kernels.groups import column_of_row, group_of_row, padded_columns, padding_mask
 from fuseops.kernels.registry import thread
 
-Lay = Callable[[Tensor], Tensor]
+RowTransform = Callable[[Tensor], Tensor]
 PIECES, LEAST_PIECE = 32, 1 << 20
 SMALLEST = 2.0**-63
 """No power-of-two scale is smaller, so that the product of two is a normal number; a block of zeros has it."""
@@ -34,18 +34,17 @@ def inverse_scale(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in an FP8 format: finite values and infinities beyond the range become its ends, NaN stays NaN."""
+    """x in an FP8 format: values and infinities beyond the range become its ends, NaN stays NaN."""
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype)
 
 
 def pieces(x: Tensor, step: int = 1) -> list[slice]:
-    """Where matrices (..., R, K) are cut along their rows, at multiples of `step`, for what makes temporaries of an
-    element's many bytes: into 32, none of less than 2^20 elements. Compiled code and fakes of kernels make no
-    temporaries.
+    """Slices of the rows of matrices (..., R, K), at multiples of `step`, that bound the memory of temporaries: 32,
+    none of less than 2^20 elements. One slice in compiled code and in fakes, which have no temporaries.
     """
     rows = x.shape[-2]
-    if torch.compiler.is_compiling() or thread.shapes_alone or x.numel() <= LEAST_PIECE:
+    if torch.compiler.is_compiling() or thread.in_fake or x.numel() <= LEAST_PIECE:
         return [slice(0, rows)]
     size = max(x.numel() // PIECES, LEAST_PIECE) * rows // x.numel()
     size = max(size // step, 1) * step
@@ -53,26 +52,26 @@ def pieces(x: Tensor, step: int = 1) -> list[slice]:
 
 
 def by_pieces(cut: list[slice], make: Callable[[slice], Tensor]) -> Tensor:
-    """Matrices (..., R, N), whose rows are made piece by piece, where more than one into memory that waits for them."""
+    """Matrices (..., R, N) whose rows `make` computes slice by slice, into one allocation."""
     if len(cut) == 1:
         return make(cut[0]).contiguous()
-    made: Tensor | None = None
+    out: Tensor | None = None
     for piece in cut:
         part = make(piece)
-        if made is None:
-            made = part.new_empty(*part.shape[:-2], cut[-1].stop, part.shape[-1])
-        made[..., piece, :] = part
+        if out is None:
+            out = part.new_empty(*part.shape[:-2], cut[-1].stop, part.shape[-1])
+        out[..., piece, :] = part
         del part
-    return cast("Tensor", made)
+    return cast("Tensor", out)
 
 
-def amax_of_tokens(x: Tensor, axis: int, lay: Lay | None = None) -> Tensor:
+def amax_of_tokens(x: Tensor, axis: int, transform: RowTransform | None = None) -> Tensor:
     """The largest magnitude of each token of a matrix.   axis: that of features.  lay: what gives, for rows of x, those
     that count in their place
     """
     if not x.shape[axis]:
         return x.new_zeros(x.shape[1 - axis], dtype=torch.float32)
-    parts = (x[piece] if lay is None else lay(x[piece]) for piece in pieces(x))
+    parts = (x[piece] if transform is None else transform(x[piece]) for piece in pieces(x))
     found = [magnitude(part).amax(axis) for part in parts]
     if len(found) == 1:
         return found[0]
@@ -80,7 +79,7 @@ def amax_of_tokens(x: Tensor, axis: int, lay: Lay | None = None) -> Tensor:
 
 
 def amax_of_groups(by_token: Tensor, ends: Tensor | None) -> Tensor:
-    """The largest of all, or of each group.   (T,) -> () or (E,)"""
+    """The largest amax of all tokens, or of each group.   (T,) -> () or (E,)"""
     tokens = by_token.shape[0]
     if ends is None:
         return by_token.amax() if tokens else by_token.new_zeros(())
@@ -127,8 +126,8 @@ def codes_of_matrices(weight: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 def columns_in_groups(data: Tensor, offs: Tensor | None) -> Tensor:
     """Codes transposed, with groups at multiples of 128 and zeros between.   (R, K) -> (K, C)"""
     rows = data.shape[0]
-    width = columns_of(rows, None if offs is None else len(offs))
-    place, raw = place_of_row(offs, rows, data), data.view(torch.uint8).t()
+    width = padded_columns(rows, None if offs is None else len(offs))
+    place, raw = column_of_row(offs, rows, data), data.view(torch.uint8).t()
 
     def laid(piece: slice) -> Tensor:
         part = raw[piece].t()

@@ -1,4 +1,4 @@
-"""What launchers share: views as rows, the dtype of sums, tile configurations, split counts and argument checks."""
+"""Helpers of launchers: views as rows, the dtype of sums, tile configurations, split counts and argument checks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fuseops.kernels.configs import Config
 from fuseops.kernels.launch import num_sms
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-"""What GEMMs, and sums of their results, take and write."""
+"""The dtypes that GEMMs, and sums of their results, read and write."""
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are kept in: float32, or wider if the input is."""
+    """The dtype of sums: float32, or wider if the input is."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def wide(t: Tensor) -> Tensor:
-    """t in its accumulator's dtype."""
+def upcast(t: Tensor) -> Tensor:
+    """t in the dtype of its sums, `accumulator`."""
     return t.to(accumulator(t.dtype))
 
 
@@ -52,8 +52,9 @@ def as_rows(x: Tensor, dims: int = 1) -> Tensor:
 
 
 def as_heads(x: Tensor, dims: int = 1) -> Tensor:
-    """(A, H, N) view of a tensor whose last `dims` axes are the columns. Rows may have two strides, as the heads of
-    queries have that lie beside keys and values; copied only where no such view exists.
+    """(A, H, N) view of a tensor whose last `dims` axes are the columns; copied only where no such view exists.
+
+    Rows may have two strides, as heads of queries in one tensor with keys and values.
     """
     if dims > 1:
         x = x.flatten(-dims)
@@ -72,34 +73,38 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_shape(name: str, t: Tensor | None, shape: Sequence[int]) -> None:
-    """Raise a FuseOpsError unless a tensor that is given has this shape."""
+    """Raise a FuseOpsError unless a tensor, if given, has this shape."""
     if t is not None and t.shape != tuple(shape):
         raise FuseOpsError(f"{name} is {tuple(t.shape)}, expected {tuple(shape)}.")
 
 
 def check_axes(name: str, t: Tensor, axes: str) -> None:
-    """Raise a FuseOpsError unless a tensor has as many axes as are named, as in "(T, E)"."""
+    """Raise a FuseOpsError unless a tensor has as many axes as a text like "(T, E)"."""
     if t.dim() != len(axes.strip("(,)").split(",")):
         raise FuseOpsError(f"{name} is {tuple(t.shape)}, expected {axes}.")
 
 
-AXES = r"(\w+) \(([^)]*)\)(?: (\w+))?"  # a name, axes and maybe a dtype
-KINDS = {"int": (torch.int32, torch.int64), "int32": (torch.int32,), "int64": (torch.int64,)}
-KINDS["float32"] = (torch.float32,)
+SPEC_PATTERN = r"(\w+) \(([^)]*)\)(?: (\w+))?"  # a name, axes and maybe a dtype
+SPEC_DTYPES = {"int": (torch.int32, torch.int64), "int32": (torch.int32,), "int64": (torch.int64,)}
+SPEC_DTYPES["float32"] = (torch.float32,)
 
 
-def fit(given: Mapping[str, Any], wanted: str, **sizes: int) -> None:
-    """Raise FuseOpsError for a tensor that has not the axes that are wanted, as in "x (R, K), offs (E,) int32".
+def check_spec(given: Mapping[str, Any], wanted: str, **sizes: int) -> None:
+    """Raise FuseOpsError for a tensor that does not match its spec, as in "x (R, K), offs (E,) int32".
 
-    A letter is one size wherever it stands: the one in `sizes`, or that of the first tensor that has it. `int` is of
-    32 or 64 bits. What is None fits.
+    A letter is one size in all tensors: that in `sizes`, or of the first tensor that has it. `int` is int32 or int64.
+    None matches any spec.
     """
-    for name, letters, dtype in _tensors_wanted(wanted):
+    for name, letters, dtype in _parse_spec(wanted):
         t = given[name]
         if t is None:
             continue
         shape = tuple([sizes.get(a, n) for a, n in zip(letters, t.shape, strict=False)])
-        if len(letters) != t.dim() or shape != t.shape or (dtype and t.dtype not in KINDS[dtype]):
+        if (
+            len(letters) != t.dim()
+            or shape != t.shape
+            or (dtype and t.dtype not in SPEC_DTYPES[dtype])
+        ):
             axes = "".join(f"{sizes.get(a, a)}, " for a in letters)
             axes = axes if len(letters) == 1 else axes[:-2]
             found = f"{t.dtype if dtype else ''}{tuple(t.shape)}"
@@ -108,14 +113,17 @@ def fit(given: Mapping[str, Any], wanted: str, **sizes: int) -> None:
 
 
 @functools.cache
-def _tensors_wanted(wanted: str) -> list[tuple[str, list[str], str]]:
-    """The name, the axes and the dtype of each."""
-    return [(name, re.findall(r"\w+", axes), kind) for name, axes, kind in re.findall(AXES, wanted)]
+def _parse_spec(wanted: str) -> list[tuple[str, list[str], str]]:
+    """(name, axes, dtype) of each tensor of a spec."""
+    return [
+        (name, re.findall(r"\w+", axes), kind)
+        for name, axes, kind in re.findall(SPEC_PATTERN, wanted)
+    ]
 
 
 def wide_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Elementwise tiles of 2048 elements, 8 or 16 a thread: as few programs as still keep every
-    multiprocessor full (programs of 1024 start more slowly than memory moves).
+    """Elementwise tiles of 2048 elements, 8 or 16 a thread: few programs that still fill every multiprocessor (programs
+    of 1024 start more slowly than memory moves).
     """
     choices = ((2048, 4), (2048, 8), (512, 8))
     return [
@@ -131,8 +139,8 @@ def wide_default(place: int) -> Callable[..., Config]:
 
 
 def row_loop_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """A program owns whole rows and walks over their columns, loads STAGES steps ahead. Steps are as wide
-    as leaves at most an eighth of the lanes without work.
+    """Tiles of programs that own whole rows and loop over columns, loads STAGES steps ahead. At most an eighth of the
+    lanes of a step are idle.
     """
     width, n = dims[-1], pow2(dims[-1], most=1024)
     while n > 256 and 8 * (cdiv(width, n) * n - width) > width:
@@ -146,7 +154,7 @@ def row_loop_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 def column_tile(
     width: int, itemsize: int, nbytes: int, stages: int, per_sm: int, warps: int, most: int = 2048
 ) -> Config:
-    """A tile of so many bytes, at most `most` of them of one row, of a kernel that walks over rows."""
+    """A tile of `nbytes`, at most `most` of them of one row, of a kernel that loops over rows."""
     n = pow2(width, most=most // itemsize)
     return {
         **_tile(max(nbytes // itemsize // n, 1), n, warps), "STAGES": stages, "PER_SM": per_sm
@@ -159,16 +167,14 @@ def tile_grid(rows: int, n: int, config: Config) -> tuple[int]:
 
 
 def row_splits(rows: int, config: Config, like: Tensor) -> tuple[int, int]:
-    """(number of chunks, rows of each) so that the chunks fill the device PER_SM times, which is taken
-    out of the configuration.
-    """
+    """(number of chunks, rows of each) so that the chunks fill the device PER_SM times (popped from `config`)."""
     each = max(cdiv(rows, _wanted(1, config, like)), config["BLOCK_R"])
     return cdiv(rows, each), each
 
 
 def row_programs(rows: int, num_columns: int, config: Config, like: Tensor) -> int:
-    """How many programs take blocks of rows in turn, so that with the column blocks they fill the
-    device PER_SM times (taken out of the configuration): as few as need no more turns, all alike.
+    """The number of programs that loop over blocks of rows, so that with the column blocks they fill the device PER_SM
+    times (popped from `config`): as few as need no more iterations.
     """
     blocks = cdiv(rows, config["BLOCK_R"])
     return cdiv(blocks, max(cdiv(blocks, _wanted(num_columns, config, like)), 1))
@@ -179,7 +185,7 @@ def _wanted(num_columns: int, config: Config, like: Tensor) -> int:
 
 
 def rows_at_once(config: Config, itemsize: int) -> int:
-    """How many rows of a tile lie in different threads, each of which holds 16 bytes of a row."""
+    """The number of rows of a tile in different threads, each of which holds 16 bytes of a row."""
     row = max(config["BLOCK_N"] * itemsize // 16, 1)
     return min(config["BLOCK_R"], max(32 * config["num_warps"] // row, 1))
 

@@ -1,14 +1,14 @@
-"""What a function of tensors did is written down, and done again for operands alike: allocations, launches, products.
+"""A transcript records the calls of a function of tensors, and becomes generated code that repeats them.
 
-The function is Python that decides by what its operands are: which kernels, in which order, over which views. Of
-operands alike it decides the same every time. So one call of it is watched, a real one, and from then on a written
-function does what that call did, and none of its Python runs. Ops of ATen are called again, launches of kernel ops
-stand there as their replays have them (`replay`), and what is only looked at by address is no tensor.
+The function is Python that chooses kernels, their order and views by the kinds of its operands (shapes, strides,
+dtypes), so for operands of the same kinds it does the same every time. One real call of it is recorded; from then on
+the generated function repeats the recorded allocations, launches and ATen calls, and none of the Python runs. Kernel
+ops are inlined from their replays (`replay`), and no tensor is made of memory that only launches read.
 
-A function that reads values, draws random numbers, writes into a tensor that others may hold, or takes a tensor from
-elsewhere cannot be written down. What depends on more than kinds of operands is called again: a launcher that says so
-by `depends`, a twin that reads values, and what goes through `registry.called_again`. `registry.held_once` is asked
-again before anything is done, and has to say the same.
+A function cannot be transcribed that reads values, draws random numbers, writes to a tensor that others may hold, or
+uses a tensor that is not its operand. Calls that depend on more than kinds of operands are repeated as a whole: a
+launcher that calls `not_replayable`, a twin that reads values, and functions in `registry.opaque_call`. Answers of
+`registry.held_once` are checked first, and have to be the same.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.kernels.registry import PLAIN, KernelOp, thread
-from fuseops.kernels.replay import ALIGNED, Replay, constant, replaying
+from fuseops.kernels.replay import ALIGNED, Replay, active_replays, bind_constant
 
 R = TypeVar("R")
 Shared = dict[str, dict[str, Any]]
-Again = Callable[..., Any]
+Repeat = Callable[..., Any]
 A = torch.ops.aten
 DIRECT: dict[Any, Callable[..., Any]] = {
     A.mm.default: torch.mm,
@@ -39,10 +39,10 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     A.view.default: Tensor.view,
     A.unsqueeze.default: Tensor.unsqueeze,
 }
-"""What calls an op in half the time that its overload takes."""
+"""Functions that call an op in half the time of its overload."""
 PRODUCTS = A.mm.default, A.addmm.default
 MASKS = torch.bool, torch.uint8
-AGAIN = "<fuseops transcript>"  # where written functions stand
+TRANSCRIPT_FILE = "<fuseops transcript>"  # the file name of generated functions in tracebacks
 REFUSED = (
     torch.Tag.nondeterministic_seeded,
     torch.Tag.data_dependent_output,
@@ -51,47 +51,50 @@ REFUSED = (
 
 
 class TensorRef(NamedTuple):
-    """A `TensorRef` stands for a tensor in what is written down."""
+    """A `TensorRef` stands for a tensor in a transcript: the number of its slot."""
 
     number: int
 
 
 class SharedRef(NamedTuple):
-    """A `SharedRef` stands for a dict of what lives for one call."""
+    """A `SharedRef` stands for a dict that lives for one call."""
 
     name: str
 
 
 class Memory(NamedTuple):
-    """A `Memory` says where a tensor begins: in the memory of which operand or result, and how many bytes behind it."""
+    """A `Memory` is the address of a tensor: the slot of an operand or result, the root, and an offset in bytes."""
 
     root: int
     offset: int
 
 
-class NotedCall(NamedTuple):
-    """A `NotedCall` is one call in what is written down.
+class RecordedCall(NamedTuple):
+    """A `RecordedCall` is one call of a transcript.
 
-    does: an op of ATen, the replay of a kernel op, or a function.  stays: it may do more than give results.  looks: it
-    gives a view, and does nothing.  within: the step that the function was at
+    target       an op of ATen, the replay of a kernel op, or a function
+    has_effects  it may do more than return results, so it is never dead
+    is_view      it only returns views
+    within       the step that the function was at, for errors
     """
 
-    does: Any
+    target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[int | None, ...]
-    several: bool
-    stays: bool
-    looks: bool
+    returns_tuple: bool
+    has_effects: bool
+    is_view: bool
     within: Any
 
 
 class Transcriber(torch_private.DispatchMode):
-    """A `Transcriber` watches a call of a function, which runs as ever, and writes down what it does.
+    """A `Transcriber` records the calls that a function makes while it runs.
 
-    shared: dicts of what lives for one call, by name.  running_step: gives the step that the function is at, which is
-    the variable `step` of what is written, for errors.  why: what stands against writing it down.  early: a launcher
-    has no replay yet
+    shared        dicts that live for one call, by name
+    running_step  returns the step that the function is at: the variable `step` of the generated code, for errors
+    why           the reason why the function cannot be transcribed
+    not_ready     a launcher has no replay yet
     """
 
     def __init__(
@@ -105,140 +108,139 @@ class Transcriber(torch_private.DispatchMode):
         self.shared: Shared = {} if shared is None else shared
         self.slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by the identity of a tensor
         self.memory: list[Memory] = []  # by slot
-        self.begins: list[int] = []  # the address of each
-        self.steps: list[NotedCall] = []
-        self.kept: dict[int, Tensor] = {}  # by slot: what is kept for one stream
-        self.once: dict[int, bool] = {}  # by slot: whether an operand is held once
+        self.addresses: list[int] = []  # the address of each
+        self.steps: list[RecordedCall] = []
+        self.kept: dict[int, Tensor] = {}  # by slot: tensors that are cached for this stream
+        self.once: dict[int, bool] = {}  # by slot: the answer of `held_once` about an operand
         self.why: str | None = None
-        self.early = False
+        self.not_ready = False
         self.index = operands[0].get_device()
         self.stream = torch_private.current_stream(self.index)[0] if self.index >= 0 else 0
         distinct = [*{id(t): t for t in operands}.values()]
         for t in distinct:
-            self._put(t)
+            self._add_slot(t)
         self.given = [self.slots[id(t)][1] for t in operands]  # the slot of each operand
         self.operands, self.check = len(distinct), torch_private.tensor_guard(distinct)
-        self.lent = {*range(self.operands)}  # by slot: what others may hold
+        self.external = {*range(self.operands)}  # slots of tensors that others may hold
 
-    # --- what is seen
+    # --- recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self.why or self.early:
+        if self.why or self.not_ready:
             return out
         results = out if isinstance(out, (tuple, list)) else (out,)
         if _reads_values(func, args) or func.namespace != "aten" or func._schema.is_mutable:
             self.why = f"it calls {func}"
         elif not all(isinstance(t, Tensor) for t in results):
-            # a question about dtypes is none about values
+            # ops without tensor arguments ask about dtypes, not values
             if next(_tensors_in((*args, *kwargs.values())), None) is not None:
                 self.why = f"{func} gives no tensor"
         else:
-            self._note(func, args, kwargs, out)
+            self._record(func, args, kwargs, out)
         return out
 
-    def called(self, op: KernelOp[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call a kernel op for a function that is watched."""
-        if any(map(self._is_lent, op.written_to(args))):
+    def call_kernel(self, op: KernelOp[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call and record a kernel op for the function."""
+        if any(map(self._is_external, op.written_tensors(args))):
             self.why = self.why or f"{op.name} writes into what others may hold"
         launches = op.launches(args, {})
         if not launches and op.traces_twin:
-            return op.twin(*args)  # plain torch, whose calls are seen
-        with self._apart():  # what it calls is its own
-            replay = replaying.now.of(op, args) if launches else None
+            return op.twin(*args)  # plain torch, whose calls are recorded
+        with self._unwatched():
+            replay = active_replays.current.find(op, args) if launches else None
             out = op(*args)
         if launches and (
-            replay is None or (replay.launchable and not replay.written and replay.programs)
+            replay is None or (replay.launchable and not replay.launch_code and replay.programs)
         ):
-            self.early = True
-        self._note(replay or op, args, {}, out, stays=True)
+            self.not_ready = True
+        self._record(replay or op, args, {}, out, has_effects=True)
         return out
 
-    def called_again(self, function: Callable[..., R], args: tuple[Any, ...]) -> R:
-        """Call a function that written functions call, too: once for operands of which it gives the same."""
-        known = len(self.memory)
-        with self._apart():
+    def opaque_call(self, function: Callable[..., R], args: tuple[Any, ...]) -> R:
+        """Call and record a function as a whole; a second call that returns known tensors is not recorded."""
+        first_new = len(self.memory)
+        with self._unwatched():
             out = function(*args)
         if any(self._slot(t) is None for t in _tensors_in(out)) or not self._has_called(
             function, args
         ):
-            self._note(function, args, {}, out, stays=True)
-        self.lent |= {*range(known, len(self.memory))}
+            self._record(function, args, {}, out, has_effects=True)
+        self.external |= {*range(first_new, len(self.memory))}
         return out
 
     def _has_called(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         given = self._slots(args)
-        return any(step.does is function and step.args == given for step in self.steps)
+        return any(step.target is function and step.args == given for step in self.steps)
 
     def held_once(self, held: list[Any]) -> bool:
-        """The answer of `torch_private.held_once`, which is one about operands, or follows from what is written."""
+        """`torch_private.held_once`; of an operand the generated code checks the answer."""
         answer, number = torch_private.held_once(held), self._slot(held[0])
         if number is None:
             self.why = "it asks about a tensor from elsewhere"
         elif number < self.operands:
             self.once[number] = answer
         if answer:
-            self.lent.discard(number)
+            self.external.discard(number)
         return answer
 
-    def _is_lent(self, t: Tensor) -> bool:
+    def _is_external(self, t: Tensor) -> bool:
         number = self._slot(t)
-        return number is None or self.memory[number].root in self.lent
+        return number is None or self.memory[number].root in self.external
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Inside, nothing is watched."""
-        thread.unseen = True
+    def _unwatched(self) -> Iterator[None]:
+        """Inside, nothing is recorded."""
+        thread.replay_mode = True
         try:
             with torch_private.without_modes():
                 yield
         finally:
-            thread.unseen = self
+            thread.replay_mode = self
 
     def keep(self, *tensors: Tensor | None) -> None:
-        """Take tensors for known that the function finds kept for it on this stream; their values do not change."""
+        """Register tensors that the function caches for this stream; their values do not change."""
         for t in tensors:
             if t is not None and self._slot(t) is None:
-                number = self._put(t)
+                number = self._add_slot(t)
                 self.kept[number] = t
-                self.lent.add(number)
+                self.external.add(number)
 
-    def _note(
+    def _record(
         self,
-        does: Any,
+        target: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: Any,
-        stays: bool = False,
+        has_effects: bool = False,
     ) -> None:
-        if self.why or self.early:
+        if self.why or self.not_ready:
             return
         given, named = self._slots(args), {k: self._slots(value) for k, value in kwargs.items()}
-        several = isinstance(out, (tuple, list))
-        results = [*out] if several else [] if out is None else [out]
+        returns_tuple = isinstance(out, (tuple, list))
+        results = [*out] if returns_tuple else [] if out is None else [out]
         sources = [*_tensors_in((*args, *kwargs.values()))]
         if any(t is source for t in results for source in sources):
-            self.why = f"{does} gives an operand"
+            self.why = f"{target} gives an operand"
             return
         bases = {torch_private.storage_id(t): t for t in reversed(sources)}
         found = [None if t is None else bases.get(torch_private.storage_id(t)) for t in results]
         numbers = [
-            None if t is None else self._put(t, base)
+            None if t is None else self._add_slot(t, base)
             for t, base in zip(results, found, strict=True)
         ]
-        looks = not stays and all(base is not None for base in found)
+        is_view = not has_effects and all(base is not None for base in found)
+        flags = returns_tuple, has_effects, is_view
         within = self.running_step()
-        self.steps.append(
-            NotedCall(does, given, named, tuple(numbers), several, stays, looks, within)
-        )
+        self.steps.append(RecordedCall(target, given, named, tuple(numbers), *flags, within))
 
-    def _put(self, t: Tensor, base: Tensor | None = None) -> int:
-        """The slot of a new tensor, which may lie in the memory of another one."""
+    def _add_slot(self, t: Tensor, base: Tensor | None = None) -> int:
+        """Add a slot for a new tensor, which may be a view of `base`.   -> its number"""
         number, at = len(self.memory), None if base is None else self._slot(base)
         root = number if at is None else self.memory[at].root
-        self.begins.append(t.data_ptr())
-        self.memory.append(Memory(root, t.data_ptr() - self.begins[root] if t.numel() else 0))
+        self.addresses.append(t.data_ptr())
+        self.memory.append(Memory(root, t.data_ptr() - self.addresses[root] if t.numel() else 0))
         self.slots[id(t)] = weakref.ref(t), number
         return number
 
@@ -247,7 +249,7 @@ class Transcriber(torch_private.DispatchMode):
         return found[1] if found is not None and found[0]() is t else None
 
     def _slots(self, value: Any) -> Any:
-        """The same with a slot in the place of every tensor, and a name in that of what is shared."""
+        """The same with a TensorRef in place of every tensor, and a SharedRef of every shared dict."""
         if isinstance(value, Tensor):
             number = self._slot(value)
             if number is None:
@@ -260,77 +262,75 @@ class Transcriber(torch_private.DispatchMode):
             self.why = self.why or "a dict comes from elsewhere"
         return type(value)(map(self._slots, value)) if type(value) in (tuple, list) else value
 
-    # --- what is written
+    # --- generated code
 
-    def written(self, out: Any) -> Again | None:
-        """A function that does the same again: it takes the operands in a list, which it empties, and what is shared,
-        and gives what the call gave: tensors, and what holds them. None, and the list as it is, for operands of another
-        kind.
+    def generate(self, out: Any) -> Repeat | None:
+        """Generate the function that repeats the recorded calls; None where that is not possible.
 
-        None where it cannot be written.
+        It takes the operands in a list, which it empties, and the shared dicts, and returns what the call returned. For
+        operands of another kind it returns None and leaves the list.   out: the result of the recorded call
         """
         result = self._slots(out)
-        if self.why or self.early:
+        if self.why or self.not_ready:
             return None
-        return _Writer(self, result).written()
+        return _CodeGenerator(self, result).generate()
 
 
-class _Writer:
-    """A `_Writer` writes the function of a transcript: `t0` is the tensor of slot 0, and `p0` where it begins."""
+class _CodeGenerator:
+    """A `_CodeGenerator` generates the function of a transcript: `t0` is the tensor of slot 0, `p0` its address."""
 
     def __init__(self, seen: Transcriber, result: Any) -> None:
         self.seen, self.result = seen, result
-        self.known: dict[str, Any] = {"check": seen.check, "held_once": torch_private.held_once}
-        self.names = len(seen.memory)  # further ones are of memory that replays take for themselves
-        # those of which there are tensors
-        self.objects = {slot.number for slot in _slots_in(result)}
-        self.addressed: set[int] = set()  # roots of what launches read and write
-        self.steps: list[NotedCall] = []
+        self.namespace: dict[str, Any] = {"check": seen.check, "held_once": torch_private.held_once}
+        self.names = len(seen.memory)  # later numbers are temporaries of replays
+        self.objects = {slot.number for slot in _slots_in(result)}  # slots that need a tensor
+        self.addressed: set[int] = set()  # roots of the memory of launches
+        self.steps: list[RecordedCall] = []
         for step in reversed(seen.steps):
-            if self._left_out(step):
+            if self._is_dead(step):
                 continue
             slots = {slot.number for slot in _slots_in((step.args, step.kwargs))}
-            if _stands(step):
+            if _is_inlined(step):
                 self.addressed |= {seen.memory[number].root for number in slots}
             else:
                 self.objects |= slots
             self.steps.insert(0, step)
-        self._join_transposed()
+        self._fuse_transposes()
 
-    def _join_transposed(self) -> None:
-        """A product with a matrix that is transposed for it alone is `linear`, which calls the same: one for two."""
+    def _fuse_transposes(self) -> None:
+        """Fuse a transpose and the one product that reads it into `linear`, which calls the same kernel."""
         uses: Counter[int | None] = Counter(
             slot.number
             for value in (self.result, *[(step.args, step.kwargs) for step in self.steps])
             for slot in _slots_in(value)
         )
-        turned: dict[Any, NotedCall] = {
+        turned: dict[Any, RecordedCall] = {
             step.results[0]: step
             for step in self.steps
-            if step.does is A.t.default and uses[step.results[0]] == 1
+            if step.target is A.t.default and uses[step.results[0]] == 1
         }
-        joined: list[NotedCall] = []
+        joined: list[RecordedCall] = []
         for step in self.steps:
-            last = step.args[-1] if step.does in PRODUCTS and not step.kwargs else None
+            last = step.args[-1] if step.target in PRODUCTS and not step.kwargs else None
             transposed = turned.get(last.number) if type(last) is TensorRef else None
             if transposed is not None:
                 joined.remove(transposed)
                 *bias, x, _ = step.args
                 given = x, *transposed.args, *bias
-                step = step._replace(does=torch.nn.functional.linear, args=given)
+                step = step._replace(target=torch.nn.functional.linear, args=given)
             joined.append(step)
         self.steps = joined
 
-    def _left_out(self, step: NotedCall) -> bool:
-        """Whether nobody needs what an op of torch gives, as a view of what is read by its address."""
-        wanted = self.objects if step.looks else self.objects | self.addressed
-        return not step.stays and wanted.isdisjoint(step.results)
+    def _is_dead(self, step: RecordedCall) -> bool:
+        """Whether nothing reads the results of an op of torch, as of a view that is read by its address."""
+        wanted = self.objects if step.is_view else self.objects | self.addressed
+        return not step.has_effects and wanted.isdisjoint(step.results)
 
-    def written(self) -> Again | None:
+    def generate(self) -> Repeat | None:
         seen = self.seen
         if any(
             seen.memory[s.number].offset % ALIGNED
-            for s in _slots_in([s.args for s in self.steps if _stands(s)])
+            for s in _slots_in([s.args for s in self.steps if _is_inlined(s)])
         ):
             return None
         first = [seen.given.index(k) for k in range(seen.operands)]
@@ -343,37 +343,37 @@ class _Writer:
         fits += [f"held_once(given, {first[k]}) is {once}" for k, once in seen.once.items()]
         lines = ["def again(given, shared=None):", f" if not ({' and '.join(fits)}): return None"]
         lines += [f" {', '.join(f't{k}' for k in seen.given)}, = given"]
-        lines += [*self._ready(), " given.clear()"]
+        lines += [*self._guard_lines(), " given.clear()"]
         last, running = self._last_uses(), None
-        lines += self._let_go(last, -1)
+        lines += self._free_lines(last, -1)
         for at, step in enumerate(self.steps):
             if step.within is not running:
                 running = step.within
-                lines.append(f" step = {constant(running, self.known)}")
-            lines += self._launches(step) if _stands(step) else self._call(step)
-            lines += self._let_go(last, at)
+                lines.append(f" step = {bind_constant(running, self.namespace)}")
+            lines += self._launch_lines(step) if _is_inlined(step) else self._call_lines(step)
+            lines += self._free_lines(last, at)
         lines.append(f" return {self._text(self.result)}")
-        exec(compile("\n".join(lines), AGAIN, "exec"), self.known)
-        made: Again = self.known["again"]
+        exec(compile("\n".join(lines), TRANSCRIPT_FILE, "exec"), self.namespace)
+        made: Repeat = self.namespace["again"]
         return made
 
-    def _ready(self) -> list[str]:
-        """Lines that find the addresses of operands, and look whether launches may follow."""
+    def _guard_lines(self) -> list[str]:
+        """Lines that take the addresses of operands, and return None where launches are not possible."""
         seen, operands = self.seen, sorted(self.addressed & {*range(self.seen.operands)})
         for number, t in seen.kept.items():
-            self.known |= {f"t{number}": t, f"p{number}": t.data_ptr()}
-        launches = [step.does for step in self.steps if _stands(step)]
+            self.namespace |= {f"t{number}": t, f"p{number}": t.data_ptr()}
+        launches = [step.target for step in self.steps if _is_inlined(step)]
         lines = [f" p{k} = t{k}.data_ptr()" for k in operands]
         if operands:
             lines.append(f" if ({' | '.join(f'p{k}' for k in operands)}) % {ALIGNED}: return None")
         if launches:
             launcher = launches[0].launchers[0]
-            self.known |= {
+            self.namespace |= {
                 "hooks": launcher.hooks,
                 "stream_of": launcher.stream_of,
                 "index": seen.index,
             }
-            self.known |= {
+            self.namespace |= {
                 "current_device": torch_private.current_device,
                 "empty": launches[0].empty,
             }
@@ -382,38 +382,38 @@ class _Writer:
             )
             lines.append(" stream = stream_of(index)")
         if seen.kept:
-            stream = constant(seen.stream, self.known)
-            self.known["now"] = torch_private.current_stream
+            stream = bind_constant(seen.stream, self.namespace)
+            self.namespace["now"] = torch_private.current_stream
             lines.append(
                 f" if now({seen.index})[0] != {stream}: return None" if seen.index >= 0 else ""
             )
         return [line for line in lines if line]
 
-    def _call(self, step: NotedCall) -> list[str]:
-        """Lines that call what a step calls."""
-        does = (
-            step.does.launcher
-            if isinstance(step.does, Replay)
-            else DIRECT.get(step.does, step.does)
+    def _call_lines(self, step: RecordedCall) -> list[str]:
+        """Lines that call the target of a step."""
+        target = (
+            step.target.launcher
+            if isinstance(step.target, Replay)
+            else DIRECT.get(step.target, step.target)
         )
         given = [self._text(value) for value in step.args]
         given += [f"{name}={self._text(value)}" for name, value in step.kwargs.items()]
-        called = f"{constant(does, self.known)}({', '.join(given)})"
+        called = f"{bind_constant(target, self.namespace)}({', '.join(given)})"
         if not step.results:
             return [f" {called}"]
         names = ", ".join("_" if r is None else f"t{r}" for r in step.results)
-        lines = [f" {names}{',' * step.several} = {called}"]
+        lines = [f" {names}{',' * step.returns_tuple} = {called}"]
         return lines + [f" p{r} = t{r}.data_ptr()" for r in step.results if r in self.addressed]
 
-    def _launches(self, step: NotedCall) -> list[str]:
-        """Lines that allocate and launch what the replay of a step does."""
-        replay: Replay = step.does
-        results = dict(zip(replay.made, step.results, strict=True))
+    def _launch_lines(self, step: RecordedCall) -> list[str]:
+        """Lines that inline the allocations and launches of a step's replay."""
+        replay: Replay = step.target
+        results = dict(zip(replay.output_slots, step.results, strict=True))
         own = {k: self.names + k for k in range(len(replay.allocations)) if k not in results}
         self.names += len(replay.allocations)
         new = [f"t{results.get(k, own.get(k))}" for k in range(len(replay.allocations))]
         given = [self._address(slot) for slot in replay.tensors_of(step.args)]
-        lines = replay.lines(given, new, self.known)
+        lines = replay.lines(given, new, self.namespace)
         return [*lines, *([f" {' = '.join(new[k] for k in own)} = None"] if own else [])]
 
     def _address(self, slot: TensorRef) -> str:
@@ -421,22 +421,22 @@ class _Writer:
         return f"p{root} + {offset}" if offset else f"p{root}"
 
     def _last_uses(self) -> dict[int, int]:
-        """The step after which a tensor is needed no more, by slot; -1: none needs it."""
+        """The last step that needs a tensor, by slot; -1 for none."""
         memory, found = self.seen.memory, dict.fromkeys(range(self.seen.operands), -1)
         for at, step in enumerate(self.steps):
             used = [slot.number for slot in _slots_in((step.args, step.kwargs))]
-            if _stands(step):
+            if _is_inlined(step):
                 used = [memory[number].root for number in used]
             found |= dict.fromkeys([*used, *[r for r in step.results if r is not None]], at)
         stay = {slot.number for slot in _slots_in(self.result)} | self.seen.kept.keys()
         return {number: at for number, at in found.items() if number not in stay}
 
-    def _let_go(self, last: dict[int, int], at: int) -> list[str]:
+    def _free_lines(self, last: dict[int, int], at: int) -> list[str]:
         names = [f"t{number}" for number, step in last.items() if step == at]
         return [f" {' = '.join(names)} = None"] if names else []
 
     def _text(self, value: Any) -> str:
-        """What is given in the written function in the place of a value."""
+        """The expression of a value in the generated code."""
         if type(value) is TensorRef:
             return f"t{value.number}"
         if type(value) is SharedRef:
@@ -444,20 +444,22 @@ class _Writer:
         if type(value) in (tuple, list) and any(_slots_in(value)):
             items = "".join(f"{self._text(item)}, " for item in value)
             return f"({items})" if type(value) is tuple else f"[{items}]"
-        return "None" if value is None else constant(value, self.known)
+        return "None" if value is None else bind_constant(value, self.namespace)
 
 
 def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an op gives what is drawn, a value, or a shape by values: an index does by masks alone."""
+    """Whether an op draws random numbers, or its result or shape depends on values; of an index, whether by a mask."""
     if func is A.index.Tensor:
         return any(index.dtype in MASKS for index in args[1] if index is not None)
     return any(tag in func.tags for tag in REFUSED)
 
 
-def _stands(step: NotedCall) -> bool:
-    """Whether a step is a replay whose launches can stand in another function."""
-    replay = step.does
-    return isinstance(replay, Replay) and bool(replay.written) and None not in replay.made
+def _is_inlined(step: RecordedCall) -> bool:
+    """Whether a step is a replay whose launches can be inlined."""
+    replay = step.target
+    return (
+        isinstance(replay, Replay) and bool(replay.launch_code) and None not in replay.output_slots
+    )
 
 
 def _slots_in(value: Any) -> Iterator[TensorRef]:
@@ -477,7 +479,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def transcribable(operands: Sequence[Tensor]) -> bool:
-    """Whether these are plain tensors, which have addresses of their own."""
+    """Whether these are plain strided tensors, which have addresses."""
     return all(
         type(t) in PLAIN and t.layout is torch.strided and not torch_private.is_batched(t)
         for t in operands
@@ -485,16 +487,16 @@ def transcribable(operands: Sequence[Tensor]) -> bool:
 
 
 @contextmanager
-def transcribed(
+def transcribing(
     operands: Sequence[Tensor],
     shared: Shared | None = None,
     running_step: Callable[[], Any] = lambda: None,
 ) -> Iterator[Transcriber]:
-    """Inside, what is done with these tensors is written down, while nobody else has to see it."""
+    """Inside, the calls of a function of these tensors are recorded. Nothing else may have to observe them."""
     seen = Transcriber(operands, shared, running_step)
-    before, thread.unseen = thread.unseen, seen
+    before, thread.replay_mode = thread.replay_mode, seen
     try:
         with seen:
             yield seen
     finally:
-        thread.unseen = before
+        thread.replay_mode = before

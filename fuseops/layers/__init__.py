@@ -1,4 +1,4 @@
-"""What models are composed with: Sequential and Residual, and layers that are Sequentials: MoE."""
+"""The modules that compose ops into models: Sequential and Residual, and MoE, a layer that is a Sequential."""
 
 from .moe import MoE
 from .sequential import Residual, Sequential

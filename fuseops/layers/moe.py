@@ -38,7 +38,7 @@ ACTIVATIONS: dict[str, tuple[type[ScaledActivation], type[Activation]]] = {
     "sreglu": (ops.ScaledSReGLU, ops.SReGLU),
     "srelu": (ops.ScaledSReLU, ops.SReLU),
 }
-"""By name: the activation of routed rows, which takes the probability, and that of shared experts."""
+"""By name: (the activation of routed rows, which multiplies by the probability, the activation of shared experts)."""
 
 
 class MoE(Sequential):
@@ -101,8 +101,8 @@ class MoE(Sequential):
         if dispatch is not None and (capacity_factor, ep) != (None, None):
             raise FuseOpsError("MoE: a dispatch op of your own has its own capacity_factor and ep.")
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        act = scaled(activation)
-        shared = _shared(shared_experts, activation, dim, ffn, bias, where)
+        act = scaled_activation(activation)
+        shared = _shared_branch(shared_experts, activation, dim, ffn, bias, where)
         route = ops.Router(
             dim, num_experts, top_k, score=score, normalize=normalize, scale=scale, bias=router_bias,
             expert_bias=expert_bias, groups=groups, top_groups=top_groups, balance_loss=balance_loss,
@@ -119,20 +119,19 @@ class MoE(Sequential):
             "inject": ops.InjectLoss().to(device) if injects else None,
             "dispatch": dispatch or ops.Dispatch(num_experts, capacity_factor),
             "permute": ops.Permute(top_k),
-            **_experts(dispatch, num_experts, dim, ffn, act, bias, linear | where),
+            **_expert_ops(dispatch, num_experts, dim, ffn, act, bias, linear | where),
             "combine": ops.Combine(top_k),
             "collect": collect,
             "add": ops.Add("shared") if shared else None,
         }
         super().__init__({name: op for name, op in children.items() if op is not None})
-        self.register_load_state_dict_post_hook(_leave_meta)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_move_unsaved_from_meta)  # type: ignore[no-untyped-call]
         if ep is not None:
-            _spread(self, ep)
+            _apply_expert_parallel(self, ep)
 
     def state_dict(self, *args: Any, **keywords: Any) -> dict[str, Any]:  # type: ignore[override]
-        """As of any module. Experts of a dispatcher of your own with a `mesh`, the 1-d DeviceMesh over whose ranks they
-        are spread, are DTensors, shards of all experts: a distributed checkpoint would take those of one rank for all
-        otherwise.
+        """The state dict of the module. With a dispatcher that has a `mesh`, the 1-d DeviceMesh of its ranks, the
+        experts are DTensors, since a distributed checkpoint would take plain tensors for replicated ones.
         """
         found: dict[str, Any] = super().state_dict(*args, **keywords)
         mesh = self._dispatch_mesh()
@@ -158,7 +157,7 @@ class MoE(Sequential):
         super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
 
     def _dispatch_mesh(self) -> Any:
-        """The mesh over whose ranks the experts are spread, None where all are here."""
+        """The mesh over which the experts are sharded, None where all are on this rank."""
         mesh = getattr(self._modules.get("dispatch"), "mesh", None)
         return None if mesh is None or mesh.size() == 1 else mesh
 
@@ -169,9 +168,9 @@ class MoE(Sequential):
     def forward(  # type: ignore[override]
         self, x: Tensor | Quantized, *args: Any, returns: Iterable[str] = (), **side: Any
     ) -> Any:
-        """Runs the layer over the flattened tokens of x (..., dim), with the options of a Sequential."""
+        """Run the layer over the flattened tokens of x (..., dim), with the options of a Sequential."""
         returns = returned_names(returns)
-        counts = self._counting() and self.training and torch.is_grad_enabled()
+        counts = self._counts_load() and self.training and torch.is_grad_enabled()
         router: Any = self._modules["router"] if counts else None
         asked = returns if router is None else (*returns, "experts")
         if isinstance(x, Quantized):  # the router reads high precision
@@ -181,36 +180,37 @@ class MoE(Sequential):
                 f"{describe_module(self)} got a nested tensor, whose tokens have no one shape: pass its values(), "
                 "(tokens, dim), and put the offsets back behind it."
             )
-        flat = not isinstance(x, Tensor) or x.dim() in (0, 2)  # what is no input is refused below
+        flat = not isinstance(x, Tensor) or x.dim() in (0, 2)  # invalid inputs are refused below
         rows = x if flat else x.reshape(-1, x.shape[-1])
         out = super().forward(rows, *args, returns=tuple(dict.fromkeys(asked)), **side)
         y, *published = out if asked else (out,)
         if router is not None:
             router.count(published[-1])
         if rows is not x or is_compiling():  # compiled segments give a view, too
-            view = unsafe_view if self._unheld() else Tensor.view
+            view = unsafe_view if self._output_is_unshared() else Tensor.view
             y = view(y, (*x.shape[:-1], y.shape[-1]))
         return (y, *published[: len(returns)]) if returns else y
 
     @torch_private.assume_constant_result
-    def _unheld(self) -> bool:
-        """Whether nobody else can hold what the last op made, so that the output may be given its shape without a base:
-        an in-place op on a view would drop what FSDP2 has hooked to it, of which torch warns.
+    def _output_is_unshared(self) -> bool:
+        """Whether only the caller holds the last op's output, so that `unsafe_view` may reshape it.
+
+        An in-place op on a plain view would drop FSDP2's hooks, of which torch warns.
         """
         last = next(reversed(self._modules.values()))
         return isinstance(last, ops.Combine | ops.Add) and opaque_reason(last) is None
 
     @torch_private.assume_constant_result
-    def _counting(self) -> bool:
-        """Whether forwards count for `update_expert_bias`: in training, and with a graph, since a reentrant checkpoint
-        runs its first forward without one.
+    def _counts_load(self) -> bool:
+        """Whether the router has an expert_bias. Forwards then count the load in training, and only with grad enabled:
+        a reentrant checkpoint runs its first forward without.
         """
         router = self._modules.get("router")
         return isinstance(router, ops.Router) and router.expert_bias is not None
 
     @property
     def loss_scale(self) -> Tensor:
-        """What a router_loss with aux="inject" is multiplied by, (): the gradient that it gets.
+        """The gradient, (), that a router_loss with aux="inject" gets in the backward.
 
         Assign a number or a device tensor before the forward of a micro-batch; its backward uses that one.
         """
@@ -238,7 +238,7 @@ class MoE(Sequential):
         return self._like(children.items())
 
 
-def _spread(moe: nn.Module, mesh: Any) -> None:
+def _apply_expert_parallel(moe: nn.Module, mesh: Any) -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuseops.distributed import ExpertParallel  # which imports DTensor, for a second
@@ -250,9 +250,10 @@ def _spread(moe: nn.Module, mesh: Any) -> None:
     ExpertParallel()._apply(moe, mesh)
 
 
-def _leave_meta(moe: nn.Module, keys: Any) -> None:
-    """After `load_state_dict(assign=True)` of a layer that was built on meta: what no state_dict holds, the scale of a
-    loss and the counts of an expert bias, begins where the weights are.
+def _move_unsaved_from_meta(moe: nn.Module, keys: Any) -> None:
+    """Move tensors that no state_dict holds, a loss scale and an expert bias' counts, to the device of the weights.
+
+    For `load_state_dict(assign=True)` into a layer that was built on meta.
     """
     router = moe._modules.get("router")
     if not isinstance(router, ops.Router) or router.weight.is_meta:
@@ -264,8 +265,8 @@ def _leave_meta(moe: nn.Module, keys: Any) -> None:
             )
 
 
-def scaled(activation: str | ScaledActivation) -> ScaledActivation:
-    """The activation op of a name.  Raises FuseOpsError for one that is not known."""
+def scaled_activation(activation: str | ScaledActivation) -> ScaledActivation:
+    """The activation op of a name.  Raises FuseOpsError for an unknown one."""
     if isinstance(activation, ScaledActivation):
         return activation
     if activation not in ACTIVATIONS:
@@ -275,7 +276,7 @@ def scaled(activation: str | ScaledActivation) -> ScaledActivation:
     return ACTIVATIONS[activation][0]()
 
 
-def _experts(
+def _expert_ops(
     dispatch: Op[Any] | None,
     num_experts: int,
     dim: int,
@@ -284,20 +285,20 @@ def _experts(
     bias: bool,
     options: dict[str, Any],
 ) -> dict[str, Op[Any]]:
-    """The MLPs of the experts that are here: all of them, or those of the dispatcher."""
+    """The ops of this rank's experts: all of them, or those of the dispatcher."""
     if not (dispatch is None or isinstance(dispatch, Op)):
         raise FuseOpsError(f"MoE: dispatch is {dispatch!r}, expected an op or None.")
-    here: int = num_experts if dispatch is None else dispatch.num_experts  # type: ignore[assignment]
+    local_experts: int = num_experts if dispatch is None else dispatch.num_experts  # type: ignore[assignment]
     return {
         "fc1": ops.GroupedLinear(
-            here, dim, ffn * (1 + (act.kind in K.GATES)), bias=bias, **options
+            local_experts, dim, ffn * (1 + (act.kind in K.GATES)), bias=bias, **options
         ),
         "act": act,
-        "fc2": ops.GroupedLinear(here, ffn, dim, bias=bias, scale_bias=True, **options),
+        "fc2": ops.GroupedLinear(local_experts, ffn, dim, bias=bias, scale_bias=True, **options),
     }
 
 
-def _shared(
+def _shared_branch(
     shared: int | nn.Module,
     activation: str | ScaledActivation,
     dim: int,
@@ -305,7 +306,7 @@ def _shared(
     bias: bool,
     where: dict[str, Any],
 ) -> nn.Module | None:
-    """The dense branch: a module of the caller's, or an MLP as wide as so many experts."""
+    """The dense branch: the caller's module, or an MLP with the hidden units of `shared` experts; None for 0."""
     if isinstance(shared, nn.Module):
         return shared
     check_integers("MoE", 0, shared_experts=shared)
@@ -315,7 +316,7 @@ def _shared(
         raise FuseOpsError(
             "MoE: with an activation op of your own, pass shared_experts as a module."
         )
-    scaled(activation)
+    scaled_activation(activation)
     act = ACTIVATIONS[activation][1]()
     hidden = shared * ffn
     return Sequential(

@@ -1,4 +1,4 @@
-"""Sequential: ops and plain modules in a row, run by plans.  Residual: one with a Tap before and an Add after."""
+"""Sequential runs ops and plain modules in a row, by a plan.  Residual adds a Tap before them and an Add after."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fuseops.run.sides import (
     side_inputs,
 )
 
-RESIDUAL = "<residual>"  # a name that no Tap or Add inside a Residual has
+RESIDUAL = "<residual>"  # a side name that cannot clash with one inside a Residual
 
 
 class Sequential(Composed):
@@ -83,7 +83,7 @@ class Sequential(Composed):
         at = 0
         try:
             living = runner.live.get(returns) or runner.live_after(returns)
-            for at, live in enumerate(living):  # the except reads it
+            for at, live in enumerate(living):  # `at` is read by the except clause
                 name, piece = runner.pieces[at]
                 if isinstance(piece, Run):
                     buffer = outs.get(name) if outs else None
@@ -110,16 +110,15 @@ class Sequential(Composed):
         return runner_of(self).reads
 
     def backward_dw(self) -> int:
-        """Compute the weight gradients that ops with `delays` have put off, oldest backward first, and add them to
-        `.grad` or main_grad: a schedule runs them where a pipeline would wait.   -> how many there were
+        """Compute the delayed weight gradients of ops with `delays`, oldest backward first, into `.grad` or main_grad.
 
-        Until then the activations that they read stay alive.  Raises FuseOpsError for a parameter that FSDP2 has
-        sharded again since.
+        A pipeline schedule runs them in its bubbles. Until then the activations that they read stay alive.
+        -> the number of gradients.  Raises FuseOpsError for a parameter that FSDP2 has resharded since.
         """
         return weight_grads.run_delayed(self)
 
     def plan(self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any) -> FusionPlan:
-        """The FusionPlan of this call: what runs, what did not fuse and why, what is saved. Runs the forward once."""
+        """The FusionPlan of this call: what runs, what is not fused and why, what is saved. Runs the forward once."""
         return plan_of(self, x, *args, returns=returns, **side)
 
     def explain(self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any) -> Explanation:
@@ -128,7 +127,7 @@ class Sequential(Composed):
 
 
 def _enter(module: Sequential) -> tuple[str, bool]:
-    """The prefix of saved names where no root has been seen, and whether this is the outermost Sequential that runs."""
+    """(prefix of saved names where no root is known, whether this becomes the outermost running Sequential)."""
     outermost = naming.thread.outermost
     if outermost is None:
         naming.thread.outermost = naming.Outermost(module)
@@ -137,7 +136,7 @@ def _enter(module: Sequential) -> tuple[str, bool]:
 
 
 class Residual(Sequential):
-    """y = x + f(x): a Tap before and an Add after, under a name of its own. State_dict keys are the children's."""
+    """y = x + f(x): a Tap before and an Add after, under a private name. State_dict keys are the children's."""
 
     _tap: Tap
     _add: Add
@@ -161,7 +160,7 @@ def _run_alone(
     out: Mapping[str, Any] | None = None,
     **side: Any,
 ) -> Any:
-    """One op, called by itself: planned, saved and named exactly as inside a Sequential."""
+    """Run one op that is called by itself: planned, saved and named as inside a Sequential."""
     if is_compiling():
         return forward_class()().run(op, x, args, op.writes, out, side)
     check_input(op, x)

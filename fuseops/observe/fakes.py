@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuseops import torch_private
-from fuseops.ops.stored import follow_masters
+from fuseops.ops.stored import sync_masters
 
 from .untouched import main_grad_of, nothing_waits
 
@@ -41,7 +41,7 @@ def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Parameters, buffers and tensors that are plain attributes are replaced by their fakes, tied ones by one; what
     waits for backward_dw stays. Fakes that a forward puts into a module, as a table that it makes once, go.
     """
-    follow_masters(model)
+    sync_masters(model)
     made: dict[int, Tensor] = {}
     before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     for module in model.modules():

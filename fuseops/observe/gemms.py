@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fuseops.kernels import registry
-from fuseops.kernels.grouped_paths import ENDS, act_path, mm_choice, wgrad_choice
+from fuseops.kernels.grouped_paths import EPILOGUE_ACTS, act_path, mm_choice, wgrad_choice
 from fuseops.run.checks import running_locals
 from fuseops.run.debug import running_op
 
@@ -47,7 +47,11 @@ def words(x: Tensor, weight: Tensor, index: Tensor | None, form: tuple[str, int]
     _, n, k = weight.shape
     dy: Any = x.new_empty(1, n)  # its strides are asked for, not its rows
     forward = mm_choice(x, weight, index).words
-    ends = f" with {ENDS[form[0]]} at its end" if form and act_path(x, weight, index, *form) else ""
+    ends = (
+        f" with {EPILOGUE_ACTS[form[0]]} at its end"
+        if form and act_path(x, weight, index, *form)
+        else ""
+    )
     dgrad = mm_choice(dy, weight.transpose(1, 2)).words
     wgrad = wgrad_choice(dy, x, None, index, len(weight)).words
     backward = f"dgrad {dgrad}, wgrad {wgrad}" if dgrad != wgrad else dgrad

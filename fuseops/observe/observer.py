@@ -70,8 +70,8 @@ class Observer:
         """Follow what runs in this thread; nothing stays installed."""
         with (
             modules.followed(self._enter, self._leave),
-            scopes.watching(self._watch),
-            registry.watching(self.launched),
+            scopes.watch_plans(self._watch),
+            registry.watch_launches(self.launched),
         ):
             yield
 

@@ -64,7 +64,7 @@ class SavedLedger:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda handle: handle.tensor)
 
     def _pack(self, tensor: Tensor) -> Handle:
-        promised = names.take(tensor)
+        promised = names.take_name(tensor)
         where = self.where(promised is not None)
         if promised is None:
             found = [*self.labels.of_torch(tensor, sys._getframe().f_back).names]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fuseops.ops.op import Op
 from fuseops.ops.scopes import DELAYED
-from fuseops.ops.stored import follow_masters, stored_in
+from fuseops.ops.stored import stored_in, sync_masters
 from fuseops.torch_private import fsdp_accumulation, version
 
 
@@ -172,7 +172,7 @@ def untouched(model: nn.Module, also: Iterable[Tensor] = ()) -> Iterator[None]:
     what waits for backward_dw or for FSDP2 to reduce it, random states, and the values of `also`. No gradient goes on
     from there.
     """
-    follow_masters(model)
+    sync_masters(model)
     written = (*also, *model.buffers(), *main_grads(model))
     with put_back(written, unseen=True), put_back(held(model)), nothing_waits(model):
         with reducing(model), same_tensors(model), no_gradient_taken(model), forked_random():

@@ -218,7 +218,7 @@ class LayerScope(Scope):
         running = self._thread_calls.running[-1]
         named = running.labels.of_torch(t, below)
         if running.inputs and t.numel():
-            named = named._replace(names=(running.inputs.pop(0),), lasts=False)
+            named = named._replace(names=(running.inputs.pop(0),), stable=False)
         return self.pack_one(t, named, self._judged, running.stayed)
 
     def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]:

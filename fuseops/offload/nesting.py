@@ -59,11 +59,11 @@ class PackHook:
         if frame is None or not frame.tensors:
             handle: Handle = scope.pack_of_torch(t, sys._getframe().f_back)
             return handle
-        place = frame.taken
+        place = frame.next_index
         if place < len(frame.tensors) and frame.tensors[place] is t:
-            frame.taken = place + 1
+            frame.next_index = place + 1
         else:
-            names.take(t)  # says what is wrong
+            names.take_name(t)  # says what is wrong
         if frame.packed is None:
             frame.packed = scope.pack(frame.tensors, frame.names)
         handle = frame.packed[place]

@@ -196,9 +196,9 @@ class Record(Item):
         if said is not None or frame is None or not frame.tensors or mover.lanes.at_once:
             return said
         # a node's tensors are all there before the first of them is saved
-        if frame.complete is None or frame.complete.whose != self.source.owner:
-            frame.complete = mover.lanes.record("compute")
-        point: Event = frame.complete
+        if frame.ready is None or frame.ready.whose != self.source.owner:
+            frame.ready = mover.lanes.record("compute")
+        point: Event = frame.ready
         return point
 
     def leaves(self, point: Literal["copy", "release"]) -> None:

@@ -174,7 +174,7 @@ class Scope(Guarded):
                 return self._share(t, named, record)
         resident, mark = self._resident, None
         which: int | str = id(named)
-        if not named.lasts:
+        if not named.stable:
             which, mark = named.name, mark_on(t, named)
         elif marks.marked.entries:
             mark = marks.marked.get(storage)

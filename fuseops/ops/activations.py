@@ -20,7 +20,7 @@ APPROXIMATE = ("none", "tanh")
 
 class ActivationSaved(NamedTuple):
     x: Tensor | None
-    form: Form | None = None  # that of the forward: it may be another by the time of the backward
+    form: Form | None = None  # of the forward: attributes may change before the backward
 
 
 class ScaledActivationSaved(NamedTuple):
@@ -34,7 +34,7 @@ class _Act(Op[S]):
 
     floats = True
     kind: str
-    # what the kernels take behind `kind`: interleave, alpha, limit, offset
+    # the kernels' arguments after `kind`: interleave, alpha, limit, offset
     options: tuple[Any, ...] = ()
 
     def out_shape(self, shape: Shape) -> Shape:
@@ -76,7 +76,7 @@ class ScaledActivation(_Act[ScaledActivationSaved]):
     saves_for = {"x": ("x", "probs", "form"), "probs": ("x", "form")}
 
     def __init__(self, *, probs: str = "probs") -> None:
-        """probs: the name that the Sequential knows the probabilities by."""
+        """probs: the name of the side input."""
         super().__init__()
         self.rename(probs=probs)
 
@@ -100,7 +100,7 @@ class ScaledActivation(_Act[ScaledActivationSaved]):
 
 
 def form_of(act: Any) -> Form:
-    """What the kernels take of an activation as it is now."""
+    """The kernels' arguments for an activation: its kind and options."""
     return (act.kind, *act.options)
 
 
@@ -179,10 +179,10 @@ class ScaledSReLU(ScaledActivation):
 
 
 ACTS = SiLU | GELU | QGELU | ReLU | SReLU
-"""What rules take where an activation has no gate: one kernel is its backward and sums dbias."""
+"""Activations without a gate in rules: one kernel computes dx and sums dbias."""
 
 
 def check_approximate(op: str, approximate: str) -> None:
-    """Raise FuseOpsError for anything that torch's GELU does not know."""
+    """Raise FuseOpsError unless it is "none" or "tanh", as of torch's GELU."""
     if approximate not in APPROXIMATE:
         raise FuseOpsError(f"{op}(approximate={approximate!r}): expected 'none' or 'tanh'.")

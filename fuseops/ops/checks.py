@@ -1,6 +1,6 @@
-"""All ops refuse inputs and side inputs of a wrong shape or dtype, and `inplace`, by these checks.
+"""These checks raise for inputs, side inputs and options that an op does not take.
 
-None of it waits for the device; what `offs` may hold is checked in `splits`.
+None of them waits for the device. The values of `offs` are checked in `splits`.
 """
 
 import math
@@ -43,7 +43,7 @@ def check_rows(op: Op[Any], x: Tensor | Quantized) -> None:
 
 
 def check_offs(offs: Tensor, groups: int) -> None:
-    """Raise unless `offs` is what can be checked without a host synchronisation."""
+    """Raise ShapeError for `offs` of another shape or dtype."""
     if offs.shape != (groups,) or offs.dtype is not torch.int32:
         raise ShapeError(
             f"offs must be int32 of shape ({groups},): the cumulative row end of every group, empty ones included; "
@@ -52,7 +52,7 @@ def check_offs(offs: Tensor, groups: int) -> None:
 
 
 def check_probs(op: str, x: Tensor | Quantized, probs: Tensor) -> None:
-    """Raise ShapeError unless there is one probability, a fraction, a row of x."""
+    """Raise ShapeError unless probs has one number of a float dtype for each row of x."""
     if probs.shape != x.shape[:-1] or not probs.is_floating_point():
         raise ShapeError(
             f"{op} expects probs of shape {tuple(x.shape[:-1])}, one a row, of a float dtype, got {probs.dtype} of "
@@ -61,14 +61,12 @@ def check_probs(op: str, x: Tensor | Quantized, probs: Tensor) -> None:
 
 
 def check_experts(chosen: Tensor, count: int) -> None:
-    """Raise ShapeError unless a Router is given numbers of experts; beyond `count` is seen on the CPU only, where it
-    costs no synchronisation, and not in traced code.
-    """
-    if not integers(chosen):
+    """Raise ShapeError unless `chosen` has expert numbers below `count`; values are checked if `values_visible`."""
+    if not is_integer(chosen):
         raise ShapeError(
             f"Router expects chosen of an int dtype, numbers of experts, got {chosen.dtype}."
         )
-    if seen(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < count:
+    if values_visible(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < count:
         raise ShapeError(
             f"Router expects chosen from 0 to {count - 1}, of its {count} experts, got {int(chosen.min())} to "
             f"{int(chosen.max())}."
@@ -76,13 +74,13 @@ def check_experts(chosen: Tensor, count: int) -> None:
 
 
 def check_chosen(who: str, experts: Tensor, weights: Tensor) -> None:
-    """Raise ShapeError unless there is a number of an expert, and a weight, for each of the k choices of a token."""
+    """Raise ShapeError unless experts (T, k) are integers and weights (T, k) floats."""
     if experts.dim() != 2 or experts.shape != weights.shape:
         raise ShapeError(
             f"{who} expects experts and weights of one shape (tokens, k), got {tuple(experts.shape)} and "
             f"{tuple(weights.shape)}."
         )
-    if not integers(experts) or not weights.is_floating_point():
+    if not is_integer(experts) or not weights.is_floating_point():
         raise ShapeError(
             f"{who} expects experts of an int dtype and weights of a float dtype, got {experts.dtype} and "
             f"{weights.dtype}."
@@ -90,8 +88,8 @@ def check_chosen(who: str, experts: Tensor, weights: Tensor) -> None:
 
 
 def check_targets(op: str, targets: Tensor, classes: int, ignored: int) -> None:
-    """Raise ShapeError for a target that is neither a class nor ignored, where that is seen, as of experts."""
-    if not seen(targets):
+    """Raise ShapeError for a target that is neither a class nor ignored; checked if `values_visible`."""
+    if not values_visible(targets):
         return
     wrong = targets[((targets < 0) | (targets >= classes)) & (targets != ignored)]
     if wrong.numel():
@@ -101,20 +99,20 @@ def check_targets(op: str, targets: Tensor, classes: int, ignored: int) -> None:
         )
 
 
-def integers(t: Tensor) -> bool:
+def is_integer(t: Tensor) -> bool:
     """Whether a tensor is of an int dtype."""
     return not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
 
 
-def seen(values: Tensor) -> bool:
-    """Whether there are values, which cost no synchronisation to look at, and no guard in traced code."""
+def values_visible(values: Tensor) -> bool:
+    """Whether a tensor has values that can be read without a synchronisation and without a guard in traced code."""
     if torch.compiler.is_compiling() or type(values) not in PLAIN or values.device.type != "cpu":
         return False
     return values.numel() > 0 and not torch_private.is_batched(values)
 
 
 def check_pos(op: str, pos: Tensor, tokens: int | None) -> None:
-    """Raise ShapeError unless pos has a line for each token."""
+    """Raise ShapeError unless pos is int32 with a row for each token; tokens: None for any number."""
     if pos.dim() != 2 or tokens not in (None, pos.shape[0]) or pos.dtype is not torch.int32:
         wanted = "tokens" if tokens is None else tokens
         raise ShapeError(

@@ -1,4 +1,4 @@
-"""What the code of an op's method names: it may draw random numbers from there, or read what changes."""
+"""The values that an op's method refers to are read off its code: generators that it may draw from, mutable state."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 FOLLOWED: Any = FunctionType | property | staticmethod | classmethod
 
 
-def named_by(method: Any, kind: type) -> Iterator[tuple[str, Any]]:
-    """(function and name, value) of all that a method of `kind` names, and functions of others than torch and fuseops
-    that it calls: globals, what is closed over, defaults, modules that they import themselves, attributes of modules
-    and of `kind`.
+def referenced_values(method: Any, kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield ("function.name", value) of all that a method of the class `kind`, and functions that it calls, refer to.
+
+    Those are globals, closure cells, defaults, imports, and attributes of modules and of `kind`. Functions of torch and
+    fuseops are not followed.
     """
     pending, seen = [method], set()
     while pending:
@@ -55,7 +56,7 @@ def _values(function: FunctionType, kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and of those that stand in it."""
+    """Yield the code of a function and of the functions nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -20,14 +20,15 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 
 from .checks import check_flags, check_integers
-from .local import Ranks, there_and_back
+from .local import Ranks, with_backward
 from .op import Grads, Op, Out, Shape
 
 
 class Way(NamedTuple):
-    """A `Way` says along which axis and over which ranks a collective went in its forward, which the backward undoes.
+    """A `Way` holds the settings of a collective in its forward, which its backward reads.
 
-    sums  whether the ranks' gradients are added up
+    ranks, dim  the ranks and the axis
+    sums        whether the backward sums the ranks' gradients
     """
 
     ranks: Ranks
@@ -40,7 +41,7 @@ class CollectiveSaved(NamedTuple):
 
 
 class Collective(Op[CollectiveSaved]):
-    """A collective sends a tensor over the ranks of a group, and its gradient back. One rank alone leaves it as it is.
+    """A collective op runs one collective in its forward and the adjoint one in its backward; no-ops on one rank.
 
     group: a ProcessGroup, a DeviceMesh of one dimension, or None for one rank.
     """
@@ -67,14 +68,14 @@ class Collective(Op[CollectiveSaved]):
         return repr(self._ranks)
 
     def way(self) -> Way:
-        """The way that the collective goes in this call."""
+        """The settings of the collective in this call."""
         return Way(self._ranks)
 
-    def there(self, x: Tensor, way: Way) -> Tensor:
+    def all_ranks_fwd(self, x: Tensor, way: Way) -> Tensor:
         """The collective of the forward, over two ranks or more."""
         raise NotImplementedError
 
-    def back(self, dy: Tensor, way: Way) -> Tensor:
+    def all_ranks_bwd(self, dy: Tensor, way: Way) -> Tensor:
         """The collective of the backward, over two ranks or more."""
         raise NotImplementedError
 
@@ -84,17 +85,20 @@ class Collective(Op[CollectiveSaved]):
         if way.ranks.size == 1:
             return Out(x, saved)
         if torch.is_grad_enabled() and x.requires_grad:
-            ways = (lambda t: self.there(t, way)), (lambda dy: self.back(dy, way))
-            return Out(there_and_back(x, *ways), saved)
-        return Out(self.there(x, way), saved)
+            fwd, bwd = (
+                (lambda t: self.all_ranks_fwd(t, way)),
+                (lambda d: self.all_ranks_bwd(d, way)),
+            )
+            return Out(with_backward(x, fwd, bwd), saved)
+        return Out(self.all_ranks_fwd(x, way), saved)
 
     def bwd(self, saved: CollectiveSaved, dy: Tensor) -> Grads:
         way: Way = saved.way  # type: ignore[assignment]
-        return Grads(dy if way.ranks.size == 1 else self.back(dy, way))
+        return Grads(dy if way.ranks.size == 1 else self.all_ranks_bwd(dy, way))
 
 
-class _Along(Collective):
-    """An `_Along` is a collective that gathers or scatters along one axis of its tensor."""
+class _AxisCollective(Collective):
+    """An `_AxisCollective` is a collective that gathers or scatters along one axis of its tensor."""
 
     def __init__(self, group: Any = None, dim: int = -2) -> None:
         super().__init__(group)
@@ -107,19 +111,19 @@ class _Along(Collective):
     def way(self) -> Way:
         return Way(self._ranks, self.dim)
 
-    def scaled(self, shape: Shape, times: bool) -> Shape:
-        """The shape with this axis as often, or as many times smaller, as there are ranks."""
+    def _resized(self, shape: Shape, grows: bool) -> Shape:
+        """The shape with this axis multiplied, or divided, by the number of ranks."""
         size = self._ranks.size
         if size == 1:
             return shape
         axis = _axis(shape, self.dim)
-        _check(shape, axis, size if not times else 1)
-        found = shape[axis] * size if times else shape[axis] // size
-        return (*shape[:axis], found, *shape[axis + 1 :])
+        _check_divides(shape, axis, 1 if grows else size)
+        resized = shape[axis] * size if grows else shape[axis] // size
+        return (*shape[:axis], resized, *shape[axis + 1 :])
 
 
 def _axis(shape: Shape, dim: int) -> int:
-    """Raises ShapeError where there is no such axis."""
+    """The axis of `dim`, from 0.  Raises ShapeError where the shape has none."""
     axis = dim + len(shape) if dim < 0 else dim
     if not 0 <= axis < len(shape):
         raise ShapeError(
@@ -128,7 +132,7 @@ def _axis(shape: Shape, dim: int) -> int:
     return axis
 
 
-def _check(shape: Shape, axis: int, parts: int) -> None:
+def _check_divides(shape: Shape, axis: int, parts: int) -> None:
     if shape[axis] % parts:
         raise ShapeError(
             f"axis {axis} of x {tuple(shape)} is to go in parts to the ranks: {shape[axis]} does not divide by {parts} "
@@ -136,24 +140,24 @@ def _check(shape: Shape, axis: int, parts: int) -> None:
         )
 
 
-def _gathered(x: Tensor, way: Way) -> Tensor:
-    """The ranks' parts, one after the other."""
+def _all_gather(x: Tensor, way: Way) -> Tensor:
+    """The ranks' shards, concatenated in rank order."""
     return torch_private.all_gather(x.contiguous(), _axis(x.shape, way.dim), way.ranks.group)
 
 
-def _scattered(x: Tensor, way: Way) -> Tensor:
-    """This rank's part of the sum."""
+def _reduce_scatter(x: Tensor, way: Way) -> Tensor:
+    """This rank's shard of the sum."""
     axis = _axis(x.shape, way.dim)
-    _check(x.shape, axis, way.ranks.size)
+    _check_divides(x.shape, axis, way.ranks.size)
     return torch_private.reduce_scatter(x.contiguous(), axis, way.ranks.group)
 
 
-def _own(x: Tensor, way: Way) -> Tensor:
-    """This rank's part of what all have."""
+def _own_part(x: Tensor, way: Way) -> Tensor:
+    """This rank's shard of a tensor that all ranks have."""
     return x.chunk(way.ranks.size, _axis(x.shape, way.dim))[way.ranks.rank].contiguous()
 
 
-class AllGather(_Along):
+class AllGather(_AxisCollective):
     """y = the ranks' x one after the other along `dim`.   (..., n, ...) -> (..., ranks n, ...), ranks in order
 
     group: a ProcessGroup, a DeviceMesh of one dimension, or None for one rank.
@@ -171,19 +175,19 @@ class AllGather(_Along):
         self.grad = grad
 
     def out_shape(self, shape: Shape) -> Shape:
-        return self.scaled(shape, times=True)
+        return self._resized(shape, grows=True)
 
     def way(self) -> Way:
         return Way(self._ranks, self.dim, self.grad == "partial")
 
-    def there(self, x: Tensor, way: Way) -> Tensor:
-        return _gathered(x, way)
+    def all_ranks_fwd(self, x: Tensor, way: Way) -> Tensor:
+        return _all_gather(x, way)
 
-    def back(self, dy: Tensor, way: Way) -> Tensor:
-        return _scattered(dy, way) if way.sums else _own(dy, way)
+    def all_ranks_bwd(self, dy: Tensor, way: Way) -> Tensor:
+        return _reduce_scatter(dy, way) if way.sums else _own_part(dy, way)
 
 
-class ReduceScatter(_Along):
+class ReduceScatter(_AxisCollective):
     """y = this rank's part, along `dim`, of the sum of the ranks' x.   (..., ranks n, ...) -> (..., n, ...)
 
     dx is the ranks' gradients one after the other (an all-gather).
@@ -191,13 +195,13 @@ class ReduceScatter(_Along):
     """
 
     def out_shape(self, shape: Shape) -> Shape:
-        return self.scaled(shape, times=False)
+        return self._resized(shape, grows=False)
 
-    def there(self, x: Tensor, way: Way) -> Tensor:
-        return _scattered(x, way)
+    def all_ranks_fwd(self, x: Tensor, way: Way) -> Tensor:
+        return _reduce_scatter(x, way)
 
-    def back(self, dy: Tensor, way: Way) -> Tensor:
-        return _gathered(dy, way)
+    def all_ranks_bwd(self, dy: Tensor, way: Way) -> Tensor:
+        return _all_gather(dy, way)
 
 
 class AllReduce(Collective):
@@ -228,8 +232,8 @@ class AllReduce(Collective):
     def way(self) -> Way:
         return Way(self._ranks, sums=self.sums_grad)
 
-    def there(self, x: Tensor, way: Way) -> Tensor:
+    def all_ranks_fwd(self, x: Tensor, way: Way) -> Tensor:
         return torch_private.all_reduce(x, way.ranks.group) if self.sums else x.view_as(x)
 
-    def back(self, dy: Tensor, way: Way) -> Tensor:
+    def all_ranks_bwd(self, dy: Tensor, way: Way) -> Tensor:
         return torch_private.all_reduce(dy, way.ranks.group) if way.sums else dy

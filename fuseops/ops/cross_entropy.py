@@ -17,34 +17,34 @@ from .checks import check_flags, check_integers, check_targets, check_tensors, c
 from .loss_options import CHUNK_BYTES, IGNORED, ROWS, LossOptions
 from .op import Call, Grads, Op, Out, Shape
 from .vocab_parallel import (
+    ChunkedStep,
     PartialSoftmax,
     ShardedLoss,
     TokenGrads,
     Vocabulary,
-    Walk,
     check_layout,
     vocabulary_over,
 )
 
 
 class LinearCrossEntropySaved(NamedTuple):
-    # of gradients that the forward made
+    # with gradients="forward"
     dx: Tensor | None = None  # (..., D) in the dtype of x
     dweight: Tensor | None = None  # (V, D) float32
     dbias: Tensor | None = None  # (V,) float32
-    unit: Tensor | None = None  # () float32: how many times too large they are, a power of two
-    # of those that the backward makes
+    unit: Tensor | None = None  # () float32: the power of two that they are multiplied by
+    # with gradients="backward"
     x: Tensor | None = None  # (..., D)
     weight: Tensor | None = None  # the parameter itself
     bias: Tensor | None = None  # the parameter itself
     targets: Tensor | None = None  # (...) int64
     class_weights: Tensor | None = None  # (V,), the buffer itself
-    total: Tensor | None = None  # () float32: what the sum of the rows' losses is divided by
+    total: Tensor | None = None  # () float32: the divisor of the sum of the rows' losses
     lse: Tensor | None = None  # (N,) float32
     expected: Tensor | None = None  # (N,) float32: the mean logit; entropy = lse - expected
-    # (ranks, 3 or 4, N) float32: of a vocabulary over ranks, whose lse and expected are own
+    # (ranks, 3 or 4, N) float32, of a sharded vocabulary; lse and expected are then of the local classes
     gathered: Tensor | None = None
-    ends: tuple[list[float], int, int] | None = None  # what the kernels were told of the loss
+    ends: tuple[list[float], int, int] | None = None  # the kernels' options
 
 
 class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
@@ -86,7 +86,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
     live_call = True
 
     vocabulary: Vocabulary | None = None
-    """Of a weight (and bias) that is this rank's part: which classes it has."""
+    """The sharding of the classes, where weight and bias are this rank's shard."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         self.soft_cap, self.temperature = options.soft_cap, options.temperature
         self._reduction = options.reduction
         self.writes = tuple(publishes)
-        self._asked, self._gradients = options.gradients, options.way
+        self._requested_gradients, self._gradients = options.gradients, options.gradient_pass
         made = {
             "x": ("dx", "unit"),
             "weight": ("dweight", "weight", "unit"),
@@ -153,7 +153,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
 
     @property
     def reduction(self) -> str:
-        """Fixed, as `gradients`: what is saved depends on both."""
+        """Read-only, as `gradients`: the saved fields depend on both."""
         return self._reduction
 
     @property
@@ -190,7 +190,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         targets: Tensor,
         call: Call,
     ) -> Out:
-        if torch_private.is_dtensor(type(weight)):  # of a head that no style has laid out
+        if torch_private.is_dtensor(type(weight)):  # no parallel style was applied
             w, b = call.precision.cast(weight), call.precision.cast(bias)
             options: Any = {"linear_bias": b, "weight": class_weights, **self._options._asdict()}
             found = linear_cross_entropy(x, w, targets, **options)  # type: ignore[arg-type]
@@ -220,12 +220,12 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             dx = None if dx is None else dx.view(x.shape)
             saved = LinearCrossEntropySaved(dx, dw, db, unit, weight=weight, bias=bias)
             return Out((loss / total).sum(), saved)
-        loss, published, numbers = self._rows(args, class_weights)
+        loss, published, numbers = self._token_losses(args, class_weights)
         y = loss.view(targets.shape) if self.reduction == "none" else (loss / total).sum()
         side = {name: published[name].view(targets.shape) for name in self.writes}
         saved = LinearCrossEntropySaved(
             x=x, weight=weight, bias=bias, targets=targets, class_weights=class_weights,
-            total=total, ends=self._ends, **numbers,
+            total=total, ends=self._kernel_args, **numbers,
         )  # fmt: skip
         return Out(y, saved, side or None)
 
@@ -236,35 +236,35 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         dloss = dloss.expand(len(args[0]))
         if self.vocabulary is not None:
             sharded = ShardedLoss(self.vocabulary, self._options, class_weights)
-            walk: Any = *args, dloss, needs
-            return Walk(sharded, *walk).run()
-        of_rows: Any = *args, class_weights, *self._ends, dloss, needs
+            step: Any = *args, dloss, needs
+            return ChunkedStep(sharded, *step).run()
+        of_rows: Any = *args, class_weights, *self._kernel_args, dloss, needs
         return K.linear_cross_entropy_grads(*of_rows)
 
-    def _rows(
+    def _token_losses(
         self, args: Any, class_weights: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """The loss of each token, what can be published of it, and what a backward reads.   args: as above"""
+        """(loss of each token, publishable numbers by name, saved numbers by name).   args: as of `_with_grads`"""
         if self.vocabulary is not None:
             sharded = ShardedLoss(self.vocabulary, self._options, class_weights)
             loss, published, numbers = sharded.fwd(*args)
             return loss, published, numbers._asdict()
-        of_rows: Any = *args, class_weights, *self._ends
+        of_rows: Any = *args, class_weights, *self._kernel_args
         loss, lse, logp, expected = K.linear_cross_entropy_fwd(*of_rows)
         published = {"lse": lse, "log_probs": logp, "entropy": lse - expected}
         return loss, published, {"lse": lse, "expected": expected}
 
     @property
     def _options(self) -> LossOptions:
-        """As they are now."""
-        own: dict[str, Any] = {"publishes": self.writes, "gradients": self._asked}
+        """The options from the op's attributes, which may be assigned."""
+        own: dict[str, Any] = {"publishes": self.writes, "gradients": self._requested_gradients}
         names = LossOptions._fields
         return LossOptions(**own, **{n: getattr(self, n) for n in names if n not in own})
 
     @property
-    def _ends(self) -> Any:
-        """What the kernels are told of the loss."""
-        return self._options.ends, self.ignore_index, self.chunk_bytes
+    def _kernel_args(self) -> Any:
+        """The kernels' options, ignore_index and chunk_bytes."""
+        return self._options.kernel_options, self.ignore_index, self.chunk_bytes
 
     def _check_targets(self, x: Tensor, targets: Tensor, classes: int) -> None:
         if targets.shape != x.shape[:-1] or targets.dtype != torch.int64:
@@ -280,7 +280,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         check_targets("LinearCrossEntropy", targets, classes, self.ignore_index)
 
     def _total(self, targets: Tensor, class_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """What the sum of the rows' losses is divided by.   ()"""
+        """The divisor of the sum of the rows' losses.   ()"""
         if self.reduction != "mean":
             return torch.ones((), dtype=dtype, device=targets.device)
         counts = targets != self.ignore_index
@@ -300,11 +300,11 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         call: Call,
     ) -> Grads:
         if saved.ends is None:
-            return self._scaled(saved, dy, call)
-        return self._made(saved, dy, dside, call)
+            return self._scaled_forward_grads(saved, dy, call)
+        return self._recomputed_grads(saved, dy, dside, call)
 
-    def _scaled(self, saved: LinearCrossEntropySaved, dy: Any, call: Call) -> Grads:
-        """The gradients that the forward made, times that of the loss."""
+    def _scaled_forward_grads(self, saved: LinearCrossEntropySaved, dy: Any, call: Call) -> Grads:
+        """The gradients of the forward, times that of the loss."""
         dy = dy / saved.unit
         params: dict[str, Tensor | None] = {}
         for name, made, owner in (
@@ -320,28 +320,28 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             else:
                 params[name] = K.scaled_to(made, dy, owner.dtype)  # type: ignore[arg-type, union-attr]
         dx = K.scaled_to(saved.dx, dy, saved.dx.dtype) if "x" in call.needs else None  # type: ignore[arg-type, union-attr]
-        return self._by_owner(dx, params)
+        return self._split_by_owner(dx, params)
 
-    def _by_owner(self, dx: Tensor | None, found: dict[str, Tensor | None]) -> Grads:
-        """The gradients, of tensors that the caller gave apart from those of own parameters."""
-        given = {name: t for name, t in found.items() if name in self.reads}
-        return Grads(dx, {n: t for n, t in found.items() if n not in given}, given)
+    def _split_by_owner(self, dx: Tensor | None, grads: dict[str, Tensor | None]) -> Grads:
+        """`Grads` of gradients by name: side inputs, as of a weight that the caller gave, apart from parameters."""
+        side = {name: t for name, t in grads.items() if name in self.reads}
+        return Grads(dx, {n: t for n, t in grads.items() if n not in side}, side)
 
-    def _made(
+    def _recomputed_grads(
         self,
         saved: LinearCrossEntropySaved,
         dy: Tensor | None,
         dside: dict[str, Tensor | None],
         call: Call,
     ) -> Grads:
-        """The gradients from the logits, which are made again."""
-        x, lse, total = _needed(saved.x), _needed(saved.lse), _needed(saved.total)
-        rows, targets = x.reshape(-1, x.shape[-1]), _needed(saved.targets).reshape(-1)
+        """The gradients, from recomputed logits."""
+        x, lse, total = map(_require_saved, (saved.x, saved.lse, saved.total))
+        rows, targets = x.reshape(-1, x.shape[-1]), _require_saved(saved.targets).reshape(-1)
         zero = torch.zeros_like(lse)
         dloss = zero if dy is None else (dy.reshape(-1) / total).to(zero.dtype).expand_as(lse)
         given = (dside.get(name) for name in ROWS)
         d = TokenGrads(dloss, *(zero if t is None else t.reshape(-1) for t in given))
-        w: Any = call.precision.cast(_needed(saved.weight))
+        w: Any = call.precision.cast(_require_saved(saved.weight))
         b = call.precision.cast(saved.bias)
         needs = [name in call.needs for name in ("x", "weight", "bias")]
         main_grad = (call.out or {}).get("weight")
@@ -352,13 +352,13 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         if self.vocabulary is not None:
             main_grad = None
             sharded = ShardedLoss(self.vocabulary, self._options, saved.class_weights)
-            numbers = PartialSoftmax(lse, expected, _needed(saved.gathered))
+            numbers = PartialSoftmax(lse, expected, _require_saved(saved.gathered))
             made = sharded.bwd(d, numbers, rows, w, b, targets, needs)
         else:
             grads = [dloss]
             if saved.expected is not None:
                 grads = [dloss, d.lse + d.entropy, d.log_probs, -d.entropy]
-            of_rows: Any = rows, w, b, targets, saved.class_weights, *_needed(saved.ends)
+            of_rows: Any = rows, w, b, targets, saved.class_weights, *_require_saved(saved.ends)
             of_rows = *of_rows, lse, expected, grads, needs, main_grad
             made = K.linear_cross_entropy_bwd(*of_rows)
         dx, dw, db = made
@@ -366,7 +366,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             "weight": dw if needs[1] and main_grad is None else None,
             "bias": db if needs[2] else None,
         }
-        return self._by_owner(dx.view(x.shape) if needs[0] else None, params)
+        return self._split_by_owner(dx.view(x.shape) if needs[0] else None, params)
 
 
 def check_operands(
@@ -377,9 +377,9 @@ def check_operands(
     class_weights: Tensor | None = None,
     classes: int | None = None,
 ) -> None:
-    """Raise ShapeError unless classes have a row of the weight, as wide as x, and one number of the others.
+    """Raise ShapeError unless x and the weight are equally wide, and bias and class weights have one number a class.
 
-    classes: of the whole vocabulary, where the weight and the bias have some of them
+    classes: of the whole vocabulary, where weight and bias are a shard
     """
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
         raise ShapeError(
@@ -405,17 +405,17 @@ def _refuse_gradient(who: str, weight: Tensor) -> None:
         )
 
 
-def _needed(t: Any) -> Any:
-    """A saved field that `saves_for` has kept."""
+def _require_saved(t: Any) -> Any:
+    """A saved field that must not be None."""
     if t is None:
         raise FuseOpsError("LinearCrossEntropy.bwd reads what was not saved.")
     return t
 
 
 def _unit(total: Tensor) -> Tensor:
-    """What the forward multiplies the gradients by that it makes, and the backward divides by: a power of two.
+    """The power of two by which the forward scales its gradients, and which the backward divides out.
 
-    float16 cannot hold them divided by a count of tokens, and what a GradScaler multiplies by comes later.
+    float16 cannot hold gradients divided by a count of tokens, and a GradScaler's factor comes only in the backward.
     """
     return torch.ldexp(torch.ones_like(total), torch.frexp(total).exponent - 1)
 
@@ -465,12 +465,12 @@ def linear_cross_entropy(
         linear_weight, linear_bias = w.to_local(), None if b is None else b.to_local()
     given = {"weight": linear_weight, "bias": linear_bias, "class_weights": weight}
     side = {name: t for name, t in given.items() if t is not None}
-    op = getattr(_GIVEN, _given_op(tuple(side), mesh, total, *options))
+    op = getattr(_OP_CACHE, _cached_op(tuple(side), mesh, total, *options))
     return op(input, targets=target, **side)
 
 
 class _OnGivenWeight(LinearCrossEntropy):
-    """An `_OnGivenWeight` computes the cross entropy with a weight and a bias that its caller gives as side inputs."""
+    """An `_OnGivenWeight` is a `LinearCrossEntropy` whose weight and bias are side inputs."""
 
     def __init__(
         self, names: tuple[str, ...], vocabulary: Vocabulary | None, options: LossOptions
@@ -488,29 +488,29 @@ class _OnGivenWeight(LinearCrossEntropy):
         return shape[:-1] if self.reduction == "none" else ()
 
 
-MOST_GIVEN = 64  # an option may be another in each step
+MAX_CACHED_OPS = 64  # an option may be another in each step
 
 
-class _GivenOps:
-    """Holds the ops of `linear_cross_entropy`, each as an attribute, by which traced code finds it."""
+class _OpCache:
+    """An `_OpCache` holds the ops of `linear_cross_entropy` as attributes, which traced code can look up."""
 
     def __init__(self) -> None:
         self.names: dict[tuple[Any, ...], str] = {}
         self.numbers = itertools.count()
 
 
-_GIVEN = _GivenOps()
+_OP_CACHE = _OpCache()
 
 
 @torch_private.assume_constant_result
-def _given_op(reads: tuple[str, ...], mesh: Any, classes: int, *options: Any) -> str:
-    """The name of the op of these options. Dynamo, which makes no modules, does not trace this."""
+def _cached_op(reads: tuple[str, ...], mesh: Any, classes: int, *options: Any) -> str:
+    """The attribute name of the op with these options. Dynamo cannot create modules, so it does not trace this."""
     key = reads, mesh, classes, *options
-    if key not in _GIVEN.names:
-        if len(_GIVEN.names) >= MOST_GIVEN:
-            delattr(_GIVEN, _GIVEN.names.pop(next(iter(_GIVEN.names))))
-        name = f"op{next(_GIVEN.numbers)}"
+    if key not in _OP_CACHE.names:
+        if len(_OP_CACHE.names) >= MAX_CACHED_OPS:
+            delattr(_OP_CACHE, _OP_CACHE.names.pop(next(iter(_OP_CACHE.names))))
+        name = f"op{next(_OP_CACHE.numbers)}"
         vocabulary = None if mesh is None else vocabulary_over(mesh, classes)
-        setattr(_GIVEN, name, _OnGivenWeight(reads, vocabulary, LossOptions(*options)))
-        _GIVEN.names[key] = name
-    return _GIVEN.names[key]
+        setattr(_OP_CACHE, name, _OnGivenWeight(reads, vocabulary, LossOptions(*options)))
+        _OP_CACHE.names[key] = name
+    return _OP_CACHE.names[key]

@@ -13,7 +13,7 @@ from .op import Call, Grads, Op, Out
 
 
 class ConstantScaleSaved(NamedTuple):
-    scale: float | None  # that of the forward: it may be another by the time of the backward
+    scale: float | None  # of the forward: the attribute may change before the backward
 
 
 class ConstantScale(Op[ConstantScaleSaved]):
@@ -37,15 +37,15 @@ class ConstantScale(Op[ConstantScaleSaved]):
 
 
 class DropoutSaved(NamedTuple):
-    seed: Tensor | None  # (1,) int64: the mask is drawn again from it
+    seed: Tensor | None  # (1,) int64: determines the mask
     p: float | None = None
 
 
 class Dropout(Op[DropoutSaved], nn.Dropout):
     """`torch.nn.Dropout` that saves 8 bytes: the mask is a function of a seed drawn from torch's generator.
 
-    The backward draws it again. A checkpoint that restores torch's generator repeats it, and so does a CUDA graph that
-    registers it draw a new one in each replay.
+    The backward computes the mask again from the seed. A checkpoint that restores torch's generator repeats the seed; a
+    CUDA graph that registers the generator draws a new one in each replay.
     """
 
     saves_for = {"x": ("seed", "p")}

@@ -21,7 +21,7 @@ class _Gated:
     def __init__(self, *, interleave: int = 0, **sides: str) -> None:
         """interleave: 0, gate and up are the halves of the last axis, the gate first (`torch.nn.functional.glu` has it
         second); b, they alternate in blocks of b columns (1 in the weights of gpt-oss).
-        sides: of a scaled one, the name that the Sequential knows its probabilities by: probs="p2".
+        sides: of a scaled one, the name of the side input: probs="p2".
         """
         super().__init__(**sides)
         self._set_options(interleave)
@@ -30,12 +30,12 @@ class _Gated:
         check_integers(type(self).__name__, 0, interleave=interleave)
         self.options = (interleave, *rest)
 
-    def _said(self) -> list[str]:
+    def _option_repr(self) -> list[str]:
         return []
 
     def extra_repr(self) -> str:
         interleave = [f"interleave={self.options[0]}"] if self.options[0] else []
-        return ", ".join([*self._said(), *interleave, *self.renamed()])
+        return ", ".join([*self._option_repr(), *interleave, *self.renamed()])
 
 
 class _GELUGated(Approximated, _Gated):
@@ -47,7 +47,7 @@ class _GELUGated(Approximated, _Gated):
         super().__init__(interleave=interleave, **sides)
         self.approximate = approximate
 
-    def _said(self) -> list[str]:
+    def _option_repr(self) -> list[str]:
         return [f"approximate={self.approximate!r}"]
 
 
@@ -70,7 +70,7 @@ class _Clamped(_Gated):
         super().__init__(interleave=interleave, **sides)
         self._set_options(interleave, float(alpha), float(limit), float(offset))
 
-    def _said(self) -> list[str]:
+    def _option_repr(self) -> list[str]:
         _, alpha, limit, offset = self.options
         return [f"limit={limit}, alpha={alpha}, offset={offset}"]
 
@@ -86,7 +86,7 @@ class _SiTU(_Gated):
         super().__init__(interleave=interleave, **sides)
         self._set_options(interleave, float(beta1), float(beta2))
 
-    def _said(self) -> list[str]:
+    def _option_repr(self) -> list[str]:
         return ["beta1={}, beta2={}".format(*self.options[1:])]
 
 
@@ -183,7 +183,7 @@ class ScaledSiTUGLU(_SiTU, ScaledActivation):
 
 
 GATED = SwiGLU | ClampedSwiGLU | SiTUGLU | GEGLU | QGEGLU | GLU | ReGLU | SReGLU
-"""What rules take where an activation has a gate, and here where a probability scales it."""
+"""Gated activations in rules; those that a probability scales are in `SCALED_GATED`."""
 
 SCALED_GATED = (
     ScaledSwiGLU | ScaledClampedSwiGLU | ScaledSiTUGLU | ScaledGEGLU | ScaledQGEGLU | ScaledGLU

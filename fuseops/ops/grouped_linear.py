@@ -1,6 +1,6 @@
 """GroupedLinear: one weight a group of rows.   y[rows of e] = x[rows of e] W[e]^T + b[e] (* probs[row]).
 
-With `low_rank`, W[e] + up[e] down[e] multiplies, and is never made: x down[e]^T up[e]^T is added to the product.
+With `low_rank` the weight is W[e] + up[e] down[e], which is never materialised: x down[e]^T up[e]^T is added to y.
 Shapes: x (R, in), weight (E, out, in), bias (E, out), offs (E,) int32 cumulative row ends on x's device, probs (R,),
 down (E, r, in), up (E, out, r) -> (R, out).
 Rows at or beyond offs[-1] are padding: y and dx are zero there, and no gradient takes anything from there.
@@ -18,14 +18,14 @@ from fuseops.errors import ShapeError
 from fuseops.recipes import Operand, Quantized, gemm
 
 from .checks import check_flags, check_integers, check_offs, check_probs, check_width
-from .grouped_state_dict import load_either
+from .grouped_state_dict import load_packed_or_parts
 from .linear import (
     columns_of,
     flat,
     grad_operand,
-    high,
     input_operand,
     saved_operand,
+    to_high_precision,
     weight_columns,
     weight_rows,
 )
@@ -60,12 +60,12 @@ def grouped_linear(
     low_rank: LowRank = (None, None),
     columns: bool = True,
 ) -> tuple[Tensor, Operand]:
-    """The grouped product in the precision of the call, and of x what the weight gradient reads.
+    """-> y = x W^T + b by groups in the precision of the call, and the form of x that the weight gradient reads.
 
-    index: row r of x is its row index[r].
-    out: (R, out), where y is written to if no other kernel comes after the product.
-    low_rank: down and up, whose product is added.
-    columns: False where the backward makes x again, and of it what a recipe asks for.
+    index: row r of the product reads row index[r] of x.
+    out: (R, out), receives y if no other kernel runs after the product.
+    low_rank: (down, up), whose product is added.
+    columns: False where the backward recomputes x, and quantizes its columns then.
     """
     rows = index.shape[0] if index is not None else rows_of(x)
     check_splits(offs, rows, offs.device)
@@ -93,8 +93,8 @@ def grouped_linear(
     if not in_epilogue and bias is not None:
         y = K.grouped_bias_fwd(y, bias, offs, probs)
     if down is not None and up is not None:
-        through = _down(kept, down, offs, tiles, call, index)
-        y = _added(y, K.grouped_mm(through, _as(up, through, call), offs, tiles))
+        through = _project_down(kept, down, offs, tiles, call, index)
+        y = _accumulate(y, K.grouped_mm(through, _cast_factor(up, through, call), offs, tiles))
     return y, kept
 
 
@@ -106,9 +106,9 @@ def grouped_linear_bwd(
     dy_index: Tensor | None = None,
     needs: frozenset[str] | None = None,
 ) -> Grads:
-    """The gradients of `grouped_linear` that `needs` names, or `call.needs` where they are not given.
+    """The gradients of `grouped_linear` that `needs` names, by default `call.needs`.
 
-    index: as above, of x and of dy.
+    x_index, dy_index: as `index` of `grouped_linear`, for x and for dy.
     """
     x, weight, offs, bias, probs = cast("tuple[Operand, Tensor, Tensor, Tensor, Tensor]", saved[:5])
     needs, roles = call.needs if needs is None else needs, call.precision.roles
@@ -116,7 +116,7 @@ def grouped_linear_bwd(
     side: dict[str, Tensor | None] = {}
     dx: Tensor | None = None
     if "bias" in needs or "probs" in needs:
-        rows = high(dy)
+        rows = to_high_precision(dy)
         if dy_index is not None:
             rows = K.gather_rows(rows, dy_index, offs)
         scaled = bias if "probs" in needs else None
@@ -131,7 +131,7 @@ def grouped_linear_bwd(
             q, index = dy, dy_index
         params["weight"] = weight_gradient(q, x, offs, call, x_index, index)
     if saved.down is not None or saved.up is not None:
-        dx = _low_rank_bwd(saved, high(dy), call, needs, params, dx, x_index, dy_index)
+        dx = _low_rank_bwd(saved, to_high_precision(dy), call, needs, params, dx, x_index, dy_index)
     return Grads(dx, params, side)
 
 
@@ -145,46 +145,47 @@ def _low_rank_bwd(
     x_index: Tensor | None,
     dy_index: Tensor | None,
 ) -> Tensor | None:
-    """The gradients of down and up, into `params`, and dx with the part that comes through them."""
+    """Put the gradients of down and up into `params`.   -> dx plus their part of it"""
     offs: Tensor = saved.offs  # type: ignore[assignment]
     tiles = tiles_of(call, offs, (dy if dy_index is None else dy_index).shape[0])
     if "up" in needs:
-        through = _down(saved.x, saved.down, offs, tiles, call, x_index)  # type: ignore[arg-type]
+        through = _project_down(saved.x, saved.down, offs, tiles, call, x_index)  # type: ignore[arg-type]
         params["up"] = K.grouped_wgrad(dy, through, offs, tiles, dy_index)
     if needs.isdisjoint(("x", "down")):
         return dx
     up: Tensor = saved.up  # type: ignore[assignment]
-    back = K.grouped_mm(dy, _as(up, dy, call).transpose(1, 2), offs, tiles, index=dy_index)
+    back = K.grouped_mm(dy, _cast_factor(up, dy, call).transpose(1, 2), offs, tiles, index=dy_index)
     if "down" in needs:
-        params["down"] = K.grouped_wgrad(back, high(saved.x), offs, tiles, None, x_index)  # type: ignore[arg-type]
+        x = to_high_precision(saved.x)  # type: ignore[arg-type]
+        params["down"] = K.grouped_wgrad(back, x, offs, tiles, None, x_index)
     if dx is None:
         return None
-    down = _as(saved.down, dy, call).transpose(1, 2)  # type: ignore[arg-type]
-    return _added(dx, K.grouped_mm(back, down, offs, tiles))
+    down = _cast_factor(saved.down, dy, call).transpose(1, 2)  # type: ignore[arg-type]
+    return _accumulate(dx, K.grouped_mm(back, down, offs, tiles))
 
 
-def _down(
+def _project_down(
     x: Operand, down: Tensor, offs: Tensor, tiles: Tensor | None, call: Call, index: Tensor | None
 ) -> Tensor:
-    """x through the lower rank, (R, r)."""
-    rows = high(x)
-    return K.grouped_mm(rows, _as(down, rows, call), offs, tiles, index=index)
+    """x down^T, (R, r)."""
+    rows = to_high_precision(x)
+    return K.grouped_mm(rows, _cast_factor(down, rows, call), offs, tiles, index=index)
 
 
-def _as(factor: Tensor, x: Tensor, call: Call) -> Tensor:
-    """A factor as x is multiplied by it: adapters are often kept in float32."""
+def _cast_factor(factor: Tensor, x: Tensor, call: Call) -> Tensor:
+    """Down or up in the dtype of x: adapters are often kept in float32."""
     return call.precision.cast(factor).to(x.dtype)  # type: ignore[union-attr]
 
 
-def _added(y: Tensor, part: Tensor) -> Tensor:
-    """Into y, unless autograd looks on."""
+def _accumulate(y: Tensor, part: Tensor) -> Tensor:
+    """y + part, in place unless autograd records."""
     return y + part if torch.is_grad_enabled() else y.add_(part)
 
 
 def input_gradient(
     dy: Operand, weight: Tensor, offs: Tensor, call: Call, index: Tensor | None = None
 ) -> Tensor:
-    """-> (R, in), in the caller's buffer where one of its dtype was given. index: of dy."""
+    """dx (R, in), in the caller's buffer where it gave one of dy's dtype.   index: of dy"""
     rows = index.shape[0] if index is not None else rows_of(dy)
     tiles, roles = tiles_of(call, offs, rows), call.precision.roles
     if roles is not None:
@@ -206,9 +207,9 @@ def weight_gradient(
     x_index: Tensor | None = None,
     dy_index: Tensor | None = None,
 ) -> Tensor | None:
-    """dw (E, out, in) of dy (R, out) and x (R, in), or None where it went into the `main_grad` of the call.
+    """dw (E, out, in) of dy (R, out) and x (R, in), or None where it is accumulated into the `main_grad` of the call.
 
-    A float32 buffer takes the float32 sums themselves: they are rounded once, when they are added.
+    A float32 `main_grad` receives the float32 sums, which are not rounded to another dtype before.
     """
     buffer = (call.out or {}).get("weight")
     unrounded = buffer is not None and buffer.dtype is torch.float32
@@ -220,7 +221,7 @@ def weight_gradient(
             return gemm.wgrad(dy, columns, dy.dtype, offs, call.name, tables)
         gemm.wgrad_into(buffer, dy, columns, offs, add, call.name, tables)  # type: ignore[arg-type]
         return None
-    dy, x = high(dy), high(x)
+    dy, x = to_high_precision(dy), to_high_precision(x)
     tiles = tiles_of(call, offs, (dy if dy_index is None else dy_index).shape[0])
     if not unrounded or x.dtype is torch.float64:
         return K.grouped_wgrad(dy, x, offs, tiles, dy_index, x_index)
@@ -240,18 +241,18 @@ class GroupedLinear(Op[GroupedLinearSaved]):
 
     Each group is initialised as `torch.nn.Linear` is.  Reads `offs`; pass `fo.Routing` or `offs=`. Axes before the last
     are rows, in order; y keeps them.
-    scale_bias: the bias is multiplied by `probs`, one a row, which the op then reads too: an expert's output times its
-    probability, where the probability is applied before the bias.
+    scale_bias: the bias is multiplied by the side input `probs`, one a row: as if the probability, which an activation
+    before this op applies, scaled the whole output.
     accumulate_into_main_grad: parameter gradients are added to `parameter.main_grad` (float32 or the parameter's dtype,
     contiguous; overwritten where `parameter.overwrite_main_grad` is set), and `.grad` stays None, or gets zeros where
     the parameter has `grad_added_to_main_grad`.
     delay_wgrad: the weight's gradient waits for `backward_dw()`, of the op or of a Sequential; the bias' does not.
     packed: False keeps one Parameter a group, `weight0` (out, in) and `bias0` (out,) to the last, over one storage:
-    `weight` is then (num_groups, out, in) without a copy. What separates them (`.to`, `deepcopy`, loading) packs them
-    again, and counts it in `repacks`. torch.compile copies them in each call.
-    low_rank: r adds `down` (num_groups, r, in_features) and `up` (num_groups, out_features, r), zero at first: a change
-    of each weight (LoRA, arXiv 2106.09685) by two small products beside the large one. Recipes leave them as they are.
-    offs, probs: names that the Sequential knows them by, where two ops of one Sequential read different ones.
+    `weight` is then (num_groups, out, in) without a copy. `.to`, `deepcopy` and loading separate them; the op then
+    packs them again, and counts that in `repacks`. torch.compile copies them in each call.
+    low_rank: the rank r of a LoRA update of each weight (arXiv 2106.09685), `down` (num_groups, r, in_features) and
+    `up` (num_groups, out_features, r), zero at first. Recipes do not quantize them.
+    offs, probs: names of the side inputs, where two ops of one Sequential read different ones.
 
     A state_dict of either form loads into either, TransformerEngine's too.
     """
@@ -365,9 +366,9 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         return super().__getattr__(name)
 
     def repack(self) -> bool:
-        """Bring the Parameters of the groups back into one storage, where they are not.   -> whether they moved"""
-        kept = [name for name in PACKED if name not in self.registered(name)]
-        moved = [repack([getattr(self, key) for key in self.registered(name)]) for name in kept]
+        """Move the Parameters of the groups back into one storage, unless they are there.   -> whether they moved"""
+        names = [name for name in PACKED if name not in self.registered(name)]
+        moved = [repack([getattr(self, key) for key in self.registered(name)]) for name in names]
         self.repacks += any(moved)
         return any(moved)
 
@@ -383,7 +384,9 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **keywords: Any
     ) -> None:
-        load_either(self, super()._load_from_state_dict, state_dict, prefix, *args, **keywords)
+        load_packed_or_parts(
+            self, super()._load_from_state_dict, state_dict, prefix, *args, **keywords
+        )
         self.repack()
 
     @property

@@ -23,15 +23,15 @@ class Grouped(Protocol):
 
 
 def parts_in(tensors: Mapping[str, Any], stem: str) -> dict[int, str]:
-    """The keys `<stem><e>` among `tensors`, by e."""
+    """The keys `<stem><e>` of `tensors`, by e."""
     pattern = re.compile(re.escape(stem) + r"(0|[1-9]\d*)")
     found = ((pattern.fullmatch(key), key) for key in tensors)
     return {int(match[1]): key for match, key in found if match}
 
 
-def load_either(
+def load_packed_or_parts(
     op: Grouped,
-    into: Callable[..., None],
+    load: Callable[..., None],
     state_dict: Mapping[str, Any],
     prefix: str,
     local_metadata: Mapping[str, Any],
@@ -40,9 +40,9 @@ def load_either(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """`nn.Module._load_from_state_dict` (`into`) from either form into the one that `op` has.
+    """Convert a state dict to the form that `op` has, and call `nn.Module._load_from_state_dict` (`load`) with it.
 
-    TransformerEngine's `_extra_state`, which holds its own quantizers' state, is left aside.
+    TransformerEngine's `_extra_state`, the state of its own quantizers, is ignored.
     """
     mine = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
     mine.pop(f"{prefix}_extra_state", None)
@@ -55,16 +55,16 @@ def load_either(
             absent += _pack(op, mine, prefix + name, parts, errors)
         elif whole and op.registered(name) != (name,):
             _unpack(op, mine, prefix + name, errors)
-    gone: list[str] = []
-    into(mine, prefix, local_metadata, strict, gone, unexpected, errors)
+    not_found: list[str] = []
+    load(mine, prefix, local_metadata, strict, not_found, unexpected, errors)
     replaced = {key.rstrip("0123456789") for key in absent}
-    missing += [key for key in gone if key not in replaced] + absent
+    missing += [key for key in not_found if key not in replaced] + absent
 
 
 def _pack(
     op: Grouped, tensors: dict[str, Any], stem: str, parts: dict[int, str], errors: list[str]
 ) -> list[str]:
-    """Put one tensor in the place of its parts.   -> keys of the parts that are not there"""
+    """Replace the parts by one tensor.   -> keys of missing parts"""
     wanted = {e: tensors.pop(key) for e, key in parts.items() if e < op.num_groups}
     absent = [f"{stem}{e}" for e in range(op.num_groups) if e not in wanted]
     shapes = {tuple(part.shape) for part in wanted.values()}

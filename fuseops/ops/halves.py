@@ -1,4 +1,4 @@
-"""Is the `[gate | up]` weight of a gated MLP sharded so that every rank has its rows of both?"""
+"""`check_halves` checks that a sharded `[gate | up]` weight of a gated MLP gives every rank rows of both halves."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fuseops.kernels import GATES
 
 
 def is_gate(act: Any) -> bool:
-    """Whether an op multiplies the two halves of its input, which lie one after the other."""
+    """Whether an op is a gated activation of two contiguous halves, not of interleaved blocks."""
     return getattr(act, "kind", None) in GATES and not any(act.options[:1])
 
 
 def check_halves(ops: Sequence[Any], names: Sequence[str]) -> None:
-    """Raise FuseOpsError for a weight whose rows are the input of a gated activation, sharded as they lie."""
+    """Raise FuseOpsError for a weight before a gated activation that is sharded in contiguous rows."""
     for i, act in enumerate(ops):
         if not is_gate(act):
             continue
@@ -37,7 +37,7 @@ def check_halves(ops: Sequence[Any], names: Sequence[str]) -> None:
 
 
 def _gives_local_shards(op: Any) -> bool:
-    """Whether a style of `parallelize_module` makes plain tensors of what an op gives."""
+    """Whether a style of `parallelize_module` turns the op's output into plain local tensors."""
     if "weight" in op._local:
         return not op._local["weight"].axis
     functions = [
@@ -50,7 +50,7 @@ def _gives_local_shards(op: Any) -> bool:
 
 
 def _styles(op: nn.Module) -> list[Any]:
-    """Hooks by which `parallelize_module` lays out what an op gives."""
+    """The hooks of `parallelize_module` on an op's output."""
     hooks: list[Any] = [*op.__dict__["_forward_hooks"].values()]
     return [h for h in hooks if "distribute_module" in getattr(h, "__qualname__", "")]
 

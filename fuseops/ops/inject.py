@@ -1,4 +1,4 @@
-"""InjectLoss gives a loss its gradient in the backward without ever adding it to the training loss."""
+"""InjectLoss backpropagates an auxiliary loss that is never added to the training loss."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,10 +18,10 @@ class InjectLossSaved(NamedTuple):
 class InjectLoss(Op[InjectLossSaved]):
     """y = x; the backward gives the side tensor `name`, a scalar loss, the gradient `scale`.
 
-    As if scale * loss were added to the training loss, so the loss need not leave the layer: it crosses plain blocks,
-    checkpoints and the stages of a pipeline.
-    scale: a tensor () on the device, 1 at first. Each forward saves the one that it sees, for a micro-batch whose
-    backward runs later: assign a new one (`set_scale`) instead of writing to it.
+    As if scale * loss were added to the training loss. So the loss need not be returned through plain blocks,
+    checkpoints and pipeline stages.
+    scale: a tensor () on the device, 1 at first. Each forward saves the current one for its backward, so assign a new
+    one (`set_scale`) instead of writing to it.
     """
 
     saves_for = {"x": ()}
@@ -45,7 +45,7 @@ class InjectLoss(Op[InjectLossSaved]):
         return self
 
     def set_scale(self, scale: float | Tensor) -> None:
-        """The weight of the loss in the forwards to come: a number, or a () tensor on the device.
+        """Set the weight of the loss for later forwards: a number, or a () tensor on the device.
 
         Raises ShapeError for a tensor of another shape.
         """
@@ -60,7 +60,7 @@ class InjectLoss(Op[InjectLossSaved]):
 
     def fwd(self, x: Tensor, *, scale: Tensor, **side: Tensor) -> Out:
         loss = side[self.reads[0]]
-        if torch.is_grad_enabled() and loss.requires_grad:  # plain torch: no bwd of ours will run
+        if torch.is_grad_enabled() and loss.requires_grad:  # plain torch, where bwd is not called
             y: Tensor = _Inject.apply(x, loss, scale)  # type: ignore[no-untyped-call]
             return Out(y, InjectLossSaved(scale))
         return Out(x, InjectLossSaved(scale))

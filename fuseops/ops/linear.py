@@ -25,7 +25,7 @@ from fuseops.recipes.operands import check_codes, columns_match
 from fuseops.recipes.scales import ScaleFn
 
 from .checks import check_flags, check_integers, check_width
-from .op import Call, Grads, NothingSaved, Op, Out, Shape, new
+from .op import Call, Grads, NothingSaved, Op, Out, Shape, make_tuple
 
 X, WEIGHT = frozenset({"x"}), frozenset({"weight"})
 
@@ -38,9 +38,9 @@ class LinearSaved(NamedTuple):
 def linear(
     x: Operand, weight: Tensor, bias: Tensor | None, call: Call, columns: bool = True
 ) -> tuple[Tensor, Operand]:
-    """x W^T + b in the precision of the call, and of x what the weight gradient reads, to save as `LinearSaved.x`.
+    """-> y = x W^T + b in the precision of the call, and the form of x that the weight gradient reads, to be saved.
 
-    columns: False where the backward makes x again, and of it what a recipe asks for.
+    columns: False where the backward recomputes x, and quantizes its columns then.
     """
     compute, roles = call.precision
     if roles is not None:
@@ -53,7 +53,7 @@ def linear(
 def linear_bwd(
     saved: LinearSaved, dy: Operand, call: Call, needs: frozenset[str] | None = None
 ) -> Grads:
-    """The gradients of `linear` that `needs` names, or `call.needs` where they are not given."""
+    """The gradients of `linear` that `needs` names, by default `call.needs`."""
     compute, roles = call.precision
     needs = call.needs if needs is None else needs
     if roles is not None:
@@ -67,16 +67,16 @@ def linear_bwd(
         if rows is not dy:
             dx = dx.view(*dy.shape[:-1], dx.shape[-1])
     if "weight" in needs:
-        # `plain_weight_gradient`, without a call for it
+        # `plain_weight_gradient`, inlined
         params["weight"] = torch.mm(rows.mT, x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))  # type: ignore[arg-type, union-attr]
     if "bias" in needs:
-        # in one dtype with dy, as torch wants them, but for autocast
+        # in the dtype of dy, except under autocast
         params["bias"] = K.bias_bwd(rows, None if compute is not None else dy.dtype)  # type: ignore[arg-type]
-    return new(Grads, (dx, params, None))
+    return make_tuple(Grads, (dx, params, None))
 
 
 def plain_weight_gradient(dy: Operand, x: Operand) -> Tensor:
-    """dw (out, in) of tensors, whose leading axes are rows."""
+    """dw (out, in) in high precision; leading axes of dy and x are rows."""
     rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])  # type: ignore[union-attr]
     return torch.mm(rows.mT, x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))  # type: ignore[arg-type, union-attr]
 
@@ -89,7 +89,7 @@ def _quantized(
 ) -> tuple[Tensor, Operand]:
     q = input_operand(x, call, columns=columns)
     y = gemm.fprop(q, weight_rows(weight, call), name=call.name, bias=bias)
-    if x.dim() != 2:  # no view: FSDP2 warns of those that leave its modules
+    if x.dim() != 2:  # no view: FSDP2 warns of views that leave its modules
         y = torch_private.unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
     return y, saved_operand(x, q, call) if columns else x
 
@@ -108,24 +108,24 @@ def _quantized_bwd(
         params["weight"] = weight_gradient(dy if roles.high_wgrad else q, saved.x, call)  # type: ignore[arg-type]
     if "bias" in needs:
         params["bias"] = bias_gradient(dy)
-    return new(Grads, (dx, params, None))
+    return make_tuple(Grads, (dx, params, None))
 
 
 def input_gradient(dy: Operand, weight: Tensor, call: Call) -> Tensor:
-    """dx (R, in) of dy as `grad_operand` gives it."""
+    """dx (R, in) of a dy from `grad_operand`."""
     return gemm.dgrad(dy, weight_columns(weight, call), name=call.name)
 
 
 def weight_gradient(dy: Operand, x: Operand, call: Call) -> Tensor:
-    """dw of x and dy, which `grad_operand` gives, or which is as it was where the recipe says so."""
+    """dw of x and a dy from `grad_operand`, or of dy itself where the recipe keeps this product in high precision."""
     if call.precision.roles.high_wgrad:  # type: ignore[union-attr]
-        return torch.mm(flat(high(dy)).t(), flat(high(x)))
+        return torch.mm(flat(to_high_precision(dy)).t(), flat(to_high_precision(x)))
     return gemm.wgrad(dy, columns_of(x, call), dy.dtype, name=call.name)
 
 
 def bias_gradient(dy: Operand) -> Tensor:
-    """The sum of dy as it is."""
-    return K.bias_bwd(flat(high(dy)))
+    """The sum of dy in high precision."""
+    return K.bias_bwd(flat(to_high_precision(dy)))
 
 
 def input_operand(
@@ -135,10 +135,9 @@ def input_operand(
     index: Tensor | None = None,
     columns: bool = True,
 ) -> Operand:
-    """x as the forward reads it, with the columns of its weight gradient where they are made now: not of rows by
-    index, of which there are more than of x.   (..., K) -> over (R, K)
+    """x as the operand of the forward, (..., K) -> (R, K), with columns for the weight gradient where they are needed.
 
-    columns: as of `linear`.
+    Columns are not made of rows by index, which outnumber those of x.   columns: as of `linear`.
     """
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     col = columns and "weight" in call.needs and index is None and roles.columns
@@ -155,7 +154,7 @@ def grad_operand(
     offs: Tensor | None = None,
     index: Tensor | None = None,
 ) -> Operand:
-    """dy in the layouts that the gradients which are needed read: once, for both GEMMs; as it is where neither does."""
+    """dy quantized once in the layouts that dx and dw read; unchanged where neither is needed."""
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     wgrad = "weight" in needs and not roles.high_wgrad
     row, col = "x" in needs or (wgrad and not roles.columns), wgrad and roles.columns
@@ -168,10 +167,10 @@ def grad_operand(
 
 
 Indexed = tuple[Operand, Tensor | None]
-"""An operand, and the index of its rows; None for all, in order."""
+"""(operand, index of its rows, or None for all in order)"""
 
 
-def grad_in_turn(
+def staged_grad_operands(
     dy: Operand,
     call: Call,
     offs: Tensor | None = None,
@@ -179,18 +178,18 @@ def grad_in_turn(
     stays: bool = False,
     by_token: bool = False,
 ) -> tuple[Operand, Indexed]:
-    """dy as dx reads it, and what `grad_operand` makes the operand of the weight gradient of when dx is there.
+    """-> the operand of dx, and an `Indexed` from which `grad_operand` makes the operand of dw after dx is computed.
 
-    by_token: of a dy by index whose columns are made of codes, those of its tokens wait: few, and read once more.
-    stays: dy lives on anyway. Columns that are made of high precision wait then, and are made of dy again; of a dy that
-    can go both layouts are made at once. Those that are made of codes wait where dy can go, and are made of its rows:
-    as many bytes wait instead of both.
+    by_token: of a dy by index whose columns derive from codes, keep the codes of its tokens, which are fewer.
+    stays: dy stays alive until then. Columns that need high precision are then made later, of dy; otherwise both
+    layouts are made at once. Columns that derive from codes are made later where dy is freed, of its row codes, so that
+    one layout is alive instead of two.
     """
     needs = call.needs
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     if roles.high_wgrad or needs.isdisjoint(("x", "weight")):
         return grad_operand(dy, call, needs, offs, index), (dy, index)
-    follow = of_codes(roles.grad_output)
+    follow = columns_from_codes(roles.grad_output)
     if by_token and index is not None and follow and roles.columns and "x" in needs:
         tokens = operand(dy, cast("Scaling", roles.grad_output))
         return grad_operand(tokens, call, X, offs, index), (tokens, index)
@@ -202,21 +201,21 @@ def grad_in_turn(
     return q, (q.only(False, True) if columns else q, None)  # type: ignore[union-attr]
 
 
-def of_codes(scaling: Scaling | None) -> bool:
-    """Whether columns are made of the codes of rows, of one exponent a square."""
+def columns_from_codes(scaling: Scaling | None) -> bool:
+    """Whether the columns of a format derive from row codes, as with one exponent a square."""
     return scaling is not None and scaling.block is not None and columns_follow(scaling)
 
 
 def columns_of(
     x: Operand, call: Call, offs: Tensor | None = None, index: Tensor | None = None
 ) -> Operand:
-    """x as the weight gradient reads it."""
+    """x as the operand of the weight gradient."""
     columns: bool = call.precision.roles.columns  # type: ignore[union-attr]
     return _operand(x, call, "input", offs, not columns, columns, index)
 
 
 def wgrad_input(x: Tensor, call: Call, offs: Tensor | None = None) -> Operand:
-    """What of an x that can go now waits for the weight gradient."""
+    """The form of an x to keep for the weight gradient, so that x itself can be freed."""
     return x if call.precision.roles.high_wgrad else columns_of(x, call, offs)  # type: ignore[union-attr]
 
 
@@ -231,32 +230,32 @@ def _operand(
 ) -> Operand:
     scaling: Scaling | None = getattr(call.precision.roles, role)
     if isinstance(x, Quantized) and x.scaling is scaling and x.offs is offs and index is None:
-        there = (x.row is not None or not row) and (x.col is not None or not col)
-        if there and (offs is None or scaling.block is not None):
-            return x.only(row, col)  # quantized in this op, for this very GEMM
+        has_layouts = (x.row is not None or not row) and (x.col is not None or not col)
+        if has_layouts and (offs is None or scaling.block is not None):
+            return x.only(row, col)  # quantized in this op, for this GEMM
     if scaling is not None:
-        scale_fn = None if call.scales is None else _scale_fn(call, role)
+        scale_fn = None if call.scales is None else _scale_source(call, role)
         seed = call.seed if role == "grad_output" else None
         return operand(
             x, scaling, offs, row=row, col=col, index=index, seed=seed, scale_fn=scale_fn
         )
-    rows = flat(high(x))
+    rows = flat(to_high_precision(x))
     return rows if index is None else K.gather_rows(rows, index, offs)  # type: ignore[arg-type]
 
 
-def _scale_fn(call: Call, role: str) -> ScaleFn:
-    """Who gives the scale of an operand of a recipe that has a state, and notes its amax in training."""
+def _scale_source(call: Call, role: str) -> ScaleFn:
+    """The source of an operand's scale under a recipe with a state, which also records its amax in training."""
     return call.scales.scale_fn(call.precision.roles.delayed, role, call.training)  # type: ignore[union-attr]
 
 
 def weight_rows(weight: Tensor, call: Call) -> Operand:
-    """A weight as the forward reads it, from the store of the call where it has one."""
+    """A weight as the operand of the forward, from the store of the call where it has one."""
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     return _weight(weight, call, "row", "x" in call.needs and roles.backward is None)
 
 
 def weight_columns(weight: Tensor, call: Call) -> Operand:
-    """A weight as the input gradient reads it, from the store of the call where it has one."""
+    """A weight as the operand of the input gradient, from the store of the call where it has one."""
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     if roles.backward == "high_precision":
         return call.precision.cast(weight)  # type: ignore[return-value]
@@ -268,7 +267,7 @@ def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
     if roles.weight is None:
         return call.precision.cast(weight)  # type: ignore[return-value]
     stats = ActiveStats.current and active_stats()
-    scale_fn = None if call.scales is None else _scale_fn(call, "weight")
+    scale_fn = None if call.scales is None else _scale_source(call, "weight")
     if call.store is None or stats is not None:
         row, col = layout == "row", layout == "col"
         q = weight_operand(weight, roles.weight, row=row, col=col, scale_fn=scale_fn)
@@ -283,9 +282,9 @@ def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
 
 
 def saved_operand(x: Operand, q: Operand, call: Call, row: bool = False) -> Operand:
-    """What of x the weight gradient reads: one layout, or x itself where it reads that, or makes columns of it.
+    """The form of x that the weight gradient reads: one layout of q, or x itself.
 
-    row: rows are read too, as adapters do.
+    row: keep the rows too, which adapters read.
     """
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     if roles.high_wgrad or not isinstance(q, Quantized):
@@ -298,9 +297,10 @@ def saved_operand(x: Operand, q: Operand, call: Call, row: bool = False) -> Oper
 def saved_input(
     x: Operand, call: Call, offs: Tensor | None = None, by_index: bool = False, again: bool = False
 ) -> Operand:
-    """What a fused op saves of an x whose columns its backward makes: x, or of codes that arrived what is read again.
+    """The form of x that a fused op saves whose backward makes the columns: x, or the layouts of a `Quantized` it
+    reads.
 
-    by_index: rows of x, by an index.  again: its forward product is made again.
+    by_index: the op reads rows of x by an index.  again: the backward recomputes the forward product.
     Raises FuseOpsError for codes that the backward could not read.
     """
     if not isinstance(x, Quantized):
@@ -315,13 +315,13 @@ def saved_input(
     return replace(x, row=x.row if row else None, col=x.col if col else None)
 
 
-def high(x: Operand) -> Tensor:
-    """The tensor that an operand stands for, in high precision."""
+def to_high_precision(x: Operand) -> Tensor:
+    """The tensor of an operand, dequantized."""
     return x.dequantize() if isinstance(x, Quantized) else x
 
 
 def flat(x: Any) -> Any:
-    """An operand without leading axes, as codes are."""
+    """An operand of two axes; a `Quantized` always has two."""
     return x if x.dim() == 2 or isinstance(x, Quantized) else x.reshape(-1, x.shape[-1])
 
 
@@ -351,7 +351,9 @@ class Linear(Op[LinearSaved], nn.Linear):
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
 
     def reset_parameters(self) -> None:
-        """As `torch.nn.Linear` draws them; of a part or of two halves by the inputs of all ranks together."""
+        """Initialise as `torch.nn.Linear` does, with the fan-in of the whole weight where it is sharded or in
+        halves.
+        """
         if not self._local:
             super().reset_parameters()
             return
@@ -366,7 +368,7 @@ class Linear(Op[LinearSaved], nn.Linear):
 
     def fwd(self, x: Operand, *, weight: Tensor, bias: Tensor | None, call: Call) -> Out:
         y, kept = linear(x, weight, bias, call)
-        return new(Out, (y, new(LinearSaved, (kept, weight)), None))
+        return make_tuple(Out, (y, make_tuple(LinearSaved, (kept, weight)), None))
 
     def bwd(self, saved: LinearSaved, dy: Tensor, *, call: Call) -> Grads:
         return linear_bwd(saved, dy, call)

@@ -1,4 +1,4 @@
-"""`linear_loss` computes a loss of one's own over the logits of a head, a chunk of them at a time.
+"""`linear_loss` computes a user's loss over the logits of a head, a chunk of them at a time.
 
 Shapes: input (B, ..., D), linear_weight (V, D), linear_bias (V,), rows (B, ...) -> ().
 """
@@ -129,7 +129,7 @@ class _LinearLoss(Op[LinearLossSaved]):
                     f"linear_loss expects operands of one dtype, got {name} of {t.dtype} and input of {x.dtype}."
                 )
         chunks: Any = self._chunks(x, weight)
-        # under `reference()` autograd differentiates it
+        # under `reference()` autograd differentiates this forward
         if torch.is_grad_enabled() or not call.needs:
             parts = [self._of(F.linear(x[s], w, b), [t[s] for t in rows]) for s in chunks]  # type: ignore[arg-type]
             return Out(self._summed(parts), None)
@@ -155,7 +155,9 @@ class _LinearLoss(Op[LinearLossSaved]):
         for s in chunks:
             logits = F.linear(x[s], weight, bias).requires_grad_()
             with torch.enable_grad():
-                writable = torch_private.unsafe_view(logits, logits.shape)  # a leaf is not
+                writable = torch_private.unsafe_view(
+                    logits, logits.shape
+                )  # a leaf cannot be written to
                 found = self._of(writable, [t[s] for t in rows])
                 dlogits = _gradient(found[0], logits)
             depends = depends or dlogits is not None
@@ -188,7 +190,7 @@ class _LinearLoss(Op[LinearLossSaved]):
         )
 
     def _of(self, logits: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
-        """(the loss, and what else the caller's function returns) of a chunk."""
+        """(loss, *other returned tensors) of a chunk."""
         found = self.loss(logits, *rows)
         found = found if isinstance(found, tuple) else (found,)
         for t in found:
@@ -212,9 +214,9 @@ class _LinearLoss(Op[LinearLossSaved]):
 
 
 def _gradient(loss: Tensor, logits: Tensor) -> Tensor | None:
-    """The gradient of the logits of a chunk, None where its loss does not depend on them.
+    """The gradient of a chunk's logits, None where its loss does not depend on them.
 
-    Raises FuseOpsError where it depends on another tensor that wants a gradient.
+    Raises FuseOpsError where the loss depends on another tensor that requires a gradient.
     """
     if not loss.requires_grad:
         return None

@@ -1,9 +1,9 @@
-"""What an op computes with in the place of what is registered: this rank's part of a DTensor, two halves as one tensor.
+"""A `Local` maps a registered parameter to the tensor that an op computes with: a DTensor's shard, two halves as one.
 
 A parameter of a parallel model is a DTensor, so that optimizers, FSDP2, gradient clipping and distributed checkpoints
-know what it is part of. Ops, rules and kernels take plain tensors. A style of `fuseops.distributed` says, by name, how
-one becomes the other: `op._local`. The DTensor is unwrapped where the op's autograd node begins, by an alias that costs
-no memory, and its gradient is wrapped again by autograd.
+know what it is part of. Ops, rules and kernels take plain tensors. A style of `fuseops.distributed` sets the mapping by
+parameter name in `op._local`. The DTensor is unwrapped where the op's autograd node begins, by an alias that costs no
+memory, and autograd wraps its gradient again.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fuseops.errors import FuseOpsError
 
 
 class Ranks:
-    """`Ranks` are those of a group: a ProcessGroup, a DeviceMesh of one dimension, or None for this rank alone.
+    """`Ranks` are the ranks of a group: a ProcessGroup, a DeviceMesh of one dimension, or None for this rank alone.
 
-    Copies of a model share it.
+    Copies of a model share one object.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -43,90 +43,88 @@ class Ranks:
         return f"{self.size} rank{'s' * (self.size != 1)}"
 
 
-Map = Callable[[Tensor], Tensor]
+TensorMap = Callable[[Tensor], Tensor]
 
 
-class _ThereAndBack(torch.autograd.Function):
-    """A `_ThereAndBack` is the autograd node of what ranks exchange, there and, of its gradient, back."""
+class _WithBackward(torch.autograd.Function):
+    """A `_WithBackward` is the autograd node of a function with a given backward, such as a collective."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Map, back: Map) -> Tensor:
-        ctx.back = back
-        return there(x)
+    def forward(ctx: Any, x: Tensor, fwd: TensorMap, bwd: TensorMap) -> Tensor:
+        ctx.bwd = bwd
+        return fwd(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(dy), None, None
+        return ctx.bwd(dy), None, None
 
 
-def there_and_back(x: Tensor, there: Map, back: Map) -> Tensor:
-    """y = there(x), whose gradient goes back(dy)."""
-    y: Tensor = _ThereAndBack.apply(x, there, back)  # type: ignore[no-untyped-call]
+def with_backward(x: Tensor, fwd: TensorMap, bwd: TensorMap) -> Tensor:
+    """y = fwd(x), with the gradient dx = bwd(dy)."""
+    y: Tensor = _WithBackward.apply(x, fwd, bwd)  # type: ignore[no-untyped-call]
     return y
 
 
-def same(x: Tensor) -> Tensor:
-    """The way of what goes nowhere."""
+def identity(x: Tensor) -> Tensor:
+    """An alias of x, as autograd functions return it."""
     return x.view_as(x)
 
 
-def sum_of_gradients(x: Tensor, ranks: Ranks) -> Tensor:
-    """x, which every rank has; its gradients are parts, which are added up over the ranks."""
-    return there_and_back(x, same, lambda dy: torch_private.all_reduce(dy, ranks.group))
+def sum_gradients(x: Tensor, ranks: Ranks) -> Tensor:
+    """x, replicated over the ranks, with the ranks' partial gradients summed in the backward."""
+    return with_backward(x, identity, lambda dy: torch_private.all_reduce(dy, ranks.group))
 
 
 class Local(NamedTuple):
-    """A `Local` turns one parameter or side input of an op, often a DTensor, into the tensor that it computes with.
+    """A `Local` maps one parameter or side input of an op, often a DTensor, to the tensor that the op computes with.
 
-    axis     of the two halves, counted from the last axis, where it is registered as two: (..., 2, F, D) for a
-             `[gate | up]` (..., 2F, D)
-    whole    "" for this rank's part. Where every rank has all of it: "sum" if the ranks' gradients are parts that add
-             up, "first" if the first rank alone counts it
-    ranks    of those two, or those that the experts of the op are spread over
-    dims     of the mesh of the DTensor; FSDP2 makes it one of more
-    mean_of  ranks whose tokens the gradient adds up, as that of an expert does: it is divided by them
+    axis        the axis of the two halves, counted from the last, of a tensor that is registered as two:
+                (..., 2, F, D) for a `[gate | up]` (..., 2F, D)
+    replicated  "" for a shard. Of a tensor that every rank has: "sum" if the ranks' gradients are partial sums,
+                "first" if only the first rank uses it
+    ranks       the ranks of a replicated tensor, or those that the experts of the op are sharded over
+    dims        dimensions of the DTensor's mesh; FSDP2 adds one
+    mean_of     the gradient is divided by this number of ranks, whose tokens it sums, as that of an expert does
     """
 
     axis: int = 0
-    whole: str = ""
+    replicated: str = ""
     ranks: Ranks = Ranks()
     dims: int = 1
     mean_of: int = 1
 
-    def of(self, t: Any) -> Any:
-        """The tensor to compute with. None stays None."""
+    def compute_tensor(self, t: Any) -> Any:
+        """The tensor that the op computes with; None stays None."""
         if t is None:
             return None
         if torch_private.is_dtensor(type(t)):
             t = t.to_local()
         if self.mean_of > 1:
-            t = there_and_back(t, same, lambda dy: dy / self.mean_of)
-        if self.whole == "sum" and self.ranks.size > 1:
-            t = sum_of_gradients(t, self.ranks)
-        elif self.whole and self.ranks.size > 1:
-            t = there_and_back(t, torch.zeros_like if self.ranks.rank else same, same)
+            t = with_backward(t, identity, lambda dy: dy / self.mean_of)
+        if self.replicated == "sum" and self.ranks.size > 1:
+            t = sum_gradients(t, self.ranks)
+        elif self.replicated and self.ranks.size > 1:
+            t = with_backward(t, torch.zeros_like if self.ranks.rank else identity, identity)
         return t.flatten(self.axis, self.axis + 1) if self.axis else t
 
     def gradient(self, parameter: Any, gradient: Tensor) -> Tensor:
-        """The gradient of the registered parameter, from that of the tensor that was computed with: what autograd does
-        of those that go through it.
-        """
+        """The gradient of the registered parameter from that of `compute_tensor`, as autograd computes it."""
         if self.axis:
-            gradient = halved(gradient, self.axis)
-        if self.whole == "sum" and self.ranks.size > 1:
+            gradient = unflatten_halves(gradient, self.axis)
+        if self.replicated == "sum" and self.ranks.size > 1:
             gradient = torch_private.all_reduce(gradient, self.ranks.group)
         if self.mean_of > 1:
             gradient = gradient / self.mean_of
-        return like(parameter, gradient)
+        return wrap_like(parameter, gradient)
 
 
-def halved(t: Any, axis: int) -> Any:
+def unflatten_halves(t: Any, axis: int) -> Any:
     """(..., 2F, D) as (..., 2, F, D), the halves on `axis`, counted from the last."""
     return t.unflatten(axis + 1, (2, -1))
 
 
-def like(parameter: Any, local: Tensor) -> Any:
-    """A rank's part as a DTensor laid out as `parameter`, or itself where that is plain."""
+def wrap_like(parameter: Any, local: Tensor) -> Any:
+    """A local tensor as a DTensor with the mesh and placements of `parameter`; itself where that is plain."""
     if not torch_private.is_dtensor(type(parameter)):
         return local
     from torch.distributed.tensor import DTensor
@@ -142,13 +140,13 @@ def like(parameter: Any, local: Tensor) -> Any:
 
 
 class InputLayout(NamedTuple):
-    """An `InputLayout` says how what goes into an op is laid out over ranks: DTensor's placement."""
+    """An `InputLayout` is the DTensor placement that an op expects of its input, and the ranks that it is over."""
 
     placement: Any
     ranks: Ranks
 
-    def over(self, x: Any) -> list[Any]:
-        """The placements of a DTensor x, which stay over other dimensions of its mesh."""
+    def placements_of(self, x: Any) -> list[Any]:
+        """The placements for a DTensor x: this one over these ranks, its own over other dimensions of its mesh."""
         mesh, mine = x.device_mesh, 0
         if mesh.ndim > 1:
             names, (own,) = mesh.mesh_dim_names or (), self.ranks.group.mesh_dim_names or ("",)
@@ -161,16 +159,16 @@ class InputLayout(NamedTuple):
         return [self.placement if k == mine else p for k, p in enumerate(x.placements)]
 
 
-def unwrapped(x: Any, layout: InputLayout | None) -> Tensor:
-    """The local tensor of a DTensor at the border of a Sequential, laid out as its first parallel op takes it.
+def to_local_input(x: Any, layout: InputLayout | None) -> Tensor:
+    """The local tensor of a DTensor input of a Sequential, redistributed as its first parallel op expects it.
 
-    Raises FuseOpsError where that is one rank's part of a sum.
+    Raises FuseOpsError where that is one rank's summand.
     """
     if layout is not None:
-        x = x.redistribute(placements=layout.over(x))
+        x = x.redistribute(placements=layout.placements_of(x))
     if any(p.is_partial() for p in x.placements):
         raise FuseOpsError(
-            f"x is a DTensor laid out as {x.placements} over {x.device_mesh}: a rank has a part of a sum. "
+            f"x is a DTensor laid out as {x.placements} placements_of {x.device_mesh}: a rank has a part of a sum. "
             "Add the parts up first: x.redistribute(placements=...) with Replicate() or Shard(dim) for Partial()."
         )
     found: Tensor = x.to_local()
@@ -180,14 +178,13 @@ def unwrapped(x: Any, layout: InputLayout | None) -> Tensor:
 # --- state dicts
 
 
-def fit(given: Any, parameter: Any, axis: int) -> Any:
-    """A tensor of a state dict in the shape and the layout of the parameter that it is loaded into, where one has two
-    halves that the other has as one tensor.
+def fit_to_parameter(given: Any, parameter: Any, axis: int) -> Any:
+    """Reshape a tensor of a state dict, and shard it, to fit its parameter where one of them is split in two halves.
 
-    axis: of the halves in `parameter`, 0 where it may be `given` that has them.
+    axis: of the halves in `parameter`, 0 where only `given` may have them.
     """
     if axis and given.dim() + 1 == parameter.dim() and given.shape[axis + 1] % 2 == 0:
-        given = halved(given, axis)
+        given = unflatten_halves(given, axis)
     elif not axis and given.dim() == parameter.dim() + 1:
         axis = -3 if given.shape[-1:] == parameter.shape[-1:] else -2
         if given.dim() >= -axis and given.shape[axis] == 2:
@@ -202,8 +199,8 @@ def fit(given: Any, parameter: Any, axis: int) -> Any:
     return given
 
 
-def fit_all(op: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Fit what a state dict has for the parameters of an op."""
+def fit_state_dict(op: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Fit the entries of a state dict to the parameters of an op, in place."""
     local: Mapping[str, Local] = op._local
     for name, parameter in op._parameters.items():
         given = state_dict.get(prefix + name)
@@ -211,7 +208,7 @@ def fit_all(op: Any, state_dict: dict[str, Any], prefix: str) -> None:
             continue
         if name in local or given.dim() == parameter.dim() + 1:
             axis = local[name].axis if name in local else 0
-            state_dict[prefix + name] = fit(given, parameter, axis)
+            state_dict[prefix + name] = fit_to_parameter(given, parameter, axis)
 
 
 def spread_groups(op: Any, state_dict: dict[str, Any], prefix: str, names: Iterable[str]) -> None:

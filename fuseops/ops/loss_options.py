@@ -1,4 +1,4 @@
-"""The options of `LinearCrossEntropy` are checked in one place."""
+"""`LossOptions` holds and checks the options of `LinearCrossEntropy`."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,9 @@ from fuseops.errors import FuseOpsError
 from .checks import check_integers, is_number
 
 CHUNK_BYTES = 512 << 20
-IGNORED = -100  # what torch's losses ignore where they are not told
+IGNORED = -100  # the default ignore_index of torch's losses
 ROWS = ("lse", "log_probs", "entropy")
-"""What the loss publishes of every token, on request."""
+"""The numbers of each token that the loss publishes on request."""
 
 
 class LossOptions(NamedTuple):
@@ -26,22 +26,22 @@ class LossOptions(NamedTuple):
     chunk_bytes: int = CHUNK_BYTES
 
     @property
-    def one_number(self) -> bool:
-        """Whether nothing but the loss itself, and that one number, has a gradient."""
+    def is_scalar(self) -> bool:
+        """Whether the only differentiable output is a scalar loss."""
         return self.reduction != "none" and not self.publishes
 
     @property
-    def way(self) -> str:
-        """The pass that makes the gradients: "forward", where it can and nobody asks for the other, or "backward"."""
-        return self.gradients or ("forward" if self.one_number else "backward")
+    def gradient_pass(self) -> str:
+        """The pass that computes the gradients: as requested, by default "forward" for a scalar loss."""
+        return self.gradients or ("forward" if self.is_scalar else "backward")
 
     @property
-    def ends(self) -> list[float]:
-        """What the kernels are told of the loss of a token."""
+    def kernel_options(self) -> list[float]:
+        """The options of the kernels: label_smoothing, z_loss, soft_cap (0 for none), temperature."""
         return [self.label_smoothing, self.z_loss, self.soft_cap or 0.0, self.temperature]
 
     def check(self) -> None:
-        """Raise FuseOpsError for an option that means nothing."""
+        """Raise FuseOpsError for an option out of its range."""
         cap, smoothing, published = self.soft_cap, self.label_smoothing, self.publishes
         known = isinstance(published, (tuple, list)) and {*published} <= {*ROWS}
         ways = '"forward", "backward" or None'
@@ -61,7 +61,7 @@ class LossOptions(NamedTuple):
                 raise FuseOpsError(
                     f"LinearCrossEntropy got {name}={getattr(self, name)!r}: {wanted}."
                 )
-        if self.gradients == "forward" and not self.one_number:
+        if self.gradients == "forward" and not self.is_scalar:
             raise FuseOpsError(
                 'gradients="forward" needs a loss that is one number, and nothing published: the gradient of each '
                 'token\'s is not known before the backward. Leave it out, or take reduction="mean" or "sum".'

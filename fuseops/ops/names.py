@@ -1,8 +1,8 @@
-"""Name frames tell whoever packs saved tensors which is which; they come from the autograd bridge.
+"""A name frame gives pack hooks the names of the tensors that they pack. The autograd bridge fills it.
 
 Pack hooks run after `Function.forward` has returned and while `apply` still runs, in save order. The bridge publishes
-the ordered names of a node's saved tensors before `apply` and clears them after; a pack hook takes the next name and
-checks that it was promised for this very tensor. Nothing is published while nobody observes.
+the ordered names of a node's saved tensors before `apply` and clears them after. A pack hook takes the next name and
+checks that it belongs to its tensor. Nothing is published without an observer.
 """
 
 import threading
@@ -17,20 +17,19 @@ from fuseops.errors import FuseOpsError
 
 
 class SavedName(NamedTuple):
-    """A `SavedName` says under which names a tensor is saved.
+    """A `SavedName` holds the names under which a tensor is saved.
 
-    names   all of them, such as `<path>.<field>`; the first is its own
+    names   such as `<path>.<field>`; the first is its own
     op      class name of the op that saves it
-    owners  the modules that save it, as far as they are known, none of which it keeps alive; None: the bridge names it,
-            and knows no modules
-    lasts   this object names the same tensor of the next step
+    owners  weak references to the known modules that save it; None where the bridge, which knows no modules, names it
+    stable  whether this object names the same tensor in the next step
     """
 
     names: tuple[str, ...]
     is_param: bool
     op: str
     owners: tuple[weakref.ref[nn.Module], ...] | None = None
-    lasts: bool = True
+    stable: bool = True
 
     @property
     def name(self) -> str:
@@ -38,24 +37,24 @@ class SavedName(NamedTuple):
 
     @property
     def also(self) -> tuple[str, ...]:
-        """Its other names."""
+        """The names after the first."""
         return self.names[1:]
 
 
 class Frame:
-    """A frame holds the names of what one autograd node is about to save, in save order.
+    """A frame holds the names of the tensors that one autograd node is about to save, in save order.
 
-    complete  for whoever moves them: a point of the device's stream at which all of them were there
-    packed    for whoever packs all of them when the first is saved: what stands for each
+    ready   an event of the device's stream, set by a mover, after which all of them are computed
+    packed  the packed values, set by a hook that packs all tensors when the first is saved
     """
 
-    __slots__ = ("complete", "names", "packed", "taken", "tensors")
+    __slots__ = ("names", "next_index", "packed", "ready", "tensors")
 
     def __init__(self) -> None:
         self.names: Sequence[SavedName] = ()
         self.tensors: Sequence[Tensor] = ()
-        self.taken = 0
-        self.complete: Any = None
+        self.next_index = 0
+        self.ready: Any = None
         self.packed: Sequence[Any] | None = None
 
     def fill(self, names: Sequence[SavedName], tensors: Sequence[Tensor]) -> None:
@@ -63,11 +62,13 @@ class Frame:
 
 
 class Outermost:
-    """An `Outermost` names modules relative to the Sequential whose forward runs around all others."""
+    """An `Outermost` gives module paths relative to the outermost Sequential whose forward is running."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._prefixes: dict[int, str] = {}  # of the modules in it, once one of them asks
+        self._prefixes: dict[
+            int, str
+        ] = {}  # by id of the modules in it; filled by the first lookup
 
     def prefix(self, module: nn.Module) -> str:
         if module is self.module:
@@ -97,17 +98,17 @@ def observe() -> Iterator[None]:
         thread.observers -= 1
 
 
-def take(tensor: Tensor) -> SavedName | None:
-    """For pack hooks, once for each tensor, in order: the name of `tensor`, None where no node of fuseops is saving it.
+def take_name(tensor: Tensor) -> SavedName | None:
+    """The name of a tensor in a pack hook, which calls this once for each tensor, in order.
 
-    A plain module may be, or an op that differentiates inside its own fwd: its node's frame has no tensors yet.
-    Raises FuseOpsError where it is not the tensor that the node has promised next.
+    None where no node of fuseops saves it: a plain module does, or an op that differentiates inside its own fwd, whose
+    frame has no tensors yet.  Raises FuseOpsError where it is not the next tensor of the frame.
     """
     frame = thread.frame
     if frame is None or not frame.tensors:
         return None
-    position, names = frame.taken, frame.names
-    frame.taken += 1
+    position, names = frame.next_index, frame.names
+    frame.next_index += 1
     if position >= len(frame.tensors) or frame.tensors[position] is not tensor:
         promised = names[position].names[0] if position < len(names) else "nothing"
         raise FuseOpsError(

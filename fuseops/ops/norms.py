@@ -1,4 +1,4 @@
-"""Norms divide by statistics of the last axes, which are in float32 (of float64: in float64).
+"""Norms normalise over the last axes, with statistics in float32 (for float64 inputs in float64).
 
 RMSNorm    y = x / sqrt(mean(x^2) + eps) * weight
 LayerNorm  y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
@@ -25,7 +25,7 @@ class Normed(NamedTuple):
     """A `Normed` is the result of a norm of x, or of x and a residual in one pass."""
 
     y: Tensor
-    h: Tensor  # what is normed: the sum as it is stored, x where there is no residual
+    h: Tensor  # the input of the norm: x + residual as it is stored, or x
     mean: Tensor | None  # (...) float32, where the norm subtracts it
     rstd: Tensor  # (...) float32
 
@@ -38,11 +38,11 @@ def _check_axes(op: str, normalized_shape: object) -> None:
 
 
 class _Norm:
-    """A `_Norm` is a norm over the last axes that may multiply by 1 + weight, the weight beginning at 0."""
+    """A `_Norm` is a norm over the last axes; with zero_centered_gamma it multiplies by 1 + weight."""
 
     cut_before = True
     floats = True
-    _weight_offset: float  # what is added to the weight: 1 where it is zero-centered
+    _weight_offset: float  # added to the weight: 1 where it is zero-centered
     normalized_shape: Any
     eps: Any
     grads: Callable[..., Grads]
@@ -57,15 +57,17 @@ class _Norm:
 
     def bwd(self, saved: Any, dy: Tensor, *, call: Call) -> Grads:
         found = self.grads(saved, dy, call.needs)
-        return found if "x" in call.needs else found._replace(x=None)  # some kernels make it
+        return (
+            found if "x" in call.needs else found._replace(x=None)
+        )  # some kernels compute it anyway
 
     @property
     def zero_centered_gamma(self) -> bool:
-        """Whether 1 is added to the weight. Read-only: a backward that is under way would read another."""
+        """Whether 1 is added to the weight. Read-only: a pending backward reads it."""
         return bool(self._weight_offset)
 
     def epsilon(self, dtype: torch.dtype) -> float:
-        """The eps that an x of `dtype` gets."""
+        """The eps for an x of `dtype`."""
         if self.eps is not None:
             return self.eps
         return torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
@@ -119,7 +121,7 @@ class RMSNorm(_Norm, Op[RMSNormSaved], nn.RMSNorm):
     def fwd(self, x: Tensor, *, weight: Tensor | None) -> Out:
         shape = tuple(self.normalized_shape)
         found = self.normed(x, {"weight": weight}, self.epsilon(x.dtype), None, len(shape))
-        return Out(found.y, self.kept(found, weight, shape))
+        return Out(found.y, self.saved_of(found, weight, shape))
 
     def normed(
         self, x: Tensor, params: Params, eps: float, residual: Tensor | None = None, dims: int = 1
@@ -132,7 +134,7 @@ class RMSNorm(_Norm, Op[RMSNormSaved], nn.RMSNorm):
         y, h, rstd = K.add_rmsnorm_fwd(x, residual, weight, eps, offset)
         return Normed(y, h, None, rstd)
 
-    def kept(self, found: Normed, weight: Tensor | None, shape: Shape) -> RMSNormSaved:
+    def saved_of(self, found: Normed, weight: Tensor | None, shape: Shape) -> RMSNormSaved:
         """What `grads` reads of a norm over axes of that shape."""
         return RMSNormSaved(found.h, weight, found.rstd)
 
@@ -230,7 +232,7 @@ class LayerNorm(_Norm, Op[LayerNormSaved], nn.LayerNorm):
     def fwd(self, x: Tensor, *, weight: Tensor | None, bias: Tensor | None) -> Out:
         shape, params = tuple(self.normalized_shape), {"weight": weight, "bias": bias}
         found = self.normed(x, params, self.eps, None, len(shape))
-        return Out(found.y, self.kept(found, weight, shape))
+        return Out(found.y, self.saved_of(found, weight, shape))
 
     def normed(
         self, x: Tensor, params: Params, eps: float, residual: Tensor | None = None, dims: int = 1
@@ -242,7 +244,7 @@ class LayerNorm(_Norm, Op[LayerNormSaved], nn.LayerNorm):
             return Normed(y, x, mean, rstd)
         return Normed(*K.add_layernorm_fwd(x, residual, *own))
 
-    def kept(self, found: Normed, weight: Tensor | None, shape: Shape) -> LayerNormSaved:
+    def saved_of(self, found: Normed, weight: Tensor | None, shape: Shape) -> LayerNormSaved:
         """What `grads` reads of a norm over axes of that shape."""
         return LayerNormSaved(found.h, weight, found.mean, found.rstd, shape)
 
@@ -251,7 +253,7 @@ class LayerNorm(_Norm, Op[LayerNormSaved], nn.LayerNorm):
     ) -> Grads:
         """Of the parameters that are needed, and dx, to which `dres` is added in the same pass."""
         x, weight, mean, rstd, shape = saved
-        if rstd is None:  # for the bias alone; x may be there for a GEMM behind
+        if rstd is None:  # for the bias alone; x may be saved for a GEMM
             rows = dy.reshape(-1, math.prod(shape))  # type: ignore[arg-type]
             return Grads(None, {"bias": K.bias_bwd(rows).view(shape)})  # type: ignore[arg-type]
         wanted = "weight" in needs, "bias" in needs

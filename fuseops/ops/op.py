@@ -1,8 +1,8 @@
 """The contract: an op is two pure methods and a named tuple of what it saves.
 
 Level 1: only `fwd`; its backward is autograd over `fwd`, its saved tensors are its inputs.
-Level 2: `Saved`, `saves_for` and `bwd` by hand.
-Level 3: a method that names a `call` parameter gets the frozen record of the plan.
+Level 2: `Saved`, `saves_for` and `bwd` are written by hand.
+Level 3: a method with a `call` parameter gets the `Call`, the decisions of the plan.
 
 Everything else (autograd, fusion, offload, compile, explain) is written once, elsewhere.
 """
@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes, stored
-from fuseops.ops.local import Local, fit_all, own_groups, spread_groups
+from fuseops.ops.local import Local, fit_state_dict, own_groups, spread_groups
 from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
 from fuseops.recipes.scales import STATE, ScaleState, prepare_load, restore_float32
@@ -83,22 +83,22 @@ class Precision(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A `Call` tells an op what the plan decided for it in one call (level 3); some fields live for that call only.
+    """A `Call` holds the plan's decisions for an op in one call (level 3); some fields are valid for that call only.
 
-    needs      which gradients anyone wants: "x", parameter names, side names
-    keep       the Saved fields that some needed gradient reads; the others are dropped, so need not be made
+    needs      the gradients that are needed: "x", parameter names, side names
+    keep       the Saved fields that some needed gradient reads; the others are dropped, and may be None
     precision  compute dtype under autocast, and operand formats under a recipe
     training   the op's mode in the forward, also when `bwd` runs
-    store      of the op's quantized weight, where the recipe keeps it
-    name       of the op, by its path in the model where that is known
-    scales     state of the op's scales, where the recipe has one
-    seed       (1,) int64 of this call, drawn in its forward, where the recipe rounds at random
-    prefer     "speed" or "memory": which of two ways is taken, where the faster one holds more at its peak
+    store      the store of the op's quantized weight, where the recipe keeps it
+    name       the op's path in the model, where that is known
+    scales     the state of the op's scales, where the recipe has one
+    seed       (1,) int64, drawn in the forward, where the recipe rounds stochastically
+    prefer     "speed" or "memory": which algorithm to run, where the faster one has a higher peak
 
-    Of ops with `live_call`:
-    out        buffers by name. Of a parameter, in bwd: its main_grad. An op that adds its gradient there itself (or
-               writes it, where `overwrite` names the parameter) returns None for it. And of the caller, for "y" and
-               "dx": an op that writes there itself returns that very tensor, of another one the result is copied
+    For ops with `live_call`:
+    out        buffers by name. In bwd, the main_grad of a parameter: an op that adds its gradient to it (or writes it,
+               where `overwrite` names the parameter) returns None for that gradient. The caller's buffers for "y" and
+               "dx": an op that writes to one returns that very tensor, otherwise its result is copied there
     scratch    a dict shared by all ops of one call of a Sequential and its backward
     """
 
@@ -117,12 +117,12 @@ class Call(NamedTuple):
 
 
 T = TypeVar("T", bound=tuple[Any, ...])
-new = tuple.__new__  # of a NamedTuple, given all its fields: at half the price of its constructor
+make_tuple = tuple.__new__  # (NamedTuple class, all its fields): half the time of its constructor
 
 
-def replaced(t: T, **changes: Any) -> T:
-    """`t._replace(**changes)` of a NamedTuple, at a third of its price: no name is looked for that is not there."""
-    return new(type(t), map(changes.get, t._fields, t))  # type: ignore[attr-defined]
+def fast_replace(t: T, **changes: Any) -> T:
+    """`t._replace(**changes)` of a NamedTuple in a third of its time: unknown names are not refused."""
+    return make_tuple(type(t), map(changes.get, t._fields, t))  # type: ignore[attr-defined]
 
 
 Parameters = Collection[inspect.Parameter]
@@ -133,7 +133,7 @@ class Signature(NamedTuple):
 
     keywords: tuple[str, ...]  # parameters and side inputs that fwd names, without `call`
     optional: frozenset[str]  # those with a default
-    any_side: bool  # fwd takes **side: all of the instance's `reads` that it does not name itself
+    any_side: bool  # fwd takes **side: those of the instance's `reads` that it does not name
     fwd_call: bool
     bwd_call: bool
     bwd_dside: bool
@@ -158,32 +158,31 @@ class Op(nn.Module, Generic[S]):
 
     fwd(self, x, *, <parameters, buffers, side inputs>) -> Out(y, saved, side), or y alone. It is pure, and takes every
     tensor by keyword, never from `self`. bwd(self, saved, dy) -> Grads; without one, the backward is autograd over
-    `fwd`. Either takes a `call: Call` if it names one, and the bwd of an op with `writes` takes `dside`, the gradients
-    of what it published, by name.
+    `fwd`. Either may take a `call: Call`, and the bwd of an op with `writes` takes `dside`, the gradients of its side
+    tensors by name.
 
-    What a subclass declares (the last two, reads, writes and saves_for an instance may set for itself):
+    A subclass declares (an instance may set reads, writes, saves_for and the last two for itself):
     reads        side inputs, by name; gradients flow back to them by name
     writes       side tensors that it publishes
-    integers     of them: those that have no gradient
-    renames      {keyword of a side input: the name that its Sequential knows it by}, where they differ; set it before
-                 the first call
+    integers     side inputs and outputs that have no gradient
+    renames      {keyword of a side input: its name in the Sequential}, where they differ; set before the first call
     saves_for    {need: the Saved fields that its gradient reads}; a need is "x", a parameter or a side input.
                  None: every gradient reads all fields
-    recomputes   Saved fields that bwd can do without: they are None under `offload.recompute()`
+    recomputes   Saved fields that bwd can recompute: they are None under `offload.recompute()`
     cut_before   a segment (one autograd node) may end before this op: norms, Tap
     autocast     its input is cast to the autocast dtype, as torch does for GEMMs
-    multiplies   it has GEMMs that a recipe quantizes the operands of: through `fuseops.ops.linear` and its like
-    quantizes    it has none, and is told the formats of a recipe all the same
-    sends        it multiplies nothing, and is told the formats of the next op that does
-    takes_quantized   its fwd takes an x that is a `Quantized`, where it multiplies in the formats of a recipe, or does
-                 not multiply. Any other op gets what that stands for. A class with a fwd of its own says so anew
-    live_call    wants call.out and call.scratch
-    floats       takes an x of a real float dtype only
+    multiplies   it has GEMMs whose operands a recipe quantizes, through `fuseops.ops.linear` and its like
+    quantizes    it has no GEMMs, but its call has the formats of the recipe
+    sends        it has no GEMMs, but its call has the formats of the next op that does
+    takes_quantized   its fwd accepts a `Quantized` x, where it multiplies in the formats of a recipe, or has no GEMMs;
+                 other ops get the dequantized tensor. A subclass with its own fwd must declare it again
+    live_call    it uses call.out and call.scratch
+    floats       x must be of a real float dtype
     delays       parameters whose gradients wait for `backward_dw()`
     accumulate_into_main_grad   parameter gradients are added to `parameter.main_grad`, and `.grad` stays None
-    apart_when_compiled   under torch.compile it runs outside of a node: its fwd is differentiable torch there
-    note         what `explain()` says of it
-    together     the process group whose ranks run it together: what one of them makes again, all do
+    apart_when_compiled   under torch.compile it runs outside of a node, as differentiable torch
+    note         a remark for `explain()`
+    together     the process group whose ranks run it together: if one recomputes it, all do
     """
 
     reads: tuple[str, ...] = ()
@@ -207,9 +206,8 @@ class Op(nn.Module, Generic[S]):
     together: Any = None
 
     _runner: Any = None  # of an op that is called alone
-    _settings: int = 0  # token of what fuseops.configure said of this op
-    # what a style of parallelism says of it: tensors that it computes with in the place of others, by name; ops that
-    # run before it and after it wherever it runs; and the `InputLayout` of it
+    _settings: int = 0  # token of the settings of fuseops.configure
+    # set by a style of parallelism: `Local` by name; ops that always run before and after this one; its `InputLayout`
     _local: Mapping[str, Local] = {}
     _around: tuple[tuple["Op[Any]", ...], tuple["Op[Any]", ...]] = ((), ())
     _layout: Any = None
@@ -217,7 +215,7 @@ class Op(nn.Module, Generic[S]):
     Saved: ClassVar[type[Any]]
     signature: ClassVar[Signature]
     pure: ClassVar[bool]  # level 1: a `fwd` and no `bwd`
-    made: ClassVar[tuple[Any, ...]] = ()  # fwd and bwd when the class was made
+    own_methods: ClassVar[tuple[Any, ...]] = ()  # fwd and bwd as the class was defined
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -227,10 +225,10 @@ class Op(nn.Module, Generic[S]):
         if not declares and hasattr(cls, "signature"):
             return
         if cls.fwd is Op.fwd:
-            return  # an abstract family; its members bring fwd
+            return  # an abstract family; its members define fwd
         cls.pure = cls.bwd is Op.bwd
-        cls.made = cls.fwd, cls.bwd
-        fwd, bwd = (inspect.signature(m).parameters.values() for m in cls.made)
+        cls.own_methods = cls.fwd, cls.bwd
+        fwd, bwd = (inspect.signature(m).parameters.values() for m in cls.own_methods)
         _check_method(cls, "fwd", fwd, "x")
         if not cls.pure:
             _check_method(cls, "bwd", bwd, "saved", "dy")
@@ -255,26 +253,26 @@ class Op(nn.Module, Generic[S]):
             check_saves_for(cls.__name__, cls, needs)
 
     def fwd(self, *args: Any, **keywords: Any) -> Any:
-        """x and, by keyword, own parameters and side inputs -> Out (or a bare tensor)."""
+        """Compute Out (or a bare tensor) from x and, by keyword, parameters and side inputs."""
         raise NotImplementedError(f"{type(self).__name__} defines no fwd")
 
     def bwd(self, *args: Any, **keywords: Any) -> Grads:
-        """Saved and the gradient of y -> Grads."""
+        """Compute Grads from Saved and the gradient of y."""
         raise NotImplementedError(f"{type(self).__name__} defines no bwd")
 
     def out_shape(self, shape: Shape) -> Shape:
-        """Shape of y from the shape of x. Override it when they differ, and to refuse a wrong width by ShapeError."""
+        """The shape of y for a shape of x. Override it when they differ, and to raise ShapeError for a wrong width."""
         return shape
 
     def out_shapes(
         self, shape: Shape, sides: Mapping[str, Shape]
     ) -> tuple[Shape, Mapping[str, Shape]]:
-        """Shapes of y, and of what it publishes as far as they are known, from those of x and of known side inputs."""
+        """The shapes of y and, where known, of its side tensors, for those of x and of known side inputs."""
         return self.out_shape(shape), {}
 
     def outside(self) -> Mapping[Any, int]:
-        """Bytes of the device that it keeps from step to step outside of torch's allocator, by whose they are: what
-        several ops use has one key.
+        """Device bytes that it keeps between steps outside of torch's allocator, by owner: ops that share them return
+        the same key.
         """
         return {}
 
@@ -291,17 +289,18 @@ class Op(nn.Module, Generic[S]):
         return run_alone(self, *args, **side)
 
     def backward_dw(self) -> int:
-        """Compute the gradients that `delays` has put off: see `Sequential.backward_dw`.   -> how many there were"""
+        """Compute the delayed gradients, as `Sequential.backward_dw` does.   -> the number of gradients"""
         return run_delayed(self)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
-        """Have `backward_dw()` call `hook()` once the gradients that it has put off are there, as Megatron's overlapped
-        reduction of them asks (it looks for `skip_backward_post_hook` on parameters).
+        """Have `backward_dw()` call `hook()` after the delayed gradients are computed.
+
+        Megatron's overlapped gradient reduction registers it for parameters with `skip_backward_post_hook`.
         """
         self.__dict__.setdefault(scopes.WGRAD_HOOKS, []).append(hook)
 
     def parameter_names(self) -> tuple[str, ...]:
-        """Keywords of `fwd` that are parameters or buffers of this instance (None parameters included)."""
+        """The keywords of `fwd` that are parameters or buffers of this instance (None parameters included)."""
         if not hasattr(self, "signature"):
             raise FuseOpsError(
                 f"{type(self).__name__} defines no fwd(self, x, *, <parameters>, <side inputs>)."
@@ -310,7 +309,7 @@ class Op(nn.Module, Generic[S]):
         for name in self.signature.keywords:
             if name in self.reads:
                 continue
-            if self._holds(name):
+            if self._has_tensor(name):
                 value = self.__dict__.get(name, getattr(type(self), name, None))
                 if not isinstance(value, Tensor | property | None):
                     raise FuseOpsError(
@@ -325,22 +324,22 @@ class Op(nn.Module, Generic[S]):
                 )
         return tuple(names)
 
-    def _holds(self, name: str) -> bool:
-        """Whether a parameter or buffer stands for a keyword.  Reads no value: a parametrized one would be computed."""
-        held = self._parameters.keys() | self._buffers.keys()
-        inner = (n in held or hasattr(type(self), n) for n in self.registered(name))
-        return any(inner) or hasattr(self, name)
+    def _has_tensor(self, name: str) -> bool:
+        """Whether the op has a tensor for a keyword.  Reads no value: a parametrized one would be computed."""
+        own = self._parameters.keys() | self._buffers.keys()
+        found = any(n in own or hasattr(type(self), n) for n in self.registered(name))
+        return found or hasattr(self, name)
 
     def registered(self, name: str) -> tuple[str, ...]:
-        """The registered parameters that a keyword of `fwd` stands for: itself, or those that it is packed of."""
+        """The names of the registered parameters behind a keyword of `fwd`: itself, or the parts of a packed one."""
         return (name,)
 
     def sample(self, name: str) -> Any:
-        """A tensor with the dtype, the class and the need of a gradient of what `name` stands for."""
+        """A tensor with the dtype, class and requires_grad of the parameter `name`."""
         return getattr(self, name)
 
     def side_names(self) -> tuple[str, ...]:
-        """Side inputs that `fwd` of this instance takes."""
+        """The keywords of the side inputs that `fwd` of this instance takes."""
         unread = [name for name in self.reads if name not in self.signature.keywords]
         if unread and not self.signature.any_side:
             raise FuseOpsError(
@@ -349,15 +348,15 @@ class Op(nn.Module, Generic[S]):
             )
         return self.reads
 
-    def known_sides(self) -> tuple[tuple[str, str], ...]:
-        """(keyword, name) of every side input: what `fwd` calls it, and what the Sequential does."""
+    def side_bindings(self) -> tuple[tuple[str, str], ...]:
+        """(keyword of `fwd`, name in the Sequential) of every side input."""
         reads, renames = self.side_names(), self.renames
         if unread := [keyword for keyword in renames if keyword not in reads]:
             raise FuseOpsError(f"{type(self).__name__} renames {unread}, and reads {list(reads)}.")
         return tuple([(keyword, renames.get(keyword, keyword)) for keyword in reads])
 
     def rename(self, **names: str) -> None:
-        """Know side inputs by other names: `rename(probs="p2")`. A constructor passes its own keywords on."""
+        """Read side inputs under other names: `rename(probs="p2")`. Constructors pass their own keywords on."""
         check_names(type(self).__name__, **names)
         self.renames = {**self.renames, **{k: n for k, n in names.items() if k != n}}
 
@@ -366,7 +365,7 @@ class Op(nn.Module, Generic[S]):
         return [f"{keyword}={name!r}" for keyword, name in self.renames.items()]
 
     def _planned(self) -> list[tuple[str, nn.Module]]:
-        """An op called alone is a sequence of one."""
+        """The children to plan: an op called alone is a sequence of one."""
         return [((path_of(self) or "").rpartition(".")[2] or "0", self)]
 
     def _planned_modules(self) -> tuple[nn.Module, ...]:
@@ -375,15 +374,15 @@ class Op(nn.Module, Generic[S]):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **keywords: Any
     ) -> None:
-        self._drop_kept()
-        fit_all(self, state_dict, prefix)
+        self._drop_quantized_weights()
+        fit_state_dict(self, state_dict, prefix)
         own_groups(self, state_dict, prefix, STATE)
         prepare_load(self._buffers, state_dict, prefix)
         assign = args[0].get("assign_to_params_buffers", False)
-        taken = stored.load(self, state_dict, prefix, args[-1], assign)
+        loaded = stored.load(self, state_dict, prefix, args[-1], assign)
         super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
         missing: list[str] = args[-3]
-        missing[:] = [key for key in missing if key not in taken]
+        missing[:] = [key for key in missing if key not in loaded]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -391,36 +390,36 @@ class Op(nn.Module, Generic[S]):
         stored.save(self, destination, prefix, keep_vars)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self._drop_kept()
+        self._drop_quantized_weights()
         before, parameter = dict(self._buffers), self._parameters.get("weight")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         restore_float32(self._buffers, before)
         if (weight := stored.stored_in(self)) is not None:
-            weight.emptied(parameter, self._parameters.get("weight"))
+            weight.blank_carrier(parameter, self._parameters.get("weight"))
         return self
 
-    def _drop_kept(self) -> None:
-        """Let go of quantized weights before the parameters are others: of their memory where those were, and of the
-        weak references with which torch swaps no tensor.
+    def _drop_quantized_weights(self) -> None:
+        """Drop quantized weights before parameters are replaced: their memory, and weak references to the parameters,
+        with which torch cannot swap tensors.
         """
         store: WeightStore | None = self.__dict__.get(scopes.STORE)
         if store is not None:
             store.drop()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy as others are made, of a parametrized op too, whose class torch copies attribute by attribute."""
-        made = self.__new__(type(self))
-        memo[id(self)] = made
+        """Copy by `__getstate__` and `__setstate__`, which the class that torch gives a parametrized op does not."""
+        copied = self.__new__(type(self))
+        memo[id(self)] = copied
         own: Any = parametrize.type_before_parametrizations(self)
-        made.__setstate__(copy.deepcopy(own.__getstate__(self), memo))
-        return made
+        copied.__setstate__(copy.deepcopy(own.__getstate__(self), memo))
+        return copied
 
     def _replicate_for_data_parallel(self) -> Self:
-        """A copy with other tensors, as torch.nn.DataParallel makes one: it is planned by itself."""
-        made: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        """A replica for torch.nn.DataParallel, without the plans and caches of the original."""
+        replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         for name in scopes.OF_THIS_PROCESS:
-            made.__dict__.pop(name, None)
-        return made
+            replica.__dict__.pop(name, None)
+        return replica
 
     def __getstate__(self) -> dict[str, Any]:
         return scopes.portable(super().__getstate__())  # type: ignore[no-untyped-call]
@@ -428,12 +427,12 @@ class Op(nn.Module, Generic[S]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(scopes.restored(state))  # type: ignore[no-untyped-call]
         if (weight := stored.stored_in(self)) is not None:
-            weight.emptied()
-            weight.listen()
+            weight.blank_carrier()
+            weight.hook_master()
 
 
 def _check_method(cls: type["Op[Any]"], method: str, parameters: Parameters, *names: str) -> None:
-    """Raise FuseOpsError for a `fwd` or a `bwd` that could not be called: what else it takes comes by keyword."""
+    """Raise FuseOpsError unless a `fwd` or `bwd` takes exactly `names` by position; the rest must be keywords."""
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return
     fixed = () if isinstance(inspect.getattr_static(cls, method), staticmethod) else ("self",)
@@ -461,8 +460,8 @@ def _saved_class(cls: type[Op[Any]]) -> type[Any]:
 
 
 def check_saves_for(name: str, saver: Any, needs: Collection[str] | None) -> None:
-    """Raise FuseOpsError where `saves_for` of an op or a fused op has a field that is not saved, or another need than
-    these (None: any).
+    """Raise FuseOpsError where `saves_for` of an op or a fused op has an unknown field, or a need not in `needs` (None:
+    any).
     """
     fields = saver.Saved._fields
     if not isinstance(saver.saves_for, Mapping | None):
@@ -485,23 +484,23 @@ def check_saves_for(name: str, saver: Any, needs: Collection[str] | None) -> Non
             )
 
 
-OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
+NON_CONFIG_ATTRS = frozenset(nn.Module().__dict__) | {
     *("_runner", "_settings"),
-    *("_local", "_around", "_layout"),  # what a style of parallelism says of an op
+    *("_local", "_around", "_layout"),  # set by a style of parallelism
 }
-"""What an instance of an op holds that says nothing of what it computes."""
+"""Attributes of an op that are not settings of its computation."""
 
 
 Calls = tuple[Call, ...]
-Given = tuple[Mapping[str, Tensor], ...]
+MemberTensors = tuple[Mapping[str, Tensor], ...]
 SideGrads = Mapping[str, Tensor | None]
-"""What a fused op is given: the call of each member, its parameters and side inputs by name, and the gradients of what
-its members publish.
+"""Arguments of a fused op: the call of each member, its parameters and side inputs by name, and the gradients of the
+members' side tensors.
 """
 
 
 class FusedOp:
-    """Stands for a run of ops, its `members`, in a rule.
+    """A `FusedOp` replaces a run of ops, its `members`, in a rule.
 
     t is a tuple with the parameters and side inputs of each member by name (`t[0]["weight"]`), calls the `Call` of
     each; both in sequence order, also in backward rules.
@@ -512,11 +511,11 @@ class FusedOp:
                    bwd(saved, dy, calls, dside) -> tuple of Grads
 
     A joint one declares `Saved`, `saves_for` over "x", "0.weight", "1.probs", `recomputes` as of an op, and
-    `names` = {field: "0.x"}, under which its tensors are published. With `takes_saved`, bwd is given a list that
-    holds its `Saved`, and pops it: what is passed by itself may live, by the caller, until bwd returns. It may write
-    over a saved tensor of its own fwd for which `registry.held_once` says that nobody else can read it.
-    again: fields that stand in for x where it arrived from other ranks and is sent again in the backward; they are kept
-    beside x under `offload.dispatch_again()` alone, and fwd gives either.
+    `names` = {field: "0.x"}, the names of its saved tensors.
+    takes_saved: bwd gets a list with its `Saved` and pops it, so that the caller holds no reference to what bwd frees.
+    bwd may overwrite a saved tensor of its own fwd where `registry.held_once` shows that nobody else reads it.
+    again: fields from which the backward dispatches x again, where x came from other ranks. They are kept under
+    `offload.dispatch_again()` only, and fwd saves either them or x.
 
     recipes: it multiplies in the formats of a recipe, through the functions that its members multiply through
     (`fuseops.ops.linear` and its like). Without it, a rule over a member that multiplies is a miss under a recipe.
@@ -524,7 +523,7 @@ class FusedOp:
     """
 
     Saved: ClassVar[type[Any]]
-    # of the class, or set per instance where they depend on the members
+    # set by the class, or by an instance where they depend on the members
     saves_for: Mapping[str, tuple[str, ...]] | None = None
     names: Mapping[str, str] = {}
     recomputes: tuple[str, ...] = ()
@@ -536,8 +535,8 @@ class FusedOp:
     def __init__(self, *members: Op[Any]) -> None:
         self.members = members
 
-    def fwd(self, x: Any, t: Given, calls: Calls, /, *args: Any, **keywords: Any) -> Out:
-        """The forward of the run: see the class. A joint one takes `keep: frozenset[str]` too."""
+    def fwd(self, x: Any, t: MemberTensors, calls: Calls, /, *args: Any, **keywords: Any) -> Out:
+        """The forward of the run: see the class. A joint rule takes `keep: frozenset[str]` too."""
         raise NotImplementedError(f"{type(self).__name__} defines no fwd")
 
     def bwd(self, saved: Any, dy: Any, calls: Calls, dside: Any, /) -> tuple[Grads, ...]:
@@ -545,7 +544,7 @@ class FusedOp:
         raise NotImplementedError(f"{type(self).__name__} defines no bwd")
 
     def choices(self, x: Any, t: Any, calls: Any) -> str:
-        """What the backward of such a call will choose by its shapes, in words for `explain()`; "" is nothing."""
+        """The choices that the backward of such a call makes by its shapes, as a text for `explain()`, or ""."""
         return ""
 
 
@@ -560,7 +559,7 @@ def run_alone(op: Op[Any], x: Any, *args: Any, **side: Any) -> Any:
 
 
 def check_names(op: str, **names: Any) -> None:
-    """Raise FuseOpsError for a name, as of a side tensor, that is no string."""
+    """Raise FuseOpsError for a name, as of a side tensor, that is not a string or empty."""
     for what, name in names.items():
         if not isinstance(name, str) or not name:
             raise FuseOpsError(f"{op}: {what} is {name!r:.80}, expected a name, a string.")

@@ -1,8 +1,7 @@
-"""One Parameter a group, over one packed storage: what `GroupedLinear(packed=False)` stands on.
+"""`GroupedLinear(packed=False)` has one Parameter a group, all of them over one packed storage.
 
-The packed tensor of E parameters of one shape is an alias of their storage while they lie there one after the other.
-`.to`, `deepcopy`, loading with `assign=True` and whatever else sets `.data` separates them; `repack` brings them
-together again.
+The packed tensor of E parameters of one shape is an alias of their storage while they are adjacent in it. `.to`,
+`deepcopy`, loading with `assign=True` and whatever else sets `.data` separates them; `repack` moves them back.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from fuseops.kernels.registry import PLAIN, check_all_meta
 
 
 def alias_of(parts: Sequence[Tensor]) -> Tensor | None:
-    """The tensor (E, *shape) of which `parts` are the rows, in order; None unless they are, in one storage."""
+    """An alias (E, *shape) of `parts`, or None unless they are adjacent in one storage, in order."""
     first = parts[0].detach()
     fake = first.is_meta or torch_private.is_fake(first)
     if not (fake or type(parts[0]) in PLAIN) or not first.is_contiguous():
@@ -28,23 +27,23 @@ def alias_of(parts: Sequence[Tensor]) -> Tensor | None:
     begin = first.storage_offset() * first.itemsize
     if begin + len(parts) * size > storage.nbytes():
         return None
-    # an address inside of a storage that is alive is that storage's; without addresses, ask whose the tensor is
-    place = _place_without_address if fake else Tensor.data_ptr
-    expected, alike = place(first), (first.shape, first.stride(), first.dtype)
+    # addresses identify live storages; fake tensors have none
+    address = _fake_address if fake else Tensor.data_ptr
+    expected, alike = address(first), (first.shape, first.stride(), first.dtype)
     for part in parts:
-        if place(part) != expected or (part.shape, part.stride(), part.dtype) != alike:
+        if address(part) != expected or (part.shape, part.stride(), part.dtype) != alike:
             return None
         expected += size
     return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
 
 
-def _place_without_address(t: Tensor) -> int:
-    """A number that tells bytes of different storages apart, and moves with the offset in one."""
+def _fake_address(t: Tensor) -> int:
+    """A stand-in for `data_ptr`: unique to a storage, and linear in the offset."""
     return (torch_private.storage_id(t) << 48) + int(t.storage_offset()) * t.itemsize
 
 
 def repack(parts: Sequence[Tensor]) -> bool:
-    """Move parameters of one shape, dtype and device into one storage, unless they are.   -> whether they moved"""
+    """Move parameters of one shape, dtype and device into one storage, where needed.   -> whether they moved"""
     plain = all(type(part) in PLAIN for part in parts)  # DTensors stay
     first = parts[0]
     if not plain or alias_of(parts) is not None:
@@ -68,7 +67,7 @@ class Packed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d: Tensor | None) -> Any:
-        # a node that saved the packed tensor saw writes to its first row only
+        # the version of the packed tensor counts writes to the first part only
         for e, (part, version) in enumerate(zip(ctx.parts, ctx.versions, strict=True)):
             if torch_private.version(part) != version:
                 raise InPlaceError(

@@ -1,6 +1,6 @@
-"""A path says where a module stands in its model: names of saved tensors begin with it, and errors say it.
+"""A path is the dotted name of a module in its model: names of saved tensors begin with it, and errors print it.
 
-Known once a root has been seen (`run.config.set_root`); prefixes that wrappers put before a child are left out.
+It is set once a root is known (`run.config.set_root`), without the prefixes that wrappers put before a child.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from collections.abc import Iterator
 
 from torch import nn
 
-LENT = "_lent"  # key in a module's `__dict__`: what stands in for its forward, with the module's parameters
-LENDER = "_lender"  # in an op's `__dict__`: where it finds its parameters, which another module has
-SPREAD = "_spread"  # there: how what stands in is spread, when it is built, over ranks that share the module's experts
+# keys of `__dict__`
+STAND_IN = (
+    "_stand_in"  # of a module: the module that runs instead of its forward, with its parameters
+)
+PARAMETER_SOURCE = (
+    "_parameter_source"  # of an op whose parameters another module owns: a mapping by name
+)
+SHARD_EXPERTS = "_shard_experts"  # of a module: shards the experts of its stand-in over ranks, once that is built
 WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
@@ -21,26 +26,26 @@ def stripped(path: str) -> str:
 
 
 def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules()`, and what stands in for the forward of one, under its path."""
+    """Yield `named_modules()`, and the modules of each stand-in under the path of the module that it runs for."""
     for path, module in model.named_modules():
         yield path, module
-        stand_in = module.__dict__.get(LENT)
+        stand_in = module.__dict__.get(STAND_IN)
         if stand_in is not None:
             yield from stand_in.named_modules(prefix=path)
 
 
 def set_path(module: nn.Module, path: str, prefix: str) -> None:
-    """prefix: of the names of what it saves, the path of the Sequential that the names are relative to, and a dot."""
+    """Set the path of a module, and the prefix of its saved names: the path of their Sequential and a dot."""
     module.__dict__["_path"], module.__dict__["_prefix"] = path, prefix
 
 
 def path_of(module: nn.Module) -> str | None:
-    """None: no root has been seen."""
+    """The path of a module, None before a root is known."""
     path: str | None = module.__dict__.get("_path")
     return path
 
 
 def prefix_of(module: nn.Module) -> str | None:
-    """None: no root has been seen."""
+    """The prefix of a module's saved names, None before a root is known."""
     prefix: str | None = module.__dict__.get("_prefix")
     return prefix

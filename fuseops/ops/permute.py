@@ -18,43 +18,43 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
 
-from .checks import check_chosen, check_integers, check_pos, check_positive, check_rows, integers
+from .checks import check_chosen, check_integers, check_pos, check_positive, check_rows, is_integer
 from .op import Call, Grads, Op, Out, S, Shape, numel
 from .splits import check_splits
 
 ON_DX = "on_dx"
-"""In `call.scratch`, of a dispatcher: an `OnDx`."""
+"""Key of `call.scratch` for a dispatcher's `OnDx`."""
 
 
 class OnDx(NamedTuple):
-    """An `OnDx` is the callback of a dispatcher that sends dx and dprobs home as soon as they are there.
+    """An `OnDx` is the callback by which a dispatcher sends dx and dprobs back before weight gradients are computed.
 
-    tell: called (scratch, dx, dprobs, sums) before gradients of weights are made. sums: dx in the `sums` of Combine.
-    beside: whether what it begins runs beside them: then the more of them come behind, the better.
+    send: called (scratch, dx, dprobs, sums). sums: dx in the `sums` of Combine.
+    overlaps: whether the transfer overlaps with weight gradients, so that as many as possible are to follow it.
     """
 
-    tell: Callable[..., None]
-    beside: bool
+    send: Callable[..., None]
+    overlaps: bool
 
 
-SENT = "sent"
-"""In `call.scratch`, of a dispatcher: a `Sent`, which who saves what arrived takes out."""
+DISPATCHED = "sent"
+"""Key of `call.scratch` for a dispatcher's `DispatchRecord`, which the op that saves the received tokens pops."""
 
 
-class Sent(NamedTuple):
-    """A `Sent` says how to dispatch tokens again in the backward, for who would rather not save those that arrived."""
+class DispatchRecord(NamedTuple):
+    """A `DispatchRecord` holds what a second dispatch in the backward needs, instead of saving the received tokens."""
 
-    arrived: Any  # what it gave: a Tensor or a Quantized
-    home: Tensor  # what it was given
+    received: Any  # the output of the dispatcher: a Tensor or a Quantized
+    tokens: Tensor  # its input
     slots: Tensor
     arrivals: Tensor
 
 
-AGAIN = "again"
-"""In `call.scratch`, of a dispatcher: sends once more, (home, slots, arrivals, tokens, roles) -> what is called for the
-`tokens` that arrive, where they are read. Every rank of its group calls it alike."""
+REDISPATCH = "again"
+"""Key of `call.scratch` for a dispatcher's `Redispatch`: (tokens, slots, arrivals, count, roles) -> a function that
+waits for the `count` received tokens and returns them. Every rank of the group calls it."""
 
-SendsAgain = Callable[..., Callable[[], Any]]
+Redispatch = Callable[..., Callable[[], Any]]
 
 
 class RowsSaved(NamedTuple):
@@ -70,12 +70,12 @@ class CombineSaved(NamedTuple):
 
 
 class Dispatch(Op[RowsSaved]):
-    """y = x: every expert is here. Publishes the rows of the experts, as `Routing` holds them.
+    """y = x: every expert is on this rank. Publishes the rows of the experts, the fields of a `Routing`.
 
-    The place of a dispatcher: one for expert parallelism is an op that reads `experts` (T, K) int32 and `weights`
-    (T, K), sends tokens to the ranks of their experts, gives the tokens that arrived, and publishes `offs`, `probs`,
-    `index` and `pos` over them and over its own `num_experts`; and a second op behind Combine that brings the sums
-    home. `MoE(dispatch=..., collect=...)` takes the two.
+    A dispatcher for expert parallelism replaces it: an op that reads `experts` (T, K) int32 and `weights` (T, K), sends
+    tokens to the ranks of their experts, returns the received tokens, and publishes `offs`, `probs`, `index` and `pos`
+    over them and over its own `num_experts`; and a second op after Combine that sends the sums back.
+    `MoE(dispatch=..., collect=...)` takes the two.
 
     capacity_factor: None drops nothing. Otherwise an expert takes ceil(capacity_factor * T * K / E) copies, in the
     order of their tokens; the others are dropped, which makes their pos -1.
@@ -103,8 +103,8 @@ class Dispatch(Op[RowsSaved]):
     def fwd(self, x: Tensor, *, experts: Tensor, weights: Tensor) -> Out:
         check_chosen("Dispatch", experts, weights)
         if self.capacity_factor is not None:
-            room = math.ceil(self.capacity_factor * experts.numel() / self.num_experts)
-            experts = within_capacity(experts, self.num_experts, room)
+            capacity = math.ceil(self.capacity_factor * experts.numel() / self.num_experts)
+            experts = within_capacity(experts, self.num_experts, capacity)
         offs, index, pos, probs = K.route(experts, self.num_experts, weights)
         side = {"offs": offs, "probs": probs, "index": index, "pos": pos}
         return Out(x, RowsSaved(pos, offs), side)
@@ -132,7 +132,7 @@ def within_capacity(experts: Tensor, num_experts: int, capacity: int) -> Tensor:
 
 
 class _Copies(Op[S]):
-    """A `_Copies` has rows on one side that are the `top_k` copies of each token of the other."""
+    """A `_Copies` maps between tokens and rows, the `top_k` copies of each token."""
 
     def __init__(self, top_k: int) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Permute(_Copies[RowsSaved]):
     def fwd(self, x: Tensor, *, index: Tensor, pos: Tensor, offs: Tensor) -> Out:
         check_rows(self, x)
         check_pos("Permute", pos, x.shape[0])
-        if index.dim() != 1 or not integers(index):
+        if index.dim() != 1 or not is_integer(index):
             raise ShapeError(
                 f"Permute expects index (rows,) of an int dtype, got {index.dtype} of shape {tuple(index.shape)}."
             )

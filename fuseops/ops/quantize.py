@@ -13,12 +13,12 @@ from .op import Call, Grads, NothingSaved, Op, Out
 class Quantize(Op[NothingSaved]):
     """y is x as a `Quantized`, in the format that the recipe has for inputs of GEMMs.   (..., K) -> (..., K)
 
-    A GEMM behind it reads the codes; any other op, what they stand for. At the end of a Sequential y comes out as it
-    is, and so does what a Tap behind it publishes. Gradients pass in high precision.
-    forward: False leaves x as it is.
-    backward: the gradient is rounded to the format that the recipe has for gradients, and travels in high precision.
+    A GEMM after it reads the codes; any other op gets the dequantized tensor. A Sequential that ends with it returns
+    the `Quantized`, and a Tap after it publishes one. Gradients stay in high precision.
+    forward: False returns x.
+    backward: the gradient is rounded to the format that the recipe has for gradients, and dequantized.
     Without a recipe, and under torch.compile at the end of a Sequential, y is a tensor.
-    Columns are made too where they do not follow from rows: of one group, which no grouped op takes
+    Column codes are made too where they cannot be derived from rows: of one group, which grouped ops do not take
     (`fo.quantize(x, scaling, offs)` makes those of groups).
     """
 

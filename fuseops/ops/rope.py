@@ -1,4 +1,4 @@
-"""RoPE writes positions of tokens as rotations of the columns of each head."""
+"""RoPE rotates pairs of columns of each head by angles that encode the token's position."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.rope import rotary_pairs
-from fuseops.kernels.tiles import wide
+from fuseops.kernels.tiles import upcast
 
 from .checks import check_flags
 from .op import Call, Grads, Op, Out
@@ -29,7 +29,7 @@ class RoPE(Op[RoPESaved]):
     the cos and sin that are given, (1, T, P) too where a batch shares them. Of tables with each angle twice, give one
     half: `cos[..., : D // 2]`. x may be a transposed view, and the heads of queries and keys side by side are one call.
     Computed in float32, rounded once. Raises ShapeError for other shapes.
-    cos, sin: names that the Sequential knows them by.
+    cos, sin: names of the side inputs.
     """
 
     reads = ("cos", "sin")
@@ -50,9 +50,9 @@ class RoPE(Op[RoPESaved]):
         return ", ".join(["interleaved=True"] * self.interleaved + self.renamed())
 
     def fwd(self, x: Tensor, *, cos: Tensor, sin: Tensor) -> Out:
-        turned_by = shared_angles(x, cos), shared_angles(x, sin)
-        _check(x, *turned_by)
-        y = K.apply_rope(x, *turned_by, self.interleaved)
+        angles_of_x = shared_angles(x, cos), shared_angles(x, sin)
+        _check(x, *angles_of_x)
+        y = K.apply_rope(x, *angles_of_x, self.interleaved)
         pairing = "neighbours" if self.interleaved else "halves"
         return Out(y, RoPESaved(x, cos, sin, pairing))
 
@@ -61,8 +61,8 @@ class RoPE(Op[RoPESaved]):
         interleaved = {"neighbours": True, "halves": False}[pairing]  # type: ignore[index]
         dx = None
         if "x" in call.needs:
-            turned_by = shared_angles(dy, cos), shared_angles(dy, sin)  # type: ignore[arg-type]
-            dx = K.apply_rope(dy, *turned_by, interleaved, True)
+            angles_of_x = shared_angles(dy, cos), shared_angles(dy, sin)  # type: ignore[arg-type]
+            dx = K.apply_rope(dy, *angles_of_x, interleaved, True)
         wanted = call.needs & {"cos", "sin"}
         if not wanted:
             return Grads(dx)
@@ -74,22 +74,22 @@ class RoPE(Op[RoPESaved]):
 def angle_gradients(x: Tensor, dy: Tensor, angles: Tensor, interleaved: bool) -> dict[str, Tensor]:
     """The gradients of cos and sin, of which `angles` is one."""
     pairs = angles.shape[-1]
-    a, b = rotary_pairs(wide(x), pairs, interleaved)
-    da, db = rotary_pairs(wide(dy), pairs, interleaved)
+    a, b = rotary_pairs(upcast(x), pairs, interleaved)
+    da, db = rotary_pairs(upcast(dy), pairs, interleaved)
     return {
-        "cos": _as((da * a + db * b).sum(-2), angles),
-        "sin": _as((db * a - da * b).sum(-2), angles),
+        "cos": _sum_shared_axes((da * a + db * b).sum(-2), angles),
+        "sin": _sum_shared_axes((db * a - da * b).sum(-2), angles),
     }
 
 
 def shared_angles(x: Tensor, angles: Tensor) -> Tensor:
-    """(T, P) of angles (1, ..., 1, T, P), which transformers makes for a whole batch; others as they are."""
+    """Angles (1, ..., 1, T, P), as transformers makes them for a batch, as (T, P); other shapes unchanged."""
     one = 2 < angles.dim() < x.dim() and all(n == 1 for n in angles.shape[:-2])
     return angles.reshape(angles.shape[-2:]) if one else angles
 
 
-def _as(gradient: Tensor, angles: Tensor) -> Tensor:
-    """Summed over the axes that the angles are shared by."""
+def _sum_shared_axes(gradient: Tensor, angles: Tensor) -> Tensor:
+    """A gradient summed over the axes that the angles are broadcast over."""
     return gradient.sum_to_size(angles.shape).to(angles.dtype)
 
 

@@ -55,12 +55,12 @@ class RouterForm(NamedTuple):
 
     @property
     def weights(self) -> tuple[str, bool, float]:
-        """What the kernels of the weights are told."""
+        """The options of the kernels of the weights."""
         return self.score, self.normalize, self.scale
 
     @property
     def losses(self) -> tuple[int, str, float, float]:
-        """What the kernels of the losses are told."""
+        """The options of the kernels of the losses."""
         return self.top_k, self.score, self.balance_loss, self.z_loss
 
 
@@ -70,10 +70,8 @@ class RouterSaved(NamedTuple):
     logits: Tensor | None  # (T, E) float32, or (T, K) of the chosen experts where those are enough
     experts: Tensor | None  # (T, K) int32
     load: Tensor | None  # (E,) int32: the copies of each expert, where there is a balance loss
-    # (): where the loss is over many ranks, what this one's part of the mean is multiplied by
-    share: Tensor | None
-    # that of the forward: attributes may have changed by the time of the backward
-    form: RouterForm | None
+    share: Tensor | None  # (): the factor of this rank's loss, where the loss is over many ranks
+    form: RouterForm | None  # of the forward: attributes may change before the backward
 
 
 class Router(Op[RouterSaved]):
@@ -149,7 +147,7 @@ class Router(Op[RouterSaved]):
 
     @property
     def writes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What it publishes by its coefficients as they are now: one that is set later publishes the loss."""
+        """The published side tensors; the loss is one of them once a coefficient is set."""
         loses = self.balance_loss is not None or self.z_loss is not None
         return WITH_LOSS if loses else WITHOUT_LOSS
 
@@ -211,7 +209,7 @@ class Router(Op[RouterSaved]):
         return shape
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """Moves and casts as any module, but a half is too coarse for the small steps of expert_bias."""
+        """Move and cast as any module does, but keep expert_bias in float32: its steps are small."""
         before = self.expert_bias
         super()._apply(fn, recurse)
         counted = self.tokens_per_expert
@@ -240,12 +238,11 @@ class Router(Op[RouterSaved]):
 
     @torch.no_grad()
     def update_expert_bias(self, rate: float = 1e-3, group: Any = None) -> None:
-        """Raise the bias of experts that got less than the mean by `rate`, and lower that of the others: once a step.
+        """Raise the bias of experts with a load below the mean by `rate`, and lower that of the others: once a step.
 
-        Of the copies that were counted since the last update. group: a process group over which they are summed, those
-        of `over` by default.
-        Raises FuseOpsError where there is no expert_bias, and for a rate that is no finite number from 0 on.  Waits for
-        nothing but that sum.
+        The load counts copies since the last update. group: the process group that sums it, by default that of `over`.
+        Raises FuseOpsError without an expert_bias, and for a rate that is no finite number from 0 on. Only the sum is
+        waited for.
         """
         check_numbers("Router.update_expert_bias", 0, rate=rate)
         if self.expert_bias is None or self.tokens_per_expert is None:
@@ -287,7 +284,7 @@ class Router(Op[RouterSaved]):
             found = K.router_fwd(logits, self.top_k, *form.weights, expert_bias, *groups)
             weights, experts, picked = found
         else:
-            experts = self._given(x, chosen)
+            experts = self._replayed_experts(x, chosen)
             at, scores = experts.long(), scores_of(logits, self.score)
             weights = weights_of(scores, at, self.normalize, self.scale)
             picked = logits.gather(-1, at)
@@ -313,7 +310,7 @@ class Router(Op[RouterSaved]):
             *(self.balance_loss or 0.0, self.z_loss or 0.0),
         )
 
-    def _given(self, x: Tensor, chosen: Tensor) -> Tensor:
+    def _replayed_experts(self, x: Tensor, chosen: Tensor) -> Tensor:
         if chosen.shape != (x.shape[0], self.top_k):
             raise ShapeError(
                 f"Router expects chosen of shape {(x.shape[0], self.top_k)}, the experts of each token, got "
@@ -350,8 +347,10 @@ class Router(Op[RouterSaved]):
 def over_ranks(
     load: Tensor, experts: Tensor, mesh: Any, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """For the loss over the tokens of all W ranks, T of N of them here: the copies of each expert among all (E,), times
-    T / N, as the formula divides by T; and W T / N (), so that the mean of what ranks publish is the loss of all.
+    """(load, share) for the loss over the N tokens of all W ranks, T of which are on this one.
+
+    load (E,): the copies of each expert on all ranks, times T / N, since the loss formula divides by T.
+    share (): W T / N, the factor with which the mean of the ranks' losses is the loss over all tokens.
     """
     total = load.clone()
     if not (total.is_meta or torch_private.is_fake(total)):
@@ -367,7 +366,7 @@ def _dlogits(
     form: RouterForm,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """The gradient of the logits that the weights have.   (T, E), in float32 or `dtype`"""
+    """The part of the logits' gradient from the weights.   (T, E), in float32 or `dtype`"""
     if dweights is None:
         return torch.zeros_like(logits)
     width = form.num_experts if form.chosen_suffice else 0
@@ -375,7 +374,7 @@ def _dlogits(
 
 
 def _common_dtype(x: Tensor | None, weight: Tensor | None) -> torch.dtype | None:
-    """The dtype of the products of dlogits, None where they have two."""
+    """The dtype of x and weight, by which dlogits is multiplied; None where they differ."""
     found = {t.dtype for t in (x, weight) if t is not None}
     return found.pop() if len(found) == 1 else None
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
-from fuseops.kernels.tiles import wide
+from fuseops.kernels.tiles import upcast
 
-from .checks import check_chosen, check_integers, check_tensors, integers, seen
+from .checks import check_chosen, check_integers, check_tensors, is_integer, values_visible
 
 
 class Routing(NamedTuple):
@@ -36,16 +36,16 @@ class Routing(NamedTuple):
     ) -> "Routing":
         """From rows per expert: a tensor of any int dtype, or a list of ints (which is copied to `device`).
 
-        The rows are there already, so there is neither index nor pos.
-        Raises ShapeError when the counts are not a 1-d sequence of integers; and when one is negative, or they are more
-        than an int32 or `probs` holds (checked on the CPU only, in eager mode: a look at device memory would
-        synchronise, and one in traced code would be a guard).
+        The rows are sorted already, so index and pos are None.
+        Raises ShapeError when the counts are not a 1-d sequence of integers; and when one is negative, or their sum
+        exceeds int32 or the size of `probs` (checked on the CPU only, in eager mode: reading device memory would
+        synchronise, and reading in traced code would be a guard).
         """
         counts = _as_counts(tokens_per_expert)
         if probs is not None:
             check_tensors("from_counts", probs=probs)
         ends = counts.cumsum(0, dtype=torch.int64)
-        if seen(counts):
+        if values_visible(counts):
             _check_counts(counts.long(), int(ends[-1]), probs)
         return cls(ends.to(device=device or counts.device, dtype=torch.int32), probs)
 
@@ -57,8 +57,8 @@ class Routing(NamedTuple):
 
         Rows of one expert keep the order of their tokens, so the result is deterministic. An expert of -1 is a copy
         that was dropped: as many rows behind offs[-1] are padding.
-        num_experts: E. None takes the largest chosen expert for the last one, which synchronises a CUDA device.
-        Raises ShapeError for an expert that is not there (checked on the CPU only: it would synchronise).
+        num_experts: E. None takes the largest chosen expert as the last one, which synchronises a CUDA device.
+        Raises ShapeError for an expert out of range (checked on the CPU only: it would synchronise).
         """
         check_tensors("from_topk", experts=experts, weights=weights)
         check_chosen("from_topk", experts, weights)
@@ -68,7 +68,7 @@ class Routing(NamedTuple):
             num_experts = int(experts.max()) + 1 if experts.numel() else 0
             if num_experts == 0:
                 raise ShapeError("from_topk: no copy has an expert, so pass num_experts.")
-        if seen(experts):
+        if values_visible(experts):
             for expert in (int(experts.min()), int(experts.max())):
                 if not -1 <= expert < num_experts:
                     raise ShapeError(f"from_topk: there is no expert {expert} among {num_experts}.")
@@ -82,7 +82,7 @@ class Routing(NamedTuple):
     def from_multihot(cls, chosen: Tensor, probs: Tensor, *, rows: int | None = None) -> "Routing":
         """From a map of chosen experts.   chosen (T, E) bool, probs (T, E) -> one row for each true entry.
 
-        rows: how many rows to make room for (tokens times top-k); the unused ones are padding. None counts them, which
+        rows: the number of rows to allocate (tokens times top-k); unused ones are padding. None counts them, which
         synchronises a CUDA device. `pos` is (T, E), -1 where an expert was not chosen.
         Raises ShapeError when `chosen` is not boolean.
         """
@@ -97,7 +97,7 @@ class Routing(NamedTuple):
             check_integers("from_multihot", 0, rows=rows)
         by_expert = chosen.t()
         size = int(chosen.sum()) if rows is None else rows
-        if seen(chosen) and size < int(chosen.sum()):
+        if values_visible(chosen) and size < int(chosen.sum()):
             raise ShapeError(f"from_multihot: {int(chosen.sum())} rows are chosen, rows={size}.")
         place = by_expert.flatten().cumsum(0).view_as(by_expert)  # 1 for the first row
         offs = place[:, -1] if place.numel() else place.new_zeros(len(by_expert))
@@ -114,7 +114,7 @@ def _as_counts(given: Any) -> Tensor:
         counts = torch.as_tensor(given, dtype=torch.int64 if empty else None)
     except (TypeError, ValueError, RuntimeError):
         raise ShapeError(f"{expected} {type(given).__name__}: {given!r}.") from None
-    if counts.dim() != 1 or not integers(counts):
+    if counts.dim() != 1 or not is_integer(counts):
         raise ShapeError(f"{expected} {counts.dtype} of shape {tuple(counts.shape)}.")
     return counts
 
@@ -135,6 +135,6 @@ def _check_counts(counts: Tensor, total: int, probs: Tensor | None) -> None:
 def _of_rows(weights: Tensor, pos: Tensor, index: Tensor) -> Tensor:
     """The weight of every row, differentiable.   weights and pos (T, K), index (R,) -> (R,)"""
     rows = index.shape[0]
-    flat = wide(weights).flatten()
-    row = torch.where(pos < 0, rows, pos).flatten().long()  # copies without a row share one behind
+    flat = upcast(weights).flatten()
+    row = torch.where(pos < 0, rows, pos).flatten().long()  # dropped copies go to an extra row
     return flat.new_zeros(rows + 1).scatter(0, row, flat)[:rows]

@@ -1,8 +1,8 @@
-"""Settings and their scopes: process defaults, what belongs to a model, and `with` blocks over both.
+"""Settings come from the process, the model and `with` scopes; the later ones override the earlier ones.
 
-Settings are *overrides* laid over each other: process < model < scopes, the innermost scope last. Every distinct stack
-of overrides is interned to an int, its token. A plan is looked up by three ints (process, model, scopes), which costs
-nothing in eager mode and is a plain guard under torch.compile. Only a new plan resolves tokens to `Settings`.
+An *override* is a set of fields with their values. Every distinct stack of overrides is interned to an int, its token.
+A plan is looked up by three tokens (process, model, scopes), which costs nothing in eager mode and is a plain guard
+under torch.compile. Tokens are resolved to `Settings` only for a new plan.
 """
 
 import functools
@@ -17,7 +17,7 @@ from fuseops.errors import FuseOpsError
 
 
 class Settings(NamedTuple):
-    """The settings of a call say how it is planned: fusion, rules, recipe, recomputation."""
+    """`Settings` control how a call is planned: fusion, rules, recipe, recomputation."""
 
     fusion: bool = True
     disable: frozenset[str] = frozenset()
@@ -28,10 +28,12 @@ class Settings(NamedTuple):
     reference: bool = False
     prefer: str = "speed"  # or "memory": where the faster way holds more at its peak
     recompute: bool = False  # drop the Saved fields that an op declares it `recomputes`
-    dispatch_again: bool = False  # keep the Saved fields that stand in for what arrived, `again`
+    dispatch_again: bool = (
+        False  # keep the Saved fields `again`, from which the backward dispatches x again
+    )
 
     def difference(self, other: "Settings") -> list[str]:
-        """Names of the settings that differ, with both values."""
+        """A text for each setting that differs, with both values."""
         pairs = zip(self._fields, self, other, strict=True)
         return [f"{name} was {_shown(a)}, is {_shown(b)}" for name, a, b in pairs if a != b]
 
@@ -43,49 +45,50 @@ def _shown(value: Any) -> str:
     return repr(sorted(value) if isinstance(value, frozenset) else value)
 
 
-# (field, value) pairs; rules are put in front, disable is united
+# (field, value) pairs; rules are prepended, disable is united
 Override = tuple[tuple[str, Any], ...]
 
 
 class SettingsLayer:
-    """A `SettingsLayer` is an override of settings laid over those before it, and the token of both. It lives while
-    somebody is inside of it, or has a plan that was made under it.
+    """A `SettingsLayer` is an override on top of its parent layer, and the token of that stack.
+
+    An entered scope, or a plan that was made under it, keeps it alive.
     """
 
-    __slots__ = ("__weakref__", "before", "override", "token")
+    __slots__ = ("__weakref__", "override", "parent", "token")
 
-    def __init__(self, before: "SettingsLayer | None", override: Override, token: int) -> None:
-        self.before, self.override, self.token = before, override, token
+    def __init__(self, parent: "SettingsLayer | None", override: Override, token: int) -> None:
+        self.parent, self.override, self.token = parent, override, token
 
 
 _lock = threading.Lock()
-_numbers = itertools.count(1)  # token 0 is "nothing said"
-_tokens: WeakValueDictionary[tuple[int, Override], SettingsLayer] = WeakValueDictionary()
-_entries: WeakValueDictionary[int, SettingsLayer] = WeakValueDictionary()
-_lasting: dict[int, SettingsLayer] = {}  # what the process and models say
+_numbers = itertools.count(1)  # token 0 is "no override"
+_interned: WeakValueDictionary[tuple[int, Override], SettingsLayer] = WeakValueDictionary()
+_by_token: WeakValueDictionary[int, SettingsLayer] = WeakValueDictionary()
+_permanent: dict[int, SettingsLayer] = {}  # those of the process and of models
 
 
-def lay(before: SettingsLayer | None, override: Override) -> SettingsLayer:
-    """`override` laid over what was said before; as long as it lives, the same content is the same object."""
-    key = (0 if before is None else before.token, override)
+def layer_over(parent: SettingsLayer | None, override: Override) -> SettingsLayer:
+    """The layer of `override` on top of `parent`; while it is alive, equal stacks are one object."""
+    key = (0 if parent is None else parent.token, override)
     with _lock:
-        said = _tokens.get(key)
-        if said is None:
-            said = _tokens[key] = SettingsLayer(before, override, next(_numbers))
-            _entries[said.token] = said
-        return said
+        layer = _interned.get(key)
+        if layer is None:
+            layer = _interned[key] = SettingsLayer(parent, override, next(_numbers))
+            _by_token[layer.token] = layer
+        return layer
 
 
 def intern(parent: int, override: Override) -> int:
-    """The token of `override` laid over `parent`, for good; the same content always gives the same token."""
-    said = lay(_entries.get(parent), override)
-    _lasting[said.token] = said
-    return said.token
+    """The token of `override` on top of the token `parent`, which never expires; equal stacks have one token."""
+    layer = layer_over(_by_token.get(parent), override)
+    _permanent[layer.token] = layer
+    return layer.token
 
 
-def held(tokens: Iterable[int]) -> tuple[SettingsLayer | None, ...]:
-    """What tokens stand for, for who keeps them."""
-    return tuple([_entries.get(token) for token in tokens])
+def layers_of(tokens: Iterable[int]) -> tuple[SettingsLayer | None, ...]:
+    """The layers of tokens: a caller that holds them keeps the tokens valid."""
+    return tuple([_by_token.get(token) for token in tokens])
 
 
 def _apply(settings: Settings, override: Override) -> Settings:
@@ -99,17 +102,17 @@ def _apply(settings: Settings, override: Override) -> Settings:
 
 
 def overrides(token: int) -> Iterator[Override]:
-    """The overrides that a token stands for, outermost first."""
+    """The stack of overrides of a token, outermost first."""
     chain = []
-    said = _entries[token] if token else None
-    while said is not None:
-        chain.append(said.override)
-        said = said.before
+    layer = _by_token[token] if token else None
+    while layer is not None:
+        chain.append(layer.override)
+        layer = layer.parent
     return reversed(chain)
 
 
 def resolve(*tokens: int) -> Settings:
-    """The settings of several tokens, later ones laid over earlier ones."""
+    """The settings of several tokens, of which later ones override earlier ones."""
     settings = Settings()
     for token in tokens:
         for override in overrides(token):
@@ -117,15 +120,16 @@ def resolve(*tokens: int) -> Settings:
     return settings
 
 
-DELAYED = "_delayed_gradients"  # in an op's __dict__: what waits for backward_dw
-WGRAD_HOOKS = "_wgrad_hooks"  # in an op's __dict__: what is called once that is done
-STORE = "_weight_store"  # in an op's __dict__: its quantized weights, where a recipe keeps them
-SCALES = "_scale_state"  # in an op's __dict__: who finds the state of its scales among its buffers
+# keys of an op's `__dict__`
+DELAYED = "_delayed_gradients"  # weight gradients that wait for backward_dw
+WGRAD_HOOKS = "_wgrad_hooks"  # called after backward_dw
+STORE = "_weight_store"  # its quantized weights, where a recipe keeps them
+SCALES = "_scale_state"  # the `ScaleState` over its buffers
 OF_THIS_PROCESS = frozenset({"_runner", DELAYED, WGRAD_HOOKS, STORE, SCALES})
 
 
 def portable(state: dict[str, Any]) -> dict[str, Any]:
-    """A module's state for copies and pickles: no plans, and settings by content (a token means nothing elsewhere).
+    """A module's state for copies and pickles: without plans, and with overrides instead of their token.
 
     A rule is pickled by the import path of its functions, or pickling raises.
     """
@@ -136,7 +140,7 @@ def portable(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def restored(state: dict[str, Any]) -> dict[str, Any]:
-    """A module's state as it was before `portable`: the inverse."""
+    """The inverse of `portable`."""
     if "_settings" in state:
         token = 0
         for override in state["_settings"]:
@@ -152,43 +156,42 @@ class _Process:
         self.token: int = 0
 
 
-class Inside:
-    """An `Inside` holds the scopes that a thread is inside of."""
+class ThreadScopes:
+    """A `ThreadScopes` holds the scopes that a thread has entered."""
 
     def __init__(self) -> None:
-        self.said: SettingsLayer | None = None
-        self.token: int = 0  # of that
-        # by a recomputation: they are known to be those of its forward
-        self.reentered: bool = False
-        self.watchers: list[Callable[[Any], None]] = []  # see `watching`
+        self.layer: SettingsLayer | None = None
+        self.token: int = 0  # of the layer
+        self.recomputing: bool = False  # the layer is that of the forward that is recomputed
+        self.watchers: list[Callable[[Any], None]] = []  # see `watch_plans`
         self.debug: Any = None  # a run.debug.Debug, inside `fo.debug()`
 
 
 class _ScopesThread(threading.local):
-    """A `_ScopesThread` holds one `Inside` a thread. Dynamo guards on attributes of that, but (in torch 2.11) not on a
-    thread-local's own.
+    """A `_ScopesThread` holds one `ThreadScopes` a thread. Dynamo guards on attributes of that object, but (in torch
+    2.11) not on a thread-local's own.
     """
 
     def __init__(self) -> None:
-        self.inside = Inside()
+        self.active = ThreadScopes()
 
 
 process = _Process()
 thread = _ScopesThread()
 
 
-def current() -> Inside:
+def current() -> ThreadScopes:
     """The scopes of this thread."""
-    return thread.inside
+    return thread.active
 
 
 def tokens(settings: int) -> tuple[int, int, int]:
-    """The tokens of a call now, of a model with these settings."""
-    return process.token, settings, thread.inside.token
+    """The tokens of a call that runs now, of a model with the token `settings`."""
+    return process.token, settings, thread.active.token
 
 
 class scope(ContextDecorator):
-    """Lays an override over everything said so far, in this thread, for the calls made inside; can be entered again."""
+    """A `scope` adds an override, in this thread, for the calls made inside; it can be entered again."""
 
     def __init__(self, override: Override) -> None:
         self.override = override
@@ -196,21 +199,23 @@ class scope(ContextDecorator):
 
     def __enter__(self) -> None:
         here = current()
-        here.said = said = lay(here.said, self.override)
-        here.token = said.token
-        self.entered.append(said)
+        here.layer = layer = layer_over(here.layer, self.override)
+        here.token = layer.token
+        self.entered.append(layer)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         here = current()
-        said = last = here.said
-        while said is not None and said not in self.entered:  # what is open inside ends with this
-            said = said.before
-        if said is None:
+        layer = last = here.layer
+        while (
+            layer is not None and layer not in self.entered
+        ):  # scopes open inside end with this one
+            layer = layer.parent
+        if layer is None:
             self.entered.pop()
         else:
-            self.entered.remove(said)  # another thread may have entered it since
-            here.said, here.token = said.before, 0 if said.before is None else said.before.token
-        if (said is None or said is not last) and kind is None:
+            self.entered.remove(layer)  # another thread may have entered it since
+            here.layer, here.token = layer.parent, 0 if layer.parent is None else layer.parent.token
+        if (layer is None or layer is not last) and kind is None:
             raise FuseOpsError(
                 f"{self!r} was left out of order: another one is open inside it, or this is another thread. Entered "
                 "in a generator or a coroutine, a scope stays in force in whoever runs next: enter and leave it "
@@ -222,19 +227,19 @@ class scope(ContextDecorator):
         return scope(self.override)
 
     def __repr__(self) -> str:
-        said = ", ".join(f"{name}={_shown(value)}" for name, value in self.override)
-        return f"<fuseops scope: {said}>"
+        shown = ", ".join(f"{name}={_shown(value)}" for name, value in self.override)
+        return f"<fuseops scope: {shown}>"
 
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class WrittenScope(ContextDecorator, Generic[T]):
-    """A `WrittenScope` is written by a generator function, and shown as the call that made it; can be entered again."""
+class GeneratorScope(ContextDecorator, Generic[T]):
+    """A `GeneratorScope` is a scope from a generator function, with the call as its repr; it can be entered again."""
 
-    def __init__(self, said: str, make: Callable[[], AbstractContextManager[T]]) -> None:
-        self.said, self.make = said, make
+    def __init__(self, shown_as: str, make: Callable[[], AbstractContextManager[T]]) -> None:
+        self.shown_as, self.make = shown_as, make
         self.entered: list[AbstractContextManager[T]] = []
 
     def __enter__(self) -> T:
@@ -246,29 +251,29 @@ class WrittenScope(ContextDecorator, Generic[T]):
     def __exit__(self, *error: Any) -> bool | None:
         return self.entered.pop().__exit__(*error)
 
-    def _recreate_cm(self) -> "WrittenScope[T]":
-        return WrittenScope(self.said, self.make)
+    def _recreate_cm(self) -> "GeneratorScope[T]":
+        return GeneratorScope(self.shown_as, self.make)
 
     def __repr__(self) -> str:
-        return f"<fuseops scope: {self.said}>"
+        return f"<fuseops scope: {self.shown_as}>"
 
 
-def written(generator: Callable[P, Iterator[T]]) -> Callable[P, WrittenScope[T]]:
-    """`contextlib.contextmanager` for a public scope."""
+def generator_scope(generator: Callable[P, Iterator[T]]) -> Callable[P, GeneratorScope[T]]:
+    """`contextlib.contextmanager` for a public scope, which gives a `GeneratorScope`."""
     enter = contextmanager(generator)
 
     @functools.wraps(generator)
-    def called(*args: P.args, **keywords: P.kwargs) -> WrittenScope[T]:
+    def called(*args: P.args, **keywords: P.kwargs) -> GeneratorScope[T]:
         given = ", ".join([*map(repr, args), *(f"{name}={v!r}" for name, v in keywords.items())])
         make = functools.partial(enter, *args, **keywords)
-        return WrittenScope(f"{generator.__name__}({given})", make)
+        return GeneratorScope(f"{generator.__name__}({given})", make)
 
     return called
 
 
 @contextmanager
-def watching(watch: Callable[[Any], None]) -> Iterator[None]:
-    """Call `watch` with every plan of a run of ops (`plan.build.RunPlan`) that runs inside, in this thread."""
+def watch_plans(watch: Callable[[Any], None]) -> Iterator[None]:
+    """Call `watch` with the plan (`plan.build.RunPlan`) of every run of ops inside, in this thread."""
     watchers = current().watchers
     watchers.append(watch)
     try:
@@ -277,19 +282,20 @@ def watching(watch: Callable[[Any], None]) -> Iterator[None]:
         watchers.remove(watch)
 
 
-class Reentered(AbstractContextManager[None]):
-    """Enters exactly these scopes: those of a forward, each time that it is computed again (twice, where the graph is
-    read twice).
+class RestoredScopes(AbstractContextManager[None]):
+    """A `RestoredScopes` sets the scopes of a forward while it is recomputed, in place of those that are entered.
+
+    It can be entered again, where the graph is read twice.
     """
 
-    def __init__(self, said: SettingsLayer | None) -> None:
-        self._said, self._before = said, list[Any]()
+    def __init__(self, layer: SettingsLayer | None) -> None:
+        self._layer, self._before = layer, list[Any]()
 
     def __enter__(self) -> None:
-        here, said = current(), self._said
-        self._before.append((here.said, here.token, here.reentered))
-        here.said, here.token, here.reentered = said, 0 if said is None else said.token, True
+        here, layer = current(), self._layer
+        self._before.append((here.layer, here.token, here.recomputing))
+        here.layer, here.token, here.recomputing = layer, 0 if layer is None else layer.token, True
 
     def __exit__(self, *raised: object) -> None:
         here = current()
-        here.said, here.token, here.reentered = self._before.pop()
+        here.layer, here.token, here.recomputing = self._before.pop()

@@ -1,4 +1,4 @@
-"""Are the boundaries of groups what they must be?  What shows without waiting for the device is always checked."""
+"""`check_splits` checks the row ends of groups, `offs`: always where that does not wait for the device."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
-from fuseops.kernels.registry import PLAIN, called_again
+from fuseops.kernels.registry import PLAIN, opaque_call
 
 from . import scopes
 
 
 def check_splits(offs: Tensor, rows: int, device: torch.device) -> None:
-    """Raise ShapeError for `offs` of another dtype than int32 (counts come as int64, and may be legal ends by chance)
-    or on another device than the rows, and for bad values on the CPU.
+    """Raise ShapeError for `offs` that are not int32 (int64 may be counts) or not on the device of the rows.
 
-    Bad: an end before the one before it, or beyond the rows (padding included). On a CUDA device, and in traced code,
-    values are looked at under `fo.debug()` only.  Raises FuseOpsError under a `vmap` over them.
+    On the CPU also for bad values: an end before the previous one, or beyond the rows (padding included). On a CUDA
+    device, and in traced code, values are checked under `fo.debug()` only.  Raises FuseOpsError under a `vmap` over
+    them.
     """
     if offs.dtype is not torch.int32 or offs.dim() != 1:
         raise ShapeError(
@@ -39,31 +39,31 @@ def check_splits(offs: Tensor, rows: int, device: torch.device) -> None:
             )
     elif offs.device.type == "cpu":
         if type(offs) in PLAIN:
-            called_again(_check_values, offs, rows)
+            opaque_call(_check_values, offs, rows)
     elif scopes.current().debug is not None:
         scopes.current().debug.splits(offs, rows)
 
 
-def before(offs: Tensor) -> Tensor:
+def group_starts(offs: Tensor) -> Tensor:
     """The row at which each group begins.   (E,) ends -> (E,)"""
     return torch.cat([offs.new_zeros(1), offs[:-1]])
 
 
 def bad_ends(offs: Tensor, rows: int) -> Tensor:
-    """Which groups end before they begin, or behind the last row.   (E,) ends -> (E,) bool"""
-    return (offs < before(offs)) | (offs > rows)
+    """A mask of groups that end before they begin, or beyond the last row.   (E,) ends -> (E,) bool"""
+    return (offs < group_starts(offs)) | (offs > rows)
 
 
 def _check_values(offs: Tensor, rows: int) -> None:
     start = 0
     for group, end in enumerate(offs.tolist()):
         if not start <= end <= rows:
-            raise ShapeError(complaint(group, start, end, rows))
+            raise ShapeError(bad_end_message(group, start, end, rows))
         start = end
 
 
-def complaint(group: int, start: int, end: int, rows: int) -> str:
-    """What is wrong with the end of one group."""
+def bad_end_message(group: int, start: int, end: int, rows: int) -> str:
+    """The message of an error about the end of one group."""
     if end < start:
         why = f"before it begins ({start})" if group else "which is negative"
     else:

@@ -1,10 +1,10 @@
-"""Weights may live in the format of a recipe: `fuseops.quantized_init`, and FP8 checkpoints.
+"""Weights may be stored only in the format of a recipe: `fuseops.quantized_init`, and FP8 checkpoints.
 
-The op's Parameter is a carrier: it has the weight's shape, dtype and gradient, and no values. Codes and scales are two
-buffers of integers, which no cast of the module reaches. GEMMs read them as they are, in either layout.
-Float32 masters, where there are any, are Parameters that an optimizer has: the codes are made of them anew when they
-have changed. A state_dict has the codes as `weight` and the scales as `weight_scale_inv`, values = codes * scales by
-blocks of 128 x 128, as DeepSeek's checkpoints do; both come in and go out bit for bit.
+The op's Parameter is a carrier: it has the weight's shape, dtype and gradient, but no values. Codes and scales are two
+buffers of integers, which casts of the module leave alone. GEMMs read them directly, in either layout.
+Float32 masters, if any, are Parameters for an optimizer: the codes are quantized from them again when they have
+changed. A state_dict has the codes as `weight` and the scales as `weight_scale_inv`, values = codes * scales by blocks
+of 128 x 128, as DeepSeek's checkpoints do; both are loaded and saved bit for bit.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ SCALE_INV, MASTER = "weight_scale_inv", "weight_master"  # keys of a state_dict,
 
 
 class StoredWeight:
-    """A `StoredWeight` keeps a weight (N, K) or (E, N, K) as FP8 codes in squares of 128 x 128, for all ops whose
-    Parameter it is: the first of them has the buffers.
+    """A `StoredWeight` is a weight (N, K) or (E, N, K) in FP8 codes with a scale for each 128 x 128.
+
+    All ops that share the Parameter share it; the first of them has the buffers.
     """
 
-    lives = True  # there is no other; else its codes come from elsewhere
+    owns_codes = True  # False where the codes are derived from a Parameter in high precision
 
     def __init__(self, op: nn.Module, scaling: Scaling) -> None:
-        self.homes, self.buffers = [op._parameters], op._buffers
-        self.carrier: Any = op._parameters["weight"] if self.lives else None
+        self.parameter_dicts, self.buffers = [op._parameters], op._buffers
+        self.carrier: Any = op._parameters["weight"] if self.owns_codes else None
         self.scaling = scaling
         self.master: nn.Parameter | None = None
-        self.version: int | None = None  # of the master that the codes are of
+        self.version: int | None = None  # of the master, when the codes were last quantized from it
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy's master begins with a version of its own."""
+        """The state without the version: a copy's master has its own."""
         return self.__dict__ | {"version": None}
 
     def read(self, layout: str, source: Tensor) -> Quantized:
-        """The weight by rows or by columns, the transposed codes.   source: the Parameter of the op that reads"""
+        """The weight in the layout "row" or "col", the transposed codes.   source: the Parameter of the reading op"""
         if any(source.stride()):
             raise FuseOpsError(
                 "a weight that lives in FP8 was copied as if it had values: wrappers that shard or flatten parameters "
@@ -59,20 +60,19 @@ class StoredWeight:
             )
         self.check(source)
         if self.master is not None:
-            self.listen()
+            self.hook_master()
             if not torch_private.in_backward():  # which is that of the codes that its forward read
-                self.follow()
-        found = self.codes()
+                self.sync_with_master()
+        row = self.codes()
         if layout == "row":
-            return Quantized(found, None, self.scaling, None, source.dtype)
-        turned = found.data.view(torch.uint8).mT.contiguous().view(found.data.dtype)
-        return Quantized(
-            None, Layout(turned, found.scale.mT.contiguous()), self.scaling, None, source.dtype
-        )
+            return Quantized(row, None, self.scaling, None, source.dtype)
+        data = row.data.view(torch.uint8).mT.contiguous().view(row.data.dtype)
+        col = Layout(data, row.scale.mT.contiguous())
+        return Quantized(None, col, self.scaling, None, source.dtype)
 
     def check(self, source: Any) -> None:
-        """Raise FuseOpsError for the Parameter of an op whose codes are not here."""
-        if self.lives and source is not self.carrier and type(source) is nn.Parameter:
+        """Raise FuseOpsError unless `source`, the Parameter of an op, is the carrier of these codes."""
+        if self.owns_codes and source is not self.carrier and type(source) is nn.Parameter:
             raise FuseOpsError(
                 "a weight that lives in FP8 (fo.quantized_init) is another Parameter than the one whose codes its op "
                 "keeps: it was tied or assigned after the scope. Tie weights inside of fo.quantized_init, before it "
@@ -80,14 +80,14 @@ class StoredWeight:
             )
 
     def replace(self, parameter: nn.Parameter) -> None:
-        """Have the ops whose Parameter the carrier is hold another in its place."""
-        for home in self.homes:
-            if home["weight"] is self.carrier:
-                home["weight"] = parameter
+        """Replace the carrier by another Parameter in all ops that share it."""
+        for parameters in self.parameter_dicts:
+            if parameters["weight"] is self.carrier:
+                parameters["weight"] = parameter
         self.carrier = parameter
 
     def codes(self) -> Layout:
-        """The codes and scales of the weight, over the buffers that hold them."""
+        """The codes and scales of the weight, views of the buffers."""
         codes, scales = (cast("Tensor", self.buffers[name]) for name in (CODES, SCALES))
         return Layout(codes.view(self.scaling.data), scales.view(torch.float32))
 
@@ -96,53 +96,53 @@ class StoredWeight:
         return Quantized(self.codes(), None, self.scaling, None, dtype).dequantize()
 
     @torch.no_grad()
-    def write(self, values: Tensor, assign: bool = False) -> None:
-        """Make the codes of these values, where they are."""
+    def quantize(self, values: Tensor, assign: bool = False) -> None:
+        """Quantize these values into the buffers.   assign: as of `set_codes`"""
         row = cast("Layout", weight_operand(values, self.scaling, row=True, col=False).row)
-        self.put(*row, assign)
+        self.set_codes(*row, assign)
 
     @torch.no_grad()
-    def put(self, data: Tensor, scale: Tensor, assign: bool = False) -> None:
-        """Take codes and scales as they are.   assign: these tensors, on their device, in the place of those here"""
+    def set_codes(self, data: Tensor, scale: Tensor, assign: bool = False) -> None:
+        """Copy codes and scales into the buffers.   assign: make these tensors the buffers, on their device"""
         for name, t, raw in ((CODES, data, torch.uint8), (SCALES, scale, torch.int32)):
             given = t.contiguous().view(raw)
             if assign:
                 self.buffers[name] = given
             else:
                 self.buffers[name].copy_(given)  # type: ignore[union-attr]
-        if assign:  # torch makes another Parameter too
+        if assign:  # torch's load_state_dict replaces the Parameter too
             carrier = placeholder(self.carrier.shape, self.carrier.dtype, data.device)
             self.replace(nn.Parameter(carrier, self.carrier.requires_grad))
-            self.listen()
+            self.hook_master()
 
-    def moved(self) -> None:
-        """Have autograd see that a graph which has saved the Parameter would read other codes."""
+    def mark_changed(self) -> None:
+        """Increment the version of the Parameter, so that autograd refuses graphs that have saved it."""
         if not self.carrier.is_inference():
             torch.autograd.graph.increment_version(self.carrier)
 
-    def refill(self) -> None:
-        """Make the codes of the master."""
+    def quantize_master(self) -> None:
+        """Quantize the master, if any, into the codes."""
         if self.master is not None:
             if self.version is not None:  # else it is a copy's, or a step has said so
-                self.moved()
-            self.write(self.master.detach())
+                self.mark_changed()
+            self.quantize(self.master.detach())
             self.version = self.master._version
 
-    def follow(self) -> None:
-        """Make the codes of the master where it may have changed since they were."""
+    def sync_with_master(self) -> None:
+        """Quantize the master again if its version has changed."""
         if self.master is not None and self.master._version != self.version:
-            self.refill()
+            self.quantize_master()
 
-    def with_master(self) -> nn.Parameter:
-        """The float32 master, made of the codes where there was none, which gets the gradients of the weight."""
+    def ensure_master(self) -> nn.Parameter:
+        """The float32 master, created by dequantizing where there is none; gradients of the weight go to it."""
         if self.master is None:
             self.master = nn.Parameter(self.values(torch.float32), self.carrier.requires_grad)
             self.version = self.master._version
-        self.listen()
+        self.hook_master()
         return self.master
 
-    def listen(self) -> None:
-        """Have the master get the gradients of the weight, from when it has any on: it may be frozen until then."""
+    def hook_master(self) -> None:
+        """Register the hooks by which the master gets the weight's gradients, once the weight requires them."""
         if self.master is None:
             return
         on_optimizer_step(_stepped)
@@ -164,8 +164,8 @@ class StoredWeight:
         else:
             master.grad += grad
 
-    def emptied(self, before: Any = None, now: Any = None) -> None:
-        """Have the Parameter hold no values, where its codes are now.   before, now: that of an op that was moved"""
+    def blank_carrier(self, before: Any = None, now: Any = None) -> None:
+        """Free the values of the Parameter, on the device of its codes.   before, now: of an op that was moved"""
         if before is self.carrier:
             self.replace(now)
         weight, device = self.carrier, cast("Tensor", self.buffers[CODES]).device
@@ -178,32 +178,32 @@ _with_masters: weakref.WeakSet[StoredWeight] = weakref.WeakSet()
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Of masters that were stepped, codes are old: fused optimizers move no version."""
-    held = parameter_ids(optimizer) if _with_masters else set()
+    """Mark the codes of stepped masters as stale: fused optimizers do not increment versions."""
+    stepped = parameter_ids(optimizer) if _with_masters else set()
     for stored in _with_masters:
         master = stored.master
-        if master is not None and master.grad is not None and id(master) in held:
+        if master is not None and master.grad is not None and id(master) in stepped:
             stored.version = None
-            stored.moved()
+            stored.mark_changed()
 
 
 def stored_in(op: nn.Module) -> StoredWeight | None:
-    """The stored weight of an op that has one."""
+    """The stored weight of an op, or None."""
     found: StoredWeight | None = op.__dict__.get(STORED)
     return found
 
 
-def follow_masters(model: nn.Module) -> None:
-    """Have the codes in `model` be those of its masters by now: trials that take buffers back start from there."""
+def sync_masters(model: nn.Module) -> None:
+    """Make the codes of a model follow its masters, before a dry or recorded step restores its buffers."""
     for module in model.modules():
         if (stored := stored_in(module)) is not None:
-            stored.follow()
+            stored.sync_with_master()
 
 
 def store_weight(op: Any, scaling: Scaling, kept: dict[nn.Parameter, StoredWeight]) -> None:
-    """Have the weight of an op live in a format from now on.  Raises FuseOpsError for one that cannot.
+    """Replace the weight of an op by a `StoredWeight`.  Raises FuseOpsError for a weight that cannot be stored.
 
-    kept: what Parameters live in already, which ops that share one share
+    kept: the stored weights by Parameter, which ops with one Parameter share
     """
     weight = op._parameters.get("weight")
     if scaling.block != SQUARE or type(weight) is not nn.Parameter:
@@ -214,7 +214,7 @@ def store_weight(op: Any, scaling: Scaling, kept: dict[nn.Parameter, StoredWeigh
         )
     if weight in kept:
         op.__dict__[STORED] = kept[weight]
-        kept[weight].homes.append(op._parameters)
+        kept[weight].parameter_dicts.append(op._parameters)
         return
     if not any(weight.stride()):
         raise FuseOpsError(
@@ -225,12 +225,12 @@ def store_weight(op: Any, scaling: Scaling, kept: dict[nn.Parameter, StoredWeigh
     op.register_buffer(CODES, row.data.view(torch.uint8), persistent=False)
     op.register_buffer(SCALES, row.scale.view(torch.int32), persistent=False)
     stored = op.__dict__[STORED] = kept[weight] = StoredWeight(op, scaling)
-    stored.emptied()
+    stored.blank_carrier()
 
 
-@scopes.written
+@scopes.generator_scope
 def quantized_init(recipe: Recipe) -> Iterator[None]:
-    """Ops that are made inside keep their weights in the format that the recipe has for them: 1 byte a parameter.
+    """Ops that are created inside store their weights in the recipe's format for weights: 1 byte a parameter.
 
     They run under that recipe (`fo.recipe`, `fo.configure`); a call that would multiply them in high precision is an
     error. For training give an optimizer their float32 masters: `torch.optim.AdamW(fo.masters(model))`. Weights whose
@@ -243,19 +243,19 @@ def quantized_init(recipe: Recipe) -> Iterator[None]:
         raise FuseOpsError(
             f"fo.quantized_init: recipe is {recipe!r:.80}, expected a fuseops.recipes.Recipe."
         )
-    made: dict[nn.Module, None] = {}
+    created: dict[nn.Module, None] = {}
 
-    def seen(module: nn.Module, name: str, parameter: Any) -> None:
-        made[module] = None
+    def on_registration(module: nn.Module, name: str, parameter: Any) -> None:
+        created[module] = None
 
-    hook = register_module_parameter_registration_hook(seen)
+    hook = register_module_parameter_registration_hook(on_registration)
     try:
         yield
     finally:
         hook.remove()
-    new = [op for op in made if getattr(op, "multiplies", False) and stored_in(op) is None]
-    formats = {op: recipe.checked_roles_of(op, path_of(op) or "").weight for op in new}
-    _check_shared(made, formats)
+    ops = [op for op in created if getattr(op, "multiplies", False) and stored_in(op) is None]
+    formats = {op: recipe.checked_roles_of(op, path_of(op) or "").weight for op in ops}
+    _check_shared(created, formats)
     kept: dict[nn.Parameter, StoredWeight] = {}
     for op, scaling in formats.items():
         if scaling is not None:
@@ -263,7 +263,7 @@ def quantized_init(recipe: Recipe) -> Iterator[None]:
 
 
 def _check_shared(modules: Iterable[nn.Module], formats: dict[nn.Module, Scaling | None]) -> None:
-    """Raise FuseOpsError where modules share a Parameter that would not live in one format in all of them."""
+    """Raise FuseOpsError where modules share a Parameter that would be stored in different formats."""
     found: dict[nn.Parameter, tuple[str, Scaling | None]] = {}
     for module in modules:
         for name, parameter in module._parameters.items():
@@ -281,12 +281,12 @@ def _check_shared(modules: Iterable[nn.Module], formats: dict[nn.Module, Scaling
 
 
 def masters(model: nn.Module) -> list[nn.Parameter]:
-    """What an optimizer steps: of weights that live in a format their float32 masters, and all other parameters.
+    """The parameters for an optimizer: the float32 masters of stored weights, and all other parameters.
 
-    A master begins as what the codes stand for. The gradients of its weight are moved to it, in float32, after each
-    backward; before the next forward reads the codes they are made of it anew, or when `fuseops.weights_changed(model)`
-    says so (in place, for a captured graph). It is in the op's state_dict, as `weight_master`, and no parameter of the
-    model: zero and clip the gradients of what the optimizer has, not of `model.parameters()`.
+    A master begins as the dequantized weight. The gradients of its weight are moved to it, in float32, after each
+    backward. The codes are quantized from it again before the next forward reads them, or by
+    `fuseops.weights_changed(model)` (in place, for a captured graph). It is in the op's state_dict, as `weight_master`,
+    but not a parameter of the model: zero and clip the gradients of this list, not of `model.parameters()`.
     Raises FuseOpsError for an op that adds its gradients to `main_grad`, where a master does not see them, and for
     weights that were tied after the scope.
     """
@@ -295,7 +295,7 @@ def masters(model: nn.Module) -> list[nn.Parameter]:
     stored = {}
     for name, module in model.named_modules():
         own = stored_in(module)
-        if own is None or not own.lives:
+        if own is None or not own.owns_codes:
             continue
         if getattr(module, "accumulate_into_main_grad", False):
             raise FuseOpsError(
@@ -304,19 +304,19 @@ def masters(model: nn.Module) -> list[nn.Parameter]:
             )
         own.check(module._parameters.get("weight"))
         stored[id(own.carrier)] = own
-    return [stored[id(p)].with_master() if id(p) in stored else p for p in model.parameters()]
+    return [stored[id(p)].ensure_master() if id(p) in stored else p for p in model.parameters()]
 
 
 # --- state dicts
 
 
 def save(op: nn.Module, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-    """Put the codes in the place of a Parameter without values."""
+    """Replace the carrier in a state_dict by the codes, scales and master."""
     stored = stored_in(op)
-    if stored is None or not stored.lives:
+    if stored is None or not stored.owns_codes:
         return
     stored.check(op._parameters.get("weight"))
-    stored.follow()
+    stored.sync_with_master()
     state[f"{prefix}weight"], state[prefix + SCALE_INV] = stored.codes()
     if stored.master is not None:
         state[prefix + MASTER] = stored.master if keep_vars else stored.master.detach()
@@ -325,13 +325,14 @@ def save(op: nn.Module, state: dict[str, Any], prefix: str, keep_vars: bool) -> 
 def load(
     op: nn.Module, state: dict[str, Any], prefix: str, errors: list[str], assign: bool = False
 ) -> tuple[str, ...]:
-    """Take what a state_dict has for the weight: codes with their scales, bit for bit where the weight lives in them,
-    else their master or what they stand for; high precision, which is quantized where the weight lives in codes.
-    -> keys taken
+    """Load a weight into a stored weight, or codes into a Parameter.   -> the keys loaded here
+
+    Codes with scales are copied bit for bit into a stored weight of their format; for a Parameter `state` gets their
+    master, or the dequantized tensor. Values in high precision are quantized into a stored weight.
     assign: as of `load_state_dict`
     """
     stored, key = stored_in(op), f"{prefix}weight"
-    stored = stored if stored is not None and stored.lives else None
+    stored = stored if stored is not None and stored.owns_codes else None
     given, scale = state.get(key), state.pop(prefix + SCALE_INV, None)
     master = None if scale is None else state.pop(prefix + MASTER, None)
     if isinstance(given, Tensor) and given.dtype in (E4M3, E5M2) and scale is not None:
@@ -348,14 +349,14 @@ def load(
         given = codes
     if stored is None or given is None or given.shape != stored.carrier.shape:
         return ()
-    stored.moved()
+    stored.mark_changed()
     if isinstance(given, Quantized) and given.scaling.data is stored.scaling.data:
-        stored.put(*cast("Layout", given.row), assign)
+        stored.set_codes(*cast("Layout", given.row), assign)
     else:
-        stored.write(given.dequantize() if isinstance(given, Quantized) else given, assign)
+        stored.quantize(given.dequantize() if isinstance(given, Quantized) else given, assign)
     if master is not None or stored.master is not None:
         with torch.no_grad():
-            own = stored.with_master()
+            own = stored.ensure_master()
             own.copy_(stored.values(torch.float32) if master is None else master)
         stored.version = own._version
     del state[key]

@@ -1,4 +1,4 @@
-"""These ops only pass tensors on: Tap, Add, Swap, Identity, Reshape."""
+"""These ops connect branches and change shapes: Tap, Add, Swap, Identity, Reshape."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from .op import Call, Grads, NothingSaved, Op, Out, Shape, check_names, numel
 
 
 class Alias(Op[NothingSaved]):
-    """y is (a view of) x: runs outside the autograd node, so that in-place ops on the result stay legal."""
+    """An `Alias` is an op whose y is (a view of) x. It runs outside the autograd node, so y may be written in place."""
 
     saves_for = {"x": ()}
 
@@ -59,12 +59,12 @@ class Tap(Alias):
     def bwd(
         self, saved: NothingSaved, dy: Tensor | None, *, dside: dict[str, Tensor | None]
     ) -> Grads:
-        published = of_tap(dside)
+        published = tap_gradient(dside)
         return Grads(published if dy is None else dy if published is None else dy + published)
 
 
-def of_tap(dside: Mapping[str, Tensor | None]) -> Tensor | None:
-    """The gradient of what the one Tap of a span published: by now it may have another name."""
+def tap_gradient(dside: Mapping[str, Tensor | None]) -> Tensor | None:
+    """The gradient of the side tensor of a span's one Tap, which may have been renamed."""
     return next(iter(dside.values()), None)
 
 
@@ -87,7 +87,7 @@ class Add(Op[AddSaved]):
         return repr(self.reads[0])
 
     def operand(self, x: Tensor, other: Tensor) -> Tensor:
-        """The side tensor.  Raises ShapeError where it has not the shape of x."""
+        """The side tensor.  Raises ShapeError unless it has the shape of x."""
         if other.shape != x.shape:
             raise ShapeError(
                 f"Add({self.reads[0]!r}) expects a side tensor of shape {tuple(x.shape)}, got {tuple(other.shape)}."
@@ -107,7 +107,7 @@ class Add(Op[AddSaved]):
 
 
 class Swap(Alias):
-    """y = the side tensor `read`, and x is published under `write`: two branches of one tensor in one sequence.
+    """y = the side tensor `read`, and x is published as `write`: between two branches of one tensor in one sequence.
 
     Tap("tokens"), one branch, Swap("tokens", "first"), the other branch, Add("first").
     """

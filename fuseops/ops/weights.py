@@ -1,4 +1,4 @@
-"""The store of an op's quantized weight, and how it is told that weights have changed."""
+"""An op's store of quantized weights is found here, and invalidated after weights have changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fuseops.recipes.scales import ScaleState, advance
 from fuseops.recipes.store import WeightStore
 
 from .op import Op
-from .paths import LENDER, walk
+from .paths import PARAMETER_SOURCE, walk
 from .scopes import SCALES, STORE
 from .stored import stored_in
 
@@ -36,20 +36,18 @@ def scales_of(op: Op[Any]) -> ScaleState:
 
 
 def _parameters_of(op: Op[Any]) -> dict[str, Any]:
-    """Its own by name, or those that a module lends it."""
-    found: dict[str, Any] = op.__dict__.get(LENDER, op._parameters)
+    """The op's parameters by name: its own, or those of the module that it stands in for."""
+    found: dict[str, Any] = op.__dict__.get(PARAMETER_SOURCE, op._parameters)
     return found
 
 
 def weights_changed(model: nn.Module) -> int:
-    """Have every op of `model` quantize its weight anew when it is read next, and its scales follow a step that ended.
+    """Drop the quantized weights of every op of `model`, and advance its scales as after a step.   -> bytes dropped
 
-    -> bytes that were kept
-
-    For writes that neither an optimizer's step nor the version of a parameter tells: through `parameter.data`, by
-    `torch._foreach_mul_` and its like over the DTensors of FSDP2 (an average of weights, say), by a kernel of your own,
-    by a wrapper that copies into its parameters' memory.
-    Weights that live in a format are made of their masters at once, in place.
+    Call it after writes that neither an optimizer's step nor the version of a parameter shows: through
+    `parameter.data`, by `torch._foreach_mul_` and its like over the DTensors of FSDP2 (an average of weights, say), by
+    a kernel of your own, by a wrapper that copies into its parameters' memory. The next read quantizes the weight
+    again. Weights that are stored in a format are quantized from their masters at once, in place.
     Raises FuseOpsError for something that is no module.
     """
     if not isinstance(model, nn.Module):
@@ -61,12 +59,12 @@ def weights_changed(model: nn.Module) -> int:
     advance([state for state in states if state is not None])
     for module in modules:
         if (weight := stored_in(module)) is not None:
-            weight.refill()
-    return drop_kept(model)
+            weight.quantize_master()
+    return drop_quantized_weights(model)
 
 
-def drop_kept(model: nn.Module) -> int:
-    """Have every op of `model` quantize its weight anew when it is read next.   -> bytes that were kept"""
+def drop_quantized_weights(model: nn.Module) -> int:
+    """Drop the quantized weights of every op of `model`; the next read quantizes again.   -> bytes dropped"""
     stores = [m.__dict__[STORE] for _, m in walk(model) if STORE in m.__dict__]
     dropped = sum(store.nbytes for store in stores)
     for store in stores:

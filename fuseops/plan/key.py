@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fuseops.ops.op import OF_EVERY_MODULE, Op
+from fuseops.ops.op import NON_CONFIG_ATTRS, Op
 from fuseops.torch_private import GLOBAL_HOOKS, any_autocast, tensor_guard
 
 from .chain import Chain
@@ -284,7 +284,7 @@ class KeyGuard:
 def _guarded_attributes(own: Mapping[str, Any], read: bool) -> list[str]:
     """The attributes of an instance (its `__dict__`) that a plan may depend on.  read: conditions read the instance"""
     names = PLANNED_ATTRIBUTES if not own["_buffers"] else PLANNED_ATTRIBUTES | {"_buffers"}
-    return [n for n in own if n in names or (read and n not in OF_EVERY_MODULE)]
+    return [n for n in own if n in names or (read and n not in NON_CONFIG_ATTRS)]
 
 
 def autocast_of(x: Tensor) -> torch.dtype | None:

@@ -151,7 +151,9 @@ def _grouped_matmul(
             rows, right, scale = _promote(left, _dequantized_layout(part, layout))
             y = K.grouped_mm(rows, right, ends, table)
             if scale is not None:
-                by_row = scale.expand(1) if scale.dim() == 0 else K.by_group(scale, ends, len(y))
+                by_row = (
+                    scale.expand(1) if scale.dim() == 0 else K.scale_of_row(scale, ends, len(y))
+                )
                 y.mul_(by_row[:, None])
             parts.append(y.to(a.dtype))
             del right

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.groups import columns_of
-from fuseops.kernels.scales import Lay
+from fuseops.kernels.groups import padded_columns
+from fuseops.kernels.scales import RowTransform
 from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
@@ -224,16 +224,19 @@ def _quantize_columns(
         offs, _ = K.one_group(len(x), x)
 
     def to_columns(features: Tensor) -> Tensor:
-        columns = K.turned_in_groups(features.t(), offs)
-        return K.turned(columns) if scaling.hadamard else columns
+        columns = K.transpose_in_groups(features.t(), offs)
+        return K.random_hadamard(columns) if scaling.hadamard else columns
 
-    rows, lay = x.t(), cast("Lay | None", to_columns)  # transposed again for each pass
+    rows, transform = (
+        x.t(),
+        cast("RowTransform | None", to_columns),
+    )  # transposed again for each pass
     if len(K.pieces(rows)) == 1:
-        rows, lay = to_columns(rows), None
-    amax = _amax_of_groups(rows, scaling, ends, 0, lay)
-    tokens = columns_of(len(x), None if offs is None else len(offs))
+        rows, transform = to_columns(rows), None
+    amax = _amax_of_groups(rows, scaling, ends, 0, transform)
+    tokens = padded_columns(len(x), None if offs is None else len(offs))
     whole = _broadcast_amax(amax, ends, 0, tokens, scaling)
-    return _quantize_last(rows, scaling, whole, None if seed is None else seed + 1, lay)
+    return _quantize_last(rows, scaling, whole, None if seed is None else seed + 1, transform)
 
 
 def _inv_scale(scaling: Scaling, amax: Tensor) -> Tensor:
@@ -243,12 +246,16 @@ def _inv_scale(scaling: Scaling, amax: Tensor) -> Tensor:
 
 
 def _amax_of_groups(
-    x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int, lay: Lay | None = None
+    x: Tensor,
+    scaling: Scaling,
+    ends: Tensor | None,
+    axis: int,
+    transform: RowTransform | None = None,
 ) -> Tensor | None:
     """The amax of the tensor, or of each group, for a format with a global scale.   axis: of features"""
     if scaling.scale is not E4M3:
         return None
-    return K.amax_of_groups(K.amax_of_tokens(x, axis, lay), ends)
+    return K.amax_of_groups(K.amax_of_tokens(x, axis, transform), ends)
 
 
 # the amax of a tensor or of groups, broadcastable with the blocks, and as it is
@@ -270,14 +277,14 @@ def _quantize_last(
     scaling: Scaling,
     whole: BroadcastAmax | None = None,
     seed: Tensor | None = None,
-    lay: Lay | None = None,
+    transform: RowTransform | None = None,
 ) -> Layout:
     """Matrices in blocks along their last axis, by plain torch.   lay: as in `K.quantize_format`"""
     spread, amax = (None, None) if whole is None else whole
     form = K.Format(
         scaling.data, scaling.scale, scaling.code_block, bool(scaling.powers), scaling.epsilon
     )
-    codes, scale = K.quantize_format(x, form, spread, seed, lay)
+    codes, scale = K.quantize_format(x, form, spread, seed, transform)
     if scaling.family.has_gemm and not scaling.is_square:  # as kernels read them
         scale = scale.mT.contiguous()
     found: Layout = make_layout(codes, scale, None if amax is None else 1 / K.whole_inverse(amax))

@@ -30,7 +30,7 @@ def component_mismatch(q: Quantized) -> str | None:
     if q.col is not None:
         form = q.scaling.of("col")
         one_group = 1 if form.columns == COLUMN else None  # kernels pad these as one group
-        columns = K.columns_of(tokens, one_group if groups is None else groups)
+        columns = K.padded_columns(tokens, one_group if groups is None else groups)
         expected |= _layout_components(form, "col", columns, width, groups)
     components = q.components()
     for name, (shape, dtype) in expected.items():

@@ -61,15 +61,15 @@ class Node(torch.autograd.Function):
             if not seg.checked_backward:
                 state.context = state.context._replace(contract=ContractCheck(seg, inputs))
             thread = registry.thread
-            before, unseen = thread.unseen, registry.unseen()
-            thread.unseen = seg.quiet and unseen
+            before, unseen = thread.replay_mode, registry.may_replay()
+            thread.replay_mode = seg.quiet and unseen
             quantized_x, state.quantized = state.quantized, None
             try:
                 y, flat, rows, x_dtypes = repeats.forward(
                     seg, forward, quantized_x or x, t, state.context, unseen
                 )
             finally:
-                thread.unseen = before
+                thread.replay_mode = before
             if type(y) is Quantized:
                 state.quantized, y = y, y.carrier
             elif type(y) is Tensor and y._base is not None and torch_private.is_only_view(y):
@@ -148,8 +148,8 @@ def _run_backward(
         with torch_private.compiling():
             return backward(kept, dy, dsides, x_dtypes, context)
     thread = registry.thread
-    before, unseen = thread.unseen, registry.unseen()
-    thread.unseen = seg.quiet and unseen
+    before, unseen = thread.replay_mode, registry.may_replay()
+    thread.replay_mode = seg.quiet and unseen
     given = dy, dsides, x_dtypes
     try:
         return repeats.backward(seg, backward, rows, saved, given, context, unseen)
@@ -160,7 +160,7 @@ def _run_backward(
         )
         raise
     finally:
-        thread.unseen = before
+        thread.replay_mode = before
 
 
 _apply = torch_private.direct_apply(Node)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fuseops.errors import DtypeError, FuseOpsError, ShapeError
 from fuseops.kernels.registry import check_all_meta
-from fuseops.kernels.transcript import AGAIN
+from fuseops.kernels.transcript import TRANSCRIPT_FILE
 from fuseops.ops.op import Grads, Op, Out
 from fuseops.ops.paths import path_of
 from fuseops.plan.chain import Chain
@@ -18,7 +18,7 @@ from fuseops.plan.segment import BackwardStep, Segment, Step
 from fuseops.recipes import Quantized
 from fuseops.words import dtype_name
 
-GENERATED_FILE = "<fuseops segment>"  # the file name of the code that `steps` generates
+SEGMENT_FILE = "<fuseops segment>"  # the file name of the code that `steps` generates
 # raised by reading a malformed Grads
 MALFORMED_ERRORS = TypeError, KeyError, AttributeError, IndexError
 Wanted = tuple[tuple[int, str, int], ...]  # (member, name, position)
@@ -48,7 +48,7 @@ def running_step() -> Step | None:
 def running_locals() -> Mapping[str, Any]:
     """The variables of the generated function (`steps`) that runs, found on the stack: callers are rare."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != GENERATED_FILE:
+    while frame is not None and frame.f_code.co_filename != SEGMENT_FILE:
         frame = frame.f_back
     return {} if frame is None else frame.f_locals
 
@@ -57,7 +57,7 @@ def _generated_locals(error: BaseException) -> Mapping[str, Any]:
     """The variables of the generated function (`steps`, `transcript`) that an error passed through."""
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename in (GENERATED_FILE, AGAIN):
+        if trace.tb_frame.f_code.co_filename in (SEGMENT_FILE, TRANSCRIPT_FILE):
             return trace.tb_frame.f_locals
         trace = trace.tb_next
     return {}

@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
-from fuseops.ops.local import unwrapped
+from fuseops.ops.local import to_local_input
 from fuseops.plan.key import (
     Tokens,
     autocast_of,
@@ -105,7 +105,7 @@ def _run(
     outside = _split_words(query(runner, "outside", piece))
     if query(runner, "takes_local_x", piece) and torch_private.is_dtensor(type(x)):
         first = query(runner, "layout_op", piece)
-        x = unwrapped(x, None if first is None else ops[first]._layout)
+        x = to_local_input(x, None if first is None else ops[first]._layout)
     unchanged = [_attributes_unchanged(runner, piece, i, op) for i, op in numbered]
     width = query(runner, "accepted_width", piece, x.dim(), tuple(unchanged))
     if width is None or x.shape[-1] != width:

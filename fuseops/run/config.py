@@ -209,7 +209,7 @@ def _require_fired(wanted: frozenset[str]) -> Iterator[None]:
         fired.update(s.rule for s in (*plan.forward, *plan.backward) if s.rule)
         misses.update({m.rule: m for m in plan.misses})
 
-    with scopes.watching(watch):
+    with scopes.watch_plans(watch):
         yield
     unfired = sorted(wanted - fired)
     if unfired:
@@ -251,7 +251,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     """For `checkpoint(..., use_reentrant=False, context_fn=fuseops.checkpoint_contexts)`: a recomputation re-enters
     the scopes that this was called in.
     """
-    return ExitStack(), scopes.Reentered(scopes.current().said)
+    return ExitStack(), scopes.RestoredScopes(scopes.current().layer)
 
 
 def from_environment(environ: Any = os.environ) -> None:

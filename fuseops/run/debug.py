@@ -12,7 +12,7 @@ from torch import Tensor
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops import scopes
-from fuseops.ops.splits import bad_ends, before, complaint
+from fuseops.ops.splits import bad_end_message, bad_ends, group_starts
 from fuseops.recipes.numerics import GemmError, OperandNumbers, QuantizationStats, set_active_stats
 
 from . import bridge, checks, run
@@ -31,7 +31,7 @@ class SplitReport(NamedTuple):
         group, start, end = self.found.tolist()
         if group == self.groups:
             return None
-        return ShapeError(f"{self.where}: {complaint(group, start, end, self.rows)}")
+        return ShapeError(f"{self.where}: {bad_end_message(group, start, end, self.rows)}")
 
 
 class Debug:
@@ -74,8 +74,8 @@ class Debug:
         numbers = torch.arange(groups, device=offs.device)
         first = torch.where(bad_ends(offs, rows), numbers, groups).min()
         at = first.clamp(max=groups - 1).reshape(1)
-        found = torch.cat([first.reshape(1), before(offs)[at].long(), offs[at].long()])
-        # copied before the next kernel runs, which may fail because of these ends
+        found = torch.cat([first.reshape(1), group_starts(offs)[at].long(), offs[at].long()])
+        # copied group_starts the next kernel runs, which may fail because of these ends
         host = torch.tensor([groups, 0, 0], pin_memory=True).copy_(found, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream(offs.device))
@@ -90,7 +90,7 @@ class Debug:
                 raise error
 
 
-@scopes.written
+@scopes.generator_scope
 def debug() -> Iterator[Debug]:
     """Check values on the device, and measure the effect of quantization, for the calls made inside.
 

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fuseops import torch_private
-from fuseops.ops.code import named_by
+from fuseops.ops.code import referenced_values
 
 KNOWN_PACKAGES = frozenset({"builtins", "collections", "fuseops", "torch"})
 _types_without_generators: set[type] = set()  # types of attributes that were looked at
@@ -41,7 +41,7 @@ def generators_of(op: Any, attributes: Mapping[str, Any], device: torch.device) 
     if known is None or known[0] is not fwd:
         known = _generators_of_class[kind] = (
             fwd,
-            [g for _, value in named_by(fwd, kind) for g in _generators_in(value)],
+            [g for _, value in referenced_values(fwd, kind) for g in _generators_in(value)],
         )
     return found + known[1]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fuseops.kernels.replay import replaying
-from fuseops.kernels.transcript import Again, transcribable, transcribed
+from fuseops.kernels.replay import active_replays
+from fuseops.kernels.transcript import Repeat, transcribable, transcribing
 from fuseops.ops import scopes
-from fuseops.ops.tiles import tables_alone
+from fuseops.ops.tiles import shares_only_tables
 from fuseops.plan.key import DICT
 from fuseops.plan.segment import Segment, SlotMap
 from fuseops.torch_private import dict_version
@@ -40,7 +40,7 @@ class KindTranscripts:
     """
 
     def __init__(self) -> None:
-        self.transcripts: list[tuple[Again, Any]] = []
+        self.transcripts: list[tuple[Repeat, Any]] = []
         self.calls = self.tries = 0
 
     def should_record(self, operands: Sequence[Tensor]) -> bool:
@@ -60,7 +60,7 @@ class SegmentTranscripts:
     """A `SegmentTranscripts` holds the transcripts of one segment, by the kind of call."""
 
     def __init__(self, seg: Segment) -> None:
-        self.replays = replaying.now  # another object once a launch setting has changed
+        self.replays = active_replays.current  # another object once a launch setting has changed
         self.op_dicts = [*map(DICT, seg.ops)]
         self.versions = [*map(dict_version, self.op_dicts)]
         self.kinds: dict[Any, KindTranscripts] = {}
@@ -81,14 +81,14 @@ def transcripts_of(seg: Segment, context: CallContext, unseen: bool) -> SegmentT
     """
     if not (unseen and seg.repeatable) or context.contract is not None or context.out is not None:
         return None
-    if scopes.thread.inside.debug is not None or (
-        context.scratch and not tables_alone(context.scratch)
+    if scopes.thread.active.debug is not None or (
+        context.scratch and not shares_only_tables(context.scratch)
     ):
         return None
     found: SegmentTranscripts | None = seg.repeats
     if (
         found is None
-        or found.replays is not replaying.now
+        or found.replays is not active_replays.current
         or [*map(dict_version, found.op_dicts)] != found.versions
     ):
         found = seg.repeats = SegmentTranscripts(seg)
@@ -127,12 +127,12 @@ def forward(
     if transcripts is None or not known.should_record(operands):
         y, kept, x_dtypes = run_steps(x, t, context)
         return y, *pack(seg, kept), x_dtypes
-    with transcribed(operands, context.scratch) as seen:
+    with transcribing(operands, context.scratch) as seen:
         y, kept, x_dtypes = run_steps(x, t, context)
     flat, rows = pack(seg, kept)
     exported = tuple([t[position] for position in seg.export_positions])
     if type(rows) is SlotMap:
-        new = seen.written((y, (*flat,), exported))
+        new = seen.generate((y, (*flat,), exported))
         if new is not None:
             known.transcripts.append((new, (rows, x_dtypes)))
     return y, flat, rows, x_dtypes
@@ -164,10 +164,10 @@ def backward(
         if out is not None:
             return out
     record = known.should_record(saved)
-    with transcribed(saved, context.scratch, running_step) if record else nullcontext() as seen:
+    with transcribing(saved, context.scratch, running_step) if record else nullcontext() as seen:
         del saved[: len(grads_in)]
         grads = run_steps(_unpack_and_clear(rows, saved), *given, context)
-    new = None if seen is None else seen.written(grads)
+    new = None if seen is None else seen.generate(grads)
     if new is not None:
         known.transcripts.append((new, rows))  # `kind` has the id of rows: keep them alive
     return grads

@@ -21,7 +21,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import registry
 from fuseops.ops import scopes
 from fuseops.ops.halves import check_halves
-from fuseops.ops.local import unwrapped
+from fuseops.ops.local import to_local_input
 from fuseops.ops.op import Shape, numel
 from fuseops.ops.paths import path_of
 from fuseops.ops.structure import Swap
@@ -251,7 +251,7 @@ class Run:
         check_names(settings, rules)
         opaque = [note if mode and note != "alias" else None for mode, note in modes]
         place = RunPosition(opaque, self.end, self.offset)
-        layers, scanned = scopes.held(call.tokens), scan(self.ops, rules, place, settings)
+        layers, scanned = scopes.layers_of(call.tokens), scan(self.ops, rules, place, settings)
         gated = gated_runs(self.chain, scanned, facts)
         return self.plan_cache.insert(key, CacheEntry(layers, scanned, facts, {}, gated))
 
@@ -303,8 +303,8 @@ class Run:
         if type(x) is Quantized:  # planned as the tensor that it represents
             x = x.carrier
         elif type(x) is not Tensor and is_dtensor(type(x)) and self.chain.local:
-            original = x = unwrapped(x, self.chain.layout)
-        watchers = scopes.thread.inside.watchers
+            original = x = to_local_input(x, self.chain.layout)
+        watchers = scopes.thread.active.watchers
         if out is None and not watchers:
             plan = self.repeated_plan(x, env, tokens, live, versions)
             if plan is not None:
@@ -408,7 +408,7 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], state: NodeState | No
     if state is not None and not seg.checked_forward:
         context = context._replace(contract=ContractCheck(seg, inputs))
     if seg.kind == "node" and state is not None:
-        y, *_ = repeats.forward(seg, forward, x, inputs, context, registry.unseen())
+        y, *_ = repeats.forward(seg, forward, x, inputs, context, registry.may_replay())
     elif seg.kind == "node" or seg.aliases:
         # alias ops call no kernel; traced code writes nothing, since checkpoint refuses to trace a write
         y, _, _ = forward(x, inputs, context)
@@ -441,11 +441,11 @@ def inputs_of(seg: Segment, env: dict[str, Any]) -> list[Any]:
     """Side inputs and parameters of a segment, in the order in which its node takes them."""
     inputs = _side_tensors(seg, env)
     for position, local in seg.local_reads:
-        inputs[position] = local.of(inputs[position])
+        inputs[position] = local.compute_tensor(inputs[position])
     for i, name in seg.params:
         op = seg.ops[i]
         registered = op._parameters
         t = registered[name] if name in registered else getattr(op, name)
         own = op._local
-        inputs.append(own[name].of(t) if name in own else t)
+        inputs.append(own[name].compute_tensor(t) if name in own else t)
     return inputs

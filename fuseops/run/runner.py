@@ -190,7 +190,7 @@ def tokens_of(module: Any, runner: Runner) -> Tokens:
     if runner.last_tokens == tokens:
         return tokens
     if runner.last_tokens is not None and torch_private.in_backward():
-        scoped = tokens[2] if scopes.current().reentered else runner.last_tokens[2]
+        scoped = tokens[2] if scopes.current().recomputing else runner.last_tokens[2]
         before, now = scopes.resolve(*runner.last_tokens[:2], scoped), scopes.resolve(*tokens)
         changed = before.difference(now)
         if changed:
@@ -199,7 +199,7 @@ def tokens_of(module: Any, runner: Runner) -> Tokens:
                 f"{'; '.join(changed)}. Set them with fuseops.configure(model, ...), or pass "
                 "context_fn=fuseops.checkpoint_contexts to checkpoint(..., use_reentrant=False)."
             )
-    runner.last_tokens, runner.last_layers = tokens, scopes.held(tokens)
+    runner.last_tokens, runner.last_layers = tokens, scopes.layers_of(tokens)
     return tokens
 
 

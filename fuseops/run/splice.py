@@ -38,7 +38,7 @@ def opaque_reason(op: Op[Any]) -> str | None:
         return "overrides forward"
     if kind.__call__ is not CALL:
         return "overrides __call__"
-    if kind.made and kind.made != (kind.fwd, kind.bwd):
+    if kind.own_methods and kind.own_methods != (kind.fwd, kind.bwd):
         return "has another fwd or bwd than its class was made with"
     return None
 
@@ -172,7 +172,7 @@ def _walk(module: Any, names: _SideNames, settings: int, nested: list[Nested]) -
             yield from _wrapping_children(before, path, names)
             if opaque_reason(child) is None:
                 check_declared(path, child)
-            read = child.known_sides()
+            read = child.side_bindings()
             check_side_names(path, child, (*[name for _, name in read], *child.writes))
             reads = names.resolve_reads(read, path)
             yield Child(path, child, names.scope, reads, names.declare_writes(child.writes, path))

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fuseops.ops.op import Call, Out, new
+from fuseops.ops.op import Call, Out, make_tuple
 from fuseops.plan.segment import BackwardStep, ForwardStep, Segment, Slot, Step
 from fuseops.recipes import Quantized
 
 from . import buffers, checks, pure, weight_grads
 from .buffers import Buffers
-from .checks import GENERATED_FILE
+from .checks import SEGMENT_FILE
 from .contract import ContractCheck
 from .ranges import label, ranged
 
@@ -143,7 +143,7 @@ def _backward_call(
     for m, (slot, names) in enumerate(_saved_variables(seg, step)):
         namespace[f"n{k}_{m}"] = step.empty[m] if slot is None else slot.cls
         fields = [] if slot is None else [names.get(at, "None") for at in range(len(slot.names))]
-        owns.append(f"n{k}_{m}" if slot is None else f"new(n{k}_{m}, {_tuple(fields)})")
+        owns.append(f"n{k}_{m}" if slot is None else f"make_tuple(n{k}_{m}, {_tuple(fields)})")
         read += names.values()
     dside = _dict([(name, f"g{at}") for name, at in step.writes])
     diverted = bool(step.main) or step.delayed is not None
@@ -265,7 +265,7 @@ def _define(head: str, lines: Sequence[str], namespace: Mapping[str, Any]) -> Ge
 def _factory_of(source: str) -> Callable[..., GeneratedFunction]:
     """The function `make` of a source, which returns the generated function for its namespace."""
     scope: dict[str, Any] = {}
-    exec(compile(source, GENERATED_FILE, "exec"), globals(), scope)
+    exec(compile(source, SEGMENT_FILE, "exec"), globals(), scope)
     make: Callable[..., GeneratedFunction] = scope["make"]
     return make
 
@@ -301,7 +301,7 @@ def calls_of(
     # `_replace`, without a call for each
     for call, scope in zip(step.calls, step.scopes, strict=True):
         scratch = None if shared is None else shared.setdefault(scope, {})
-        calls.append(new(Call, (*call[:OUT], out, scratch)))
+        calls.append(make_tuple(Call, (*call[:OUT], out, scratch)))
     if context.seed is not None:  # two for each op, one for each of its layouts
         first = 2 * step.at
         calls = [c._replace(seed=context.seed + first + 2 * k) for k, c in enumerate(calls)]

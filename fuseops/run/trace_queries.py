@@ -14,7 +14,7 @@ import torch
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.ops.op import OF_EVERY_MODULE
+from fuseops.ops.op import NON_CONFIG_ATTRS
 from fuseops.ops.router import Router
 from fuseops.plan.key import CallFacts, OpFacts, ParameterFacts, PlanKey, op_facts
 from fuseops.plan.segment import Segment, is_builtin
@@ -81,7 +81,7 @@ class TraceQueries:
         found = self._run(piece).ops[op]
         if not is_builtin(found):
             return {}
-        return {n: value for n, value in found.__dict__.items() if n not in OF_EVERY_MODULE}
+        return {n: value for n, value in found.__dict__.items() if n not in NON_CONFIG_ATTRS}
 
     def reads(self) -> str:
         return _words(self.runner.reads)

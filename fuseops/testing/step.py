@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from fuseops.observe import modules
 from fuseops.observe.untouched import main_grad_of, untouched
 from fuseops.ops import scopes
-from fuseops.ops.weights import drop_kept
+from fuseops.ops.weights import drop_quantized_weights
 from fuseops.run.weight_grads import run_delayed
 
 from .trees import copy_leaf, tensors
@@ -55,7 +55,7 @@ def record_fired(model: nn.Module) -> Iterator[list[FiredRule]]:
                 if found not in fired:
                     fired.append(found)
 
-    with modules.kept(), scopes.watching(watch):
+    with modules.kept(), scopes.watch_plans(watch):
         yield fired
 
 
@@ -65,7 +65,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 
     Cached quantized weights are dropped first, since making one records its amax in a buffer.
     """
-    drop_kept(model)
+    drop_quantized_weights(model)
     grads = {p: p.grad for p in model.parameters()}
     try:
         with untouched(model):

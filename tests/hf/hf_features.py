@@ -173,7 +173,7 @@ def saved_and_loaded(name: str) -> None:
 def reverted(name: str) -> None:
     model, x = applied(name), tokens()
     hf.revert(model)
-    assert not [p for p, m in model.named_modules() if {"forward", "_lent"} & m.__dict__.keys()]
+    assert not [p for p, m in model.named_modules() if {"forward", "_stand_in"} & m.__dict__.keys()]
     agree(step(model, x), step(stock(name), x))
 
 
@@ -212,7 +212,7 @@ def _adapted(name: str, config: Any) -> set[str]:
     fired: set[str] = set()
     with (
         planned() as lines,
-        fo.ops.scopes.watching(lambda p: fired.update(s.rule for s in p.forward)),
+        fo.ops.scopes.watch_plans(lambda p: fired.update(s.rule for s in p.forward)),
     ):
         for _ in range(2):
             step(model, x)

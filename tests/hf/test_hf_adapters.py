@@ -17,7 +17,7 @@ import fuseops as fo
 from fuseops.errors import FuseOpsError
 from fuseops.integrations import hf
 from fuseops.integrations.hf import adapters, mlp
-from fuseops.ops.paths import LENT
+from fuseops.ops.paths import STAND_IN
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning",
@@ -260,10 +260,12 @@ def test_an_adapted_linear_keeps_the_laws() -> None:
     model = wrapped("Llama")
     hf.apply(model)
     found = [
-        op for m in model.modules() if isinstance(op := vars(m).get(LENT), adapters.AdaptedLinear)
+        op
+        for m in model.modules()
+        if isinstance(op := vars(m).get(STAND_IN), adapters.AdaptedLinear)
     ]
     assert len(found) == 8
-    whole = [op for m in model.modules() if isinstance(op := vars(m).get(LENT), mlp.MLP)]
+    whole = [op for m in model.modules() if isinstance(op := vars(m).get(STAND_IN), mlp.MLP)]
     for op in (found[0], whole[0]):
         fo.testing.assert_bwd_is_vjp(op, torch.randn(3, op.width, dtype=torch.float64))
     hf.revert(model)

@@ -27,7 +27,7 @@ from fuseops.integrations import hf
 from fuseops.integrations.hf import experts as hf_experts
 from fuseops.integrations.hf import recognise, rope
 from fuseops.kernels.registry import as_if_on
-from fuseops.ops.paths import LENT
+from fuseops.ops.paths import STAND_IN
 from fuseops.recipes.store import POLICIES
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -488,7 +488,9 @@ def test_what_stands_in_alone_keeps_the_laws(name: str) -> None:
     """Every op over lent parameters: its backward is the vjp of its forward, for every subset of needs."""
     model = stock(name)
     hf.apply(model)
-    stand_ins = {str(op): op for m in model.modules() if isinstance(op := vars(m).get(LENT), fo.Op)}
+    stand_ins = {
+        str(op): op for m in model.modules() if isinstance(op := vars(m).get(STAND_IN), fo.Op)
+    }
     drawn = functools.partial(torch.randn, dtype=torch.float64)
     for op in stand_ins.values():
         if isinstance(op, rope.RotaryPair):

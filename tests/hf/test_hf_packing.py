@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import fuseops as fo
 from fuseops.integrations import hf
 from fuseops.integrations.hf import packing
-from fuseops.ops.paths import LENT
+from fuseops.ops.paths import STAND_IN
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 GATED = ["Llama", "Qwen2-MoE", "DeepSeek-V3", "Gemma 2"]
@@ -75,7 +75,7 @@ def test_shards_of_a_stock_checkpoint() -> None:
 
 
 def _stand_ins(model: nn.Module) -> list[Any]:
-    return [vars(m)[LENT] for m in model.modules() if packing.is_packed(m)]
+    return [vars(m)[STAND_IN] for m in model.modules() if packing.is_packed(m)]
 
 
 def test_the_packed_op_keeps_the_laws() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fuseops as fo
-from fuseops.kernels.registry import watching
+from fuseops.kernels.registry import watch_launches
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 ops = fo.ops
@@ -63,10 +63,10 @@ def gradients(model, x, side, owner=None):
 @pytest.mark.parametrize(("make", "kernels"), MODELS)
 def test_a_model_launches_its_kernels_and_equals_the_reference(make, kernels, dtype):
     model, (x, side) = make(dtype), inputs(make, dtype)
-    with watching() as launched:
+    with watch_launches() as launched:
         ours = gradients(model, x, side)
     assert {op.name for op, *_ in launched} == kernels
-    with fo.reference(), watching() as launched:
+    with fo.reference(), watch_launches() as launched:
         theirs = gradients(model, x, side)
     assert not launched
     tol = 1e-5 if dtype is torch.float32 else 3e-2
@@ -91,7 +91,7 @@ def test_what_is_frozen_launches_nothing_and_saves_nothing(frozen, packed):
         p.requires_grad_(name.rstrip("012") not in frozen)
     saved = []
     with (
-        watching() as launched,
+        watch_launches() as launched,
         torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t),
     ):
         y = op(x, offs=offs, probs=probs)
@@ -113,7 +113,7 @@ def test_what_is_frozen_launches_nothing_and_saves_nothing(frozen, packed):
 
 def test_fp8_launches_the_quantize_kernel():
     model, x = fo.Sequential(ops.Linear(16, 16)), torch.randn(5, 16, requires_grad=True)
-    with fo.recipe(fo.recipes.Float8CurrentScaling()), watching() as launched:
+    with fo.recipe(fo.recipes.Float8CurrentScaling()), watch_launches() as launched:
         y = model(x)
         y.backward(torch.ones_like(y))
     names = [op.name for op, *_ in launched if op.name.startswith("quantize")]
@@ -127,10 +127,10 @@ def test_fp8_launches_the_quantize_kernel():
 @pytest.mark.parametrize("grad", [True, False])
 def test_the_reference_is_plain_torch_without_gradients_too(grad):
     model, x = dense(torch.float32), torch.randn(4, 16)
-    with fo.reference(), watching() as launched, torch.set_grad_enabled(grad):
+    with fo.reference(), watch_launches() as launched, torch.set_grad_enabled(grad):
         model(x)
     assert not launched
-    with watching() as launched, torch.set_grad_enabled(grad):
+    with watch_launches() as launched, torch.set_grad_enabled(grad):
         model(x)
     assert launched
 
@@ -151,7 +151,7 @@ def test_compiled_equals_eager(make, reference):
     model, (x, side) = make(torch.float32), inputs(make, torch.float32)
     eager = gradients(model, x, side)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with watching() as launched:
+    with watch_launches() as launched:
         if reference:
             with fo.reference():
                 got = gradients(compiled, x, side, model)
@@ -165,6 +165,6 @@ def test_compiled_equals_eager(make, reference):
 
 def test_float64_is_the_references():
     model, x = dense(torch.float64), torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
-    with watching() as launched:
+    with watch_launches() as launched:
         assert torch.autograd.gradcheck(model, (x,))
     assert not launched

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fuseops as fo
-from fuseops.kernels.registry import watching
+from fuseops.kernels.registry import watch_launches
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -31,7 +31,7 @@ def test_the_fused_layer_equals_float64(tokens: int, bias: bool) -> None:
     judge = fo.MoE(D, F, E, TOP_K, bias=bias).double()
     judge.load_state_dict(model.state_dict())
     x = torch.randn(tokens, D)
-    with watching() as launched:  # it holds h, which its launch was given
+    with watch_launches() as launched:  # it holds h, which its launch was given
         got = step(model, x)
     ran = {op.name for op, *_ in launched}
     assert {"grouped_mm", "grouped_wgrad", "scaled_act_bwd", "combine_fwd"} <= ran
@@ -67,7 +67,7 @@ def test_only_what_nobody_else_holds_is_written_over(how: str, retain: bool) -> 
     before = [t.clone() for t in held]
     found = []
     for again in (retain, False)[not retain :]:
-        with watching() as launched:
+        with watch_launches() as launched:
             found.append(torch.autograd.grad(y, leaves, torch.ones_like(y), retain_graph=again))
         over = "scaled_act_bwd_into" in {op.name for op, *_ in launched}
         assert over == (how == "nobody" and not again)

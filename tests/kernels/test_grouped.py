@@ -75,7 +75,7 @@ def test_forward(problem, with_tiles, with_bias):
     assert_matches(k.grouped_mm, dy, weight.transpose(1, 2), offs, tiles, sums=True)
 
 
-FORMS = [(kind, i) for kind in grouped_paths.ENDS for i in range(1 + (kind in GATES))]
+FORMS = [(kind, i) for kind in grouped_paths.EPILOGUE_ACTS for i in range(1 + (kind in GATES))]
 
 
 @given(problems(), SEEDS, *[st.booleans()] * 4, st.sampled_from(FORMS))
@@ -95,7 +95,9 @@ def test_an_activation_at_the_end(problem, seed, with_probs, gather, need_h, wit
     assert_matches(grouped_glu.grouped_swiglu, *args, sums=True)
 
 
-@given(problems(), SEEDS, st.booleans(), st.booleans(), st.sampled_from(grouped_paths.BACK))
+@given(
+    problems(), SEEDS, st.booleans(), st.booleans(), st.sampled_from(grouped_paths.BACKWARD_ACTS)
+)
 @few
 def test_a_gradient_that_goes_on_through_an_activation(problem, seed, with_probs, gather, kind):
     """Whatever takes it through; nothing comes from padding."""
@@ -282,7 +284,9 @@ def test_paths():
 
 def test_paths_of_hopper(monkeypatch):
     """Which operands the Gluon kernels take, and where rows by index are copied first."""
-    monkeypatch.setattr(grouped_paths, "no_gluon", lambda arch: [None if arch == 90 else "sm"])
+    monkeypatch.setattr(
+        grouped_paths, "gluon_refusals", lambda arch: [None if arch == 90 else "sm"]
+    )
     mm, wgrad = grouped_paths._mm_choice.__wrapped__, grouped_paths._wgrad_choice.__wrapped__
     half, both, x, odd = torch.bfloat16, (True, True), (128, 1), (136, 1)  # rows of 17 x 16 bytes
     packed = lambda n, k: ((n * k, k, 1), both, (8, n, k))  # noqa: E731

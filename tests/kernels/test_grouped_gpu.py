@@ -12,7 +12,7 @@ from fuseops.kernels import grouped as k
 from fuseops.kernels import grouped_glu, grouped_glu_bwd, grouped_paths
 from fuseops.kernels.activation import GATES, act_fwd, scaled_act_bwd
 from fuseops.kernels.configs import forced
-from fuseops.kernels.replay import apart, replaying
+from fuseops.kernels.replay import active_replays, separate_replays
 
 pytestmark = pytest.mark.gpu
 
@@ -132,7 +132,7 @@ def test_many_tiles_with_an_activation(path, number, with_probs, form, width):
 @pytest.mark.parametrize(("path", "number"), cases(grouped_paths.SWIGLU_BWD_SPACES))
 @pytest.mark.parametrize("with_probs", [False, True])
 @pytest.mark.parametrize("width", [1024, 960])
-@pytest.mark.parametrize("kind", grouped_paths.BACK)
+@pytest.mark.parametrize("kind", grouped_paths.BACKWARD_ACTS)
 def test_many_tiles_that_go_on_through_an_activation(path, number, with_probs, width, kind):
     """What the product and a pass over it give, dprobs but for the order of its sum."""
     needs_gluon(path)
@@ -261,7 +261,7 @@ def test_kept_launches_take_what_lies_at_an_address_now():
         tiles = k.group_tiles(ends, rows)
         y, dw = k.grouped_mm(x, weight, ends, tiles), k.grouped_wgrad(dy, x, ends, tiles)
         copies = [t.clone() for t in (x, weight, ends, dy)]
-        with apart():  # made anew
+        with separate_replays():  # made anew
             assert torch.equal(y, k.grouped_mm(*copies[:3]))
             assert torch.equal(dw, k.grouped_wgrad(copies[3], copies[0], copies[2]))
         for e, (start, end) in enumerate(zip([0, *offs.tolist()], offs.tolist(), strict=False)):
@@ -323,12 +323,14 @@ def test_the_third_call_does_without_the_launcher(monkeypatch):
         torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((640, 256), (3, 128, 256))
     )
     offs = torch.tensor([100, 500, 640], device="cuda", dtype=torch.int32)
-    with apart(), torch.no_grad():
+    with separate_replays(), torch.no_grad():
         tiles = k.group_tiles(offs, 640)
         for _ in range(3):
             k.grouped_mm(x, weight, offs, tiles)
-        (replay,) = next(found for key, found in replaying.now.items() if key[0] is k.grouped_mm)
-        if replay.again == replay._checked:
+        (replay,) = next(
+            found for key, found in active_replays.current.items() if key[0] is k.grouped_mm
+        )
+        if replay.call == replay._run_checked:
             pytest.skip("this Triton looks at each launch")
         monkeypatch.setattr(k.grouped_mm, "launcher", None)
         k.grouped_mm(x, weight, offs, tiles)

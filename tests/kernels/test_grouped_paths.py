@@ -25,7 +25,11 @@ def forgotten():
 
 
 def forget():
-    for choice in (grouped_paths._mm_choice, grouped_paths._wgrad_choice, grouped_paths.no_gluon):
+    for choice in (
+        grouped_paths._mm_choice,
+        grouped_paths._wgrad_choice,
+        grouped_paths.gluon_refusals,
+    ):
         choice.cache_clear()
 
 

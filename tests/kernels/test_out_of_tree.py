@@ -25,7 +25,7 @@ def apart(monkeypatch):
 
 @pytest.mark.usefixtures("interpreted", "apart")
 def test_the_example_launches_its_own_kernels(monkeypatch):
-    with registry.watching() as launched:
+    with registry.watch_launches() as launched:
         found = runpy.run_path(str(EXAMPLE), run_name="their_package.kernels")
     theirs = {op.label for op, *_ in launched if not op.label.startswith("fuseops::")}
     assert theirs == {

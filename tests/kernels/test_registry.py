@@ -27,7 +27,7 @@ from fuseops.kernels.registry import (
     reference_only,
     register_flops,
     tensor_bytes,
-    watching,
+    watch_launches,
 )
 
 SAMPLES = samples()
@@ -103,7 +103,7 @@ def test_flops_are_those_of_the_twin(name):
     op, args = KERNEL_OPS[name], samples()[name]
     with FlopCounterMode(display=False) as counter:
         op.twin(*args)
-    assert op.counted(*args) / 2 <= counter.get_total_flops() < 2 * op.counted(*args)
+    assert op.flop_count(*args) / 2 <= counter.get_total_flops() < 2 * op.flop_count(*args)
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLES))
@@ -280,7 +280,7 @@ class TestWhoRuns:
         assert len(launches) == 2
 
     def test_watching_notes_launches(self):
-        with watching() as calls:
+        with watch_launches() as calls:
             self.op(self.x, self.bias)
             self.op(self.x.double(), self.bias)
         assert [(op.name, len(args)) for op, args, _ in calls] == [("bias_fwd", 2)]

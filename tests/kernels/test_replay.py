@@ -12,7 +12,7 @@ from fuseops.kernels import configs, grouped_paths, norm, registry
 from fuseops.kernels.activation import act_bwd, act_fwd
 from fuseops.kernels.launch import recording
 from fuseops.kernels.registry import KERNEL_OPS
-from fuseops.kernels.replay import NOT_REPLAYED, Replay, Replays, apart, replaying
+from fuseops.kernels.replay import NOT_REPLAYED, Replay, Replays, active_replays, separate_replays
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -28,7 +28,7 @@ RUN_THEMSELVES = {
 
 @pytest.fixture(autouse=True)
 def new_replays():
-    with torch.no_grad(), apart():
+    with torch.no_grad(), separate_replays():
         yield
 
 
@@ -36,7 +36,7 @@ def new_replays():
 def replayed(monkeypatch):
     """The arguments of the calls that were replayed: whose launchers did not run."""
     seen, themselves = [], []
-    run, anew = Replays.run, Replay._anew
+    run, anew = Replays.run, Replay._run_launcher
 
     def count(self, op, args):
         before = len(themselves)
@@ -50,7 +50,7 @@ def replayed(monkeypatch):
         return anew(self, *args)
 
     monkeypatch.setattr(Replays, "run", count)
-    monkeypatch.setattr(Replay, "_anew", ran)
+    monkeypatch.setattr(Replay, "_run_launcher", ran)
     return seen
 
 
@@ -95,7 +95,7 @@ def test_the_third_call_is_replayed_and_does_what_the_launcher_does(name, replay
 
 
 def test_a_call_by_keyword_is_replayed_as_one_by_position(replayed, monkeypatch):
-    monkeypatch.setattr(registry.thread, "unseen", True)
+    monkeypatch.setattr(registry.thread, "replay_mode", True)
     x = drawn(4, 16)
     act_fwd(x, "gelu"), act_fwd(x, kind="gelu")
     assert not replayed
@@ -108,7 +108,7 @@ def test_a_call_by_keyword_is_replayed_as_one_by_position(replayed, monkeypatch)
 
 @pytest.mark.parametrize("given", [{}, {"kind": "gelu", "nothing": 1}, {"kind": "gelu", "x": None}])
 def test_a_keyword_too_many_or_too_few_is_refused_as_python_does(given, monkeypatch):
-    monkeypatch.setattr(registry.thread, "unseen", True)
+    monkeypatch.setattr(registry.thread, "replay_mode", True)
     with pytest.raises(TypeError, match="argument"):
         act_fwd(drawn(4, 16), **given)
 
@@ -212,7 +212,7 @@ def test_who_has_to_see_a_call_sees_it(replayed):
     with Sees() as mode:
         act_fwd(x, "swiglu")
     assert act_fwd.op in mode.seen
-    with registry.watching() as seen:
+    with registry.watch_launches() as seen:
         act_fwd(x, "swiglu")
     assert len(seen) == 1
     with registry.reference_only():
@@ -240,7 +240,7 @@ def test_a_configuration_that_is_forced_is_not_that_of_a_replay(replayed):
 def test_shapes_that_never_come_back_are_not_rehearsed(replayed):
     for rows in range(1, 9):
         act_fwd(drawn(rows, 32), "swiglu")
-    assert not any(replaying.now.values())
+    assert not any(active_replays.current.values())
 
 
 class Noted:
@@ -267,7 +267,7 @@ def test_what_is_written_out_gives_kernels_what_the_launcher_does(name, monkeypa
     programs, first = len(replay.programs), calls[:]
     calls.clear()
     other = again(args)
-    out = replay.again(*other)
+    out = replay.call(*other)
     kept = (*replay.tensors_of(args), *replay.tensors_of(other))  # so that no address comes twice
     assert kept and len(calls) == programs == len(first)
     made = out if isinstance(out, tuple) else () if out is None else (out,)
@@ -289,8 +289,7 @@ def test_what_is_written_out_gives_kernels_what_the_launcher_does(name, monkeypa
                 assert now == before
     assert not new  # all that is returned was written to
     assert (
-        replay.again(*(a[None] if isinstance(a, torch.Tensor) else a for a in other))
-        is NOT_REPLAYED
+        replay.call(*(a[None] if isinstance(a, torch.Tensor) else a for a in other)) is NOT_REPLAYED
     )
 
 
@@ -302,7 +301,7 @@ WRITERS = sorted(name for name in names_here() if KERNEL_OPS[name].announced)
 def test_each_launch_moves_the_versions_of_what_it_writes_to(name, how):
     """The first, and those that are replayed: autograd and offload look at versions."""
     op, args = KERNEL_OPS[name], again(here(name))
-    call, written = op if how == "called" else op.op, op.written_to(args)
+    call, written = op if how == "called" else op.op, op.written_tensors(args)
     read = [t for t in args if isinstance(t, torch.Tensor) and not any(t is w for w in written)]
     for _ in range(4):
         before, stay = [t._version for t in written], [t._version for t in read]
@@ -327,47 +326,47 @@ def test_a_replay_that_is_written_out_moves_versions(monkeypatch):
     replay.launch = lambda *_: Noted([])
     for _ in range(3):
         before = [t._version for t in args if isinstance(t, torch.Tensor)]
-        assert replay.again(*args) is not NOT_REPLAYED
+        assert replay.call(*args) is not NOT_REPLAYED
         after = [t._version for t in args if isinstance(t, torch.Tensor)]
         assert after == [before[0] + 1, *before[1:]]
-    assert replay.again != replay._checked  # it is written out
+    assert replay.call != replay._run_checked  # it is written out
 
 
 def test_replays_of_an_override_are_its_own_and_are_kept():
     first, second = grouped_paths.MM_SPACES["tma"], grouped_paths.WGRAD_SPACES["tma"]
     config = first.candidates((2, 64, 64), 2)[0]
-    outside = replaying.now
+    outside = active_replays.current
     with configs.forced(first, config):
-        inside = replaying.now
+        inside = active_replays.current
         with configs.forced(second, config):
-            nested = replaying.now
-        with configs.asking():
-            asked = replaying.now
+            nested = active_replays.current
+        with configs.record_requests():
+            asked = active_replays.current
         with recording(90):
-            recorded = replaying.now
+            recorded = active_replays.current
     with configs.forced(second, config):
-        other = replaying.now
+        other = active_replays.current
     with grouped_paths.on_path("tma"):
-        path = replaying.now
+        path = active_replays.current
     everything = [outside, inside, nested, asked, recorded, other, path]
-    assert len({*map(id, everything)}) == len(everything) and replaying.now is outside
+    assert len({*map(id, everything)}) == len(everything) and active_replays.current is outside
     for _ in range(2):
         with configs.forced(first, config), configs.forced(second, config):
-            assert replaying.now is nested
-    with pytest.raises(ZeroDivisionError), apart():
+            assert active_replays.current is nested
+    with pytest.raises(ZeroDivisionError), separate_replays():
         raise ZeroDivisionError
-    assert replaying.now is outside
+    assert active_replays.current is outside
 
 
 def test_new_tables_forget_replays(monkeypatch):
-    monkeypatch.setattr(replaying, "now", Replays())
+    monkeypatch.setattr(active_replays, "current", Replays())
     with configs.forced(grouped_paths.MM_SPACES["tma"], {"BLOCK_M": 1}):
-        replaying.now["kind"] = []
-    replaying.now["kind"] = []
+        active_replays.current["kind"] = []
+    active_replays.current["kind"] = []
     configs.reload_tables()
     with configs.forced(grouped_paths.MM_SPACES["tma"], {"BLOCK_M": 1}):
-        assert "kind" not in replaying.now
-    assert "kind" not in replaying.now
+        assert "kind" not in active_replays.current
+    assert "kind" not in active_replays.current
 
 
 def test_what_kinds_of_operands_decide_is_asked_once_until_a_setting_changes(monkeypatch):
@@ -378,9 +377,9 @@ def test_what_kinds_of_operands_decide_is_asked_once_until_a_setting_changes(mon
         return len(asked)
 
     x, space = drawn(4, 16), next(iter(configs.SPACES.values()))
-    registry.decided(ask, (x, None), "a"), registry.decided(ask, (x, None), "a")
+    registry.cached_decision(ask, (x, None), "a"), registry.cached_decision(ask, (x, None), "a")
     assert len(asked) == 2  # somebody may look on
-    monkeypatch.setattr(registry.thread, "unseen", True)
+    monkeypatch.setattr(registry.thread, "replay_mode", True)
     for _ in range(2):
         given = [
             (drawn(4, 16), None),
@@ -389,15 +388,15 @@ def test_what_kinds_of_operands_decide_is_asked_once_until_a_setting_changes(mon
             (x.t(), None),
             (x.half(), None),
         ]
-        assert [registry.decided(ask, tensors, "a") for tensors in given] == [3, 4, 5, 6, 7]
-        assert registry.decided(ask, (x, None), "b") == 8
+        assert [registry.cached_decision(ask, tensors, "a") for tensors in given] == [3, 4, 5, 6, 7]
+        assert registry.cached_decision(ask, (x, None), "b") == 8
     shifted = drawn(65)[1:].view(4, 16)  # of which Triton compiles other code
-    assert [registry.decided(ask, (shifted, None), "a") for _ in range(2)] == [9, 10]
+    assert [registry.cached_decision(ask, (shifted, None), "a") for _ in range(2)] == [9, 10]
     with configs.forced(space, {}):
-        assert registry.decided(ask, (x, None), "a") == 11
-    assert registry.decided(ask, (x, None), "a") == 3
+        assert registry.cached_decision(ask, (x, None), "a") == 11
+    assert registry.cached_decision(ask, (x, None), "a") == 3
     configs.reload_tables()
-    assert registry.decided(ask, (x, None), "a") == 12
+    assert registry.cached_decision(ask, (x, None), "a") == 12
 
 
 def test_a_tensor_is_compared_with_nothing(replayed, monkeypatch):

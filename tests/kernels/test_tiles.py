@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
-from fuseops.kernels.registry import watching
+from fuseops.kernels.registry import watch_launches
 from fuseops.ops.op import Call
 from fuseops.ops.tiles import tiles_of
 
@@ -43,7 +43,7 @@ def step(model: fo.Sequential, run: Callable[..., Tensor]) -> tuple[list[Tensor]
     """Output and gradients, and how many tables were made for them."""
     x = torch.randn(ROWS, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
     model.zero_grad()
-    with watching() as launched:
+    with watch_launches() as launched:
         y = run(x)
         y.square().sum().backward()
     grads = [t.grad for t in (x, *model.parameters()) if t.grad is not None]
@@ -84,7 +84,7 @@ def test_one_table_serves_every_gemm(way: str) -> None:
 def test_a_second_backward_makes_no_second_table() -> None:
     model, x = experts(), torch.randn(ROWS, D, requires_grad=True)
     y = model(x, ROUTING).square().sum()
-    with watching() as launched:
+    with watch_launches() as launched:
         first = torch.autograd.grad(y, x, retain_graph=True)
         assert torch.equal(first[0], torch.autograd.grad(y, x)[0])
     assert launched and "group_tiles" not in {op.name for op, *_ in launched}

@@ -14,8 +14,8 @@ import fuseops as fo
 from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.kernels.registry import held_once
-from fuseops.kernels.replay import apart
-from fuseops.kernels.transcript import transcribed
+from fuseops.kernels.replay import separate_replays
+from fuseops.kernels.transcript import transcribing
 
 pytestmark = [
     pytest.mark.usefixtures("kernels"),
@@ -53,7 +53,7 @@ class Addressed:
     def stream_of(self, index):
         return "stream"
 
-    def encoded(self, descriptor, number):
+    def encode_descriptor(self, descriptor, number):
         return [descriptor.base.address]
 
     def raw(self, x, y, z, stream, *operands):
@@ -72,9 +72,9 @@ def by_address(monkeypatch):
         launches.launch(kernel, grid, *args, **options)
         return Addressed(kernel, [*args], options, seen)
 
-    monkeypatch.setattr(launches, "launched", launched)
+    monkeypatch.setattr(launches, "launch_and_bind", launched)
     monkeypatch.setattr(torch_private, "current_device", lambda: -1)
-    with apart():
+    with separate_replays():
         yield seen
 
 
@@ -110,7 +110,7 @@ def test_a_repeated_step_launches_what_its_ops_do(kind, rows, by_address):
         by_address.clear()
         found = step(model, x)
         per_step.append(len(by_address))
-        with apart():
+        with separate_replays():
             expected = step(copy.deepcopy(model), x)
         for ours, theirs in zip(found, expected, strict=True):
             assert torch.equal(ours, theirs)
@@ -134,7 +134,7 @@ def test_experts_write_over_what_nobody_else_holds(by_address):
         torch.randn(rows, 16, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         for rows in (6, 6, 0)
     ]
-    with apart():
+    with separate_replays():
         expected = [step(copy.deepcopy(model), x) for x in xs]
 
     def same(found, at):
@@ -175,13 +175,13 @@ def test_a_kernel_writes_into_what_nobody_else_can_hold(by_address):
 
     def written(function):
         given = [*operands()]
-        with torch.no_grad(), transcribed(given) as seen:
+        with torch.no_grad(), transcribing(given) as seen:
             x, dy, probs = given
             given.clear()
             held = [x]
             del x
             out = function(held if function is over_given else held.pop(), dy, probs)
-        return seen.written(out), seen.why
+        return seen.generate(out), seen.why
 
     for _ in range(3):  # the third is a replay
         with torch.no_grad():
@@ -215,9 +215,9 @@ def test_a_weight_that_is_transposed_for_one_product_is_given_to_linear(rows):
         return torch.randn(rows, 8), torch.randn(4, 8), torch.randn(4)
 
     with torch.no_grad():
-        with transcribed(given := [*operands()]) as seen:
+        with transcribing(given := [*operands()]) as seen:
             out = function(*given)
-        again = seen.written(out)
+        again = seen.generate(out)
         found, expected = again([*operands()]), function(*operands())
     assert all(map(torch.equal, found, expected))
     seen_calls = []

@@ -70,7 +70,7 @@ def test_the_launcher_below_one_of_descriptors_is_found(driver):
 def test_hooks_are_told_of_a_launch(driver):
     calls = []
     launcher = triton_private.launcher_of(compiled(lambda *args: calls.append(args)), ())
-    launcher.hooked((1, 1, 1), 7, (5,))
+    launcher.launch_with_hooks((1, 1, 1), 7, (5,))
     (args,) = calls
     assert args[:10] == (1, 1, 1, 7, 11, False, True, None, None, (4,))
     assert args[10] == ((1, 1, 1), 7) and args[11] is triton.knobs.runtime.launch_enter_hook
@@ -84,7 +84,7 @@ def test_triton_39_takes_operands_as_one_tuple(driver):
     kernel.run.arg_annotations, kernel.run.kernel_signature = ["kernel", "constexpr"], b"types"
     launcher = triton_private.TupleLauncher(kernel, (3,))
     launcher.raw(1, 2, 3, 7, *launcher.head, 5, 3)
-    launcher.hooked((1, 2, 3), 7, (5, 3))
+    launcher.launch_with_hooks((1, 2, 3), 7, (5, 3))
     types = ["kernel", "constexpr"], b"types", (5, 3)
     first, second = calls
     assert first == (1, 2, 3, 7, 11, False, True, (4,), None, None, None, None, None, *types)

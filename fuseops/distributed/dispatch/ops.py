@@ -19,9 +19,9 @@ from fuseops import torch_private
 from fuseops.distributed.pairs import BACKWARD, give_way
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.checks import check_chosen
-from fuseops.ops.linear import high
+from fuseops.ops.linear import to_high_precision
 from fuseops.ops.op import Call, Grads, NothingSaved, Op, Out, SideGrads
-from fuseops.ops.permute import AGAIN, ON_DX, SENT, OnDx, Sent
+from fuseops.ops.permute import DISPATCHED, ON_DX, REDISPATCH, DispatchRecord, OnDx
 from fuseops.ops.structure import Alias
 from fuseops.plan.key import hooked
 from fuseops.recipes import Operand, Quantized, Roles, quantize
@@ -128,10 +128,12 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
             _wait_pending(call)
             out = out._replace(y=unpack_rows(out.y, x))
         else:
-            out = self._send(high(x), experts, weights, call)
+            out = self._send(to_high_precision(x), experts, weights, call)
         if call.scratch is not None and out.saved is not None and isinstance(local_x, Tensor):
-            call.scratch[SENT] = Sent(out.y, local_x, out.saved.slots, out.saved.arrivals)
-            call.scratch[AGAIN] = self._begin_resend
+            call.scratch[DISPATCHED] = DispatchRecord(
+                out.y, local_x, out.saved.slots, out.saved.arrivals
+            )
+            call.scratch[REDISPATCH] = self._begin_resend
         return out
 
     def _send(self, x: Tensor, experts: Tensor, weights: Tensor, call: Call) -> Out:
@@ -289,7 +291,7 @@ class ExpertCollect(Op[ExpertCollectSaved]):
             self.reads = (*self.reads, "like")
 
     def fwd(self, x: Tensor, *, call: Call, **side: Tensor) -> Out:
-        (call.scratch or {}).pop(SENT, None)  # if no op has taken it
+        (call.scratch or {}).pop(DISPATCHED, None)  # if no op has taken it
         slots, arrivals = side["slots"], side["arrivals"]
         saved = None
         if torch.compiler.is_compiling():

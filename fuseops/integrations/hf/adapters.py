@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.ops.checks import check_width
 from fuseops.ops.op import Call, Grads, Op, Out, Shape
-from fuseops.ops.paths import LENT
+from fuseops.ops.paths import STAND_IN
 
 from . import stand_ins
 
@@ -291,7 +291,7 @@ def forward(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
     """The forward of an adapted Linear, by its stand-in; by PEFT for calls that the stand-in does not support."""
     if args or keywords or not is_readable(self) or not active_names(self):
         return type(self).forward(self, x, *args, **keywords)
-    return self.__dict__[LENT](x)
+    return self.__dict__[STAND_IN](x)
 
 
 def is_readable(wrapper: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from fuseops.errors import FuseOpsError
-from fuseops.ops.paths import LENT
+from fuseops.ops.paths import STAND_IN
 
 from . import adapters, experts, loss, mlp, norm, packing, recognise, rope, router, stand_ins
 from .report import ApplyReport, ReportEntry
@@ -92,7 +92,7 @@ def _bind(module: nn.Module, part: AppliedPart, stand_in: nn.Module) -> None:
         module.__dict__["forward"] = loss.bind(module, stand_in)
         return
     # a call of experts may build and attach their stand-in itself
-    if part is not EXPERTS and module.__dict__.get(LENT) is not stand_in:
+    if part is not EXPERTS and module.__dict__.get(STAND_IN) is not stand_in:
         stand_ins.attach(module, stand_in, stand_ins.ConfigSnapshot.of(module))
     module.__dict__["forward"] = functools.partial(part.forward, module)
 
@@ -100,7 +100,7 @@ def _bind(module: nn.Module, part: AppliedPart, stand_in: nn.Module) -> None:
 def _unbind(module: nn.Module) -> None:
     if is_bound(module):
         del module.__dict__["forward"]
-    for name in (LENT, loss.LOSS_MODEL):
+    for name in (STAND_IN, loss.LOSS_MODEL):
         module.__dict__.pop(name, None)
 
 

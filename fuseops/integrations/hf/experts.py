@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fuseops import ops
 from fuseops.errors import FuseOpsError
 from fuseops.layers.sequential import Sequential
-from fuseops.ops.paths import LENT, SPREAD, path_of
+from fuseops.ops.paths import SHARD_EXPERTS, STAND_IN, path_of
 
 from . import adapters as peft
 from . import recognise, stand_ins
@@ -66,10 +66,10 @@ def forward(
     """
     if torch.compiler.is_compiling():
         stand_ins.evaluate(get_or_build, self, top_k_index.shape[-1])
-        stand_in = self.__dict__.get(LENT)
+        stand_in = self.__dict__.get(STAND_IN)
     else:
         stand_in = get_or_build(self, top_k_index.shape[-1])
-    spread = SPREAD in self.__dict__
+    spread = SHARD_EXPERTS in self.__dict__
     if spread and stand_in is None:
         raise FuseOpsError(
             f"these experts are spread over ranks, and fuseops cannot run them: {unsupported_reason(self)}."
@@ -106,7 +106,7 @@ def bound_forward(self: nn.Module, *args: Any, **keywords: Any) -> Tensor:
 def forward_adapted(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
     """The forward of PEFT adapters around experts: their factors are passed to `forward` of the experts."""
     inner = peft.base_module(self)
-    if SPREAD in inner.__dict__ and peft.active_names(self) != []:
+    if SHARD_EXPERTS in inner.__dict__ and peft.active_names(self) != []:
         raise FuseOpsError(
             f"{path_of(inner) or type(inner).__name__} has adapters of {self.parameter_name!r}, whose factors are of "
             "all experts, and this rank has a part of them (ExpertParallel). Adapt other modules (target_modules), or "
@@ -174,7 +174,7 @@ def get_or_build(experts: nn.Module, top_k: int) -> Sequential | None:
         *(attributes.get("has_gate"), attributes.get("has_bias"), attributes.get("is_transposed")),
         *(attributes.get("act_fn"), experts._modules.get("act_fn")),
         *(attributes.get("_apply_gate"), getattr(type(experts), "_apply_gate", None)),
-        *(attributes.get(SPREAD), _has_hooked_act(experts)),
+        *(attributes.get(SHARD_EXPERTS), _has_hooked_act(experts)),
         *[v for v in attributes.values() if type(v) in (int, float)],
     )
     found: Sequential | None = stand_ins.attached(experts, key)
@@ -204,7 +204,7 @@ def _build(experts: Any, top_k: int) -> Sequential:
             "combine": ops.Combine(top_k),
         }
     )
-    spread = vars(experts).get(SPREAD)
+    spread = vars(experts).get(SHARD_EXPERTS)
     if spread is not None:
         spread(layer)
     return layer

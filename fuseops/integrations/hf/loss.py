@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fuseops import ops
 from fuseops.ops.loss_options import IGNORED
-from fuseops.ops.paths import LENDER, LENT
+from fuseops.ops.paths import PARAMETER_SOURCE, STAND_IN
 
 from . import recognise, stand_ins
 
@@ -29,7 +29,7 @@ OWN_KEYS = {
     "forward",
     "config",
     LOSS_MODEL,
-    LENT,
+    STAND_IN,
     "_modules",
     "_parameters",
     "_buffers",
@@ -65,7 +65,7 @@ def loss_of_hidden(
     x, targets = logits.flatten(0, -2), shift_labels.flatten().to(logits.device)
     if not torch.is_autocast_enabled(x.device.type):  # a model may make float32 of its logits
         x = x.to(model.lm_head.weight.dtype)
-    losses = model.__dict__[LENT]
+    losses = model.__dict__[STAND_IN]
     if num_items_in_batch is None:
         return losses.loss_mean(x, targets=targets)
     if isinstance(num_items_in_batch, Tensor):
@@ -129,7 +129,9 @@ def _refresh(model: Any) -> bool:
     """
     loss_model = model.__dict__[LOSS_MODEL]
     mean = loss_model._head_losses.loss_mean
-    if model._modules[HEAD] is not mean.__dict__[LENDER].owner or other_loss_reason(model):
+    if model._modules[HEAD] is not mean.__dict__[PARAMETER_SOURCE].owner or other_loss_reason(
+        model
+    ):
         return False
     if getattr(model.config, CAP, None) != mean.soft_cap:
         return False

@@ -20,7 +20,7 @@ from fuseops import kernels as K
 from fuseops.kernels.activation import Form
 from fuseops.ops.checks import check_width
 from fuseops.ops.op import Call, Grads, Op, Out, Shape
-from fuseops.ops.paths import LENDER, LENT
+from fuseops.ops.paths import PARAMETER_SOURCE, STAND_IN
 
 from . import adapters, packing, stand_ins
 from .adapters import LowRankProduct, cast_factors
@@ -136,7 +136,7 @@ class MLP(Op[MLPSaved]):
         if dh is None:
             return []
         # not by `saved.gate`, which may be None though there is a gate
-        has_gate = "gate" in self.__dict__[LENDER].sources
+        has_gate = "gate" in self.__dict__[PARAMETER_SOURCE].sources
         return [*zip(FIRST_PRODUCTS, dh.chunk(2, dim=1), strict=True)] if has_gate else [("up", dh)]
 
     def _act_bwd(
@@ -224,7 +224,7 @@ def _projection_names(module: nn.Module) -> tuple[str, ...]:
 def build(module: nn.Module) -> MLP | str:
     """The stand-in of a module, or the reason why there is none."""
     packed = packing.is_packed(module)  # the forward of its class cannot run
-    found: MLP | None = module.__dict__[LENT] if packed else None
+    found: MLP | None = module.__dict__[STAND_IN] if packed else None
     if (why := _unsupported_reason(module)) is not None:
         return found or why
     if found is not None and stand_ins.is_current(module):
@@ -260,7 +260,7 @@ def bind_parameters(op: MLP, module: nn.Module) -> None:
 
 def describe(op: MLP) -> str:
     """A description of the stand-in, for the report."""
-    owner = op.__dict__[LENDER].owner
+    owner = op.__dict__[PARAMETER_SOURCE].owner
     adapted = [
         name for name in _projection_names(owner) if adapters.is_adapter(owner._modules[name])
     ]
@@ -282,7 +282,7 @@ def forward(self: nn.Module, x: Tensor) -> Tensor:
     if stand_ins.is_current(self) and all(
         _is_readable(self._modules[name]) for name in _projection_names(self)
     ):
-        return self.__dict__[LENT](x)
+        return self.__dict__[STAND_IN](x)
     return (
         _stock_packed_forward(self, x) if packing.is_packed(self) else type(self).forward(self, x)
     )

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fuseops import ops
-from fuseops.ops.paths import LENT
+from fuseops.ops.paths import STAND_IN
 
 from . import stand_ins
 from .recognise import norm_of
@@ -40,4 +40,4 @@ def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     """The module's forward; y is rounded once, to the dtype of the input."""
     if stand_ins.is_sharded(self) or not stand_ins.is_current(self):
         return type(self).forward(self, hidden_states)
-    return self.__dict__[LENT](hidden_states)
+    return self.__dict__[STAND_IN](hidden_states)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
 from fuseops.ops.op import Call, Grads, Op, Out, Shape, SideGrads
-from fuseops.ops.paths import LENT
+from fuseops.ops.paths import STAND_IN
 from fuseops.ops.rope import angle_gradients, shared_angles
 from fuseops.torch_private import is_dtensor
 
@@ -234,12 +234,12 @@ def forward(self: nn.Module, *args: Any, **keywords: Any) -> Any:
     """The attention's forward with `RotaryPair`; the stock one where a global that it reads was replaced."""
     if not stand_ins.evaluate(_globals_unchanged, self):
         return type(self).forward(self, *args, **keywords)
-    return self.__dict__[LENT].rewritten(self, *args, **keywords)
+    return self.__dict__[STAND_IN].rewritten(self, *args, **keywords)
 
 
 def _globals_unchanged(owner: nn.Module) -> bool:
     """Whether the globals that an attention's forward reads are those of when it was copied."""
-    known, names, values = owner.__dict__[LENT].globals_read
+    known, names, values = owner.__dict__[STAND_IN].globals_read
     return all(map(is_, map(known.get, names), values)) or stand_ins.warn_changed(owner)
 
 

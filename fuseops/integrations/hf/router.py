@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
 from fuseops.ops.op import Call, Grads, Op, Out, Shape, SideGrads
-from fuseops.ops.paths import LENT
+from fuseops.ops.paths import STAND_IN
 
 from . import stand_ins
 from .recognise import Route, route_of
@@ -105,6 +105,6 @@ def forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Ten
     """The module's forward.   -> logits (T, E), weights (T, K), experts (T, K) int64"""
     if stand_ins.is_sharded(self) or not stand_ins.is_current(self):
         return type(self).forward(self, hidden_states)
-    op = self.__dict__[LENT]
+    op = self.__dict__[STAND_IN]
     logits, weights, experts = op(hidden_states.reshape(-1, op.width))
     return logits, weights, experts.to(torch.int64)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from fuseops.ops.op import OF_EVERY_MODULE, Op
-from fuseops.ops.paths import LENDER, LENT
+from fuseops.ops.op import NON_CONFIG_ATTRS, Op
+from fuseops.ops.paths import PARAMETER_SOURCE, STAND_IN
 from fuseops.plan.key import has_hooks
 from fuseops.torch_private import assume_constant_result, is_dtensor
 from fuseops.words import dtype_name
@@ -58,7 +58,7 @@ def owner_parameters(*names: str) -> Callable[[C], C]:
 def _owner_property(name: str) -> property:
     def read(op: Any) -> Tensor | None:
         # while the op is constructed it has no source: the AttributeError has torch look among the parameters
-        found: Tensor | None = op._lender.get(name)
+        found: Tensor | None = op._parameter_source.get(name)
         return found
 
     def discard(op: Any, value: Any) -> None:
@@ -73,20 +73,20 @@ def bind_parameters(op: Op[Any], owner: nn.Module, sources: Mapping[str, Source]
 
     The owner does not become a child of the op.
     """
-    op.__dict__[LENDER] = ParameterSource(owner, dict(sources))
+    op.__dict__[PARAMETER_SOURCE] = ParameterSource(owner, dict(sources))
     for name in [*op._parameters]:
         del op._parameters[name]
 
 
 def attach(owner: nn.Module, stand_in: nn.Module, built_for: Any) -> None:
     """Attach a stand-in to its owner, not as a child.   built_for: the state that it was built for, for `attached`"""
-    owner.__dict__[LENT] = stand_in
+    owner.__dict__[STAND_IN] = stand_in
     stand_in.__dict__.update(built_for=built_for, replaces=type(owner).forward)
 
 
 def attached(owner: nn.Module, built_for: Any) -> Any:
     """The stand-in of the owner; None if there is none, or if it was built for another state."""
-    found = owner.__dict__.get(LENT)
+    found = owner.__dict__.get(STAND_IN)
     return found if found is not None and found.built_for == built_for else None
 
 
@@ -97,7 +97,7 @@ def only_while_attached(forward: F) -> F:
 
     @functools.wraps(forward)
     def either(self: nn.Module, *args: Any, **keywords: Any) -> Any:
-        stand_in, own = self.__dict__.get(LENT), type(self).forward
+        stand_in, own = self.__dict__.get(STAND_IN), type(self).forward
         ours = stand_in is not None and stand_in.replaces is own
         return (forward if ours else own)(self, *args, **keywords)
 
@@ -119,7 +119,9 @@ class ConfigSnapshot(NamedTuple):
     @classmethod
     def of(cls, module: nn.Module) -> ConfigSnapshot:
         own = module.__dict__
-        names = tuple([n for n in own if n not in OF_EVERY_MODULE and n not in (LENT, "forward")])
+        names = tuple(
+            [n for n in own if n not in NON_CONFIG_ATTRS and n not in (STAND_IN, "forward")]
+        )
         inner = [n for n, m in module._modules.items() if m is not None and not [*m.parameters()]]
         snapshot = cls(names, tuple(inner), ())
         return snapshot._replace(values=snapshot.current(module))
@@ -190,7 +192,7 @@ def is_current(owner: nn.Module) -> bool:
 
 
 def _is_current(owner: nn.Module) -> bool:
-    stand_in: Any = owner.__dict__[LENT]
+    stand_in: Any = owner.__dict__[STAND_IN]
     return bool(stand_in.built_for.matches(owner)) or warn_changed(owner)
 
 

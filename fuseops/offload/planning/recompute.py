@@ -14,7 +14,7 @@ from torch import nn
 from fuseops.offload.scopes import dispatch_again, recompute
 from fuseops.ops.op import FusedOp
 from fuseops.ops.op import Op as FuseOp
-from fuseops.ops.paths import SPREAD
+from fuseops.ops.paths import SHARD_EXPERTS
 
 from .profile import LayerCall, Profile, Recompute
 
@@ -44,7 +44,9 @@ def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     """
     ops = [op for op in model.modules() if isinstance(op, FuseOp)]
     every = [o.together for op in ops for o in (*op._around[0], op, *op._around[1])]
-    lent = [m.__dict__[SPREAD].keywords for m in model.modules() if SPREAD in m.__dict__]
+    lent = [
+        m.__dict__[SHARD_EXPERTS].keywords for m in model.modules() if SHARD_EXPERTS in m.__dict__
+    ]
     every += [keywords["mesh"].get_group() for keywords in lent]
     found = {id(group): group for group in every if group is not None}
     return [group for group in found.values() if dist.get_world_size(group) > 1]

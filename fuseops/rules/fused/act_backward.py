@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.activation import Form
-from fuseops.ops.linear import flat, high, wgrad_input
+from fuseops.ops.linear import flat, to_high_precision, wgrad_input
 from fuseops.ops.op import Call
 from fuseops.recipes import Operand
 
@@ -52,7 +52,7 @@ def activation_backward(
             if unfused is None and quantized_swiglu.halves_fit_squares(da):
                 return quantized_swiglu.backward(flat(da), rows, probs, offs, fc1_call, fc2_call)
             del rows
-        h = high(h)
+        h = to_high_precision(h)
     need_a = not fc2_call.needs.isdisjoint(WEIGHTS)
     fused_a = need_a and roles is None
     if da is not None:

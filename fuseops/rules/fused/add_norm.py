@@ -5,8 +5,8 @@ from typing import Any, cast
 from torch import Tensor
 
 from fuseops.ops.linear import LinearSaved, linear
-from fuseops.ops.op import Calls, FusedOp, Given, Grads, NothingSaved, Out, SideGrads
-from fuseops.ops.structure import AddSaved, of_tap
+from fuseops.ops.op import Calls, FusedOp, Grads, MemberTensors, NothingSaved, Out, SideGrads
+from fuseops.ops.structure import AddSaved, tap_gradient
 
 
 class AddNorm(FusedOp):
@@ -18,7 +18,7 @@ class AddNorm(FusedOp):
 
     recipes = True
 
-    def fwd(self, x: Tensor, t: Given, calls: Calls) -> Out:
+    def fwd(self, x: Tensor, t: MemberTensors, calls: Calls) -> Out:
         *front, add, tap, norm = cast("tuple[Any, ...]", self.members)
         before: list[Any] = []
         if front:
@@ -31,7 +31,7 @@ class AddNorm(FusedOp):
         normed = norm.normed(h, t[-1], norm.epsilon(h.dtype), residual_in_norm)
         added = AddSaved(None if same_dtype else (x.dtype, residual.dtype))
         shape = tuple(norm.normalized_shape)
-        saved = (*before, added, NothingSaved(), norm.kept(normed, t[-1]["weight"], shape))
+        saved = (*before, added, NothingSaved(), norm.saved_of(normed, t[-1]["weight"], shape))
         return Out(normed.y, saved, {tap.writes[0]: normed.h})
 
 
@@ -42,7 +42,7 @@ class NormAdd(FusedOp):
         self, saved: tuple[Any, ...], dy: Tensor | None, calls: Calls, dside: SideGrads
     ) -> tuple[Grads, ...]:
         add, _, norm = cast(Any, self.members)
-        dh, needs = of_tap(dside), calls[2].needs
+        dh, needs = tap_gradient(dside), calls[2].needs
         params = dict.fromkeys(needs - {"x"})
         if dy is not None:
             norm_grads = norm.grads(saved[2], dy, needs, dh)

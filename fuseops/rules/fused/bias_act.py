@@ -7,7 +7,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.ops.activations import form_of
 from fuseops.ops.linear import Linear, linear_bwd
-from fuseops.ops.op import Calls, FusedOp, Grads, SideGrads, replaced
+from fuseops.ops.op import Calls, FusedOp, Grads, SideGrads, fast_replace
 
 
 class BiasAct(FusedOp):
@@ -30,4 +30,4 @@ class BiasAct(FusedOp):
         grads = Grads(dh)
         if isinstance(first, Linear):
             grads = linear_bwd(own, dh, call, call.needs - {"bias"})
-        return replaced(grads, params={**(grads.params or {}), **params}), Grads()
+        return fast_replace(grads, params={**(grads.params or {}), **params}), Grads()

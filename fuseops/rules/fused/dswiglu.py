@@ -17,8 +17,8 @@ from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.kernels.activation import Form
 from fuseops.kernels.configs import Switch
-from fuseops.kernels.grouped_paths import BACK, act_bwd_path
-from fuseops.kernels.registry import decided
+from fuseops.kernels.grouped_paths import BACKWARD_ACTS, act_bwd_path
+from fuseops.kernels.registry import cached_decision
 from fuseops.ops.op import Call, Calls
 from fuseops.ops.tiles import tiles_of
 
@@ -73,7 +73,7 @@ def unfused_reason(
     rows: of the product; dy and h may be proxies of one row
     """
     tensors = dy, h, operands.fc2, operands.probs, dy_index
-    return decided(_unfused_reason, tensors, operands.form, facts, rows)
+    return cached_decision(_unfused_reason, tensors, operands.form, facts, rows)
 
 
 def _unfused_reason(
@@ -89,8 +89,8 @@ def _unfused_reason(
     if form is None:  # not kept: only biases of fc2 want a gradient
         return "not every gradient is needed"
     kind, *options = form
-    if kind not in BACK or any(options):
-        suffix = ", its gate and up alternate" if kind in BACK else ""
+    if kind not in BACKWARD_ACTS or any(options):
+        suffix = ", its gate and up alternate" if kind in BACKWARD_ACTS else ""
         return f"the activation is {kind}{suffix}"
     if not (facts.fc1_needs_grad and {"x", "weight"} <= facts.needs) or h is None:
         return "not every gradient is needed"
@@ -108,7 +108,7 @@ def _unfused_reason(
     if not act_bwd_path(dy, weight, h, dy_index):
         return "no path of the GEMM can, see its own"
     dims = (*weight.shape, dy_index is not None)
-    if facts.prefer == "speed" and not EPILOGUE.says(rows, dims, dy):
+    if facts.prefer == "speed" and not EPILOGUE.enabled(rows, dims, dy):
         return "two kernels are faster for this shape"
     return None
 

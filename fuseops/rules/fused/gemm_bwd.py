@@ -16,14 +16,14 @@ from fuseops.ops.linear import (
     WEIGHT,
     LinearSaved,
     bias_gradient,
-    grad_in_turn,
     grad_operand,
     input_gradient,
     linear_bwd,
     plain_weight_gradient,
+    staged_grad_operands,
     weight_gradient,
 )
-from fuseops.ops.op import Call, Grads, new, replaced
+from fuseops.ops.op import Call, Grads, fast_replace, make_tuple
 from fuseops.recipes import Operand
 
 from . import wgrad_order
@@ -41,17 +41,18 @@ def backward(
 ) -> tuple[Grads, WeightGrad | None]:
     """(Grads with dx and dbias, a function from x to dweight), each where `call.needs` names it.
 
-    dbias is the sum of dy in high precision. Without a dy all gradients are None.   dy_stays: see `grad_in_turn`
+    dbias is the sum of dy in high precision. Without dy all gradients are None.
+    dy_stays: as in `staged_grad_operands`
     """
     if dy is None:
         return Grads(None, dict.fromkeys(call.needs - {"x"})), None
     needs, roles = call.needs, call.precision.roles
     if roles is None:
-        grads = linear_bwd(new(LinearSaved, (None, weight)), dy, call, needs - WEIGHT)
+        grads = linear_bwd(make_tuple(LinearSaved, (None, weight)), dy, call, needs - WEIGHT)
         return grads, partial(plain_weight_gradient, dy) if "weight" in needs else None
     lead = dy.shape[:-1] if isinstance(dy, Tensor) else None
     own = {"bias": bias_gradient(dy)} if "bias" in needs else {}
-    q, (dy_source, _) = grad_in_turn(dy, call, stays=dy_stays)
+    q, (dy_source, _) = staged_grad_operands(dy, call, stays=dy_stays)
     del dy
     dx = input_gradient(q, weight, call) if "x" in needs else None  # type: ignore[arg-type]
     grads = Grads(dx if dx is None or lead is None else dx.view(*lead, dx.shape[-1]), own)
@@ -90,7 +91,7 @@ def grouped_backward(
     """(Grads without those of weights, a function that adds these for the rows of x), as `call.needs` names them.
 
     owned: [dy], which is popped: an argument could live until the call returns, under dynamo's frame evaluator.
-    dy_stays, by_token: see `grad_in_turn`
+    dy_stays, by_token: see `staged_grad_operands`
     """
     dy = owned.pop()
     quantized, dy_rows = call.precision.roles is not None, (dy, dy_index)
@@ -100,10 +101,10 @@ def grouped_backward(
         grads = grouped_linear_bwd(saved, dy, call, dy_index=dy_index, needs=needs)
     if quantized:
         offs: Tensor = saved.offs  # type: ignore[assignment]
-        q, dy_rows = grad_in_turn(dy, call, offs, dy_index, dy_stays, by_token)
+        q, dy_rows = staged_grad_operands(dy, call, offs, dy_index, dy_stays, by_token)
         del dy
         if "x" in call.needs:
-            grads = replaced(grads, x=grouped_input_gradient(q, saved.weight, offs, call))  # type: ignore[arg-type]
+            grads = fast_replace(grads, x=grouped_input_gradient(q, saved.weight, offs, call))  # type: ignore[arg-type]
     pending = [] if call.needs.isdisjoint(WEIGHTS) else [dy_rows]
     return grads, partial(add_weight_grads, saved, pending, call, grads.params)
 
@@ -121,7 +122,7 @@ def add_weight_grads(
         return
     if call.precision.roles is None:
         (dy, dy_index), (x, x_index) = dy_rows.pop(), source()
-        saved, needs = replaced(saved, x=x), call.needs & WEIGHTS
+        saved, needs = fast_replace(saved, x=x), call.needs & WEIGHTS
         params.update(grouped_linear_bwd(saved, dy, call, x_index, dy_index, needs).params)
         return
     weight, offs = saved.weight, saved.offs

@@ -21,8 +21,8 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.kernels.activation import Form
 from fuseops.kernels.configs import Switch
-from fuseops.kernels.grouped_paths import ENDS, act_path
-from fuseops.kernels.registry import decided, held_once
+from fuseops.kernels.grouped_paths import EPILOGUE_ACTS, act_path
+from fuseops.kernels.registry import cached_decision, held_once
 from fuseops.ops.activations import form_of
 from fuseops.ops.checks import check_offs, check_probs
 from fuseops.ops.grouped_linear import (
@@ -31,12 +31,22 @@ from fuseops.ops.grouped_linear import (
     rows_of,
 )
 from fuseops.ops.linear import (
-    high,
     input_operand,
     saved_input,
+    to_high_precision,
     weight_rows,
 )
-from fuseops.ops.op import Call, Calls, FusedOp, Given, Grads, Op, Out, SideGrads, replaced
+from fuseops.ops.op import (
+    Call,
+    Calls,
+    FusedOp,
+    Grads,
+    MemberTensors,
+    Op,
+    Out,
+    SideGrads,
+    fast_replace,
+)
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
 from fuseops.recipes import Operand
@@ -127,11 +137,13 @@ class GroupedMLP(FusedOp):
         if low2:
             self.saves_for |= {f"{two}down": (*a, "up2"), f"{two}up": (*a, "down2")}
 
-    def fwd(self, x: Operand, t: Given, calls: Calls, keep: frozenset[str]) -> Out:
+    def fwd(self, x: Operand, t: MemberTensors, calls: Calls, keep: frozenset[str]) -> Out:
         saved = self.saved_inputs(x, t)
         h, a = self.fc1_and_act(saved, calls, "h" in keep)
         y = self.output(saved, a, calls[2])
-        return Out(y, replaced(saved, h=h, x=saved_input(x, calls[0], saved.offs, again=h is None)))
+        return Out(
+            y, fast_replace(saved, h=h, x=saved_input(x, calls[0], saved.offs, again=h is None))
+        )
 
     def bwd(
         self, owned: list[GroupedMLPSaved], dy: Tensor, calls: Calls, dside: SideGrads
@@ -140,7 +152,7 @@ class GroupedMLP(FusedOp):
         dh_owned.append(dy)
         return self.gradients(saved_rest, dh_owned, calls, lambda *width: (saved_rest.x, None))
 
-    def choices(self, x: Tensor, t: Given, calls: Calls) -> str:
+    def choices(self, x: Tensor, t: MemberTensors, calls: Calls) -> str:
         if calls[0].precision.roles is not None:
             return ""
         given, facts = self.operands(self.saved_inputs(x, t)), dswiglu.facts_of(calls)
@@ -149,7 +161,7 @@ class GroupedMLP(FusedOp):
 
     # --- the parts, over the calls of fc1, act and fc2. With an index, row r is row index[r] of x or dy.
 
-    def saved_inputs(self, x: Operand, t: Given) -> GroupedMLPSaved:
+    def saved_inputs(self, x: Operand, t: MemberTensors) -> GroupedMLPSaved:
         """The saved fields, without h."""
         fc1, act, fc2 = t[self.fc1_index : self.fc1_index + 3]
         check_offs(fc1["offs"], fc1["weight"].shape[0])
@@ -199,14 +211,16 @@ class GroupedMLP(FusedOp):
             if quantized_swiglu.unfused_reason(s.form, h, call, calls[2], needs_dh_tensor) is None:
                 probs = s.probs if self.scaled else None
                 return kept, quantized_swiglu.forward(h, probs, s.offs, calls[2])
-            return kept, self.activation(high(h), s)
+            return kept, self.activation(to_high_precision(h), s)
         x: Tensor = s.x  # type: ignore[assignment]
         offs: Tensor = s.offs  # type: ignore[assignment]
         weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
         probs, rows = s.probs if self.scaled else None, (x if index is None else index).shape[0]
         form: Form = s.form  # type: ignore[assignment]
         tensors = x, weight, index, probs, s.bias1
-        if decided(_act_in_epilogue, tensors, form, self.scale1, s.down1 is not None, need_h):
+        if cached_decision(
+            _act_in_epilogue, tensors, form, self.scale1, s.down1 is not None, need_h
+        ):
             check_splits(offs, rows, x.device)
             tiles, bias = tiles_of(call, offs, rows), call.precision.cast(s.bias1)
             return K.grouped_swiglu(x, weight, offs, tiles, probs, index, need_h, bias, *form)
@@ -254,7 +268,7 @@ class GroupedMLP(FusedOp):
         h, dprobs = owned.pop(), None
         if h is None and not last.needs.isdisjoint(("x", *WEIGHTS)):
             x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
-            h = self.hidden(replaced(s, x=x), first, x_index)
+            h = self.hidden(fast_replace(s, x=x), first, x_index)
             del x
         if quantized:
             parts = wgrad_order.choose_parts(dy, s.fc1, s.fc2, calls, dy_index)
@@ -263,14 +277,14 @@ class GroupedMLP(FusedOp):
             rows = (dy if dy_index is None else dy_index).shape[0]
             operands, facts = self.operands(s), dswiglu.facts_of(calls)
             fused = dswiglu.unfused_reason(operands, dy, h, dy_index, facts, rows) is None
-        call = replaced(last, needs=last.needs - {"x"}) if fused else last
+        call = fast_replace(last, needs=last.needs - {"x"}) if fused else last
         fc2_grads, fc2_wgrad = grouped_backward(fc2, [dy], call, dy_index, True, parts > 0)
         dh: Operand | None = None
         a: Operand | None = None
         if fused:
             dh, a, dprobs = dswiglu.fused_backward(operands, dy, h, dy_index, last, reuse_h)
         else:
-            h_and_da, fc2_grads = [h, fc2_grads.x], replaced(fc2_grads, x=None)
+            h_and_da, fc2_grads = [h, fc2_grads.x], fast_replace(fc2_grads, x=None)
             h, probs = None, s.probs if self.scaled else None
             need_dh, needs_dh_tensor = bool(first.needs), not first.needs.isdisjoint(SUMS)
             given = s.form, probs, s.offs, h_and_da, calls, need_dh, needs_dh_tensor, reuse_h
@@ -285,7 +299,7 @@ class GroupedMLP(FusedOp):
         else:
             fc1_grads, fc1_wgrad = grouped_backward(fc1, dh_owned, first)
             if fc1_grads.x is not None:
-                fc1_grads = replaced(fc1_grads, x=finish_dx(fc1_grads.x, dprobs))
+                fc1_grads = fast_replace(fc1_grads, x=finish_dx(fc1_grads.x, dprobs))
         if dx_first and not parts:
             fc2_wgrad(a_owned.pop)
         if fc1_wgrad is not None:
@@ -305,7 +319,7 @@ class GroupedMLP(FusedOp):
 
 def split_h(saved: GroupedMLPSaved) -> tuple[GroupedMLPSaved, list[Any]]:
     """(the fields without h, [h]): a callee pops h and can free it, which an argument of the caller would prevent."""
-    return replaced(saved, h=None), [saved.h]
+    return fast_replace(saved, h=None), [saved.h]
 
 
 def _act_in_epilogue(
@@ -325,7 +339,7 @@ def _act_in_epilogue(
     (kind, *options), rows = form, (x if index is None else index).shape[0]
     # with a bias, only clamped SwiGLU was tested on a GPU
     unsupported_bias = bias is not None and (scaled or kind != "clamped_swiglu")
-    if kind not in ENDS or unsupported_bias or adapted:
+    if kind not in EPILOGUE_ACTS or unsupported_bias or adapted:
         return False
     if probs is not None and (probs.shape != (rows,) or probs.dtype is not torch.float32):
         return False
@@ -336,4 +350,4 @@ def _act_in_epilogue(
     if not act_path(x, weight, index, kind, *options[:1]):
         return False
     dims = (*weight.shape, index is not None, need_h)
-    return EPILOGUE.says(rows, dims, x)
+    return EPILOGUE.enabled(rows, dims, x)

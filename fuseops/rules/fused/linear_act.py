@@ -5,7 +5,7 @@ from typing import Any
 from fuseops import kernels as K
 from fuseops.ops.activations import ActivationSaved, form_of
 from fuseops.ops.linear import LinearSaved, linear
-from fuseops.ops.op import Calls, FusedOp, Given, NothingSaved, Out
+from fuseops.ops.op import Calls, FusedOp, MemberTensors, NothingSaved, Out
 
 
 class LinearAct(FusedOp):
@@ -14,7 +14,7 @@ class LinearAct(FusedOp):
     recipes = True
     takes_quantized = True
 
-    def fwd(self, x: Any, t: Given, calls: Calls) -> Out:
+    def fwd(self, x: Any, t: MemberTensors, calls: Calls) -> Out:
         form = form_of(self.members[-1])
         weight = t[0]["weight"]
         bias = t[1]["bias"] if len(t) == 3 else t[0]["bias"]

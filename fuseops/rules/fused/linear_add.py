@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fuseops.ops.elementwise import ConstantScale, ConstantScaleSaved
 from fuseops.ops.linear import LinearSaved
-from fuseops.ops.op import Calls, FusedOp, Given, Grads, Op, Out, SideGrads, replaced
-from fuseops.ops.structure import Add, AddSaved, of_tap
+from fuseops.ops.op import Calls, FusedOp, Grads, MemberTensors, Op, Out, SideGrads, fast_replace
+from fuseops.ops.structure import Add, AddSaved, tap_gradient
 
 from .gemm_bwd import backward
 
@@ -25,7 +25,7 @@ class LinearAdd(FusedOp):
         self.scale = next((op for op in members if isinstance(op, ConstantScale)), None)
         self.add = next((op for op in members if isinstance(op, Add)), None)
 
-    def fwd(self, x: Tensor, t: Given, calls: Calls) -> Out:
+    def fwd(self, x: Tensor, t: MemberTensors, calls: Calls) -> Out:
         weight: Tensor = calls[0].precision.cast(t[0]["weight"])  # type: ignore[assignment]
         scale = 1.0 if self.scale is None else self.scale.scale
         saved: list[Any] = [LinearSaved(x, t[0]["weight"])]
@@ -83,11 +83,11 @@ class TapLinear(FusedOp):
         self, saved: tuple[Any, LinearSaved], dy: Tensor | None, calls: Calls, dside: SideGrads
     ) -> tuple[Grads, ...]:
         tap, _ = self.members
-        published, weight = of_tap(dside), saved[1].weight
+        published, weight = tap_gradient(dside), saved[1].weight
         call = calls[1]
         joins = dy is not None and published is not None and "x" in call.needs
         if joins and published.dtype is dy.dtype:  # type: ignore[union-attr]
-            own, weight_grad = backward(weight, dy, replaced(call, needs=call.needs - {"x"}))
+            own, weight_grad = backward(weight, dy, fast_replace(call, needs=call.needs - {"x"}))
             w: Tensor = call.precision.cast(weight)  # type: ignore[assignment]
             dx = _addmm(dy, w.t(), published.reshape(-1, w.shape[1]), 1.0)  # type: ignore[union-attr, arg-type]
         else:

@@ -21,30 +21,30 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.kernels.activation import Form
 from fuseops.kernels.configs import Switch
-from fuseops.kernels.grouped_paths import BACK, ENDS, act_bwd_path, act_path
-from fuseops.kernels.registry import decided
+from fuseops.kernels.grouped_paths import BACKWARD_ACTS, EPILOGUE_ACTS, act_bwd_path, act_path
+from fuseops.kernels.registry import cached_decision
 from fuseops.ops.activations import form_of
 from fuseops.ops.linear import (
     Linear,
     flat,
-    high,
     input_operand,
     linear,
     saved_input,
+    to_high_precision,
     weight_rows,
 )
 from fuseops.ops.op import (
     Call,
     Calls,
     FusedOp,
-    Given,
     Grads,
+    MemberTensors,
     Op,
     Out,
     SideGrads,
-    new,
+    fast_replace,
+    make_tuple,
     numel,
-    replaced,
 )
 from fuseops.recipes import Operand
 from fuseops.torch_private import is_fake
@@ -110,19 +110,20 @@ class DenseMLP(FusedOp):
         if self.has_bias_op:
             self.saves_for[f"{first + 1}.bias"] = dh
 
-    def fwd(self, x: Operand, t: Given, calls: Calls, keep: frozenset[str]) -> Out:
+    def fwd(self, x: Operand, t: MemberTensors, calls: Calls, keep: frozenset[str]) -> Out:
         first, last = t[self.fc1_index], t[-1]
         y, saved, side = self.prologue.fwd(x, t[: self.fc1_index], calls[self.fc1_index])
         bias = t[self.fc1_index + 1]["bias"] if self.has_bias_op else first["bias"]
         own = form_of(self.act), first["weight"], last["weight"], bias
-        s = new(DenseMLPSaved, (*saved, None, *own))
+        s = make_tuple(DenseMLPSaved, (*saved, None, *own))
         h, a = self.fc1_and_act(s, y, calls)
         del y
         if "h" in keep:
-            s = new(DenseMLPSaved, (*saved, h, *own))
+            s = make_tuple(DenseMLPSaved, (*saved, h, *own))
         del h
         if self.takes_quantized:
-            s = replaced(s, x=saved_input(s.x, calls[self.fc1_index], again=s.h is None))  # type: ignore[arg-type]
+            x_saved = saved_input(s.x, calls[self.fc1_index], again=s.h is None)  # type: ignore[arg-type]
+            s = fast_replace(s, x=x_saved)
         y = linear(a, last["weight"], last["bias"], calls[-1], columns=False)[0]
         return Out(y if y.dim() == x.dim() else shaped(y, x), s, side)
 
@@ -157,7 +158,7 @@ class DenseMLP(FusedOp):
         hidden = self.hidden(s, y, call)
         if self.unquantized_reason(s.form, hidden, calls) is None:
             return hidden, quantized_swiglu.forward(flat(hidden), None, None, calls[-1])
-        return hidden, K.act_fwd(high(hidden), *s.form)  # type: ignore[misc]
+        return hidden, K.act_fwd(to_high_precision(hidden), *s.form)  # type: ignore[misc]
 
     def unquantized_reason(self, form: Form | None, h: Operand, calls: Calls) -> str | None:
         """Why SwiGLU and its backward write tensors; None where they write the operands of the next GEMMs."""
@@ -170,7 +171,7 @@ class DenseMLP(FusedOp):
         self, owned: list[DenseMLPSaved], dy: Tensor | None, calls: Calls, dside: SideGrads
     ) -> tuple[Grads, ...]:
         s = owned.pop()
-        h_and_dy, s = [s.h, dy], replaced(s, h=None)
+        h_and_dy, s = [s.h, dy], fast_replace(s, h=None)
         lead, first = None if dy is None else dy.shape[:-1], calls[self.fc1_index]
         del dy
         dh, last = self.fc2_and_act_backward(s, h_and_dy, calls)
@@ -205,7 +206,7 @@ class DenseMLP(FusedOp):
             call.precision.roles is not None or self.unfused_reason_bwd(s, dy, h, call) is not None
         )
         needs = call.needs if unfused else call.needs - {"x"}
-        grads, weight_grad = backward(s.fc2, dy, replaced(call, needs=needs), dy_stays=True)
+        grads, weight_grad = backward(s.fc2, dy, fast_replace(call, needs=needs), dy_stays=True)
         if not unfused:
             weight: Tensor = call.precision.cast(s.fc2)  # type: ignore[assignment]
             rows = dy.reshape(-1, dy.shape[-1])
@@ -242,18 +243,18 @@ class DenseMLP(FusedOp):
         """Why the activation is a separate kernel; None where it is the epilogue of fc1's GEMM.   y: input of fc1"""
         compute, roles = call.precision
         facts = s.form, compute, roles is not None, s.bias is not None
-        return decided(_unfused_reason, (y, s.fc1), *facts)
+        return cached_decision(_unfused_reason, (y, s.fc1), *facts)
 
     def unfused_reason_bwd(self, s: DenseMLPSaved, dy: Any, h: Any, call: Call) -> str | None:
         """Why the activation's backward is a separate kernel; None where it is the epilogue of fc2's GEMM."""
         needs = call.needs
         if s.fc2 is None or h is None or "x" not in needs or "weight" not in needs:
             return "not every gradient is needed"
-        return decided(
+        return cached_decision(
             _unfused_reason_bwd, (dy, h, s.fc2), s.form, call.precision.roles is not None
         )
 
-    def choices(self, x: Any, t: Given, calls: Calls) -> str:
+    def choices(self, x: Any, t: MemberTensors, calls: Calls) -> str:
         first, last, act = t[self.fc1_index], t[-1], form_of(self.act)
         bias = t[self.fc1_index + 1]["bias"] if self.has_bias_op else first["bias"]
         s = DenseMLPSaved(*PrologueSaved(None), None, act, first["weight"], last["weight"], bias)
@@ -262,7 +263,7 @@ class DenseMLP(FusedOp):
         y, h, dy = (x.new_empty(len(x), width, dtype=dtype) for width in widths)
         if calls[self.fc1_index].precision.roles is not None:
             return "; ".join(self._describe_producers(x, h, calls))
-        name = ENDS.get(act[0], "the activation")
+        name = EPILOGUE_ACTS.get(act[0], "the activation")
         parts = [("fc1", name, self.unfused_reason(s, y, calls[self.fc1_index]))]
         if calls[-1].needs:
             why = self.unfused_reason_bwd(s, dy, h, calls[-1])
@@ -295,7 +296,7 @@ def _unfused_reason(
         return why
     if not K.grouped_swiglu.launches((y, weight), {}):
         return "the reference runs"
-    if not SWIGLU.says(numel(y.shape[:-1]), tuple(weight.shape), y):
+    if not SWIGLU.enabled(numel(y.shape[:-1]), tuple(weight.shape), y):
         return SLOWER
     kind: str = form[0]  # type: ignore[index]
     return None if act_path(flat(y), weight[None], kind=kind) else NO_PATH
@@ -309,7 +310,7 @@ def _unfused_reason_bwd(
         return why
     if not K.grouped_dswiglu.launches((dy, h, weight), {}):
         return "the reference runs"
-    if not DSWIGLU.says(numel(dy.shape[:-1]), tuple(weight.shape[::-1]), dy):
+    if not DSWIGLU.enabled(numel(dy.shape[:-1]), tuple(weight.shape[::-1]), dy):
         return SLOWER
     path = act_bwd_path(flat(dy), weight[None].transpose(1, 2), flat(h))
     return None if path else NO_PATH
@@ -320,8 +321,8 @@ def _no_epilogue_reason(
 ) -> str | None:
     """Why no GEMM with an activation as its epilogue takes these operands, None if one may."""
     kind, *options = form or ("",)
-    if kind not in BACK or any(options):
-        suffix = ", its gate and up alternate" if kind in BACK else ""
+    if kind not in BACKWARD_ACTS or any(options):
+        suffix = ", its gate and up alternate" if kind in BACKWARD_ACTS else ""
         return f"the activation is {kind}{suffix}"
     if quantized:
         return "a recipe quantizes the operands"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fuseops.ops.linear import linear
-from fuseops.ops.op import Calls, FusedOp, Given, Grads, Op, Out, SideGrads
+from fuseops.ops.op import Calls, FusedOp, Grads, MemberTensors, Op, Out, SideGrads
 
 from .gemm_bwd import backward, shaped
 from .norm_prologue import NormPrologue
@@ -42,7 +42,7 @@ class NormLinear(FusedOp):
             f"{at}.bias": (),
         }
 
-    def fwd(self, x: Tensor, t: Given, calls: Calls, keep: frozenset[str]) -> Out:
+    def fwd(self, x: Tensor, t: MemberTensors, calls: Calls, keep: frozenset[str]) -> Out:
         y, saved, side = self.prologue.fwd(x, t, calls[-1])
         weight, bias = t[-1]["weight"], t[-1]["bias"]
         y, _ = linear(y, weight, bias, calls[-1], columns=False)

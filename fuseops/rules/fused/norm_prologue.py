@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.ops.norms import LayerNorm, Normed, RMSNorm
-from fuseops.ops.op import Call, Given, Grads, Op, SideGrads
-from fuseops.ops.structure import Add, AddSaved, Tap, of_tap
+from fuseops.ops.op import Call, Grads, MemberTensors, Op, SideGrads
+from fuseops.ops.structure import Add, AddSaved, Tap, tap_gradient
 from fuseops.recipes import Layout, Quantized, Scaling
 from fuseops.recipes.numerics import ActiveStats, active_stats
 from fuseops.recipes.scaling import SQUARE, VECTOR
@@ -66,7 +66,7 @@ class NormPrologue:
         return ("x", "gamma", "beta", "eps") if self.norm is not None else ("x",)
 
     def fwd(
-        self, x: Any, t: Given, call: Call
+        self, x: Any, t: MemberTensors, call: Call
     ) -> tuple[Any, PrologueSaved, dict[str, Tensor] | None]:
         """(input of the GEMM, saved fields, published side tensors).   call: of the GEMM"""
         if self.norm is None:
@@ -133,12 +133,14 @@ class NormPrologue:
         if self.norm is None:
             return ()
         needs = calls[-1].needs
-        dh = of_tap(dside)
+        dh = tap_gradient(dside)
         params = dict.fromkeys(needs - {"x"})
         if dy is not None:
             if s.x is not None and s.x.dtype is not dy.dtype:
                 dy = dy.to(s.x.dtype)
-            saved = self.norm.kept(Normed(dy, s.x, s.mean, s.rstd), s.gamma, tuple(dy.shape[-1:]))
+            saved = self.norm.saved_of(
+                Normed(dy, s.x, s.mean, s.rstd), s.gamma, tuple(dy.shape[-1:])
+            )
             grads = self.norm.grads(saved, dy, needs, dh)
             dh = grads.x if "x" in needs else None  # some kernels make dx regardless
             params |= grads.params or {}

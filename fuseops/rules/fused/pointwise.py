@@ -16,16 +16,32 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.kernels.generated import Both, RefusedError, TensorSpec, both, vjp
-from fuseops.ops.code import FOLLOWED, named_by
-from fuseops.ops.op import OF_EVERY_MODULE, Call, Calls, FusedOp, Given, Grads, Op, Out, SideGrads
+from fuseops.kernels.generated import (
+    ElementwiseKernels,
+    RefusedError,
+    TensorSpec,
+    trace_elementwise,
+    vjp,
+)
+from fuseops.ops.code import FOLLOWED, referenced_values
+from fuseops.ops.op import (
+    NON_CONFIG_ATTRS,
+    Call,
+    Calls,
+    FusedOp,
+    Grads,
+    MemberTensors,
+    Op,
+    Out,
+    SideGrads,
+)
 from fuseops.ops.structure import Add
 from fuseops.rules.rule import Conditions
 
-CACHE: dict[Any, Both | RefusedError] = {}
+CACHE: dict[Any, ElementwiseKernels | RefusedError] = {}
 """Generated kernels by the key of `Pointwise.trace`: equal layers share them."""
 MAX_CACHED = 256  # an attribute may change at each step
-IRRELEVANT = OF_EVERY_MODULE | {"_path", "_prefix", "renames", "note", "delays"}
+IRRELEVANT = NON_CONFIG_ATTRS | {"_path", "_prefix", "renames", "note", "delays"}
 CONSTANTS = (int, float, str, bool, type(None), torch.dtype, torch.device)
 ShapeAndDtype = tuple[Sequence[int], torch.dtype]
 
@@ -45,7 +61,7 @@ class Pointwise(FusedOp):
         self.names = {"x": "0.x", **fields}
         self.Saved = namedtuple("PointwiseSaved", ["x", *fields, "kernels"])  # type: ignore[misc]
 
-    def fwd(self, x: Tensor, t: Given, calls: Calls, keep: frozenset[str]) -> Out:
+    def fwd(self, x: Tensor, t: MemberTensors, calls: Calls, keep: frozenset[str]) -> Out:
         inputs = [x, *(t[i][name] for i, name in self.arguments)]
         kernels = self._kernels(inputs, calls)
         (y,) = kernels.forward(*[t.contiguous() for t in inputs])
@@ -55,7 +71,7 @@ class Pointwise(FusedOp):
         return Out(y, self.Saved(*kept, kernels))
 
     def bwd(self, saved: Any, dy: Tensor, calls: Calls, dside: SideGrads) -> tuple[Grads, ...]:
-        kernels: Both = saved.kernels
+        kernels: ElementwiseKernels = saved.kernels
         given = [dy, *(saved[k] for k in kernels.read)]
         made = iter(kernels.backward(*[t.contiguous() for t in given]))  # type: ignore[misc]
         dx = next(made) if "x" in calls[0].needs else None
@@ -92,18 +108,18 @@ class Pointwise(FusedOp):
         own = [k for k, (i, name) in enumerate(self.arguments, 1) if name in needs[i]]
         return (*([0] if "x" in needs[0] else []), *own)
 
-    def _kernels(self, inputs: Sequence[Tensor], calls: Sequence[Call]) -> Both:
+    def _kernels(self, inputs: Sequence[Tensor], calls: Sequence[Call]) -> ElementwiseKernels:
         """The kernels for tensors of these shapes and dtypes, or plain torch where none can be generated."""
         try:
             return self.trace([(t.shape, t.dtype) for t in inputs], inputs[0].device, calls)
         except RefusedError:
             run, wanted = self.compose(calls), self.inputs_with_grad([call.needs for call in calls])
             every = tuple(range(len(inputs)))
-            return Both(lambda *t: (run(*t),), lambda *t: vjp(run, wanted, *t), every)
+            return ElementwiseKernels(lambda *t: (run(*t),), lambda *t: vjp(run, wanted, *t), every)
 
     def trace(
         self, inputs: Sequence[ShapeAndDtype], device: torch.device, calls: Sequence[Call]
-    ) -> Both:
+    ) -> ElementwiseKernels:
         """The kernels for tensors of these shapes and dtypes.  Raises RefusedError where there are none."""
         leading = inputs[0][0][:-1]
         if not leading:
@@ -126,7 +142,9 @@ class Pointwise(FusedOp):
             if len(CACHE) >= MAX_CACHED:
                 CACHE.clear()
             try:
-                kernels = both(self.compose(calls), specs, len(leading), wanted, device)
+                kernels = trace_elementwise(
+                    self.compose(calls), specs, len(leading), wanted, device
+                )
             except RefusedError as refused:
                 kernels = refused
             CACHE[key] = kernels
@@ -141,7 +159,7 @@ def _op_state(op: Op[Any]) -> Any:
         raise RefusedError("it takes `call`, which may say something else in the next one")
     values = [item for item in op.__dict__.items() if item[0] not in IRRELEVANT]
     values.append(("training", op.training))
-    for name, value in named_by(type(op).fwd, type(op)):
+    for name, value in referenced_values(type(op).fwd, type(op)):
         if not (callable(value) or isinstance(value, FOLLOWED | ModuleType)):
             values.append((name, value))
     for name, value in values:

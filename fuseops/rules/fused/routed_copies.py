@@ -21,4 +21,4 @@ def copies_rows(x: Operand, index: Tensor | None, space: Switch, width: int) -> 
     """Whether this GEMM reads a copy. Never in traced code, where the number of rows is a symbol."""
     if index is None or torch.compiler.is_compiling():
         return False
-    return space.says(index.shape[0], (width, x.shape[1]), x)  # type: ignore[arg-type]
+    return space.enabled(index.shape[0], (width, x.shape[1]), x)  # type: ignore[arg-type]

@@ -18,11 +18,19 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.activation import Form
-from fuseops.kernels.registry import decided
+from fuseops.kernels.registry import cached_decision
 from fuseops.ops.checks import check_pos, check_rows
 from fuseops.ops.linear import saved_input
-from fuseops.ops.op import Calls, Given, Grads, Op, Out, SideGrads, replaced
-from fuseops.ops.permute import AGAIN, ON_DX, SENT, Combine, OnDx, SendsAgain, Sent
+from fuseops.ops.op import Calls, Grads, MemberTensors, Op, Out, SideGrads, fast_replace
+from fuseops.ops.permute import (
+    DISPATCHED,
+    ON_DX,
+    REDISPATCH,
+    Combine,
+    DispatchRecord,
+    OnDx,
+    Redispatch,
+)
 from fuseops.recipes import Operand
 from fuseops.words import size
 
@@ -68,10 +76,10 @@ class RoutedMLP(GroupedMLP):
         last = self.members[-1]
         return last.sums if isinstance(last, Combine) else None
 
-    def fwd(self, x: Operand, t: Given, calls: Calls, keep: frozenset[str]) -> Out:
+    def fwd(self, x: Operand, t: MemberTensors, calls: Calls, keep: frozenset[str]) -> Out:
         check_rows(self.members[0], x)
-        sent: Sent | None = (calls[0].scratch or {}).pop(SENT, None)
-        if "home" not in keep or (sent is not None and sent.arrived is not x):
+        sent: DispatchRecord | None = (calls[0].scratch or {}).pop(DISPATCHED, None)
+        if "home" not in keep or (sent is not None and sent.received is not x):
             sent = None
         index, pos = t[0]["index"], t[0]["pos"]
         check_pos("Permute", pos, x.shape[0])
@@ -80,19 +88,19 @@ class RoutedMLP(GroupedMLP):
         x = saved_input(x, calls[1], offs, by_index=True)
         features = s.fc1.shape[1]  # type: ignore[union-attr]
         high = calls[1].precision.roles is None
-        copies = high and decided(copies_rows, (x, index), FC1, features)
+        copies = high and cached_decision(copies_rows, (x, index), FC1, features)
         rows, rows_index = _routed_rows(x, index, pos, offs, copies)
-        h, a = self.fc1_and_act(replaced(s, x=rows), calls[1:4], "h" in keep, rows_index)
+        h, a = self.fc1_and_act(fast_replace(s, x=rows), calls[1:4], "h" in keep, rows_index)
         del rows
         y = self.output(s, a, calls[3])
         del a
         if self.combines:
             y = K.combine_fwd(y, pos, offs, None, self.sums)
         if sent is None:
-            return Out(y, replaced(s, x=x, h=h, index=index, pos=pos))
+            return Out(y, fast_replace(s, x=x, h=h, index=index, pos=pos))
         _, home, slots, arrivals = sent
         again = {"home": home, "slots": slots, "arrivals": arrivals}
-        return Out(y, replaced(s, x=None, h=h, index=index, pos=pos, **again))
+        return Out(y, fast_replace(s, x=None, h=h, index=index, pos=pos, **again))
 
     def bwd(
         self, owned: list[GroupedMLPSaved], dy: Tensor, calls: Calls, dside: SideGrads
@@ -110,7 +118,7 @@ class RoutedMLP(GroupedMLP):
             x = x_of()
             if calls[1].precision.roles is not None:
                 return x, index  # its codes are permuted
-            copies = decided(copies_rows, (x, index), FC1, *width)
+            copies = cached_decision(copies_rows, (x, index), FC1, *width)
             return _routed_rows(x, index, pos, offs, copies)  # type: ignore[arg-type]
 
         on_dx = _on_dx(calls)
@@ -120,22 +128,22 @@ class RoutedMLP(GroupedMLP):
             sums = K.combine_fwd(dx, pos, offs, None, dtype)  # type: ignore[arg-type]
             dx = sums.to(dx.dtype)
             if on_dx is not None:
-                on_dx.tell(calls[0].scratch, dx, dprobs, sums)
+                on_dx.send(calls[0].scratch, dx, dprobs, sums)
             return dx
 
         h_and_dy.append(dy)
         del dy  # `gradients` frees a copy of its rows after the gradients of fc2
-        dx_first = on_dx is not None and on_dx.beside and calls[3].prefer == "speed"
+        dx_first = on_dx is not None and on_dx.overlaps and calls[3].prefer == "speed"
         grads = self.gradients(s, h_and_dy, calls[1:4], source, dy_index, finish_dx, dx_first)
         after = (Grads(),) if self.combines else ()
         return Grads(grads[0].x), *grads, *after
 
-    def choices(self, x: Tensor, t: Given, calls: Calls) -> str:
+    def choices(self, x: Tensor, t: MemberTensors, calls: Calls) -> str:
         notes = self._describe_dy_rows(x, t, calls), self._describe_dx_overlap(x, t, calls)
         order = self._describe_order(x, t, calls)
         return "; ".join(filter(None, (*notes, order)))
 
-    def _describe_order(self, x: Any, t: Given, calls: Calls) -> str:
+    def _describe_order(self, x: Any, t: MemberTensors, calls: Calls) -> str:
         """A note on the order of gradients under a recipe, if it is not the default. It assumes that dy is like x."""
         if calls[1].precision.roles is None or not self.combines:
             return ""
@@ -144,10 +152,10 @@ class RoutedMLP(GroupedMLP):
         parts = wgrad_order.choose_parts(x, *weights, calls, index)
         return wgrad_order.describe(parts, wgrad_order.wgrad_waits_for_dx(weights[1], calls, index))
 
-    def _describe_dx_overlap(self, x: Any, t: Given, calls: Calls) -> str:
+    def _describe_dx_overlap(self, x: Any, t: MemberTensors, calls: Calls) -> str:
         """A note on the gradients that are computed while dx is sent, and on the memory that fc2's keeps until then."""
         on_dx, fc2 = _on_dx(calls), t[3]["weight"]
-        if on_dx is None or not on_dx.beside or "weight" not in calls[3].needs:
+        if on_dx is None or not on_dx.overlaps or "weight" not in calls[3].needs:
             return ""
         roles, index = calls[3].precision.roles, t[0]["index"]
         codes = roles is not None and not roles.high_wgrad
@@ -157,7 +165,7 @@ class RoutedMLP(GroupedMLP):
         item = 1 if codes else (calls[3].precision.compute or fc2.dtype).itemsize
         return DX_OVERLAP_NOTES[calls[3].prefer].format(size(index.shape[0] * width * item))
 
-    def _describe_dy_rows(self, x: Tensor, t: Given, calls: Calls) -> str:
+    def _describe_dy_rows(self, x: Tensor, t: MemberTensors, calls: Calls) -> str:
         if calls[1].precision.roles is not None:
             return ""
         index, s = t[0]["index"], self.saved_inputs(x, t)
@@ -167,7 +175,7 @@ class RoutedMLP(GroupedMLP):
         facts = dswiglu.facts_of(calls[1:4])
         note = dswiglu.describe(dswiglu.expected_unfused_reason(given, rows_index, facts, rows))
         prefer = calls[3].prefer
-        other = tuple(replaced(c, prefer=OTHER_PREFERENCE[prefer]) for c in calls)
+        other = tuple(fast_replace(c, prefer=OTHER_PREFERENCE[prefer]) for c in calls)
         if not self.combines or self._copies_dy(x, s, index, other) == copies:
             return note
         fc2: Tensor = s.fc2  # type: ignore[assignment]
@@ -185,7 +193,9 @@ class RoutedMLP(GroupedMLP):
         if index is None or s.fc2 is None:
             return False
         form, probs, fc2, _ = self.operands(s)
-        return decided(_copies_dy, (dy, fc2, probs, index), form, dswiglu.facts_of(calls[1:4]))
+        return cached_decision(
+            _copies_dy, (dy, fc2, probs, index), form, dswiglu.facts_of(calls[1:4])
+        )
 
 
 def _copies_dy(
@@ -212,7 +222,7 @@ def _x_source(saved: GroupedMLPSaved, calls: Calls) -> Callable[[], Any]:
     x, offs, pos = saved.x, saved.offs, saved.pos
     if saved.home is None:
         return lambda: x
-    sends: SendsAgain = (calls[0].scratch or {})[AGAIN]
+    sends: Redispatch = (calls[0].scratch or {})[REDISPATCH]
     tokens, roles = pos.shape[0], calls[1].precision.roles  # type: ignore[union-attr]
     ready = sends(saved.home, saved.slots, saved.arrivals, tokens, roles)
     return cache(lambda: saved_input(ready(), calls[1], offs, by_index=True))

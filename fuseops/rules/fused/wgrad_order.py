@@ -12,9 +12,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fuseops.kernels.groups import columns_of
+from fuseops.kernels.groups import padded_columns
 from fuseops.kernels.tiles import FLOATS, cdiv
-from fuseops.ops.linear import WEIGHT, Indexed, grad_operand, of_codes
+from fuseops.ops.linear import WEIGHT, Indexed, columns_from_codes, grad_operand
 from fuseops.ops.op import Call, Calls
 from fuseops.ops.tiles import tiles_of_columns
 from fuseops.recipes import Operand, Roles, Scaling, gemm, operand
@@ -67,12 +67,12 @@ def wgrad_waits_for_dx(w2: Tensor | None, calls: Calls, index: Tensor | None) ->
     if index is None or not _columns_copy_rows(roles, index) or not _can_defer(calls, True):
         return False
     experts, width, _ = w2.shape
-    return columns_of(len(index), experts) < w2.element_size() * experts * width
+    return padded_columns(len(index), experts) < w2.element_size() * experts * width
 
 
 def _columns_copy_rows(roles: Roles, index: Tensor | None) -> bool:
     """Whether columns of rows by index are quantized from a copy of the rows in high precision."""
-    return index is not None and roles.columns and not of_codes(roles.grad_output)
+    return index is not None and roles.columns and not columns_from_codes(roles.grad_output)
 
 
 def describe(parts: int, wgrad_waits_for_dx: bool) -> str:
@@ -136,7 +136,7 @@ class PeakBytes(NamedTuple):
     @property
     def columns(self) -> int:
         """The padded number of rows, in which groups begin at multiples of 128."""
-        return columns_of(self.rows, self.experts)
+        return padded_columns(self.rows, self.experts)
 
     @property
     def dw1(self) -> int:
@@ -236,7 +236,7 @@ def _fewest_parts(
 
 
 def columns_of_dy(dy_rows: Indexed, offs: Tensor, call: Call) -> Indexed:
-    """The operand dy of the weight gradient, from the second result of `grad_in_turn`."""
+    """The operand dy of the weight gradient, from the second result of `staged_grad_operands`."""
     if call.precision.roles.high_wgrad:  # type: ignore[union-attr]
         return dy_rows
     return grad_operand(dy_rows[0], call, WEIGHT, offs, dy_rows[1]), None
@@ -285,7 +285,7 @@ def _column_source(
     The tokens are quantized if columns follow from codes. Else, with one scale a group, that of all features is used.
     """
     inv = None
-    if of_codes(scaling):
+    if columns_from_codes(scaling):
         x = operand(x, scaling)
     elif isinstance(x, Tensor) and index is not None:
         inv = inv_scale_of_rows(x, scaling, offs, index)
