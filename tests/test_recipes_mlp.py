@@ -358,7 +358,7 @@ def test_an_order_for_the_peak_is_said(
     said, activated = set(), GroupedMLP.activated
 
     def asking(*args: Any) -> Any:
-        said.add(gemms.choices())
+        said.add(gemms.backward_choices())
         return activated(*args)
 
     monkeypatch.setattr(GroupedMLP, "activated", asking)

@@ -155,12 +155,12 @@ def _notes_on(call: SequentialCall) -> Iterator[str]:
     if pure and (now := scopes.resolve(*here)).fusion and POINTWISE not in now.rules:
         which = ", ".join(dict.fromkeys(pure))
         yield f"{which}: a pure fwd runs as plain torch; rule {POINTWISE.name} makes one kernel of what is elementwise"
-    if len(call.runs) < len(call.wanted):
-        ran = f"{len(call.runs)} of its {len(call.wanted)} runs of ops ran"
+    if len(call.runs) < len(call.expected):
+        ran = f"{len(call.runs)} of its {len(call.expected)} runs of ops ran"
         yield f"{ran}: forward is overridden, or was left early"
     if nodes and not any(seg.needs_grad for seg in nodes):
         yield "no gradient is wanted: nothing is saved"
-    elif not call.packed and any(any(seg.saved_names.values()) for seg in nodes):
+    elif not call.num_saved and any(any(seg.saved_names.values()) for seg in nodes):
         yield "a saved-tensors hook of the model took what this saves (a checkpoint, or a scope)"
 
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from fuseops import torch_private
 from fuseops.observe.labels import Labels
 from fuseops.observe.observer import Observer
-from fuseops.observe.rehearse import peak_of_step, unseen
+from fuseops.observe.rehearse import not_counted, peak_of_step
 from fuseops.observe.saved import SavedLedger, storages, tensors_by_owner
-from fuseops.observe.untouched import forked_random, held, put_back, sharded_again
+from fuseops.observe.untouched import attribute_tensors, reshard_after, restore_rng, restore_values
 from fuseops.ops import names, scopes
 from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of, stripped, walk
@@ -70,7 +70,7 @@ def plan_of(
         peak = peak_of_step(sequential, args, side)
     if peak is None:
         return plan
-    notes = (*plan.notes, *unseen())
+    notes = (*plan.notes, *not_counted())
     return replace(plan, temporaries=peak - plan.saved_bytes, rehearsed=True, notes=notes)
 
 
@@ -98,10 +98,10 @@ def _observe(
     observer = Observer(model, paths)
     ledger = SavedLedger(observer.where, Labels(paths))
     with ExitStack() as undo:
-        undo.enter_context(forked_random())
+        undo.enter_context(restore_rng())
         buffers = undo.enter_context(_copied_buffers(model))
-        undo.enter_context(put_back(held(model)))
-        undo.enter_context(sharded_again(model))
+        undo.enter_context(restore_values(attribute_tensors(model)))
+        undo.enter_context(reshard_after(model))
         undo.enter_context(_unplanned_again(model))
         undo.enter_context(_eager())
         with names.observe(), ledger.hooks(), observer.watching():

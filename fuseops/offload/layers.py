@@ -21,7 +21,7 @@ from fuseops import torch_private
 from fuseops.observe import modules
 from fuseops.observe.labels import Labels
 from fuseops.observe.memory import tensors_in
-from fuseops.observe.saved import listed
+from fuseops.observe.saved import is_ledger
 from fuseops.ops import names
 from fuseops.ops.names import SavedName
 from fuseops.words import dtype_name
@@ -128,7 +128,7 @@ class LayerScope(Scope):
         elif aside:
             kind = type(module).__name__
             self._ledger.saw(Entry(path, kind, (), None, 0, KEPT, aside))
-        labels, inputs = self._labels.from_0(), list(self._recomputed.get(path, ()))
+        labels, inputs = self._labels.restarted(), list(self._recomputed.get(path, ()))
         running = Running(module, call, labels, inputs)
         self._thread_calls.running.append(running)
         if call is None:
@@ -200,7 +200,7 @@ class LayerScope(Scope):
         if self.paused or not torch.is_grad_enabled() or torch_private.in_backward():
             return ""
         top = torch_private.top_saved_tensor_hooks()
-        if listed(top):
+        if is_ledger(top):
             return ""
         if belongs_to_checkpoint(top):
             return "recomputed by checkpoint"
@@ -214,9 +214,9 @@ class LayerScope(Scope):
 
     # --- saving
 
-    def pack_of_torch(self, t: Tensor, below: FrameType | None) -> Handle:
+    def pack_torch_saved(self, t: Tensor, below: FrameType | None) -> Handle:
         running = self._thread_calls.running[-1]
-        named = running.labels.of_torch(t, below)
+        named = running.labels.name_torch_saved(t, below)
         if running.inputs and t.numel():
             named = named._replace(names=(running.inputs.pop(0),), lasts=False)
         return self.pack_one(t, named, self._judged, running.stayed)

@@ -32,7 +32,7 @@ class Packs(Protocol):
     in_checkpoint: bool
 
     def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]: ...
-    def pack_of_torch(self, t: Tensor, below: FrameType | None) -> Handle: ...
+    def pack_torch_saved(self, t: Tensor, below: FrameType | None) -> Handle: ...
 
 
 class PackHook:
@@ -57,7 +57,7 @@ class PackHook:
         scope: Any = self._scope()
         frame: Any = names.thread.frame
         if frame is None or not frame.tensors:
-            handle: Handle = scope.pack_of_torch(t, sys._getframe().f_back)
+            handle: Handle = scope.pack_torch_saved(t, sys._getframe().f_back)
             return handle
         place = frame.taken
         if place < len(frame.tensors) and frame.tensors[place] is t:

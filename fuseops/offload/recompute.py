@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fuseops.errors import FuseOpsError
-from fuseops.observe.untouched import buffers_of, written
+from fuseops.observe.untouched import buffer_versions, written_buffer
 from fuseops.run.config import checkpoint_contexts
 
 from .nesting import unlinked
@@ -34,11 +34,11 @@ class Recomputed:
         twice = isinstance(forward, Recomputed) and forward.on  # that of another scheduler does it
         if not self.on or twice or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        before = {} if torch.compiler.is_compiling() else buffers_of(self.module)
+        before = {} if torch.compiler.is_compiling() else buffer_versions(self.module)
         out = checkpoint(
             forward, *args, use_reentrant=False, context_fn=checkpoint_contexts, **kwargs
         )
-        if before and (name := written(before, buffers_of(self.module))):
+        if before and (name := written_buffer(before, buffer_versions(self.module))):
             raise FuseOpsError(
                 f"the plan recomputes {self.path or 'the model'}, whose forward writes its buffer {name!r}: the second "
                 'forward would do it once more. Plan "offload" or "keep" for what it saves, or "recompute" for layers '

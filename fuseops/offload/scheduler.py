@@ -17,7 +17,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs
 from fuseops.observe import modules
-from fuseops.observe.labels import matching
+from fuseops.observe.labels import matching_modules
 from fuseops.words import plural
 
 from .arguments import one_of, parse_bytes, whole_number
@@ -101,7 +101,7 @@ class Scheduler:
             whole_number(lag, "Scheduler(lag=...), in layers,")
         whole_number(ahead, "Scheduler(ahead=...), in layers,", least=1)
         self.model = model
-        self.layers = matching(model, as_globs(layers, "Scheduler(layers=...)"))
+        self.layers = matching_modules(model, as_globs(layers, "Scheduler(layers=...)"))
         self.policy = Policy() if policy is None and plan is None and peak is None else policy
         self.plan = plan
         self._check_made_again()

@@ -140,11 +140,11 @@ class Scope(Guarded):
             self._ledger.take(stayed)
         return packed
 
-    def pack_of_torch(self, t: Tensor, below: FrameType | None) -> Handle:
+    def pack_torch_saved(self, t: Tensor, below: FrameType | None) -> Handle:
         """The same of a tensor that no op of fuseops saves. below: the frame that called the pack hook"""
         if self._ledger.take_backward_seen():
-            self._labels.start_again()
-        return self.pack((t,), (self._labels.of_torch(t, below),))[0]
+            self._labels.restart()
+        return self.pack((t,), (self._labels.name_torch_saved(t, below),))[0]
 
     def pack_one(
         self, t: Tensor, named: SavedName, judged: dict[Any, Judged], stayed: list[Entry]

@@ -55,7 +55,7 @@ def watched(model: nn.Module) -> Iterator[list[Fired]]:
                 if found not in fired:
                     fired.append(found)
 
-    with modules.kept(), scopes.watching(watch):
+    with modules.stack_tracked(), scopes.watching(watch):
         yield fired
 
 

@@ -569,7 +569,7 @@ def test_who_follows_modules_hears_of_this_thread_alone_and_scopes_inside_take_n
         entered.remove(module)
         stacks.append(list(modules.thread.running))
 
-    with modules.followed(enter, leave):
+    with modules.calls_watched(enter, leave):
         other = threading.Thread(target=lambda: elsewhere(leaf()))
         other.start()
         other.join()

@@ -20,9 +20,17 @@ from torch import Tensor, nn
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe import modules
-from fuseops.observe.memory import Meter, Ops, by_name, dense, outside_bytes, stored, tensors_in
+from fuseops.observe.memory import (
+    Meter,
+    OpWatcher,
+    dense_tensors,
+    named_arguments,
+    outside_bytes,
+    storage_tensors,
+    tensors_in,
+)
 from fuseops.observe.travel import TRAVEL
-from fuseops.observe.untouched import Written, buffers_of, written
+from fuseops.observe.untouched import BufferVersions, buffer_versions, written_buffer
 from fuseops.offload.codes import Coding, coded_bytes, coding_of, exact_by_name
 from fuseops.offload.policy import Candidate, Policy, Quota
 from fuseops.offload.reasons import (
@@ -183,7 +191,7 @@ class Recorder(Scope):
         self._travelling: StorageMap[int] = StorageMap()  # between ranks: by which op
         self._held: StorageMap[str] = StorageMap()  # by the model, fake tensors too
         self.running_call = -1  # the call of a layer whose forward runs, -1 outside of all
-        self._buffers: Written = {}  # of that layer, as its forward began
+        self._buffers: BufferVersions = {}  # of that layer, as its forward began
         self._wrote: str | None = None  # one of them that an op wrote
         self._ordinals: dict[str, int] = {}
 
@@ -203,12 +211,12 @@ class Recorder(Scope):
             (self.model.buffers(), BUFFER),
             (self.model.parameters(), PARAMETER),
         ):
-            for t in dense(list(tensors)):
+            for t in dense_tensors(list(tensors)):
                 self._held.set(t.untyped_storage(), what)
         with ExitStack() as stack:
-            stack.enter_context(modules.followed(self._entered, self._left))
+            stack.enter_context(modules.calls_watched(self._entered, self._left))
             stack.enter_context(self)
-            stack.enter_context(Ops(self._ran, self._run))
+            stack.enter_context(OpWatcher(self._ran, self._run))
             yield
         self._look()
 
@@ -234,8 +242,8 @@ class Recorder(Scope):
     def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]:
         return [self._note(t, name) for t, name in zip(tensors, named, strict=True)]
 
-    def pack_of_torch(self, t: Tensor, below: FrameType | None) -> Handle:
-        return self._note(t, self._labels.of_torch(t, below))
+    def pack_torch_saved(self, t: Tensor, below: FrameType | None) -> Handle:
+        return self._note(t, self._labels.name_torch_saved(t, below))
 
     def _note(self, t: Tensor, named: SavedName) -> _Noted:
         fake = torch_private.is_fake(t) and t.layout is torch.strided
@@ -318,7 +326,7 @@ class Recorder(Scope):
             self._timers.append(self._timer)
         else:
             seconds = self.seconds(func, list(tensors_in((args, kwargs))), out, args, kwargs)
-        for t in stored((args, kwargs)):
+        for t in storage_tensors((args, kwargs)):
             self._wait_for(t)
         for t in made:
             self._made.set(t.untyped_storage(), position)
@@ -336,11 +344,11 @@ class Recorder(Scope):
 
     def _note_writes(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         """A buffer of the running layer is written, maybe through its `.data`, which no version counts."""
-        given, takes = by_name(func, args, kwargs), func._schema.arguments
+        given, takes = named_arguments(func, args, kwargs), func._schema.arguments
         targets = [given.get(a.name) for a in takes if a.alias_info and a.alias_info.is_write]
-        storages = {storage_key(t.untyped_storage()) for t in stored(targets)}
+        storages = {storage_key(t.untyped_storage()) for t in storage_tensors(targets)}
         for name, (buffer, _) in self._buffers.items():
-            if any(storage_key(t.untyped_storage()) in storages for t in stored(buffer)):
+            if any(storage_key(t.untyped_storage()) in storages for t in storage_tensors(buffer)):
                 self._wrote = name
 
     def _wait_for(self, t: Tensor) -> None:
@@ -363,8 +371,8 @@ class Recorder(Scope):
             return
         ordinal = self._ordinals[path] = self._ordinals.get(path, -1) + 1
         self.running_call = len(self.calls)
-        self._labels = self._labels.from_0()  # as under a scheduler
-        self._buffers, self._wrote = buffers_of(module), None
+        self._labels = self._labels.restarted()  # as under a scheduler
+        self._buffers, self._wrote = buffer_versions(module), None
         self.calls.append(LayerCall(path, ordinal, self.position, -1, -1))
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -373,7 +381,7 @@ class Recorder(Scope):
         if not ends or torch_private.in_backward():
             return
         self.running_call = -1
-        writes = self._wrote or written(self._buffers, buffers_of(module))
+        writes = self._wrote or written_buffer(self._buffers, buffer_versions(module))
         self.calls[k] = self.calls[k]._replace(leave=self.position, writes=writes)
         for t in tensors_in(output):
             if t.grad_fn is not None:

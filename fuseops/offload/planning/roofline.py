@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fuseops.kernels.registry import register_flops
-from fuseops.observe.memory import by_name, dense
+from fuseops.observe.memory import dense_tensors, named_arguments
 from fuseops.observe.travel import TRAVEL
 from fuseops.words import dtype_name
 
@@ -35,7 +35,7 @@ class Roofline:
         args: tuple[Any, ...],
         kwargs: Any,
     ) -> float:
-        inputs, outputs = list(dense(inputs)), list(dense(out))
+        inputs, outputs = list(dense_tensors(inputs)), list(dense_tensors(out))
         if str(func) == TRAVEL:
             return self._hardware.network_seconds(args[2])
         if func._schema.name.partition("::")[2] in NO_WORK:
@@ -67,7 +67,7 @@ def _is_transposing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool
 
 def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: Any) -> float:
     """FLOP of attention, for all kernels alike: torch counts CUDA's only, and those that a causal mask leaves out."""
-    named = by_name(func, args, kwargs)
+    named = named_arguments(func, args, kwargs)
     batch, heads, queries, width = named["query"].shape
     keys = named["key"].shape[-2]
     products = 10 if "backward" in str(func) else 4

@@ -19,10 +19,10 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import as_if_on
 from fuseops.observe.fakes import fake, faked
-from fuseops.observe.labels import matching, paths_under
-from fuseops.observe.memory import CudaMeter, StorageMeter, dense, tensors_in
-from fuseops.observe.rehearse import unseen
-from fuseops.observe.untouched import main_grads, sharded, untouched
+from fuseops.observe.labels import matching_modules, paths_under
+from fuseops.observe.memory import CudaMeter, StorageMeter, dense_tensors, tensors_in
+from fuseops.observe.rehearse import not_counted
+from fuseops.observe.untouched import fsdp_modules, main_grads, untouched
 from fuseops.ops.op import Op as FuseOp
 
 from .fused import fused_ops
@@ -101,7 +101,7 @@ def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None 
             "a plan was asked for inside of a FakeTensorMode, and fake tensors of two modes do not mix; leave "
             "the mode first: the model may have been made in it, or on the meta device."
         )
-    if modules := sharded(step.model):
+    if modules := fsdp_modules(step.model):
         raise FuseOpsError(
             f"a dry run cannot gather parameters, and fully_shard has sharded those of {type(modules[0]).__name__}: "
             "record a step (record=True), or plan the model before fully_shard, on the meta device say."
@@ -145,7 +145,7 @@ def _assumed(step: ProfiledStep, hardware: Hardware, seen: Profile, rows: _Rows)
         f"recorded steps lay within {DRY_ERROR:.0%}"
     )
     yield "bytes that a kernel needs inside itself are not counted: recorded peaks were up to 1 % higher"
-    yield from unseen()
+    yield from not_counted()
     if any("scaled_dot_product" in op.name for op in seen.ops):
         more = ", ".join(ATTENTION_SAVES[hardware.attention])
         yield f"attention saves q, k, v, its output and {more} ({hardware.attention})"
@@ -213,7 +213,7 @@ def _there(model: nn.Module, inputs: Any) -> list[Tensor]:
     """What is on the device before the step begins."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     gradients += main_grads(model)
-    return list(dense([*model.parameters(), *model.buffers(), *gradients, inputs]))
+    return list(dense_tensors([*model.parameters(), *model.buffers(), *gradients, inputs]))
 
 
 # --- a step of fake tensors
@@ -287,7 +287,7 @@ def layers_of(model: nn.Module, globs: tuple[str, ...] | None) -> dict[int, str]
     of equals; ops of fuseops are no layers, since they fuse. A model without one is one layer.
     """
     if globs is not None:
-        return {id(module): path for path, module in matching(model, globs).items()}
+        return {id(module): path for path, module in matching_modules(model, globs).items()}
     lists = [
         list(m.children())
         for m in model.modules()
