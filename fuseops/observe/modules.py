@@ -38,7 +38,7 @@ def _on_leave(module: nn.Module, args: Any, result: Any) -> None:
     if torch.compiler.is_compiling():
         return
     running = thread.running
-    if running and running[-1] is module:  # not if it was on_enter before the scope was
+    if running and running[-1] is module:  # not if it began before the scope was entered
         running.pop()
 
 

@@ -76,7 +76,7 @@ class Observer:
             yield
 
     def where(self, by_node: bool) -> Where:
-        """Which module and call the tensor belongs to that is being num_saved.   by_node: a node of fuseops packs it"""
+        """Which module and call the tensor belongs to that is being packed.   by_node: a node of fuseops packs it"""
         running = modules.thread.running
         if not running:
             return Where(None, "", None)

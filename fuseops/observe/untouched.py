@@ -153,7 +153,7 @@ def restore_rng() -> AbstractContextManager[None]:
 
 @contextmanager
 def restore_tensors(model: nn.Module) -> Iterator[None]:
-    """Restores which tensors modules refer to: buffers, which a step may add or replace, and attributes that were tensors."""
+    """Restores which tensors are buffers and attributes of modules, where a step adds or replaces some."""
     before = [(m._buffers, dict(m._buffers), vars(m)) for m in model.modules()]
     attributes = [{n: t for n, t in own.items() if isinstance(t, Tensor)} for *_, own in before]
     try:
@@ -176,11 +176,9 @@ def untouched(model: nn.Module, also: Iterable[Tensor] = ()) -> Iterator[None]:
         restore_values(written, unseen=True),
         restore_values(attribute_tensors(model)),
         restore_delayed_wgrads(model),
+        restore_fsdp_accumulation(model),
+        restore_tensors(model),
+        without_grad_hooks(model),
+        restore_rng(),
     ):
-        with (
-            restore_fsdp_accumulation(model),
-            restore_tensors(model),
-            without_grad_hooks(model),
-            restore_rng(),
-        ):
-            yield
+        yield
