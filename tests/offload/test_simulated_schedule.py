@@ -187,7 +187,7 @@ def test_law_06_host_bytes_wait_for_their_reader_however_early_the_next_is_ready
     schedule.leave(call)
     schedule.backward(call)
     schedule.fetch(item)
-    schedule.used(item)
+    schedule.mark_read(item)
     schedule.drop(call, item)
     reserved = lanes.arena.reserved
     following = schedule.enter("b")
@@ -212,9 +212,9 @@ def test_what_is_let_go_together_is_waited_for_once_for_each_kind_of_event() -> 
         lanes = Noting()
         schedule = Schedule(lanes, lag=9, small=0, keep_last=False)
         items = [Item(name, lanes.alloc(MB, "device", name)) for name in "abc"]
-        schedule.depart(items)
-        assert items[1].bundle is not None and items[1].bundle.written is not None
-        items[1].bundle.written.captured = captured
+        schedule.send_node(items)
+        assert items[1].bundle is not None and items[1].bundle.d2h_done is not None
+        items[1].bundle.d2h_done.captured = captured
         waited.clear()
         schedule.close()
         assert len(waited) == times and {item.released for item in items} == {True}

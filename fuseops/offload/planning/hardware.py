@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fuseops.errors import FuseOpsError
-from fuseops.offload.arguments import one_of
+from fuseops.offload.arguments import instance_of
 from fuseops.offload.codes import traffic
 from fuseops.words import dtype_name, plural
 
@@ -129,7 +129,7 @@ class Hardware:
         for f in fields(self):
             said = str(f.type)
             kind = kinds.get(said, Mapping)
-            one_of(getattr(self, f.name), kind, f"Hardware({f.name}=...)", said)
+            instance_of(getattr(self, f.name), kind, f"Hardware({f.name}=...)", said)
         if self.attention not in ATTENTION_SAVES:
             raise FuseOpsError(
                 f"Hardware(attention=...) expects one of {', '.join(ATTENTION_SAVES)}, "

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from fuseops.errors import FuseOpsError
-from fuseops.offload.arguments import one_of
+from fuseops.offload.arguments import instance_of
 
 from .hardware import Hardware
 from .plan import OffloadPlan, plan_profile
@@ -333,7 +333,7 @@ def plan_pipeline(
 
     Raises FuseOpsError for a pipeline that there is not, or that the profile has too few layers for.
     """
-    one_of(
+    instance_of(
         profile, Profile, "plan_pipeline(profile, ...)", "a step's profile, such as plan.profile"
     )
     began = starts(profile, pipeline)

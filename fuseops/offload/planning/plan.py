@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs
-from fuseops.offload.arguments import one_of, parse_bytes, whole_number
+from fuseops.offload.arguments import instance_of, parse_bytes, whole_number
 from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
 from fuseops.offload.schedule import DISPATCH, KEEP, OFFLOAD, QUANTIZE, RECOMPUTE
 from fuseops.ops import scopes
@@ -130,16 +130,18 @@ def plan(
     )
     whole_number(min_bytes, "plan(min_bytes=...), in bytes,")
     if policy is not None:
-        one_of(policy, Policy, "plan(policy=...)", "an offload.Policy")
+        instance_of(policy, Policy, "plan(policy=...)", "an offload.Policy")
     if loss is not None and not callable(loss):
         raise FuseOpsError(f"plan(loss=...) expects a function of the output, got {loss!r:.80}.")
     if progress is not None and not callable(progress):
         raise FuseOpsError(f"plan(progress=...) expects a function, got {progress!r:.80}.")
-    one_of(record, bool, "plan(record=...)", "True or False")
-    for rows in one_of(split or (), Sequence, "plan(split=...)", "a list of numbers of rows"):
+    instance_of(record, bool, "plan(record=...)", "True or False")
+    for rows in instance_of(split or (), Sequence, "plan(split=...)", "a list of numbers of rows"):
         whole_number(rows, "plan(split=...), in rows,")
     if hardware is not None:
-        one_of(hardware, Hardware, "plan(hardware=...)", "an offload.Hardware, such as .load(path)")
+        instance_of(
+            hardware, Hardware, "plan(hardware=...)", "an offload.Hardware, such as .load(path)"
+        )
     globs = None if layers is None else as_globs(layers, "plan(layers=...)")
     if hardware is None:
         hardware = _this_machine() if torch.cuda.is_available() else Hardware.h200()

@@ -35,7 +35,7 @@ from fuseops.offload.codes import Coding, coded_bytes, coding_of, exact_by_name
 from fuseops.offload.policy import Candidate, Policy, Quota
 from fuseops.offload.reasons import (
     BUFFER,
-    HELD_ANYWAY,
+    MODEL_OWNED,
     PARAMETER,
     why_not_plain,
 )
@@ -242,8 +242,8 @@ class Recorder(Scope):
     def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]:
         return [self._note(t, name) for t, name in zip(tensors, named, strict=True)]
 
-    def pack_torch_saved(self, t: Tensor, below: FrameType | None) -> Handle:
-        return self._note(t, self._labels.name_torch_saved(t, below))
+    def pack_torch_saved(self, t: Tensor, caller: FrameType | None) -> Handle:
+        return self._note(t, self._labels.name_torch_saved(t, caller))
 
     def _note(self, t: Tensor, named: SavedName) -> _Noted:
         fake = torch_private.is_fake(t) and t.layout is torch.strided
@@ -273,7 +273,7 @@ class Recorder(Scope):
             known = _Storage(storage, self._seen(t, named, call, why))
             self._by_storage.set(storage, known)
             self._storages.append(known)
-            if why not in HELD_ANYWAY:
+            if why not in MODEL_OWNED:
                 self._watched.append(known)
         elif self.running_call not in (known.seen.call, -1):
             known.saves.setdefault(self.running_call, self.position)
@@ -288,7 +288,7 @@ class Recorder(Scope):
         made = self._made.get(storage)
         return Saved(
             *(named.name, named.op, call),
-            *(0 if why in HELD_ANYWAY else storage.nbytes(), tuple(t.shape), dtype_name(t.dtype)),
+            *(0 if why in MODEL_OWNED else storage.nbytes(), tuple(t.shape), dtype_name(t.dtype)),
             made=-1 if made is None else made,
             at=self.position,
             held=-1,

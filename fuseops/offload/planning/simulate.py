@@ -114,11 +114,11 @@ class _Timed(Item):
         self.lanes, self.at_release = lanes, 0.0
         self.returning, self.wanted = returning, math.inf
 
-    def leaves(self, point: Literal["copy", "release"]) -> None:
+    def on_offload(self, point: Literal["copy", "release"]) -> None:
         if point == "release":
             self.at_release = self.lanes.now["compute"]
 
-    def comes_back(self) -> None:
+    def on_reload(self) -> None:
         self.returning.append(self)
 
 
@@ -150,7 +150,7 @@ class PlayedStep:
         raise NotImplementedError
 
     def _share(self, k: int, call: int) -> None:
-        if k in self.items and self.items[k].kept is None:  # else it is not the schedule's
+        if k in self.items and self.items[k].kept_reason is None:  # else it is not the schedule's
             self.schedule.share(self.calls[call], self.items[k])
 
     def _read(self, k: int, _: int) -> None:
@@ -227,7 +227,7 @@ class _Step(PlayedStep):
             for k in profile.joins.get(position, ()):
                 lanes.wait("compute", travelling[k])
             if op.from_host:
-                self._stand_behind()
+                self._stall_behind()
             reads = [self.read[k] for k in self.wanted]
             travels = op.lane == "network"
             lanes.op("compute", reads, (), 0.0 if travels else op.seconds, op.name)
@@ -249,7 +249,7 @@ class _Step(PlayedStep):
             peak_position=top,
             moved=self.schedule.stats.out_bytes - bytes_out,
             host=host,
-            stayed={k: i.kept for k, i in self.items.items() if i.kept is not None},
+            stayed={k: i.kept_reason for k, i in self.items.items() if i.kept_reason is not None},
             windows=self._windows(started),
             levels=tuple(levels),
             busy=tuple(
@@ -260,12 +260,12 @@ class _Step(PlayedStep):
             coding=self.coding_seconds,
         )
 
-    def _stand_behind(self) -> None:
+    def _stall_behind(self) -> None:
         """The next op copies from the host, after all that has been asked back."""
         for item in self.returning:
             item.wanted = min(item.wanted, self.lanes.now["compute"])
         self.returning.clear()
-        self.lanes.stand_behind("h2d")
+        self.lanes.stall_behind("h2d")
 
     # --- happenings
 
@@ -275,7 +275,7 @@ class _Step(PlayedStep):
         self.lanes.hold(source)  # by whoever made it
         self.made[k] = source
         call = self.calls[saved.call]
-        if k not in self.coding or call.soon:
+        if k not in self.coding or call.keeps_all:
             self.items[k] = _Timed(saved.name, source, self.lanes, self.returning)
             self.schedule.save(call, self.items[k])
             return
@@ -283,7 +283,7 @@ class _Step(PlayedStep):
         self._code(self.coding[k][0], source, codes)
         self.items[k] = _Timed(saved.name, codes, self.lanes, self.returning)
         self.schedule.save(call, self.items[k])
-        if self.items[k].kept is None:
+        if self.items[k].kept_reason is None:
             self.lanes.free(source)
             self.as_codes.add(k)
         else:
@@ -301,13 +301,13 @@ class _Step(PlayedStep):
     def _reread(self, k: int, call: int) -> None:
         item, before = self.items[k], self.lanes.now["compute"]
         coded = k in self.as_codes
-        if item.kept is not None and not coded:
+        if item.kept_reason is not None and not coded:
             if item.source is not None:
                 self.read[k] = simulated(item.source)
             return
         came = simulated(self.schedule.fetch(item)[0])
         if k not in self.read:
-            arrived = getattr(item.bundle and item.bundle.arrived, "seconds", before)
+            arrived = getattr(item.bundle and item.bundle.h2d_done, "seconds", before)
             self.ready[k] = (before, arrived)
             if coded:  # what they stand for is there until the backward lets go of it
                 self.read[k] = self.lanes.alloc(self.profile.saved[k].nbytes, "device", item.name)
@@ -316,7 +316,7 @@ class _Step(PlayedStep):
                 self.read[k] = came
         if coded:
             self._code(self.coding[k][1], came, self.read[k])
-        self.schedule.used(item)
+        self.schedule.mark_read(item)
         self.wanted.append(k)
         self.done.append((call, k))
 
@@ -332,7 +332,7 @@ class _Step(PlayedStep):
             if bundle is None or not bundle.released or k not in self.ready:
                 continue
             before, arrived = self.ready[k]
-            out, back = _work_of(bundle.written), _work_of(bundle.arrived)
+            out, back = _work_of(bundle.d2h_done), _work_of(bundle.h2d_done)
             if out is None or back is None:
                 continue
             found[k] = Window(

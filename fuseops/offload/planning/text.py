@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fuseops.offload.codes import BOUND
-from fuseops.offload.schedule import DISPATCH, KEEP, MADE_AGAIN, OFFLOAD, QUANTIZE, RECOMPUTE
+from fuseops.offload.schedule import DISPATCH, KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, REGENERATED
 from fuseops.words import size
 
 from .decided import Decided, PlannedTensor
@@ -56,7 +56,7 @@ def rows(plan: Decided, every: bool = False) -> list[TableRow]:
     for tensor in plan.tensors:
         if tensor.nbytes:
             place = tensor.name if every else _without_layer(tensor)
-            reason = "" if tensor.decision in MADE_AGAIN else tensor.reason
+            reason = "" if tensor.decision in REGENERATED else tensor.reason
             found[place, tensor.decision, reason].append(tensor)
     listed = [
         TableRow(_title(place, tensors), tuple(tensors)) for (place, *_), tensors in found.items()
@@ -157,7 +157,7 @@ def _sections(plan: Decided, every: bool) -> dict[tuple[str, str], list[TableRow
     found: dict[tuple[str, str], list[TableRow]] = defaultdict(list)
     for row in rows(plan, every):
         decision, reason = row.tensors[0].decision, row.tensors[0].reason
-        found[decision, reason.split(",")[0] if decision in MADE_AGAIN else reason].append(row)
+        found[decision, reason.split(",")[0] if decision in REGENERATED else reason].append(row)
     return {key: found[key] for key in sorted(found, key=lambda key: ORDER.index(key[0]))}
 
 

@@ -31,7 +31,7 @@ class Hole(NamedTuple):
 class TimelessLanes(Lanes):
     """`TimelessLanes` copy nothing, in no time."""
 
-    at_once = True
+    synchronous = True
 
     def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
         return Buf(name, nbytes, device, owner=self.compute())
@@ -53,9 +53,9 @@ class ItemByItem(Schedule):
     a transfer is what a plan chooses, and one that is read soon would hold back the others.
     """
 
-    def _send_waiting(self, items: list[Item]) -> None:
+    def _send_late(self, items: list[Item]) -> None:
         for item in items:
-            super()._send_waiting([item])
+            super()._send_late([item])
 
 
 class TracedItem(Item):
@@ -66,10 +66,10 @@ class TracedItem(Item):
         super().__init__(name, table.lanes.alloc(nbytes, "device", name))
         self.table, self.k = table, k
 
-    def leaves(self, point: Literal["copy", "release"]) -> None:
+    def on_offload(self, point: Literal["copy", "release"]) -> None:
         self.table.note(SEND if point == "copy" else RELEASE, self.k)
 
-    def comes_back(self) -> None:
+    def on_reload(self) -> None:
         self.table.note(FETCH, self.k)
 
 
@@ -101,7 +101,7 @@ class Timetable(PlayedStep):
         self.movable: list[int] = []
         self.stays: dict[int, str] = {}
         for k in sorted(self.items):
-            self._judge(k)
+            self._find_holes(k)
         self.events = [event for event in self.events if event[1] in self.holes]
 
     def note(self, kind: int, k: int) -> None:
@@ -120,9 +120,9 @@ class Timetable(PlayedStep):
                 self.note(SEND, k)
 
     def _reread(self, k: int, call: int) -> None:
-        if k in self.items and self.items[k].kept is None:
+        if k in self.items and self.items[k].kept_reason is None:
             self.schedule.fetch(self.items[k])
-            self.schedule.used(self.items[k])
+            self.schedule.mark_read(self.items[k])
             self.schedule.drop(self.calls[call], self.items[k])
             self.note(LAST if self._position == max(self.profile.saved[k].reads) else READ, k)
 
@@ -136,7 +136,7 @@ class Timetable(PlayedStep):
             and all(calls[call].backward >= 0 for call in mine)
         )
 
-    def _judge(self, k: int) -> None:
+    def _find_holes(self, k: int) -> None:
         """Where the bytes of a storage that was to leave are away, or why it stays."""
         released, fetched = self._at.get((RELEASE, k)), self._at.get((FETCH, k))
         if released is None or fetched is None:

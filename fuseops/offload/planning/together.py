@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fuseops.errors import FuseOpsError
-from fuseops.offload.arguments import one_of
+from fuseops.offload.arguments import instance_of
 
 from .plan import OffloadPlan, dropping, plan_profile
 from .recompute import groups_of
@@ -44,7 +44,7 @@ def share_host(plan: OffloadPlan, group: dist.ProcessGroup) -> OffloadPlan:
 
     Raises FuseOpsError for a plan without a budget.
     """
-    one_of(plan, OffloadPlan, "share_host(plan, ...)", "an OffloadPlan")
+    instance_of(plan, OffloadPlan, "share_host(plan, ...)", "an OffloadPlan")
     budget = plan.limits.host
     if budget is None:
         raise FuseOpsError(
@@ -72,7 +72,7 @@ def share_decisions(plan: OffloadPlan, group: dist.ProcessGroup) -> OffloadPlan:
     again, are those of all of them: each then waits for the same transfers. A collective: every rank of the group calls
     it.
     """
-    one_of(plan, OffloadPlan, "share_decisions(plan, ...)", "an OffloadPlan")
+    instance_of(plan, OffloadPlan, "share_decisions(plan, ...)", "an OffloadPlan")
     mine = sent_again(plan)
     every = frozenset[tuple[str, str]]().union(*_said(mine, group))
     whole = {name for kind, name in every if kind == "module"}
