@@ -26,11 +26,11 @@ from .layers import Hook, InterruptGuard, LayerScope
 from .nesting import belongs_to_checkpoint
 from .planning.hardware import Hardware
 from .planning.plan import OffloadPlan, plan
-from .planning.recompute import groups_of
+from .planning.recompute import process_groups_of
 from .planning.simulate import DEFAULT
 from .planning.together import (
-    check_alike,
-    of_this_machine,
+    check_same_decisions,
+    gather_on_machine,
     share_decisions,
     share_host,
 )
@@ -112,7 +112,7 @@ class Scheduler:
         self._host = None if host is None else parse_bytes(host, "Scheduler(host=...)")
         self._group = group
         if group is not None and self._host is not None and self._peak is None:
-            ranks, _ = of_this_machine(self._host, group)
+            ranks, _ = gather_on_machine(self._host, group)
             self._host //= len(ranks)
         self._lag, self._ahead, self._manual = lag, ahead, manual
         paths = {id(module): path for path, module in self.layers.items()}
@@ -192,8 +192,8 @@ class Scheduler:
         ]
         if self.plan is not None:
             sent = [name for name, decision in decisions.items() if decision == DISPATCH]
-            whole = [path for path in recomputed if groups_of(self.layers[path])]
-            check_alike([*whole, *sent], self.model)
+            whole = [path for path in recomputed if process_groups_of(self.layers[path])]
+            check_same_decisions([*whole, *sent], self.model)
         self._scope.apply_plan(decisions, recomputed, self.lag)
         self._recomputed += [RecomputedForward(path, self.layers[path]) for path in recomputed]
 
@@ -234,7 +234,7 @@ class Scheduler:
         if self._group is not None and self._host is not None:
             self.plan = share_host(self.plan, self._group)
             self._host = self.plan.limits.host
-        for group in groups_of(self.model):
+        for group in process_groups_of(self.model):
             self.plan = share_decisions(self.plan, group)
         if not self.plan.fits:
             log.warning("%r: its plan %s", self, "; ".join(self.plan.warnings))

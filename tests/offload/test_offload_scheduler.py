@@ -1162,7 +1162,7 @@ def test_start_offload_is_an_earlier_point_and_exact(monkeypatch: pytest.MonkeyP
     class Early(Block):
         def forward(self, x: Tensor) -> Tensor:
             offload.start_offload(x)
-            said.append(marks.ready(x.untyped_storage(), x._version))
+            said.append(marks.ready_event(x.untyped_storage(), x._version))
             return super().forward(x)
 
     monkeypatch.setattr("fuseops.offload.scheduler.make_lanes", lambda *_: Noting(lambda n: n - 1))
