@@ -120,7 +120,7 @@ class LayerScope(Scope):
         bypassed = self._why_bypassed()
         if bypassed is None:
             call, schedule = self.mover.enter(path), self.mover.schedule
-            self._why_not_captured = None if schedule.order.predicts else BEFORE_A_STEP
+            self._capture_reason = None if schedule.order.predicts else BEFORE_A_STEP
             if self._step != schedule.stats.steps:
                 self._step = schedule.stats.steps
                 self._offloaded.clear()

@@ -71,7 +71,7 @@ class Scope(NestedScope):
 
     # a tensor in an offloaded storage is offloaded with it, whatever its own verdict would be
     _shares_storages = False
-    _why_not_captured: str | None = (
+    _capture_reason: str | None = (
         "CUDA graph capture"  # why tensors that a captured graph saves are kept
     )
 
@@ -170,23 +170,18 @@ class Scope(NestedScope):
         verdicts      the cache, by all that a verdict depends on
         kept_entries  entries that are reported together; they are flushed before one that is reported at once
         """
-        why_kept = None  # inline checks: most tensors are plain
+        reason = None  # inline checks: most tensors are plain
         plain = type(t) in PLAIN and t.layout is torch.strided and (t.is_cuda or t.is_cpu)
         special = t.is_quantized or t.is_nested or t._is_zerotensor()
         if not plain or special or is_functorch_wrapped(t):
-            why_kept = why_not_plain(t)
-        if (
-            why_kept is None
-            and self._why_not_captured
-            and t.is_cuda
-            and torch_private.is_capturing()
-        ):
-            why_kept = self._why_not_captured
-        if why_kept is None and torch_private.backward_now() != NO_BACKWARD:
-            why_kept = INSIDE_BACKWARD[self.in_checkpoint]
-        if why_kept is not None:
+            reason = why_not_plain(t)
+        if reason is None and self._capture_reason and t.is_cuda and torch_private.is_capturing():
+            reason = self._capture_reason
+        if reason is None and torch_private.backward_now() != NO_BACKWARD:
+            reason = INSIDE_BACKWARD[self.in_checkpoint]
+        if reason is not None:
             self._ledger.add_all(kept_entries)
-            return self._keep(t, named, why_kept, _storage_bytes(t))
+            return self._keep(t, named, reason, _storage_bytes(t))
         storage = t.untyped_storage()
         if self._shares_storages and storage_key(storage) in records.thread.records:
             record = records.find_record(t)
