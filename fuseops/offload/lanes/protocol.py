@@ -107,7 +107,6 @@ class Lanes:
         after: Event | None = None,
     ) -> Event | None:
         """Enqueue a copy of each source to its offset (bytes) in the target, after `ready`, a point of compute, and
-        after
         `after`. ready None: after all work that compute has now.   -> the end of the copy, None if it is over
         """
         if not self.synchronous:

@@ -102,9 +102,7 @@ def simulate(
 
 
 class _TimedItem(Item):
-    """A `_TimedItem` is an item that knows when compute would have let go of it, and when it was first in compute's
-    way.
-    """
+    """A `_TimedItem` records when compute would have released it, and when compute first needed it."""
 
     __slots__ = ("at_release", "lanes", "needed_at", "returning")
 
