@@ -45,9 +45,8 @@ class Explanation(str):
 
     def __new__(cls, plans: Sequence[FusionPlan], *, whole: bool = True) -> Self:
         """whole: a model, with a summary in the first line; else the plans only"""
-        explanation = super().__new__(
-            cls, report(plans) if whole else "\n\n".join(map(text, plans))
-        )
+        shown = report(plans) if whole else "\n\n".join(map(text, plans))
+        explanation = super().__new__(cls, shown)
         explanation.plans = tuple(plans)
         return explanation
 

@@ -282,9 +282,7 @@ def columns(plan: Planned) -> list[Column]:
         if n > 1:
             name = f"{first.ops[0]} .. {last.ops[-1]}"
             found.append(
-                Column(
-                    first.start, last.stop, name, f"{first.runs} x {n}", "module", span_label(first)
-                )
+                Column(first.start, last.stop, name, f"{first.runs} x {n}", "module", first.note)
             )
             continue
         style = first.kind if first.kind in ("module", "plain", "call") else "op"

@@ -71,9 +71,8 @@ class Scope(NestedScope):
 
     # a tensor in an offloaded storage is offloaded with it, whatever its own verdict would be
     _shares_storages = False
-    _capture_reason: str | None = (
-        "CUDA graph capture"  # why tensors that a captured graph saves are kept
-    )
+    # why tensors that a captured graph saves are kept
+    _capture_reason: str | None = "CUDA graph capture"
 
     def __init__(self, root: nn.Module | None = None) -> None:
         super().__init__()

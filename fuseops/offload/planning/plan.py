@@ -223,8 +223,8 @@ HOW_REGENERATED = {
 """By the kind of a recomputed group, for the reason."""
 
 
-class _SimulatedChoice(NamedTuple):
-    """A `_SimulatedChoice` is a choice with the simulation of its step by the schedule.
+class _Simulated(NamedTuple):
+    """A `_Simulated` is a choice with the simulation of its step by the schedule.
 
     cost  compared in order: excess over the budget, seconds, bytes moved (the peak where there is no budget), and the
           negative lag, as a greater lag leaves more time for copies
@@ -250,7 +250,7 @@ class _Planner(NamedTuple):
         """The cost model of the search, with copies that take `slower` times as long."""
         return CostModel(self.profile, self.hardware.slower(slower), self.settings, coded)
 
-    def run(self, model: CostModel, choice: Choice) -> _SimulatedChoice:
+    def run(self, model: CostModel, choice: Choice) -> _Simulated:
         """Simulate the step under a choice."""
         leave = [k for item in choice.leave for k in model.items[item]]
         drop = [model.groups[g] for g in choice.drop]
@@ -262,11 +262,11 @@ class _Planner(NamedTuple):
         excess = self.limits.excess(after.peak, after.host)
         nbytes = after.peak if self.limits.peak is None else after.moved
         cost = (-(-excess // EXCESS_UNIT), round(after.seconds, 5), nbytes, -self.settings.lag)
-        return _SimulatedChoice(model, choice, after, cost)
+        return _Simulated(model, choice, after, cost)
 
     # --- choosing
 
-    def solve(self) -> _SimulatedChoice:
+    def solve(self) -> _Simulated:
         """The best choice that was found."""
         found = free = self._solve_stall_free()
         if self.limits.peak is not None:
@@ -276,21 +276,20 @@ class _Planner(NamedTuple):
             found = self._try_codes(found)
         return found._replace(free=free.after.moved)
 
-    def _try_codes(self, exact: _SimulatedChoice) -> _SimulatedChoice:
+    def _try_codes(self, exact: _Simulated) -> _Simulated:
         """Try to offload shares of the tensors that may be rounded as codes, evenly over the step.   -> the best, which
         may be `exact`
         """
         names = list(dict.fromkeys(saved.name for saved in self.profile.saved if saved.codes))
         found = exact
-        for share in (
-            CODED_SHARES if names and exact.after.seconds > self.profile.seconds + STALL else ()
-        ):
+        stalls = exact.after.seconds > self.profile.seconds + STALL
+        for share in CODED_SHARES if names and stalls else ():
             count = max(1, round(share * len(names)))
             some = frozenset(names[len(names) * n // count] for n in range(count))
             found = min(found, self._solve_within(some), key=lambda s: s.cost)
         return found
 
-    def _solve_stall_free(self) -> _SimulatedChoice:
+    def _solve_stall_free(self) -> _Simulated:
         """Offload all that causes no stall by the simulation, which, other than the cost model, knows that copies in
         both directions at once are slower.
         """
@@ -301,7 +300,7 @@ class _Planner(NamedTuple):
                 return found
         return self.run(model, NOTHING)
 
-    def _solve_within(self, coded: frozenset[str]) -> _SimulatedChoice:
+    def _solve_within(self, coded: frozenset[str]) -> _Simulated:
         """The least stall within the limits, with the names in `coded` as codes. When bundles exceed the predicted
         peak, the budget is lowered by that.
         """
@@ -317,7 +316,7 @@ class _Planner(NamedTuple):
 
     # --- the plan
 
-    def plan(self, solved: _SimulatedChoice, layers: tuple[str, ...]) -> OffloadPlan:
+    def plan(self, solved: _Simulated, layers: tuple[str, ...]) -> OffloadPlan:
         """The plan of a solved choice, with a reason for every saved tensor."""
         profile, model = self.profile, solved.model
         dropped = [profile.recompute[model.groups[g]] for g in sorted(solved.choice.drop)]
@@ -335,7 +334,7 @@ class _Planner(NamedTuple):
             log.info("%s: %s", profile.model, warning)
         return replace(result, warnings=warnings)
 
-    def _planned(self, solved: _SimulatedChoice) -> Iterator[PlannedTensor]:
+    def _planned(self, solved: _Simulated) -> Iterator[PlannedTensor]:
         profile = self.profile
         dropped = {
             k: profile.recompute[solved.model.groups[g]]
@@ -350,9 +349,7 @@ class _Planner(NamedTuple):
                 *(decision, reason, solved.after.windows.get(k)),
             )
 
-    def _decision(
-        self, solved: _SimulatedChoice, k: int, group: Recompute | None
-    ) -> tuple[str, str]:
+    def _decision(self, solved: _Simulated, k: int, group: Recompute | None) -> tuple[str, str]:
         """The decision for a saved storage, and its reason.   group: with which it is recomputed, if it is"""
         model, after, saved = solved.model, solved.after, self.profile.saved[k]
         if group is not None:

@@ -26,9 +26,8 @@ def recomputations(
     all ranks of `process_groups_of` alike
     """
     ops = {s.op for s in seen.saved}
-    able = {
-        cls.__name__ for base in (FuseOp, FusedOp) for cls in _subclasses(base) if cls.recomputes
-    }
+    classes = (*_subclasses(FuseOp), *_subclasses(FusedOp))
+    able = {cls.__name__ for cls in classes if cls.recomputes}
     sent = {cls.__name__ for cls in _subclasses(FusedOp) if cls.again}
     found = list(_layers(seen))
     if ops & able:

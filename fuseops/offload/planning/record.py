@@ -249,9 +249,8 @@ class Recorder(Scope):
         special = None if fake else why_not_plain(t)
         if special is None and torch_private.in_backward():
             special = "recomputed by checkpoint"
-        handle = _RecordedHandle(
-            t, self._entry(t, named, KEPT, special or "recorded", 0), self._ledger
-        )
+        entry = self._entry(t, named, KEPT, special or "recorded", 0)
+        handle = _RecordedHandle(t, entry, self._ledger)
         handle.recorder, handle.call = self, self.running_call
         handle.storage = None if special is not None else self._record_storage(t, named)
         return handle

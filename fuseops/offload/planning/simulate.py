@@ -149,9 +149,7 @@ class ReplayedStep:
         raise NotImplementedError
 
     def _share(self, k: int, call: int) -> None:
-        if (
-            k in self.items and self.items[k].kept_reason is None
-        ):  # else the schedule does not have it
+        if k in self.items and self.items[k].kept_reason is None:  # else the caller keeps it
             self.schedule.share(self.calls[call], self.items[k])
 
     def _read(self, k: int, _: int) -> None:
@@ -203,9 +201,7 @@ class _Step(ReplayedStep):
         self.read_times: dict[int, tuple[float, float]] = {}
         self.returning: list[_TimedItem] = []  # no op has waited for these yet
         self.reads: list[int] = []  # saved storages that the next op reads
-        self.drop_after_op: list[
-            tuple[int, int]
-        ] = []  # (call, saved) whose handle is freed after it
+        self.drop_after_op: list[tuple[int, int]] = []  # (call, saved) of handles freed after it
 
     def run(self) -> Simulation:
         lanes, profile = self.lanes, self.profile
@@ -253,9 +249,7 @@ class _Step(ReplayedStep):
             peak_position=top,
             moved=self.schedule.stats.out_bytes - bytes_out,
             host=host,
-            kept_reasons={
-                k: i.kept_reason for k, i in self.items.items() if i.kept_reason is not None
-            },
+            kept_reasons={k: i.kept_reason for k, i in self.items.items() if i.kept_reason},
             windows=self._windows(started),
             levels=tuple(levels),
             busy=tuple(

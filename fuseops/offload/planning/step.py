@@ -71,15 +71,13 @@ def record(step: ProfiledStep, progress: Progress = silent) -> Profile:
         step.run(step.args, step.side)
         _drop_gradients(new)
         progress("timing", 1, STAGES)
-        durations = _timed(step, new, cuda)
+        timed = _timed(step, new, cuda)
         progress("recording", 2, STAGES)
         seen = _profile_of(step.model, observe, progress)
     # Scale the recorded ops to the timed step, where launches overlap, and a device that is never idle is slower at
     # what takes the most power; that differs between forward and backward.
     ops, scales = [], []
-    for part, seconds in zip(
-        (seen.ops[: forward[0]], seen.ops[forward[0] :]), durations, strict=True
-    ):
+    for part, seconds in zip((seen.ops[: forward[0]], seen.ops[forward[0] :]), timed, strict=True):
         scales.append(seconds / max(sum(op.seconds for op in part), 1e-12))
         ops += [op._replace(seconds=op.seconds * scales[-1]) for op in part]
     on_cpu = "bytes that an op needs inside itself are not counted on the CPU"
@@ -112,7 +110,7 @@ def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     flash = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     backends = [SDPBackend.MATH] if hardware.attention == "math" else flash
-    rows = _FakeResults(split)
+    rows = _FakeOps(split)
 
     def observe() -> Recorder:
         rows.used = 0
@@ -121,16 +119,16 @@ def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None 
             args, side = pytree.tree_map_only(Tensor, lambda t: fake(t, mode), given)
             meter = StorageMeter(_resident_tensors(step.model, (args, side)))
             recorder = Recorder(step, meter, Roofline(hardware), rows)
-            as_on, blind = as_if_on(hardware.arch), torch.autograd.set_detect_anomaly(False)
+            as_on, quiet = as_if_on(hardware.arch), torch.autograd.set_detect_anomaly(False)
             fused = fused_ops() if hardware.arch else nullcontext()
             with (
                 mode,
                 sdpa_kernel(backends),
                 recorder.running(),
                 as_on,
-                blind,
-                _explain_fake_errors(),
+                quiet,
                 fused,
+                _fake_errors(),
             ):
                 step.run(args, side)
         return recorder
@@ -153,7 +151,7 @@ def _profile_of(
 
 
 def _assumed(
-    step: ProfiledStep, hardware: Hardware, seen: Profile, rows: _FakeResults
+    step: ProfiledStep, hardware: Hardware, seen: Profile, rows: _FakeOps
 ) -> Iterator[str]:
     yield (
         f"times: arithmetic and bytes of each op at the rates of {hardware.name} ({hardware.source}); "
@@ -234,7 +232,7 @@ def _resident_tensors(model: nn.Module, inputs: Any) -> list[Tensor]:
 # --- a step of fake tensors
 
 
-class _FakeResults:
+class _FakeOps:
     """Results of ops that fake tensors do not know: the rows that a selection finds, from the declared split, and
     grouped products of float32, which torch's fake kernel supports in bfloat16 only.
     """
@@ -263,7 +261,7 @@ def _grouped_shape(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -
 
 
 @contextmanager
-def _explain_fake_errors() -> Iterator[None]:
+def _fake_errors() -> Iterator[None]:
     """Converts errors of fake tensors about data-dependent shapes, and silences torch's log lines."""
     try:
         with torch_private.quiet_fake_tensors():
