@@ -258,8 +258,8 @@ class _RecordsThread(threading.local):
 
     def note(self, key: int, record: Record) -> None:
         if len(self.records) >= self._limit:
-            for key_gone in [k for k, r in self.records.items() if r() is None]:
-                del self.records[key_gone]  # in place: packing a node holds the dict
+            for expired in [k for k, r in self.records.items() if r() is None]:
+                del self.records[expired]  # in place: packing a node holds the dict
             self._limit = 2 * len(self.records) + 64
         self.records[key] = weakref.ref(record)
 

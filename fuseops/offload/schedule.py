@@ -4,8 +4,7 @@ The unit is one call of a layer. Of the storages that it saves some are chosen t
 they are saved, the small ones of a call together when the call ends. (Without layers, the small ones of one autograd
 node are sent together.) A fixed number of boundaries later (a boundary is where a forward or a backward of a layer
 begins) the compute lane waits for the copy and the device bytes are released. What is read next is reloaded one
-boundary
-ahead: in the order of the last step, or, while there is none, along the chain of forward calls.
+boundary ahead: in the order of the last step, or, while there is none, along the chain of forward calls.
 
 All points are points of the host program. The lanes are never asked for the time.
 """
@@ -275,18 +274,18 @@ class Schedule:
             for item in bundle.items:
                 if item.handles:
                     item.on_offload("release")
-            written = bundle.d2h_done
-            if written is not None:
-                later = last.setdefault(written.captured, written)
-                if written.serial > later.serial:
-                    last[written.captured] = written
+            done = bundle.d2h_done
+            if done is not None:
+                later = last.setdefault(done.captured, done)
+                if done.serial > later.serial:
+                    last[done.captured] = done
         for event in last.values():
             self.lanes.wait("compute", event)
         for bundle in released:
-            written = bundle.d2h_done
-            if written is not None:
-                event = last[written.captured]
-                written.known_to, written.known_since = event.known_to, event.known_since
+            done = bundle.d2h_done
+            if done is not None:
+                event = last[done.captured]
+                done.known_to, done.known_since = event.known_to, event.known_since
             for item in bundle.items:
                 self.lanes.free(item.source)
                 item.source = None
@@ -296,8 +295,8 @@ class Schedule:
     def close(self) -> None:
         """Release all that is being offloaded: no boundary will come any more."""
         self.closed = True
-        leaving, self._offloading = self._offloading, deque()
-        self._release(leaving)
+        bundles, self._offloading = self._offloading, deque()
+        self._release(bundles)
 
     # --- reload
 
