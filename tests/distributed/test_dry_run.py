@@ -115,5 +115,6 @@ def test_what_stands_in_counts_where_nobody_else_saves_it(mesh: DeviceMesh) -> N
         if group.kind == "dispatch":
             (k,), (held,) = group.saved, group.instead
             assert (
-                held == x.nbytes and group.gone(profile.saved)[k] == profile.saved[k].nbytes - held
+                held == x.nbytes
+                and group.dropped_bytes(profile.saved)[k] == profile.saved[k].nbytes - held
             )
