@@ -74,7 +74,7 @@ def memory() -> str:
     ]
     groups = {"Qwen3-MoE of transformers": model, "12 dense blocks": blocks}
     return bar_chart(
-        "Peak memory of a step, and its time", "shorter is less memory", groups, room=112
+        "Peak memory of a step, and its time", "shorter is less memory", groups, label_width=112
     )
 
 
@@ -86,7 +86,7 @@ def curves() -> str:
         "fp8_block": "FP8, direct columns", "fp8_bf16_wgrad": "FP8, bf16 weight gradients",
     }  # fmt: skip
     large = [
-        ChartLine(label, _means(runs[name]["train"]), quiet=name.startswith("bf16"))
+        ChartLine(label, _means(runs[name]["train"]), muted=name.startswith("bf16"))
         for name, label in names.items()
     ]
     found = measured("recipe_curves_h200")["runs"]
@@ -96,7 +96,7 @@ def curves() -> str:
         "mxfp8": "MXFP8", "nvfp4": "NVFP4",
     }  # fmt: skip
     small = [
-        ChartLine(label, found[f"{name}/0"]["held_out"][2:], quiet=name == "bf16")
+        ChartLine(label, found[f"{name}/0"]["held_out"][2:], muted=name == "bf16")
         for name, label in recipes.items()
     ]
     return line_chart(

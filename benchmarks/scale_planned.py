@@ -75,7 +75,7 @@ def planned(m: Sizes, ranks: int, prefer: str) -> dict[str, Any]:
     hardware = replace(offload.Hardware.h200(), network=1.0)
     profile = offload.plan(whole, x, layers="*", hardware=hardware).profile
     saved = sum(s.nbytes for s in profile.saved)
-    arrived = [g.gone(profile.saved) for g in profile.recompute if g.kind == "dispatch"]
+    arrived = [g.dropped_bytes(profile.saved) for g in profile.recompute if g.kind == "dispatch"]
     row: dict[str, Any] = {
         "saved_mb": saved / BLOCKS / 1e6,
         "dispatched_again_mb": sum(sum(g.values()) for g in arrived) / BLOCKS / 1e6,

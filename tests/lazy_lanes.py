@@ -23,7 +23,7 @@ class LazyLanes(CpuLanes):
     choose  given n, a number below n: how many copies run before they must
     """
 
-    at_once = False
+    synchronous = False
 
     def __init__(self, choose: Callable[[int], int], budget: int | None = None) -> None:
         super().__init__(budget)
@@ -54,12 +54,12 @@ class LazyLanes(CpuLanes):
     def record(self, lane: Lane) -> Event:
         event = super().record(lane)
         if lane == "compute":
-            event.awaited(self.compute())
+            event.mark_waited(self.compute())
         return event
 
     def wait(self, lane: Lane, event: Event) -> None:
         if lane == "compute":
-            event.awaited(self.compute())
+            event.mark_waited(self.compute())
         if lane in self._queues:
             self._put(lane, event)
         else:

@@ -207,4 +207,4 @@ class Pair:
             self.detach()
         assert top_saved_tensor_hooks() is None and names.thread.observers == 0
         assert modules.thread.watchers == [] == modules.thread.running
-        assert list(nesting.enclosing()) == []
+        assert list(nesting.open_scopes()) == []

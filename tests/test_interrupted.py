@@ -102,7 +102,7 @@ def on_the_thread() -> tuple[Any, ...]:
     return (
         *(top_saved_tensor_hooks(), names.thread.observers, names.thread.outermost),
         *(names.thread.frame, list(modules.thread.watchers)),
-        *(list(nesting.enclosing()), scopes.current().token, torch.is_grad_enabled()),
+        *(list(nesting.open_scopes()), scopes.current().token, torch.is_grad_enabled()),
     )
 
 

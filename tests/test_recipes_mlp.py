@@ -360,7 +360,7 @@ def test_an_order_for_the_peak_is_said(
     said, fc1_and_act = set(), GroupedMLP.fc1_and_act
 
     def asking(*args: Any) -> Any:
-        said.add(gemms.choices())
+        said.add(gemms.backward_choices())
         return fc1_and_act(*args)
 
     monkeypatch.setattr(GroupedMLP, "fc1_and_act", asking)

@@ -179,7 +179,7 @@ def test_every_function_and_class_is_named_elsewhere() -> None:
 
 
 def test_hooks_on_all_modules_have_one_home() -> None:
-    """Who wants to know which module runs takes `observe.modules.followed`, or the stack of modules kept there."""
+    """Who wants to know which module runs takes `observe.modules.calls_watched`, or the stack of modules kept there."""
     home = PACKAGE / "observe" / "modules.py"
     hook = re.compile(r"register_module_(?:full_)?(?:forward|backward)\w*hook")
     homes = {file for file in FILES if hook.search(file.read_text(encoding="utf-8"))}

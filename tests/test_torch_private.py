@@ -477,7 +477,7 @@ def test_a_compiled_region_is_known_while_it_saves(compiled: bool) -> None:
     torch_private.never_compile(SavedLedger._pack)
     with ledger.hooks():
         y = model(torch.ones(2, requires_grad=True))
-    names = [name for handle in ledger.living() for name in handle.names]
+    names = [name for handle in ledger.live_handles() for name in handle.names]
     assert y.requires_grad and torch_private.compiled_region(sys._getframe()) is None
     assert not names[0].startswith("1.")
     assert len(names) > 1 and all(name.startswith("1.compiled") == compiled for name in names[1:])

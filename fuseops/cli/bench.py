@@ -96,7 +96,7 @@ def _draw(title: str, times: Mapping[str, Mapping[str, float]], path: Path) -> N
     ]
     note = "microseconds, forward and backward; medians with quartiles"
     with writing(path):
-        path.write_text(bar_chart("A training step", note, {title: bars}, room=64), "utf-8")
+        path.write_text(bar_chart("A training step", note, {title: bars}, label_width=64), "utf-8")
 
 
 def ways(target: Target) -> dict[str, Step]:

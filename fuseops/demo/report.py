@@ -54,7 +54,7 @@ def _loss(outcome: Outcome) -> str:
     steps = len(train)
     means = [statistics.fmean(train[max(0, k - WINDOW) : k]) for k in range(1, steps + 1)]
     lines = [
-        ChartLine("training text", [*enumerate(means, 1)], quiet=True),
+        ChartLine("training text", [*enumerate(means, 1)], muted=True),
         ChartLine("a part of the held-out text", outcome.history.held_out),
         ChartLine(f"byte bigrams, held-out text: {bigram:.3f}", [(0, bigram), (steps, bigram)]),
     ]
@@ -68,4 +68,4 @@ def _saved(saved: Mapping[str, int]) -> str:
         for how, n in saved.items()
     ]
     note = "on the device between forward and backward of one batch"
-    return image(bar_chart("Bytes beyond the parameters", note, {"": bars}, room=120))
+    return image(bar_chart("Bytes beyond the parameters", note, {"": bars}, label_width=120))

@@ -1,8 +1,8 @@
-"""Plans as people read them: a forward under observation, then text, HTML with a drawing, or JSON.
+"""Explains plans: observes a forward, and shows its plans as text, HTML with a drawing, or JSON.
 
 a forward   plans (`explain`)
 its plan    assemble, explanation (of one Sequential, of a model)
-pages       text, html, drawing; layout is what they share; charts (images of bars)
+pages       text, html, drawing; layout (shared by them); charts (bars and lines)
 """
 
 from .explanation import Explanation, FusionPlan

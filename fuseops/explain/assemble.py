@@ -1,4 +1,4 @@
-"""An observed call becomes its public plan: spans, misses, notes, and the largest temporary."""
+"""Makes the public plan of an observed call: spans, misses, notes, and the largest temporary."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .explanation import FusionPlan
 
 def plan_from(call: SequentialCall, saved: Sequence[tuple[Any, SavedTensor]]) -> FusionPlan:
     """The public plan of a call."""
-    mine = tuple(t for owner, t in saved if _within(owner, call))
-    parts = list(_parts(call, {t.name for t in mine}))
+    own = tuple(t for owner, t in saved if _is_inside(owner, call))
+    parts = list(_parts(call, {t.name for t in own}))
 
     def every(field: str) -> tuple[Any, ...]:
         return tuple(chain.from_iterable(getattr(part, field) for part in parts))
@@ -37,32 +37,32 @@ def plan_from(call: SequentialCall, saved: Sequence[tuple[Any, SavedTensor]]) ->
         forward=every("forward"),
         backward=every("backward"),
         misses=every("misses"),
-        saved=mine,
+        saved=own,
         operands=every("operands"),
         weights=every("weights"),
         segments=every("segments"),
-        notes=(*dict.fromkeys(every("notes")), *dict.fromkeys(call.gemms), *_notes_on(call)),
+        notes=(*dict.fromkeys(every("notes")), *dict.fromkeys(call.gemms), *_call_notes(call)),
         temporaries=max((part.temporaries for part in parts), default=0),
         nested=tuple(plan_from(inner, saved) for inner in call.nested),
     )
 
 
-def _parts(call: SequentialCall, kept: set[str]) -> Iterator[FusionPlan]:
-    """The plan of each of its pieces: of a run of ops, or of a plain module."""
+def _parts(call: SequentialCall, saved_names: set[str]) -> Iterator[FusionPlan]:
+    """A plan for each piece of the call: a run of ops, or a plain module."""
     offset, runs = 0, iter(call.runs)
     for name, piece in call.pieces:
         if not isinstance(piece, Run):
-            span = _of_module(name, piece, offset, call.module)
+            span = _module_span(name, piece, offset, call.module)
             yield FusionPlan(call.path, (span,), (span,))
             offset += 1
             continue
         plan, x = next(runs, (None, None))
         if plan is not None:
-            yield _of_run(piece, plan, x, call.path, kept)
+            yield _run_plan(piece, plan, x, call.path, saved_names)
         offset += len(piece.ops)
 
 
-def _of_module(name: str, module: nn.Module, at: int, outer: Composed) -> Span:
+def _module_span(name: str, module: nn.Module, at: int, outer: Composed) -> Span:
     what = "plain module"
     if isinstance(module, Composed):
         what = f"a Sequential of its own: {border_reason(module, outer._settings)}"
@@ -70,56 +70,58 @@ def _of_module(name: str, module: nn.Module, at: int, outer: Composed) -> Span:
     return Span(at, at + 1, (name,), cls, None, "module", what, (cls,))
 
 
-def _of_run(run: Run, plan: RunPlan, x: SeenTensor | None, path: str, kept: set[str]) -> FusionPlan:
-    of_ops = (f"{n}: {op.note}" for n, op in zip(run.names, run.ops, strict=True) if op.note)
+def _run_plan(
+    run: Run, plan: RunPlan, x: SeenTensor | None, path: str, saved_names: set[str]
+) -> FusionPlan:
+    op_notes = (f"{n}: {op.note}" for n, op in zip(run.names, run.ops, strict=True) if op.note)
     return FusionPlan(
         path,
-        forward=tuple(_typed(s, run) for s in plan.forward),
-        backward=tuple(_typed(s, run) for s in plan.backward),
+        forward=tuple(_with_types(s, run) for s in plan.forward),
+        backward=tuple(_with_types(s, run) for s in plan.backward),
         misses=plan.misses,
         operands=plan.operands,
         weights=plan.weights,
         segments=tuple((s.start + run.offset, s.stop + run.offset) for s in plan.segments),
-        notes=(*_notes_of(plan), *of_ops, *_sent_again(run, plan, path, kept)),
-        temporaries=_largest_output(run, plan, x, path, kept),
+        notes=(*_run_notes(plan), *op_notes, *_dispatch_notes(run, plan, path, saved_names)),
+        temporaries=_largest_output(run, plan, x, path, saved_names),
     )
 
 
-def _within(owner: SequentialCall | None, call: SequentialCall) -> bool:
+def _is_inside(owner: SequentialCall | None, call: SequentialCall) -> bool:
     while owner is not None and owner is not call:
         owner = owner.parent
     return owner is call
 
 
-def _sent_again(run: Run, plan: RunPlan, path: str, kept: set[str]) -> Iterator[str]:
-    """What a fused op saved the means to have sent once more, instead of itself."""
+def _dispatch_notes(run: Run, plan: RunPlan, path: str, saved_names: set[str]) -> Iterator[str]:
+    """Notes on fused ops that do not save the tokens from other ranks, but dispatch them again."""
     for step in (step for seg in plan.segments for step in seg.forward if step.kind == "joint"):
         names = [step.target.names[field] for field in step.target.again]
         for member, _, field in (name.partition(".") for name in names[:1]):
             of = run.names[step.at - run.offset + int(member)]
-            if f"{path}.{of}.{field}".lstrip(".") in kept:
+            if f"{path}.{of}.{field}".lstrip(".") in saved_names:
                 yield f"{of}: tokens that arrive from other ranks are not saved, but dispatched again in the backward"
 
 
-def _typed(span: Span, run: Run) -> Span:
+def _with_types(span: Span, run: Run) -> Span:
     ops = run.ops[span.start - run.offset : span.stop - run.offset]
     return span._replace(types=tuple(type(op).__name__ for op in ops))
 
 
-_RUNS = {"call": "is called through its own __call__", "plain": "runs as plain torch"}
+_HOW_CALLED = {"call": "is called through its own __call__", "plain": "runs as plain torch"}
 
 
-def _notes_of(plan: RunPlan) -> Iterator[str]:
+def _run_notes(plan: RunPlan) -> Iterator[str]:
     notes = [s.note.partition("; ") for s in plan.forward]
     if notes and all(why == "reference" for why, _, _ in notes):
         yield "fuseops.reference(): every op runs as plain torch, and no rule is tried"
         yield from dict.fromkeys(ignored for _, _, ignored in notes if ignored)
         return
     for span in plan.forward:
-        if span.kind in _RUNS and span.note != "alias":
-            how = f"{_RUNS[span.kind]}, and no rule matches it: {span.note}"
+        if span.kind in _HOW_CALLED and span.note != "alias":
+            how = f"{_HOW_CALLED[span.kind]}, and no rule matches it: {span.note}"
             yield f"{span.ops[0]} ({span.runs}) {how}"
-    yield from map(_predicted, plan.gains)
+    yield from map(_gain_note, plan.gains)
     if any(operand.kernels for operand in plan.operands):
         yield "FP8 tensor cores multiply quantized operands on Hopper; elsewhere GEMMs multiply what they stand for"
     others = dict.fromkeys(o.format for o in plan.operands if not o.kernels and o.format != HIGH)
@@ -128,8 +130,8 @@ def _notes_of(plan: RunPlan) -> Iterator[str]:
         yield f"{names}: GEMMs multiply what such codes stand for, exactly; small blocks as they are on Blackwell"
 
 
-def _predicted(gain: Gain) -> str:
-    """What a recipe is predicted to bring, and what becomes of it."""
+def _gain_note(gain: Gain) -> str:
+    """The note of the predicted gain of a recipe, and whether it is used."""
     ops, moved = ", ".join(gain.ops), size(gain.nbytes)
     said = (
         f"a step in FP8 is predicted to be {gain.speedup:.2f} times as fast over {gain.rows} rows"
@@ -143,7 +145,7 @@ def _predicted(gain: Gain) -> str:
     )
 
 
-def _notes_on(call: SequentialCall) -> Iterator[str]:
+def _call_notes(call: SequentialCall) -> Iterator[str]:
     nodes = [seg for plan, _ in call.runs for seg in plan.segments if seg.kind == "node"]
     pure = [type(step.target).__name__ for seg in nodes for step in seg.forward if step.pure]
     settings = scopes.resolve(call.module._settings)
@@ -157,17 +159,17 @@ def _notes_on(call: SequentialCall) -> Iterator[str]:
     if pure and (now := scopes.resolve(*here)).fusion and POINTWISE not in now.rules:
         which = ", ".join(dict.fromkeys(pure))
         yield f"{which}: a pure fwd runs as plain torch; rule {POINTWISE.name} makes one kernel of what is elementwise"
-    if len(call.runs) < len(call.wanted):
-        ran = f"{len(call.runs)} of its {len(call.wanted)} runs of ops ran"
+    if len(call.runs) < len(call.expected):
+        ran = f"{len(call.runs)} of its {len(call.expected)} runs of ops ran"
         yield f"{ran}: forward is overridden, or was left early"
     if nodes and not any(seg.needs_grad for seg in nodes):
         yield "no gradient is wanted: nothing is saved"
-    elif not call.packed and any(any(seg.saved_names.values()) for seg in nodes):
+    elif not call.num_saved and any(any(seg.saved_names.values()) for seg in nodes):
         yield "a saved-tensors hook of the model took what this saves (a checkpoint, or a scope)"
 
 
 def _largest_output(
-    run: Run, plan: RunPlan, x: SeenTensor | None, path: str, kept: set[str]
+    run: Run, plan: RunPlan, x: SeenTensor | None, path: str, saved_names: set[str]
 ) -> int:
     """Bytes of the largest output of a forward span that the next op does not save as its x."""
     if x is None:
@@ -181,6 +183,6 @@ def _largest_output(
         for op in run.ops[span.start - run.offset : stop]:
             shape = op.out_shape(shape)
         following = run.names[stop] if stop < len(run.names) else None
-        if f"{prefix}{following}.x" not in kept and not run.ops[stop - 1].alias:
+        if f"{prefix}{following}.x" not in saved_names and not run.ops[stop - 1].alias:
             largest = max(largest, itemsize * numel(shape))
     return largest

@@ -1,4 +1,4 @@
-"""Bars and lines become images of their own: SVG files, in colours that stand on any page."""
+"""Charts of bars and of lines as SVG files, in colours that suit any page."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from urllib.parse import quote
 
 LABEL, BAR, ROW, EDGE = 118, 15, 19, 14
 BARS, LINES = 470, 742  # widths of a page
-AXIS, TALL, TOP, LEGEND = 44, 190, 60, 18  # beside, in and above a panel of lines, a row below it
+AXIS, PANEL_HEIGHT, TOP, LEGEND = 44, 190, 60, 18  # beside, in and above a panel, and a row below
 COLORS = {"ours": "#0f766e", "peer": "#8c9bb0", "other": "#c6cfdb"}
 LINE_COLORS = ("#0f766e", "#c2670c", "#6d4bc3", "#b4487c", "#4f7a1f")
-QUIET = "#9aa7b6"
+MUTED_COLOR = "#9aa7b6"
 STYLE = (
     "text{font:13px system-ui,'Segoe UI',Roboto,'Helvetica Neue',Arial,'DejaVu Sans',sans-serif;fill:#1b2430}"
     ".title{font-size:15px;font-weight:600}.soft{fill:#5d6b7c;font-size:12px}.name{font-weight:600}"
@@ -22,42 +22,42 @@ STYLE = (
 
 
 class ChartBar(NamedTuple):
-    """A `ChartBar` is a bar: what it stands for, its length, what is written at its end, and what was in between."""
+    """A `ChartBar` is a bar: its label, its length, the text at its end, and an interval that is drawn over it."""
 
     label: str
     value: float
     text: str
     kind: str  # a key of COLORS
-    between: tuple[float, float] | None = None  # drawn over it, such as quartiles
+    interval: tuple[float, float] | None = None  # such as quartiles
 
     @property
-    def reach(self) -> float:
+    def extent(self) -> float:
         """The value at which the drawing of the bar ends."""
-        return max((self.value, *(self.between or ())))
+        return max((self.value, *(self.interval or ())))
 
 
 class ChartLine(NamedTuple):
     """A `ChartLine` goes through (x, y) points.
 
-    label  its name in the legend, "" where another line stands there for it
-    quiet  it is grey, and the others are told apart by colours
+    label  its name in the legend; "" for none
+    muted  it is grey; others have colours
     """
 
     label: str
     points: Sequence[tuple[float, float]]
-    quiet: bool = False
+    muted: bool = False
 
 
 def bar_chart(
-    title: str, note: str, groups: Mapping[str, Sequence[ChartBar]], room: int = 40
+    title: str, note: str, groups: Mapping[str, Sequence[ChartBar]], label_width: int = 40
 ) -> str:
     """Groups of bars, one under the other, as the text of an SVG file.
 
-    room: for what is written at the end of the longest bar.
+    label_width: of the text at the end of the longest bar.
     """
     every = [bar for bars in groups.values() for bar in bars]
-    longest = max(bar.reach for bar in every) or 1.0
-    scale = (BARS - LABEL - room - 2 * EDGE) / longest
+    longest = max(bar.extent for bar in every) or 1.0
+    scale = (BARS - LABEL - label_width - 2 * EDGE) / longest
     y, parts = 62.0, []
     for group, bars in groups.items():
         parts.append(f'<text class="name" x="{EDGE}" y="{y:.0f}">{escape(group)}</text>')
@@ -74,11 +74,11 @@ def line_chart(title: str, note: str, panels: Sequence[Sequence[ChartLine]]) -> 
     slot = (LINES - EDGE) / len(panels)
     parts = [p for k, lines in enumerate(panels) for p in _panel(lines, AXIS + k * slot, slot)]
     rows = max(sum(bool(line.label) for line in lines) for lines in panels)
-    return sheet(title, note, LINES, TOP + TALL + 34 + LEGEND * rows, parts)
+    return sheet(title, note, LINES, TOP + PANEL_HEIGHT + 34 + LEGEND * rows, parts)
 
 
 def sheet(title: str, note: str, width: int, height: float, parts: Sequence[str]) -> str:
-    """What is drawn, on a framed page under its title and note, as the text of an SVG file."""
+    """SVG elements on a framed page with a title and a note, as the text of an SVG file."""
     head = (
         f'<text class="title" x="{EDGE}" y="24">{escape(title)}</text>'
         f'<text class="soft" x="{EDGE}" y="42">{escape(note)}</text>'
@@ -92,40 +92,40 @@ def sheet(title: str, note: str, width: int, height: float, parts: Sequence[str]
 
 
 def image(svg: str) -> str:
-    """An SVG file inside of an HTML page, whose styles do not reach it."""
+    """An SVG file inside of an HTML page, whose styles do not apply to it."""
     return f'<img alt="" style="max-width:100%" src="data:image/svg+xml,{quote(svg)}">'
 
 
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers from low to high, about as many as wanted."""
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round numbers from low to high."""
     span = max(high - low, 1e-9)
-    unit = 10.0 ** math.floor(math.log10(span / wanted))
-    step = min((unit * m for m in (1, 2, 5, 10)), key=lambda s: abs(span / s - wanted))
+    unit = 10.0 ** math.floor(math.log10(span / count))
+    step = min((unit * m for m in (1, 2, 5, 10)), key=lambda s: abs(span / s - count))
     first = math.ceil(low / step - 1e-9)
     return [round(k * step, 10) for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def _bar(bar: ChartBar, y: float, scale: float) -> list[str]:
     left, middle = LABEL + EDGE, y + BAR - 3
-    end = left + bar.reach * scale
+    end = left + bar.extent * scale
     parts = [
         f'<text class="soft" x="{left - 8}" y="{middle:.0f}" text-anchor="end">{escape(bar.label)}</text>',
         f'<rect x="{left}" y="{y:.0f}" width="{bar.value * scale:.1f}" height="{BAR}" rx="2" '
         f'fill="{COLORS[bar.kind]}"/>',
         f'<text x="{end + 6:.1f}" y="{middle:.0f}">{escape(bar.text)}</text>',
     ]
-    if bar.between is not None:
-        low, high = (left + value * scale for value in bar.between)
+    if bar.interval is not None:
+        low, high = (left + value * scale for value in bar.interval)
         at = y + BAR / 2
         parts.append(f'<line class="range" x1="{low:.1f}" x2="{high:.1f}" y1="{at}" y2="{at}"/>')
     return parts
 
 
 def _panel(lines: Sequence[ChartLine], left: float, slot: float) -> Iterator[str]:
-    """One panel of lines: its axes, the lines, and below it their legend.   slot: its width with that of an axis"""
+    """One panel of lines: axes, lines, and the legend below.   slot: its width with the axis"""
     xs, ys = zip(*(point for line in lines for point in line.points), strict=True)
-    wide, bottom, low = slot - AXIS - 30, TOP + TALL, min(ys)
-    across, up = wide / (max(xs) - min(xs) or 1), TALL / (max(ys) - low or 1)
+    wide, bottom, low = slot - AXIS - 30, TOP + PANEL_HEIGHT, min(ys)
+    across, up = wide / (max(xs) - min(xs) or 1), PANEL_HEIGHT / (max(ys) - low or 1)
 
     def at(x: float, y: float) -> tuple[float, float]:
         return left + (x - min(xs)) * across, bottom - (y - low) * up
@@ -139,7 +139,7 @@ def _panel(lines: Sequence[ChartLine], left: float, slot: float) -> Iterator[str
         yield f'<text class="soft" x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{value:g}</text>'
     legend, colors = bottom + 36, iter(LINE_COLORS)
     for line in lines:
-        color = QUIET if line.quiet else next(colors)
+        color = MUTED_COLOR if line.muted else next(colors)
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in line.points))
         yield f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>'
         if line.label:

@@ -1,7 +1,7 @@
 """The drawing of a plan: ops as boxes, forward spans above, backward spans below, misses under
 those.  Inline SVG.
 
-Colours come from the style sheet of html.py, so that light and dark need no second drawing.
+Colours are in the style sheet of html.py, so that one drawing is both light and dark.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from html import escape
 
 from fuseops.plan.records import Miss, Planned, Span
 
-from .layout import Column, columns, why
+from .layout import Column, columns, span_label
 
 GUTTER, GAP, PADDING = 76, 14, 12
-BOLD, PLAIN = 7.8, 6.8  # widths of a character, on the safe side: nobody measures text here
-LEAST = 0.65  # of its size: smaller, nobody reads it
+BOLD_WIDTH, PLAIN_WIDTH = 7.8, 6.8  # upper bounds of the width of a character
+MIN_SCALE = 0.65  # a drawing that is scaled below this is not readable
 SPAN, OP, MISS, ROW = 26, 46, 20, 12  # heights; ROW is the space between two rows
 
 
@@ -24,63 +24,63 @@ def svg(plan: Planned) -> str:
     """The drawing, as an <svg> element."""
     cells = columns(plan)
     edges = _edges(cells)
-    lanes = _lanes([m.span for m in plan.not_fused])
+    miss_rows = _assign_rows([m.span for m in plan.not_fused])
     forward_y = 4
     op_y = forward_y + SPAN + ROW
     backward_y = op_y + OP + ROW
     miss_y = backward_y + SPAN + ROW
-    rows = max(lanes, default=-1) + 1
+    rows = max(miss_rows, default=-1) + 1
     height = (miss_y + rows * (MISS + 6) if rows else backward_y + SPAN) + 4
     width = edges[-1][1] + 6
     parts = [
         *_label("forward", forward_y + SPAN / 2),
         *_label("backward", backward_y + SPAN / 2),
-        *(_label("not fused", miss_y + MISS / 2) if lanes else ()),
+        *(_label("not fused", miss_y + MISS / 2) if miss_rows else ()),
         *_nodes(plan, cells, edges, op_y),
         *_arrows(edges, op_y + OP / 2),
         *(part for cell, edge in zip(cells, edges, strict=True) for part in _op(cell, edge, op_y)),
         *_spans(plan.forward, cells, edges, forward_y),
         *_spans(plan.backward, cells, edges, backward_y),
     ]
-    for miss, lane in zip(plan.not_fused, lanes, strict=True):
-        parts += _miss(miss, cells, edges, miss_y + lane * (MISS + 6))
+    for miss, row in zip(plan.not_fused, miss_rows, strict=True):
+        parts += _miss(miss, cells, edges, miss_y + row * (MISS + 6))
     title = escape(f"{plan.path or 'Sequential'}: ops and spans")
-    least = LEAST * width  # a wide drawing shrinks to its page so far, and then scrolls
+    min_width = MIN_SCALE * width  # a wide drawing shrinks to this, and then scrolls
     return (
         f'<svg role="img" aria-label="{title}" width="{width:.0f}" height="{height:.0f}" '
-        f'style="max-width:max(100%,{least:.0f}px);height:auto" '
+        f'style="max-width:max(100%,{min_width:.0f}px);height:auto" '
         f'viewBox="0 0 {width:.0f} {height:.0f}">{"".join(parts)}</svg>'
     )
 
 
 def _edges(cells: Sequence[Column]) -> list[tuple[float, float]]:
-    """Left and right of every column."""
+    """The x coordinates (left, right) of every column."""
     found, left = [], float(GUTTER)
     for cell in cells:
         letters = max(len(cell.name), len(cell.kind), 8)
-        right = left + letters * BOLD + 2 * PADDING
+        right = left + letters * BOLD_WIDTH + 2 * PADDING
         found.append((left, right))
         left = right + GAP
     return found or [(GUTTER, GUTTER)]
 
 
-def _lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """The first free row of each, so that none is drawn over another."""
+def _assign_rows(spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Assign each span the first row that is free there."""
     ends: list[int] = []
     found = []
     for start, stop in spans:
-        lane = next((k for k, end in enumerate(ends) if end <= start), len(ends))
-        if lane == len(ends):
+        row = next((k for k, end in enumerate(ends) if end <= start), len(ends))
+        if row == len(ends):
             ends.append(0)
-        ends[lane] = stop
-        found.append(lane)
+        ends[row] = stop
+        found.append(row)
     return found
 
 
-def _between(
+def _extent(
     start: int, stop: int, cells: Sequence[Column], edges: Sequence[tuple[float, float]]
 ) -> tuple[float, float]:
-    """Left and right of positions start:stop; several positions may share a column."""
+    """The x coordinates (left, right) of positions start:stop, of which several may share a column."""
     hit = [
         e for cell, e in zip(cells, edges, strict=True) if cell.start < stop and start < cell.stop
     ]
@@ -91,8 +91,8 @@ def _label(text: str, y: float) -> Iterator[str]:
     yield f'<text class="axis" x="{GUTTER - 14}" y="{y:.1f}">{text}</text>'
 
 
-def _text(content: str, x: float, y: float, room: float, style: str) -> str:
-    letters = max(3, int(room / (BOLD if style in ("name", "inside") else PLAIN)))
+def _text(content: str, x: float, y: float, width: float, style: str) -> str:
+    letters = max(3, int(width / (BOLD_WIDTH if style in ("name", "inside") else PLAIN_WIDTH)))
     short = content if len(content) <= letters else content[: letters - 1] + "…"
     return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{escape(short)}</text>'
 
@@ -120,7 +120,7 @@ def _nodes(
     for start, stop in plan.segments:
         if start in outside:
             continue
-        left, right = _between(start, stop, cells, edges)
+        left, right = _extent(start, stop, cells, edges)
         hint = f"one autograd node, ops {start}:{stop}"
         yield _box("node", (left - 5, right + 5), y - 5, OP + 10, 9, hint)
 
@@ -132,10 +132,10 @@ def _arrows(edges: Sequence[tuple[float, float]], y: float) -> Iterator[str]:
 
 def _op(cell: Column, edge: tuple[float, float], y: float) -> Iterator[str]:
     left, right = edge
-    middle, room = (left + right) / 2, right - left - 6
+    middle, width = (left + right) / 2, right - left - 6
     yield _box(f"op {cell.style}", edge, y, OP, 6, cell.hint)
-    yield _text(cell.name, middle, y + 18, room, "name")
-    yield _text(cell.kind, middle, y + 34, room, "kind")
+    yield _text(cell.name, middle, y + 18, width, "name")
+    yield _text(cell.kind, middle, y + 34, width, "kind")
 
 
 def _spans(
@@ -144,22 +144,22 @@ def _spans(
     for span in spans:
         if span.kind == "module":
             continue
-        left, right = _between(span.start, span.stop, cells, edges)
+        left, right = _extent(span.start, span.stop, cells, edges)
         if not span.rule:
-            hint = f"{span.ops[0]}: {span.runs}" + (f", {why(span)}" if why(span) else "")
+            hint = ", ".join(filter(None, (f"{span.ops[0]}: {span.runs}", span_label(span))))
             yield _box("span single", (left, right), y + SPAN / 2 - 2, 4, 2, hint)
             continue
-        hint = f"{', '.join(span.ops)}: {span.runs}, {why(span)}"
+        hint = f"{', '.join(span.ops)}: {span.runs}, {span_label(span)}"
         yield _box(f"span {span.kind}", (left, right), y, SPAN, 6, hint)
-        room = right - left - 8
+        width = right - left - 8
         label = f"{span.runs} · {span.rule}"
-        label = label if len(label) * BOLD < room else span.runs
-        yield _text(label, (left + right) / 2, y + SPAN / 2, room, "inside")
+        label = label if len(label) * BOLD_WIDTH < width else span.runs
+        yield _text(label, (left + right) / 2, y + SPAN / 2, width, "inside")
 
 
 def _miss(
     miss: Miss, cells: Sequence[Column], edges: Sequence[tuple[float, float]], y: float
 ) -> Iterator[str]:
-    left, right = _between(*miss.span, cells, edges)
+    left, right = _extent(*miss.span, cells, edges)
     yield _box("miss", (left, right), y, MISS, 5, miss.reason)
     yield _text(miss.rule, (left + right) / 2, y + MISS / 2, right - left - 6, "missed")

@@ -1,4 +1,4 @@
-"""What was planned, of one Sequential or of a whole model, as text, HTML and JSON."""
+"""The plan of one Sequential, and the explanation of a whole model, as text, HTML and JSON."""
 
 from __future__ import annotations
 
@@ -44,16 +44,17 @@ class Explanation(str):
     plans: tuple[FusionPlan, ...]
 
     def __new__(cls, plans: Sequence[FusionPlan], *, whole: bool = True) -> Self:
-        """whole: of a model, summed up in the first line; else of one Sequential."""
-        said = super().__new__(cls, report(plans) if whole else "\n\n".join(map(text, plans)))
-        said.plans = tuple(plans)
-        return said
+        """whole: a model, with a summary in the first line; else the plans only"""
+        shown = report(plans) if whole else "\n\n".join(map(text, plans))
+        explanation = super().__new__(cls, shown)
+        explanation.plans = tuple(plans)
+        return explanation
 
     def __repr__(self) -> str:
         return str(self)
 
     def __reduce__(self) -> Any:
-        return _said, (str(self), self.plans)
+        return _unpickled, (str(self), self.plans)
 
     @property
     def saved_bytes(self) -> int:
@@ -80,8 +81,8 @@ class Explanation(str):
         return fragment(self.plans)
 
 
-def _said(text: str, plans: tuple[FusionPlan, ...]) -> Explanation:
-    """A pickled one: the text as it was."""
-    said = str.__new__(Explanation, text)
-    said.plans = plans
-    return said
+def _unpickled(text: str, plans: tuple[FusionPlan, ...]) -> Explanation:
+    """Restore an explanation with its text from a pickle."""
+    explanation = str.__new__(Explanation, text)
+    explanation.plans = plans
+    return explanation

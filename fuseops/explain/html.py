@@ -1,8 +1,7 @@
-"""Plans as HTML: one self-contained page for a model, or the fragment that a notebook shows for a
-plan.
+"""Plans as HTML: one self-contained page for a model, or the fragment that a notebook shows for a plan.
 
-No script, no network, no image file: style sheet and SVG are inline, so that a report still opens
-in ten years.
+There is no script, network access or image file: style sheet and SVG are inline, so that a report still opens in ten
+years.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from .drawing import svg
 from .layout import (
     Group,
     SavedRow,
-    at_peak,
     fused_and_missed,
     groups,
     is_outside,
+    peak_label,
     saved_rows,
     sections,
     shape_of,
@@ -118,7 +117,7 @@ def page(plans: Sequence[Planned], title: str = "Fusion plan") -> str:
 
 
 def document(title: str, body: str, more_style: str = "") -> str:
-    """A whole document: `body`, which is HTML, under `title`, which is not."""
+    """A whole document.   title: text; body: HTML"""
     name = escape(title)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -129,12 +128,12 @@ def document(title: str, body: str, more_style: str = "") -> str:
 
 
 def tiles(numbers: Sequence[tuple[str, str]]) -> str:
-    """The numbers that matter, large, with what they are."""
+    """Tiles with large numbers and their descriptions, from (number, description)."""
     return f'<div class="tiles">{"".join(f"<div><b>{escape(n)}</b>{escape(what)}</div>" for n, what in numbers)}</div>'
 
 
 def table(rows: Iterable[str], style: str = "", head: str = "") -> str:
-    """A table of rows, each of which is its cells, as `cell` makes them.   head: those of the titles"""
+    """A table.   rows: the cells of each, as `cell` makes them; head: the cells of the titles"""
     named = f' class="{style}"' if style else ""
     titles = f"<thead><tr>{head}</tr></thead>" if head else ""
     body = "".join(f"<tr>{row}</tr>" for row in rows)
@@ -142,13 +141,13 @@ def table(rows: Iterable[str], style: str = "", head: str = "") -> str:
 
 
 def cell(text: str, style: str = "", kind: str = "td") -> str:
-    """Text, which is not HTML, as a cell of a table.   kind: "th" of a title"""
+    """A cell of a table.   text: not HTML; kind: "th" for a title"""
     named = f' class="{style}"' if style else ""
     return f"<{kind}{named}>{escape(text)}</{kind}>"
 
 
 def fragment(plans: Sequence[Planned]) -> str:
-    """Plans, to be put into any page; equal ones share a section."""
+    """The HTML of plans for any page; equal ones share a section."""
     sections = "".join(map(_section, groups(plans)))
     return f'<div class="fuseops"><style>{STYLE}</style>{sections}</div>'
 
@@ -181,7 +180,7 @@ def _facts(group: Group) -> str:
             f"<b>{len(plan.fused)}</b> fused",
             f"<b>{len(plan.not_fused)}</b> not fused",
             *facts,
-            f"<b>{size(plan.peak_bytes)}</b> {at_peak(plan)}",
+            f"<b>{size(plan.peak_bytes)}</b> {peak_label(plan)}",
         ]
     return " &nbsp; ".join(facts)
 
@@ -213,7 +212,7 @@ def _saved(rows: Sequence[SavedRow]) -> Iterator[str]:
 
 
 def breakable(name: str) -> str:
-    """A dotted name, escaped, that may break before a child, not inside one nor before a number."""
+    """An escaped dotted name, whose lines may break at a dot that no number follows."""
     return re.sub(r"\.(?=[A-Za-z])", ".<wbr>", escape(name))
 
 

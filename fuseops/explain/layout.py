@@ -1,4 +1,4 @@
-"""What text and HTML of a plan share: equal plans grouped, rows collapsed, spans in words."""
+"""The layout that text and HTML of plans share: groups of equal plans, collapsed rows, spans in words."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import NamedTuple
 from fuseops.plan.records import Miss, Overlap, Planned, SavedTensor, Span
 from fuseops.words import dtype_name, plural, size
 
-LONG = 24  # rows from which equal ones, of other layers, share a line
+COLLAPSE_FROM = 24  # the number of rows from which equal ones of several layers share a line
 
 
 class Group(NamedTuple):
-    """A `Group` holds plans that say the same under other paths."""
+    """A `Group` is plans that are equal but for their paths."""
 
     plan: Planned  # the first
-    paths: tuple[str, ...]  # of all, in order; a path twice is a Sequential that ran twice
+    paths: tuple[str, ...]  # of all, in order; one that ran twice is there twice
 
     @property
     def title(self) -> str:
@@ -40,7 +40,7 @@ class SavedRow(NamedTuple):
 
     @property
     def amount(self) -> str:
-        """Its bytes, or why it has none of its own."""
+        """Its bytes, or "parameter" or "shared" where it has none of its own."""
         if self.nbytes or not (self.tensor.is_param or self.tensor.shared_with):
             return size(self.nbytes)
         return "parameter" if self.tensor.is_param else "shared"
@@ -65,8 +65,8 @@ class Section(NamedTuple):
     rows: Sequence[tuple[str, ...]]
 
 
-def at_peak(plan: Planned) -> str:
-    """What `plan.peak_bytes` is, in words."""
+def peak_label(plan: Planned) -> str:
+    """A description of `plan.peak_bytes`."""
     return "at the peak of a step" if plan.rehearsed else "with the largest temporary"
 
 
@@ -75,18 +75,18 @@ def shape_of(tensor: SavedTensor) -> str:
 
 
 def is_outside(plan: Planned) -> bool:
-    """Stands for what was saved outside of every Sequential."""
+    """Whether the plan is of tensors that are saved outside of every Sequential."""
     return not plan.forward
 
 
 def fused_and_missed(plans: Sequence[Planned]) -> tuple[int, int]:
-    """How many spans rules made in all of them, and how many misses there are."""
+    """The numbers of fused spans and of misses in all plans."""
     every = [p for plan in plans for p in plan.walk()]
     return sum(len(p.fused) for p in every), sum(len(p.not_fused) for p in every)
 
 
 def summary(plans: Sequence[Planned]) -> str:
-    """How many, and how much, in one line."""
+    """The numbers of Sequentials, fused spans and misses, and the saved bytes, in one line."""
     ran = sum(not is_outside(p) for plan in plans for p in plan.walk())
     fused, missed = fused_and_missed(plans)
     what = f"{plural(ran, 'Sequential')}, {plural(fused, 'fused span')}, {plural(missed, 'miss')}"
@@ -102,7 +102,7 @@ def summary(plans: Sequence[Planned]) -> str:
 
 
 def glob(path: str) -> str:
-    """`path` with every number in it as `*`, as policies write it."""
+    """`path` with `*` for every number, as in policies."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
@@ -117,7 +117,7 @@ def relative(name: str | None, path: str) -> str:
 
 
 def signature(plan: Planned) -> Planned:
-    """The plan under relative names: equal where modules in the same place of repeated layers are planned alike."""
+    """The plan with relative names, which is equal for equal modules of repeated layers."""
     saved = tuple(
         t._replace(name=relative(t.name, plan.path), shared_with=relative(t.shared_with, plan.path))
         for t in plan.saved
@@ -129,7 +129,7 @@ def signature(plan: Planned) -> Planned:
 
 
 def groups(plans: Sequence[Planned]) -> list[Group]:
-    """Equal plans together, at the place of the first."""
+    """Groups of equal plans, in the order of the first of each."""
     found: dict[Planned, list[Planned]] = {}
     for plan in plans:
         found.setdefault(signature(plan), []).append(plan)
@@ -140,7 +140,7 @@ def groups(plans: Sequence[Planned]) -> list[Group]:
 
 
 def own_saved(plan: Planned) -> list[SavedTensor]:
-    """What the plan saves besides the Sequentials nested in it."""
+    """The saved tensors of the plan that are not of nested Sequentials."""
     below = Counter(t for nested in plan.nested for t in nested.saved)
     rows = []
     for t in plan.saved:
@@ -152,7 +152,7 @@ def own_saved(plan: Planned) -> list[SavedTensor]:
 
 
 def saved_rows(group: Group) -> list[SavedRow]:
-    """The plan's own saved tensors; names are globs where one line stands for several tensors."""
+    """Rows of the plan's own saved tensors; the name is a glob where a row is of several tensors."""
     tensors = own_saved(group.plan)
     if len(group.paths) > 1:
         stem = glob(group.plan.path)
@@ -160,7 +160,7 @@ def saved_rows(group: Group) -> list[SavedRow]:
             SavedRow(f"{stem}.{relative(t.name, group.plan.path)}".lstrip("."), t, 1)
             for t in tensors
         ]
-    if len(tensors) < LONG:
+    if len(tensors) < COLLAPSE_FROM:
         return [SavedRow(t.name, t, 1) for t in tensors]
     same: dict[Hashable, list[SavedTensor]] = {}
     for t in tensors:
@@ -179,7 +179,7 @@ def _pattern(name: str) -> str:
 
 
 def _runs_of_modules(spans: Sequence[Span]) -> list[list[Span]]:
-    """Modules of one class that follow each other together, every other span by itself."""
+    """Groups of consecutive modules of one class; other spans are single."""
     found: list[list[Span]] = []
     for span in spans:
         last = found[-1][-1] if found else None
@@ -191,16 +191,14 @@ def _runs_of_modules(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def span_rows(spans: Sequence[Span]) -> list[tuple[str, ...]]:
-    """A line a span: position, ops, what runs them, why. In a long plan equal layers that follow each other share
-    theirs.
-    """
+    """A row for each span: position, ops, what runs them, why. In a long plan consecutive equal layers share rows."""
     lines, rows, at = _runs_of_modules(spans), list[tuple[str, ...]](), 0
     for period, times in _repeats(lines):
         for same in lines[at : at + period]:
             first, last, n = same[0], same[-1], len(same)
             ops = ", ".join(first.ops) if n == 1 else f"{first.ops[0]} .. {last.ops[-1]}"
             runs = first.runs if n == 1 else f"{first.runs} x {n}"
-            rows.append((_positions(first.start, last.stop), ops, runs, why(first)))
+            rows.append((_positions(first.start, last.stop), ops, runs, span_label(first)))
         begin, at = at + period, at + period * times
         if times > 1:
             first, last = lines[begin][0], lines[at - 1][-1]
@@ -211,13 +209,13 @@ def span_rows(spans: Sequence[Span]) -> list[tuple[str, ...]]:
 
 
 def _repeats(lines: Sequence[Sequence[Span]]) -> Iterator[tuple[int, int]]:
-    """(lines, times) of what follows each other, in order: of equal layers the lines of one."""
+    """(number of lines, times) of consecutive repeats, in order: the lines of one of several equal layers."""
     spans = [same[0] for same in lines]
     keys = [(tuple(map(glob, s.ops)), s.runs, s.rule, s.kind, s.note) for s in spans]
     at, size = 0, len(keys)
     while at < size:
         period = times = 1
-        for p in range(1, (size - at) // 2 + 1 if size >= LONG else 0):
+        for p in range(1, (size - at) // 2 + 1 if size >= COLLAPSE_FROM else 0):
             n = 1
             while keys[at : at + p] == keys[at + n * p : at + (n + 1) * p]:
                 n += 1
@@ -228,12 +226,12 @@ def _repeats(lines: Sequence[Sequence[Span]]) -> Iterator[tuple[int, int]]:
 
 
 def miss_rows(plan: Planned) -> list[tuple[str, str, str]]:
-    """Rules, place and reason of every miss but overlaps; what is said alike of one place, and in a long plan of equal
-    layers, shares a line.
+    """Rows (rules, place, reason) of the misses without overlaps. Misses with one place and reason share a row, and so
+    do those of equal layers in a long plan.
     """
     same: dict[Hashable, list[Miss]] = {}
     for miss in plan.not_fused:
-        long = len(plan.not_fused) >= LONG
+        long = len(plan.not_fused) >= COLLAPSE_FROM
         key = re.sub(r"\d+", "*", miss.reason) if long else (miss.span, miss.reason)
         same.setdefault(key, []).append(miss)
     return [
@@ -243,7 +241,7 @@ def miss_rows(plan: Planned) -> list[tuple[str, str, str]]:
 
 
 def overlap_rows(plan: Planned) -> list[tuple[str, str]]:
-    """Rules that a rule left no room for, and the reason; wherever that rule fired, on one line."""
+    """Rows (rules, reason) of rules whose ops another rule took, one for all places where that rule fired."""
     same: dict[str, list[Miss]] = {}
     for miss in (m for m in plan.misses if isinstance(m, Overlap)):
         same.setdefault(re.sub(r"\d+:\d+", "*", miss.reason), []).append(miss)
@@ -258,7 +256,7 @@ def _rules(misses: Sequence[Miss]) -> str:
 
 
 def sections(plan: Planned) -> list[Section]:
-    """What there is to say of a plan besides its spans and what it saves."""
+    """The tables of a plan besides its spans and saved tensors."""
     misses = [(rule, f"at {where}", reason) for rule, where, reason in miss_rows(plan)]
     kept = f"quantized weights: {size(plan.kept_bytes)} kept beside the saved tensors"
     formats = [(o.op, o.role, o.format) for o in plan.operands]
@@ -277,19 +275,19 @@ def _more(others: int) -> str:
 
 
 def columns(plan: Planned) -> list[Column]:
-    """The boxes of the drawing, left to right."""
+    """The columns of the drawing, left to right."""
     found = []
     for same in _runs_of_modules(plan.forward):
         first, last, n = same[0], same[-1], len(same)
         if n > 1:
             name = f"{first.ops[0]} .. {last.ops[-1]}"
             found.append(
-                Column(first.start, last.stop, name, f"{first.runs} x {n}", "module", why(first))
+                Column(first.start, last.stop, name, f"{first.runs} x {n}", "module", first.note)
             )
             continue
         style = first.kind if first.kind in ("module", "plain", "call") else "op"
         for at, (op, kind) in enumerate(zip(first.ops, first.types, strict=True), first.start):
-            hint = f"{op}: {kind}" + (f", {why(first)}" if style != "op" else "")
+            hint = f"{op}: {kind}" + (f", {span_label(first)}" if style != "op" else "")
             found.append(Column(at, at + 1, op, kind, style, hint))
     return found
 
@@ -299,14 +297,14 @@ def _positions(start: int, stop: int) -> str:
 
 
 def place(plan: Planned, miss: Miss) -> str:
-    """The ops that a miss is about, by position and name."""
+    """The position and names of the ops of a miss."""
     start, stop = miss.span
     names = [name for span in plan.forward for name in span.ops][start:stop]
     return f"{_positions(start, stop)} ({', '.join(names)})"
 
 
-def why(span: Span) -> str:
-    """How a span came to be, in words."""
+def span_label(span: Span) -> str:
+    """What made a span, in words."""
     if span.rule:
         return f"rule {span.rule} ({span.kind})"
     if span.kind == "module":

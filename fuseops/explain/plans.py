@@ -1,8 +1,8 @@
-"""explain: run a forward once, for real, and say what fused, what did not and why, what was saved.
+"""explain: runs a forward once, and reports what fused, what did not and why, and what was saved.
 
-A real run, because only that shows what plain modules save and which plan the shapes and settings
-of the moment give. It leaves no trace: random states are forked, buffers are stood in for by
-copies, other tensors of modules are put back, the graph is dropped, and no hook stays. Parameters are only read.
+The run is real, since only that shows what plain modules save, and the plan for the current shapes and settings. The
+model is restored: random states are forked, buffers are replaced by copies, other tensors of modules are restored, the
+graph is dropped, and hooks are removed. Parameters are only read.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from fuseops import torch_private
 from fuseops.observe.labels import Labels
 from fuseops.observe.observer import Observer
-from fuseops.observe.rehearse import peak_of_step, unseen
+from fuseops.observe.rehearse import not_counted, peak_of_step
 from fuseops.observe.saved import SavedLedger, storages, tensors_by_owner
-from fuseops.observe.untouched import forked_random, held, put_back, sharded_again
+from fuseops.observe.untouched import attribute_tensors, reshard_after, restore_rng, restore_values
 from fuseops.ops import names, scopes
 from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of, stripped, walk
@@ -55,7 +55,7 @@ def plans(model: nn.Module, *args: Any, **kwargs: Any) -> list[FusionPlan]:
     up to the model's.
     """
     check_module("explain(model, ...)", model)
-    if not isinstance(model, (Composed, Op)) and not _above(model):
+    if not isinstance(model, (Composed, Op)) and not _path_in_root(model):
         set_root(model)  # names are absolute, unless a larger root was seen before
     return _observe(model, args, kwargs)
 
@@ -66,18 +66,16 @@ def plan_of(
     """The plan of one call of a Sequential."""
     args, side = (x, *args), {**side, "returns": returned_names(returns)}
     plan = _observe(sequential, args, side)[0]
-    with _unplanned_again(sequential):
+    with _restore_last_plans(sequential):
         peak = peak_of_step(sequential, args, side)
     if peak is None:
         return plan
-    notes = (*plan.notes, *unseen())
+    notes = (*plan.notes, *not_counted())
     return replace(plan, temporaries=peak - plan.saved_bytes, rehearsed=True, notes=notes)
 
 
-def _above(model: nn.Module) -> str:
-    """The path of `model` below the root that was seen; empty where it is the root, or none was
-    seen.
-    """
+def _path_in_root(model: nn.Module) -> str:
+    """The path of `model` in the root that was seen before; "" where it is the root, or none was seen."""
     for path, module in model.named_modules():
         known, own = path_of(module), stripped(path)
         if known is not None:
@@ -93,17 +91,17 @@ def _joined(*parts: str) -> str:
 def _observe(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[FusionPlan]:
-    above = _above(model)
-    paths = {id(m): _joined(above, stripped(path)) for path, m in walk(model)}
+    prefix = _path_in_root(model)
+    paths = {id(m): _joined(prefix, stripped(path)) for path, m in walk(model)}
     observer = Observer(model, paths)
     ledger = SavedLedger(observer.where, Labels(paths))
     with ExitStack() as undo:
-        undo.enter_context(forked_random())
+        undo.enter_context(restore_rng())
         buffers = undo.enter_context(_copied_buffers(model))
-        undo.enter_context(put_back(held(model)))
-        undo.enter_context(sharded_again(model))
-        undo.enter_context(_unplanned_again(model))
-        undo.enter_context(_eager())
+        undo.enter_context(restore_values(attribute_tensors(model)))
+        undo.enter_context(reshard_after(model))
+        undo.enter_context(_restore_last_plans(model))
+        undo.enter_context(_force_eager())
         with names.observe(), ledger.hooks(), observer.watching():
             outputs = model(*args, **kwargs)
         parameters = {
@@ -113,21 +111,21 @@ def _observe(
             for storage, _ in storages(p)
         }
         saved = tensors_by_owner(ledger, parameters, buffers)
-        del outputs  # the graph lived by them
+        del outputs  # frees the graph
     compiled = [paths[id(m)] for _, m in walk(model) if torch_private.is_compiled(m)]
-    found = [_around(plan_from(call, saved), compiled) for call in observer.calls]
+    found = [_with_context(plan_from(call, saved), compiled) for call in observer.calls]
     root = paths[id(model)]
-    rest = _outside(root, [t for owner, t in saved if owner is None], observer)
+    rest = _plan_outside(root, [t for owner, t in saved if owner is None], observer)
     if rest is None and not found:
         rest = FusionPlan(root, (), (), notes=(_NONE,))
     return [*found, rest] if rest else found
 
 
-def _around(plan: Planned, compiled: list[str]) -> Any:
-    """A plan with what is known around it: inside of a compiled module no quantized weights are kept, and under
-    `fo.debug()` it says what quantization does to the numbers of its ops.
+def _with_context(plan: Planned, compiled: list[str]) -> Any:
+    """The plan with notes on its context: a compiled module keeps no quantized weights, and `fo.debug()` adds the
+    errors of quantization.
     """
-    nested = tuple(_around(inner, compiled) for inner in plan.nested)
+    nested = tuple(_with_context(inner, compiled) for inner in plan.nested)
     notes, weights = [*plan.notes], plan.weights
     if weights and any(f"{plan.path}.".startswith(f"{p}." if p else "") for p in compiled):
         notes.append("compiled code quantizes the weights in each call: none are kept")
@@ -142,7 +140,7 @@ def _around(plan: Planned, compiled: list[str]) -> Any:
 _NONE = "no fuseops.Sequential ran, and nothing is saved"
 
 
-def _outside(path: str, saved: list[SavedTensor], observer: Observer) -> FusionPlan | None:
+def _plan_outside(path: str, saved: list[SavedTensor], observer: Observer) -> FusionPlan | None:
     alone: dict[str, list[str]] = {}
     for at, op in observer.alone.items():
         alone.setdefault(type(op).__name__, []).append(at)
@@ -154,17 +152,17 @@ def _outside(path: str, saved: list[SavedTensor], observer: Observer) -> FusionP
     return FusionPlan(path, (), (), saved=tuple(saved), notes=notes) if saved or notes else None
 
 
-# --- leaving no trace -----------------------------------------------------------------------------
+# --- restoring the model --------------------------------------------------------------------------
 
 
 @contextmanager
 def _copied_buffers(model: nn.Module) -> Iterator[dict[int, str]]:
-    """Run on copies of the buffers: the originals keep their values and their version, which a
-    pending backward may check.   -> storage of each copy: name
+    """Replaces buffers by copies, so that the originals keep their values and their version, which a pending backward
+    may check.   -> storage of each copy: name
     """
     copies: dict[int, Tensor] = {}
     found: dict[int, str] = {}
-    sync_masters(model)  # copies of codes would follow in their place
+    sync_masters(model)  # else the copies would be updated
     before = [(module, dict(module._buffers)) for module in model.modules()]  # a recipe makes some
     try:
         for path, module in model.named_modules():
@@ -184,10 +182,8 @@ def _copied_buffers(model: nn.Module) -> Iterator[dict[int, str]]:
 
 
 @contextmanager
-def _unplanned_again(model: nn.Module) -> Iterator[None]:
-    """The settings that a recomputation compares with are those of the user's last forward, not of
-    this one.
-    """
+def _restore_last_plans(model: nn.Module) -> Iterator[None]:
+    """Restores the settings of the user's last forward, with which a recomputation compares its own."""
     runners = [m.__dict__["_runner"] for _, m in walk(model) if "_runner" in m.__dict__]
     last = [runner.last_tokens for runner in runners]
     try:
@@ -201,8 +197,8 @@ def _unplanned_again(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _eager() -> Iterator[None]:
-    """Compiled modules run as they were written: what a compiler saves has no names."""
+def _force_eager() -> Iterator[None]:
+    """Runs compiled modules eagerly, since tensors that a compiler saves have no names."""
     if "torch._dynamo" not in sys.modules:
         yield
         return

@@ -10,9 +10,9 @@ from fuseops.words import aligned, size
 from .layout import (
     Group,
     SavedRow,
-    at_peak,
     groups,
     is_outside,
+    peak_label,
     saved_rows,
     sections,
     shape_of,
@@ -61,7 +61,7 @@ def _saved(group: Group) -> list[str]:
     each = " each" if len(group.paths) > 1 else ""
     lines = [f"  saved: {size(plan.saved_bytes)}{each}"]
     if plan.forward:
-        lines[0] += f"; {size(plan.peak_bytes)} {at_peak(plan)}"
+        lines[0] += f"; {size(plan.peak_bytes)} {peak_label(plan)}"
     inside = sum(p.saved_bytes for p in plan.nested)
     if inside:
         lines[0] += f"; {size(inside)} of it in the Sequentials below"

@@ -1,8 +1,8 @@
-"""What a step does, seen from outside: which module runs, what it saves, on which kernels, in how many bytes.
+"""Observers of a step: which module runs, what it saves, on which kernels, in how many bytes.
 
-which module    modules (a stack of those that run), observer (the calls of Sequentials)
+which module    modules (the stack of running modules), observer (the calls of Sequentials)
 what is saved   saved (a ledger of a forward), labels (the name of each saved tensor)
 kernels         gemms (what each grouped GEMM runs on)
-trial runs      fakes, rehearse (the peak of a step), memory (each op, and bytes after it), travel (what would go
-                between ranks), untouched (the model afterwards)
+trial runs      fakes, rehearse (the peak of a step), memory (each op, and bytes after it), travel (exchanges between
+                ranks), untouched (restores the model)
 """

@@ -1,4 +1,4 @@
-"""A step on fake tensors needs fakes in the place of its tensors."""
+"""Replaces the tensors of a model by fake tensors, for steps that run dry."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fuseops import torch_private
 from fuseops.ops.stored import sync_masters
 
-from .untouched import main_grad_of, nothing_waits
+from .untouched import main_grad_of, restore_delayed_wgrads
 
 
 def fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake of a tensor, and of the gradients that a parameter has."""
+    """A fake tensor like t. That of a parameter has fakes of its `grad` and `main_grad`."""
     if t.is_meta or torch_private.is_fake(t):  # a model that was never given memory
-        mine: Any = t  # of a DTensor what this rank has, which its op computes with
-        mine = mine.to_local() if torch_private.is_dtensor(type(t)) else mine
-        device = "cpu" if t.is_meta else t.device  # whose kernels tell what it saves
+        local: Any = t
+        local = local.to_local() if torch_private.is_dtensor(type(t)) else local
+        device = "cpu" if t.is_meta else t.device  # which kernels run decides what is saved
         with mode:
-            made = torch.empty_strided(mine.shape, mine.stride(), dtype=t.dtype, device=device)
+            made = torch.empty_strided(local.shape, local.stride(), dtype=t.dtype, device=device)
     else:
         made = mode.from_tensor(t.detach())
     if isinstance(t, nn.Parameter):
@@ -38,8 +38,8 @@ def fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
 
 @contextmanager
 def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Parameters, buffers and tensors that are plain attributes are replaced by their fakes, tied ones by one; what
-    waits for backward_dw stays. Fakes that a forward puts into a module, as a table that it makes once, go.
+    """Replaces parameters, buffers and tensors that are plain attributes by fakes, tied ones by one, and restores them.
+    Fakes that a forward leaves in a module, such as a table that it makes once, are removed.
     """
     sync_masters(model)
     made: dict[int, Tensor] = {}
@@ -56,7 +56,7 @@ def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
                         made[id(t)] = fake(t, mode)
                     table[name] = made[id(t)]
     try:
-        with nothing_waits(model):
+        with restore_delayed_wgrads(model):
             yield
     finally:
         for table, known in before:
@@ -64,7 +64,7 @@ def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _drop_fakes(table: dict[Any, Any], known: dict[Any, Any]) -> None:
-    """Give tensors of a table, and what is a fake or a list of them, their known values back, or take them out."""
+    """Restore the tensors of a table, and the entries that are fakes or lists with fakes; delete those that are new."""
     table.update({name: t for name, t in known.items() if isinstance(t, Tensor)})
     for name, value in [*table.items()]:
         parts = value if isinstance(value, tuple | list) else (value,)

@@ -1,4 +1,4 @@
-"""Which kernel each grouped GEMM of a forward ran, and which its backward would: notes of the plans."""
+"""Notes of a plan: which kernel each grouped GEMM of a forward ran on, and which its backward would."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ from fuseops.kernels.grouped_paths import EPILOGUE_ACTS, act_path, mm_choice, wg
 from fuseops.run.checks import running_locals
 from fuseops.run.debug import running_op
 
-MULTIPLY = ("grouped_mm", "grouped_swiglu", "fp8_mm", "fp8_mm_operand")
+GEMM_OPS = ("grouped_mm", "grouped_swiglu", "fp8_mm", "fp8_mm_operand")
 
 
-def launched(call: registry.Call) -> Iterator[str]:
-    """Says what a launch is, when it happens, which is when it is known whose it is."""
+def describe_launch(call: registry.Call) -> Iterator[str]:
+    """Describes a launch while it happens, when the op that launches is known."""
     op, args, keywords = call
     if op.name in ("grouped_mm", "grouped_swiglu"):
         given = inspect.signature(op.launcher).bind(*args, **keywords).arguments
         operands = (given["x"], given["weight"], given.get("index"))
         form = given.get("kind", "swiglu"), given.get("interleave", 0)
-        yield f"{running_op()}: {words(*operands, form if op.name == 'grouped_swiglu' else None)}"
-    if op.name in MULTIPLY and (chosen := choices()):
+        yield f"{running_op()}: {describe_gemm(*operands, form if op.name == 'grouped_swiglu' else None)}"
+    if op.name in GEMM_OPS and (chosen := backward_choices()):
         yield f"{running_op()}: {chosen}"
 
 
-def choices() -> str:
-    """What the fused op that runs says of its backward."""
-    seen = running_locals()
-    if "t" not in seen or seen["step"].kind == "op":
+def backward_choices() -> str:
+    """The kernels that the running fused op names for its backward; "" where no fused op runs."""
+    frame = running_locals()
+    if "t" not in frame or frame["step"].kind == "op":
         return ""
-    step, x, t = (seen[name] for name in ("step", "x", "t"))
+    step, x, t = (frame[name] for name in ("step", "x", "t"))
     members = tuple([{name: t[at] for name, at in args} for args in step.args])
-    said: str = step.target.choices(x, members, step.calls)
-    return said
+    chosen: str = step.target.choices(x, members, step.calls)
+    return chosen
 
 
-def words(x: Tensor, weight: Tensor, index: Tensor | None, form: tuple[str, int] | None) -> str:
-    """Names the paths of a grouped GEMM and of the two in its backward, whose dy is taken to be contiguous.
+def describe_gemm(
+    x: Tensor, weight: Tensor, index: Tensor | None, form: tuple[str, int] | None
+) -> str:
+    """Describes the kernel paths of a grouped GEMM, and of dgrad and wgrad for a contiguous dy.
 
-    form: of the activation that it may end in, its kind and interleave.
+    form: kind and interleave of the activation in its epilogue, if any.
     """
     _, n, k = weight.shape
-    dy: Any = x.new_empty(1, n)  # its strides are asked for, not its rows
+    dy: Any = x.new_empty(1, n)  # only its strides are read
     forward = mm_choice(x, weight, index).words
     ends = (
         f" with {EPILOGUE_ACTS[form[0]]} at its end"

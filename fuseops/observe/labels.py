@@ -1,9 +1,9 @@
-"""Labels say how a saved tensor is called, and which ops save it.
+"""Names of saved tensors, and the ops that save them.
 
-Ops of fuseops: the bridge promises the name before it saves. Everything else is torch's: a pack
-hook is told neither the module nor the op that saves, so the name is made of what can be known: the
-path of the running module, where a root is known, and the grad_fn of the tensor, that is of the op
-that made it ("leaf" without one; "compiled" for all that a compiled region saves), numbered in save order.
+For ops of fuseops the bridge publishes the name before the tensor is saved. For ops of torch a pack hook gets neither
+the module nor the op, so the name is `<path>.<grad_fn>.<number>`: the path of the running module, where a root is
+known; the grad_fn of the tensor, which is the op that made it ("leaf" without one, "compiled" for all that a compiled
+region saves); and a number in save order.
 """
 
 import weakref
@@ -24,16 +24,16 @@ from fuseops.run.composed import Composed
 from . import modules
 
 ATTENTION = "ScaledDotProductAttentionBackward0"
-RMS_NORM = "FusedRmsNormBackward"  # of a dry run; torch numbers its own
+RMS_NORM = "FusedRmsNormBackward"  # in a dry run, without the number that torch gives its nodes
 
 
 def paths_under(root: nn.Module) -> dict[int, str]:
-    """The path of every module by id, without the prefixes of wrappers."""
+    """Maps the id of every module to its path, without the prefixes of wrappers."""
     return {id(module): stripped(path) for path, module in walk(root)}
 
 
 class _Kind:
-    """A `_Kind` has the names of what one kind of node saves in a module, by number."""
+    """A `_Kind` caches the names of tensors that one kind of node saves in a module, by number."""
 
     __slots__ = ("lasts", "names", "op", "owners", "stem")
 
@@ -49,33 +49,33 @@ class _Kind:
 
 
 class Labels:
-    """`Labels` name the saved tensors of one scope. Numbers start again after a backward, so that every step has the
-    same names.
+    """`Labels` name the saved tensors of one scope. Numbers restart after a backward, so that every step has the same
+    names.
     """
 
     def __init__(self, paths: dict[int, str] | None) -> None:
         self.paths = paths or {}
         self._numbers: dict[str, int] = {}
-        # of modules that have a path, by id, class and node
+        # for modules that have a path; the key is module id, class and grad_fn
         self._kinds: dict[tuple[int, type, str], _Kind] = {}
 
-    def start_again(self) -> None:
+    def restart(self) -> None:
         self._numbers.clear()
 
-    def from_0(self) -> "Labels":
-        """Others that give the same names, and count for themselves."""
+    def restarted(self) -> "Labels":
+        """Labels with the same paths and cached names, and numbers from 0."""
         labels = Labels(self.paths)
         labels._kinds = self._kinds
         return labels
 
-    def of_torch(self, t: Tensor, below: FrameType | None) -> SavedName:
-        """Names a tensor that no op of fuseops saves. below: the frame that called the pack hook"""
+    def name_torch_saved(self, t: Tensor, caller: FrameType | None) -> SavedName:
+        """Names a tensor that no op of fuseops saves.   caller: the frame that called the pack hook"""
         running, node = modules.thread.running, t.grad_fn
         made_by = "leaf" if node is None else node.name()
         if made_by == torch_private.FSDP_WATCHES:
             node = torch_private.producer(t)
             made_by = "leaf" if node is None else node.name()
-        region = torch_private.compiled_region(below)
+        region = torch_private.compiled_region(caller)
         if region is not None:  # one node for all of it
             running, made_by = region[::-1] or running, "compiled"
         module = running[-1] if running else None
@@ -96,8 +96,8 @@ class Labels:
 
 
 def _node_name(name: str) -> str:
-    """Gives all kernels of attention one name, and RMSNorm of a dry run that of CUDA's kernel, so that a plan made
-    without a GPU has the names of a run on one.
+    """Maps a grad_fn's name to the one used on CUDA: one for all attention kernels, and RMSNorm's for its name in a dry
+    run. So plans made without a GPU match runs on one.
     """
     if name == RMS_NORM:
         return f"{name}0"
@@ -105,11 +105,11 @@ def _node_name(name: str) -> str:
 
 
 def owners_of(saved: SavedName) -> tuple[nn.Module, ...]:
-    """The modules that save a tensor that is being packed. Behind names of the bridge's they are children of the
-    Sequential that runs, or an op that is called alone.
+    """The modules that save the tensor that is being packed. For a name of the bridge's they are children of the
+    running Sequential, or an op that is called alone.
     """
     if saved.owners is not None:
-        return tuple(module for of in saved.owners if (module := of()) is not None)
+        return tuple(module for ref in saved.owners if (module := ref()) is not None)
     running = modules.thread.running
     if not running:
         return ()
@@ -127,21 +127,21 @@ def owners_of(saved: SavedName) -> tuple[nn.Module, ...]:
 
 
 def _child(module: nn.Module, name: str) -> nn.Module | None:
-    """What saves a tensor of this name: a child, or one of a Sequential that is spliced into the plan."""
+    """The module that saves a tensor of this name: a child, or a child of a nested Sequential that is inlined."""
     at, _, rest = name.partition(".")
     child = module._modules.get(at)
     return _child(child, rest) if isinstance(child, Composed) else child
 
 
-def _globs(model: nn.Module, paths: dict[int, str]) -> list[str]:
-    """Some that match: the members of each list of modules, or, where there is none, single modules."""
+def _example_globs(model: nn.Module, paths: dict[int, str]) -> list[str]:
+    """Example globs for messages: the members of each list of modules, or, where there is none, single modules."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
     found = [f"{paths[id(m)]}.*".lstrip(".") for m in lists]
     return found[:3] or [path for path in paths.values() if path][:5]
 
 
-def matching(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
-    """The modules that globs name, by path, in the order of the model.
+def matching_modules(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
+    """The modules whose paths match globs, by path, in the order of the model.
 
     Raises FuseOpsError for a glob that matches nothing.
     """
@@ -154,9 +154,9 @@ def matching(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
         used.update(hits)
         if hits:
             found.setdefault(path, module)
-    idle = [g for g in globs if g not in used]
-    if idle or not globs:
+    unmatched = [g for g in globs if g not in used]
+    if unmatched or not globs:
         raise FuseOpsError(
-            f"layers={idle} matches no module. Globs are such as {_globs(model, paths)}."
+            f"layers={unmatched} matches no module. Globs are such as {_example_globs(model, paths)}."
         )
     return found

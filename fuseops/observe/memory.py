@@ -1,6 +1,4 @@
-"""Each op of a step, and how many bytes are on the device after it: the allocator's own count on CUDA, storages that
-live elsewhere.
-"""
+"""Watches each op of a step, and counts bytes on the device: by the allocator on CUDA, by live storages elsewhere."""
 
 from __future__ import annotations
 
@@ -24,28 +22,27 @@ class Meter(Protocol):
         """An op is about to run."""
 
     def after(self, made: Iterable[Tensor]) -> int:
-        """The op ran, and made tensors in new storages.   -> most bytes on the device meanwhile"""
+        """The op ran, and returned tensors in new storages.   -> most bytes on the device since `before`"""
 
 
 def outside_bytes(model: nn.Module) -> int:
-    """What the ops of a model keep outside of torch's allocator, after a step or a rehearsal of one."""
+    """The bytes that ops of a model keep outside of torch's allocator, after a step or a dry run of one."""
     found: dict[Any, int] = {}
     for op in model.modules():
-        for whose, nbytes in op.outside().items() if isinstance(op, Op) else ():
-            found[whose] = max(found.get(whose, 0), nbytes)
+        for key, nbytes in op.outside().items() if isinstance(op, Op) else ():
+            found[key] = max(found.get(key, 0), nbytes)
     return sum(found.values())
 
 
 class StorageMeter:
-    """A `StorageMeter` counts the bytes of storages that live: those of the step, beside those that were there before.
-
-    What an op allocates and frees inside itself is not seen.
+    """A `StorageMeter` counts the bytes of live storages: those of tensors that exist before the step, and those that
+    ops make. What an op allocates and frees inside itself is not counted.
     """
 
-    def __init__(self, there: Iterable[Tensor] = ()) -> None:
+    def __init__(self, existing: Iterable[Tensor] = ()) -> None:
         self.nbytes = 0
         self._living: dict[int, tuple[WeakStorage, int]] = {}
-        self.after(there)
+        self.after(existing)
 
     def before(self) -> None:
         pass
@@ -62,18 +59,18 @@ class StorageMeter:
 
 
 class CudaMeter:
-    """A `CudaMeter` reads the active bytes of torch's caching allocator: what law 15 calls the peak."""
+    """A `CudaMeter` reads the peak of active bytes of torch's caching allocator."""
 
     def before(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 
     def after(self, made: Iterable[Tensor]) -> int:
-        stats = torch.cuda.memory_stats_as_nested_dict()  # all of them flat take 0.5 ms an op
+        stats = torch.cuda.memory_stats_as_nested_dict()  # the flat form takes 0.5 ms an op
         return int(stats["active_bytes"]["all"]["peak"])
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside containers, dataclasses and what torch's pytrees know to take apart."""
+    """Every tensor in nested containers, dataclasses and nodes of torch's pytree."""
     parts: Iterable[Any] = ()
     if isinstance(value, Tensor):
         yield value
@@ -89,44 +86,44 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(part)
 
 
-class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every op below autograd that does work.
+class OpWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """An `OpWatcher` is a dispatch mode below autograd that watches all ops but those that return views.
 
-    ran  is told of it: func, args, kwargs, what it returned, and the tensors of new storages in that
-    run  runs it
+    on_op  called after an op: func, args, kwargs, its result, and the tensors in it that have new storages
+    run    runs the op
     """
 
     def __init__(
         self,
-        ran: Callable[[Any, Any, Any, Any, list[Tensor]], None],
+        on_op: Callable[[Any, Any, Any, Any, list[Tensor]], None],
         run: Callable[[Any, Any, Any], Any] = lambda func, args, kwargs: func(*args, **kwargs),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ran, self._run = ran, run
+        self._on_op, self._run = on_op, run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        before = {storage_key(t.untyped_storage()) for t in stored((args, kwargs))}
+        before = {storage_key(t.untyped_storage()) for t in storage_tensors((args, kwargs))}
         out = self._run(func, args, kwargs)
-        made = [t for t in stored(out) if storage_key(t.untyped_storage()) not in before]
-        if made or func._schema.is_mutable:  # another op gives a view
-            self._ran(func, args, kwargs, out, made)
+        made = [t for t in storage_tensors(out) if storage_key(t.untyped_storage()) not in before]
+        if made or func._schema.is_mutable:  # else it returned a view
+            self._on_op(func, args, kwargs, out, made)
         return out
 
 
-def by_name(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What an op is given, by the names of its arguments."""
+def named_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an op by name."""
     return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | {**kwargs}
 
 
-def dense(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside but sparse ones, which have no storage to ask for its bytes."""
+def dense_tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested containers but sparse ones, which have no storage."""
     return (t for t in tensors_in(value) if t.layout in (torch.strided, torch.jagged))
 
 
-def stored(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside that has a storage; of a wrapper those that it is made of."""
+def storage_tensors(value: Any) -> Iterator[Tensor]:
+    """Every plain tensor in nested containers that has a storage; wrapper subclasses are taken apart."""
     parts = (part for t in tensors_in(value) for part in plain_parts(t))
     return (part for part in parts if part.layout is torch.strided)

@@ -1,10 +1,8 @@
-"""Which module runs: for the names of what plain modules save, for marks on modules, and to see
-hooks of others.
+"""The stack of running modules, for names of saved tensors, marks on modules and the detection of others' hooks.
 
-torch tells a pack hook neither the module nor the op that saves. While a scope is open, two
-process-wide module hooks keep a stack of the modules whose forward runs, in threads that are inside
-a scope. Hooks on single modules would do less, and would keep the ops that have them from being
-fused.
+A pack hook gets neither the module nor the op that saves. While a scope is open, two process-wide module hooks keep a
+stack of the modules whose forward runs, in threads that are inside a scope. Hooks on single modules would see less,
+and ops that have hooks are not fused.
 """
 
 import threading
@@ -17,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-Watcher = Callable[[nn.Module], None]  # is told when a module's forward begins
+Watcher = Callable[[nn.Module], None]  # called when a module's forward begins
 
 
 class _ModulesThread(threading.local):
@@ -29,18 +27,18 @@ class _ModulesThread(threading.local):
 thread = _ModulesThread()
 
 
-def _entered(module: nn.Module, args: Any) -> None:
+def _on_enter(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling() or not thread.watchers:
         return
     thread.running.append(module)
     thread.watchers[-1](module)
 
 
-def _left(module: nn.Module, args: Any, result: Any) -> None:
+def _on_leave(module: nn.Module, args: Any, result: Any) -> None:
     if torch.compiler.is_compiling():
         return
     running = thread.running
-    if running and running[-1] is module:  # not if it was entered before the scope was
+    if running and running[-1] is module:  # not if it began before the scope was entered
         running.pop()
 
 
@@ -50,19 +48,19 @@ _open = 0
 
 
 def install() -> None:
-    """Have the hooks there until as many calls of `uninstall`. Scopes do it while they are open; a
-    scheduler for as long as it is attached, since compiled code depends on which hooks there are.
+    """Install the hooks until `uninstall` was called as often. Scopes do so while they are open, a scheduler while it
+    is attached, because compiled code depends on which hooks exist.
     """
     global _open
     with _lock:
         _open += 1
         if _open == 1:
-            _installed.append(register_module_forward_pre_hook(_entered))
-            _installed.append(register_module_forward_hook(_left, always_call=True))
+            _installed.append(register_module_forward_pre_hook(_on_enter))
+            _installed.append(register_module_forward_hook(_on_leave, always_call=True))
 
 
 def uninstall() -> None:
-    """Take the hooks away once there were as many calls as of `install`."""
+    """Remove the hooks when this is the last open `install`."""
     global _open
     with _lock:
         _open -= 1
@@ -72,7 +70,7 @@ def uninstall() -> None:
 
 
 def watch(watcher: Watcher) -> None:
-    """Tells a watcher of every module that this thread enters, until `unwatch` or the next watcher."""
+    """Calls a watcher with every module that this thread enters, until `unwatch` or the next watcher."""
     thread.watchers.append(watcher)
     install()
 
@@ -87,7 +85,7 @@ def unwatch(watcher: Watcher) -> None:
 
 
 def path_in(paths: Mapping[int, str], running: Sequence[nn.Module]) -> str:
-    """The path of the innermost of these modules that has one."""
+    """The path of the innermost running module that has one, or ""."""
     for module in reversed(running):
         path = paths.get(id(module))
         if path is not None:
@@ -96,35 +94,35 @@ def path_in(paths: Mapping[int, str], running: Sequence[nn.Module]) -> str:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """The stack of this thread is kept inside, also outside of the scopes that open there."""
+def stack_tracked() -> Iterator[None]:
+    """Tracks the running modules of this thread inside, also where no scope is open."""
 
-    def nobody(module: nn.Module) -> None: ...
+    def ignore(module: nn.Module) -> None: ...
 
-    watch(nobody)
+    watch(ignore)
     try:
         yield
     finally:
-        unwatch(nobody)
+        unwatch(ignore)
 
 
 @contextmanager
-def followed(
+def calls_watched(
     enter: Callable[[nn.Module, Any], None], leave: Callable[[nn.Module, Any, Any], None]
 ) -> Iterator[None]:
-    """Calls these around every module's forward in this thread, however it ends. The stack, which is kept, has the
-    module on it in `enter`, and no more in `leave`.
+    """Calls `enter` and `leave` around every module's forward in this thread, also when it raises. The module is on the
+    stack in `enter`, and no longer in `leave`.
     """
-    here = threading.get_ident()
+    this_thread = threading.get_ident()
 
-    def entered(module: nn.Module, args: Any) -> None:
-        if threading.get_ident() == here:
+    def on_enter(module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == this_thread:
             enter(module, args)
 
-    def left(module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == here:
+    def on_leave(module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == this_thread:
             leave(module, args, output)
 
     before, after = register_module_forward_pre_hook, register_module_forward_hook
-    with kept(), before(entered), after(left, always_call=True):
+    with stack_tracked(), before(on_enter), after(on_leave, always_call=True):
         yield

@@ -1,4 +1,4 @@
-"""Which Sequential runs: follows the calls in one real forward, and the plans of their runs of ops."""
+"""Observes which Sequentials one real forward calls, and the plans of their runs of ops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Ops = tuple[Op[Any], ...]
 
 
 class SeenTensor(NamedTuple):
-    """A `SeenTensor` is what is remembered of a tensor, which may be gone: its shape and the size of an element."""
+    """A `SeenTensor` has the shape and element size of a tensor that may be freed."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -36,16 +36,16 @@ class SequentialCall:
     def __init__(self, module: Composed, path: str, parent: SequentialCall | None) -> None:
         self.module, self.path, self.parent = module, path, parent
         self.pieces: Sequence[tuple[str, Run | nn.Module]] = tuple(runner_of(module).pieces)
-        self.wanted = [piece for _, piece in self.pieces if isinstance(piece, Run)]
+        self.expected = [piece for _, piece in self.pieces if isinstance(piece, Run)]
         self.runs: list[tuple[RunPlan, SeenTensor | None]] = []
         self.nested: list[SequentialCall] = []
-        self.packed = 0
-        self.gemms: list[str] = []  # what ran, in words
+        self.num_saved = 0
+        self.gemms: list[str] = []  # descriptions of those that ran
         self.x: SeenTensor | None = None
 
     def continues_with(self, ops: Ops) -> bool:
-        """Is the next run of this call the one of these ops?"""
-        return len(self.runs) < len(self.wanted) and self.wanted[len(self.runs)].ops == ops
+        """Whether the next run of this call is that of these ops."""
+        return len(self.runs) < len(self.expected) and self.expected[len(self.runs)].ops == ops
 
 
 class Observer:
@@ -53,9 +53,9 @@ class Observer:
 
     def __init__(self, root: nn.Module, paths: Mapping[int, str]) -> None:
         self.paths = paths
-        self.calls: list[SequentialCall] = []  # those inside no other
+        self.calls: list[SequentialCall] = []  # the outermost ones
         self.alone: dict[str, Op[Any]] = {}  # ops called outside of any Sequential
-        self._open: list[SequentialCall] = []  # those whose forward runs, outermost first
+        self._open: list[SequentialCall] = []  # whose forward runs, outermost first
         self._last: SequentialCall | None = None  # whose run of ops began last
         self._owners = {
             tuple(map(id, piece.ops)): module
@@ -67,16 +67,16 @@ class Observer:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Follow what runs in this thread; nothing stays installed."""
+        """Observe the calls in this thread while the context is open."""
         with (
-            modules.followed(self._enter, self._leave),
-            scopes.watch_plans(self._watch),
-            registry.watch_launches(self.launched),
+            modules.calls_watched(self._enter, self._leave),
+            scopes.watch_plans(self._on_plan),
+            registry.watch_launches(self._on_launch),
         ):
             yield
 
     def where(self, by_node: bool) -> Where:
-        """For the ledger: whose tensor is packed right now. by_node: by a node of fuseops."""
+        """Which module and call the tensor belongs to that is being packed.   by_node: a node of fuseops packs it"""
         running = modules.thread.running
         if not running:
             return Where(None, "", None)
@@ -84,16 +84,16 @@ class Observer:
         if by_node and not isinstance(module, Op):
             call = self._last
         if call is not None:
-            call.packed += 1
+            call.num_saved += 1
         if not isinstance(module, Op):
             return Where(call, path, None)
         ((name, _),) = module._planned()
         return Where(call, path, f"{prefix_of(module) or ''}{name}.")
 
-    def launched(self, call: registry.Call) -> None:
-        """The run that began last launched a kernel."""
+    def _on_launch(self, call: registry.Call) -> None:
+        """Adds a kernel launch to the run that began last."""
         if self._last is not None:
-            self._last.gemms.extend(gemms.launched(call))
+            self._last.gemms.extend(gemms.describe_launch(call))
 
     def _call(self) -> SequentialCall | None:
         return self._open[-1] if self._open else None
@@ -103,26 +103,28 @@ class Observer:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if isinstance(module, Composed):
             path = modules.path_in(self.paths, modules.thread.running)
-            call = self._called(module, path, self._call())
+            call = self._add_call(module, path, self._call())
             call.x = _seen(args[0]) if args else None
             self._open.append(call)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._open and self._open[-1].module is module:
             self._open.pop()
-        call, around = self._call(), modules.thread.running[-1:]
-        if call is None or around != [call.module]:
+        call, outer = self._call(), modules.thread.running[-1:]
+        if call is None or outer != [call.module]:
             return
-        if any(piece is module for _, piece in call.pieces):  # no parametrization of an op
+        if any(piece is module for _, piece in call.pieces):  # not a parametrization of an op
             call.x = _seen(output)
 
-    def _called(self, module: Composed, path: str, parent: SequentialCall | None) -> SequentialCall:
+    def _add_call(
+        self, module: Composed, path: str, parent: SequentialCall | None
+    ) -> SequentialCall:
         call = SequentialCall(module, path, parent)
         (self.calls if parent is None else parent.nested).append(call)
         return call
 
-    def _watch(self, plan: RunPlan) -> None:
-        """Files the plan of a run of ops that begins under the Sequential, or the op, that runs it."""
+    def _on_plan(self, plan: RunPlan) -> None:
+        """Adds the plan of a run of ops that begins to the call of its Sequential; notes an op that is called alone."""
         ops = tuple(op for segment in plan.segments for op in segment.ops)
         call, module = self._call(), (modules.thread.running or ops)[-1]
         if isinstance(module, Op):
@@ -130,18 +132,18 @@ class Observer:
                 self.alone[modules.path_in(self.paths, modules.thread.running)] = module
             return
         if call is None or not call.continues_with(ops):
-            call = self._unannounced(ops, call)
+            call = self._call_without_hook(ops, call)
         self._last = call
         if call is not None:
             call.runs.append((plan, call.x))
 
-    def _unannounced(self, ops: Ops, call: SequentialCall | None) -> SequentialCall | None:
-        """The call of a Sequential whose `forward` was called as a method, which no hook sees."""
+    def _call_without_hook(self, ops: Ops, call: SequentialCall | None) -> SequentialCall | None:
+        """The call of a Sequential whose `forward` was called directly, so that no module hook ran, or None."""
         siblings = self.calls if call is None else call.nested
         if siblings and siblings[-1].continues_with(ops):
             return siblings[-1]
         owner = self._owners.get(tuple(map(id, ops)))
-        return None if owner is None else self._called(owner, self.paths.get(id(owner), ""), call)
+        return None if owner is None else self._add_call(owner, self.paths.get(id(owner), ""), call)
 
 
 def _seen(x: Any) -> SeenTensor | None:

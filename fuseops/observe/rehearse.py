@@ -16,19 +16,18 @@ from torch.utils import _pytree as pytree
 from fuseops import torch_private
 
 from .fakes import fake, faked
-from .memory import Ops, StorageMeter, outside_bytes, tensors_in
-from .untouched import sharded
+from .memory import OpWatcher, StorageMeter, outside_bytes, tensors_in
+from .untouched import fsdp_modules
 
 
 def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """Bytes of a forward and backward that live at one time, at the most.
+    """The most bytes that live at one time in a forward and backward, or None where fake tensors cannot tell.
 
-    What the forward and the backward make counts, the output and new gradients too, and of the inputs
-    what is saved, and what ops keep outside of torch's allocator; not the gradient of the output, nor
-    parameters. None where fake tensors cannot tell: a plain module reads values, FSDP2 gathers
-    parameters, or the caller has fake tensors of its own made, with which no other ones are mixed.
+    Counted: what the step allocates, with outputs and new gradients; inputs that are saved; what ops keep outside of
+    torch's allocator. Not counted: parameters, and the gradient of the output.
+    None where a plain module reads values, FSDP2 gathers parameters, or the caller is in a fake mode of its own.
     """
-    if torch_private.inside_fake_mode() or sharded(model):
+    if torch_private.inside_fake_mode() or fsdp_modules(model):
         return None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with faked(model, mode):
@@ -36,35 +35,35 @@ def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         inputs = list(tensors_in((args, kwargs)))
         for p in model.parameters():
             p.grad = None  # as at the first micro-batch
-        meter, levels, kept = StorageMeter(), [0], set[int]()
-        ops = Ops(lambda *call: levels.append(meter.after(call[-1])))
+        meter, levels, saved_keys = StorageMeter(), [0], set[int]()
+        ops = OpWatcher(lambda *call: levels.append(meter.after(call[-1])))
 
         def pack(t: Tensor) -> Tensor:
-            kept.add(torch_private.storage_key(t.untyped_storage()))
-            return t.detach()  # itself, it would be a cycle where it is the output
+            saved_keys.add(torch_private.storage_key(t.untyped_storage()))
+            return t.detach()  # t itself would be a reference cycle where it is the output
 
         try:
             with mode, ops:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                     outputs = model(*args, **kwargs)
-                ends = [t for t in tensors_in(outputs) if t.requires_grad]
-            if not ends:
+                roots = [t for t in tensors_in(outputs) if t.requires_grad]
+            if not roots:
                 return max(levels) + outside_bytes(model)
             with mode:
-                gradients = [torch.empty_like(t) for t in ends]
+                gradients = [torch.empty_like(t) for t in roots]
             with mode, ops, torch.autograd.set_detect_anomaly(False):  # it reads values
-                torch.autograd.backward(ends, gradients)
-        except (RuntimeError, NotImplementedError):  # of fake tensors, whose errors are these
+                torch.autograd.backward(roots, gradients)
+        except (RuntimeError, NotImplementedError):  # the errors that fake tensors raise
             return None
     storages = {
         torch_private.storage_key(s): s.nbytes() for s in (t.untyped_storage() for t in inputs)
     }
-    saved = sum(storages[key] for key in kept & storages.keys())
+    saved = sum(storages[key] for key in saved_keys & storages.keys())
     return max(levels) + saved + outside_bytes(model)
 
 
-def unseen() -> tuple[str, ...]:
-    """What a step of fake tensors leaves out that the step would do now."""
+def not_counted() -> tuple[str, ...]:
+    """Notes on what a real step would allocate now, and a step on fake tensors does not."""
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         return ("detect_anomaly is on: the bytes in which it looks for NaN are not in the peak",)
     return ()

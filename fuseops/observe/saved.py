@@ -1,9 +1,8 @@
-"""What a forward saved for its backward: every tensor, its name, and the bytes that it alone keeps
-alive.
+"""The ledger of a forward: every tensor that was saved for its backward, its name, and the bytes that it keeps alive.
 
-A pack hook sees every tensor that is saved, ours and those of plain modules. It hands autograd a
-handle and keeps a weak reference, so that after the forward the live handles are exactly what the
-graph holds: what was saved for a result that the model threw away is gone by then.
+A pack hook sees every tensor that is saved, by fuseops and by plain modules. It gives autograd a handle and keeps a
+weak reference to it, so that after the forward the live handles are exactly what the graph holds. What was saved for a
+result that the model dropped is freed by then.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ Storages = tuple[tuple[int, int], ...]  # (id, bytes) of each
 class Where(NamedTuple):
     """A `Where` says which module runs while autograd saves a tensor."""
 
-    owner: Any  # the call of a Sequential that it belongs to, None outside of all
+    owner: Any  # the call of a Sequential that saves the tensor, or None
     path: str  # of the innermost module
     # prefix of the bridge's names, where an op runs outside its Sequential's plan
-    alone: str | None
+    op_prefix: str | None
 
     def absolute(self, name: str) -> str:
-        """A name of the bridge's, relative to the root."""
-        if self.alone is None:
+        """The name relative to the root, of one that the bridge gave."""
+        if self.op_prefix is None:
             return name
-        return f"{self.path}.{name.removeprefix(self.alone)}".lstrip(".")
+        return f"{self.path}.{name.removeprefix(self.op_prefix)}".lstrip(".")
 
 
 class Handle:
@@ -50,9 +49,10 @@ class Handle:
 
 
 class SavedLedger:
-    """Records what is packed while its hooks are on.
+    """A `SavedLedger` records the tensors that are packed while its hooks are active.
 
-    labels: name what no op of fuseops saves
+    where   gives the module that packs; its argument: a node of fuseops does
+    labels  name the tensors that no op of fuseops saves
     """
 
     def __init__(self, where: Callable[[bool], Where], labels: Labels) -> None:
@@ -60,14 +60,14 @@ class SavedLedger:
         self._handles: list[weakref.ref[Handle]] = []
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """The scope to run the forward in; use it together with `names.observe()`."""
+        """The context to run the forward in, together with `names.observe()`."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda handle: handle.tensor)
 
     def _pack(self, tensor: Tensor) -> Handle:
         promised = names.take_name(tensor)
         where = self.where(promised is not None)
         if promised is None:
-            found = [*self.labels.of_torch(tensor, sys._getframe().f_back).names]
+            found = [*self.labels.name_torch_saved(tensor, sys._getframe().f_back).names]
         else:
             found = [where.absolute(name) for name in promised.names]
         # detached: a saved output that is returned as it is makes a reference cycle
@@ -76,44 +76,44 @@ class SavedLedger:
         self._handles.append(weakref.ref(handle))
         return handle
 
-    def living(self) -> Iterator[Handle]:
-        """What the graph holds, in save order."""
+    def live_handles(self) -> Iterator[Handle]:
+        """The handles that the graph still holds, in save order."""
         return filter(None, (handle() for handle in self._handles))
 
 
-def listed(hooks: tuple[Any, Any] | None) -> bool:
-    """Whether these saved-tensor hooks are of a ledger: what is saved is to be listed, and not to be moved."""
+def is_ledger(hooks: tuple[Any, Any] | None) -> bool:
+    """Whether these saved-tensor hooks are a ledger's: then offload does not move what is saved."""
     return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), SavedLedger)
 
 
 def storages(tensor: Tensor) -> Storages:
-    """The storages below a tensor: one, or those of a wrapper's inner tensors."""
+    """The storages of a tensor: one, or those of the inner tensors of a wrapper subclass."""
     return tuple(_storage(part) for part in torch_private.plain_parts(tensor))
 
 
 def _storage(tensor: Tensor) -> tuple[int, int]:
     try:
         return torch_private.storage_id(tensor), tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):  # sparse layouts have none of their own
+    except (NotImplementedError, RuntimeError):  # a sparse layout has no storage
         return id(tensor), tensor.numel() * tensor.element_size()
 
 
 def tensors_by_owner(
     ledger: SavedLedger, parameters: Mapping[int, str], buffers: Mapping[int, str]
 ) -> list[tuple[Any, SavedTensor]]:
-    """Every saved tensor that lives, in save order, with the call it belongs to.
+    """Every live saved tensor in save order, with the call that owns it.
 
-    parameters, buffers: storage -> name. What the model holds anyway costs nothing; every other
-    storage is counted once, at the first tensor that keeps it.
+    parameters, buffers: storage -> name. Their storages count no bytes; every other one counts once, at the first
+    tensor that keeps it alive.
     """
     found: list[tuple[Any, SavedTensor]] = []
     counted: dict[int, str] = {}
-    for handle in ledger.living():
-        own, *others = handle.names
-        saved = _entry(own, handle, parameters, buffers, counted)
+    for handle in ledger.live_handles():
+        name, *others = handle.names
+        saved = _entry(name, handle, parameters, buffers, counted)
         found.append((handle.owner, saved))
-        again = saved._replace(nbytes=0, shared_with=own)
-        found += [(handle.owner, again._replace(name=name)) for name in others]
+        alias = saved._replace(nbytes=0, shared_with=name)
+        found += [(handle.owner, alias._replace(name=other)) for other in others]
     return found
 
 

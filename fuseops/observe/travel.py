@@ -1,5 +1,5 @@
-"""What travels between ranks, in dry runs: nothing is sent there, and an op stands for it, so that whoever watches the
-step sees where it waits for others, and for how many bytes.
+"""A stand-in for exchanges between ranks in dry runs, which send nothing: an op by which a watcher of the step sees
+where it waits for other ranks, and for how many bytes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ TRAVEL = "fuseops.travel.default"
 
 @torch.library.custom_op("fuseops::travel", mutates_args=())
 def travel(sent: Tensor, rows: int, nbytes: int) -> Tensor:
-    """sent (T, ...) -> (rows, ...), what comes for it.   nbytes: that this rank sends to others
+    """sent (T, ...) -> received (rows, ...).   nbytes: the bytes that this rank sends to others
 
-    Raises FuseOpsError for tensors that have values: those are sent by collectives.
+    Raises FuseOpsError for tensors with values, which collectives send.
     """
     raise FuseOpsError(
         f"fuseops::travel stands for an exchange in dry runs, of fake or meta tensors; got one on {sent.device}."

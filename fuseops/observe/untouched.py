@@ -1,4 +1,4 @@
-"""A run that leaves no trace: what steps change in a model besides parameters, gradients and buffers, put back."""
+"""Context managers that restore what a step changes in a model besides parameters and gradients, for trial runs."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from fuseops.ops.stored import stored_in, sync_masters
 from fuseops.torch_private import fsdp_accumulation, version
 
 
-def held(model: nn.Module) -> list[Tensor]:
-    """Tensors that modules hold and that are neither parameters nor buffers: a router's counts of its experts."""
+def attribute_tensors(model: nn.Module) -> list[Tensor]:
+    """Tensors that are plain attributes of modules, neither parameters nor buffers, such as a router's token counts."""
     return [t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor)]
 
 
 def main_grad_of(p: Tensor) -> Tensor | None:
-    """The buffer that the gradient of a parameter is added to in the place of `.grad`."""
+    """Megatron's `main_grad` of a parameter, into which its gradient is accumulated instead of `.grad`, or None."""
     found = getattr(p, "main_grad", None)
     return found if isinstance(found, Tensor) else None
 
 
 def main_grads(model: nn.Module) -> list[Tensor]:
-    """The `main_grad_of` every parameter of a model that has one."""
+    """The `main_grad` of every parameter of a model that has one."""
     return [t for t in map(main_grad_of, model.parameters()) if t is not None]
 
 
-Written = dict[str, tuple[Tensor, int]]
+BufferVersions = dict[str, tuple[Tensor, int]]
 
 
-def buffers_of(module: nn.Module) -> Written:
-    """The buffers under a module, each with how often it was written.
+def buffer_versions(module: nn.Module) -> BufferVersions:
+    """The buffers under a module and their versions, by path.
 
-    Without those of ops, whose scales see in a second forward what they saw in the first.
+    Those of ops are left out: their scales see in a second forward what they saw in the first.
     """
     owners = ((path, m) for path, m in module.named_modules() if not isinstance(m, Op))
     return {
@@ -49,9 +49,10 @@ def buffers_of(module: nn.Module) -> Written:
     }
 
 
-def written(before: Written, after: Written) -> str | None:
-    """The name of a buffer that was written between two `buffers_of`, or replaced by one of its shape: a table that
-    grows is none that a second forward would make differently.
+def written_buffer(before: BufferVersions, after: BufferVersions) -> str | None:
+    """The name of a buffer that was written or replaced between two `buffer_versions`, or None.
+
+    One that changed its shape does not count: a table that has grown is the same after a second forward.
     """
     for name, (old, count) in before.items():
         new, now = after.get(name, (old, count))
@@ -61,10 +62,10 @@ def written(before: Written, after: Written) -> str | None:
 
 
 @contextmanager
-def put_back(tensors: Iterable[Tensor], unseen: bool = False) -> Iterator[None]:
-    """Gives tensors that were written inside their values back. The copies lie on the CPU.
+def restore_values(tensors: Iterable[Tensor], unseen: bool = False) -> Iterator[None]:
+    """Restores the values of tensors that were written inside, from copies on the CPU.
 
-    unseen: a write may be one that torch does not see, as a kernel's into a main_grad.
+    unseen: restore all of them, since a write may change no version, such as a kernel's into a main_grad.
     """
     before = [(t, version(t), t.detach().to("cpu", copy=True)) for t in tensors]
     try:
@@ -76,41 +77,41 @@ def put_back(tensors: Iterable[Tensor], unseen: bool = False) -> Iterator[None]:
                     t.copy_(value)
 
 
-def sharded(model: nn.Module) -> list[Any]:
-    """The modules that FSDP2 shards. It gathers into tensors of its own, which would be fakes for good in a dry run."""
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """The modules that FSDP2 shards. They exclude dry runs: the buffers that FSDP2 gathers into would stay fake."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
 @contextmanager
-def sharded_again(model: nn.Module) -> Iterator[None]:
-    """What a forward without a backward leaves gathered is sharded again: parameters are those that were there."""
+def reshard_after(model: nn.Module) -> Iterator[None]:
+    """Reshards at the end what a forward without a backward left gathered, so that parameters are the sharded ones."""
     before = [*map(id, model.parameters())]
     try:
         yield
     finally:
         if before != [*map(id, model.parameters())]:
-            for module in sharded(model):
+            for module in fsdp_modules(model):
                 module.reshard()
 
 
 @contextmanager
-def reducing(model: nn.Module) -> Iterator[None]:
-    """FSDP2 reduces the gradients of the steps inside, and what it has accumulated without comes back."""
-    kept = [each for module in sharded(model) for each in fsdp_accumulation(module)]
-    before = [getattr(owner, name) for owner, name, _ in kept]
-    for owner, name, value in kept:
+def restore_fsdp_accumulation(model: nn.Module) -> Iterator[None]:
+    """Sets gradients that FSDP2 has accumulated unreduced aside, and restores them; steps inside reduce theirs."""
+    fields = [each for module in fsdp_modules(model) for each in fsdp_accumulation(module)]
+    before = [getattr(owner, name) for owner, name, _ in fields]
+    for owner, name, value in fields:
         setattr(owner, name, value)
     try:
         yield
     finally:
-        for (owner, name, _), value in zip(kept, before, strict=True):
+        for (owner, name, _), value in zip(fields, before, strict=True):
             setattr(owner, name, value)
 
 
 @contextmanager
-def nothing_waits(model: nn.Module) -> Iterator[None]:
-    """What waits for `backward_dw` stays as it is, and what comes to it inside goes."""
+def restore_delayed_wgrads(model: nn.Module) -> Iterator[None]:
+    """Sets weight gradients that wait for `backward_dw` aside, and restores them; those delayed inside are dropped."""
     waiting = [(vars(module), vars(module).pop(DELAYED, None)) for module in model.modules()]
     try:
         yield
@@ -122,16 +123,16 @@ def nothing_waits(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def no_gradient_taken(model: nn.Module) -> Iterator[None]:
-    """Who takes the gradient of a parameter once it is there, as an optimizer that steps in the backward, is not told;
-    masters of weights that live in a format, which take theirs, have the same as before.
+def without_grad_hooks(model: nn.Module) -> Iterator[None]:
+    """Removes post-accumulate hooks of parameters, such as an optimizer that steps in the backward, and restores them;
+    restores the gradients of the master weights of quantized parameters.
     """
-    own = [stored.master for m in model.modules() if (stored := stored_in(m)) is not None]
-    grads = [(master, master.grad) for master in own if master is not None]
-    told = [hooks for p in model.parameters() if (hooks := p._post_accumulate_grad_hooks)]
-    before = [(hooks, dict(hooks)) for hooks in told]
+    masters = [stored.master for m in model.modules() if (stored := stored_in(m)) is not None]
+    grads = [(master, master.grad) for master in masters if master is not None]
+    hooked = [hooks for p in model.parameters() if (hooks := p._post_accumulate_grad_hooks)]
+    before = [(hooks, dict(hooks)) for hooks in hooked]
     try:
-        for hooks in told:
+        for hooks in hooked:
             hooks.clear()
         for master, _ in grads:
             master.grad = None
@@ -144,17 +145,15 @@ def no_gradient_taken(model: nn.Module) -> Iterator[None]:
             master.grad = grad
 
 
-def forked_random() -> AbstractContextManager[None]:
-    """Random states come back, those of all devices."""
+def restore_rng() -> AbstractContextManager[None]:
+    """Restores the random states of the CPU and of all CUDA devices at the end."""
     ready = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.random.fork_rng(range(torch.cuda.device_count() if ready else 0))
 
 
 @contextmanager
-def same_tensors(model: nn.Module) -> Iterator[None]:
-    """What modules hold by other tensors at the end are those of before again: buffers, made or replaced inside, and
-    attributes that were tensors.
-    """
+def restore_tensors(model: nn.Module) -> Iterator[None]:
+    """Restores which tensors are buffers and attributes of modules, where a step adds or replaces some."""
     before = [(m._buffers, dict(m._buffers), vars(m)) for m in model.modules()]
     attributes = [{n: t for n, t in own.items() if isinstance(t, Tensor)} for *_, own in before]
     try:
@@ -168,12 +167,18 @@ def same_tensors(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module, also: Iterable[Tensor] = ()) -> Iterator[None]:
-    """What a step writes besides parameters and gradients comes back: buffers, each main_grad, what else modules hold,
-    what waits for backward_dw or for FSDP2 to reduce it, random states, and the values of `also`. No gradient goes on
-    from there.
+    """Restores all that a step writes besides parameters and gradients: buffers, main_grads, attributes, delayed weight
+    gradients, what FSDP2 has accumulated, random states, and the values of `also`. No hook sees the gradients.
     """
     sync_masters(model)
     written = (*also, *model.buffers(), *main_grads(model))
-    with put_back(written, unseen=True), put_back(held(model)), nothing_waits(model):
-        with reducing(model), same_tensors(model), no_gradient_taken(model), forked_random():
-            yield
+    with (
+        restore_values(written, unseen=True),
+        restore_values(attribute_tensors(model)),
+        restore_delayed_wgrads(model),
+        restore_fsdp_accumulation(model),
+        restore_tensors(model),
+        without_grad_hooks(model),
+        restore_rng(),
+    ):
+        yield

@@ -1,20 +1,18 @@
-"""Where saved tensors live between forward and backward: on the device, or in host memory until
-they are needed.
+"""Offload: saved tensors are kept on the device until the backward, or moved to host memory until they are read.
 
-A scope decides for the tensors that autograd saves inside it; scopes nest, and the innermost
-decides:
+A scope decides about the tensors that autograd saves inside it; scopes nest, and the innermost decides:
 
     with offload.to_host(root=model) as moved:
         loss = model(x).sum()
     loss.backward()
     print(moved.report())
 
-    scopes        scopes; nesting (enter and leave in order)
+    scopes        scopes; nesting (open and close in order)
     which stay    marks, policy, reasons; arguments (what users pass)
     a scheduler   scheduler, layers (its hooks), recompute; schedule (when bytes move), order, transfers
-    a tensor      records (what stands for it in the graph), storages, codes (rounded on the link); report
-    lanes/        what copies bytes: streams, the CPU, a simulated clock
-    planning/     what to move, decided beforehand
+    a tensor      records (its handle in the graph), storages, codes (rounded on the link); report
+    lanes/        copies of bytes: on streams, on the CPU, on a simulated clock
+    planning/     plans of what to move
 """
 
 from .marks import mark_module, mark_not_offload, mark_offload, start_offload

@@ -1,4 +1,4 @@
-"""What users pass: amounts of memory as people write them, whole numbers, things of one kind."""
+"""Checks of arguments that users pass: amounts of memory, whole numbers, values of a type."""
 
 import re
 from typing import Any
@@ -35,8 +35,8 @@ def whole_number(value: Any, what: str, least: int = 0) -> int:
     return value
 
 
-def one_of(value: Any, kinds: type | tuple[type, ...], what: str, wanted: str) -> Any:
-    """`value`, if it is of one of the kinds.  Raises FuseOpsError, which names the wanted, for others."""
+def instance_of(value: Any, kinds: type | tuple[type, ...], what: str, expected: str) -> Any:
+    """`value`, if it is an instance of one of the types.  Raises FuseOpsError, with `expected`, for others."""
     if not isinstance(value, kinds):
-        raise FuseOpsError(f"{what} expects {wanted}, got {value!r:.80}.")
+        raise FuseOpsError(f"{what} expects {expected}, got {value!r:.80}.")
     return value

@@ -1,8 +1,8 @@
-"""Storages that leave as codes: a float8 e4m3 an element, and a float32 scale, a power of two, for each 128 elements
-that follow one another in memory. 33/32 bytes an element cross the link: 0.516 of what bfloat16 takes.
+"""Storages that are offloaded as codes: float8 e4m3 for each element, and a float32 scale, a power of two, for each
+128 elements that follow one another in memory. That is 33/32 bytes an element on the link, 0.516 of bfloat16's.
 
-The codes are those of `fo.quantize(x, fo.recipes.Scaling())`, and what comes back is its `dequantize()`, bit for bit,
-where the last axis of x is whole blocks; of another width the blocks run on from row to row.
+The codes are those of `fo.quantize(x, fo.recipes.Scaling())`, and the reloaded values are its `dequantize()`, bit for
+bit, where the last axis of x is whole blocks; otherwise blocks run on from row to row.
 
 The error: s, the scale, is amax / 448 of the block rounded up to a power of two, so below amax / 224, or 2^-63 where
 that is more. x / s is exact and at most 448; its code has four significant bits down to 2^-6, and is a multiple of
@@ -32,25 +32,24 @@ from .storages import rows_of
 
 BLOCK = 128
 BOUND = "each element within max(|x|/16, amax/229376), amax that of its 128 neighbours"
-COMPONENTS = ("row", "col")  # of a quantized tensor; with a suffix, what they are multiplied by
+COMPONENTS = ("row", "col")  # fields of a quantized tensor; their scales have a suffix
 STATISTICS = ("rstd", "mean", "lse")
 
 
 class Coding(NamedTuple):
-    """A `Coding` says how a storage of `dtype` becomes codes: as rows of `width`, which is whole blocks."""
+    """A `Coding` quantizes a storage of `dtype` as rows of `width`, which is a multiple of BLOCK."""
 
     dtype: torch.dtype
     width: int
 
 
 def coding_of(candidate: Candidate, globs: tuple[str, ...]) -> Coding | str:
-    """How the storage of a saved tensor becomes codes, or why it does not: "" where no glob asks for it."""
+    """The coding of a saved tensor's storage, or why it has none: "" where no glob matches."""
     names = (candidate.name, *candidate.also)
     if not any(matches(glob, name) for glob in globs for name in names):
         return ""
     shape, dtype = candidate.shape, candidate.dtype
-    why = exact_by_name(names, globs)
-    if why is not None:
+    if why := exact_by_name(names, globs):
         return why
     if dtype not in FLOATS:
         return f"no codes of {dtype_name(dtype)}"
@@ -80,7 +79,7 @@ def exact_by_name(names: tuple[str, ...], globs: tuple[str, ...]) -> str | None:
 
 
 def coded_bytes(nbytes: int, dtype: torch.dtype) -> int:
-    """What the codes and scales of so many bytes take."""
+    """The bytes of the codes and scales of so many bytes."""
     elements = nbytes // dtype.itemsize
     return elements + 4 * (elements // BLOCK)
 
@@ -93,7 +92,7 @@ def encode(storage: UntypedStorage, coding: Coding) -> Tensor:
 
 
 def decode(coded: Tensor, coding: Coding) -> UntypedStorage:
-    """A storage with what codes and scales stand for.   coded: (bytes,) uint8"""
+    """The dequantized storage.   coded: (bytes,) uint8, codes and scales"""
     dtype, width = coding
     elements = coded.numel() * BLOCK // (BLOCK + 4)
     with torch.no_grad():
@@ -103,5 +102,5 @@ def decode(coded: Tensor, coding: Coding) -> UntypedStorage:
 
 
 def traffic(nbytes: int, coded: int) -> tuple[int, int]:
-    """Bytes of the device's memory that are read and written to encode a storage, and to decode it."""
+    """Bytes of device memory that encoding a storage reads and writes, and those of decoding it."""
     return nbytes + 3 * coded, coded + 3 * nbytes

@@ -1,9 +1,8 @@
-"""Calls of layers: module hooks that tell a schedule when forwards and backwards begin, and the scope
-that takes what a layer saves.
+"""Module hooks that tell a schedule when forwards and backwards of layers begin, and the scope that packs what layers
+save.
 
-Everything hangs on a token for each call, from the hook before the forward to the death of the last
-tensor that it saved; so micro-batches, pipeline schedules, a layer used twice, errors and dropped
-graphs need no code of their own.
+Each call of a layer has a `LayerRun`, from the hook before the forward until its last saved tensor is freed. So
+micro-batches, pipeline schedules, a layer used twice, errors and dropped graphs need no code of their own.
 """
 
 import threading
@@ -21,49 +20,49 @@ from fuseops import torch_private
 from fuseops.observe import modules
 from fuseops.observe.labels import Labels
 from fuseops.observe.memory import tensors_in
-from fuseops.observe.saved import listed
+from fuseops.observe.saved import is_ledger
 from fuseops.ops import names
 from fuseops.ops.names import SavedName
 from fuseops.words import dtype_name
 
 from . import records
 from .codes import Coding, coding_of, exact_by_name
-from .nesting import PackHook, belongs_to_checkpoint, enclosing, take_out, unlinked
+from .nesting import PackHook, belongs_to_checkpoint, open_scopes, remove_hook, without_wrapper
 from .policy import Candidate, Policy, Quota
-from .records import Handle, Judged, Kept, Mover, Record, Staying
+from .records import CallToken, Handle, Kept, Mover, Record, Verdict
 from .report import KEPT, Entry, Report
 from .schedule import Decision, LayerRun
 from .scopes import Scope, dispatch_again, recompute
 from .storages import StorageMap
 
 BEFORE_A_STEP = "CUDA graph capture, before a step has shown the order"
-SCOPES = {"recompute": recompute, "dispatch": dispatch_again}
-"""Of a decision for what an op in a layer saves: what the layer runs in."""
+OP_SCOPES = {"recompute": recompute, "dispatch": dispatch_again}
+"""The scope that a layer runs in, by the decision for what one of its ops saves."""
 
 
 @dataclass(eq=False, slots=True)
-class Running:
-    """A `Running` is a layer whose forward runs. call None: the schedule stands aside."""
+class RunningLayer:
+    """A `RunningLayer` is a layer whose forward runs.   call: None where the schedule is bypassed"""
 
     module: nn.Module
     call: LayerRun | None
     labels: Labels
-    inputs: list[str]  # planned names of what the checkpoint of a layer will save
+    inputs: list[str]  # planned names of inputs, which the checkpoint of the layer will save
     quota: Quota = field(default_factory=Quota)
-    inside: ExitStack = field(default_factory=ExitStack)
-    staying: Staying | None = None
-    stayed: list[Entry] = field(default_factory=list)  # what torch saved, not yet reported
+    contexts: ExitStack = field(default_factory=ExitStack)
+    token: CallToken | None = None
+    kept_entries: list[Entry] = field(default_factory=list)  # what torch saved, not yet reported
 
 
 class _LayersThread(threading.local):
     def __init__(self) -> None:
-        self.running: list[Running] = []
+        self.running: list[RunningLayer] = []
 
 
 class LayerScope(Scope):
-    """Takes what the layers of a scheduler save, and drives its schedule."""
+    """A `LayerScope` packs what the layers of a scheduler save, and drives its schedule."""
 
-    _goes_along = True
+    _shares_storages = True
 
     def __init__(
         self,
@@ -74,38 +73,38 @@ class LayerScope(Scope):
     ) -> None:
         super().__init__(model)
         self._policy, self._layers = policy, layers
-        self._lasting = policy is None or policy.lasting
+        self._cacheable = policy is None or policy.lasting
         self._make_mover: Callable[[], Mover] | None = mover
         self._mover: Any = None  # or a Mover
         self.paused = False  # a plan is being made
         self._thread_calls = _LayersThread()
         if policy is not None:
-            self._resident = StorageMap()  # name under which a storage is kept
-        self._recomputed: dict[str, list[str]] = {}  # layer -> names of what comes into it
-        # what ops in a layer do without, by its path
-        self._without: dict[str, list[Callable[[], AbstractContextManager[None]]]] = {}
-        # decision of the last step by name, "offload" if in one of its micro-batches
+            self._resident = StorageMap()  # kept storage -> name
+        self._recomputed: dict[str, list[str]] = {}  # layer -> names of its inputs
+        # scopes in which ops of a layer drop what they save, by its path
+        self._op_scopes: dict[str, list[Callable[[], AbstractContextManager[None]]]] = {}
+        # decision of the last step by name; "offload" if so in one of its micro-batches
         self.names: dict[str, str] = {}
-        # names that left in this step, though the schedule keeps what is read too soon
-        self._left: set[str] = set()
+        # names that were offloaded in this step; later micro-batches may keep them
+        self._offloaded: set[str] = set()
         self._step = 0
         self.called: set[str] = set()  # paths of layers
-        self._know_root(model)
+        self._set_root(model)
 
     def __str__(self) -> str:
         return "Scheduler()"
 
     @property
     def mover(self) -> Mover:
-        """Made when the first layer runs: only then is the model where it will stay."""
+        """The mover, made when the first layer runs: before, the model may still change its device."""
         if self._make_mover is not None:
-            # called once, and let go of: it holds the scheduler, which holds this
+            # called once and dropped: it holds the scheduler, which holds this scope
             self._mover, self._make_mover = self._make_mover(), None
         mover: Mover = self._mover
         return mover
 
     def close(self) -> None:
-        """No layer will run any more."""
+        """Closes the mover: no layer will run any more."""
         self.forget_interrupted()
         if self._mover is not None:
             self._mover.close()
@@ -113,28 +112,28 @@ class LayerScope(Scope):
     # --- hooks
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Before the forward of a layer."""
+        """The hook before the forward of a layer."""
         self.forget_interrupted()
-        self._count()
+        self._flush_entries()
         path, call = self._layers[id(module)], None
         self.called.add(path)
-        aside = self._why_layer_aside()
-        if aside is None:
+        bypassed = self._why_bypassed()
+        if bypassed is None:
             call, schedule = self.mover.enter(path), self.mover.schedule
-            self._not_captured = None if schedule.order.predicts else BEFORE_A_STEP
+            self._capture_reason = None if schedule.order.predicts else BEFORE_A_STEP
             if self._step != schedule.stats.steps:
                 self._step = schedule.stats.steps
-                self._left.clear()
-        elif aside:
+                self._offloaded.clear()
+        elif bypassed:
             kind = type(module).__name__
-            self._ledger.saw(Entry(path, kind, (), None, 0, KEPT, aside))
-        labels, inputs = self._labels.from_0(), list(self._recomputed.get(path, ()))
-        running = Running(module, call, labels, inputs)
+            self._ledger.add(Entry(path, kind, (), None, 0, KEPT, bypassed))
+        labels, inputs = self._labels.restarted(), list(self._recomputed.get(path, ()))
+        running = RunningLayer(module, call, labels, inputs)
         self._thread_calls.running.append(running)
         if call is None:
             return
-        for scope in self._without.get(path, ()):
-            running.inside.enter_context(scope())
+        for scope in self._op_scopes.get(path, ()):
+            running.contexts.enter_context(scope())
         torch_private.push_saved_tensor_hooks(self._hook, records.unpack)
         names.thread.observers += 1
         modules.watch(self.module_entered)
@@ -142,27 +141,27 @@ class LayerScope(Scope):
         self.module_entered(module)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After it, in whatever way it ended."""
+        """The hook after the forward of a layer, also when it raised."""
         stack = self._thread_calls.running
         if not stack or stack[-1].module is not module:
             return
         self._leave(stack.pop(), output)
 
     def forget_interrupted(self) -> None:
-        """Leave the layers whose forwards ended without a hook: torch calls none for a KeyboardInterrupt."""
+        """Leave layers whose forward ended without a hook: torch calls none for a KeyboardInterrupt."""
         stack = self._thread_calls.running
         running = torch_private.running_modules() if stack else []
         while stack and stack[-1].module not in running:
             self._leave(stack.pop(), None)
 
-    def _leave(self, ended: Running, output: Any) -> None:
+    def _leave(self, ended: RunningLayer, output: Any) -> None:
         module = ended.module
-        self._ledger.take(ended.stayed)
-        ended.inside.close()
+        self._ledger.add_all(ended.kept_entries)
+        ended.contexts.close()
         call = ended.call
         if call is None:
             return
-        take_out(self._hook)
+        remove_hook(self._hook)
         names.thread.observers -= 1
         if modules.thread.running and modules.thread.running[-1] is module:
             modules.thread.running.pop()
@@ -177,34 +176,34 @@ class LayerScope(Scope):
                 node.register_prehook(begin)
         mover.leave(call)
 
-    def follow(
+    def apply_plan(
         self, decisions: Mapping[str, Decision], recomputed: Iterable[str], lag: int
     ) -> None:
-        """What a plan decided: by name, the layers that are recomputed as a whole, and the lag."""
+        """Use the decisions of a plan.   recomputed: layers that are recomputed as a whole"""
         if self._mover is not None:
             self._mover.schedule.decisions, self._mover.schedule.lag = decisions, lag
-        self._judged.clear()
+        self._verdicts.clear()
         self._recomputed = {path: [] for path in recomputed}
-        self._without = {}
+        self._op_scopes = {}
         for path in self._layers.values():
-            mine = [name for name in decisions if name.startswith(f"{path}.")]
+            names_in_layer = [name for name in decisions if name.startswith(f"{path}.")]
             if path in self._recomputed:
-                # A checkpoint saves what comes in, and knows no names.
-                self._recomputed[path] = [n for n in mine if decisions[n] != "recompute"]
+                # A checkpoint saves the inputs, and does not name them.
+                self._recomputed[path] = [n for n in names_in_layer if decisions[n] != "recompute"]
             else:
-                said = {decisions[name] for name in mine}
-                self._without[path] = [SCOPES[word] for word in SCOPES if word in said]
+                decided = {decisions[name] for name in names_in_layer}
+                self._op_scopes[path] = [OP_SCOPES[word] for word in OP_SCOPES if word in decided]
 
-    def _why_layer_aside(self) -> str | None:
-        """Why the schedule leaves a call alone, or None; "" is not worth a line."""
+    def _why_bypassed(self) -> str | None:
+        """Why the schedule does not handle a call, or None; "" where the report need not say so."""
         if self.paused or not torch.is_grad_enabled() or torch_private.in_backward():
             return ""
         top = torch_private.top_saved_tensor_hooks()
-        if listed(top):
+        if is_ledger(top):
             return ""
         if belongs_to_checkpoint(top):
             return "recomputed by checkpoint"
-        if next(enclosing(), None) is not None:
+        if next(open_scopes(), None) is not None:
             return "an offload scope around it decides"
         if top is not None and isinstance(top[0], PackHook) and top[0].scope is not self:
             return "another scheduler around it decides"
@@ -214,55 +213,55 @@ class LayerScope(Scope):
 
     # --- saving
 
-    def pack_of_torch(self, t: Tensor, below: FrameType | None) -> Handle:
+    def pack_torch_saved(self, t: Tensor, caller: FrameType | None) -> Handle:
         running = self._thread_calls.running[-1]
-        named = running.labels.of_torch(t, below)
+        named = running.labels.name_torch_saved(t, caller)
         if running.inputs and t.numel():
             named = named._replace(names=(running.inputs.pop(0),), stable=False)
-        return self.pack_one(t, named, self._judged, running.stayed)
+        return self.pack_one(t, named, self._verdicts, running.kept_entries)
 
     def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]:
-        self._count()
+        self._flush_entries()
         return super().pack(tensors, named)
 
-    def _count(self) -> None:
+    def _flush_entries(self) -> None:
         for running in self._thread_calls.running:
-            self._ledger.take(running.stayed)
+            self._ledger.add_all(running.kept_entries)
 
     def report(self) -> Report:
-        self._count()
+        self._flush_entries()
         return super().report()
 
     def _stay(self, t: Tensor, entry: Entry, storage: torch.UntypedStorage | None = None) -> Kept:
         running, resident = self._thread_calls.running[-1], self._resident
-        if storage is not None and entry.name not in self._left:
+        if storage is not None and entry.name not in self._offloaded:
             self.names[entry.name] = "keep"
         if storage is not None and resident is not None and resident.get(storage) != entry.name:
             resident.set(storage, entry.name)
-        if running.staying is None and running.call is not None:
-            running.staying = Staying(self.mover, running.call)
-        return Kept(t, entry, self._ledger, running.staying)
+        if running.token is None and running.call is not None:
+            running.token = CallToken(self.mover, running.call)
+        return Kept(t, entry, self._ledger, running.token)
 
     def _moves_from_cuda(self, t: Tensor) -> bool:
         return self.mover.on_gpu
 
-    def _call_of(self, record: Record) -> LayerRun:
-        call: Any = self._thread_calls.running[-1].call  # the hook pair is there only then
+    def _call_for(self, record: Record) -> LayerRun:
+        call: Any = self._thread_calls.running[-1].call  # the hooks are installed only then
         of_layer: LayerRun = call
         return of_layer
 
-    def _move(self, t: Tensor, found: Judged) -> Handle | str:
-        handle = self._mover.save(self._thread_calls.running[-1].call, t, found, self._ledger)
+    def _move(self, t: Tensor, verdict: Verdict) -> Handle | str:
+        handle = self._mover.save(self._thread_calls.running[-1].call, t, verdict, self._ledger)
         if not isinstance(handle, str):
-            self.names[found.entry.name] = "offload" if found.coding is None else "quantize"
-            self._left.add(found.entry.name)
+            self.names[verdict.entry.name] = "offload" if verdict.coding is None else "quantize"
+            self._offloaded.add(verdict.entry.name)
         return handle
 
     def _coding(self, t: Tensor, named: SavedName) -> Coding | str:
-        return coding_of(Candidate.of(t, named), self._globs_of_codes(named.name))
+        return coding_of(Candidate.of(t, named), self._quantize_globs(named.name))
 
-    def _globs_of_codes(self, name: str) -> tuple[str, ...]:
-        """What may be rounded: all in a storage of which a plan says so, else what the policy says."""
+    def _quantize_globs(self, name: str) -> tuple[str, ...]:
+        """Globs of tensors that may be rounded: all in a storage that a plan quantizes, else those of the policy."""
         planned = self.mover.schedule.decisions.get(name)
         if planned is not None:
             return ("**",) if planned == "quantize" else ()
@@ -273,17 +272,17 @@ class LayerScope(Scope):
         why = None if coding is None else self._why_not_rounded(t, named, record, coding)
         if why is None:
             return super()._share(t, named, record)
-        nbytes = record.whole if self._counted.first(t.untyped_storage(), True) else 0
+        nbytes = record.storage_nbytes if self._counted.set_if_new(t.untyped_storage(), True) else 0
         return self._keep(t, named, why, nbytes)
 
     def _why_not_rounded(
         self, t: Tensor, named: SavedName | Entry, record: Record, coding: Coding
     ) -> str | None:
-        """Why t stays exact though its storage leaves as codes, or None."""
+        """Why t is kept exact although its storage is offloaded as codes, or None."""
         why: str | None = f"not {dtype_name(coding.dtype)}"
         if t.dtype == coding.dtype:
             names = (named.name, *named.also)
-            why = exact_by_name(names, self._globs_of_codes(record.name))
+            why = exact_by_name(names, self._quantize_globs(record.name))
         return None if why is None else f"its storage leaves as codes; {why}"
 
     def _by_policy(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
@@ -304,8 +303,8 @@ class LayerScope(Scope):
 class Hook:
     """A `Hook` is a module hook of a scheduler. A copy or a pickle of the model comes without the scheduler."""
 
-    def __init__(self, told: Callable[..., None] | None = None) -> None:
-        self.told = told
+    def __init__(self, callback: Callable[..., None] | None = None) -> None:
+        self.callback = callback
 
     def __deepcopy__(self, memo: Any) -> Self:
         return type(self)()
@@ -314,14 +313,14 @@ class Hook:
         return type(self), ()
 
     def __call__(self, *given: Any) -> None:
-        if self.told is not None and not torch.compiler.is_compiling():
-            self.told(*given)
+        if self.callback is not None and not torch.compiler.is_compiling():
+            self.callback(*given)
 
 
-class Interrupted:
-    """Goes around the calls of a layer: torch calls no hook for an error that is no Exception, a KeyboardInterrupt.
+class InterruptGuard:
+    """An `InterruptGuard` wraps the calls of a layer, since torch calls no hook for an error such as KeyboardInterrupt.
 
-    A copy or a pickle of the module comes without it, as without what `Module.compile` puts there.
+    A copy or a pickle of the module is without it, as it is without the wrapper of `Module.compile`.
     """
 
     def __init__(self, scope: LayerScope, module: nn.Module) -> None:
@@ -330,10 +329,12 @@ class Interrupted:
         self.inner = torch_private.replace_call(module, self)
 
     def remove(self) -> None:
-        """Take it from around the calls, whatever came around it since."""
+        """Remove it from the calls, also from below later wrappers."""
         self.scope, module = None, self.module()
         if module is not None:
-            torch_private.replace_call(module, unlinked(torch_private.replaced_call(module), self))
+            torch_private.replace_call(
+                module, without_wrapper(torch_private.replaced_call(module), self)
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, scope = self.inner or cast(nn.Module, self.module())._call_impl, self.scope
@@ -348,7 +349,7 @@ class Interrupted:
             raise
         finally:
             if self.scope is None:
-                scope.close()  # detached meanwhile: no hook has seen the end of this call
+                scope.close()  # detached during the call, whose end no hook has seen
 
 
 torch_private.never_compile(Hook.__call__)

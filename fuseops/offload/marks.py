@@ -1,8 +1,8 @@
-"""Marks on tensors and modules, which go before what a scope would decide by itself.
+"""Marks on tensors and modules, which override what a scope would decide.
 
-A mark on a tensor belongs to its storage, so it reaches every view; of two marks the later one
-wins. It has to be made before the tensor is saved, that is before the op that reads it runs. A mark
-on a module is an entry of its `__dict__`, so copies and pickles carry it.
+A mark on a tensor belongs to its storage, so every view has it; of two marks the later one wins. It has to be made
+before the tensor is saved, which is before the op that reads it runs. A mark on a module is in its `__dict__`, so
+copies and pickles have it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,8 +23,10 @@ from .storages import StorageMap
 OFFLOAD, KEEP = "offload", "keep"
 _ATTRIBUTE = "_offload_mark"
 marked: StorageMap[str] = StorageMap()
-module_changes = 0  # how often modules have been marked: as long as that stays, so do their marks
-complete: StorageMap[tuple[int, Event]] = StorageMap()  # the version that was, and since when
+module_changes = 0  # how often modules were marked: invalidates cached decisions
+complete: StorageMap[tuple[int, Event]] = (
+    StorageMap()
+)  # storage -> version, and the event at which it was complete
 
 
 def mark_offload(*tensors: Any) -> None:
@@ -49,10 +51,10 @@ def start_offload(*tensors: Any) -> None:
             complete.set(t.untyped_storage(), (t._version, event))
 
 
-def ready(storage: UntypedStorage, version: int) -> Event | None:
-    """When the bytes of a storage were complete, if that was said at this version of its tensor."""
-    then, event = complete.get(storage) or (-1, None)
-    return event if then == version else None
+def ready_event(storage: UntypedStorage, version: int) -> Event | None:
+    """The event at which a storage was complete, if `start_offload` was called at this version of its tensor."""
+    known, event = complete.get(storage) or (-1, None)
+    return event if known == version else None
 
 
 def _mark(values: tuple[Any, ...], mark: str) -> None:

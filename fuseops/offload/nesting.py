@@ -1,9 +1,8 @@
-"""Scopes are entered and left in order.
+"""Scopes nest: each is closed in the thread that entered it, and in reverse order.
 
-torch keeps a stack of saved-tensor hooks a thread and calls the innermost pair only. A scope
-belongs to the thread and to the `with` block that enter it. Entered in a generator or a coroutine
-it would stay in force in whoever runs next; leaving one that is not the innermost shows that, and
-raises.
+torch keeps a stack of saved-tensor hooks for each thread and calls the innermost pair only. A scope entered in a
+generator or a coroutine would stay active in the code that runs next. Closing a scope that is not the innermost one
+detects that, and raises.
 """
 
 import sys
@@ -26,70 +25,70 @@ from .records import Handle, Kept, Moved
 Pair = tuple[Any, Any]
 
 
-class Packs(Protocol):
-    """A `Packs` is a scope that autograd gives its saved tensors to."""
+class Packer(Protocol):
+    """A `Packer` is a scope that packs the saved tensors of autograd."""
 
     in_checkpoint: bool
 
     def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]: ...
-    def pack_of_torch(self, t: Tensor, below: FrameType | None) -> Handle: ...
+    def pack_torch_saved(self, t: Tensor, caller: FrameType | None) -> Handle: ...
 
 
 class PackHook:
-    """A `PackHook` is the pack hook of a scope. Autograd's own threads inherit it, and know the scope by it.
+    """A `PackHook` is the pack hook of a scope. Autograd's own threads inherit it, and find the scope through it.
 
-    It does not keep the scope alive, which holds it: host memory would wait for the garbage collector.
+    It holds a weak reference: in a cycle with the scope, host memory would wait for the garbage collector.
     """
 
     __slots__ = ("_scope",)
 
-    def __init__(self, scope: Packs) -> None:
+    def __init__(self, scope: Packer) -> None:
         self._scope = weakref.ref(scope)
 
     @property
-    def scope(self) -> Packs:
-        scope: Any = self._scope()  # while a hook is on a stack, its scope is open
-        packs: Packs = scope
+    def scope(self) -> Packer:
+        scope: Any = self._scope()  # its scope is open while the hook is on a stack
+        packs: Packer = scope
         return packs
 
     def __call__(self, t: Tensor) -> Handle:
-        """What a node of fuseops saves is packed when the first of it is."""
+        """Packs a tensor. All tensors that a node of fuseops saves are packed with the first of them."""
         scope: Any = self._scope()
         frame: Any = names.thread.frame
         if frame is None or not frame.tensors:
-            handle: Handle = scope.pack_of_torch(t, sys._getframe().f_back)
+            handle: Handle = scope.pack_torch_saved(t, sys._getframe().f_back)
             return handle
-        place = frame.next_index
-        if place < len(frame.tensors) and frame.tensors[place] is t:
-            frame.next_index = place + 1
+        position = frame.next_index
+        if position < len(frame.tensors) and frame.tensors[position] is t:
+            frame.next_index = position + 1
         else:
-            names.take_name(t)  # says what is wrong
+            names.take_name(t)  # raises the error
         if frame.packed is None:
             frame.packed = scope.pack(frame.tensors, frame.names)
-        handle = frame.packed[place]
+        handle = frame.packed[position]
         return handle
 
 
-# A compiled region calls the hooks while it runs; dynamo would try to compile them in their turn.
+# A compiled region calls these while it runs; dynamo would try to compile them too.
 for _hook in (PackHook.__call__, Kept.restore, Moved.restore):
     torch_private.never_compile(_hook)
 
 
 class _Stack(threading.local):
     def __init__(self) -> None:
-        self.scopes: list[Guarded] = []
+        self.scopes: list[NestedScope] = []
 
 
 _stack = _Stack()
 
 
-def enclosing() -> "Iterator[Guarded]":
+def open_scopes() -> "Iterator[NestedScope]":
     """The open scopes of this thread, innermost first."""
     return reversed(_stack.scopes)
 
 
-class Guarded:
-    """A `Guarded` checks on exit that the open scopes and torch's hooks are as its entry left them."""
+class NestedScope:
+    """A `NestedScope` checks on exit that no scope and no saved-tensor hooks inside it are still open."""
 
     def __init__(self) -> None:
         self._thread: int | None = None  # the one that entered it
@@ -148,15 +147,15 @@ class Guarded:
         )
 
 
-class Disabled(Guarded):
-    """Takes our pairs off torch's stack, and puts them back.
+class Disabled(NestedScope):
+    """Removes the hook pairs of scopes from torch's stack, and puts them back on exit.
 
     A pair that passes tensors through would still switch off torch's own in-place check.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.taken: list[Pair] = []
+        self.removed: list[Pair] = []
 
     def __str__(self) -> str:
         return "disabled()"
@@ -165,24 +164,24 @@ class Disabled(Guarded):
         top = torch_private.top_saved_tensor_hooks()
         while top is not None and isinstance(top[0], PackHook):
             torch_private.pop_saved_tensor_hooks()
-            self.taken.append(top)
+            self.removed.append(top)
             top = torch_private.top_saved_tensor_hooks()
         modules.watch(self.module_entered)
 
     def _close(self) -> None:
-        while self.taken:
-            torch_private.push_saved_tensor_hooks(*self.taken.pop())
+        while self.removed:
+            torch_private.push_saved_tensor_hooks(*self.removed.pop())
         modules.unwatch(self.module_entered)
 
     def module_entered(self, module: nn.Module) -> None:
-        """Nothing is reported in here."""
+        """Ignored: nothing is reported here."""
 
 
-def take_out(hook: PackHook) -> None:
-    """Take the pair of `hook` off torch's stack, from below others if it has to be, or from what `disabled()` took."""
+def remove_hook(hook: PackHook) -> None:
+    """Remove the pair of `hook` from torch's stack, also from below others, or from those that `disabled()` removed."""
     for scope in _stack.scopes:
         if isinstance(scope, Disabled):
-            scope.taken = [pair for pair in scope.taken if pair[0] is not hook]
+            scope.removed = [pair for pair in scope.removed if pair[0] is not hook]
     above: list[Pair] = []
     while (top := torch_private.top_saved_tensor_hooks()) is not None:
         torch_private.pop_saved_tensor_hooks()
@@ -193,18 +192,18 @@ def take_out(hook: PackHook) -> None:
         torch_private.push_saved_tensor_hooks(*pair)
 
 
-class Link(Protocol):
-    """A `Link` goes around calls of a module, and has what it goes around as `inner`."""
+class CallWrapper(Protocol):
+    """A `CallWrapper` wraps the calls of a module; `inner` is what it wraps."""
 
     inner: Any
 
 
-def unlinked(outer: Any, link: Link) -> Any:
-    """What goes around the calls of a module, outermost first, without `link`. What others put there hides it."""
-    if outer is link:
-        return link.inner
-    if isinstance(outer, type(link)):
-        outer.inner = unlinked(outer.inner, link)
+def without_wrapper(outer: Any, wrapper: CallWrapper) -> Any:
+    """The chain of wrappers that begins with `outer`, without `wrapper`. Below a wrapper of others it is not found."""
+    if outer is wrapper:
+        return wrapper.inner
+    if isinstance(outer, type(wrapper)):
+        outer.inner = without_wrapper(outer.inner, wrapper)
     return outer
 
 

@@ -1,8 +1,8 @@
 """The order in which layers run forward and backward: recorded in one step, predicted for the next.
 
-Boundaries are keyed by layer and ordinal of its call in the step, so that micro-batches, pipeline
-schedules and a layer that is used twice are told apart. A prediction may be wrong: then the chain of
-forward calls is followed for the rest of the step, and the report says how often.
+Boundaries are keyed by layer and ordinal of its call in the step, which tells micro-batches, pipeline stages and uses
+of one layer apart. When a prediction is wrong, the schedule follows the chain of forward calls for the rest of the
+step, and the report counts it.
 """
 
 from collections import defaultdict
@@ -25,10 +25,9 @@ class Boundary(NamedTuple):
 
 
 class Order:
-    """An `Order` compares the forwards and backwards of layers in the running step with those of the last complete
-    one, which predict what comes next.
+    """An `Order` predicts the boundaries of the running step from those of the last complete one.
 
-    recorded  of the last complete step, if it is known
+    recorded  boundaries of the last complete step, if it is known
     """
 
     def __init__(self, recorded: Iterable[Boundary] = ()) -> None:
@@ -36,15 +35,15 @@ class Order:
         self._learn(recorded)
         self._running: list[Boundary] = []
         self._ordinals: defaultdict[str, int] = defaultdict(int)
-        self._follows = True  # the running step has been as recorded so far
+        self._as_recorded = True  # the running step has followed `recorded` so far
 
     def start(self, complete: bool) -> None:
-        """A step begins. complete: all that the one before ran forward, it ran backward."""
+        """A step begins.   complete: the one before ran the backward of every forward"""
         if complete and self._running:
             self._learn(self._running)
         self._running = []
         self._ordinals.clear()
-        self._follows = True
+        self._as_recorded = True
 
     def _learn(self, recorded: Iterable[Boundary]) -> None:
         self.recorded = tuple(recorded)
@@ -55,20 +54,20 @@ class Order:
         ordinal, self._ordinals[layer] = self._ordinals[layer], self._ordinals[layer] + 1
         return OrderKey(layer, ordinal)
 
-    def passed(self, boundary: Boundary) -> None:
-        """A boundary of the running step."""
+    def advance(self, boundary: Boundary) -> None:
+        """The running step has reached a boundary."""
         at = len(self._running)
         self._running.append(boundary)
-        if self._follows and self.recorded and self.recorded[at : at + 1] != (boundary,):
-            self._follows = False
+        if self._as_recorded and self.recorded and self.recorded[at : at + 1] != (boundary,):
+            self._as_recorded = False
             self.mispredicted += 1
 
     @property
     def predicts(self) -> bool:
         """Whether there is a recorded step, and this one has followed it so far."""
-        return bool(self.recorded) and self._follows
+        return bool(self.recorded) and self._as_recorded
 
-    def coming(self, count: int) -> tuple[Boundary, ...]:
+    def upcoming(self, count: int) -> tuple[Boundary, ...]:
         """The next boundaries, as recorded."""
         at = len(self._running)
         return self.recorded[at : at + count] if self.predicts else ()

@@ -1,4 +1,4 @@
-"""A policy says by name, size and share which saved tensors a scheduler moves. Pure."""
+"""Policies: which saved tensors a scheduler moves, by name, size and share. Pure."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -16,8 +16,10 @@ DEFAULT_MIN_BYTES = 1 << 20  # smaller copies run far below the speed of the lin
 
 
 class Candidate(NamedTuple):
-    """A candidate is a saved tensor that a policy is asked about. nbytes are those of its storage, also its other
-    names.
+    """A candidate is a saved tensor that a policy decides about.
+
+    nbytes  of its storage
+    also    its other names
     """
 
     name: str
@@ -39,12 +41,12 @@ class Candidate(NamedTuple):
 
 
 def too_small(nbytes: int, min_bytes: int) -> str | None:
-    """Why a storage of so many bytes stays, or None."""
+    """Why a storage of so many bytes is kept, or None."""
     return f"smaller than min_bytes={min_bytes}" if nbytes < min_bytes else None
 
 
 class Quota:
-    """A quota counts the bytes that one call of a layer has saved so far, and of them those that were sent."""
+    """A quota counts the bytes that one call of a layer has saved so far, and those of them that were sent."""
 
     __slots__ = ("saved", "sent")
 
@@ -94,19 +96,19 @@ class Policy:
     def check(self, names: Collection[str]) -> None:
         """Raise FuseOpsError for globs that match none of the names of what a step saved, where it saved anything."""
         globs = (*self.offload, *self.keep, *self.quantize)
-        idle = [g for g in globs if not any(matches(g, name) for name in names)]
-        if names and idle:
+        unmatched = [g for g in globs if not any(matches(g, name) for name in names)]
+        if names and unmatched:
             raise FuseOpsError(
-                f"the policy's globs {idle} matched no saved tensor. Names are such as {sorted(names)[:3]}."
+                f"the policy's globs {unmatched} matched no saved tensor. Names are such as {sorted(names)[:3]}."
             )
 
     @property
     def lasting(self) -> bool:
-        """Whether the answer for one candidate is the same in every call: no predicate and no quota."""
+        """Whether the answer for a candidate is the same in every call: there is no predicate and no quota."""
         return self.where is None and self.layer_bytes is None and self.fraction == 1
 
     def why_keep(self, candidate: Candidate, quota: Quota) -> str | None:
-        """Why a tensor stays, or None; then it counts in the quota of its call."""
+        """Why a tensor is kept, or None; then it counts in the quota of its call."""
         quota.saved += candidate.nbytes
         reason = self._why(candidate, quota)
         if reason is None:

@@ -1,6 +1,4 @@
-"""Why a saved tensor stays on its device. Each reason is a sentence of the report; none of them
-reads a tensor.
-"""
+"""Reasons why a saved tensor is kept on its device, as the report shows them. No check reads values."""
 
 from collections.abc import Iterable
 
@@ -17,7 +15,9 @@ from .storages import StorageMap
 PARAMETER, BUFFER = "parameter", "buffer of the model"
 CAST = "cast copy of a parameter"
 PLAIN = (Tensor, nn.Parameter)  # types of tensors that can be moved
-HELD_ANYWAY = frozenset({PARAMETER, BUFFER, CAST})  # so its bytes are no cost of saving it
+MODEL_OWNED = frozenset(
+    {PARAMETER, BUFFER, CAST}
+)  # storages that exist anyway: saving them costs no bytes
 
 
 def why_not_plain(t: Tensor) -> str | None:
@@ -39,35 +39,35 @@ def why_not_plain(t: Tensor) -> str | None:
     return None
 
 
-class Owned:
-    """`Owned` are storages that a model holds anyway, so that moving a copy would free nothing. Seen again at
-    every call.
+class ModelStorages:
+    """`ModelStorages` are the storages that a model owns, so that offloading them would free nothing. They are updated
+    at every call.
     """
 
     def __init__(self) -> None:
         self.storages: StorageMap[str] = StorageMap()
 
-    def note(self, tensors: Iterable[Tensor | None], what: str) -> None:
+    def add(self, tensors: Iterable[Tensor | None], what: str) -> None:
         for t in tensors:
             if t is not None and why_not_plain(t) is None:
                 storage = t.untyped_storage()
                 if self.storages.get(storage) != what:
                     self.storages.set(storage, what)
 
-    def note_model(self, root: nn.Module) -> None:
-        self.note(root.buffers(), BUFFER)
-        self.note(root.parameters(), PARAMETER)
+    def add_model(self, root: nn.Module) -> None:
+        self.add(root.buffers(), BUFFER)
+        self.add(root.parameters(), PARAMETER)
 
-    def why(self, t: Tensor, is_param: bool) -> str | None:
-        """Whether t is a parameter or a buffer, or a view or alias of one."""
+    def reason(self, t: Tensor, is_param: bool) -> str | None:
+        """PARAMETER, BUFFER or None: what t is, or what it is a view or an alias of."""
         if is_param or isinstance(t, nn.Parameter) or isinstance(base_of(t), nn.Parameter):
-            self.note((t,), PARAMETER)  # so that aliases without a base are known too
+            self.add((t,), PARAMETER)  # so that aliases without a base are found too
             return PARAMETER
         return self.storages.get(t.untyped_storage())
 
 
-def is_cast_of_parameter(t: Tensor, owned: Owned) -> bool:
-    """Whether t is autocast's copy of a weight (or a view of it): autocast keeps those itself.
+def is_cast_of_parameter(t: Tensor, owned: ModelStorages) -> bool:
+    """Whether t is autocast's copy of a weight (or a view of it), which autocast caches itself.
 
     Its history is short: at most four nodes with one input lead to the AccumulateGrad of a
     parameter of another dtype.
@@ -78,7 +78,7 @@ def is_cast_of_parameter(t: Tensor, owned: Owned) -> bool:
             return False
         variable: Tensor | None = getattr(node, "variable", None)
         if variable is not None:
-            return variable.dtype != t.dtype and owned.why(variable, is_param=False) == PARAMETER
+            return variable.dtype != t.dtype and owned.reason(variable, is_param=False) == PARAMETER
         if len(node.next_functions) != 1:
             return False
         node = node.next_functions[0][0]
@@ -86,15 +86,15 @@ def is_cast_of_parameter(t: Tensor, owned: Owned) -> bool:
 
 
 def why_keep(
-    t: Tensor, named: SavedName, owned: Owned, mark: str | None, on_gpu: bool
+    t: Tensor, named: SavedName, owned: ModelStorages, mark: str | None, on_gpu: bool
 ) -> str | None:
-    """Why a plain tensor is not moved, or None. A mark lifts all but the hard reasons.
+    """Why a plain tensor is not moved, or None. A mark "offload" overrides the reasons that come after it.
 
     on_gpu: the scope has seen CUDA tensors
     """
-    held, nbytes = owned.why(t, named.is_param), t.untyped_storage().nbytes()
-    if held == PARAMETER:
-        return held
+    owner_kind, nbytes = owned.reason(t, named.is_param), t.untyped_storage().nbytes()
+    if owner_kind == PARAMETER:
+        return owner_kind
     if mark == marks.KEEP:
         return "marked keep"
     if nbytes == 0:
@@ -103,13 +103,13 @@ def why_keep(
         return "on the CPU, in a scope that moves from CUDA"
     if mark == marks.OFFLOAD:
         return None
-    if held is not None:
-        return held
+    if owner_kind is not None:
+        return owner_kind
     return CAST if is_cast_of_parameter(t, owned) else None
 
 
-def mark_on(t: Tensor, named: SavedName) -> str | None:
-    """The mark that decides: the tensor's own, else of the modules that save it (keep first)."""
+def effective_mark(t: Tensor, named: SavedName) -> str | None:
+    """The mark of a tensor, else that of the modules that save it, where "keep" wins."""
     mark = marks.mark_of(t) if marks.marked.entries else None
     if mark is not None:
         return mark

@@ -1,21 +1,18 @@
-"""What stands in autograd's graph for a saved tensor: a handle, that is the tensor, or its place in
-a storage that has left.
+"""Handles, which autograd's graph holds for saved tensors, and records, which follow offloaded storages.
 
-A record is one storage at one version, moved once for all tensors that lie in it: the schedule's
-item, told what becomes of it. Autograd drops handles with the graph, and a handle that dies says so
-to the schedule (through a queue: it may die anywhere), which lets go of the record after the last;
-so nothing else is needed for exceptions, retain_graph or dropped graphs.
+A handle has the tensor itself (`Kept`), or its layout in a storage that was offloaded (`Moved`). A record is one
+storage at one version, moved once for all saved tensors in it; it is the schedule's item. Autograd frees handles with
+the graph. A freed handle is put into a queue, since its finalizer may run anywhere, and the schedule drops a record
+with its last handle. So exceptions, retain_graph and dropped graphs need no code of their own.
 
-In-place guard: saved-tensor hooks switch off autograd's own check, so each handle compares the
-version counter that autograd would have compared. A counter only grows, so one look when the tensor
-is unpacked sees every write since it was saved; looks when the copy starts and when the device bytes
-are let go tell when it was. A tensor that was moved leaves an alias of zero bytes that shares its
-counter. Kernels that write a tensor announce it by `torch.autograd.graph.increment_version`, as
-torch's own do. Writes through `.data`, `set_` or numpy change no counter; they are outside the
-promise, here as in plain torch.
+In-place guard: saved-tensor hooks switch off autograd's own check, so each handle compares the version counter that
+autograd would have compared. A counter only grows, so one check when the tensor is unpacked finds every write since it
+was saved; checks at the copy and at the release tell when it was. A moved tensor leaves an alias of zero bytes that
+shares its counter. Kernels that write a tensor call `torch.autograd.graph.increment_version`, as torch's own do. Writes
+through `.data`, `set_` or numpy change no counter and are not detected, as in plain torch.
 
-A storage that is emptied or grown changes no counter either. One that still waits for its copy then
-stays; what its bytes are not whole any more for is refused when it is read.
+Resizing a storage changes no counter either. One that is resized before its copy is kept; a tensor whose bytes are not
+complete is refused when it is read.
 """
 
 import logging
@@ -48,33 +45,33 @@ log = logging.getLogger("fuseops.offload")
 RESIZED = "its storage was given another size before its copy"
 
 
-class Judged(NamedTuple):
-    """A `Judged` is a scope's decision for a saved tensor. It holds for every one of the same name, shape, bytes and
-    the like; what differs from step to step is which tensors share a storage, and whether there is
+class Verdict(NamedTuple):
+    """A `Verdict` is a scope's decision for a saved tensor, valid for all with the same name, shape, bytes and the
+    like. It does not cover what differs from step to step: which tensors share a storage, and whether the host has
     room.
     """
 
-    entry: Entry  # for the report: moved, or kept for what reason
-    again: Entry  # the same, where its storage has been counted
-    saved: SavedName  # its id stands for it and for the modules that save it
-    coding: Coding | None = None  # how it leaves, if not as it is
+    entry: Entry  # for the report: moved, or kept with a reason
+    uncounted: Entry  # the same without bytes, where another entry counts the storage
+    saved: SavedName  # kept alive: its id is in the key of the cache
+    coding: Coding | None = None  # how it is quantized, if it is
 
 
 class Mover:
-    """A `Mover` runs a schedule for real tensors of one device. Threads take turns."""
+    """A `Mover` runs a schedule for tensors of one device, under a lock for all threads."""
 
     def __init__(self, schedule: Schedule, lanes: RealLanes) -> None:
         self.schedule, self.lanes, self.on_gpu = schedule, lanes, lanes.device.type == "cuda"
-        self.ref = weakref.ref(self)  # for records, which the schedule holds
+        self.ref = weakref.ref(self)  # for records, which it must not be in a cycle with
         self.lock = threading.RLock()
-        self.node: list[Record] = []  # what the node that is being packed has leave
-        # handles that are gone, and whether they were read: noted by finalizers, so without the lock
+        self.node_records: list[Record] = []  # to be offloaded once their node is packed
+        # freed handles and whether they were read; finalizers append, without the lock
         self.dead: deque[tuple[LayerRun | None, Item | None, bool]] = deque()
 
     def enter(self, layer: str) -> LayerRun:
         """The forward of a layer begins."""
         with self.lock:
-            self.tidy()
+            self.collect_dead()
             return self.schedule.enter(layer)
 
     def leave(self, call: LayerRun) -> None:
@@ -85,7 +82,7 @@ class Mover:
     def backward(self, call: LayerRun) -> None:
         """The backward of a layer begins."""
         with self.lock:
-            self.tidy()
+            self.collect_dead()
             self.schedule.backward(call)
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -93,65 +90,65 @@ class Mover:
             self.close()
 
     def close(self) -> None:
-        """No boundary will come any more."""
+        """Close the schedule: no boundary will come any more."""
         with self.lock:
             if self.dead:
-                self.tidy()
+                self.collect_dead()
             self.schedule.close()
 
     def save(
-        self, call: LayerRun | None, t: Tensor, found: Judged, ledger: Ledger
+        self, call: LayerRun | None, t: Tensor, verdict: Verdict, ledger: Ledger
     ) -> "Moved | str":
-        """Have the storage of t leave, as codes or as it is; or why it stays.
+        """Offload the storage of t, as codes or exactly.   -> its handle, or why it is kept
 
-        call: of a layer; None: it leaves once its node is packed, by `depart`.
+        call: of a layer; None: `send_node` sends it once its node is packed
         """
-        if call is not None and call.soon:
-            return LAST_GROUP  # before codes are made
-        record = Record(t, found, ledger, self)
+        if call is not None and call.keeps_all:
+            return LAST_GROUP  # before it is encoded
+        record = Record(t, verdict, ledger, self)
         if call is None:
-            self.node.append(record)
+            self.node_records.append(record)
         else:
             with self.lock:
                 if self.dead:
-                    self.tidy()
+                    self.collect_dead()
                 if not self.schedule.save(call, record):
-                    return str(record.kept)
+                    return str(record.kept_reason)
                 record.call = call
         thread.note(storage_key(t.untyped_storage()), record)
-        ledger.moved(found.entry, record)
-        return Moved(t, found.entry, record, call, self, ledger)
+        ledger.add_moved(verdict.entry, record)
+        return Moved(t, verdict.entry, record, call, self, ledger)
 
-    def depart(self) -> None:
-        """A node is packed: what it has leave does so."""
+    def send_node(self) -> None:
+        """Send the storages of the node that was packed."""
         with self.lock:
             if self.dead:
-                self.tidy()
-            items: list[Item] = [record for record in self.node if record.handles]
-            self.node.clear()
-            self.schedule.depart(items)
+                self.collect_dead()
+            items: list[Item] = [record for record in self.node_records if record.handles]
+            self.node_records.clear()
+            self.schedule.send_node(items)
         for item in items:
-            if item.kept is not None:
-                log.warning("%s stays: %s", item.name, item.kept)
+            if item.kept_reason is not None:
+                log.warning("%s stays: %s", item.name, item.kept_reason)
 
     def share(self, call: LayerRun | None, item: Item) -> None:
-        """One more saved tensor lies in a storage that leaves."""
+        """One more saved tensor lies in an offloaded storage."""
         with self.lock:
             self.schedule.share(call, item)
 
     def keep(self, call: LayerRun) -> None:
-        """Something that a call saved stays."""
+        """The call has a saved tensor that is kept."""
         with self.lock:
             self.schedule.keep(call)
 
-    def by_hand(self, what: Literal["offload", "release", "reload"], call: LayerRun) -> None:
-        """One step of a manual schedule."""
+    def manual_step(self, what: Literal["offload", "release", "reload"], call: LayerRun) -> None:
+        """Run one step of a manual schedule."""
         with self.lock:
-            self.tidy()
+            self.collect_dead()
             getattr(self.schedule, what)(call)
 
-    def tidy(self) -> None:
-        """Give back what belonged to handles that are gone."""
+    def collect_dead(self) -> None:
+        """Drop the records of freed handles from the schedule."""
         with self.lock:
             dead, drop = self.dead, self.schedule.drop
             while dead:
@@ -160,80 +157,81 @@ class Mover:
 
 
 class Record(Item):
-    """A `Record` follows one version of a storage that leaves: writes to it, and for the report what becomes of it.
+    """A `Record` is an offloaded storage at one version. It detects writes, and reports what happens to the storage.
 
-    whole    its bytes; `nbytes` are those on the link
-    written  when a write was first seen
-    torn     its storage got other memory before its copy was over
-    call     that saved it, if one of a layer did
+    storage_nbytes  bytes of the storage; `nbytes` are those on the link
+    write_seen      when a write was first seen, in words
+    replaced        the storage got other memory before its copy was over
+    call            the call of a layer that saved it, if any
     """
 
-    written = ""
-    torn = False
+    write_seen = ""
+    replaced = False
     call: LayerRun | None = None
-    _live: "weakref.ref[UntypedStorage] | None" = None
+    _device_copy: "weakref.ref[UntypedStorage] | None" = None
     _start = 0
     _stream: object = None
 
-    def __init__(self, t: Tensor, found: Judged, ledger: Ledger, mover: Mover) -> None:
+    def __init__(self, t: Tensor, verdict: Verdict, ledger: Ledger, mover: Mover) -> None:
         storage = t.untyped_storage()
-        self.origin, self.whole = weakref.ref(storage), storage.nbytes()
-        self.entry, _, _, self.coding = found
+        self.origin, self.storage_nbytes = weakref.ref(storage), storage.nbytes()
+        self.entry, _, _, self.coding = verdict
         if self.coding is not None:
             storage = encode(storage, self.coding).untyped_storage()
         name, owner = self.entry.name, mover.lanes.compute()
         super().__init__(name, Buf(name, storage.nbytes(), "device", storage, owner))
         self.ledger, self.mover = ledger, mover.ref
-        self.guard, self.version, self._at = empty_alias(t), t._version, storage.data_ptr()
+        self.guard, self.version = empty_alias(t), t._version
+        self._address = storage.data_ptr()
         self._base = weakref.ref(t if t._base is None else t._base)
 
-    def ready(self) -> Event | None:
+    def ready_event(self) -> Event | None:
         origin, mover = self.origin(), self.mover()
         if self.coding is not None or origin is None or mover is None:
             return None
-        said = marks.ready(origin, self.version) if marks.complete.entries else None
+        event = marks.ready_event(origin, self.version) if marks.complete.entries else None
         frame = names.thread.frame
-        if said is not None or frame is None or not frame.tensors or mover.lanes.at_once:
-            return said
-        # a node's tensors are all there before the first of them is saved
-        if frame.ready is None or frame.ready.whose != self.source.owner:
+        if event is not None or frame is None or not frame.tensors or mover.lanes.synchronous:
+            return event
+        # all tensors of a node are ready before the first of them is saved
+        if frame.ready is None or frame.ready.known_to != self.source.owner:
             frame.ready = mover.lanes.record("compute")
         point: Event = frame.ready
         return point
 
-    def leaves(self, point: Literal["copy", "release"]) -> None:
-        if self.guard._version != self.version and not self.written:
-            self.written = f", before its {point}"
+    def on_offload(self, point: Literal["copy", "release"]) -> None:
+        if self.guard._version != self.version and not self.write_seen:
+            self.write_seen = f", before its {point}"
         if self.source is None:
-            return  # in a buffer of the schedule's
+            return  # its bytes are in a buffer of the schedule
         storage, mover = self.source.data, self.mover()
         if point == "copy":
-            self._at = storage.data_ptr()
+            self._address = storage.data_ptr()
             if storage.nbytes() != self.nbytes:
-                self.kept = RESIZED
-        elif mover is None or not mover.lanes.at_once:
-            self.torn = (storage.data_ptr(), storage.nbytes()) != (self._at, self.nbytes)
+                self.kept_reason = RESIZED
+        elif mover is None or not mover.lanes.synchronous:
+            self.replaced = (storage.data_ptr(), storage.nbytes()) != (self._address, self.nbytes)
 
-    def comes_back(self) -> None:
-        self.ledger.came_back(self.nbytes)
+    def on_reload(self) -> None:
+        self.ledger.add_reloaded(self.nbytes)
 
-    def stays(self, reason: str) -> None:
-        self.ledger.stayed(self.entry, self.nbytes, reason)
+    def on_keep(self, reason: str) -> None:
+        self.ledger.move_to_kept(self.entry, self.nbytes, reason)
 
-    def is_of(self, t: Tensor) -> bool:
-        """Whether this holds the bytes of t, which is in the same storage: no write since, and no other size.
+    def holds_bytes_of(self, t: Tensor) -> bool:
+        """Whether this has the bytes of t, which is in the same storage: neither written nor resized since.
 
-        A counter that t does not share says nothing about t.
+        False where t has a version counter of its own.
         """
         if not self.version == t._version == self.guard._version:
             return False
-        if t.untyped_storage().nbytes() != self.whole:
+        if t.untyped_storage().nbytes() != self.storage_nbytes:
             return False
         return self._base() is base_of(t) or share_version_counter(t, self.guard)
 
     def view(self, schedule: Schedule, layout: StridedLayout) -> Tensor:
-        """A tensor of that layout. While somebody on this stream has the bytes, over the same."""
-        storage = None if self._live is None else self._live()
+        """A tensor of that layout, on device bytes that are shared while another tensor on this stream uses them."""
+        storage = None if self._device_copy is None else self._device_copy()
         if storage is None or schedule.lanes.compute() != self._stream:
             buf, start = schedule.fetch(self)
             data: UntypedStorage = buf.data
@@ -241,18 +239,18 @@ class Record(Item):
                 coded = rows_of(data, torch.uint8, 1).view(-1)[start : start + self.nbytes]
                 data, start = decode(coded, self.coding), 0
             if self.handles > 1:
-                self._live, self._stream = weakref.ref(data), schedule.lanes.compute()
+                self._device_copy, self._stream = weakref.ref(data), schedule.lanes.compute()
                 self._start = start
             storage = data
         else:
             start = self._start
-        if self.torn or storage.nbytes() < start + self.whole:
+        if self.replaced or storage.nbytes() < start + self.storage_nbytes:
             raise _resized(self.entry)
         return tensor_in(storage, layout, start)
 
 
 class _RecordsThread(threading.local):
-    """A `_RecordsThread` has the last record of each storage in this thread, by a key that a later storage may get."""
+    """A `_RecordsThread` has the last record of each storage in this thread, by a key that may be reused."""
 
     def __init__(self) -> None:
         self.records: dict[int, weakref.ref[Record]] = {}
@@ -260,8 +258,8 @@ class _RecordsThread(threading.local):
 
     def note(self, key: int, record: Record) -> None:
         if len(self.records) >= self._limit:
-            for gone in [k for k, r in self.records.items() if r() is None]:
-                del self.records[gone]  # whoever packs a node holds the dict
+            for expired in [k for k, r in self.records.items() if r() is None]:
+                del self.records[expired]  # in place: packing a node holds the dict
             self._limit = 2 * len(self.records) + 64
         self.records[key] = weakref.ref(record)
 
@@ -269,24 +267,24 @@ class _RecordsThread(threading.local):
 thread = _RecordsThread()
 
 
-def find(t: Tensor) -> Record | None:
-    """The record that already holds the bytes of t, or None."""
+def find_record(t: Tensor) -> Record | None:
+    """The record that has the bytes of t, or None."""
     storage = t.untyped_storage()
     known = thread.records.get(storage_key(storage))
     record = None if known is None else known()
-    if record is None or record.origin() is not storage or not record.is_of(t):
+    if record is None or record.origin() is not storage or not record.holds_bytes_of(t):
         return None
     mover = record.mover()
     if mover is None:
         return None
     if mover.dead:
-        mover.tidy()
+        mover.collect_dead()
     return record if record.handles else None
 
 
-class Staying:
-    """A `Staying` stands for all that one call of a layer saved and that stays on the device. It dies with the last
-    of those tensors, and the schedule counts it as one.
+class CallToken:
+    """A `CallToken` is shared by all kept tensors that one call of a layer saved. It is freed with the last of them,
+    and the schedule counts it as one handle.
     """
 
     __slots__ = ("call", "mover")
@@ -300,15 +298,17 @@ class Staying:
 
 
 class Kept:
-    """A `Kept` is what autograd holds of a saved tensor that stays on its device."""
+    """A `Kept` is the handle of a saved tensor that is kept on its device."""
 
-    __slots__ = ("__weakref__", "entry", "ledger", "of", "tensor", "version")
+    __slots__ = ("__weakref__", "entry", "ledger", "tensor", "token", "version")
 
-    def __init__(self, t: Tensor, entry: Entry, ledger: Ledger, of: Staying | None = None) -> None:
-        # Never t itself: a saved output would hold its node, and the node holds it through this.
+    def __init__(
+        self, t: Tensor, entry: Entry, ledger: Ledger, token: CallToken | None = None
+    ) -> None:
+        # Not t itself: a saved output holds its node, which would hold it through this handle.
         self.tensor = t.detach()
         self.version = t._version
-        self.entry, self.ledger, self.of = entry, ledger, of
+        self.entry, self.ledger, self.token = entry, ledger, token
 
     def restore(self) -> Tensor:
         for ledger in self.ledger.chain:
@@ -319,7 +319,7 @@ class Kept:
 
 
 class Moved:
-    """A `Moved` is what autograd holds of a saved tensor whose storage leaves for the host."""
+    """A `Moved` is the handle of a saved tensor whose storage is offloaded."""
 
     __slots__ = ("__weakref__", "call", "entry", "layout", "ledger", "mover", "read", "record")
 
@@ -338,24 +338,24 @@ class Moved:
         self.read = False
 
     def restore(self) -> Tensor:
-        """The tensor, for the current compute stream. With the first of a call its backward begins."""
+        """The tensor, for the current compute stream. The first of a call begins its backward."""
         for ledger in self.ledger.chain:
             ledger.backward_seen = True
         record, mover, call = self.record, self.mover, self.call
         if record.guard._version != record.version:
-            raise _written(record.guard, record.version, self.entry, record.written)
+            raise _written(record.guard, record.version, self.entry, record.write_seen)
         with mover.lock:
             if mover.dead:
-                mover.tidy()
+                mover.collect_dead()
             schedule = mover.schedule
-            if call is not None and not call.backward:
+            if call is not None and not call.backward_begun:
                 schedule.backward(call)
             tensor = record.view(schedule, self.layout)
-            schedule.used(record, again=self.read)
+            schedule.mark_read(record, again=self.read)
             self.read = True
             bundle = record.bundle
-            if call is None and bundle is not None and not bundle.begun:
-                schedule.begin(bundle)
+            if call is None and bundle is not None and not bundle.backward_begun:
+                schedule.begin_backward(bundle)
             return tensor
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a scope saw and did: a line a saved tensor with decision and reason, and totals in bytes."""
+"""Reports of scopes: a line for each saved tensor with decision and reason, and totals in bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOVED, SHARED, KEPT, MISSED = "moved", "shared", "kept", "missed"
 
 
 class Entry(NamedTuple):
-    """An `Entry` is one saved tensor, or all that are alike in everything below.
+    """An `Entry` is a saved tensor, or several that are equal in all fields.
 
     nbytes    of its storage; 0 where another entry counts them, where a model holds them anyway,
               and where they are not known (missed)
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
     nbytes: int
     decision: str
     reason: str
-    also: tuple[str, ...] = ()  # other names under which the same tensor is saved
+    also: tuple[str, ...] = ()  # other names of the same tensor
     times: int = 1
 
 
@@ -57,7 +57,7 @@ class Report:
         return sum(e.nbytes * e.times for e in self.entries if e.decision == KEPT)
 
     def named(self, name: str) -> tuple[Entry, ...]:
-        """Entries of the tensor of that name."""
+        """Entries of the tensor with that name."""
         return tuple(e for e in self.entries if e.name == name or name in e.also)
 
     def to_json(self) -> dict[str, Any]:
@@ -101,12 +101,12 @@ def _row(entry: Entry) -> tuple[str, ...]:
     )
 
 
-class Moves(Protocol):
-    """A `Moves` is a storage that leaves, as the ledger sees it: `nbytes` on the link, `whole` on the device."""
+class MovedStorage(Protocol):
+    """A `MovedStorage` is a record as the ledger sees it: `nbytes` on the link, `storage_nbytes` on the device."""
 
     name: str
     nbytes: int
-    whole: int
+    storage_nbytes: int
     handles: int
     bundle: Bundle | None
     origin: weakref.ref[torch.UntypedStorage]
@@ -117,30 +117,28 @@ class Moves(Protocol):
 
 
 class Ledger:
-    """A `Ledger` counts for one scope and all that it is nested in. Backward on CUDA reports from autograd's
-    own threads.
-    """
+    """A `Ledger` counts for one scope and those around it. Autograd's own threads report to it too."""
 
     def __init__(self, scope: str) -> None:
         self.scope = scope
-        self.chain: tuple[Ledger, ...] = (self,)  # and those around it, innermost first
+        self.chain: tuple[Ledger, ...] = (self,)  # with those around it, innermost first
         self.entries: dict[Entry, int] = {}
         self.out = self.back = (0, 0)
-        self.records: list[weakref.ref[Moves]] = []
-        # saved tensors were read: what is saved next belongs to another step
+        self.records: list[weakref.ref[MovedStorage]] = []
+        # a saved tensor was read, so what is saved next belongs to another step
         self.backward_seen = False
         self._lock = threading.Lock()
-        self._limit = 64  # of `records`, before the dead go
+        self._limit = 64  # length of `records` at which dead ones are removed
 
-    def inside(self, outer: Ledger | None) -> None:
-        """Whose scope this one's is opened in."""
+    def nest_in(self, outer: Ledger | None) -> None:
+        """Report to the ledger of the enclosing scope too."""
         self.chain = (self, *(() if outer is None else outer.chain))
 
-    def saw(self, entry: Entry) -> None:
-        self.take([entry])
+    def add(self, entry: Entry) -> None:
+        self.add_all([entry])
 
-    def take(self, entries: list[Entry]) -> None:
-        """Counts what was seen, and empties the list."""
+    def add_all(self, entries: list[Entry]) -> None:
+        """Counts entries, and empties the list."""
         for ledger in self.chain:
             with ledger._lock:
                 counts = ledger.entries
@@ -148,8 +146,8 @@ class Ledger:
                     counts[entry] = counts.get(entry, 0) + 1
         entries.clear()
 
-    def moved(self, entry: Entry, record: Moves) -> None:
-        of, nbytes = weakref.ref(record), record.nbytes
+    def add_moved(self, entry: Entry, record: MovedStorage) -> None:
+        ref, nbytes = weakref.ref(record), record.nbytes
         for ledger in self.chain:
             with ledger._lock:
                 ledger.entries[entry] = ledger.entries.get(entry, 0) + 1
@@ -157,10 +155,10 @@ class Ledger:
                 if len(ledger.records) >= ledger._limit:
                     ledger.records = [r for r in ledger.records if r() is not None]
                     ledger._limit = 2 * len(ledger.records) + 64
-                ledger.records.append(of)
+                ledger.records.append(ref)
 
-    def stayed(self, entry: Entry, nbytes: int, reason: str) -> None:
-        """What was reported as moved, in so many bytes, stays after all."""
+    def move_to_kept(self, entry: Entry, nbytes: int, reason: str) -> None:
+        """A tensor that was reported as moved, with so many bytes, is kept after all."""
         kept = entry._replace(decision=KEPT, nbytes=nbytes, reason=reason)
         for ledger in self.chain:
             with ledger._lock:
@@ -168,26 +166,26 @@ class Ledger:
                 ledger.entries[kept] = ledger.entries.get(kept, 0) + 1
                 ledger.out = (ledger.out[0] - nbytes, ledger.out[1] - 1)
 
-    def came_back(self, nbytes: int) -> None:
+    def add_reloaded(self, nbytes: int) -> None:
         for ledger in self.chain:
             with ledger._lock:
                 ledger.back = (ledger.back[0] + nbytes, ledger.back[1] + 1)
 
     def take_backward_seen(self) -> bool:
-        """Whether a backward began since this was asked last."""
+        """Whether a backward began since the last call of this."""
         seen, self.backward_seen = self.backward_seen, False
         return seen
 
     def report(self) -> Report:
         with self._lock:
-            records = [record for of in self.records if (record := of()) is not None]
+            records = [record for ref in self.records if (record := ref()) is not None]
         for mover in {record.mover() for record in records}:
             if mover is not None:
-                mover.tidy()
+                mover.collect_dead()
         records = [record for record in records if record.handles]
         with self._lock:
             entries = tuple(e._replace(times=n) for e, n in self.entries.items() if n > 0)
-        away = [r for r in records if r.released]
-        held = tuple((r.name, r.whole) for r in away if r.origin() is not None)
+        released = [r for r in records if r.released]
+        held = tuple((r.name, r.storage_nbytes) for r in released if r.origin() is not None)
         host = sum(r.nbytes for r in records if r.bundle is not None)
         return Report(self.scope, entries, *self.out, *self.back, host, held)

@@ -1,4 +1,4 @@
-"""The scheduler attaches to the layers of a model, without a line of the model changed."""
+"""The scheduler: attaches to the layers of a model, whose code stays as it is."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,28 +17,28 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs
 from fuseops.observe import modules
-from fuseops.observe.labels import matching
+from fuseops.observe.labels import matching_modules
 from fuseops.words import plural
 
-from .arguments import one_of, parse_bytes, whole_number
+from .arguments import instance_of, parse_bytes, whole_number
 from .lanes.devices import make_lanes
-from .layers import Hook, Interrupted, LayerScope
+from .layers import Hook, InterruptGuard, LayerScope
 from .nesting import belongs_to_checkpoint
 from .planning.hardware import Hardware
 from .planning.plan import OffloadPlan, plan
-from .planning.recompute import groups_of
+from .planning.recompute import process_groups_of
 from .planning.simulate import DEFAULT
 from .planning.together import (
-    check_alike,
-    of_this_machine,
+    check_same_decisions,
+    gather_on_machine,
     share_decisions,
     share_host,
 )
 from .policy import Policy
-from .recompute import Recomputed
+from .recompute import RecomputedForward
 from .records import Mover
 from .report import MISSED, Entry, Report
-from .schedule import DISPATCH, MADE_AGAIN, RECOMPUTE, Decision, LayerRun, Schedule
+from .schedule import DISPATCH, RECOMPUTE, REGENERATED, Decision, LayerRun, Schedule
 
 log = logging.getLogger("fuseops.offload")
 
@@ -46,7 +46,7 @@ NOT_CALLED = "not called, or only inside a compiled region, which runs no hooks:
 
 
 class Scheduler:
-    """Moves what the layers of a model save to the host, and back before their backward.
+    """MovedStorage what the layers of a model save to the host, and back before their backward.
 
         with offload.Scheduler(model, layers="blocks.*") as scheduler:
             for batch in data:
@@ -64,8 +64,8 @@ class Scheduler:
     host     most bytes of host memory, as a number or a string such as "64GiB"; beyond it tensors stay
     group    `host` is what all ranks of it on one machine have together: equal parts, or with `peak` by what their
              plans need; and they plan for copies while all of them copy. Every rank makes a scheduler then
-    lag      how many layers later the device bytes are let go; default: what the plan was made for, or 2
-    ahead    how many layers before their backward they are brought back
+    lag      how many layers later the device bytes are released; default: what the plan was made for, or 2
+    ahead    how many layers before their backward they are reloaded
     manual   nothing moves but by offload_layer, release_layer and reload_layer
 
     Raises FuseOpsError for a value of the wrong kind, and when a glob matches no module.
@@ -91,20 +91,20 @@ class Scheduler:
                 f"Scheduler(model, ...) expects an nn.Module, got {type(model).__name__}."
             )
         if policy is not None:
-            one_of(policy, Policy, "Scheduler(policy=...)", "an offload.Policy")
+            instance_of(policy, Policy, "Scheduler(policy=...)", "an offload.Policy")
         if hardware is not None:
-            one_of(hardware, Hardware, "Scheduler(hardware=...)", "an offload.Hardware")
-        one_of(manual, bool, "Scheduler(manual=...)", "True or False")
+            instance_of(hardware, Hardware, "Scheduler(hardware=...)", "an offload.Hardware")
+        instance_of(manual, bool, "Scheduler(manual=...)", "True or False")
         if group is not None:
-            one_of(group, dist.ProcessGroup, "Scheduler(group=...)", "a process group")
+            instance_of(group, dist.ProcessGroup, "Scheduler(group=...)", "a process group")
         if lag is not None:
             whole_number(lag, "Scheduler(lag=...), in layers,")
         whole_number(ahead, "Scheduler(ahead=...), in layers,", least=1)
         self.model = model
-        self.layers = matching(model, as_globs(layers, "Scheduler(layers=...)"))
+        self.layers = matching_modules(model, as_globs(layers, "Scheduler(layers=...)"))
         self.policy = Policy() if policy is None and plan is None and peak is None else policy
         self.plan = plan
-        self._check_made_again()
+        self._check_regenerated()
         self._peak = None if peak is None else parse_bytes(peak, "Scheduler(peak=...)")
         if self._peak is not None and (plan is not None or manual):
             raise FuseOpsError("Scheduler(peak=...) plans by itself: leave out plan= and manual=.")
@@ -112,21 +112,21 @@ class Scheduler:
         self._host = None if host is None else parse_bytes(host, "Scheduler(host=...)")
         self._group = group
         if group is not None and self._host is not None and self._peak is None:
-            ranks, _ = of_this_machine(self._host, group)
+            ranks, _ = gather_on_machine(self._host, group)
             self._host //= len(ranks)
         self._lag, self._ahead, self._manual = lag, ahead, manual
         paths = {id(module): path for path, module in self.layers.items()}
         self._scope = LayerScope(model, paths, self.policy, self._make_mover)
-        self._hooks: list[RemovableHandle | Interrupted] = []
-        self._recomputed: list[Recomputed] = []
+        self._hooks: list[RemovableHandle | InterruptGuard] = []
+        self._recomputed: list[RecomputedForward] = []
 
-    def _check_made_again(self) -> None:
-        """Raise FuseOpsError for what is no plan, and for what users want to be made again outside of the layers."""
-        written = {} if isinstance(self.plan, OffloadPlan) else decisions_of(self.plan)
+    def _check_regenerated(self) -> None:
+        """Raise FuseOpsError for an invalid plan, and for recomputation or dispatch outside of the layers."""
+        user_decisions = {} if isinstance(self.plan, OffloadPlan) else decisions_of(self.plan)
         inside = tuple(f"{path}." for path in self.layers)
-        for name, decision in written.items():
-            whole = decision == RECOMPUTE and name in self.layers
-            if decision in MADE_AGAIN and not whole and not name.startswith(inside):
+        for name, decision in user_decisions.items():
+            is_layer = decision == RECOMPUTE and name in self.layers
+            if decision in REGENERATED and not is_layer and not name.startswith(inside):
                 raise FuseOpsError(
                     f"plan={{{name!r}: {decision!r}}}: this is no tensor of a layer"
                     f"{', nor a layer' * (decision == RECOMPUTE)}. The layers are {', '.join(self.layers)}."
@@ -152,7 +152,7 @@ class Scheduler:
 
     @property
     def lag(self) -> int:
-        """How many layers later the device bytes are let go."""
+        """How many layers later the device bytes are released."""
         if self._lag is not None:
             return self._lag
         return self.plan.settings.lag if isinstance(self.plan, OffloadPlan) else DEFAULT.lag
@@ -169,9 +169,9 @@ class Scheduler:
             raise FuseOpsError("this scheduler is attached already; detach it first.")
         modules.install()
         if self._peak is None:
-            self._follow()
+            self._apply_plan()
         else:
-            # ahead of FSDP2's hook, which gathers what the steps of a plan free again
+            # ahead of FSDP2's hook: the steps of a plan would free what it gathers
             first = Hook(self.make_plan)
             self._hooks.append(
                 self.model.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
@@ -180,29 +180,29 @@ class Scheduler:
             enter, leave = Hook(self._scope.enter), Hook(self._scope.leave)
             self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
             self._hooks.append(module.register_forward_hook(leave, always_call=True))
-            self._hooks.append(Interrupted(self._scope, module))
+            self._hooks.append(InterruptGuard(self._scope, module))
         return self
 
-    def _follow(self) -> None:
-        """Do as the plan says, from here on."""
+    def _apply_plan(self) -> None:
+        """Use the plan from here on."""
         decisions = self._decisions
         layers = self.plan.recomputed if isinstance(self.plan, OffloadPlan) else ()
-        again = [
+        recomputed = [
             path for path in self.layers if path in layers or decisions.get(path) == "recompute"
         ]
         if self.plan is not None:
             sent = [name for name, decision in decisions.items() if decision == DISPATCH]
-            whole = [path for path in again if groups_of(self.layers[path])]
-            check_alike([*whole, *sent], self.model)
-        self._scope.follow(decisions, again, self.lag)
-        self._recomputed += [Recomputed(path, self.layers[path]) for path in again]
+            whole = [path for path in recomputed if process_groups_of(self.layers[path])]
+            check_same_decisions([*whole, *sent], self.model)
+        self._scope.apply_plan(decisions, recomputed, self.lag)
+        self._recomputed += [RecomputedForward(path, self.layers[path]) for path in recomputed]
 
     def make_plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the first training forward, plan a step for its arguments: recorded, or, where the device has no
-        room for it as it is, run dry.
+        """The hook before the first training forward: plan a step with its arguments. It is recorded, or run dry where
+        it runs out of device memory.
         """
         if self._peak is None or self._scope.paused or not torch.is_grad_enabled():
-            return  # it is made, or being made, or this is an evaluation
+            return  # made already, being made, or in an evaluation
         if belongs_to_checkpoint(torch_private.top_saved_tensor_hooks()):
             raise FuseOpsError(
                 f"offload.Scheduler(peak=...): the first training forward of {type(model).__name__} runs in a "
@@ -211,8 +211,8 @@ class Scheduler:
             )
         if self._group is not None and self._hardware is None and torch.cuda.is_available():
             self._hardware = Hardware.measure(self._group)
-        args, kwargs = tree_map_only(Tensor, _leaf, (args, kwargs))
-        planned = partial(
+        args, kwargs = tree_map_only(Tensor, _detached, (args, kwargs))
+        make_plan = partial(
             plan,
             self.model,
             *args,
@@ -226,25 +226,23 @@ class Scheduler:
         self._scope.paused = True
         try:
             try:
-                self.plan = planned(record=True)
+                self.plan = make_plan(record=True)
             except torch.OutOfMemoryError:
-                self.plan = planned()
+                self.plan = make_plan()
         finally:
             self._scope.paused = False
         if self._group is not None and self._host is not None:
             self.plan = share_host(self.plan, self._group)
             self._host = self.plan.limits.host
-        for group in groups_of(self.model):
+        for group in process_groups_of(self.model):
             self.plan = share_decisions(self.plan, group)
         if not self.plan.fits:
             log.warning("%r: its plan %s", self, "; ".join(self.plan.warnings))
         self._peak = None
-        self._follow()
+        self._apply_plan()
 
     def detach(self) -> None:
-        """Take the hooks off again, and let go of what is on its way out. Graphs made before still
-        find what they saved.
-        """
+        """Remove the hooks, and release what is being offloaded. Graphs that exist can still run backward."""
         if self._hooks:
             modules.uninstall()
         while self._hooks:
@@ -267,14 +265,13 @@ class Scheduler:
             self._check_names()
 
     def _check_names(self) -> None:
-        """Raise FuseOpsError where a policy's globs, or names of decisions that users wrote, meant nothing."""
-        written = () if isinstance(self.plan, OffloadPlan) else self._decisions.items()
-        names = [name for name, decision in written if decision not in MADE_AGAIN]
+        """Raise FuseOpsError where globs of the policy, or names of users' decisions, matched no saved tensor."""
+        decisions = () if isinstance(self.plan, OffloadPlan) else self._decisions.items()
+        names = [name for name, decision in decisions if decision not in REGENERATED]
         if self.policy is None and not names:
             return
-        saved = [
-            e for e in self._scope.report().entries if e.dtype is not None
-        ]  # others are layers
+        # entries without a dtype are layers
+        saved = [e for e in self._scope.report().entries if e.dtype is not None]
         seen = {name for e in saved for name in (e.name, *e.also)}
         if self.policy is not None:
             self.policy.check(seen)
@@ -292,19 +289,19 @@ class Scheduler:
         or what this returned.
         """
         call = self._call(layer, newest=True)
-        self._scope.mover.by_hand("offload", call)
+        self._scope.mover.manual_step("offload", call)
         return call
 
     def release_layer(self, layer: str | LayerRun) -> LayerRun:
-        """Let go of the device bytes that `offload_layer` copied. A path means the newest call."""
+        """Release the device bytes that `offload_layer` copied. A path means the newest call."""
         call = self._call(layer, newest=True)
-        self._scope.mover.by_hand("release", call)
+        self._scope.mover.manual_step("release", call)
         return call
 
     def reload_layer(self, layer: str | LayerRun) -> LayerRun:
-        """Bring them back. A path means the oldest call that lives."""
+        """Reload them. A path means the oldest live call."""
         call = self._call(layer, newest=False)
-        self._scope.mover.by_hand("reload", call)
+        self._scope.mover.manual_step("reload", call)
         return call
 
     def _call(self, layer: str | LayerRun, newest: bool) -> LayerRun:
@@ -314,33 +311,33 @@ class Scheduler:
             return layer
         if layer not in self.layers:
             raise FuseOpsError(f"no layer {layer!r}; there are {', '.join(self.layers)}.")
-        self._scope.mover.tidy()
+        self._scope.mover.collect_dead()
         calls = self._scope.mover.schedule.calls(layer)
         if not calls:
             raise FuseOpsError(f"layer {layer!r} has no call whose saved tensors are alive.")
         return calls[-1 if newest else 0]
 
-    # --- what came of it
+    # --- report
 
     def report(self) -> Report:
         """What ran: every saved tensor with decision and reason, copies, misses, host memory, and which
         layers did not run.
         """
         report = self._scope.report()
-        entries = (*report.entries, *self._idle())
-        return replace(report, entries=entries, schedule=tuple(self._facts()))
+        entries = (*report.entries, *self._uncalled_layers())
+        return replace(report, entries=entries, schedule=tuple(self._schedule_stats()))
 
-    def _idle(self) -> Iterator[Entry]:
+    def _uncalled_layers(self) -> Iterator[Entry]:
         for path, module in self.layers.items():
             if path not in self._scope.called:
                 yield Entry(path, type(module).__name__, (), None, 0, MISSED, NOT_CALLED)
 
-    def _facts(self) -> Iterator[tuple[str, int]]:
+    def _schedule_stats(self) -> Iterator[tuple[str, int]]:
         schedule, arena = self._scope.mover.schedule, self._scope.mover.lanes.arena
-        self._scope.mover.tidy()
+        self._scope.mover.collect_dead()
         yield from vars(schedule.stats).items()
         yield "mispredicted", schedule.order.mispredicted
-        yield "calls_alive", schedule.alive
+        yield "calls_alive", schedule.live_calls
         yield from (("host_reserved", arena.reserved), ("host_peak", arena.peak))
 
     def assert_matched(self, plan: OffloadPlan | Mapping[str, str] | None = None) -> None:
@@ -348,12 +345,13 @@ class Scheduler:
         plan = self.plan if plan is None else plan
         if plan is None:
             raise FuseOpsError("this scheduler follows no plan: pass the one to compare with.")
-        wanted = decisions_of(plan)
+        expected = decisions_of(plan)
         ran = self._scope.names
         wrong = [
-            f"{name}: planned {wanted[name]}, {ran.get(name, 'not saved')}"
-            for name in sorted(wanted)
-            if wanted[name] != ran.get(name, wanted[name] if wanted[name] in MADE_AGAIN else None)
+            f"{name}: planned {expected[name]}, {ran.get(name, 'not saved')}"
+            for name in sorted(expected)
+            if expected[name]
+            != ran.get(name, expected[name] if expected[name] in REGENERATED else None)
         ]
         if wrong:
             raise FuseOpsError("what ran is not what was planned:\n" + "\n".join(wrong))
@@ -362,9 +360,11 @@ class Scheduler:
 def decisions_of(plan: Any) -> Mapping[str, Decision]:
     """Name -> decision, of a plan or of what users wrote.  Raises FuseOpsError for anything else."""
     found = plan.decisions if isinstance(plan, OffloadPlan) else {} if plan is None else plan
-    one_of(found, Mapping, "plan=...", "an OffloadPlan or decisions by name, {name: 'offload'}")
+    instance_of(
+        found, Mapping, "plan=...", "an OffloadPlan or decisions by name, {name: 'offload'}"
+    )
     for name, decision in found.items():
-        one_of(name, str, "a name in plan=...", "that of a saved tensor or of a layer, a str")
+        instance_of(name, str, "a name in plan=...", "that of a saved tensor or of a layer, a str")
         if decision not in get_args(Decision):
             raise FuseOpsError(
                 f"plan={{{name!r}: {decision!r}}}: a decision is one of {', '.join(get_args(Decision))}."
@@ -372,6 +372,6 @@ def decisions_of(plan: Any) -> Mapping[str, Decision]:
     return cast("Mapping[str, Decision]", found)
 
 
-def _leaf(t: Tensor) -> Tensor:
-    """t without its graph."""
+def _detached(t: Tensor) -> Tensor:
+    """t without its graph, as a leaf."""
     return t.detach().requires_grad_(t.requires_grad)

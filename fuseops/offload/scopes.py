@@ -1,11 +1,10 @@
 """The scopes. Each is a pair of saved-tensor hooks, and the innermost one decides.
 
-Other hooks inside a scope win, for what they enclose; the report names the modules that this
-happened to. Inside a checkpoint (use_reentrant=False) a scope takes its tensors before the
-checkpoint sees them: they are moved or kept instead of recomputed, and the report says so. While
-autograd runs a backward, scopes stand aside: what a recomputation saves is used at once.
-`torch.compile`d regions save what the partitioner chose, under names of torch's. `torch.func`
-refuses to run under saved-tensor hooks; under `disabled()` it runs.
+Other hooks inside a scope override it for what they enclose; the report names the modules. Inside a checkpoint
+(use_reentrant=False) a scope packs tensors before the checkpoint: they are moved or kept instead of recomputed, and the
+report says so. While autograd runs a backward, scopes keep everything, since a recomputation reads what it saves at
+once. `torch.compile`d regions save what the partitioner chose, under torch's names. `torch.func` refuses to run under
+saved-tensor hooks; under `disabled()` it runs.
 """
 
 import logging
@@ -31,158 +30,174 @@ from . import marks, records
 from .arguments import whole_number
 from .codes import Coding
 from .lanes.devices import lanes_of
-from .nesting import Disabled, Guarded, PackHook, belongs_to_checkpoint, enclosing, take_out
+from .nesting import (
+    Disabled,
+    NestedScope,
+    PackHook,
+    belongs_to_checkpoint,
+    open_scopes,
+    remove_hook,
+)
 from .policy import DEFAULT_MIN_BYTES, too_small
-from .reasons import HELD_ANYWAY, PARAMETER, PLAIN, Owned, mark_on, why_keep, why_not_plain
-from .records import Handle, Judged, Kept, Moved, Mover, Record
+from .reasons import (
+    MODEL_OWNED,
+    PARAMETER,
+    PLAIN,
+    ModelStorages,
+    effective_mark,
+    why_keep,
+    why_not_plain,
+)
+from .records import Handle, Kept, Moved, Mover, Record, Verdict
 from .report import KEPT, MISSED, MOVED, SHARED, Entry, Ledger, Report
 from .schedule import LayerRun, Schedule
 from .storages import StorageMap
 
 log = logging.getLogger("fuseops.offload")
 
-# saved tensors that differ in name, shape or the like; beyond so many all are judged anew
-REMEMBERED = 1 << 15
-KINDS_OF_SCOPES = 16  # whose findings are remembered
+# cached verdicts of a scope, by name, shape and the like; beyond so many the cache is cleared
+MAX_VERDICTS = 1 << 15
+MAX_SCOPE_KINDS = 16  # whose verdicts are cached
 INSIDE_BACKWARD = ("inside backward", "recomputed by checkpoint")  # in a checkpoint
 IN_FLIGHT = 6  # copies under way before compute waits for the oldest, to reuse its memory (CUDA)
 
 
-# what scopes of one kind found, for the next ones: a step may open a scope of its own
-_promised: dict[tuple[str, bool], dict[Any, Judged]] = {}
+# verdicts that scopes of one kind share, as each step may open a new scope
+_shared_verdicts: dict[tuple[str, bool], dict[Any, Verdict]] = {}
 
 
-class Scope(Guarded):
-    """A `Scope` has what all scopes share: hooks, names, the report, and when they stand aside."""
+class Scope(NestedScope):
+    """A `Scope` is the base of all scopes: hooks, names, the report, and the tensors that no scope moves."""
 
-    # what lies in a storage that leaves goes with it, however it would be judged
-    _goes_along = False
-    _not_captured: str | None = "CUDA graph capture"  # why what a captured graph saves stays
+    # a tensor in an offloaded storage is offloaded with it, whatever its own verdict would be
+    _shares_storages = False
+    # why tensors that a captured graph saves are kept
+    _capture_reason: str | None = "CUDA graph capture"
 
     def __init__(self, root: nn.Module | None = None) -> None:
         super().__init__()
         self.in_checkpoint = False
-        self._on_gpu = False  # what leaves lies on CUDA devices
-        self._resident: StorageMap[str] | None = None  # of what stays, where a policy asks for it
+        self._on_gpu = False  # CUDA tensors are offloaded, CPU tensors kept
+        self._resident: StorageMap[str] | None = None  # kept storages, where a policy needs them
         self._root = root
         self._hook = PackHook(self)
         self._ledger = Ledger(str(self))
-        self._owned, self._labels = Owned(), Labels(None)
+        self._model_storages, self._labels = ModelStorages(), Labels(None)
         self._counted: StorageMap[bool] = StorageMap()  # kept storages, each counted once
-        self._judged: dict[Any, Judged] = {}
-        self._lasting = True  # what was judged holds for the next call
-        self._judged_promised = self._judged  # of tensors that ops of fuseops save
+        self._verdicts: dict[Any, Verdict] = {}
+        self._cacheable = True  # a verdict holds for the next call too
+        self._fuseops_verdicts = self._verdicts  # for tensors that ops of fuseops save
 
     def report(self) -> Report:
-        """What this scope, and those inside it, saw and did up to now."""
+        """The report of this scope and those inside it, up to now."""
         return self._ledger.report()
 
     # --- entering and leaving
 
     def _open(self) -> None:
-        self._judged.clear()
+        self._verdicts.clear()
         self.in_checkpoint = belongs_to_checkpoint(torch_private.top_saved_tensor_hooks())
         kind = (self._ledger.scope, self.in_checkpoint)
-        if len(_promised) >= KINDS_OF_SCOPES and kind not in _promised:
-            _promised.clear()
-        self._judged_promised = _promised.setdefault(kind, {})
-        self._inherit(next((s for s in enclosing() if isinstance(s, Scope)), None))
+        if len(_shared_verdicts) >= MAX_SCOPE_KINDS and kind not in _shared_verdicts:
+            _shared_verdicts.clear()
+        self._fuseops_verdicts = _shared_verdicts.setdefault(kind, {})
+        self._inherit(next((s for s in open_scopes() if isinstance(s, Scope)), None))
         if self._root is not None:
-            self._know_root(self._root)
+            self._set_root(self._root)
         torch_private.push_saved_tensor_hooks(self._hook, records.unpack)  # torch may refuse it
         names.thread.observers += 1
         modules.watch(self.module_entered)
 
-    def _know_root(self, root: nn.Module) -> None:
+    def _set_root(self, root: nn.Module) -> None:
         set_root(root)
         self._labels = Labels(paths_under(root))
-        self._owned.note_model(root)
+        self._model_storages.add_model(root)
 
     def _inherit(self, outer: "Scope | None") -> None:
-        self._ledger.inside(None if outer is None else outer._ledger)
+        self._ledger.nest_in(None if outer is None else outer._ledger)
         if outer is not None:
-            self._owned, self._labels = outer._owned, outer._labels
+            self._model_storages, self._labels = outer._model_storages, outer._labels
 
     def _close(self) -> None:
-        take_out(self._hook)
+        remove_hook(self._hook)
         modules.unwatch(self.module_entered)
         names.thread.observers -= 1
         if log.isEnabledFor(logging.INFO):
             log.info("%s", self.report().summary())
 
     def module_entered(self, module: nn.Module) -> None:
-        """Sees every module that runs in this scope, before its forward."""
-        self._owned.note(module._parameters.values(), PARAMETER)
+        """Called before the forward of every module that runs in this scope."""
+        self._model_storages.add(module._parameters.values(), PARAMETER)
         top = torch_private.top_saved_tensor_hooks()
         if top is None or top[0] is self._hook:
             return
         if torch_private.is_checkpoint_hook(top[0]):
             why = "recomputed by checkpoint"
         else:
-            why = f"other saved-tensor hooks inside the scope: {_described(top[0])}"
+            why = f"other saved-tensor hooks inside the scope: {_describe_hook(top[0])}"
         path = self._labels.paths.get(id(module)) or type(module).__name__
-        self._count()
-        self._ledger.saw(Entry(path, type(module).__name__, (), None, 0, MISSED, why))
+        self._flush_entries()
+        self._ledger.add(Entry(path, type(module).__name__, (), None, 0, MISSED, why))
 
-    def _count(self) -> None:
-        """Has the report count what it has not yet, before what comes now."""
+    def _flush_entries(self) -> None:
+        """Add entries that are not in the report yet, so that it keeps their order."""
 
     # --- saving
 
     def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]:
-        """Decide about all that a node saves, do it, report it."""
-        judged = self._judged_promised if named[0].owners is None else self._judged
+        """Decide about all tensors that a node saves, move or keep them, and report it."""
+        verdicts = self._fuseops_verdicts if named[0].owners is None else self._verdicts
         packed: list[Handle] = []
-        stayed: list[Entry] = []
+        kept_entries: list[Entry] = []
         for t, known in zip(tensors, named, strict=True):
-            packed.append(self.pack_one(t, known, judged, stayed))
-        if stayed:
-            self._ledger.take(stayed)
+            packed.append(self.pack_one(t, known, verdicts, kept_entries))
+        if kept_entries:
+            self._ledger.add_all(kept_entries)
         return packed
 
-    def pack_of_torch(self, t: Tensor, below: FrameType | None) -> Handle:
-        """The same of a tensor that no op of fuseops saves. below: the frame that called the pack hook"""
+    def pack_torch_saved(self, t: Tensor, caller: FrameType | None) -> Handle:
+        """`pack` of a tensor that no op of fuseops saves.   caller: the frame that called the pack hook"""
         if self._ledger.take_backward_seen():
-            self._labels.start_again()
-        return self.pack((t,), (self._labels.of_torch(t, below),))[0]
+            self._labels.restart()
+        return self.pack((t,), (self._labels.name_torch_saved(t, caller),))[0]
 
     def pack_one(
-        self, t: Tensor, named: SavedName, judged: dict[Any, Judged], stayed: list[Entry]
+        self, t: Tensor, named: SavedName, verdicts: dict[Any, Verdict], kept_entries: list[Entry]
     ) -> Handle:
-        """Decide about a saved tensor, and do it. What is the same in every step is found out once.
+        """Decide about a saved tensor, and move or keep it.
 
-        judged  of what is alike, by all that tells it from others
-        stayed  one after the other, which the report counts in one go: moves, which it counts at once, come after
+        verdicts      the cache, by all that a verdict depends on
+        kept_entries  entries that are reported together; they are flushed before one that is reported at once
         """
-        aside = None  # found without a call for each: most are
+        reason = None  # inline checks: most tensors are plain
         plain = type(t) in PLAIN and t.layout is torch.strided and (t.is_cuda or t.is_cpu)
-        odd = t.is_quantized or t.is_nested or t._is_zerotensor()
-        if not plain or odd or is_functorch_wrapped(t):
-            aside = why_not_plain(t)
-        if aside is None and self._not_captured and t.is_cuda and torch_private.is_capturing():
-            aside = self._not_captured
-        if aside is None and torch_private.current_backward() != NO_BACKWARD:
-            aside = INSIDE_BACKWARD[self.in_checkpoint]
-        if aside is not None:
-            self._ledger.take(stayed)
-            return self._keep(t, named, aside, _bytes_of(t))
+        special = t.is_quantized or t.is_nested or t._is_zerotensor()
+        if not plain or special or is_functorch_wrapped(t):
+            reason = why_not_plain(t)
+        if reason is None and self._capture_reason and t.is_cuda and torch_private.is_capturing():
+            reason = self._capture_reason
+        if reason is None and torch_private.current_backward() != NO_BACKWARD:
+            reason = INSIDE_BACKWARD[self.in_checkpoint]
+        if reason is not None:
+            self._ledger.add_all(kept_entries)
+            return self._keep(t, named, reason, _storage_bytes(t))
         storage = t.untyped_storage()
-        if self._goes_along and storage_key(storage) in records.thread.records:
-            record = records.find(t)
+        if self._shares_storages and storage_key(storage) in records.thread.records:
+            record = records.find_record(t)
             if record is not None:
-                self._ledger.take(stayed)
+                self._ledger.add_all(kept_entries)
                 return self._share(t, named, record)
         resident, mark = self._resident, None
         which: int | str = id(named)
         if not named.stable:
-            which, mark = named.name, mark_on(t, named)
+            which, mark = named.name, effective_mark(t, named)
         elif marks.marked.entries:
             mark = marks.marked.get(storage)
-        facts = (
+        key = (
             which,
             mark,
             marks.module_changes,
-            self._owned.storages.get(storage),
+            self._model_storages.storages.get(storage),
             self._on_gpu,
             resident and resident.get(storage),
             type(t),
@@ -192,81 +207,81 @@ class Scope(Guarded):
             t.device,
             storage.nbytes(),
         )
-        found = judged.get(facts)
-        if found is None:
-            found = self._judge(t, named)
-            if len(judged) >= REMEMBERED:
-                judged.clear()
-            if self._lasting:
-                judged[facts] = found
-        entry = found.entry
+        verdict = verdicts.get(key)
+        if verdict is None:
+            verdict = self._decide(t, named)
+            if len(verdicts) >= MAX_VERDICTS:
+                verdicts.clear()
+            if self._cacheable:
+                verdicts[key] = verdict
+        entry = verdict.entry
         if entry.decision == MOVED:
-            if stayed:
-                self._ledger.take(stayed)
-            handle = self._move(t, found)
+            if kept_entries:
+                self._ledger.add_all(kept_entries)
+            handle = self._move(t, verdict)
             if not isinstance(handle, str):
                 return handle
             entry = entry._replace(decision=KEPT, reason=handle)
-        if entry.nbytes and not self._counted.first(storage, True):
-            entry = found.again if entry is found.entry else entry._replace(nbytes=0)
-        stayed.append(entry)
+        if entry.nbytes and not self._counted.set_if_new(storage, True):
+            entry = verdict.uncounted if entry is verdict.entry else entry._replace(nbytes=0)
+        kept_entries.append(entry)
         return self._stay(t, entry, storage)
 
-    def _judge(self, t: Tensor, named: SavedName) -> Judged:
+    def _decide(self, t: Tensor, named: SavedName) -> Verdict:
         reason, why = self._reason(t, named)
-        nbytes = 0 if reason in HELD_ANYWAY else t.untyped_storage().nbytes()
+        nbytes = 0 if reason in MODEL_OWNED else t.untyped_storage().nbytes()
         decision = MOVED if reason is None else KEPT
         coding = self._coding(t, named) if reason is None else ""
         if coding:
             why += "; as float8 codes" if isinstance(coding, Coding) else f"; exact: {coding}"
         entry = self._entry(t, named, decision, reason or why, nbytes)
         coded = coding if isinstance(coding, Coding) else None
-        return Judged(entry, entry._replace(nbytes=0), named, coded)
+        return Verdict(entry, entry._replace(nbytes=0), named, coded)
 
     def _coding(self, t: Tensor, named: SavedName) -> Coding | str:
-        """How t is quantized before it leaves, or why it is not: "" where nobody asks for it."""
+        """How t is quantized before its offload, or why not: "" where it was not asked for."""
         return ""
 
     def _reason(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
-        """Why t stays, or None; and why it is moved then."""
-        mark = mark_on(t, named)
-        reason = why_keep(t, named, self._owned, mark, self._moves_from_cuda(t))
+        """Why t is kept, or None; and why it is moved in that case."""
+        mark = effective_mark(t, named)
+        reason = why_keep(t, named, self._model_storages, mark, self._moves_from_cuda(t))
         if reason is not None or mark == marks.OFFLOAD:
             return reason, "marked offload"
         return self._by_policy(t, named)
 
     def _moves_from_cuda(self, t: Tensor) -> bool:
-        """Whether what leaves, t included, lies on CUDA devices: what lies on the CPU stays then."""
+        """Whether the scope offloads CUDA tensors, t included, so that CPU tensors are kept."""
         raise NotImplementedError
 
     def _by_policy(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
-        """The same, of what neither a mark nor the model decides."""
+        """`_reason` of a tensor about which neither a mark nor the model decides."""
         raise NotImplementedError
 
-    def _move(self, t: Tensor, found: Judged) -> Handle | str:
-        """Have its storage leave; or why it stays."""
+    def _move(self, t: Tensor, verdict: Verdict) -> Handle | str:
+        """Offload its storage.   -> its handle, or why it is kept"""
         raise NotImplementedError
 
-    def _call_of(self, record: Record) -> LayerRun | None:
+    def _call_for(self, record: Record) -> LayerRun | None:
         """The call that saves one more tensor in the storage of a record."""
         return record.call
 
     def _share(self, t: Tensor, named: SavedName | Entry, record: Record) -> Handle:
-        """One more saved tensor lies in a storage that leaves."""
-        call, why = self._call_of(record), f"in the storage of {record.name}"
+        """One more saved tensor lies in an offloaded storage."""
+        call, why = self._call_for(record), f"in the storage of {record.name}"
         entry = self._entry(t, named, SHARED, why, 0)
-        self._ledger.saw(entry)
-        mover: Any = record.mover()  # who saves in its storage has it
+        self._ledger.add(entry)
+        mover: Any = record.mover()  # alive while a tensor of its storage is saved
         mover.share(call, record)
         return Moved(t, entry, record, call, mover, self._ledger)
 
     def _keep(self, t: Tensor, named: SavedName | Entry, reason: str, nbytes: int) -> Handle:
         entry = self._entry(t, named, KEPT, reason, nbytes)
-        self._ledger.saw(entry)
+        self._ledger.add(entry)
         return self._stay(t, entry)
 
     def _stay(self, t: Tensor, entry: Entry, storage: torch.UntypedStorage | None = None) -> Kept:
-        """Have t stay. storage: of t, where it was judged."""
+        """Keep t.   storage: its storage, where there is a verdict"""
         return Kept(t, entry, self._ledger)
 
     def _entry(
@@ -274,12 +289,14 @@ class Scope(Guarded):
     ) -> Entry:
         if self.in_checkpoint and decision == MOVED:
             reason += "; instead of recompute by checkpoint"
-        shape = () if t.is_nested and t.layout is torch.strided else tuple(t.shape)  # has none
+        shape = (
+            () if t.is_nested and t.layout is torch.strided else tuple(t.shape)
+        )  # a nested tensor has no shape
         return Entry(named.name, named.op, shape, t.dtype, nbytes, decision, reason, named.also)
 
 
 class _ToHost(Scope):
-    """A `_ToHost` has what moves leave node by node, in no call of a layer."""
+    """A `_ToHost` scope offloads node by node, without layers."""
 
     def __init__(self, min_bytes: int, root: nn.Module | None) -> None:
         self._min_bytes = min_bytes
@@ -309,18 +326,18 @@ class _ToHost(Scope):
         small = too_small(t.untyped_storage().nbytes(), self._min_bytes)
         return small, f"min_bytes={self._min_bytes} reached"
 
-    def _move(self, t: Tensor, found: Judged) -> Handle | str:
-        record = records.find(t)
+    def _move(self, t: Tensor, verdict: Verdict) -> Handle | str:
+        record = records.find_record(t)
         if record is not None:
-            return self._share(t, found.entry, record)
+            return self._share(t, verdict.entry, record)
         mover = self._movers.get(t.device) or self._new_mover(t.device)
-        return mover.save(None, t, found, self._ledger)
+        return mover.save(None, t, verdict, self._ledger)
 
     def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]:
         packed = super().pack(tensors, named)
         for mover in self._movers.values():
-            if mover.node:
-                mover.depart()
+            if mover.node_records:
+                mover.send_node()
         return packed
 
 
@@ -330,15 +347,15 @@ class _Keep(Scope):
 
     def _reason(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
         instead = "; instead of recompute by checkpoint" if self.in_checkpoint else ""
-        return self._owned.why(t, named.is_param) or f"{self}{instead}", ""
+        return self._model_storages.reason(t, named.is_param) or f"{self}{instead}", ""
 
 
-def _bytes_of(t: Tensor) -> int:
-    """Of the storage of t, where it has one."""
+def _storage_bytes(t: Tensor) -> int:
+    """The bytes of the storage of t, or 0 where it has none."""
     return 0 if why_not_plain(t) is not None else t.untyped_storage().nbytes()
 
 
-def _described(hook: object) -> str:
+def _describe_hook(hook: object) -> str:
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
     return f"{getattr(hook, '__module__', '?')}.{name}"
 

@@ -1,8 +1,6 @@
-"""Identity and layout: which storage a tensor lives in, and how to rebuild the tensor over a copy
-of that storage.
+"""Identity and layout: which storage a tensor has, and how to rebuild the tensor on a copy of that storage.
 
-A storage is never told by its address: memory is reused, and a copy would then answer for another
-tensor.
+A storage is never identified by its address: memory is reused, and a lookup would find another tensor's entry.
 """
 
 import weakref
@@ -17,8 +15,8 @@ V = TypeVar("V")
 
 
 class StorageMap(Generic[V]):
-    """A `StorageMap` finds a value by a tensor's storage. It keeps no storage alive, and an entry is never found for
-    another storage than its own.
+    """A `StorageMap` maps storages to values. It keeps no storage alive, and never finds the entry of a storage that is
+    gone.
     """
 
     def __init__(self) -> None:
@@ -27,7 +25,7 @@ class StorageMap(Generic[V]):
 
     def get(self, storage: torch.UntypedStorage) -> V | None:
         entry = self.entries.get(storage_key(storage))
-        # the key of a storage that is gone may be another's
+        # the key of a freed storage may be reused
         return entry[1] if entry is not None and entry[0]() is storage else None
 
     def set(self, storage: torch.UntypedStorage, value: V) -> None:
@@ -36,8 +34,8 @@ class StorageMap(Generic[V]):
             self._limit = 2 * len(self.entries) + 64
         self.entries[storage_key(storage)] = (weakref.ref(storage), value)
 
-    def first(self, storage: torch.UntypedStorage, value: V) -> bool:
-        """Sets the value of a storage that has none.   -> whether it had none"""
+    def set_if_new(self, storage: torch.UntypedStorage, value: V) -> bool:
+        """Sets the value of a storage that has none.   -> whether it was set"""
         entry = self.entries.get(storage_key(storage))
         if entry is not None and entry[0]() is storage:
             return False
@@ -56,11 +54,11 @@ def layout_of(t: Tensor) -> StridedLayout:
 
 
 def tensor_in(storage: torch.UntypedStorage, layout: StridedLayout, start: int = 0) -> Tensor:
-    """The tensor of that layout in the part of `storage` that begins at byte `start`. The bytes are its own: every
-    dtype and every NaN is as it was.
+    """The tensor of that layout in the part of `storage` that begins at byte `start`, without any conversion: every
+    dtype and every NaN payload is preserved.
     """
     size, stride, offset, dtype, conj, neg = layout
-    t = prototype(dtype, storage.device).data  # a tensor of its own, in half the time of a new one
+    t = prototype(dtype, storage.device).data  # a new tensor, in half the time of torch.empty
     t.set_(storage, offset + start // dtype.itemsize if start else offset, size, stride)
     if conj:
         t = t.conj()

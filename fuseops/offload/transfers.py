@@ -1,5 +1,5 @@
-"""What a schedule moves and for whom: storages that leave (items), the transfers that they share (bundles), and the
-calls of layers that saved them. Pure.
+"""The records of a schedule: storages that are offloaded (items), their transfers (bundles), and the calls of layers
+that saved them. Pure.
 """
 
 from collections.abc import Hashable
@@ -11,15 +11,16 @@ from .order import OrderKey
 
 
 class Item:
-    """An `Item` is one storage, at one version, that was chosen to leave.
+    """An `Item` is one storage, at one version, that was chosen to be offloaded.
 
-    source    its bytes on the device, until they are let go
-    kept      why it stays after all, once that is known
-    offset    in the bundle
-    unread    saved tensors in this storage that no backward has read; handles: that still exist
+    source       its bytes on the device, until their release
+    kept_reason  why it is kept after all, once that is known
+    offset       in the bundle
+    unread       how many saved tensors in this storage no backward has read
+    handles      how many of them still exist
     """
 
-    kept: str | None = None
+    kept_reason: str | None = None
     bundle: "Bundle | None" = None
     offset = 0
     unread = handles = 1
@@ -32,42 +33,42 @@ class Item:
     def released(self) -> bool:
         return self.bundle is not None and self.bundle.released
 
-    # --- told or asked by the schedule, of whoever follows this storage
+    # --- called by the schedule
 
-    def ready(self) -> Event | None:
-        """A point of compute at which its bytes are complete, while it is being saved; None: now."""
+    def ready_event(self) -> Event | None:
+        """The point of compute at which its bytes are complete, while it is being saved; None: now."""
         return None
 
-    def leaves(self, point: Literal["copy", "release"]) -> None:
-        """Its copy starts, unless it is `kept` by then, or its bytes on the device are let go."""
+    def on_offload(self, point: Literal["copy", "release"]) -> None:
+        """Its copy starts, unless this sets `kept_reason`, or its bytes on the device are released."""
 
-    def comes_back(self) -> None:
-        """Its copy back starts."""
+    def on_reload(self) -> None:
+        """Its reload starts."""
 
-    def stays(self, reason: str) -> None:
-        """It does not leave after all."""
+    def on_keep(self, reason: str) -> None:
+        """It is kept after all."""
 
 
 class Bundle:
-    """A bundle is what is on the host in one buffer, and comes back at once: one large storage, or several small ones.
+    """A bundle is one transfer in one host buffer: one large storage, or several small ones.
 
-    items     none once the last of them has ended, as host
-    due       the boundary at which the sources are let go
-    written   the host has the bytes; None: now
-    handles   how many items have some; unread: how many are
-    target    brought back, and not yet read
-    arrived   when that is over; None: it was at once
-    awaited   the owner of the target has waited for that
-    wanted    a backward comes before the release: the sources stay
-    previous  of one that left in no call of a layer: the one before it that did
-    begun     a backward has read one that left in no call of a layer
+    items           empty once the last of them is dropped; host is None then
+    due             the boundary at which the sources are released
+    d2h_done        the end of the offload; None: it is over
+    handles         how many items have handles; unread: how many have unread tensors
+    target          the device buffer of the reload, until all is read
+    h2d_done        the end of the reload; None: it is over
+    waited          the owner of the target has waited for h2d_done
+    retained        a backward comes before the release, so the sources are kept
+    previous        outside of layers: the bundle that was sent before it
+    backward_begun  outside of layers: a backward has read from it
     """
 
     handles = unread = 0
     previous: "Bundle | None" = None
     target: Any = None  # or a Buf
-    arrived: Event | None = None
-    awaited = released = wanted = begun = False
+    h2d_done: Event | None = None
+    waited = released = retained = backward_begun = False
 
     def __init__(
         self,
@@ -75,26 +76,26 @@ class Bundle:
         nbytes: int,
         host: Buf,
         due: int,
-        written: Event | None,
+        d2h_done: Event | None,
     ) -> None:
-        self.items, self.nbytes, self.due, self.written = items, nbytes, due, written
+        self.items, self.nbytes, self.due, self.d2h_done = items, nbytes, due, d2h_done
         self.host: Any = host  # or None
 
 
 @dataclass(eq=False, slots=True)
 class LayerRun:
-    """A `LayerRun` is one call of one layer, with what it saved, from its forward to the end of its backward."""
+    """A `LayerRun` is one call of a layer with what it saved, from its forward to the end of its backward."""
 
     key: OrderKey
-    previous: "LayerRun | None"  # entered before it in the same forward
+    previous: "LayerRun | None"  # the call before it in the same forward
     owner: Hashable  # the compute lane that it runs on
     items: list[Item] = field(default_factory=list)
-    small: list[Item] = field(default_factory=list)  # wait for the end of the call
-    waiting: int = 0  # bytes of these
+    small_items: list[Item] = field(default_factory=list)  # sent together at the end of the call
+    small_nbytes: int = 0  # their bytes
     handles: int = 0  # saved tensors that still exist
     running: bool = True
-    backward: bool = False  # has begun
-    soon: bool = False  # its backward begins too soon for anything of it to leave
+    backward_begun: bool = False
+    keeps_all: bool = False  # its backward begins too soon to offload anything
 
     @property
     def alive(self) -> bool:
@@ -109,5 +110,5 @@ class Stats:
     out_count: int = 0
     back_bytes: int = 0
     back_count: int = 0
-    misses: int = 0  # brought back only when they were read
+    misses: int = 0  # reloads that started only at the read
     steps: int = 0

@@ -55,7 +55,7 @@ def record_fired(model: nn.Module) -> Iterator[list[FiredRule]]:
                 if found not in fired:
                     fired.append(found)
 
-    with modules.kept(), scopes.watch_plans(watch):
+    with modules.stack_tracked(), scopes.watch_plans(watch):
         yield fired
 
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import fuseops as fo
 from fuseops import offload
 from fuseops.distributed import ExpertParallel
-from fuseops.offload.planning.plan import dropping
-from fuseops.offload.planning.together import sent_again
+from fuseops.offload.planning.plan import plan_with_dropped
+from fuseops.offload.planning.together import regenerated_by_sending
 
 WAYS = ("host_counts", "fixed_capacity", "device_counts", "peer_memory")
 Scope = Callable[[], AbstractContextManager[Any]]
@@ -171,15 +171,15 @@ def law_a_plan_sends_again_where_ranks_agree() -> None:
         for one in (alone, recorded):
             kinds = {(g.kind, g.name) for g in one.profile.recompute}
             assert kinds >= {("dispatch", "0"), ("dispatch", "1"), ("module", "0")}, kinds
-        odd = dropping(recorded, {("module", "0")} if rank else {("dispatch", "1")})
+        odd = plan_with_dropped(recorded, {("module", "0")} if rank else {("dispatch", "1")})
         shared = offload.share_decisions(odd, mesh().get_group())
-        assert sent_again(shared) == {("module", "0"), ("dispatch", "1")}
-        each = dropping(alone, {("dispatch", str(rank))})
+        assert regenerated_by_sending(shared) == {("module", "0"), ("dispatch", "1")}
+        each = plan_with_dropped(alone, {("dispatch", str(rank))})
         shared = offload.share_decisions(each, mesh().get_group())
-        assert sent_again(shared) == {("dispatch", "0"), ("dispatch", "1")}
-        one = dropping(alone, {("module" if rank else "dispatch", "0")})
+        assert regenerated_by_sending(shared) == {("dispatch", "0"), ("dispatch", "1")}
+        one = plan_with_dropped(alone, {("module" if rank else "dispatch", "0")})
         shared = offload.share_decisions(one, mesh().get_group())
-        assert sent_again(shared) == {("module", "0")}
+        assert regenerated_by_sending(shared) == {("module", "0")}
         seen.clear()
         shared = offload.share_decisions(each, mesh().get_group())
         with offload.Scheduler(model, layers="*", plan=replace(shared)) as scheduler:

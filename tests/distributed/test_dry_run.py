@@ -19,7 +19,7 @@ import fuseops as fo
 from fuseops import offload
 from fuseops.distributed import ExpertParallel
 from fuseops.observe.travel import travel
-from fuseops.offload.planning.plan import dropping
+from fuseops.offload.planning.plan import plan_with_dropped
 from fuseops.offload.schedule import DISPATCH
 
 RANKS, D, TOKENS, TOP_K, LAYERS = 4, 32, 64, 2, 3
@@ -91,7 +91,7 @@ def test_a_budget_dispatches_again_and_its_peak_is_that_of_a_step_that_does(
         least = asked().profile.peak
     plan = asked(peak=free.before.peak - 1)
     assert plan.fits and DISPATCH in plan.decisions.values(), plan.explain()
-    every = dropping(free, {("dispatch", g.name) for g in groups})
+    every = plan_with_dropped(free, {("dispatch", g.name) for g in groups})
     held = sum(free.profile.saved[k].nbytes for k in groups[0].saved)
     if way in (
         "device_counts",
@@ -115,5 +115,6 @@ def test_what_stands_in_counts_where_nobody_else_saves_it(mesh: DeviceMesh) -> N
         if group.kind == "dispatch":
             (k,), (held,) = group.saved, group.instead
             assert (
-                held == x.nbytes and group.gone(profile.saved)[k] == profile.saved[k].nbytes - held
+                held == x.nbytes
+                and group.dropped_bytes(profile.saved)[k] == profile.saved[k].nbytes - held
             )

@@ -10,7 +10,7 @@ from laws import DEVICE, DTYPES, SEEDS, WIDTHS, few, tensor
 
 from fuseops.kernels import cross_entropy as k
 from fuseops.kernels.cross_entropy import row_chunks
-from fuseops.observe.memory import Ops
+from fuseops.observe.memory import OpWatcher
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -117,7 +117,7 @@ def test_nothing_of_the_weights_size_is_made_where_main_grad_takes_it(into):
     main_grad = torch.zeros(vocab, width, device=DEVICE)
     args = x, weight, None, targets, None, [0.0, 0.0, 0.0, 1.0], IGNORED, rows * 16 * x.itemsize
     made = []
-    with Ops(lambda *call: made.extend(t.untyped_storage().nbytes() for t in call[-1])):
+    with OpWatcher(lambda *call: made.extend(t.untyped_storage().nbytes() for t in call[-1])):
         k.linear_cross_entropy_bwd.launcher(
             *args, lse, lse, [lse], [True, True, False], *[main_grad] * into
         )

@@ -31,24 +31,26 @@ def test_slabs_never_overlap_and_regions_hold_them(steps: list[int]) -> None:
     for step in steps:
         if step > 0:
             slab = arena.take(step)
-            assert slab.nbytes == step and slab.room == aligned(step) and slab.offset % ALIGN == 0
-            assert slab.offset + slab.room <= regions[slab.region]
+            assert (
+                slab.nbytes == step and slab.capacity == aligned(step) and slab.offset % ALIGN == 0
+            )
+            assert slab.offset + slab.capacity <= regions[slab.region]
             for other in out:
                 assert (
                     other.region != slab.region
-                    or other.offset + other.room <= slab.offset
-                    or slab.offset + slab.room <= other.offset
+                    or other.offset + other.capacity <= slab.offset
+                    or slab.offset + slab.capacity <= other.offset
                 )
             out.append(slab)
         elif out:
-            arena.give(out.pop(-step % len(out)))
-    assert arena.used == sum(s.room for s in out) <= arena.peak <= arena.reserved
+            arena.give_back(out.pop(-step % len(out)))
+    assert arena.used == sum(s.capacity for s in out) <= arena.peak <= arena.reserved
     assert arena.reserved == sum(regions)
     for slab in out:
-        arena.give(slab)
+        arena.give_back(slab)
     assert arena.used == 0
     for region in sorted(regions, reverse=True):  # all of it is in one piece again
-        assert arena.take(region).room == aligned(region)
+        assert arena.take(region).capacity == aligned(region)
     assert len(arena.regions) == len(regions)
 
 
@@ -59,7 +61,7 @@ def test_the_same_requests_get_the_same_places(wanted: list[int]) -> None:
     def step() -> list[tuple[int, int]]:
         slabs = [arena.take(nbytes) for nbytes in wanted]
         for slab in slabs:
-            arena.give(slab)
+            arena.give_back(slab)
         return [(s.region, s.offset) for s in slabs]
 
     step()
@@ -83,9 +85,9 @@ def test_a_step_that_takes_and_gives_in_turn_gets_the_same_places(steps: list[in
                 out.append(slab := arena.take(wanted))
                 places.append((slab.region, slab.offset))
             elif out:
-                arena.give(out.pop(-wanted % len(out)))
+                arena.give_back(out.pop(-wanted % len(out)))
         for slab in out:
-            arena.give(slab)
+            arena.give_back(slab)
         return places
 
     step(), step(), step()
@@ -114,7 +116,7 @@ def test_sizes_that_vary_by_a_twentieth_ask_for_memory_in_a_few_steps(
     for changes in zip(*map(sorted, zip(*steps, strict=True)), strict=True) if grow else steps:
         slabs = [arena.take(nbytes) for nbytes in varied(bases, changes)]
         while slabs:
-            arena.give(slabs.pop())
+            arena.give_back(slabs.pop())
         reserved.append(arena.reserved)
     assert len({*reserved}) <= 1 + 6
     assert arena.reserved <= 3 * max(arena.peak, REGION)
@@ -131,9 +133,9 @@ def test_a_step_of_constant_sizes_asks_for_exactly_those(steps: list[int]) -> No
             if wanted > 0:
                 out.append(arena.take(wanted))
             elif out:
-                arena.give(out.pop(-wanted % len(out)))
+                arena.give_back(out.pop(-wanted % len(out)))
         for slab in (first, *out):
-            arena.give(slab)
+            arena.give_back(slab)
     assert {*regions} <= {max(REGION, aligned(wanted)) for wanted in (1, *steps) if wanted > 0}
 
 
@@ -161,7 +163,7 @@ def test_half_of_a_budget_is_for_what_is_asked_exactly(
             except NoRoomError:
                 assert aligned(wanted) > budget - arena.reserved
         while slabs:
-            arena.give(slabs.pop())
+            arena.give_back(slabs.pop())
         assert arena.reserved <= budget
 
 
@@ -177,7 +179,7 @@ def test_the_next_user_waits_for_the_last_reader_of_all_that_it_covers() -> None
     events = [Event("h2d") for _ in slabs]
     for k in (2, 0, 3, 1):
         slabs[k].after = events[k]
-        arena.give(slabs[k])
+        arena.give_back(slabs[k])
     assert arena.take(REGION).after is events[3]
 
 
@@ -189,7 +191,7 @@ def test_a_budget_is_a_reason_and_is_never_passed() -> None:
     ):
         arena.take(5 * ALIGN)
     arena.take(4 * ALIGN)
-    arena.give(first)
+    arena.give_back(first)
     arena.take(6 * ALIGN)
     assert arena.reserved <= 10 * ALIGN
 

@@ -143,7 +143,7 @@ def test_what_is_found_once_is_what_would_be_found_each_time(
 ) -> None:
     model, other = Model(), Model()
     quick, slow = (offload.Scheduler(m, "blocks.*", **options) for m in (model, other))
-    slow._scope._lasting, slow._scope._labels._kinds = False, Forgets()
+    slow._scope._cacheable, slow._scope._labels._kinds = False, Forgets()
     quick.attach(), slow.attach()
     try:
         for changes, *how in steps:
@@ -177,13 +177,13 @@ def test_a_tensor_that_stays_costs_few_calls(options: dict[str, Any]) -> None:
 def judged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of saved tensors that a scope finds out about, from here on."""
     names: list[str] = []
-    judge = scopes.Scope._judge
+    judge = scopes.Scope._decide
 
-    def noted(scope: scopes.Scope, t: Tensor, named: SavedName) -> records.Judged:
+    def noted(scope: scopes.Scope, t: Tensor, named: SavedName) -> records.Verdict:
         names.append(named.name)
         return judge(scope, t, named)
 
-    monkeypatch.setattr(scopes.Scope, "_judge", noted)
+    monkeypatch.setattr(scopes.Scope, "_decide", noted)
     return names
 
 
@@ -257,12 +257,12 @@ def test_a_report_in_the_midst_of_a_layer_has_what_is_saved_so_far() -> None:
 
 
 def test_shapes_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scopes, "REMEMBERED", 50)
+    monkeypatch.setattr(scopes, "MAX_VERDICTS", 50)
     model = Model()
     with offload.Scheduler(model, "blocks.*", plan={}) as scheduler:
         for rows in range(1, 6):
             step(model, rows, None, False)
-            assert 0 < len(scheduler._scope._judged) <= 50
+            assert 0 < len(scheduler._scope._verdicts) <= 50
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def compare(
             assert len(mine) == len(other) > 0 and all(map(torch.equal, mine, other))
     assert top_saved_tensor_hooks() is None
     gc.collect()
-    scheduler._scope.mover.tidy()
+    scheduler._scope.mover.collect_dead()
     assert scheduler.report().host_bytes == 0 and scheduler._scope.mover.lanes.arena.used == 0
     return scheduler
 
@@ -1162,7 +1162,7 @@ def test_start_offload_is_an_earlier_point_and_exact(monkeypatch: pytest.MonkeyP
     class Early(Block):
         def forward(self, x: Tensor) -> Tensor:
             offload.start_offload(x)
-            said.append(marks.ready(x.untyped_storage(), x._version))
+            said.append(marks.ready_event(x.untyped_storage(), x._version))
             return super().forward(x)
 
     monkeypatch.setattr("fuseops.offload.scheduler.make_lanes", lambda *_: Noting(lambda n: n - 1))
@@ -1196,7 +1196,7 @@ def test_what_the_host_has_no_room_for_is_counted_once_and_forgotten(
         report = scheduler.report()
         assert (report.moved_bytes, report.moved_count, report.host_bytes) == (0, 0, 0)
         assert {e.decision for e in report.entries} <= {"kept", "shared"}
-    scheduler._scope.mover.tidy()
+    scheduler._scope.mover.collect_dead()
     assert not schedule._live
     seen = sum(entry.times for entry in report.entries)
     with offload.Scheduler(plain, "blocks.*", policy=ALL) as roomy:

@@ -27,7 +27,7 @@ from fuseops.torch_private import top_saved_tensor_hooks
 def nothing_is_left() -> Iterator[None]:
     yield
     assert top_saved_tensor_hooks() is None and names.thread.observers == 0
-    assert modules.thread.watchers == [] == modules.thread.running == list(nesting.enclosing())
+    assert modules.thread.watchers == [] == modules.thread.running == list(nesting.open_scopes())
     assert not torch.nn.modules.module._global_forward_pre_hooks
     assert not torch.nn.modules.module._global_forward_hooks
 
@@ -569,7 +569,7 @@ def test_who_follows_modules_hears_of_this_thread_alone_and_scopes_inside_take_n
         entered.remove(module)
         stacks.append(list(modules.thread.running))
 
-    with modules.followed(enter, leave):
+    with modules.calls_watched(enter, leave):
         other = threading.Thread(target=lambda: elsewhere(leaf()))
         other.start()
         other.join()

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from profiles_drawn import LINK, MB, profile_of, with_network
 
 from fuseops.errors import FuseOpsError
-from fuseops.offload.planning.pipeline import RECEIVED, parts, plan_pipeline, rank_profile, starts
+from fuseops.offload.planning.pipeline import (
+    RECEIVED,
+    plan_pipeline,
+    rank_profile,
+    split_stages,
+    starts,
+)
 from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.profile import Profile
 from fuseops.offload.planning.simulate import LinkSettings, simulate
@@ -176,7 +182,7 @@ def test_every_micro_batch_travels_between_ranks_as_often(pipeline: Pipeline, ha
 
 def test_stages_cover_the_step() -> None:
     profile = profile_of(7, 1, lambda layer, n: MB, lambda layer: 1e-3)
-    split = parts(profile, 3)
+    split = split_stages(profile, 3)
     covered = sorted(p for part in split for ops in (part.forward, part.backward) for p in ops)
     assert covered == list(range(len(profile.ops)))
     assert [len(part.layers) for part in split] == [2, 3, 2]
@@ -190,7 +196,7 @@ def test_pipelines_that_there_are_not(wrong: Pipeline) -> None:
 
 def test_too_few_layers_are_refused() -> None:
     with pytest.raises(FuseOpsError, match="at least as"):
-        parts(profile_for(Pipeline(2, 2)), 3)
+        split_stages(profile_for(Pipeline(2, 2)), 3)
 
 
 # --- the halves of a backward apart

@@ -21,7 +21,7 @@ from fuseops.offload.planning.cost_model import Choice, CostModel
 from fuseops.offload.planning.hardware import Hardware
 from fuseops.offload.planning.plan import plan_profile
 from fuseops.offload.planning.planner import NOTHING, Limits, Solution, judge, solve
-from fuseops.offload.planning.profile import Again, Profile
+from fuseops.offload.planning.profile import Profile, Resave
 from fuseops.offload.planning.simulate import LinkSettings, simulate
 from fuseops.offload.planning.timetable import Timetable
 from fuseops.offload.planning.together import shares
@@ -37,7 +37,7 @@ def exhaustive(model: CostModel, limits: Limits) -> Solution:
     """The best choice of all, by trying every one."""
     choices = [NOTHING]
     for drop in subsets(range(len(model.groups))):
-        if any(model.rivals[g] & set(drop) for g in drop):
+        if any(model.conflicts[g] & set(drop) for g in drop):
             continue
         taken = frozenset(chain.from_iterable(model.members[g] for g in drop))
         left = (k for k in range(len(model.items)) if k not in taken)
@@ -180,7 +180,7 @@ def test_a_layer_is_not_recomputed_twice() -> None:
     for share in (0.9, 0.7, 0.5, 0.1):
         model = CostModel(profile, LINK, LinkSettings(lag=1))
         drop = solve(model, Limits(int(profile.peak * share))).choice.drop
-        assert not any(model.rivals[g] & drop for g in drop)
+        assert not any(model.conflicts[g] & drop for g in drop)
     cheap = solve(CostModel(profile, LINK, LinkSettings(lag=1)), Limits(profile.peak - 30 * MB))
     assert {profile.recompute[g].kind for g in cheap.choice.drop} <= {"op"}
 
@@ -286,7 +286,7 @@ def test_a_storage_can_leave_whatever_else_may(lag: int) -> None:
     profile = profile_of(4, 2, lambda layer, n: MB, lambda layer: 4e-3)
     for call in range(1, 4):
         at, read = profile.calls[call].enter + 1, profile.calls[call].backward + 1
-        shared = profile.saved[0]._replace(again=(Again(call, at, read),))
+        shared = profile.saved[0]._replace(again=(Resave(call, at, read),))
         saved = [shared, *profile.saved[1:]]
         for small in (0, 1 << 40):
             link = LinkSettings(lag=lag, small=small)

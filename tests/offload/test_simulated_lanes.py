@@ -53,7 +53,7 @@ def test_a_copy_of_ones_own_comes_after_others_and_is_not_ordered_by_that() -> N
     back = lanes.alloc(MIB, "device", "back")
     lanes.wait("h2d", lanes.record("compute"))
     lanes.op("h2d", (), (back,), 2.0)
-    lanes.stand_behind("h2d")
+    lanes.stall_behind("h2d")
     (stall,) = filter(stood_still, lanes.waits)
     assert (stall.on, stall.start, stall.end, lanes.now["compute"]) == ("h2d", 0.0, 2.0, 2.0)
     with pytest.raises(OrderError, match="no event orders them"):

@@ -49,7 +49,9 @@ def test_law_19_every_step_is_ordered(data: Any, profile: Profile, settings: Lin
     assert done.seconds == pytest.approx(computes + done.coding + done.stall + done.network)
     assert profile.seconds * (1 - 1e-9) <= done.seconds  # what travels may cover a stall
     assert done.seconds <= (profile.seconds + done.coding + done.stall) * (1 + 1e-9)
-    assert bool(done.coding) == any(profile.saved[k].codes for k in {*chosen} - {*done.stayed})
+    assert bool(done.coding) == any(
+        profile.saved[k].codes for k in {*chosen} - {*done.kept_reasons}
+    )
     assert done.levels[-1].nbytes >= profile.ops[-1].resident - sum(
         s.nbytes for s in profile.saved if s.freed >= len(profile.ops)
     )
@@ -96,13 +98,13 @@ def test_what_leaves_is_away_between_release_and_reload() -> None:
     ]
     calls = profile.calls
     assert away == list(range(calls[1].enter, calls[1].backward))
-    assert done.stall == 0 and done.stayed == {}
+    assert done.stall == 0 and done.kept_reasons == {}
 
 
 def test_the_last_group_stays() -> None:
     profile = profile_of(4, 1, lambda layer, n: MB, lambda layer: 1.0)
     done = simulate(profile, range(4), LINK, LinkSettings(lag=1, ahead=1, small=0))
-    assert done.stayed == {3: LAST_GROUP}
+    assert done.kept_reasons == {3: LAST_GROUP}
 
 
 def test_a_link_that_is_too_slow_stalls_by_what_is_missing() -> None:
@@ -187,7 +189,7 @@ def test_law_06_host_bytes_wait_for_their_reader_however_early_the_next_is_ready
     schedule.leave(call)
     schedule.backward(call)
     schedule.fetch(item)
-    schedule.used(item)
+    schedule.mark_read(item)
     schedule.drop(call, item)
     reserved = lanes.arena.reserved
     following = schedule.enter("b")
@@ -212,9 +214,9 @@ def test_what_is_let_go_together_is_waited_for_once_for_each_kind_of_event() -> 
         lanes = Noting()
         schedule = Schedule(lanes, lag=9, small=0, keep_last=False)
         items = [Item(name, lanes.alloc(MB, "device", name)) for name in "abc"]
-        schedule.depart(items)
-        assert items[1].bundle is not None and items[1].bundle.written is not None
-        items[1].bundle.written.captured = captured
+        schedule.send_node(items)
+        assert items[1].bundle is not None and items[1].bundle.d2h_done is not None
+        items[1].bundle.d2h_done.captured = captured
         waited.clear()
         schedule.close()
         assert len(waited) == times and {item.released for item in items} == {True}
@@ -240,7 +242,7 @@ def test_the_prediction_is_the_simulation(
         else st.just(frozenset())
     )
     drop = data.draw(st.frozensets(st.sampled_from(range(len(model.groups)))))
-    assert not any(model.rivals)
+    assert not any(model.conflicts)
     leave -= {k for g in drop for k in model.members[g]}
     prediction = model.predict(Choice(leave, drop))
     done = simulate(
@@ -251,7 +253,7 @@ def test_the_prediction_is_the_simulation(
         recompute=[model.groups[g] for g in drop],
         coded=coded,
     )
-    assert done.stayed == {}
+    assert done.kept_reasons == {}
     predicts(profile, prediction, done, within=1e-12)
     assert prediction.recompute == pytest.approx(done.recompute + done.coding)
     assert (prediction.peak, prediction.top) == (done.peak, done.peak_position)

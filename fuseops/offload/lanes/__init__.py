@@ -1,3 +1,6 @@
-"""What copies bytes, and host memory for them: one protocol, spoken by CUDA streams, bytes on the CPU and a simulated
-clock.
+"""Lanes, which run copies, and the host memory for them: one protocol for CUDA streams, the CPU and a simulated clock.
+
+protocol   the interface, events and buffers; real (base of cpu and cuda), devices (the lanes of a device)
+simulated  lanes on a simulated clock, which check the order of accesses
+arena      host memory
 """

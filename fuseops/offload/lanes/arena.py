@@ -1,16 +1,16 @@
-"""Host memory for copies: regions of exact size that are asked for once and divided among buffers.
+"""A best-fit allocator of host memory for copies: regions are allocated once, and divided into slabs.
 
-Pinning costs 0.1 to 0.3 ms a MiB and torch's own host allocator rounds up to powers of two, so nothing is
-given back before the arena closes: what one step used, the next divides anew, best fit first. A slab
-that is given back is parked for the next request of its size, of which the first in memory is
-taken; what is parked becomes one with its neighbours only when a request fits none of it. The same
-requests in the same order get the same places, so that after the first steps nothing is allocated
-and addresses stay, as captured CUDA graphs need it: as long as every request finds a slab of its size
-parked, or nothing is, slabs stay as they are; once one did not, whatever is parked becomes one each
-time that all is given back, and what follows begins as if nothing had been before. Where sizes vary
-from step to step, regions of exact size would never all fit, and each step would ask for more: there
-a region has headroom, and room for a few slabs. Sizes vary if one is new after all was given back
-once, so that a step that asks for the same each time has none. Pure: `make` brings the memory.
+Pinning costs 0.1 to 0.3 ms a MiB and torch's own host allocator rounds up to powers of two, so regions have exact sizes
+and are never freed before the arena is. A returned slab is parked for the next request of its size, which takes the one
+with the lowest address. Parked slabs are merged with their neighbours only when a request finds none of its size.
+
+The same requests in the same order get the same addresses, so that after the first steps nothing is allocated, as
+captured CUDA graphs need it. While every request finds a parked slab of its size, or none is parked, slabs stay as they
+are; after the first merge, all parked slabs are merged each time that all are returned, so that each step begins alike.
+
+Where sizes vary from step to step, regions of exact size would never all fit, and each step would allocate more: there
+a region has headroom for a few slabs. Sizes vary if a new one is requested after all slabs were returned once, so steps
+with constant sizes have no headroom. Pure: `make` allocates the memory.
 """
 
 import threading
@@ -25,26 +25,26 @@ from .protocol import Buf, Event, NoRoomError
 
 ALIGN = 512
 REGION = 64 << 20  # small buffers share regions of this size
-MANY = 1024  # sizes; a step that asks for the same each time has fewer
+MAX_SIZES = 1024  # distinct sizes; a step with constant sizes has fewer
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes`, rounded up to what every dtype and every copy engine likes."""
+    """`nbytes`, rounded up to ALIGN, which suits every dtype and copy engine."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
 class Slab(Buf):
-    """A `Slab` is a part of a region of host memory, and the buffer of whoever has it.
+    """A `Slab` is a host buffer in a region of the arena.
 
-    room   bytes, `nbytes` of which were asked for
-    after  the last copy that may still read it
+    capacity  its bytes, of which `nbytes` were requested
+    after     the last copy that may still read it
     """
 
-    __slots__ = ("offset", "region", "room")
+    __slots__ = ("capacity", "offset", "region")
 
-    def __init__(self, region: int, offset: int, room: int, after: Event | None) -> None:
-        super().__init__("", room, "host")
-        self.region, self.offset, self.room, self.after = region, offset, room, after
+    def __init__(self, region: int, offset: int, capacity: int, after: Event | None) -> None:
+        super().__init__("", capacity, "host")
+        self.region, self.offset, self.capacity, self.after = region, offset, capacity, after
 
 
 PLACE = attrgetter("region", "offset")
@@ -53,29 +53,29 @@ PLACE = attrgetter("region", "offset")
 class Arena:
     """An `Arena` gives out slabs of a few regions of host memory, by best fit.
 
-    make    brings a region of so many bytes
-    budget  bytes that all regions may have together; None: no limit
+    make    allocates a region of so many bytes
+    budget  the most bytes of all regions together; None: no limit
     """
 
     def __init__(self, make: Callable[[int], Any], budget: int | None = None) -> None:
         self.regions: list[Any] = []
         self.reserved = 0  # bytes of all regions
-        self.peak = 0  # the most bytes that were handed out at a time
+        self.peak = 0  # the most bytes in use at one time
         self.budget = budget
         self._make = make
-        self._used = 0  # bytes handed out, each rounded up to ALIGN
-        # (bytes, region, offset, slab), the smallest first; none is next to another
+        self._used = 0  # bytes in use, each request rounded up to ALIGN
+        # (bytes, region, offset, slab), the smallest first; no two are neighbours
         self._free: list[tuple[int, int, int, Slab]] = []
         self._returned: deque[Slab] = deque()
-        # takes a slab back, to be used again after its `after`; no lock: a finalizer may call it, anywhere
-        self.give: Callable[[Slab], None] = self._returned.append
-        # by size: those given back as they were, (region, offset, slab), the first in memory on top
+        # returns a slab, to be reused after its `after`; no lock, since a finalizer may call it anywhere
+        self.give_back: Callable[[Slab], None] = self._returned.append
+        # by size: heaps of returned slabs, (region, offset, slab)
         self._parked: dict[int, list[tuple[int, int, Slab]]] = {}
-        self._merged = False  # parked ones were made one with others, at some time
-        # that were asked for before all was given back for the first time
+        self._merged = False  # whether slabs were ever merged
+        # sizes that were requested before all slabs were returned for the first time, and new ones
         self._sizes: set[int] = set()
-        self._again = False  # all was given back, at some time
-        self._varies = False  # a size that is not among those was asked for since
+        self._was_empty = False  # whether all slabs were returned once
+        self._sizes_vary = False  # whether a new size was requested since
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, name: str = "") -> Slab:
@@ -85,7 +85,7 @@ class Arena:
             if self._returned:
                 self._collect()
             parked = self._parked.get(room)
-            slab = heappop(parked)[2] if parked else self._divide(room)
+            slab = heappop(parked)[2] if parked else self._carve(room)
             self._used += room
             if self._used > self.peak:
                 self.peak = self._used
@@ -94,7 +94,7 @@ class Arena:
 
     @property
     def used(self) -> int:
-        """Bytes handed out now."""
+        """Bytes in use now."""
         with self._lock:
             self._collect()
             return self._used
@@ -102,16 +102,16 @@ class Arena:
     def _collect(self) -> None:
         while self._returned:
             slab = self._returned.popleft()
-            self._used -= slab.room
-            parked = self._parked.setdefault(slab.room, [])
+            self._used -= slab.capacity
+            parked = self._parked.setdefault(slab.capacity, [])
             heappush(parked, (slab.region, slab.offset, slab))
         if not self._used:
-            self._again = self.peak > 0
+            self._was_empty = self.peak > 0
             if self._merged:
                 self._merge()
 
     def _merge(self) -> None:
-        """Have all that is parked among the free ones, one with their neighbours."""
+        """Move all parked slabs to the free ones, merged with their neighbours."""
         parked = [slab for alike in self._parked.values() for _, _, slab in alike]
         self._parked.clear()
         if not parked:
@@ -119,53 +119,53 @@ class Arena:
         free: list[Slab] = []
         for slab in sorted((*parked, *(f[-1] for f in self._free)), key=PLACE):
             last = free[-1] if free else None
-            if last and (last.region, last.offset + last.room) == PLACE(slab):
+            if last and (last.region, last.offset + last.capacity) == PLACE(slab):
                 after = _later(last.after, slab.after)
-                free[-1] = Slab(last.region, last.offset, last.room + slab.room, after)
+                free[-1] = Slab(last.region, last.offset, last.capacity + slab.capacity, after)
             else:
                 free.append(slab)
-        self._free = sorted((slab.room, *PLACE(slab), slab) for slab in free)
+        self._free = sorted((slab.capacity, *PLACE(slab), slab) for slab in free)
         self._merged = True
 
-    def _divide(self, wanted: int) -> Slab:
-        """A slab out of the smallest free one that has room, or out of a new region."""
+    def _carve(self, wanted: int) -> Slab:
+        """A slab from the smallest free one that is large enough, or from a new region."""
         self._merge()
-        if not self._varies and wanted not in self._sizes:
-            self._varies = self._again or len(self._sizes) == MANY
+        if not self._sizes_vary and wanted not in self._sizes:
+            self._sizes_vary = self._was_empty or len(self._sizes) == MAX_SIZES
             self._sizes.add(wanted)
         at = bisect_left(self._free, (wanted,))
         best = self._free.pop(at)[-1] if at < len(self._free) else self._grow(wanted)
-        rest = best.room - wanted
+        rest = best.capacity - wanted
         if not rest:
             return best
-        left = Slab(best.region, best.offset + wanted, rest, best.after)
-        insort(self._free, (rest, *PLACE(left), left))
+        remainder = Slab(best.region, best.offset + wanted, rest, best.after)
+        insort(self._free, (rest, *PLACE(remainder), remainder))
         return Slab(best.region, best.offset, wanted, best.after)
 
     def _grow(self, wanted: int) -> Slab:
         room = None if self.budget is None else self.budget - self.reserved
         nbytes = max(wanted, REGION)
-        if self._varies and self._used + wanted <= self.peak * 9 // 8:
-            # What there is lies in the wrong pieces, and would again in the next step. With so many slabs of this size
-            # that they come to an eighth of all, each an eighth larger, that ends after a few steps.
+        if self._sizes_vary and self._used + wanted <= self.peak * 9 // 8:
+            # The regions are fragmented, and would be again in the next step. Headroom of slabs of this size, an eighth
+            # of all memory, and each an eighth larger, ends that after a few steps.
             slabs = 1 + self.reserved // max(8 * wanted, REGION)
             more = max(nbytes, aligned(slabs * wanted * 9 // 8))
             if self.budget is None or 2 * (self.reserved + more) <= self.budget:
-                nbytes = more  # the other half of a budget is for what is needed exactly
+                nbytes = more  # the other half of a budget is for requests of exact size
         if room is not None:
             nbytes = min(nbytes, max(room, wanted))
             if wanted > room:
                 raise NoRoomError(
                     f"host budget of {self.budget} bytes: {self._used} in use, {wanted} more wanted"
                 )
-        region = self._make(nbytes)  # may raise, then nothing has changed
+        region = self._make(nbytes)  # may raise: nothing has changed yet
         self.regions.append(region)
         self.reserved += nbytes
         return Slab(len(self.regions) - 1, 0, nbytes, None)
 
 
 def _later(a: Event | None, b: Event | None) -> Event | None:
-    """Copies that read host memory all run on one lane: the later one includes the earlier."""
+    """The later of two copies that read host memory. They run on one lane, so it implies the earlier."""
     if a is None or b is None:
         return a or b
     return a if a.serial > b.serial else b

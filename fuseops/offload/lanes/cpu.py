@@ -1,4 +1,4 @@
-"""Lanes of real bytes in host memory, for CPU tensors: every copy runs at once."""
+"""Lanes for CPU tensors: copies in host memory, which run synchronously."""
 
 import ctypes
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ CPU = torch.device("cpu")
 
 
 class CpuLanes(RealLanes):
-    """`CpuLanes` run the copies of a schedule on the CPU; `budget` bytes of host memory, None for no limit."""
+    """`CpuLanes` copy on the CPU.   budget: bytes of host memory, None for no limit"""
 
-    at_once = True
+    synchronous = True
 
     def __init__(self, budget: int | None = None) -> None:
         super().__init__(CPU, self.make, budget)
@@ -28,13 +28,13 @@ class CpuLanes(RealLanes):
     def move(
         self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
     ) -> Event | None:
-        at = target.at or target.data.data_ptr()
+        base = target.at or target.data.data_ptr()
         for source, offset in zip(sources, offsets, strict=True):
-            ctypes.memmove(at + offset, source.at or source.data.data_ptr(), source.nbytes)
+            ctypes.memmove(base + offset, source.at or source.data.data_ptr(), source.nbytes)
         return None
 
     def record(self, lane: Lane) -> Event:
         return Event(lane)
 
     def wait(self, lane: Lane, event: Event) -> None:
-        """It is over."""
+        """Nothing to wait for: copies are synchronous."""

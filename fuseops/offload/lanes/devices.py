@@ -1,4 +1,4 @@
-"""The lanes of every device, made once: streams are few, and pinned memory is dear."""
+"""The lanes of every device, made once: streams are few, and pinned memory is expensive."""
 
 import functools
 
@@ -12,11 +12,11 @@ KINDS = frozenset({"cpu", "cuda"})
 
 
 def make_lanes(device: torch.device, budget: int | None = None) -> RealLanes:
-    """New lanes with a host memory of their own, of at most `budget` bytes."""
+    """New lanes with their own host memory, of at most `budget` bytes."""
     return CudaLanes(device, budget) if device.type == "cuda" else CpuLanes(budget)
 
 
 @functools.cache
 def lanes_of(device: torch.device) -> RealLanes:
-    """The lanes that all scopes share; a device is of one of KINDS."""
+    """The lanes that all scopes share.   device: of a type in KINDS"""
     return make_lanes(device)

@@ -1,9 +1,8 @@
-"""The lanes of an offloaded step, and what a schedule may ask of them.
+"""The protocol of lanes, between which a schedule distributes its work.
 
-A lane runs what it is given in order; lanes run beside each other. Order between lanes comes from
-events alone: nobody asks for the time, or whether something has finished, so that every run
-enqueues the same. Three kinds of lanes speak this protocol: a simulated clock, bytes in host memory
-(`cpu`) and CUDA streams (`cuda`).
+A lane runs its work in order; lanes run concurrently. Only events order lanes: a schedule queries neither the time nor
+whether work has finished, so every run enqueues the same. There are three kinds of lanes: `simulated`, on a simulated
+clock; `cpu`, with copies in host memory; `cuda`, with streams.
 """
 
 import itertools
@@ -14,49 +13,53 @@ from fuseops.errors import FuseOpsError
 
 Lane = Literal["host", "compute", "d2h", "h2d", "network"]
 Place = Literal["device", "host"]
-# the last in simulations alone
+# "network" in simulations only
 LANES: tuple[Lane, ...] = ("host", "compute", "d2h", "h2d", "network")
 
 _serials = itertools.count()
 
 
 class NoRoomError(FuseOpsError):
-    """The host budget has no room for a buffer; the message is the reason that reports give."""
+    """The host budget has no room for a buffer. Reports show the message as a reason."""
 
 
 class Event:
-    """An `Event` is a point in a lane: everything that the lane was given before it was recorded.
+    """An `Event` is a point in a lane, after all work that the lane was given before it was recorded.
 
-    whose     the compute lane that comes after it: its own, or the one that waited for it last; None: nobody's
-    since     when that one did, to be compared with serials
-    native    what the lanes know it by; None: it has not been recorded
-    captured  whether it lies in a CUDA graph
+    known_to     the compute lane that is ordered after it: its own, or the last one that waited for it; None: no one
+    known_since  the serial of that wait
+    native       the event of the device; None: it was not recorded yet
+    captured     whether it is in a CUDA graph
     """
 
-    __slots__ = ("captured", "lane", "native", "serial", "since", "whose")
+    __slots__ = ("captured", "known_since", "known_to", "lane", "native", "serial")
 
     def __init__(
-        self, lane: Lane, whose: Hashable = None, native: Any = None, captured: bool = False
+        self, lane: Lane, known_to: Hashable = None, native: Any = None, captured: bool = False
     ) -> None:
-        self.lane, self.whose, self.native, self.captured = lane, whose, native, captured
-        self.serial = self.since = next(_serials)  # of two events the later has the higher number
+        self.lane, self.known_to, self.native, self.captured = lane, known_to, native, captured
+        self.serial = self.known_since = next(_serials)  # later events have higher serials
 
-    def awaited(self, whose: Hashable) -> None:
-        """A compute lane waits for it."""
-        self.whose, self.since = whose, next(_serials)
+    def mark_waited(self, known_to: Hashable) -> None:
+        """A compute lane has waited for it."""
+        self.known_to, self.known_since = known_to, next(_serials)
 
     def is_before(self, point: "Event") -> bool:
-        """Whether a lane that waits for a point of compute need not wait for this: compute had done so by then."""
-        return self.whose is not None and self.whose == point.whose and self.since < point.serial
+        """Whether a wait for a point of compute implies one for this event: compute had waited for it by then."""
+        return (
+            self.known_to is not None
+            and self.known_to == point.known_to
+            and self.known_since < point.serial
+        )
 
 
 class Buf:
     """A `Buf` is a buffer of bytes on the device or the host.
 
-    data   of device bytes: the storage that they are in, as long as they are needed; nothing in a simulation
-    at     of host bytes: their address; 0 of a storage, which is asked, since it may be given other memory
-    owner  of device bytes: the compute lane that may use them again once they are freed
-    after  of host bytes that were freed and are used again: the copy that may still read them
+    data   on the device: the storage, until the bytes are freed; None in simulations
+    at     on the host: the address; 0 for a storage, whose address may change
+    owner  on the device: the compute lane that reuses the bytes once they are freed
+    after  on the host, of reused bytes: the copy that may still read them
     """
 
     __slots__ = ("after", "at", "data", "name", "nbytes", "owner", "place")
@@ -78,19 +81,19 @@ class Buf:
 
 
 class Lanes:
-    """`Lanes` are the streams of compute and of copies that a schedule gives its work to."""
+    """`Lanes` are the streams of compute and of copies that a schedule enqueues work on."""
 
-    at_once = False  # whatever a lane is given is over before the next
+    synchronous = False  # whether each call returns after its work is done
 
     def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
-        """New bytes; those on the device belong to the compute lane, which may still be reading
-        them. Host bytes can have an `after`.  Raises NoRoomError when the host budget is used up.
+        """Allocate a buffer. Device bytes belong to the compute lane, earlier work of which may still read them; host
+        bytes may have an `after`.  Raises NoRoomError when the host budget is used up.
         """
         raise NotImplementedError
 
     def free(self, buf: Buf) -> None:
-        """Give bytes back. On the device that is a write on the compute lane; host bytes carry
-        `after` to their next user.
+        """Free a buffer. For device bytes that is a write on the compute lane; host bytes keep `after` for their next
+        user.
         """
         raise NotImplementedError
 
@@ -103,11 +106,10 @@ class Lanes:
         ready: Event | None = None,
         after: Event | None = None,
     ) -> Event | None:
-        """Enqueue a copy of each source to its offset (bytes) in the target, once the lane has waited for `ready`, a
-        point of compute, and for `after`. ready None: for all that compute has been given.   -> the point at which it
-        is over, None if it is already
+        """Enqueue a copy of each source to its offset (bytes) in the target, after `ready`, a point of compute, and
+        `after`. ready None: after all work that compute has now.   -> the end of the copy, None if it is over
         """
-        if not self.at_once:
+        if not self.synchronous:
             ready = ready or self.record("compute")
             self.wait(lane, ready)
             if after is not None and not after.is_before(ready):
@@ -117,17 +119,17 @@ class Lanes:
     def move(
         self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
     ) -> Event | None:
-        """`copy`, waiting for nothing."""
+        """`copy` without waits."""
         raise NotImplementedError
 
     def record(self, lane: Lane) -> Event:
-        """The point that the lane has been filled up to."""
+        """The point after all work that the lane has now."""
         raise NotImplementedError
 
     def wait(self, lane: Lane, event: Event) -> None:
-        """All that the lane is given from here on runs after the event."""
+        """Work that the lane is given from here on runs after the event."""
         raise NotImplementedError
 
     def compute(self) -> Hashable:
-        """Which compute lane the caller is on: one thread may use several CUDA streams."""
+        """The compute lane of the caller: one thread may use several CUDA streams."""
         return "compute"

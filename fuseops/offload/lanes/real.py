@@ -1,4 +1,4 @@
-"""What lanes of real bytes share: buffers on their device, and host memory out of an arena."""
+"""The base of lanes that copy real bytes: buffers on their device, and host memory from an arena."""
 
 from collections.abc import Callable, Hashable
 
@@ -12,8 +12,10 @@ from .protocol import Buf, Lanes, NoRoomError, Place
 
 
 class RealLanes(Lanes):
-    """`RealLanes` copy bytes of a device; `make` brings a region of host memory, of `budget` bytes in all (None: no
-    limit).
+    """`RealLanes` copy bytes of a device.
+
+    make    allocates a region of host memory
+    budget  the most bytes of host memory; None: no limit
     """
 
     def __init__(
@@ -39,11 +41,11 @@ class RealLanes(Lanes):
 
     def free(self, buf: Buf) -> None:
         if isinstance(buf, Slab):
-            self.arena.give(buf)
+            self.arena.give_back(buf)
             return
         if buf.owner != self.compute():
-            self.hand_over(buf.owner)
+            self.make_owner_wait(buf.owner)
         buf.data = None
 
-    def hand_over(self, owner: Hashable) -> None:
-        """Another compute lane will use bytes again that this one lets go of: after all that this one was given."""
+    def make_owner_wait(self, owner: Hashable) -> None:
+        """Make another compute lane, which reuses bytes that this one frees, wait for all work of this one."""

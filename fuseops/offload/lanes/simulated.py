@@ -1,10 +1,8 @@
-"""Lanes with a simulated clock: what a schedule would cost, and whether it is ordered at all.
+"""Lanes on a simulated clock: they give the cost of a schedule, and detect races in it.
 
-Nothing is copied. Every lane has a clock in seconds and a vector clock over all lanes. An access to
-a buffer that no event orders after an earlier one that it conflicts with is an error, also when the
-clocks would have let it pass: on a GPU it is right or wrong by luck. Allocating device memory is a
-write on the compute lane, and so is freeing any, since whoever gets that memory next gets it in
-compute's order.
+Nothing is copied. Every lane has a clock in seconds and a vector clock over all lanes. Two conflicting accesses to a
+buffer that no event orders are an error, even if their times do not overlap: on a GPU the outcome would be luck.
+Allocating and freeing device memory are writes on the compute lane, since memory is reused in compute's order.
 """
 
 from __future__ import annotations
@@ -19,15 +17,15 @@ from .protocol import LANES, Buf, Event, Lane, Lanes, Place
 
 _INDEX = {lane: k for k, lane in enumerate(LANES)}
 
-Clock = tuple[int, ...]  # how many steps of each lane are known to be over
+Clock = tuple[int, ...]  # a vector clock: how many steps of each lane are known to be over
 
 
 class OrderError(FuseOpsError):
-    """No event orders two accesses to the same bytes, at least one a write."""
+    """No event orders two accesses to the same bytes, of which at least one is a write."""
 
 
 class Stamp(NamedTuple):
-    """A stamp is one access to bytes of the simulation: the step of a lane that made it."""
+    """A stamp is one access to a buffer: a step of a lane."""
 
     lane: Lane
     step: int
@@ -35,29 +33,29 @@ class Stamp(NamedTuple):
 
 
 class SimulatedBuf(Buf):
-    """A `SimulatedBuf` is a buffer of the simulation, and knows who touched it last."""
+    """A `SimulatedBuf` is a buffer with its last accesses."""
 
     __slots__ = ("before", "freed", "holders", "read", "slab", "written")
 
     def __init__(self, name: str, nbytes: int, place: Place, slab: Slab | None) -> None:
         super().__init__(name, nbytes, place)
         self.slab = slab
-        self.holders = 1  # frees until it is gone
+        self.holders = 1  # reference count
         self.freed = False
-        self.before: list[Stamp] = []  # by those who had the same bytes earlier
+        self.before: list[Stamp] = []  # accesses to the same bytes by earlier buffers
         self.written: Stamp | None = None
         self.read: dict[Lane, Stamp] = {}  # the last read of each lane
 
     def accesses(self) -> list[Stamp]:
-        """All that a write has to come after."""
+        """The accesses that a write must be ordered after."""
         return [*self.before, *self.read.values(), *([self.written] if self.written else [])]
 
 
 class Wait(NamedTuple):
-    """A `Wait` says which lane stood still for which other, and from when to when.
+    """A `Wait` is the time that one lane waited for another.
 
-    implied  the lane knew all this already, by other events: the edge adds no order
-    what     the work that was waited for
+    implied  earlier events implied this order already
+    what     the work that the lane waited for
     """
 
     lane: Lane
@@ -79,7 +77,7 @@ class Busy(NamedTuple):
 
 
 class SimulatedEvent(Event):
-    """A `SimulatedEvent` is a point of a lane: when it is passed, what is over then, and the last work before it."""
+    """A `SimulatedEvent` is a point of a lane: its time, its vector clock, and the last work before it."""
 
     __slots__ = ("clock", "seconds", "work")
 
@@ -89,7 +87,7 @@ class SimulatedEvent(Event):
 
 
 class Level(NamedTuple):
-    """A `Level` is the bytes of memory in use from one second on, and the name of what changed them."""
+    """A `Level` is the bytes of memory in use from a time on, and the name of what changed them."""
 
     seconds: float
     nbytes: int
@@ -104,10 +102,9 @@ def _as_given(lane: Lane, cost: float, duplex: bool) -> float:
 
 
 class SimulatedLanes(Lanes):
-    """Runs a schedule on simulated clocks.
+    """`SimulatedLanes` run a schedule on simulated clocks.
 
-    cost      seconds for (lane, cost as the schedule gives it, whether the other copy lane is busy
-              when this one begins); by default the cost is seconds already
+    cost      (lane, cost of the op, whether the other copy lane is busy at its start) -> seconds; by default the cost
     resident  bytes on the device before the schedule begins
     budget    bytes of host memory, None for no limit
     """
@@ -133,21 +130,21 @@ class SimulatedLanes(Lanes):
         buf.owner = self.compute()
         if slab is not None:
             buf.after = slab.after
-            buf.before = self._left_in(slab)
+            buf.before = self._earlier_accesses(slab)
         else:
             self._access("compute", (), (buf,), f"alloc {name}")
             self._count(nbytes, name)
         return buf
 
     def hold(self, buf: SimulatedBuf) -> None:
-        """Somebody else holds these device bytes too: they are gone after one more `free`."""
+        """Add a reference to device bytes: they are freed after one more `free`."""
         buf.holders += 1
 
     def free(self, buf: Buf) -> None:
         buf = simulated(buf)
         if buf.slab is not None:
             buf.slab.after = buf.after
-            self.arena.give(buf.slab)
+            self.arena.give_back(buf.slab)
             self._ghosts.append(buf)
             buf.freed = True
             return
@@ -167,7 +164,7 @@ class SimulatedLanes(Lanes):
     ) -> None:
         name = name or ", ".join(dict.fromkeys(buf.name for buf in (*writes, *reads)))
         self._access(lane, [simulated(b) for b in reads], [simulated(b) for b in writes], name)
-        start = max(self.now[lane], self.now["host"])  # it cannot start before it was issued
+        start = max(self.now[lane], self.now["host"])  # not before the host issued it
         other: Lane = "h2d" if lane == "d2h" else "d2h"
         self.now[lane] = start + self._cost(lane, cost, self.now[other] > start)
         nbytes = sum(buf.nbytes for buf in writes)
@@ -179,7 +176,7 @@ class SimulatedLanes(Lanes):
         clock, work = tuple(self._clocks[lane]), self._last.get(lane)
         event = SimulatedEvent(lane, self.now[lane], clock, work)
         if lane == "compute":
-            event.awaited(self.compute())
+            event.mark_waited(self.compute())
         return event
 
     def wait(self, lane: Lane, event: Event) -> None:
@@ -189,8 +186,8 @@ class SimulatedLanes(Lanes):
         implied = all(known >= new for known, new in zip(clock, event.clock, strict=True))
         self._clocks[lane] = [max(pair) for pair in zip(clock, event.clock, strict=True)]
         if lane == "compute":
-            event.awaited(self.compute())
-        self._stand(lane, event.lane, event.seconds, implied, event.work)
+            event.mark_waited(self.compute())
+        self._stall(lane, event.lane, event.seconds, implied, event.work)
 
     def move(
         self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
@@ -198,23 +195,23 @@ class SimulatedLanes(Lanes):
         self.op(lane, sources, [target], target.nbytes)
         return self.record(lane)
 
-    def stand_behind(self, lane: Lane) -> None:
-        """Compute copies something of its own, once the copies that the lane has been given are over. They are not
-        ordered by that: it is how the engine that copies works.
+    def stall_behind(self, lane: Lane) -> None:
+        """Stall compute, which needs the copy engine, until the copies of the lane are over. This is no ordering by an
+        event.
         """
-        self._stand("compute", lane, self.now[lane], False, self._last.get(lane))
+        self._stall("compute", lane, self.now[lane], False, self._last.get(lane))
 
     # --- inside
 
-    def _stand(self, lane: Lane, on: Lane, until: float, implied: bool, work: Busy | None) -> None:
-        """A lane does nothing until then."""
+    def _stall(self, lane: Lane, on: Lane, until: float, implied: bool, work: Busy | None) -> None:
+        """A lane waits until a time."""
         before = self.now[lane]
         self.now[lane] = max(before, until)
         what = "" if work is None else work.name
         self.waits.append(Wait(lane, on, before, self.now[lane], implied, what))
 
     def _issue(self, lane: Lane) -> None:
-        """Whatever the host did before it gives a lane something to do is over by then."""
+        """Order a lane after all that the host did before it issued the work."""
         host, clock = self._clocks["host"], self._clocks[lane]
         self._clocks[lane] = [max(pair) for pair in zip(clock, host, strict=True)]
 
@@ -250,16 +247,16 @@ class SimulatedLanes(Lanes):
                     f"{stamp.lane} has to wait for an event of {other.lane} first."
                 )
 
-    def _left_in(self, slab: Slab) -> list[Stamp]:
-        """Accesses to these host bytes by those who had them before."""
-        end, found = slab.offset + slab.room, []
+    def _earlier_accesses(self, slab: Slab) -> list[Stamp]:
+        """The accesses of earlier buffers to these host bytes."""
+        end, found = slab.offset + slab.capacity, []
         for ghost in list(self._ghosts):
             old = ghost.slab
             if old is None or old.region != slab.region:
                 continue
-            if old.offset < end and slab.offset < old.offset + old.room:
+            if old.offset < end and slab.offset < old.offset + old.capacity:
                 found += ghost.accesses()
-                if slab.offset <= old.offset and old.offset + old.room <= end:
+                if slab.offset <= old.offset and old.offset + old.capacity <= end:
                     self._ghosts.remove(ghost)
         return found
 
@@ -269,7 +266,7 @@ class SimulatedLanes(Lanes):
 
 
 def simulated(buf: Buf) -> SimulatedBuf:
-    """The same buffer, which has to be one of a simulation."""
+    """The buffer, typed.  Raises FuseOpsError for one that is not simulated."""
     if not isinstance(buf, SimulatedBuf):
         raise FuseOpsError(f"simulated lanes know only their own buffers, got {buf!r}.")
     return buf

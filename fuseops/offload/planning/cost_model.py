@@ -1,10 +1,10 @@
-"""A fast prediction of what the schedule will do with a choice: the planner asks it thousands of
-times, and the schedule itself only once, at the end.
+"""A fast prediction of what the schedule does with a choice. The planner calls it thousands of times, and simulates the
+schedule only once, at the end.
 
-Where events stand in the step does not depend on the choice; only stalls do. So they are laid out
-once, and a prediction is one pass over those of the chosen tensors. Small tensors of a call, which
-share a transfer, each bear their part of its cost; copies cost what they do while the other
-direction is idle. The simulation that a plan reports knows better in both.
+The positions of events do not depend on the choice; only stalls do. So events are laid out once, and a prediction is
+one pass over those of the chosen tensors. There are two simplifications, which the simulation does not make: small
+tensors of a call, which share a transfer, each take their part of its time; and copies take their time with the other
+direction idle.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from fuseops.offload.lanes.arena import aligned
 from .hardware import Hardware
 from .profile import Profile
 from .simulate import LinkSettings
-from .timetable import AGAIN, BEHIND, FETCH, LAST, RELEASE, SEND, Hole, Timetable
+from .timetable import AGAIN, FETCH, HOST_COPY, LAST, RELEASE, SEND, Hole, Timetable
 
 
 class Choice(NamedTuple):
-    """A choice says which saved tensors leave and which are recomputed, by index into the model's `items` and
-    `groups`.
-    """
+    """A choice is what to offload and what to recompute: indices into the model's `items` and `groups`."""
 
     leave: frozenset[int]
     drop: frozenset[int]
@@ -33,7 +31,7 @@ class Choice(NamedTuple):
 class Prediction(NamedTuple):
     """A prediction is the time and the peak of a step under a choice.
 
-    late     item -> seconds that compute stood still for it
+    late     item -> seconds that compute waited for it
     top      position of the peak
     """
 
@@ -47,12 +45,12 @@ class Prediction(NamedTuple):
 
 
 class CostModel:
-    """A cost model predicts what each choice costs, of one profile on one machine under one schedule.
+    """A cost model predicts the cost of choices for one profile, machine and schedule.
 
-    items   indices into `profile.saved` of what one decision is for: the tensors of one name, as
-            far as the schedule can move them; micro-batches have the same names
+    items   one for each decision: indices into `profile.saved` of the movable tensors of one name, which
+            micro-batches share
     groups  index into `profile.recompute`
-    stays   saved -> why it cannot move, of what may leave
+    immovable  saved -> why it cannot move, of what may leave
     coded   names of what leaves as codes if it leaves
     """
 
@@ -70,7 +68,7 @@ class CostModel:
         for k in timetable.movable:
             by_name[profile.saved[k].name].append(k)
         self.items = [tuple(saved) for saved in by_name.values()]
-        self.stays = timetable.stays
+        self.immovable = timetable.immovable
         self.of_saved = {k: n for n, saved in enumerate(self.items) for k in saved}
         self.nbytes = [sum(profile.saved[k].nbytes for k in saved) for saved in self.items]
         self.sent = [sum(aligned(timetable.nbytes[k]) for k in saved) for saved in self.items]
@@ -85,8 +83,8 @@ class CostModel:
             frozenset(self.of_saved[k] for k in profile.recompute[g].saved if k in self.of_saved)
             for g in self.groups
         ]
-        self.rivals = self._rivals()
-        # Small tensors of one call are one transfer: all are there when the last is.
+        self.conflicts = self._conflicts()
+        # Small tensors of one call share a transfer, and a slot: all arrive with the last.
         self.slots = {
             k: -1 - profile.saved[k].call if timetable.is_small(k) else k for k in timetable.movable
         }
@@ -121,8 +119,8 @@ class CostModel:
         ]
         return items, groups
 
-    def _rivals(self) -> list[frozenset[int]]:
-        """Of each group, the others that drop something of it too: at most one of them is chosen."""
+    def _conflicts(self) -> list[frozenset[int]]:
+        """For each group, the others that drop some of the same tensors: at most one is chosen."""
         users: dict[int, list[int]] = defaultdict(list)
         for g, group in enumerate(self.groups):
             for k in self.profile.recompute[group].saved:
@@ -135,7 +133,7 @@ class CostModel:
     # --- time
 
     def _costs(self, timetable: Timetable) -> tuple[dict[int, float], dict[int, float]]:
-        """Seconds out and back of every saved storage that can move."""
+        """Seconds of the offload and of the reload of every movable storage."""
         saved, sizes = self.profile.saved, timetable.nbytes
         out: dict[int, float] = {}
         back: dict[int, float] = {}
@@ -144,11 +142,11 @@ class CostModel:
             if timetable.is_small(k):
                 together[saved[k].call] += sizes[k]
         for k in timetable.movable:
-            nbytes = whole = sizes[k]
+            nbytes = transfer = sizes[k]
             if timetable.is_small(k):
-                whole = min(together[saved[k].call], self.settings.bundle)
-            out[k] = self.hardware.copy_seconds("d2h", whole) * nbytes / whole
-            back[k] = self.hardware.copy_seconds("h2d", whole) * nbytes / whole
+                transfer = min(together[saved[k].call], self.settings.bundle)
+            out[k] = self.hardware.copy_seconds("d2h", transfer) * nbytes / transfer
+            back[k] = self.hardware.copy_seconds("h2d", transfer) * nbytes / transfer
         return out, back
 
     def _events(self, timetable: Timetable) -> list[tuple[int, int, int, float]]:
@@ -158,15 +156,15 @@ class CostModel:
         for order, (kind, saved, position) in enumerate(timetable.events):
             found.append(((position, order), kind, self.of_saved[saved], saved))
         for g, group in enumerate(self.groups):
-            for call, at in self.profile.made_again(self.profile.recompute[group]).items():
+            for call, at in self.profile.recomputed_at(self.profile.recompute[group]).items():
                 found.append(((at, len(timetable.events)), AGAIN, g, call))
         for at, op in enumerate(self.profile.ops):
             if op.from_host:
-                found.append(((at, len(timetable.events)), BEHIND, 0, 0))
-        # an op that copies waits first for what travels to it
-        begun = [end - op.seconds for end, op in zip(clock[1:], self.profile.ops, strict=True)]
+                found.append(((at, len(timetable.events)), HOST_COPY, 0, 0))
+        # an op that copies from the host waits for its transfers between ranks first
+        started = [end - op.seconds for end, op in zip(clock[1:], self.profile.ops, strict=True)]
         return [
-            (kind, k, saved, begun[p] if kind == BEHIND else clock[p])
+            (kind, k, saved, started[p] if kind == HOST_COPY else clock[p])
             for (p, _), kind, k, saved in sorted(found)
         ]
 
@@ -183,9 +181,9 @@ class CostModel:
         for kind, item, k, base in self.events:
             if kind == AGAIN:
                 if item in drop:
-                    recompute += self.profile.recompute[self.groups[item]].each
+                    recompute += self.profile.recompute[self.groups[item]].seconds_per_call
                 continue
-            if kind == BEHIND:
+            if kind == HOST_COPY:
                 wait = back_free - base - stall - recompute
                 if wait > 0.0:
                     stall += wait
@@ -217,21 +215,21 @@ class CostModel:
                     host -= aligned(sizes[k])
         return stall, recompute, host_peak, late
 
-    def stalls_of_more(self, choice: Choice) -> list[float]:
-        """About how many seconds each item would add, did it leave too.
+    def added_stalls(self, choice: Choice) -> list[float]:
+        """An estimate of the seconds that each item would add if it were offloaded too.
 
-        It stands behind what is on its lane before it, and delays what comes after it, as far as
-        gaps on the lane and slack before the next wait do not take that up.
+        An item waits for earlier copies on its lane and delays later ones, less gaps on the lane and slack before the
+        next wait.
         """
-        wanted: dict[int, dict[int, float]] = {SEND: {}, FETCH: {}}  # lane -> saved -> when
+        deadline: dict[int, dict[int, float]] = {SEND: {}, FETCH: {}}  # lane -> saved -> when
         queue: dict[int, list[tuple[int, int, float]]] = {SEND: [], FETCH: []}
         free = {SEND: 0.0, FETCH: 0.0}
         stall, behind = 0.0, 0
         for kind, item, k, base in self.events:
             now, leaves = base + stall, item in choice.leave
-            if kind == BEHIND:
+            if kind == HOST_COPY:
                 for _, asked, _ in queue[FETCH][behind:]:
-                    wanted[FETCH].setdefault(asked, now)
+                    deadline[FETCH].setdefault(asked, now)
                 behind = len(queue[FETCH])
             elif kind in queue:
                 start = max(free[kind], now)
@@ -240,16 +238,16 @@ class CostModel:
                     took = self.seconds_out if kind == SEND else self.seconds_back
                     free[kind] = start + took[k]
             elif kind == AGAIN:
-                each = self.profile.recompute[self.groups[item]].each
+                each = self.profile.recompute[self.groups[item]].seconds_per_call
                 stall += each if item in choice.drop else 0.0
             else:
-                wanted[SEND if kind == RELEASE else FETCH].setdefault(k, now)
+                deadline[SEND if kind == RELEASE else FETCH].setdefault(k, now)
         added = [0.0] * len(self.items)
         for lane, took in ((SEND, self.seconds_out), (FETCH, self.seconds_back)):
-            spare = following = float("inf")  # what the next on the lane can be delayed by
+            spare = following = float("inf")  # slack and start of the next copy on the lane
             for item, k, start in reversed(queue[lane]):
                 done = start + took[k]
-                late = done - wanted[lane][k]
+                late = done - deadline[lane][k]
                 if item in choice.leave:
                     spare = min(max(-late, 0.0), max(following - done, 0.0) + spare)
                     following = start
@@ -261,14 +259,14 @@ class CostModel:
 
     def _drops(self, group: int) -> list[Hole]:
         saved, found = self.profile.saved, []
-        for k, nbytes in self.profile.recompute[group].gone(saved).items():
-            end = self.profile.again_at(k)
+        for k, nbytes in self.profile.recompute[group].dropped_bytes(saved).items():
+            end = self.profile.restored_at(k)
             if saved[k].held < end:
                 found.append(Hole(saved[k].held, end, nbytes))
         return found
 
     def _segments(self) -> None:
-        """Ops between two neighbouring ends of holes count by their highest."""
+        """Split the step at the ends of holes; of each segment only the op with the most bytes matters."""
         ends = {0, len(self.profile.ops)}
         for holes in (*self.holes, *self.drops):
             for hole in holes:
@@ -287,8 +285,8 @@ class CostModel:
     def _peak(self, leave: frozenset[int], drop: frozenset[int]) -> tuple[int, int]:
         change = [0] * (len(self._ends) + 1)
         away = [self._hole_places[k] for k in leave] + [self._drop_places[g] for g in drop]
-        for timetable in away:
-            for start, end, nbytes in timetable:
+        for places in away:
+            for start, end, nbytes in places:
                 change[start] += nbytes
                 change[end] -= nbytes
         best, where, absent = 0, 0, 0

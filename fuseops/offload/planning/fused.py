@@ -1,4 +1,4 @@
-"""Ops that are one kernel on CUDA and several on the CPU, by whose kernels a dry run tells what is saved."""
+"""Ops that are one kernel on CUDA and several on the CPU, whose kernels a dry run uses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _lock = threading.RLock()
 
 @contextmanager
 def fused_ops() -> Iterator[None]:
-    """Inside, RMSNorm of fakes on the CPU saves what CUDA's kernel saves, its input and a number a row. In the place of
-    torch's, since no mode is on where a checkpoint runs its function again.
+    """Inside, RMSNorm of fake CPU tensors saves what CUDA's kernel saves: its input and a number for each row. It
+    replaces torch's function, since a checkpoint runs its recomputation outside of dispatch modes.
     """
     with _lock:
         composed = torch.rms_norm
@@ -29,11 +29,11 @@ def fused_ops() -> Iterator[None]:
             weight: Tensor | None = None,
             eps: float | None = None,
         ) -> Tensor:
-            if not _is_foreign(input):
+            if not _is_fake_of_cuda(input):
                 return composed(input, normalized_shape, weight, eps)
             if torch_private.any_autocast():  # to float32, as on CUDA
-                input, weight = _widened(input), None if weight is None else _widened(weight)
-            if weight is not None and weight.dtype != input.dtype:  # no kernel for it
+                input, weight = _to_float32(input), None if weight is None else _to_float32(weight)
+            if weight is not None and weight.dtype != input.dtype:  # CUDA's kernel does not take it
                 return composed(input, normalized_shape, weight, eps)
             dims = len(normalized_shape)
             y, _ = FusedRmsNorm.apply(input, weight, dims)  # type: ignore[no-untyped-call]
@@ -47,21 +47,21 @@ def fused_ops() -> Iterator[None]:
             torch.rms_norm = composed
 
 
-def _is_foreign(x: Tensor) -> bool:
-    """Whether a CUDA kernel is to be thought of: fakes of CUDA tensors run it."""
+def _is_fake_of_cuda(x: Tensor) -> bool:
+    """Whether x stands for a CUDA tensor: fakes on CUDA run its kernel themselves."""
     if not torch_private.is_fake(x) or x.device.type != "cpu":
         return False
     if torch_private.inside_functorch() or torch_private.inside_forward_ad():
         return False
-    return x.dim() not in (4, 5) or x.is_contiguous()  # not as images whose channels are last
+    return x.dim() not in (4, 5) or x.is_contiguous()  # no channels-last images
 
 
-def _widened(t: Tensor) -> Tensor:
+def _to_float32(t: Tensor) -> Tensor:
     return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
 
 class FusedRmsNorm(torch.autograd.Function):
-    """A `FusedRmsNorm` has the name of the node that CUDA's kernel makes, by which the plan knows what it saves."""
+    """A `FusedRmsNorm` has the name of the node of CUDA's kernel, so that its saved tensors get the same names."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""What a machine can do: bandwidth of copies by size and direction, rates of arithmetic and memory.
+"""Hardware profiles: bandwidth of copies by size and direction, rates of arithmetic and memory.
 
-Measured by `Hardware.measure()` (`fuseops env --measure`), or read from a file that it wrote. Where
-no GPU is, plans are made for the shipped H200, and say so.
+They are measured by `Hardware.measure()` (`fuseops env --measure`), or read from a file that it wrote. Without a GPU,
+plans are made for the shipped H200, and say so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fuseops.errors import FuseOpsError
-from fuseops.offload.arguments import one_of
+from fuseops.offload.arguments import instance_of
 from fuseops.offload.codes import traffic
 from fuseops.words import dtype_name, plural
 
@@ -63,7 +63,7 @@ class Curve:
         if nbytes >= size or len(known) == 1:
             return took * nbytes / size
         (low, start), (high, end) = known[:2]
-        # The latency of a copy: where the first stretch meets no bytes, if noise lets it.
+        # The latency of a copy: the first segment extrapolated to 0 bytes, within bounds for noise.
         latency = max(start - (end - start) * low / (high - low), start / 8)
         known.insert(0, (0, min(latency, start)))
         above = next(k for k, (size, _) in enumerate(known) if nbytes <= size)
@@ -129,7 +129,7 @@ class Hardware:
         for f in fields(self):
             said = str(f.type)
             kind = kinds.get(said, Mapping)
-            one_of(getattr(self, f.name), kind, f"Hardware({f.name}=...)", said)
+            instance_of(getattr(self, f.name), kind, f"Hardware({f.name}=...)", said)
         if self.attention not in ATTENTION_SAVES:
             raise FuseOpsError(
                 f"Hardware(attention=...) expects one of {', '.join(ATTENTION_SAVES)}, "
@@ -169,8 +169,8 @@ class Hardware:
         attention: bool = False,
         transposing: bool = False,
     ) -> float:
-        """A roofline with a round corner: where arithmetic and bytes take alike, neither hides the
-        other wholly (grouped GEMMs on an H200 took what the root of the sum of squares says).
+        """A roofline with a round corner: where arithmetic and bytes take similar times, neither hides the other
+        wholly. The root of the sum of squares fits grouped GEMMs on an H200.
         """
         matmul = self.matmul.get(dtype) or self.matmul.get("float32") or 0.0
         rate = (self.attention_rate if attention else 0.0) or matmul
@@ -179,7 +179,7 @@ class Hardware:
         return self.launch + math.hypot(arithmetic, nbytes / (memory * 1e9))
 
     def coding_seconds(self, nbytes: int, codes: int) -> tuple[float, float]:
-        """Seconds in which a storage is encoded, and decoded: passes over the device's memory, two launches each."""
+        """Seconds to encode a storage, and to decode it: passes over device memory, with two launches each."""
         rate = self.memory * 1e9
         write, read = (2 * self.launch + moved / rate for moved in traffic(nbytes, codes))
         return write, read
@@ -224,7 +224,7 @@ class Hardware:
             raise FuseOpsError(f"cannot read a hardware profile from {path}: {error}") from None
         return cls.from_json(data.get("measured", data) if isinstance(data, dict) else {})
 
-    # --- where profiles come from
+    # --- sources of profiles
 
     @classmethod
     def h200(cls) -> Hardware:
@@ -270,7 +270,7 @@ class Hardware:
 
     @classmethod
     def slowest(cls, found: Sequence[Hardware]) -> Hardware:
-        """What each of several machines can do at least.  found: one or more, measured over the same sizes.
+        """The lowest rates of several profiles.   found: one or more, measured over the same sizes
 
         Raises FuseOpsError for curves over other sizes.
         """

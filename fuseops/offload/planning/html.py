@@ -13,7 +13,7 @@ from fuseops.explain.html import STYLE, breakable, cell, document, table, tiles
 from fuseops.offload.lanes.simulated import Level
 from fuseops.words import size
 
-from .decided import Decided
+from .plan_data import PlanData
 from .text import TIMES, facts, ranks, rows
 from .trace import slices
 
@@ -68,12 +68,12 @@ border-radius:8px;padding:8px 12px;margin:0 0 12px}
 """
 
 
-def page(plan: Decided) -> str:
+def page(plan: PlanData) -> str:
     """A whole document."""
     return document(f"Offload plan of {plan.profile.model}", "".join(_body(plan)), MORE_STYLE)
 
 
-def page_of_ranks(plans: Sequence[Decided]) -> str:
+def page_of_ranks(plans: Sequence[PlanData]) -> str:
     """A whole document for the ranks of a pipeline: a line each that leads to its plan."""
     titles, *lines = ranks(plans)
     rows, parts = [], []
@@ -96,7 +96,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
 
 
-def _numbers(plan: Decided) -> str:
+def _numbers(plan: PlanData) -> str:
     """Peak and time: what a plan is about."""
     before, after = plan.before, plan.after
     less = 100 * (1 - after.peak / before.peak) if before.peak else 0.0
@@ -115,12 +115,12 @@ def _numbers(plan: Decided) -> str:
     )
 
 
-def fragment(plan: Decided) -> str:
+def fragment(plan: PlanData) -> str:
     """The same, to be put into any page."""
     return f'<div class="fuseops"><style>{STYLE}{MORE_STYLE}</style>{"".join(_body(plan))}</div>'
 
 
-def _body(plan: Decided) -> Iterator[str]:
+def _body(plan: PlanData) -> Iterator[str]:
     yield f"<p>{escape(plan.profile.kind)} of one step on {escape(plan.hardware.name)}</p>"
     yield _numbers(plan)
     for warning in plan.warnings:
@@ -154,7 +154,7 @@ _KEY = (
 _BRACES = '<p class="key">{0-2,9} in a name stands for the layers 0, 1, 2 and 9, which are decided alike.</p>'
 
 
-def _table(plan: Decided) -> str:
+def _table(plan: PlanData) -> str:
     names = ("tensor", "bytes", "decision", "reason", *TIMES)
     words = ("tensor", "decision", "reason")
     head = "".join(cell(name, "" if name in words else "number", "th") for name in names)
@@ -182,7 +182,7 @@ class _Scale:
         return 10 + CHART * (1 - nbytes / self.nbytes)
 
 
-def _drawing(plan: Decided) -> str:
+def _drawing(plan: PlanData) -> str:
     after, before = plan.after, plan.before
     tallest = max(before.peak, after.peak, plan.limits.peak or 0)
     scale = _Scale(max(before.seconds, after.seconds), int(tallest * 1.05))
@@ -232,13 +232,13 @@ def _area(scale: _Scale, levels: Sequence[Level], seconds: float, style: str) ->
     return f'<path class="{style}" d="{"".join(points)}"/>'
 
 
-def _titles(plan: Decided) -> dict[str, str]:
+def _titles(plan: PlanData) -> dict[str, str]:
     """The titles of the lanes below the chart."""
     titles = {"layers": "layers", "stalls": "stalls", "d2h": "D2H", "h2d": "H2D"}
     return titles | ({"network": "network"} if plan.profile.network else {})
 
 
-def _lanes(plan: Decided, scale: _Scale) -> Iterator[str]:
+def _lanes(plan: PlanData, scale: _Scale) -> Iterator[str]:
     tops = {}
     for k, (lane, title) in enumerate(_titles(plan).items()):
         top = tops[lane] = CHART + 38 + k * LANE

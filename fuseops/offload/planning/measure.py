@@ -15,7 +15,7 @@ from fuseops.offload.lanes.cuda import pinned, unpin
 
 MIB = 1 << 20
 SIZES = tuple(MIB << k for k in range(0, 9, 2))  # 1 MiB to 256 MiB
-AREA = 1 << 30  # host bytes that are copied in turn: more than caches hold, as of a step
+AREA = 1 << 30  # host bytes that are copied in turn: more than caches hold, as in a step
 ROUNDS = 9
 HOT = 0.15  # seconds until power limits the clock
 Parts = Iterator[torch.Tensor]
@@ -26,10 +26,10 @@ def copy_rates(
 ) -> dict[str, tuple[tuple[int, float], ...]]:
     """(bytes, GB/s) of copies out, back and both ways at once, over SIZES.
 
-    meet  waits until all who measure are there, so that they copy at the same time
+    meet  a barrier of all ranks that measure, so that they copy at the same time
     """
     here = torch.device("cuda", torch.cuda.current_device())
-    areas = [pinned(AREA) for _ in range(2)]  # as copies of a step have it
+    areas = [pinned(AREA) for _ in range(2)]  # as in a step
     try:
         return _copy_rates(areas, here, meet)
     finally:
@@ -110,7 +110,7 @@ def launch_seconds() -> float:
     """Seconds from one kernel to the next, where kernels wait for each other and not for the host."""
     kernels, one = 50, torch.ones((), device="cuda")
     works = ((torch.cuda.current_stream(), lambda: one.add_(1)),)
-    # cycles, about 10 us for each: the host has launched them by then
+    # cycles, about 10 us for each kernel, in which the host launches it
     return _digits(_seconds(works, kernels, partial(torch_private.occupy_device, 20_000 * kernels)))
 
 
@@ -164,10 +164,10 @@ def _seconds(
 
 
 def _hot_seconds(work: Callable[[], object]) -> float:
-    """Seconds of one call once the device is as hot as in training: HOT seconds of calls before it."""
+    """Seconds of one call on a device as hot as in training, after HOT seconds of calls."""
     repeat = max(2, int(HOT / _seconds(((torch.cuda.current_stream(), work),), 1)))
     start, stop = event(), event()
-    for mark in (stop, start):  # all the same without a pause, but only the second time counts
+    for mark in (stop, start):  # twice without a pause; only the second time counts
         mark.record()
         for _ in range(repeat):
             work()

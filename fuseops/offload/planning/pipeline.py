@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from fuseops.errors import FuseOpsError
-from fuseops.offload.arguments import one_of
+from fuseops.offload.arguments import instance_of
 
 from .hardware import Hardware
 from .plan import OffloadPlan, plan_profile
@@ -25,8 +25,8 @@ from .profile import LayerCall, Profile, ProfiledOp, Saved
 from .simulate import DEFAULT, LinkSettings
 from .turns import BACKWARD, FORWARD, INPUT, WEIGHT, Pipeline, Turn, turns
 
-PRODUCTS = ("Linear", "GroupedLinear")  # whose weight gradients a stage may delay
-# a name of torch's own: what a stage received is a leaf to it
+PRODUCTS = ("Linear", "GroupedLinear")  # ops whose weight gradients a stage may delay
+# a name by a grad_fn: a tensor that a stage received is a leaf there
 MADE_BY = re.compile(r"\.\w+Backward\d*\.(\d+)$")
 HELD = "held until its weight gradient is computed"
 RECEIVED = "received from another stage, whose buffer the pipeline keeps"
@@ -40,9 +40,9 @@ class StageOps(NamedTuple):
     backward: range
 
 
-def parts(profile: Profile, stages: int) -> list[StageOps]:
-    """The model in stages of as equal numbers of layers as can be; what comes before the first layer
-    belongs to the first stage, what comes after the last (head, loss) to the last.
+def split_stages(profile: Profile, stages: int) -> list[StageOps]:
+    """Divide the model into stages of nearly equal numbers of layers. Ops before the first layer belong to the first
+    stage, those after the last layer (head, loss) to the last.
 
     Raises FuseOpsError when there are fewer layers than stages, or micro-batches already.
     """
@@ -68,7 +68,7 @@ class Stages:
 
     def __init__(self, profile: Profile, pipeline: Pipeline) -> None:
         self.profile, self.pipeline = profile, pipeline
-        self.parts = parts(profile, pipeline.stages)
+        self.parts = split_stages(profile, pipeline.stages)
 
     def ops(self, turn: Turn) -> range:
         """Positions in the whole step."""
@@ -76,7 +76,7 @@ class Stages:
         return part.forward if turn.way == FORWARD else part.backward
 
     def needs(self, turn: Turn) -> list[Turn]:
-        """What is over before a turn begins."""
+        """The turns that end before a turn begins."""
         way, micro_batch, stage = turn
         if way == WEIGHT:
             return [turn._replace(way=INPUT)]
@@ -86,7 +86,7 @@ class Stages:
         return [Turn(FORWARD if last else BACKWARD, micro_batch, stage if last else stage + 1)]
 
     def share(self, turn: Turn) -> float:
-        """What a turn takes of the time of its ops."""
+        """The share of the time of its ops that a turn takes."""
         weight = self.pipeline.weight_share
         return {INPUT: 1 - weight, WEIGHT: weight}.get(turn.way, 1.0)
 
@@ -104,7 +104,7 @@ class Stages:
 
 
 def starts(profile: Profile, pipeline: Pipeline) -> dict[Turn, float]:
-    """When each turn begins: as soon as its rank is free and what it needs has come."""
+    """When each turn begins: as soon as its rank is free and the turns that it needs are over."""
     order = {rank: turns(pipeline, rank) for rank in range(pipeline.ranks)}
     stages = Stages(profile, pipeline)
     done: dict[Turn, float] = {}
@@ -123,7 +123,7 @@ def starts(profile: Profile, pipeline: Pipeline) -> dict[Turn, float]:
         turn = order[rank].pop(0)
         began[turn] = start
         done[turn] = free[rank] = start + stages.seconds(turn)
-        if turn.way == INPUT:  # to who waits for the gradient, it is as good as the whole
+        if turn.way == INPUT:  # it gives the gradient that other stages wait for
             done[turn._replace(way=BACKWARD)] = done[turn]
     return began
 
@@ -159,11 +159,11 @@ class _RankStep:
             now = began[turn] + stages.seconds(turn)
 
     def profile(self) -> Profile:
-        """The step as any other."""
+        """The profile of the step."""
         saved, calls = self._copies()
-        held, change = self._kept()
+        held, change = self._resident_bytes()
         for s in saved:
-            if s.why != RECEIVED:  # among the buffers
+            if s.why != RECEIVED:  # those are in the buffers
                 change[s.at] += s.nbytes
                 change[s.freed] -= s.nbytes
         done = []
@@ -189,7 +189,7 @@ class _RankStep:
             )
 
     def _ops_of(self, turn: Turn) -> Iterator[ProfiledOp]:
-        """What travels between ranks does in the input half."""
+        """The ops of a turn. Transfers between ranks belong to the input half."""
         ops, share, first = self.stages.ops(turn), self.stages.share(turn), self.at[turn]
         for p in ops:
             op = self.whole.ops[p]
@@ -198,21 +198,21 @@ class _RankStep:
             nbytes = self.temporary[p] if turn.way != WEIGHT else 0
             yield op._replace(seconds=op.seconds * part, resident=nbytes, join=join)
 
-    def _kept(self) -> tuple[int, dict[int, int]]:
-        """Bytes that a rank has all the time, and changes by position of what torch's stages keep: a buffer for each
-        micro-batch and direction in which something comes, and what a stage has sent on until its backward.
+    def _resident_bytes(self) -> tuple[int, dict[int, int]]:
+        """Bytes that a rank holds throughout, and changes by position of what torch's stages hold: a receive buffer for
+        each micro-batch and direction, and what a stage has sent until its backward.
         """
         mine, parts = {turn.stage for turn in self.at}, self.stages.parts
         layers = sum(len(parts[stage].layers) for stage in mine)
-        came = [sum(s.nbytes for s in self.whole.saved if _received(part, s)) for part in parts]
-        came.append(0)  # nobody comes after the last
-        buffers = self.pipeline.micro_batches * sum(came[s] + came[s + 1] for s in mine)
+        received = [sum(s.nbytes for s in self.whole.saved if _received(part, s)) for part in parts]
+        received.append(0)  # there is no stage after the last
+        buffers = self.pipeline.micro_batches * sum(received[s] + received[s + 1] for s in mine)
         change: dict[int, int] = defaultdict(int)
         for turn in self.at:
             if turn.way == FORWARD:
                 end = self.at[turn] + len(parts[turn.stage].forward)
-                change[end] += came[turn.stage + 1]
-                change[self._backward(turn)] -= came[turn.stage + 1]
+                change[end] += received[turn.stage + 1]
+                change[self._backward(turn)] -= received[turn.stage + 1]
         return self.lasting * layers // len(self.whole.calls) + buffers, change
 
     def _backward(self, turn: Turn) -> int:
@@ -228,7 +228,7 @@ class _RankStep:
         for turn in sorted(forwards, key=lambda t: self.at[t]):
             part, weight = self.stages.parts[turn.stage], self.at.get(turn._replace(way=WEIGHT))
             at = self.at[turn], self._backward(turn)
-            copy = _Copy(part, turn.micro_batch, *at, len(calls), weight)
+            copy = _PlacedStage(part, turn.micro_batch, *at, len(calls), weight)
             calls += [copy.call(self.whole.calls[k]) for k in part.layers]
             for s in self.whole.saved:
                 if s.call in part.layers:
@@ -241,8 +241,8 @@ def _received(part: StageOps, s: Saved) -> bool:
     return s.call in part.layers and 0 <= s.made < part.forward.start
 
 
-class _Copy(NamedTuple):
-    """A `_Copy` is one part of the profile, placed in the step of a rank for one micro-batch."""
+class _PlacedStage(NamedTuple):
+    """A `_PlacedStage` is the profile of one stage, placed in the step of a rank for one micro-batch."""
 
     part: StageOps
     micro_batch: int
@@ -305,7 +305,7 @@ class _Copy(NamedTuple):
 
 
 def _lasting_and_temporary(profile: Profile) -> tuple[int, list[int]]:
-    """Takes the bytes of a whole step apart, beside saved storages: what lasts, and temporaries of each op."""
+    """Splits the bytes of a step without saved storages: those that last, and temporaries of each op."""
     alive = [0] * (len(profile.ops) + 1)
     for s in profile.saved:
         alive[s.at] += s.nbytes
@@ -333,7 +333,7 @@ def plan_pipeline(
 
     Raises FuseOpsError for a pipeline that there is not, or that the profile has too few layers for.
     """
-    one_of(
+    instance_of(
         profile, Profile, "plan_pipeline(profile, ...)", "a step's profile, such as plan.profile"
     )
     began = starts(profile, pipeline)

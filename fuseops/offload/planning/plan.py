@@ -1,5 +1,5 @@
-"""A plan: for every saved tensor whether it stays, leaves or is made again, with the reason, and what
-the step will cost. Here it is made, of a model or of a step that was profiled.
+"""Makes plans: for every saved tensor whether it is kept, offloaded or recomputed, with the reason, and the predicted
+cost of the step. A plan is made for a model, or for a step that was profiled.
 
     plan = offload.plan(model, batch, peak="11GiB")
     print(plan.explain())
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs
-from fuseops.offload.arguments import one_of, parse_bytes, whole_number
+from fuseops.offload.arguments import instance_of, parse_bytes, whole_number
 from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
 from fuseops.offload.schedule import DISPATCH, KEEP, OFFLOAD, QUANTIZE, RECOMPUTE
 from fuseops.ops import scopes
@@ -30,8 +30,8 @@ from fuseops.words import size
 
 from . import html, text, trace
 from .cost_model import Choice, CostModel
-from .decided import Decided, PlannedTensor
 from .hardware import Hardware
+from .plan_data import PlanData, PlannedTensor
 from .planner import NOTHING, UNLIMITED, Limits, solve
 from .profile import Profile, Recompute
 from .record import ProfiledStep
@@ -41,15 +41,23 @@ from .step import record as recorded
 
 log = logging.getLogger("fuseops.offload")
 
-LAGS = (2, 3, 4)  # tried where no settings are given,
-FEW = 2000  # ... for so many saved tensors; more are planned for the one in the middle
-NEAR = 16 << 20  # bytes too many that are much the same where nothing fits
-SLOWER = (1.0, 1.01, 1.02, 1.05, 1.1, 1.3, 2.0)  # of copies, until the simulation has no stall
-STALL = 1e-6  # seconds that are none
-CODED = (0.125, 0.25, 0.5, 0.75, 1.0)  # shares of what may be rounded that are tried
+LAGS = (2, 3, 4)  # tried where no settings are given
+MAX_SAVED_FOR_LAGS = 2000  # with more saved tensors only the lag in the middle is tried
+EXCESS_UNIT = 16 << 20  # bytes over the budget are compared in these units
+SLOWDOWNS = (
+    1.0,
+    1.01,
+    1.02,
+    1.05,
+    1.1,
+    1.3,
+    2.0,
+)  # factors for copies, tried until the simulation has no stall
+STALL = 1e-6  # seconds that count as no stall
+CODED_SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)  # tried shares of the tensors that may be rounded
 
 
-class OffloadPlan(Decided):
+class OffloadPlan(PlanData):
     """An `OffloadPlan` says what to do with every saved tensor of a step, and what that will cost."""
 
     def explain(self, every: bool = False, wide: bool = False, width: int = 100) -> str:
@@ -117,7 +125,7 @@ def plan(
     split      of a dry run: rows that data-dependent selections find, in turn
     min_bytes  smaller tensors stay
     policy     what may leave, instead of min_bytes; the rest stays or, for the peak, is made again
-    progress   is told what is done now, how many parts are done, and of how many
+    progress   called with what is done now, how many parts are done, and of how many
 
     Raises FuseOpsError for values of the wrong kind, globs that match nothing, a step without a
     backward, and in a dry run for shapes that depend on data when no split is given.
@@ -130,30 +138,34 @@ def plan(
     )
     whole_number(min_bytes, "plan(min_bytes=...), in bytes,")
     if policy is not None:
-        one_of(policy, Policy, "plan(policy=...)", "an offload.Policy")
+        instance_of(policy, Policy, "plan(policy=...)", "an offload.Policy")
     if loss is not None and not callable(loss):
         raise FuseOpsError(f"plan(loss=...) expects a function of the output, got {loss!r:.80}.")
     if progress is not None and not callable(progress):
         raise FuseOpsError(f"plan(progress=...) expects a function, got {progress!r:.80}.")
-    one_of(record, bool, "plan(record=...)", "True or False")
-    for rows in one_of(split or (), Sequence, "plan(split=...)", "a list of numbers of rows"):
+    instance_of(record, bool, "plan(record=...)", "True or False")
+    for rows in instance_of(split or (), Sequence, "plan(split=...)", "a list of numbers of rows"):
         whole_number(rows, "plan(split=...), in rows,")
     if hardware is not None:
-        one_of(hardware, Hardware, "plan(hardware=...)", "an offload.Hardware, such as .load(path)")
+        instance_of(
+            hardware, Hardware, "plan(hardware=...)", "an offload.Hardware, such as .load(path)"
+        )
     globs = None if layers is None else as_globs(layers, "plan(layers=...)")
     if hardware is None:
         hardware = _this_machine() if torch.cuda.is_available() else Hardware.h200()
     units = layers_of(model, globs)
     step = ProfiledStep(model, sample, side, units, loss, policy or Policy(min_bytes=min_bytes))
-    told = progress or silent
-    profile = recorded(step, told) if record else dry_run(step, hardware, split)
-    told("choosing what leaves", STAGES - 1, STAGES)
+    notify = progress or silent
+    profile = recorded(step, notify) if record else dry_run(step, hardware, split)
+    notify("choosing what leaves", STAGES - 1, STAGES)
     found = plan_profile(profile, hardware, limits, layers=globs or tuple(units.values()))
-    return found if record else replace(found, lean=_lean(found, step, split))
+    return found if record else replace(found, lean=_peak_preferring_memory(found, step, split))
 
 
-def _lean(found: OffloadPlan, step: ProfiledStep, split: Sequence[int] | None) -> int:
-    """The peak of a dry run where memory is preferred, 0 where that need not be known or is no lower."""
+def _peak_preferring_memory(
+    found: OffloadPlan, step: ProfiledStep, split: Sequence[int] | None
+) -> int:
+    """The peak of a dry run that prefers memory; 0 where the budget is met without it, or it is no lower."""
     peak, hardware = found.limits.peak, found.hardware
     chooses = any(isinstance(op, Permute) for op in step.model.modules())
     if peak is None or found.before.peak <= peak or not chooses:
@@ -176,8 +188,8 @@ def plan_profile(
     *,
     layers: tuple[str, ...] = (),
 ) -> OffloadPlan:
-    """Plan for a profile that is there already.  settings: default: whichever lag serves best."""
-    lags = LAGS if len(profile.saved) <= FEW else LAGS[1:2]
+    """Plan for an existing profile.   settings: default: those with the best of several lags"""
+    lags = LAGS if len(profile.saved) <= MAX_SAVED_FOR_LAGS else LAGS[1:2]
     tried = [DEFAULT._replace(lag=lag) for lag in lags] if settings is None else [settings]
     planners = [_Planner(profile, hardware, limits, each) for each in tried]
     best, planner = min(
@@ -186,16 +198,16 @@ def plan_profile(
     return planner.plan(best, layers)
 
 
-def dropping(plan: OffloadPlan, again: Collection[tuple[str, str]]) -> OffloadPlan:
-    """The plan where this is made again too, or instead.   again: (kind, name) of groups of the profile"""
+def plan_with_dropped(plan: OffloadPlan, dropped: Collection[tuple[str, str]]) -> OffloadPlan:
+    """The plan that recomputes these groups too, or instead of others.   dropped: (kind, name) of each"""
     profile = plan.profile
     planner = _Planner(profile, plan.hardware, plan.limits, plan.settings)
     coded = frozenset(t.name for t in plan.tensors if t.decision == QUANTIZE)
     model = planner.model(coded)
     groups = {g: profile.recompute[k] for g, k in enumerate(model.groups)}
-    drop = {g for g, group in groups.items() if (group.kind, group.name) in again}
-    rivals = frozenset[int]().union(*(model.rivals[g] for g in drop))
-    drop |= {g for g, group in groups.items() if group in plan.dropped and g not in rivals}
+    drop = {g for g, group in groups.items() if (group.kind, group.name) in dropped}
+    conflicts = frozenset[int]().union(*(model.conflicts[g] for g in drop))
+    drop |= {g for g, group in groups.items() if group in plan.dropped and g not in conflicts}
     gone = frozenset[int]().union(*(model.members[g] for g in drop))
     leaves = {k for k, t in enumerate(plan.tensors) if t.decision in (OFFLOAD, QUANTIZE)}
     leave = {n for n, saved in enumerate(model.items) if n not in gone and leaves & {*saved}}
@@ -203,16 +215,20 @@ def dropping(plan: OffloadPlan, again: Collection[tuple[str, str]]) -> OffloadPl
     return planner.plan(solved._replace(free=plan.free), plan.layers)
 
 
-HOW = {"module": "with its whole layer", "op": "by its op", "dispatch": "sent again to its experts"}
-"""By kind of what is made again."""
+HOW_REGENERATED = {
+    "module": "with its whole layer",
+    "op": "by its op",
+    "dispatch": "sent again to its experts",
+}
+"""By the kind of a recomputed group, for the reason."""
 
 
-class _Solved(NamedTuple):
-    """A `_Solved` is a choice, and the step under it as the schedule itself runs it.
+class _Simulated(NamedTuple):
+    """A `_Simulated` is a choice with the simulation of its step by the schedule.
 
-    cost  what makes one better than another: fitting, then little time, then few bytes moved, or where there is no
-          budget a low peak, then the greater lag: copies have more time than they need
-    free  bytes that could leave without a stall
+    cost  compared in order: excess over the budget, seconds, bytes moved (the peak where there is no budget), and the
+          negative lag, as a greater lag leaves more time for copies
+    free  bytes that could be offloaded without a stall
     """
 
     model: CostModel
@@ -223,7 +239,7 @@ class _Solved(NamedTuple):
 
 
 class _Planner(NamedTuple):
-    """Plans one profile: a cost model, what the search finds with it, the schedule's own run as the judge, a plan."""
+    """A `_Planner` plans one profile: it searches with a cost model, and compares results by simulation."""
 
     profile: Profile
     hardware: Hardware
@@ -231,11 +247,11 @@ class _Planner(NamedTuple):
     settings: LinkSettings
 
     def model(self, coded: frozenset[str] = frozenset(), slower: float = 1.0) -> CostModel:
-        """What the search asks, where copies take `slower` times as long as they do."""
+        """The cost model of the search, with copies that take `slower` times as long."""
         return CostModel(self.profile, self.hardware.slower(slower), self.settings, coded)
 
-    def run(self, model: CostModel, choice: Choice) -> _Solved:
-        """The step under a choice."""
+    def run(self, model: CostModel, choice: Choice) -> _Simulated:
+        """Simulate the step under a choice."""
         leave = [k for item in choice.leave for k in model.items[item]]
         drop = [model.groups[g] for g in choice.drop]
         after = simulate(
@@ -245,62 +261,63 @@ class _Planner(NamedTuple):
         )
         excess = self.limits.excess(after.peak, after.host)
         nbytes = after.peak if self.limits.peak is None else after.moved
-        cost = (-(-excess // NEAR), round(after.seconds, 5), nbytes, -self.settings.lag)
-        return _Solved(model, choice, after, cost)
+        cost = (-(-excess // EXCESS_UNIT), round(after.seconds, 5), nbytes, -self.settings.lag)
+        return _Simulated(model, choice, after, cost)
 
     # --- choosing
 
-    def solve(self) -> _Solved:
-        """The best that was found."""
-        found = free = self._free()
+    def solve(self) -> _Simulated:
+        """The best choice that was found."""
+        found = free = self._solve_stall_free()
         if self.limits.peak is not None:
-            found = self._within(frozenset())
+            found = self._solve_within(frozenset())
             if free.after.peak <= self.limits.peak:
                 found = min(found, free, key=lambda s: s.cost)
-            found = self._as_codes(found)
+            found = self._try_codes(found)
         return found._replace(free=free.after.moved)
 
-    def _as_codes(self, exact: _Solved) -> _Solved:
-        """Some of what may be rounded leaves as codes, evenly over the step, where that is better than none: no more
-        of it than serves.
+    def _try_codes(self, exact: _Simulated) -> _Simulated:
+        """Try to offload shares of the tensors that may be rounded as codes, evenly over the step.   -> the best, which
+        may be `exact`
         """
         names = list(dict.fromkeys(saved.name for saved in self.profile.saved if saved.codes))
         found = exact
-        for share in CODED if names and exact.after.seconds > self.profile.seconds + STALL else ():
+        stalls = exact.after.seconds > self.profile.seconds + STALL
+        for share in CODED_SHARES if names and stalls else ():
             count = max(1, round(share * len(names)))
             some = frozenset(names[len(names) * n // count] for n in range(count))
-            found = min(found, self._within(some), key=lambda s: s.cost)
+            found = min(found, self._solve_within(some), key=lambda s: s.cost)
         return found
 
-    def _free(self) -> _Solved:
-        """All that leaves without a stall. The simulation says what that is: it knows, as the model does
-        not, that copies out and back at once are slower.
+    def _solve_stall_free(self) -> _Simulated:
+        """Offload all that causes no stall by the simulation, which, other than the cost model, knows that copies in
+        both directions at once are slower.
         """
-        for slower in SLOWER:
+        for slower in SLOWDOWNS:
             model = self.model(slower=slower)
             found = self.run(model, solve(model, Limits(None, self.limits.host)).choice)
             if found.after.stall <= STALL:
                 return found
         return self.run(model, NOTHING)
 
-    def _within(self, coded: frozenset[str]) -> _Solved:
-        """The least stall within the limits, where these names leave as codes. What bundles cost beyond the model's
-        prediction is taken off the budget.
+    def _solve_within(self, coded: frozenset[str]) -> _Simulated:
+        """The least stall within the limits, with the names in `coded` as codes. When bundles exceed the predicted
+        peak, the budget is lowered by that.
         """
         model = self.model(coded)
-        peak = asked = self.limits.peak or 0
+        peak = budget = self.limits.peak or 0
         for _ in range(3):
-            solution = solve(model, Limits(asked, self.limits.host))
+            solution = solve(model, Limits(budget, self.limits.host))
             found = self.run(model, solution.choice)
             if found.after.peak <= peak or not solution.fits:
                 break
-            asked -= found.after.peak - peak
+            budget -= found.after.peak - peak
         return found
 
     # --- the plan
 
-    def plan(self, solved: _Solved, layers: tuple[str, ...]) -> OffloadPlan:
-        """What was solved, with the reason for every saved tensor."""
+    def plan(self, solved: _Simulated, layers: tuple[str, ...]) -> OffloadPlan:
+        """The plan of a solved choice, with a reason for every saved tensor."""
         profile, model = self.profile, solved.model
         dropped = [profile.recompute[model.groups[g]] for g in sorted(solved.choice.drop)]
         result = OffloadPlan(
@@ -317,7 +334,7 @@ class _Planner(NamedTuple):
             log.info("%s: %s", profile.model, warning)
         return replace(result, warnings=warnings)
 
-    def _planned(self, solved: _Solved) -> Iterator[PlannedTensor]:
+    def _planned(self, solved: _Simulated) -> Iterator[PlannedTensor]:
         profile = self.profile
         dropped = {
             k: profile.recompute[solved.model.groups[g]]
@@ -332,15 +349,15 @@ class _Planner(NamedTuple):
                 *(decision, reason, solved.after.windows.get(k)),
             )
 
-    def _decision(self, solved: _Solved, k: int, group: Recompute | None) -> tuple[str, str]:
-        """What becomes of a saved storage, and why.  group: with which it is made again"""
+    def _decision(self, solved: _Simulated, k: int, group: Recompute | None) -> tuple[str, str]:
+        """The decision for a saved storage, and its reason.   group: with which it is recomputed, if it is"""
         model, after, saved = solved.model, solved.after, self.profile.saved[k]
         if group is not None:
             decision = DISPATCH if group.kind == "dispatch" else RECOMPUTE
-            return decision, f"{HOW[group.kind]}, {group.seconds * 1e3:.2f} ms"
+            return decision, f"{HOW_REGENERATED[group.kind]}, {group.seconds * 1e3:.2f} ms"
         if model.of_saved.get(k) in solved.choice.leave:
-            if k in after.stayed:
-                return KEEP, after.stayed[k]
+            if k in after.kept_reasons:
+                return KEEP, after.kept_reasons[k]
             if saved.codes and saved.name in model.coded:
                 share = saved.codes / saved.nbytes
                 return QUANTIZE, f"leaves as float8 codes, {share:.3f} of its bytes"
@@ -350,7 +367,7 @@ class _Planner(NamedTuple):
         if saved.why is not None:
             return KEEP, saved.why
         if k not in model.of_saved:
-            return KEEP, model.stays.get(k, "its layer has no backward")
+            return KEEP, model.immovable.get(k, "its layer has no backward")
         spare = "the link has no more room", "not needed for the peak"
         return KEEP, spare[self.limits.peak is not None]
 

@@ -1,10 +1,9 @@
-"""Chooses what leaves, what is dropped and made again, and what stays: the least stall whose peak
-fits.
+"""A search for which tensors to offload, recompute or keep: the least stall with a peak that fits.
 
-Grow: while the peak is too high, take what lowers it there, first where the link has most slack,
-then what costs least a byte. Improve: drop what is not needed, exchange what stalls. Every step is
-judged by a prediction (cost_model.py), and their number is bounded, so that a plan for ten thousand
-tensors takes less than a second and is the same on every machine.
+Grow: while the peak is too high, add moves that lower it, first where the link has most slack, then by cost for each
+byte. Improve: remove moves that are not needed, and exchange those that stall. Every step is evaluated by a prediction
+(cost_model.py). Their number is bounded, so that a plan for ten thousand tensors takes less than a second and is the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -17,19 +16,21 @@ from typing import NamedTuple
 from .cost_model import Choice, CostModel, Prediction
 
 NOTHING = Choice(frozenset(), frozenset())
-EVENTS = 1_200_000  # that all predictions of one plan may pass over, but for the first few
-SMALL = 12  # so few alternatives are tried in pairs
+MAX_EVENTS = (
+    1_200_000  # a bound on the events in all predictions of one plan, but for the first few
+)
+MAX_EXHAUSTIVE = 12  # with so few items and groups, pairs are tried exhaustively
 STARTS = 8  # numbers of recomputed layers that are tried, where predictions are cheap
 
 
 class Limits(NamedTuple):
-    """`Limits` are the most bytes to use on the device and on the host; None: as many as there are."""
+    """`Limits` are the most bytes to use on the device and on the host; None: no limit."""
 
     peak: int | None = None
     host: int | None = None
 
     def excess(self, peak: int, host: int) -> int:
-        """By how many bytes a step is beyond them."""
+        """By how many bytes a step exceeds the limits."""
         used = ((peak, self.peak), (host, self.host))
         return sum(max(nbytes - limit, 0) for nbytes, limit in used if limit is not None)
 
@@ -40,8 +41,8 @@ UNLIMITED = Limits()
 class Solution(NamedTuple):
     """A `Solution` is a choice and its prediction.
 
-    cost  what makes one better than another: bytes beyond the limits, seconds, bytes moved; where no peak asks for
-          any, much that leaves at no cost in time is better
+    cost  compared in order: bytes beyond the limits, seconds, bytes moved; without a limit on the peak more moved bytes
+          are better
     """
 
     choice: Choice
@@ -54,13 +55,13 @@ class Solution(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A move is one more saved tensor to offload, or one more group to recompute, and its price."""
+    """A move is one more item to offload, or one more group to recompute, with its price."""
 
     item: int | None
     group: int | None
     nbytes: int
-    price: float  # seconds a byte, as far as one can tell
-    crowding: float  # seconds of copies in a second of its layer
+    price: float  # estimated seconds for each byte
+    crowding: float  # seconds of copies for each second of its layer
 
     @property
     def order(self) -> tuple[float, float, int]:
@@ -72,13 +73,13 @@ def solve(model: CostModel, limits: Limits) -> Solution:
     search = _Search(model, limits)
     nothing = search.judge(NOTHING)
     if limits.peak is None:
-        search.until = search.allowed  # there is nothing else to try
+        search.soft_limit = search.allowed  # there are no other starts
         return search.improve(search.fill(nothing))
     if nothing.fits:
         return nothing
     found = search.improve(search.grow(nothing))
     if not found.fits or search.is_small:
-        other = search.improve(search.judge(search.everything()))
+        other = search.improve(search.judge(search.lowest_peak_choice()))
         found = min(found, other, key=lambda s: s.cost)
     if search.has_more and found.prediction.seconds > nothing.prediction.seconds:
         found = min(found, search.beyond_free(nothing), key=lambda s: s.cost)
@@ -92,7 +93,7 @@ def solve(model: CostModel, limits: Limits) -> Solution:
 
 
 def judge(model: CostModel, limits: Limits, choice: Choice) -> Solution:
-    """What a choice costs, and how far it is from the limits."""
+    """Predict a choice, and compare it with the limits."""
     prediction = model.predict(choice)
     excess = limits.excess(prediction.peak, prediction.host)
     moved = -prediction.host if limits.peak is None else prediction.host
@@ -103,10 +104,10 @@ class _Search:
     def __init__(self, model: CostModel, limits: Limits) -> None:
         self.model, self.limits = model, limits
         model.evaluations = 0
-        # How many predictions may be made in all, and how many until other starts are tried.
-        self.allowed = max(9, EVENTS // max(len(model.events), 1) - 20)
-        self.until = self.allowed // 4 if self.allowed > STARTS * 12 else self.allowed
-        self.is_small = len(model.items) + len(model.groups) <= SMALL
+        # The number of predictions in all, and before other starts are tried.
+        self.allowed = max(9, MAX_EVENTS // max(len(model.events), 1) - 20)
+        self.soft_limit = self.allowed // 4 if self.allowed > STARTS * 12 else self.allowed
+        self.is_small = len(model.items) + len(model.groups) <= MAX_EXHAUSTIVE
         self.time_of = _seconds_of_calls(model)
         self.by_slack = sorted(self._all_moves(), key=lambda m: (m.crowding, -m.nbytes))
 
@@ -114,18 +115,18 @@ class _Search:
         return judge(self.model, self.limits, choice)
 
     @property
-    def spent(self) -> bool:
-        return self.model.evaluations >= self.until
+    def exhausted(self) -> bool:
+        return self.model.evaluations >= self.soft_limit
 
     @property
     def has_more(self) -> bool:
         """Whether predictions are left for other starts."""
-        return self.until < self.allowed
+        return self.soft_limit < self.allowed
 
     # --- growing
 
     def grow(self, found: Solution, groups: bool = True) -> Solution:
-        """Take more until it fits, or until nothing is left that would help."""
+        """Add moves until the choice fits, or no move helps."""
         best = found
         while not found.fits and self.limits.peak is not None:
             moves = sorted(
@@ -133,14 +134,14 @@ class _Search:
             )
             if not moves:
                 break
-            taken = self._enough(moves, found.prediction.peak - self.limits.peak)
+            taken = self._take_moves(moves, found.prediction.peak - self.limits.peak)
             found = self.judge(_with(found.choice, taken, self.model))
             best = min(best, found, key=lambda s: s.cost)
         return best
 
-    def _enough(self, moves: list[Move], wanted: int) -> list[Move]:
-        """As many as it takes, in a few rounds: prices and crowding change as they are taken."""
-        rounds = 1 if self.model.evaluations * 2 > self.until else min(8, self.until // 3)
+    def _take_moves(self, moves: list[Move], wanted: int) -> list[Move]:
+        """The first moves that are enough, in a few rounds, as prices and crowding change when moves are taken."""
+        rounds = 1 if self.model.evaluations * 2 > self.soft_limit else min(8, self.soft_limit // 3)
         taken, nbytes = [], 0
         for move in moves:
             taken.append(move)
@@ -150,9 +151,9 @@ class _Search:
         return taken
 
     def _moves(self, found: Solution) -> Iterator[Move]:
-        """What would lower the peak where it is."""
+        """The moves that lower the bytes at the peak."""
         model, choice = self.model, found.choice
-        crowd, added = self._crowding(choice), model.stalls_of_more(choice)
+        crowd, added = self._crowding(choice), model.added_stalls(choice)
         items, groups = model.covers(found.prediction.top)
         dropped = frozenset(chain.from_iterable(model.members[g] for g in choice.drop))
         room = None if self.limits.host is None else self.limits.host - found.prediction.host
@@ -167,23 +168,23 @@ class _Search:
             nbytes = sum(h.nbytes for h in model.drops[g]) - sum(
                 model.nbytes[k] for k in members & choice.leave
             )
-            if not choice.drop & {g, *model.rivals[g]} and nbytes > 0:
+            if not choice.drop & {g, *model.conflicts[g]} and nbytes > 0:
                 seconds = model.profile.recompute[model.groups[g]].seconds
                 yield Move(None, g, nbytes, seconds / nbytes, 0.0)
 
     def _crowding(self, choice: Choice) -> dict[int, float]:
-        """Seconds of copies out in a second of each layer's forward."""
+        """Seconds of offload copies for each second of a layer's forward, by call."""
         load = dict.fromkeys(self.time_of, 0.0)
         for k in choice.leave:
             call = self.model.call[k]
             load[call] += self.model.out[k] / self.time_of[call]
         return load
 
-    def everything(self) -> Choice:
-        """The lowest peak there is: drop what can be dropped, the rest leaves."""
+    def lowest_peak_choice(self) -> Choice:
+        """The choice of the lowest peak: recompute all groups that can be, offload the rest."""
         model, groups, taken = self.model, set[int](), set[int]()
         for g in sorted(range(len(model.groups)), key=lambda g: -len(model.members[g])):
-            if not model.rivals[g] & groups:
+            if not model.conflicts[g] & groups:
                 groups.add(g)
                 taken |= model.members[g]
         leave, room = [], self.limits.host
@@ -194,25 +195,25 @@ class _Search:
         return Choice(frozenset(leave), frozenset(groups))
 
     def few_drops(self) -> Iterator[tuple[int, ...]]:
-        """Every one and every two groups that can be dropped together."""
+        """Every group, and every pair of groups without a conflict."""
         groups = range(len(self.model.groups))
-        pairs = (p for p in combinations(groups, 2) if p[1] not in self.model.rivals[p[0]])
+        pairs = (p for p in combinations(groups, 2) if p[1] not in self.model.conflicts[p[0]])
         yield from ((g,) for g in groups)
         yield from pairs
 
     def spread_drops(self) -> Iterator[tuple[int, ...]]:
-        """Some groups, evenly over those that lower the peak: the link is free in between."""
+        """Some of the groups that lower the peak, evenly spread, so that the link is free in between."""
         if not self.has_more:
             return
         start = self.model.predict(NOTHING)
         _, covering = self.model.covers(start.top)
         kinds = {g: self.model.profile.recompute[self.model.groups[g]].kind for g in covering}
         groups = [g for g in covering if kinds[g] == "module"]
-        share = (self.allowed - self.until) // (2 * STARTS)
+        share = (self.allowed - self.soft_limit) // (2 * STARTS)
         counts = sorted({round((n + 1) * len(groups) / STARTS) for n in range(STARTS)} | {1, 2})
         for count in counts:
             for first in (1, 2) if 0 < count <= len(groups) else ():  # in the middle, or early
-                self.until = self.model.evaluations + share
+                self.soft_limit = self.model.evaluations + share
                 places = (
                     n * len(groups) // count + len(groups) // (2 * count * first)
                     for n in range(count)
@@ -222,16 +223,16 @@ class _Search:
     # --- filling
 
     def beyond_free(self, nothing: Solution) -> Solution:
-        """All that leaves without a stall, and as little more as it takes."""
-        self.until = self.model.evaluations + (self.allowed - self.until) // 2
+        """All items that cause no stall, and as few more as needed to fit."""
+        self.soft_limit = self.model.evaluations + (self.allowed - self.soft_limit) // 2
         return self.improve(self.grow(self.fill(nothing), groups=False))
 
     def fill(self, found: Solution) -> Solution:
-        """All that leaves without a stall, where the link has most slack first."""
+        """Add items that cause no stall, those where the link has most slack first."""
         model = self.model
         pending = self.by_slack
         size = max(1, len(pending) // 8)
-        while pending and (not self.spent or size > 1):
+        while pending and (not self.exhausted or size > 1):
             batch, rest = pending[:size], pending[size:]
             tried = self.judge(_with(found.choice, batch, model))
             free = tried.prediction.stall <= found.prediction.stall + 1e-9
@@ -244,7 +245,7 @@ class _Search:
         return found
 
     def _all_moves(self) -> Iterator[Move]:
-        """One move an item, each as crowded as its layer is once the larger ones before it left."""
+        """One move for each item; its crowding counts the larger items of its layer."""
         model = self.model
         load = dict.fromkeys(self.time_of, 0.0)
         for k in sorted(range(len(model.items)), key=lambda k: -model.nbytes[k]):
@@ -255,7 +256,7 @@ class _Search:
     # --- improving
 
     def improve(self, found: Solution) -> Solution:
-        """Exchange until nothing gets better, or enough was tried."""
+        """Exchange moves until nothing improves, or the predictions are used up."""
         better: Solution | None = found
         while better is not None:
             found, better = better, self._better(better)
@@ -263,7 +264,7 @@ class _Search:
 
     def _better(self, found: Solution) -> Solution | None:
         for choice in self._neighbours(found):
-            if self.spent and not self.is_small:
+            if self.exhausted and not self.is_small:
                 return None
             tried = self.judge(choice)
             if tried.cost < found.cost:
@@ -271,9 +272,9 @@ class _Search:
         return self._without_a_group(found)
 
     def _without_a_group(self, found: Solution) -> Solution | None:
-        """Let more leave instead of a recomputation."""
+        """Offload more instead of recomputing one group."""
         for g in sorted(found.choice.drop):
-            if self.spent and not self.is_small:
+            if self.exhausted and not self.is_small:
                 return None
             leave, drop = found.choice
             tried = self.grow(self.judge(Choice(leave, drop - {g})), groups=False)
@@ -282,7 +283,7 @@ class _Search:
         return None
 
     def _neighbours(self, found: Solution) -> Iterator[Choice]:
-        """Without one, with one more, with one for another: what stalls most goes first."""
+        """Choices with one move less, one more, or one exchanged; the ones that stall most first."""
         model, (leave, drop) = self.model, found.choice
         late = found.prediction.late
         chosen = sorted(leave, key=lambda k: (-late.get(k, 0.0), model.nbytes[k]))
@@ -300,7 +301,7 @@ class _Search:
                 yield Choice(leave - {k} | {other_k}, drop)
         for g in range(len(model.groups)):
             if g not in drop:
-                yield Choice(leave - model.members[g], drop - model.rivals[g] | {g})
+                yield Choice(leave - model.members[g], drop - model.conflicts[g] | {g})
 
 
 def _with(choice: Choice, moves: Iterable[Move], model: CostModel) -> Choice:
@@ -315,9 +316,7 @@ def _with(choice: Choice, moves: Iterable[Move], model: CostModel) -> Choice:
 
 
 def _seconds_of_calls(model: CostModel) -> dict[int, float]:
-    """Of every call: the seconds from the begin of its forward to that of the next, or to its
-    backward.
-    """
+    """By call: the seconds from the begin of its forward to the next boundary."""
     profile = model.profile
     clock, found = profile.clock, {}
     starts = [*(b.position for b in profile.boundaries), len(profile.ops)]

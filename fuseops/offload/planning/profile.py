@@ -1,7 +1,7 @@
-"""What one training step saves and when: the data that plans are made of. Pure.
+"""Profiles: what one training step saves and when, the input of the planner. Pure.
 
-A position is a point between two ops: position p is after p ops were issued. Ops are those that do
-work on the device, in the order of the step, forward and backward.
+A position is a point between two ops: position p is after p ops were issued. Ops are those that do work on the device,
+forward and backward, in order.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class ProfiledOp(NamedTuple):
 
     seconds    on the device, measured or estimated
     resident   bytes on the device while it runs, at most, with nothing offloaded
-    lane       "compute", or "network": what travels between ranks, beside what compute does next
-    join       of the network: position of the op that waits for it; -1: nobody does before the end of the step
-    from_host  it copies from the host itself, behind all that comes back by then: one engine copies in order
+    lane       "compute", or "network" for transfers between ranks, which overlap with compute
+    join       of the network: position of the op that waits for it; -1: none before the end of the step
+    from_host  it copies from the host itself, after all earlier reloads, as one engine copies in order
     """
 
     name: str
@@ -33,8 +33,8 @@ class ProfiledOp(NamedTuple):
     from_host: bool = False
 
 
-class Again(NamedTuple):
-    """An `Again` says that another call of a layer saves the same storage once more: as its input, say."""
+class Resave(NamedTuple):
+    """A `Resave` says that another call of a layer saves the same storage too, for example as its input."""
 
     call: int
     at: int
@@ -47,12 +47,12 @@ class Saved(NamedTuple):
     call    index of the layer call that saves it, -1 outside of all
     made    position at which its storage was made, -1 before the step
     at      position at which it is saved
-    held    position from which autograd alone holds it: freed any earlier, nothing is won
+    held    position from which autograd alone holds it: a release before that frees nothing
     read    position at which the backward reads it first
-    freed   position at which it is gone, when nothing is offloaded
-    why     why it stays whatever a plan says; None: it may leave
-    again   by which other calls it is saved too
-    codes   bytes that it would take as codes; 0: it is not to be rounded
+    freed   position at which it is freed, when nothing is offloaded
+    why     why no plan can move it; None: it may be offloaded
+    again   other calls that save it too
+    codes   its bytes as codes; 0: it must not be rounded
     """
 
     name: str
@@ -67,7 +67,7 @@ class Saved(NamedTuple):
     read: int
     freed: int
     why: str | None = None
-    again: tuple[Again, ...] = ()
+    again: tuple[Resave, ...] = ()
     codes: int = 0
 
     @property
@@ -92,7 +92,7 @@ class LayerCall(NamedTuple):
 
 
 class Recompute(NamedTuple):
-    """A `Recompute` is a group of saved storages that can be dropped together, and what it costs to make them again."""
+    """A `Recompute` is a group of saved storages that can be dropped together, and the cost of recomputing them."""
 
     name: str
     # "op": fields that the op declares; "dispatch": what arrived at experts, sent again; "module": a whole layer, by
@@ -104,21 +104,24 @@ class Recompute(NamedTuple):
     instead: tuple[int, ...] = ()  # bytes that are saved in the place of each
 
     @property
-    def each(self) -> float:
+    def seconds_per_call(self) -> float:
         """Seconds of one call."""
         return self.seconds / self.calls
 
-    def gone(self, saved: Sequence[Saved]) -> dict[int, int]:
-        """Index -> bytes that are not there.   saved: of the profile"""
+    def dropped_bytes(self, saved: Sequence[Saved]) -> dict[int, int]:
+        """Index -> bytes that dropping saves.   saved: of the profile"""
         instead = self.instead or (0,) * len(self.saved)
         return {
             k: max(saved[k].nbytes - held, 0) for k, held in zip(self.saved, instead, strict=True)
         }
 
 
-class Happening(NamedTuple):
-    """A happening is one event between two ops of a profile: what happens ("enter", "save", "share", "leave", "held",
-    "backward", "read", "reread" or "freed"), and to which call or saved storage; by which other call.
+class StepEvent(NamedTuple):
+    """A `StepEvent` is one event between two ops of a profile.
+
+    what   "enter", "save", "share", "leave", "held", "backward", "read", "reread" or "freed"
+    which  index of the call or saved storage
+    call   the other call that shares or rereads
     """
 
     position: int
@@ -131,7 +134,7 @@ class Happening(NamedTuple):
 class Profile:
     """A `Profile` describes one step, recorded or run dry: its ops, what they save, and the calls of layers.
 
-    assumed  what the figures rest on without having been seen
+    assumed  assumptions behind the figures, in words
     """
 
     model: str
@@ -144,7 +147,7 @@ class Profile:
 
     @cached_property
     def clock(self) -> tuple[float, ...]:
-        """Seconds at every position, when nothing stalls but what waits for the network."""
+        """Seconds at every position, without stalls other than waits for the network."""
         found, free = [0.0], 0.0
         arrived: dict[int, float] = {}
         for position, op in enumerate(self.ops):
@@ -171,7 +174,7 @@ class Profile:
 
     @property
     def seconds(self) -> float:
-        """The step, when nothing stalls."""
+        """The seconds of the step without stalls for copies."""
         return self.clock[-1]
 
     @property
@@ -180,41 +183,43 @@ class Profile:
         return max((op.resident for op in self.ops), default=0)
 
     @cached_property
-    def happenings(self) -> tuple[Happening, ...]:
-        """All of them, in the order of the step."""
+    def events(self) -> tuple[StepEvent, ...]:
+        """All events, in the order of the step."""
         found = []
         for k, call in enumerate(self.calls):
-            found.append(((call.enter, 0, k, 0), Happening(call.enter, "enter", k)))
-            found.append(((call.leave, 0, k, 2), Happening(call.leave, "leave", k)))
+            found.append(((call.enter, 0, k, 0), StepEvent(call.enter, "enter", k)))
+            found.append(((call.leave, 0, k, 2), StepEvent(call.leave, "leave", k)))
             if call.backward >= 0:
-                found.append(((call.backward, 2, -k, 0), Happening(call.backward, "backward", k)))
+                found.append(((call.backward, 2, -k, 0), StepEvent(call.backward, "backward", k)))
         for k, saved in enumerate(self.saved):
             at, held = max(saved.at, 0), max(saved.held, saved.at)
-            found.append(((at, 0, saved.call, 1), Happening(at, "save", k)))
-            found.append(((held, 1, 0, 0), Happening(held, "held", k)))
-            found.append(((saved.read, 3, 0, 0), Happening(saved.read, "read", k)))
+            found.append(((at, 0, saved.call, 1), StepEvent(at, "save", k)))
+            found.append(((held, 1, 0, 0), StepEvent(held, "held", k)))
+            found.append(((saved.read, 3, 0, 0), StepEvent(saved.read, "read", k)))
             for by, at, read in saved.again:
-                found.append(((at, 0, by, 1), Happening(at, "share", k, by)))
-                found.append(((read, 3, 1, 0), Happening(read, "reread", k, by)))
-            found.append(((saved.freed, 4, 0, 0), Happening(saved.freed, "freed", k)))
-        return tuple(happening for _, happening in sorted(found))
+                found.append(((at, 0, by, 1), StepEvent(at, "share", k, by)))
+                found.append(((read, 3, 1, 0), StepEvent(read, "reread", k, by)))
+            found.append(((saved.freed, 4, 0, 0), StepEvent(saved.freed, "freed", k)))
+        return tuple(event for _, event in sorted(found))
 
     @cached_property
-    def boundaries(self) -> tuple[Happening, ...]:
+    def boundaries(self) -> tuple[StepEvent, ...]:
         """Where the forward or the backward of a layer begins, in the order of the step."""
-        return tuple(h for h in self.happenings if h.what in ("enter", "backward"))
+        return tuple(h for h in self.events if h.what in ("enter", "backward"))
 
-    def again_at(self, k: int) -> int:
-        """Where a dropped storage is there again: at the backward of its layer, at the latest where it is read."""
+    def restored_at(self, k: int) -> int:
+        """The position at which a dropped storage is recomputed: the backward of its layer, or its first read if
+        earlier.
+        """
         saved = self.saved[k]
         backward = self.calls[saved.call].backward if saved.call >= 0 else -1
         return min(saved.read, backward) if backward >= 0 else saved.read
 
-    def made_again(self, group: Recompute) -> dict[int, int]:
-        """Call -> where what it has of a dropped group is made."""
+    def recomputed_at(self, group: Recompute) -> dict[int, int]:
+        """Call -> the position at which its part of a dropped group is recomputed."""
         found: dict[int, int] = {}
         for k in group.saved:
-            call, at = self.saved[k].call, self.again_at(k)
+            call, at = self.saved[k].call, self.restored_at(k)
             found[call] = min(at, found.get(call, at))
         return found
 

@@ -1,5 +1,5 @@
-"""What a step could make again instead of keeping it, and how long that takes: whole layers, by
-checkpoint, saved fields that ops declare they can do without, and tokens that came from other ranks.
+"""Finds what a step could recompute, and the time of that: whole layers, by checkpoint; saved fields that ops declare
+as recomputable; and tokens from other ranks, which are dispatched again.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from .profile import LayerCall, Profile, Recompute
 def recomputations(
     model: nn.Module, seen: Profile, observe: Callable[[], Profile]
 ) -> tuple[Recompute, ...]:
-    """All of them. observe: follows the same step once more; asked only where something saved could be made again, on
-    all ranks of `groups_of` alike.
+    """All groups that could be recomputed.   observe: runs and records the step again, only where ops can recompute; on
+    all ranks of `process_groups_of` alike
     """
     ops = {s.op for s in seen.saved}
-    able = {cls.__name__ for base in (FuseOp, FusedOp) for cls in _below(base) if cls.recomputes}
-    sent = {cls.__name__ for cls in _below(FusedOp) if cls.again}
+    classes = (*_subclasses(FuseOp), *_subclasses(FusedOp))
+    able = {cls.__name__ for cls in classes if cls.recomputes}
+    sent = {cls.__name__ for cls in _subclasses(FusedOp) if cls.again}
     found = list(_layers(seen))
     if ops & able:
         with recompute():
             found += _fields(seen, observe(), "op")
-    if ops & sent and groups_of(model):
+    if ops & sent and process_groups_of(model):
         with dispatch_again():
             found += _fields(seen, observe(), "dispatch")
     return tuple(found)
 
 
-def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
-    """The groups of two ranks and more whose ranks run ops of the model together, in the order of those; then those of
-    experts that another library's modules lend.
+def process_groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The process groups of at least two ranks that run ops of the model together, in the order of the ops; then those
+    of experts of another library's modules.
     """
     ops = [op for op in model.modules() if isinstance(op, FuseOp)]
     every = [o.together for op in ops for o in (*op._around[0], op, *op._around[1])]
@@ -52,10 +53,10 @@ def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     return [group for group in found.values() if dist.get_world_size(group) > 1]
 
 
-def _below(cls: Any) -> Iterator[Any]:
+def _subclasses(cls: Any) -> Iterator[Any]:
     for sub in cls.__subclasses__():
         yield sub
-        yield from _below(sub)
+        yield from _subclasses(sub)
 
 
 def _calls_by_layer(calls: Sequence[LayerCall]) -> dict[str, list[int]]:
@@ -66,8 +67,8 @@ def _calls_by_layer(calls: Sequence[LayerCall]) -> dict[str, list[int]]:
 
 
 def _layers(seen: Profile) -> Iterator[Recompute]:
-    """All calls of a layer together, without what comes in from outside or is saved elsewhere too. None of a layer that
-    writes buffers.
+    """A group for all calls of each layer, without storages that come from outside or are saved elsewhere too. Layers
+    that write buffers have none.
     """
     for layer, mine in _calls_by_layer(seen.calls).items():
         members = [
@@ -83,8 +84,8 @@ def _layers(seen: Profile) -> Iterator[Recompute]:
 
 
 def _fields(seen: Profile, without: Profile, kind: str) -> Iterator[Recompute]:
-    """Of each layer, what is saved no more in another run, for the backward's longer time. What is saved in its place
-    counts against the largest of a call.
+    """A group for each layer of what another run does not save, at the cost of its longer backward. What that run saves
+    in its place counts against the largest storage of a call.
     """
     kept, before = ({(s.call, s.name) for s in step.saved} for step in (without, seen))
     instead: dict[int, int] = defaultdict(int)
@@ -114,7 +115,7 @@ def _group(
 
 
 def _backward_seconds(step: Profile) -> dict[int, float]:
-    """Of each call: from the begin of its backward to that of the next."""
+    """By call: the seconds from the begin of its backward to that of the next."""
     begins = sorted((c.backward, k) for k, c in enumerate(step.calls) if c.backward >= 0)
     ends = [position for position, _ in begins[1:]] + [len(step.ops)]
     return {

@@ -1,7 +1,7 @@
-"""Runs one training step and notes what happens: which ops, how long, how many bytes, what is saved
-when, and what is read when. The same code runs a real step and one of fake tensors.
+"""Records one training step: its ops with times and bytes, and when tensors are saved and read. The step is a real one
+or one on fake tensors.
 
-Saved tensors are named and judged as the scopes do it; nothing is moved.
+Saved tensors get the names and reasons that scopes give them; nothing is moved.
 """
 
 from __future__ import annotations
@@ -20,14 +20,22 @@ from torch import Tensor, nn
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe import modules
-from fuseops.observe.memory import Meter, Ops, by_name, dense, outside_bytes, stored, tensors_in
+from fuseops.observe.memory import (
+    Meter,
+    OpWatcher,
+    dense_tensors,
+    named_arguments,
+    outside_bytes,
+    storage_tensors,
+    tensors_in,
+)
 from fuseops.observe.travel import TRAVEL
-from fuseops.observe.untouched import Written, buffers_of, written
+from fuseops.observe.untouched import BufferVersions, buffer_versions, written_buffer
 from fuseops.offload.codes import Coding, coded_bytes, coding_of, exact_by_name
 from fuseops.offload.policy import Candidate, Policy, Quota
 from fuseops.offload.reasons import (
     BUFFER,
-    HELD_ANYWAY,
+    MODEL_OWNED,
     PARAMETER,
     why_not_plain,
 )
@@ -40,7 +48,7 @@ from fuseops.torch_private import WeakStorage, storage_key
 from fuseops.words import dtype_name
 
 from .measure import event
-from .profile import DRY_RUN, RECORDED, Again, LayerCall, Profile, ProfiledOp, Saved
+from .profile import DRY_RUN, RECORDED, LayerCall, Profile, ProfiledOp, Resave, Saved
 
 COLLECTIVES = ("c10d.", "_c10d_functional.")
 FROM_HOST = (
@@ -56,12 +64,11 @@ Seconds = Callable[[Any, Sequence[Tensor], Any, tuple[Any, ...], Any], float]
 
 
 class ProfiledStep(NamedTuple):
-    """A `ProfiledStep` is what is profiled: one forward and backward.
+    """A `ProfiledStep` is one forward and backward to be profiled.
 
     layers  id of a module -> its path; the units of the schedule
-    loss    makes a scalar of the model's output; None: `.loss` of it, or the sum of what needs a
-            gradient
-    policy  what may leave
+    loss    makes a scalar of the model's output; None: its `.loss`, or the sum of outputs with a gradient
+    policy  which tensors may be offloaded
     """
 
     model: nn.Module
@@ -79,16 +86,16 @@ class ProfiledStep(NamedTuple):
     ) -> None:
         """Forward and backward; `between` is called between them.
 
-        Of the output only what the backward begins at lives on, as in `model(...).loss.backward()`.
+        Only the roots of the backward are kept of the output, as in `model(...).loss.backward()`.
         """
         out = self.model(*args, **side)
         between()
-        ends = self._ends(out)
+        roots = self._backward_roots(out)
         del out
-        torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+        torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
 
-    def _ends(self, out: Any) -> list[Tensor]:
-        """Where the backward begins."""
+    def _backward_roots(self, out: Any) -> list[Tensor]:
+        """The tensors at which the backward begins."""
         loss = getattr(out, "loss", None) if self.loss is None else self.loss(out)
         begin = loss if self.loss is not None or isinstance(loss, Tensor) else out
         ends = [t for t in tensors_in(begin) if t.requires_grad]
@@ -108,16 +115,16 @@ class _Storage:
     """A `_Storage` describes a saved storage while the step runs."""
 
     def __init__(self, storage: torch.UntypedStorage, seen: Saved) -> None:
-        self.seen = seen  # as far as it is known
+        self.seen = seen  # what is known so far
         self.weak = WeakStorage(storage)
         self.handles = 0
         self.held = self.freed = -1
         self.saves: dict[int, int] = {}  # call -> position, of other calls
         self.reads: dict[int, int] = {}  # call -> position of the first
 
-    def look(self, position: int) -> bool:
-        """Notes when autograd alone holds it, and when it is gone.   -> whether to look again after
-        the next op: not while autograd alone holds it
+    def update(self, position: int) -> bool:
+        """Records when autograd alone holds it, and when it is freed.   -> whether to check again after the next op;
+        not while autograd alone holds it
         """
         if self.weak.expired():
             self.freed = position
@@ -128,14 +135,14 @@ class _Storage:
 
     def done(self, end: int) -> Saved:
         freed = end if self.freed < 0 else self.freed
-        again = tuple(Again(c, at, self.reads.get(c, freed)) for c, at in self.saves.items())
+        again = tuple(Resave(c, at, self.reads.get(c, freed)) for c, at in self.saves.items())
         held = freed if self.held < 0 else self.held
         read = self.reads.get(self.seen.call, freed)
         return self.seen._replace(held=held, read=read, freed=freed, again=again)
 
 
-class _Noted(Kept):
-    """A `_Noted` is what autograd holds of a saved tensor while a step is recorded: the tensor itself."""
+class _RecordedHandle(Kept):
+    """A `_RecordedHandle` is the handle of a saved tensor while a step is recorded."""
 
     __slots__ = ("call", "recorder", "storage")
     call: int
@@ -153,10 +160,10 @@ class _Noted(Kept):
 
 
 class Recorder(Scope):
-    """A `Recorder` follows one run of a step. It is a scope that keeps everything.
+    """A `Recorder` records one run of a step. It is a scope that keeps everything.
 
-    seconds    how long an op takes; None: measured
-    intercept  runs the ops of a step that is not real
+    seconds    estimates the time of an op; None: it is measured
+    intercept  runs the ops of a dry run
     """
 
     def __init__(
@@ -175,16 +182,16 @@ class Recorder(Scope):
         self.calls: list[LayerCall] = []
         self._timers: list[Any] = []
         self._storages: list[_Storage] = []
-        self._names = set[str]()  # of all that is saved
+        self._names = set[str]()  # of all saved tensors
         self._watched: list[_Storage] = []
-        self.dropped: deque[_Storage] = deque()  # by a handle that died, in whatever thread
+        self.dropped: deque[_Storage] = deque()  # appended by finalizers of handles, in any thread
         self._by_storage: StorageMap[_Storage] = StorageMap()
         self._made: StorageMap[int] = StorageMap()
-        self._travelling: StorageMap[int] = StorageMap()  # between ranks: by which op
-        self._held: StorageMap[str] = StorageMap()  # by the model, fake tensors too
-        self.running_call = -1  # the call of a layer whose forward runs, -1 outside of all
-        self._buffers: Written = {}  # of that layer, as its forward began
-        self._wrote: str | None = None  # one of them that an op wrote
+        self._transfers: StorageMap[int] = StorageMap()  # between ranks: position of the op
+        self._model_owned: StorageMap[str] = StorageMap()  # storages of the model, fake ones too
+        self.running_call = -1  # the call of a layer whose forward runs, or -1
+        self._buffers: BufferVersions = {}  # of that layer at the begin of its forward
+        self._wrote: str | None = None  # the name of one of them that an op wrote
         self._ordinals: dict[str, int] = {}
 
     def __str__(self) -> str:
@@ -198,26 +205,26 @@ class Recorder(Scope):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Follow what runs in here."""
+        """Record what runs inside."""
         for tensors, what in (
             (self.model.buffers(), BUFFER),
             (self.model.parameters(), PARAMETER),
         ):
-            for t in dense(list(tensors)):
-                self._held.set(t.untyped_storage(), what)
+            for t in dense_tensors(list(tensors)):
+                self._model_owned.set(t.untyped_storage(), what)
         with ExitStack() as stack:
-            stack.enter_context(modules.followed(self._entered, self._left))
+            stack.enter_context(modules.calls_watched(self._on_enter, self._on_leave))
             stack.enter_context(self)
-            stack.enter_context(Ops(self._ran, self._run))
+            stack.enter_context(OpWatcher(self._on_op, self._run_op))
             yield
-        self._look()
+        self._update_watched()
 
     def check_policy(self) -> None:
         """Raise FuseOpsError for globs of the policy that no saved tensor matches."""
         self.policy.check(self._names)
 
     def result(self) -> Profile:
-        """Once the step is over."""
+        """The profile, once the step is over."""
         ops = self.ops
         if self._timers:
             times = _times(self._timers)
@@ -232,19 +239,20 @@ class Recorder(Scope):
     # --- what is saved
 
     def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]:
-        return [self._note(t, name) for t, name in zip(tensors, named, strict=True)]
+        return [self._record_handle(t, name) for t, name in zip(tensors, named, strict=True)]
 
-    def pack_of_torch(self, t: Tensor, below: FrameType | None) -> Handle:
-        return self._note(t, self._labels.of_torch(t, below))
+    def pack_torch_saved(self, t: Tensor, caller: FrameType | None) -> Handle:
+        return self._record_handle(t, self._labels.name_torch_saved(t, caller))
 
-    def _note(self, t: Tensor, named: SavedName) -> _Noted:
+    def _record_handle(self, t: Tensor, named: SavedName) -> _RecordedHandle:
         fake = torch_private.is_fake(t) and t.layout is torch.strided
-        odd = None if fake else why_not_plain(t)
-        if odd is None and torch_private.in_backward():
-            odd = "recomputed by checkpoint"
-        handle = _Noted(t, self._entry(t, named, KEPT, odd or "recorded", 0), self._ledger)
+        special = None if fake else why_not_plain(t)
+        if special is None and torch_private.in_backward():
+            special = "recomputed by checkpoint"
+        entry = self._entry(t, named, KEPT, special or "recorded", 0)
+        handle = _RecordedHandle(t, entry, self._ledger)
         handle.recorder, handle.call = self, self.running_call
-        handle.storage = None if odd is not None else self._saved(t, named)
+        handle.storage = None if special is not None else self._record_storage(t, named)
         return handle
 
     def _moves_from_cuda(self, t: Tensor) -> bool:
@@ -253,19 +261,19 @@ class Recorder(Scope):
     def _by_policy(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
         return self.policy.why_keep(Candidate.of(t, named), self._quotas[self.running_call]), ""
 
-    def _saved(self, t: Tensor, named: SavedName) -> _Storage:
+    def _record_storage(self, t: Tensor, named: SavedName) -> _Storage:
         self._names.update(named.names)
         storage = t.untyped_storage()
         known = self._by_storage.get(storage)
         if known is None:
             call = self.running_call
-            why = self._held.get(storage) or self._reason(t, named)[0]
+            why = self._model_owned.get(storage) or self._reason(t, named)[0]
             if why is None and call < 0:
                 why = "outside of the layers"
-            known = _Storage(storage, self._seen(t, named, call, why))
+            known = _Storage(storage, self._first_save(t, named, call, why))
             self._by_storage.set(storage, known)
             self._storages.append(known)
-            if why not in HELD_ANYWAY:
+            if why not in MODEL_OWNED:
                 self._watched.append(known)
         elif self.running_call not in (known.seen.call, -1):
             known.saves.setdefault(self.running_call, self.position)
@@ -274,13 +282,13 @@ class Recorder(Scope):
         known.handles += 1
         return known
 
-    def _seen(self, t: Tensor, named: SavedName, call: int, why: str | None) -> Saved:
-        """What is known of a storage that is saved for the first time."""
+    def _first_save(self, t: Tensor, named: SavedName, call: int, why: str | None) -> Saved:
+        """The entry of a storage that is saved for the first time."""
         storage = t.untyped_storage()
         made = self._made.get(storage)
         return Saved(
             *(named.name, named.op, call),
-            *(0 if why in HELD_ANYWAY else storage.nbytes(), tuple(t.shape), dtype_name(t.dtype)),
+            *(0 if why in MODEL_OWNED else storage.nbytes(), tuple(t.shape), dtype_name(t.dtype)),
             made=-1 if made is None else made,
             at=self.position,
             held=-1,
@@ -296,13 +304,13 @@ class Recorder(Scope):
         return coded_bytes(candidate.nbytes, t.dtype) if isinstance(coding, Coding) else 0
 
     def _may_round(self, t: Tensor, named: SavedName, known: Saved) -> bool:
-        """Whether what lies in a storage that may leave as codes may be rounded with it."""
+        """Whether a tensor may be rounded, in a storage that may be offloaded as codes."""
         globs = tuple(self.policy.quantize)
         return dtype_name(t.dtype) == known.dtype and exact_by_name(named.names, globs) is None
 
-    # --- what the hooks tell
+    # --- hooks
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.intercept is not None:
             return self.intercept(func, args, kwargs)
         self._timer = _Timer(self._on_gpu)
@@ -311,15 +319,15 @@ class Recorder(Scope):
         self._timer.stop()
         return out
 
-    def _ran(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
+    def _on_op(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
         """An op was issued."""
         position, name, seconds, lane, join = self.position, str(func), 0.0, "compute", -1
         if self.seconds is None:
             self._timers.append(self._timer)
         else:
             seconds = self.seconds(func, list(tensors_in((args, kwargs))), out, args, kwargs)
-        for t in stored((args, kwargs)):
-            self._wait_for(t)
+        for t in storage_tensors((args, kwargs)):
+            self._join_transfer(t)
         for t in made:
             self._made.set(t.untyped_storage(), position)
         if self.running_call >= 0 and func._schema.is_mutable:
@@ -327,79 +335,78 @@ class Recorder(Scope):
         if name == TRAVEL:
             lane = "network"
             for t in made:
-                self._travelling.set(t.untyped_storage(), position)
+                self._transfers.set(t.untyped_storage(), position)
         elif name.startswith(COLLECTIVES):  # timed while compute waited for it
             lane, join = "network", position + 1
         nbytes, from_host = self.meter.after(made), name.startswith(FROM_HOST)
         self.ops.append(ProfiledOp(name, seconds, nbytes, lane, join, from_host))
-        self._look()
+        self._update_watched()
 
     def _note_writes(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-        """A buffer of the running layer is written, maybe through its `.data`, which no version counts."""
-        given, takes = by_name(func, args, kwargs), func._schema.arguments
+        """Note buffers of the running layer that an op writes, also through `.data`, which changes no version."""
+        given, takes = named_arguments(func, args, kwargs), func._schema.arguments
         targets = [given.get(a.name) for a in takes if a.alias_info and a.alias_info.is_write]
-        storages = {storage_key(t.untyped_storage()) for t in stored(targets)}
+        storages = {storage_key(t.untyped_storage()) for t in storage_tensors(targets)}
         for name, (buffer, _) in self._buffers.items():
-            if any(storage_key(t.untyped_storage()) in storages for t in stored(buffer)):
+            if any(storage_key(t.untyped_storage()) in storages for t in storage_tensors(buffer)):
                 self._wrote = name
 
-    def _wait_for(self, t: Tensor) -> None:
-        """The next op reads what travels, if t does."""
-        at = self._travelling.get(t.untyped_storage())
+    def _join_transfer(self, t: Tensor) -> None:
+        """If t is the result of a transfer, the next op waits for it."""
+        at = self._transfers.get(t.untyped_storage())
         if at is not None and self.ops[at].join < 0:
             self.ops[at] = self.ops[at]._replace(join=self.position)
 
-    def _look(self) -> None:
+    def _update_watched(self) -> None:
         while self.dropped:
             storage = self.dropped.popleft()
             storage.handles -= 1
             if not storage.handles and storage.held >= 0 and storage.freed < 0:
                 self._watched.append(storage)
-        self._watched = [s for s in self._watched if s.look(self.position)]
+        self._watched = [s for s in self._watched if s.update(self.position)]
 
-    def _entered(self, module: nn.Module, args: Any) -> None:
+    def _on_enter(self, module: nn.Module, args: Any) -> None:
         path = self.layers.get(id(module))
         if path is None or self.running_call >= 0 or torch_private.in_backward():
             return
         ordinal = self._ordinals[path] = self._ordinals.get(path, -1) + 1
         self.running_call = len(self.calls)
-        self._labels = self._labels.from_0()  # as under a scheduler
-        self._buffers, self._wrote = buffers_of(module), None
+        self._labels = self._labels.restarted()  # as under a scheduler
+        self._buffers, self._wrote = buffer_versions(module), None
         self.calls.append(LayerCall(path, ordinal, self.position, -1, -1))
 
-    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _on_leave(self, module: nn.Module, args: Any, output: Any) -> None:
         k = self.running_call
         ends = k >= 0 and self.calls[k].layer == self.layers.get(id(module))
         if not ends or torch_private.in_backward():
             return
         self.running_call = -1
-        writes = self._wrote or written(self._buffers, buffers_of(module))
+        writes = self._wrote or written_buffer(self._buffers, buffer_versions(module))
         self.calls[k] = self.calls[k]._replace(leave=self.position, writes=writes)
         for t in tensors_in(output):
             if t.grad_fn is not None:
-                t.grad_fn.register_prehook(lambda _, k=k: self._backward(k))
+                t.grad_fn.register_prehook(lambda _, k=k: self._on_backward(k))
 
-    def _backward(self, k: int) -> None:
+    def _on_backward(self, k: int) -> None:
         if self.calls[k].backward < 0:
             self.calls[k] = self.calls[k]._replace(backward=self.position)
 
 
-LEAD = 600_000  # cycles, about 0.3 ms: the host has launched an op by then
-EMPTY = 15  # timers of nothing, whose median is taken off each of the others
+LEAD_CYCLES = 600_000  # about 0.3 ms, in which the host launches an op
+EMPTY_TIMERS = 15  # empty timers, whose median is subtracted from the others
 
 
 class _Timer:
     """A `_Timer` measures the time of one op: by events on CUDA, by the clock elsewhere.
 
-    Recording makes the host so slow that the device waits for it. It is kept busy until the op is
-    launched; otherwise short ops took the time of their launch, and a forward, which has more of
-    them, a quarter too long.
+    Recording makes the host so slow that the device would wait for it, so the device is kept busy until the op is
+    launched. Without that, short ops took the time of their launch, and a forward a quarter too long.
     """
 
     def __init__(self, on_gpu: bool) -> None:
         self._events: list[torch.cuda.Event] = []
         if on_gpu:
-            torch_private.occupy_device(LEAD)
+            torch_private.occupy_device(LEAD_CYCLES)
             self._events = [event(), event()]
             self._events[0].record()
         self._start, self._end = time.perf_counter(), 0.0
@@ -416,14 +423,14 @@ class _Timer:
 
 
 def _times(timers: Sequence[_Timer]) -> list[float]:
-    """Seconds of each, once the device has done them all. Two events are some microseconds apart with nothing between
-    them: those are no op's, and a step has thousands.
+    """Seconds of each timer, after a synchronization. The time between two events without an op, some microseconds, is
+    subtracted.
     """
     idle = []
-    for _ in range(EMPTY):
+    for _ in range(EMPTY_TIMERS):
         idle.append(_Timer(bool(timers[0]._events)))
         idle[-1].stop()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    apart = statistics.median(timer.seconds() for timer in idle)
-    return [max(timer.seconds() - apart, 0.0) for timer in timers]
+    empty = statistics.median(timer.seconds() for timer in idle)
+    return [max(timer.seconds() - empty, 0.0) for timer in timers]

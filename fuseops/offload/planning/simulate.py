@@ -1,5 +1,5 @@
-"""Runs the schedule over a profile on simulated lanes: what a plan will cost, to the byte and with
-every stall. The schedule is the one that runs on CUDA; only the lanes differ.
+"""Simulates the schedule over a profile: the cost of a plan, to the byte and with every stall. The schedule is the one
+that runs on CUDA; only the lanes differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fuseops.offload.lanes.simulated import (
 from fuseops.offload.schedule import BUNDLE, SMALL, Item, LayerRun, Schedule
 
 from .hardware import Hardware
-from .profile import Happening, Profile
+from .profile import Profile, StepEvent
 
 
 class LinkSettings(NamedTuple):
@@ -38,10 +38,9 @@ DEFAULT = LinkSettings()
 
 
 class Window(NamedTuple):
-    """A window says when one saved storage was copied out and back. Seconds since the step began.
+    """A window is the times of the copies of one saved storage, in seconds since the begin of the step.
 
-    slack  how much later its copies could have been done without stalling compute, the scarcer of
-           out and back; negative: it stalled
+    slack  how much later its copies could end without a stall, the lesser of out and back; negative: a stall
     """
 
     out: tuple[float, float]
@@ -53,10 +52,10 @@ class Window(NamedTuple):
 class Simulation:
     """A `Simulation` is one steady step under a plan.
 
-    stall     that compute stood still for copies; network: for other ranks
-    coding    that codes took to make, and to read
-    stayed    saved index -> why the schedule kept it, of what was to leave
-    levels    bytes on the device at the begin of every op
+    stall         seconds that compute waited for copies; network: for other ranks
+    coding        seconds of encoding and decoding
+    kept_reasons  saved index -> why the schedule kept it, of those to be offloaded
+    levels        bytes on the device at the begin of every op
     """
 
     seconds: float
@@ -66,7 +65,7 @@ class Simulation:
     peak_position: int
     moved: int
     host: int
-    stayed: dict[int, str]
+    kept_reasons: dict[int, str]
     windows: dict[int, Window]
     levels: tuple[Level, ...]
     busy: tuple[Busy, ...]
@@ -85,10 +84,10 @@ def simulate(
     coded: Collection[str] = (),
     lanes: SimulatedLanes | None = None,
 ) -> Simulation:
-    """One steady step: the second of two, since in the first the schedule learns the order.
+    """Simulate one steady step: the second of two, as in the first the schedule learns the order.
 
-    offload    indices of saved storages that leave; recompute: indices of `profile.recompute`
-    coded      names of those that leave as codes
+    offload    indices of saved storages to offload; recompute: indices of `profile.recompute`
+    coded      names of those that are offloaded as codes
     """
     lanes = lanes or SimulatedLanes(hardware.lane_seconds)
     schedule = Schedule(lanes, **settings._asdict())
@@ -102,42 +101,42 @@ def simulate(
     return _Step(profile, schedule, lanes, set(offload), set(recompute), coding).run()
 
 
-class _Timed(Item):
-    """A `_Timed` is an item that knows when compute would have let go of it, and when it was first in compute's way."""
+class _TimedItem(Item):
+    """A `_TimedItem` records when compute would have released it, and when compute first needed it."""
 
-    __slots__ = ("at_release", "lanes", "returning", "wanted")
+    __slots__ = ("at_release", "lanes", "needed_at", "returning")
 
     def __init__(
-        self, name: str, source: Buf, lanes: SimulatedLanes, returning: list[_Timed]
+        self, name: str, source: Buf, lanes: SimulatedLanes, returning: list[_TimedItem]
     ) -> None:
         super().__init__(name, source)
         self.lanes, self.at_release = lanes, 0.0
-        self.returning, self.wanted = returning, math.inf
+        self.returning, self.needed_at = returning, math.inf
 
-    def leaves(self, point: Literal["copy", "release"]) -> None:
+    def on_offload(self, point: Literal["copy", "release"]) -> None:
         if point == "release":
             self.at_release = self.lanes.now["compute"]
 
-    def comes_back(self) -> None:
+    def on_reload(self) -> None:
         self.returning.append(self)
 
 
-class PlayedStep:
-    """A `PlayedStep` plays the program's part in one step: it tells a schedule what hooks and ops would."""
+class ReplayedStep:
+    """A `ReplayedStep` replays the events of a profile to a schedule, in the place of hooks and ops."""
 
     def __init__(self, profile: Profile, schedule: Schedule) -> None:
         self.profile, self.schedule = profile, schedule
         self.calls: dict[int, LayerRun] = {}
         self.items: dict[int, Any] = {}  # by saved index
 
-    def tell(self, happening: Happening) -> None:
-        getattr(self, f"_{happening.what}")(happening.which, happening.call)
+    def replay(self, event: StepEvent) -> None:
+        getattr(self, f"_{event.what}")(event.which, event.call)
 
     def _enter(self, k: int, _: int) -> None:
         call = self.profile.calls[k]
         self.calls[k] = self.schedule.enter(call.layer)
         if call.backward >= 0:
-            self.schedule.keep(self.calls[k])  # its call lives until its backward
+            self.schedule.keep(self.calls[k])  # keeps the call alive until its backward
 
     def _leave(self, k: int, _: int) -> None:
         self.schedule.leave(self.calls[k])
@@ -150,7 +149,7 @@ class PlayedStep:
         raise NotImplementedError
 
     def _share(self, k: int, call: int) -> None:
-        if k in self.items and self.items[k].kept is None:  # else it is not the schedule's
+        if k in self.items and self.items[k].kept_reason is None:  # else the caller keeps it
             self.schedule.share(self.calls[call], self.items[k])
 
     def _read(self, k: int, _: int) -> None:
@@ -160,13 +159,13 @@ class PlayedStep:
         raise NotImplementedError
 
     def _held(self, k: int, _: int) -> None:
-        """Autograd alone holds it."""
+        """Autograd alone holds the storage."""
 
     def _freed(self, k: int, _: int) -> None:
-        """It is gone."""
+        """The storage is freed."""
 
 
-class _Step(PlayedStep):
+class _Step(ReplayedStep):
     """A `_Step` is one simulated step."""
 
     def __init__(
@@ -182,26 +181,27 @@ class _Step(PlayedStep):
         self.lanes = lanes
         self.coding, self.coding_seconds = coding, 0.0
         groups = [profile.recompute[k] for k in recompute]
-        self.dropped: dict[int, int] = {}  # saved -> bytes that are not there
+        self.dropped: dict[int, int] = {}  # saved -> bytes that dropping saves
         for group in groups:
-            self.dropped |= group.gone(profile.saved)
+            self.dropped |= group.dropped_bytes(profile.saved)
         self.offload = offload - self.dropped.keys()
         self.again: dict[int, float] = defaultdict(float)  # position -> seconds of recomputation
         for group in groups:
-            for at in profile.made_again(group).values():
-                self.again[at] += group.each
-        self.absent = _absent(profile, self.dropped, self.offload)
-        self.by_position: dict[int, list[Happening]] = defaultdict(list)
-        for happening in profile.happenings:
-            if happening.what in ("enter", "leave", "backward") or happening.which in self.offload:
-                self.by_position[happening.position].append(happening)
+            for at in profile.recomputed_at(group).values():
+                self.again[at] += group.seconds_per_call
+        self.absent = _absent_bytes(profile, self.dropped, self.offload)
+        self.by_position: dict[int, list[StepEvent]] = defaultdict(list)
+        for event in profile.events:
+            if event.what in ("enter", "leave", "backward") or event.which in self.offload:
+                self.by_position[event.position].append(event)
         self.made: dict[int, SimulatedBuf] = {}
         self.read: dict[int, SimulatedBuf] = {}
-        self.as_codes: set[int] = set()
-        self.ready: dict[int, tuple[float, float]] = {}  # when it was wanted, and when it came
-        self.returning: list[_Timed] = []  # that no op has stood behind
-        self.wanted: list[int] = []  # saved storages that the next op reads
-        self.done: list[tuple[int, int]] = []  # saved tensors that go after it
+        self.coded: set[int] = set()
+        # when each storage was first read, and when its reload ended
+        self.read_times: dict[int, tuple[float, float]] = {}
+        self.returning: list[_TimedItem] = []  # no op has waited for these yet
+        self.reads: list[int] = []  # saved storages that the next op reads
+        self.drop_after_op: list[tuple[int, int]] = []  # (call, saved) of handles freed after it
 
     def run(self) -> Simulation:
         lanes, profile = self.lanes, self.profile
@@ -210,8 +210,8 @@ class _Step(PlayedStep):
         levels, recompute, host = [], 0.0, 0
         travelling: dict[int, Event] = {}
         for position in range(len(profile.ops) + 1):
-            for happening in self.by_position.get(position, ()):
-                self.tell(happening)
+            for event in self.by_position.get(position, ()):
+                self.replay(event)
             host = max(host, lanes.arena.used)
             again = self.again.get(position, 0.0)
             if again:
@@ -227,20 +227,20 @@ class _Step(PlayedStep):
             for k in profile.joins.get(position, ()):
                 lanes.wait("compute", travelling[k])
             if op.from_host:
-                self._stand_behind()
-            reads = [self.read[k] for k in self.wanted]
+                self._stall_behind()
+            reads = [self.read[k] for k in self.reads]
             travels = op.lane == "network"
             lanes.op("compute", reads, (), 0.0 if travels else op.seconds, op.name)
             if travels:
                 lanes.wait("network", lanes.record("compute"))
                 lanes.op("network", (), (), op.seconds, op.name)
                 travelling[position] = lanes.record("network")
-            for call, k in self.done:
+            for call, k in self.drop_after_op:
                 self.schedule.drop(self.calls[call], self.items[k])
-            self.wanted, self.done = [], []
+            self.reads, self.drop_after_op = [], []
         top = max(range(len(levels)), key=lambda p: levels[p].nbytes, default=0)
-        still = [_shifted(w, started) for w in lanes.waits[waits:] if _is_stall(w)]
-        stalls = [w for w in still if w.on != "network"]
+        idle = [_shifted(w, started) for w in lanes.waits[waits:] if _is_stall(w)]
+        stalls = [w for w in idle if w.on != "network"]
         return Simulation(
             seconds=lanes.now["compute"] - started,
             stall=sum(w.end - w.start for w in stalls),
@@ -249,49 +249,49 @@ class _Step(PlayedStep):
             peak_position=top,
             moved=self.schedule.stats.out_bytes - bytes_out,
             host=host,
-            stayed={k: i.kept for k, i in self.items.items() if i.kept is not None},
+            kept_reasons={k: i.kept_reason for k, i in self.items.items() if i.kept_reason},
             windows=self._windows(started),
             levels=tuple(levels),
             busy=tuple(
                 b._replace(start=b.start - started, end=b.end - started) for b in lanes.busy[busy:]
             ),
             stalls=tuple(stalls),
-            network=sum(w.end - w.start for w in still if w.on == "network"),
+            network=sum(w.end - w.start for w in idle if w.on == "network"),
             coding=self.coding_seconds,
         )
 
-    def _stand_behind(self) -> None:
-        """The next op copies from the host, after all that has been asked back."""
+    def _stall_behind(self) -> None:
+        """The next op copies from the host, after all reloads that were started."""
         for item in self.returning:
-            item.wanted = min(item.wanted, self.lanes.now["compute"])
+            item.needed_at = min(item.needed_at, self.lanes.now["compute"])
         self.returning.clear()
-        self.lanes.stand_behind("h2d")
+        self.lanes.stall_behind("h2d")
 
-    # --- happenings
+    # --- events
 
     def _save(self, k: int, _: int) -> None:
         saved = self.profile.saved[k]
         source = self.lanes.alloc(saved.nbytes, "device", saved.name)
-        self.lanes.hold(source)  # by whoever made it
+        self.lanes.hold(source)  # the op that made it holds it too
         self.made[k] = source
         call = self.calls[saved.call]
-        if k not in self.coding or call.soon:
-            self.items[k] = _Timed(saved.name, source, self.lanes, self.returning)
+        if k not in self.coding or call.keeps_all:
+            self.items[k] = _TimedItem(saved.name, source, self.lanes, self.returning)
             self.schedule.save(call, self.items[k])
             return
         codes = self.lanes.alloc(saved.codes, "device", saved.name)
         self._code(self.coding[k][0], source, codes)
-        self.items[k] = _Timed(saved.name, codes, self.lanes, self.returning)
+        self.items[k] = _TimedItem(saved.name, codes, self.lanes, self.returning)
         self.schedule.save(call, self.items[k])
-        if self.items[k].kept is None:
+        if self.items[k].kept_reason is None:
             self.lanes.free(source)
-            self.as_codes.add(k)
+            self.coded.add(k)
         else:
             self.lanes.free(codes)
             self.items[k].source = source
 
     def _code(self, seconds: float, source: Buf, target: Buf) -> None:
-        """Codes are made, or read."""
+        """Encode or decode."""
         self.coding_seconds += seconds
         self.lanes.op("compute", (source,), (target,), seconds, "codes")
 
@@ -300,58 +300,56 @@ class _Step(PlayedStep):
 
     def _reread(self, k: int, call: int) -> None:
         item, before = self.items[k], self.lanes.now["compute"]
-        coded = k in self.as_codes
-        if item.kept is not None and not coded:
+        coded = k in self.coded
+        if item.kept_reason is not None and not coded:
             if item.source is not None:
                 self.read[k] = simulated(item.source)
             return
-        came = simulated(self.schedule.fetch(item)[0])
+        reloaded = simulated(self.schedule.fetch(item)[0])
         if k not in self.read:
-            arrived = getattr(item.bundle and item.bundle.arrived, "seconds", before)
-            self.ready[k] = (before, arrived)
-            if coded:  # what they stand for is there until the backward lets go of it
+            arrived = getattr(item.bundle and item.bundle.h2d_done, "seconds", before)
+            self.read_times[k] = (before, arrived)
+            if coded:  # the decoded storage lives until the backward frees it
                 self.read[k] = self.lanes.alloc(self.profile.saved[k].nbytes, "device", item.name)
             else:
-                self.lanes.hold(came)  # by the op that reads it
-                self.read[k] = came
+                self.lanes.hold(reloaded)  # by the op that reads it
+                self.read[k] = reloaded
         if coded:
-            self._code(self.coding[k][1], came, self.read[k])
-        self.schedule.used(item)
-        self.wanted.append(k)
-        self.done.append((call, k))
+            self._code(self.coding[k][1], reloaded, self.read[k])
+        self.schedule.mark_read(item)
+        self.reads.append(k)
+        self.drop_after_op.append((call, k))
 
     def _freed(self, k: int, _: int) -> None:
         self.lanes.free(self.read.pop(k))
 
-    # --- what came of it
+    # --- results
 
     def _windows(self, started: float) -> dict[int, Window]:
         found = {}
         for k, item in self.items.items():
             bundle = item.bundle
-            if bundle is None or not bundle.released or k not in self.ready:
+            if bundle is None or not bundle.released or k not in self.read_times:
                 continue
-            before, arrived = self.ready[k]
-            out, back = _work_of(bundle.written), _work_of(bundle.arrived)
+            before, arrived = self.read_times[k]
+            out, back = _work_of(bundle.d2h_done), _work_of(bundle.h2d_done)
             if out is None or back is None:
                 continue
             found[k] = Window(
                 (out.start - started, out.end - started),
                 (back.start - started, back.end - started),
-                min(min(before, item.wanted) - arrived, item.at_release - out.end),
+                min(min(before, item.needed_at) - arrived, item.at_release - out.end),
             )
         return found
 
 
-def _absent(profile: Profile, dropped: Mapping[int, int], managed: set[int]) -> list[int]:
-    """Bytes at every position that the profile counts and the simulation does not, or counts
-    itself.
-    """
+def _absent_bytes(profile: Profile, dropped: Mapping[int, int], managed: set[int]) -> list[int]:
+    """Bytes at every position that the profile counts, and the simulation does not, or counts on its own."""
     change = [0] * (len(profile.ops) + 2)
     for k, saved in enumerate(profile.saved):
         if k in dropped:
             change[saved.held] += dropped[k]
-            change[max(saved.held, profile.again_at(k))] -= dropped[k]
+            change[max(saved.held, profile.restored_at(k))] -= dropped[k]
         elif k in managed:
             change[saved.at] += saved.nbytes
             change[saved.freed] -= saved.nbytes
@@ -371,6 +369,6 @@ def _shifted(wait: Wait, by: float) -> Wait:
 
 
 def _work_of(event: object) -> Busy | None:
-    """The last piece of work before an event."""
+    """The last work before an event."""
     work: Busy | None = getattr(event, "work", None)
     return work

@@ -19,10 +19,10 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import as_if_on
 from fuseops.observe.fakes import fake, faked
-from fuseops.observe.labels import matching, paths_under
-from fuseops.observe.memory import CudaMeter, StorageMeter, dense, tensors_in
-from fuseops.observe.rehearse import unseen
-from fuseops.observe.untouched import main_grads, sharded, untouched
+from fuseops.observe.labels import matching_modules, paths_under
+from fuseops.observe.memory import CudaMeter, StorageMeter, dense_tensors, tensors_in
+from fuseops.observe.rehearse import not_counted
+from fuseops.observe.untouched import fsdp_modules, main_grads, untouched
 from fuseops.ops.op import Op as FuseOp
 
 from .fused import fused_ops
@@ -33,50 +33,51 @@ from .recompute import recomputations
 from .record import ProfiledStep, Recorder
 from .roofline import DRY_ERROR, Roofline
 
-Progress = Callable[[str, int, int], None]  # what is done now, how many parts are done, of how many
+Progress = Callable[
+    [str, int, int], None
+]  # what is being done, how many parts are done, of how many
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """A `Progress` that tells nobody."""
+    """A `Progress` that does nothing."""
 
 
 TIMED_STEPS = 3
 STAGES = 5  # of a recorded plan: four here, then the choice
 
 
-def record(step: ProfiledStep, told: Progress = silent) -> Profile:
-    """One step as it runs, with times and bytes measured. Gradients, buffers and random states of the
-    model are as before afterwards; gradients that exist stay where they are meanwhile, as in a step
-    that adds to them.
+def record(step: ProfiledStep, progress: Progress = silent) -> Profile:
+    """Profile a real step, with measured times and bytes. Gradients, buffers and random states of the model are
+    restored; existing gradients stay allocated, as in a step that accumulates into them.
     """
     cuda = any(p.is_cuda for p in step.model.parameters())
-    forward: list[int] = []  # how many ops it has
+    forward: list[int] = []  # the number of its ops
 
     def observe() -> Recorder:
-        meter = CudaMeter() if cuda else StorageMeter(_there(step.model, step.args))
+        meter = CudaMeter() if cuda else StorageMeter(_resident_tensors(step.model, step.args))
         recorder = Recorder(step, meter)
         with recorder.running():
             step.run(step.args, step.side, lambda: forward.append(recorder.position))
         _drop_gradients(new)
         return recorder
 
-    there = [t.grad for t in _leaves(step) if t.grad is not None]
-    new = [t for t in _leaves(step) if t.grad is None]
-    with ExitStack() as undo:
-        undo.enter_context(untouched(step.model, there))
-        undo.enter_context(_bordered(step))
-        undo.callback(_drop_gradients, new)  # whatever stops a step, its backward too
-        told("warming up", 0, STAGES)  # caches, compilation
+    existing = [t.grad for t in _grad_leaves(step) if t.grad is not None]
+    new = [t for t in _grad_leaves(step) if t.grad is None]
+    with ExitStack() as stack:
+        stack.enter_context(untouched(step.model, existing))
+        stack.enter_context(_layer_hooks(step))
+        stack.callback(_drop_gradients, new)  # also when the step raises
+        progress("warming up", 0, STAGES)  # caches, compilation
         step.run(step.args, step.side)
         _drop_gradients(new)
-        told("timing", 1, STAGES)
-        took = _timed(step, new, cuda)
-        told("recording", 2, STAGES)
-        seen = _seen(step.model, observe, told)
-    # Together they are the plain step, where launches overlap what runs before, and a device that is
-    # never idle is slower at what takes the most power: not alike in forward and backward.
+        progress("timing", 1, STAGES)
+        timed = _timed(step, new, cuda)
+        progress("recording", 2, STAGES)
+        seen = _profile_of(step.model, observe, progress)
+    # Scale the recorded ops to the timed step, where launches overlap, and a device that is never idle is slower at
+    # what takes the most power; that differs between forward and backward.
     ops, scales = [], []
-    for part, seconds in zip((seen.ops[: forward[0]], seen.ops[forward[0] :]), took, strict=True):
+    for part, seconds in zip((seen.ops[: forward[0]], seen.ops[forward[0] :]), timed, strict=True):
         scales.append(seconds / max(sum(op.seconds for op in part), 1e-12))
         ops += [op._replace(seconds=op.seconds * scales[-1]) for op in part]
     on_cpu = "bytes that an op needs inside itself are not counted on the CPU"
@@ -89,9 +90,9 @@ def record(step: ProfiledStep, told: Progress = silent) -> Profile:
 
 
 def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None = None) -> Profile:
-    """One step on fake tensors: bytes are exact, times are estimates (roofline.py).
+    """Profile a step on fake tensors: bytes are exact, times are estimates (roofline.py).
 
-    split  rows that data-dependent selections (`nonzero`, `where`) find, one call after another
+    split  how many rows data-dependent selections (`nonzero`, `where`) find, in the order of the calls
 
     Raises FuseOpsError where shapes depend on data and no split is given, where FSDP2 would gather
     parameters, and where all tensors of the caller are fakes.
@@ -101,7 +102,7 @@ def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None 
             "a plan was asked for inside of a FakeTensorMode, and fake tensors of two modes do not mix; leave "
             "the mode first: the model may have been made in it, or on the meta device."
         )
-    if modules := sharded(step.model):
+    if modules := fsdp_modules(step.model):
         raise FuseOpsError(
             f"a dry run cannot gather parameters, and fully_shard has sharded those of {type(modules[0]).__name__}: "
             "record a step (record=True), or plan the model before fully_shard, on the meta device say."
@@ -109,43 +110,55 @@ def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     flash = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     backends = [SDPBackend.MATH] if hardware.attention == "math" else flash
-    rows = _Rows(split)
+    rows = _FakeOps(split)
 
     def observe() -> Recorder:
         rows.used = 0
         with faked(step.model, mode):
             given = (step.args, dict(step.side))
             args, side = pytree.tree_map_only(Tensor, lambda t: fake(t, mode), given)
-            meter = StorageMeter(_there(step.model, (args, side)))
+            meter = StorageMeter(_resident_tensors(step.model, (args, side)))
             recorder = Recorder(step, meter, Roofline(hardware), rows)
-            as_on, blind = as_if_on(hardware.arch), torch.autograd.set_detect_anomaly(False)
+            as_on, quiet = as_if_on(hardware.arch), torch.autograd.set_detect_anomaly(False)
             fused = fused_ops() if hardware.arch else nullcontext()
-            with mode, sdpa_kernel(backends), recorder.running(), as_on, blind, _explained(), fused:
+            with (
+                mode,
+                sdpa_kernel(backends),
+                recorder.running(),
+                as_on,
+                quiet,
+                fused,
+                _fake_errors(),
+            ):
                 step.run(args, side)
         return recorder
 
-    with _bordered(step):
-        seen = _seen(step.model, observe)
+    with _layer_hooks(step):
+        seen = _profile_of(step.model, observe)
     assumed = tuple(_assumed(step, hardware, seen, rows))
     return replace(seen, assumed=assumed)
 
 
-def _seen(model: nn.Module, observe: Callable[[], Recorder], told: Progress = silent) -> Profile:
-    """What a step does, and what of it could be made again.   observe: follows it, as often as it is asked"""
+def _profile_of(
+    model: nn.Module, observe: Callable[[], Recorder], progress: Progress = silent
+) -> Profile:
+    """The profile of a step and its recomputable groups.   observe: runs and records the step"""
     first = observe()
     first.check_policy()
     seen = first.result()
-    told("what can be made again", 3, STAGES)
+    progress("what can be made again", 3, STAGES)
     return replace(seen, recompute=recomputations(model, seen, lambda: observe().result()))
 
 
-def _assumed(step: ProfiledStep, hardware: Hardware, seen: Profile, rows: _Rows) -> Iterator[str]:
+def _assumed(
+    step: ProfiledStep, hardware: Hardware, seen: Profile, rows: _FakeOps
+) -> Iterator[str]:
     yield (
         f"times: arithmetic and bytes of each op at the rates of {hardware.name} ({hardware.source}); "
         f"recorded steps lay within {DRY_ERROR:.0%}"
     )
     yield "bytes that a kernel needs inside itself are not counted: recorded peaks were up to 1 % higher"
-    yield from unseen()
+    yield from not_counted()
     if any("scaled_dot_product" in op.name for op in seen.ops):
         more = ", ".join(ATTENTION_SAVES[hardware.attention])
         yield f"attention saves q, k, v, its output and {more} ({hardware.attention})"
@@ -169,8 +182,8 @@ def _assumed(step: ProfiledStep, hardware: Hardware, seen: Profile, rows: _Rows)
 
 
 def _timed(step: ProfiledStep, new: list[Tensor], cuda: bool) -> tuple[float, float]:
-    """Seconds of a forward and of a backward as users run them: step after step, so that the host is
-    ahead of a CUDA device. From an idle one the forward takes longer, by what the host needs first.
+    """Seconds of a forward and of a backward in consecutive steps, so that the host is ahead of a CUDA device. On an
+    idle device the forward would include time of the host.
     """
     marks: list[Any] = []
 
@@ -179,7 +192,7 @@ def _timed(step: ProfiledStep, new: list[Tensor], cuda: bool) -> tuple[float, fl
         if cuda:
             marks[-1].record()
 
-    for _ in range(1 + TIMED_STEPS):  # the first is to get in
+    for _ in range(1 + TIMED_STEPS):  # the first warms up
         mark()
         step.run(step.args, step.side, mark)
         mark()
@@ -198,8 +211,8 @@ def _median(starts: list[Any], ends: list[Any]) -> float:
     )
 
 
-def _leaves(step: ProfiledStep) -> list[Tensor]:
-    """What gets a gradient."""
+def _grad_leaves(step: ProfiledStep) -> list[Tensor]:
+    """The leaves that get a gradient."""
     inputs = tensors_in((step.args, step.side))
     return [t for t in (*step.model.parameters(), *inputs) if t.is_leaf and t.requires_grad]
 
@@ -209,19 +222,19 @@ def _drop_gradients(leaves: list[Tensor]) -> None:
         t.grad = None
 
 
-def _there(model: nn.Module, inputs: Any) -> list[Tensor]:
-    """What is on the device before the step begins."""
+def _resident_tensors(model: nn.Module, inputs: Any) -> list[Tensor]:
+    """The tensors that are on the device before the step begins."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     gradients += main_grads(model)
-    return list(dense([*model.parameters(), *model.buffers(), *gradients, inputs]))
+    return list(dense_tensors([*model.parameters(), *model.buffers(), *gradients, inputs]))
 
 
 # --- a step of fake tensors
 
 
-class _Rows:
-    """Answers what fake tensors do not know: how many rows a selection finds, from the declared split, and what a
-    grouped product of float32 gives, of which torch has a kernel and a shape for bfloat16 only.
+class _FakeOps:
+    """Results of ops that fake tensors do not know: the rows that a selection finds, from the declared split, and
+    grouped products of float32, which torch's fake kernel supports in bfloat16 only.
     """
 
     def __init__(self, split: Sequence[int] | None) -> None:
@@ -238,7 +251,7 @@ class _Rows:
 
 
 def _grouped_shape(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> tuple[int, ...]:
-    """Of `_grouped_mm`: a matrix a group where neither operand has an axis of rows (or columns) of its own."""
+    """The shape of `_grouped_mm`: one matrix for each group where both operands are 2-D."""
     if a.dim() == b.dim() == 2:
         groups = 0 if offs is None else offs.numel()
         return groups, a.shape[0], b.shape[1]
@@ -248,8 +261,8 @@ def _grouped_shape(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """What fake tensors cannot know, in words of this package, and in no log lines of torch."""
+def _fake_errors() -> Iterator[None]:
+    """Converts errors of fake tensors about data-dependent shapes, and silences torch's log lines."""
     try:
         with torch_private.quiet_fake_tensors():
             yield
@@ -267,12 +280,12 @@ def _explained() -> Iterator[None]:
 
 
 @contextmanager
-def _bordered(step: ProfiledStep) -> Iterator[None]:
-    """A hook on every layer, as a scheduler has: no fusion goes from one to another."""
-    with ExitStack() as undo:
+def _layer_hooks(step: ProfiledStep) -> Iterator[None]:
+    """Puts a hook on every layer, as a scheduler does, so that no fusion crosses layers."""
+    with ExitStack() as stack:
         for module in step.model.modules():
             if id(module) in step.layers:
-                undo.callback(module.register_forward_pre_hook(_nothing).remove)
+                stack.callback(module.register_forward_pre_hook(_nothing).remove)
         yield
 
 
@@ -287,7 +300,7 @@ def layers_of(model: nn.Module, globs: tuple[str, ...] | None) -> dict[int, str]
     of equals; ops of fuseops are no layers, since they fuse. A model without one is one layer.
     """
     if globs is not None:
-        return {id(module): path for path, module in matching(model, globs).items()}
+        return {id(module): path for path, module in matching_modules(model, globs).items()}
     lists = [
         list(m.children())
         for m in model.modules()

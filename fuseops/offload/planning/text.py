@@ -1,4 +1,4 @@
-"""Plans are written as text and as plain data."""
+"""Plans as text and as plain data."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fuseops.offload.codes import BOUND
-from fuseops.offload.schedule import DISPATCH, KEEP, MADE_AGAIN, OFFLOAD, QUANTIZE, RECOMPUTE
+from fuseops.offload.schedule import DISPATCH, KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, REGENERATED
 from fuseops.words import size
 
-from .decided import Decided, PlannedTensor
+from .plan_data import PlanData, PlannedTensor
 
 SCHEMA_VERSION = 1
 ORDER = (OFFLOAD, QUANTIZE, RECOMPUTE, DISPATCH, KEEP)
@@ -29,7 +29,7 @@ class TableRow(NamedTuple):
         return self.name, self.bytes(), *self.times()
 
     def bytes(self) -> str:
-        """Of all of them, and how many they are."""
+        """Their bytes together, and how many they are."""
         count = len(self.tensors)
         return f"{_total(self.tensors)}{'' if count == 1 else f' ({count})'}"
 
@@ -50,13 +50,13 @@ def _ms(span: tuple[float, float]) -> str:
     return f"{span[0] * 1e3:.2f}-{span[1] * 1e3:.2f}"
 
 
-def rows(plan: Decided, every: bool = False) -> list[TableRow]:
-    """The table, what takes most memory first; without what takes none."""
+def rows(plan: PlanData, every: bool = False) -> list[TableRow]:
+    """The rows of the table, most bytes first; tensors without bytes are left out."""
     found: dict[tuple[str, ...], list[PlannedTensor]] = defaultdict(list)
     for tensor in plan.tensors:
         if tensor.nbytes:
             place = tensor.name if every else _without_layer(tensor)
-            reason = "" if tensor.decision in MADE_AGAIN else tensor.reason
+            reason = "" if tensor.decision in REGENERATED else tensor.reason
             found[place, tensor.decision, reason].append(tensor)
     listed = [
         TableRow(_title(place, tensors), tuple(tensors)) for (place, *_), tensors in found.items()
@@ -97,8 +97,8 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
-def facts(plan: Decided) -> Iterator[tuple[str, str]]:
-    """The head of a report: what was asked for and what is predicted."""
+def facts(plan: PlanData) -> Iterator[tuple[str, str]]:
+    """The head of a report: the budget and the prediction."""
     before, after, (peak, host) = plan.before, plan.after, plan.limits
     yield "model", f"{plan.profile.model}, one step, {plan.profile.kind}"
     yield "hardware", f"{plan.hardware.name} ({plan.hardware.source})"
@@ -126,7 +126,7 @@ def facts(plan: Decided) -> Iterator[tuple[str, str]]:
     yield "", f"{size(plan.free)} can leave without a stall: {rates}"
 
 
-def report(plan: Decided, every: bool, wide: bool, width: int) -> str:
+def report(plan: PlanData, every: bool, wide: bool, width: int) -> str:
     """Head, warnings and assumptions, folded to so many columns; then the tensors of each decision and reason."""
     lines = []
     notes = [("WARNING", text) for text in plan.warnings] + [("assumed", t) for t in plan.assumed]
@@ -152,17 +152,17 @@ def _line(left: str, width: int, numbers: Sequence[str], widths: Sequence[int]) 
     return "  ".join([left.ljust(width), *aligned]).rstrip()
 
 
-def _sections(plan: Decided, every: bool) -> dict[tuple[str, str], list[TableRow]]:
-    """The table by decision and reason; what is made again has one time each in its reason."""
+def _sections(plan: PlanData, every: bool) -> dict[tuple[str, str], list[TableRow]]:
+    """The rows by decision and reason; reasons of recomputation are cut before their time."""
     found: dict[tuple[str, str], list[TableRow]] = defaultdict(list)
     for row in rows(plan, every):
         decision, reason = row.tensors[0].decision, row.tensors[0].reason
-        found[decision, reason.split(",")[0] if decision in MADE_AGAIN else reason].append(row)
+        found[decision, reason.split(",")[0] if decision in REGENERATED else reason].append(row)
     return {key: found[key] for key in sorted(found, key=lambda key: ORDER.index(key[0]))}
 
 
-def ranks(plans: Sequence[Decided]) -> list[tuple[str, ...]]:
-    """The ranks of a pipeline, a line each below the titles."""
+def ranks(plans: Sequence[PlanData]) -> list[tuple[str, ...]]:
+    """The table of the ranks of a pipeline, below its titles."""
     found: list[tuple[str, ...]] = [
         ("rank", "peak", "planned", "where", "leaves", "waits ms", "step ms")
     ]
@@ -174,7 +174,7 @@ def ranks(plans: Sequence[Decided]) -> list[tuple[str, ...]]:
     return found
 
 
-def as_json(plan: Decided) -> dict[str, Any]:
+def as_json(plan: PlanData) -> dict[str, Any]:
     """Plain data with a schema_version."""
     return {
         "schema_version": SCHEMA_VERSION,
@@ -199,7 +199,7 @@ def as_json(plan: Decided) -> dict[str, Any]:
     }
 
 
-def _outcome(plan: Decided, which: str) -> dict[str, Any]:
+def _outcome(plan: PlanData, which: str) -> dict[str, Any]:
     simulation = plan.before if which == "before" else plan.after
     return {
         "seconds": simulation.seconds,

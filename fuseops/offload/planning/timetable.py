@@ -13,10 +13,10 @@ from fuseops.offload.order import Boundary, Order, OrderKey
 from fuseops.offload.schedule import Item, Schedule
 
 from .profile import Profile, Saved
-from .simulate import LinkSettings, PlayedStep
+from .simulate import LinkSettings, ReplayedStep
 
-SEND, RELEASE, FETCH, READ, LAST, AGAIN, BEHIND = range(7)
-"""LAST: the last read. BEHIND: an op copies from the host, after all that has been asked back."""
+SEND, RELEASE, FETCH, READ, LAST, AGAIN, HOST_COPY = range(7)
+"""LAST: the last read. HOST_COPY: an op copies from the host, after all reloads that were started."""
 WAYS: dict[str, Literal["forward", "backward"]] = {"enter": "forward", "backward": "backward"}
 
 
@@ -29,15 +29,15 @@ class Hole(NamedTuple):
 
 
 class TimelessLanes(Lanes):
-    """`TimelessLanes` copy nothing, in no time."""
+    """`TimelessLanes` copy nothing and take no time."""
 
-    at_once = True
+    synchronous = True
 
     def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
         return Buf(name, nbytes, device, owner=self.compute())
 
     def free(self, buf: Buf) -> None:
-        """It held nothing."""
+        """It has no memory."""
 
     def move(
         self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
@@ -48,14 +48,14 @@ class TimelessLanes(Lanes):
         return Event(lane)
 
 
-class ItemByItem(Schedule):
-    """An `ItemByItem` sends the small storages of a call when it ends, as ever, but each by itself: which of them share
-    a transfer is what a plan chooses, and one that is read soon would hold back the others.
+class UnbundledSchedule(Schedule):
+    """An `UnbundledSchedule` sends the small storages of a call when it ends, as ever, but each by itself: which of
+    them share a transfer is what a plan chooses, and one that is read soon would hold back the others.
     """
 
-    def _send_waiting(self, items: list[Item]) -> None:
+    def _send_late(self, items: list[Item]) -> None:
         for item in items:
-            super()._send_waiting([item])
+            super()._send_late([item])
 
 
 class TracedItem(Item):
@@ -66,46 +66,46 @@ class TracedItem(Item):
         super().__init__(name, table.lanes.alloc(nbytes, "device", name))
         self.table, self.k = table, k
 
-    def leaves(self, point: Literal["copy", "release"]) -> None:
+    def on_offload(self, point: Literal["copy", "release"]) -> None:
         self.table.note(SEND if point == "copy" else RELEASE, self.k)
 
-    def comes_back(self) -> None:
+    def on_reload(self) -> None:
         self.table.note(FETCH, self.k)
 
 
-class Timetable(PlayedStep):
+class Timetable(ReplayedStep):
     """A `Timetable` says at which op the schedule sends, releases and fetches every saved tensor.
 
     events   kind, saved and position, in the order in which the host program reaches them
-    movable  saved storages that can be away for a while; stays: saved -> why not, of others that may leave
+    movable  saved storages that can be away for a while; immovable: saved -> why not, of others that may leave
     """
 
     def __init__(
         self, profile: Profile, settings: LinkSettings, coded: Collection[str] = ()
     ) -> None:
         self.lanes, self.small = TimelessLanes(), settings.small
-        alone = settings._replace(bundle=1 << 62)  # the small ones of a call leave at its end
-        super().__init__(profile, ItemByItem(self.lanes, **alone._asdict()))
+        alone = settings._replace(bundle=1 << 62)  # small storages are sent when their call ends
+        super().__init__(profile, UnbundledSchedule(self.lanes, **alone._asdict()))
         self.schedule.order = Order(_order(profile))
-        # bytes on the link, and of them those of codes
+        # bytes of codes, and bytes on the link
         self.codes = {
             k: s.codes for k, s in enumerate(profile.saved) if s.name in coded and s.codes
         }
         self.nbytes = [self.codes.get(k, s.nbytes) for k, s in enumerate(profile.saved)]
         self.events: list[tuple[int, int, int]] = []
         self._at: dict[tuple[int, int], int] = {}  # kind, saved -> position
-        for happening in profile.happenings:
-            self._position = happening.position
-            self.tell(happening)
+        for step_event in profile.events:
+            self._position = step_event.position
+            self.replay(step_event)
         self.holes: dict[int, list[Hole]] = {}
         self.movable: list[int] = []
-        self.stays: dict[int, str] = {}
+        self.immovable: dict[int, str] = {}
         for k in sorted(self.items):
-            self._judge(k)
+            self._find_holes(k)
         self.events = [event for event in self.events if event[1] in self.holes]
 
     def note(self, kind: int, k: int) -> None:
-        """The schedule is where it does this with a saved storage."""
+        """Record that the schedule does this with a saved storage at the current position."""
         self.events.append((kind, k, self._position))
         self._at[kind, k] = self._position
 
@@ -115,14 +115,14 @@ class Timetable(PlayedStep):
     def _save(self, k: int, _: int) -> None:
         if self._may_leave(k):
             self.items[k] = TracedItem(self, k)
-            left = self.schedule.save(self.calls[self.profile.saved[k].call], self.items[k])
-            if left and not self.is_small(k):
+            sent = self.schedule.save(self.calls[self.profile.saved[k].call], self.items[k])
+            if sent and not self.is_small(k):
                 self.note(SEND, k)
 
     def _reread(self, k: int, call: int) -> None:
-        if k in self.items and self.items[k].kept is None:
+        if k in self.items and self.items[k].kept_reason is None:
             self.schedule.fetch(self.items[k])
-            self.schedule.used(self.items[k])
+            self.schedule.mark_read(self.items[k])
             self.schedule.drop(self.calls[call], self.items[k])
             self.note(LAST if self._position == max(self.profile.saved[k].reads) else READ, k)
 
@@ -136,32 +136,32 @@ class Timetable(PlayedStep):
             and all(calls[call].backward >= 0 for call in mine)
         )
 
-    def _judge(self, k: int) -> None:
-        """Where the bytes of a storage that was to leave are away, or why it stays."""
+    def _find_holes(self, k: int) -> None:
+        """Find where the bytes of a storage are off the device, or why it cannot be moved."""
         released, fetched = self._at.get((RELEASE, k)), self._at.get((FETCH, k))
         if released is None or fetched is None:
-            self.stays[k] = "read again too soon"
+            self.immovable[k] = "read again too soon"
             return
         holes = self._holes(k, self._at[SEND, k], released, fetched)
         if any(h.nbytes > 0 for h in holes):
             self.holes[k] = holes
             self.movable.append(k)
         else:
-            self.stays[k] = "held by another reference until it is read"
+            self.immovable[k] = "held by another reference until it is read"
 
     def _holes(self, k: int, sent: int, released: int, fetched: int) -> list[Hole]:
         saved = self.profile.saved[k]
         holes = []
-        back = fetched  # where its bytes are there again
+        back = fetched  # where its bytes are on the device again
         if k in self.codes:
-            # Its own bytes go at once, those of the codes at the release; they come back beside the codes.
+            # The storage is freed at once, and the codes at the release; both are there during the reads.
             back = min(saved.reads)
             holes.append(Hole(saved.held, back, saved.nbytes))
             holes.append(Hole(saved.at, max(sent, released), -self.codes[k]))
             holes.append(Hole(fetched, max(saved.reads), -self.codes[k]))
         else:
             holes.append(Hole(max(released, saved.held), fetched, saved.nbytes))
-        # While somebody else holds the original, what came back is a second copy.
+        # While something else holds the original, the reloaded bytes are a second copy.
         holes.append(Hole(back, min(saved.held, saved.freed), -saved.nbytes))
         return [h for h in holes if h.start < h.end]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .decided import Decided
+from .plan_data import PlanData
 
 TITLES = {
     "layers": "layers",
@@ -18,7 +18,7 @@ LANES = {lane: number for number, lane in enumerate(TITLES, 1)} | {"stalls": 2} 
 
 
 class TraceSlice(NamedTuple):
-    """A `TraceSlice` is what a lane, the layers or the stalls were at for a while, in seconds of the simulated step."""
+    """A `TraceSlice` is an interval of a lane, of the layers or of the stalls, in seconds of the simulated step."""
 
     lane: str
     title: str
@@ -27,8 +27,8 @@ class TraceSlice(NamedTuple):
     nbytes: int = 0  # that were copied
 
 
-def slices(plan: Decided) -> Iterator[TraceSlice]:
-    """What was when; a layer's backward ends at the next boundary, a forward where it left."""
+def slices(plan: PlanData) -> Iterator[TraceSlice]:
+    """All intervals. A layer's backward ends at the next boundary, its forward at its end or the next boundary."""
     profile, after = plan.profile, plan.after
     at = [level.seconds for level in after.levels] + [after.seconds]
     boundaries = profile.boundaries
@@ -47,7 +47,7 @@ def slices(plan: Decided) -> Iterator[TraceSlice]:
         yield TraceSlice("stalls", f"waits for {wait.what} on {wait.on}", wait.start, wait.end)
 
 
-def trace(plan: Decided) -> dict[str, Any]:
+def trace(plan: PlanData) -> dict[str, Any]:
     """The JSON object format of Chrome traces; times in microseconds."""
     return {
         "displayTimeUnit": "ms",
@@ -56,7 +56,7 @@ def trace(plan: Decided) -> dict[str, Any]:
     }
 
 
-def _names(plan: Decided) -> Iterator[dict[str, Any]]:
+def _names(plan: PlanData) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "offload plan"}}
     for lane, title in TITLES.items():
         if lane == "network" and not plan.profile.network:
@@ -66,7 +66,7 @@ def _names(plan: Decided) -> Iterator[dict[str, Any]]:
         yield event | {"name": "thread_sort_index", "args": {"sort_index": LANES[lane]}}
 
 
-def _events(plan: Decided) -> Iterator[dict[str, Any]]:
+def _events(plan: PlanData) -> Iterator[dict[str, Any]]:
     for piece in slices(plan):
         yield {
             "ph": "X",

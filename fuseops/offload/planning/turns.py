@@ -1,5 +1,5 @@
-"""What the ranks of a pipeline run, in which order: 1F1B, interleaved 1F1B with several chunks of layers a rank, or the
-order of any schedule of torch.distributed.pipelining, whose backward may come in two halves.
+"""Pipeline schedules, as the turns of each rank in order: 1F1B, interleaved 1F1B with several chunks of layers for each
+rank, or any schedule of torch.distributed.pipelining, whose backward may be split into two halves.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def _turns_of(actions: Iterable[Any]) -> Iterator[Turn]:
 
 
 def turns(pipeline: Pipeline, rank: int) -> list[Turn]:
-    """What a rank runs, in order.
+    """The turns of a rank, in order.
 
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM (2021), section 2.2. Raises FuseOpsError for a pipeline that there is not.
+    Megatron-LM (2021), section 2.2. Raises FuseOpsError for an invalid pipeline.
     """
     ranks, count, chunks = pipeline[:3]
     if pipeline.order:

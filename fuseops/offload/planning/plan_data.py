@@ -1,4 +1,4 @@
-"""What a plan is made of: the decision for each saved tensor, and the step before and after."""
+"""The data of a plan: the decision for each saved tensor, and the step before and after."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .simulate import LinkSettings, Simulation, Window
 class PlannedTensor(NamedTuple):
     """A `PlannedTensor` is the decision for one saved tensor.
 
-    window  when its bytes leave and come back, None if they do not
+    window  the times of its copies, None if it is not offloaded
     """
 
     name: str
@@ -32,14 +32,13 @@ class PlannedTensor(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Decided:
-    """A `Decided` says what to do with every saved tensor of a step, and what that will cost.
+class PlanData:
+    """A `PlanData` says what to do with every saved tensor of a step, and what that will cost.
 
-    tensors     one entry a saved storage, in save order
+    tensors     one entry for each saved storage, in save order
     before      the step with nothing moved; after: under this plan
-    free        bytes that can leave without a stall, as the simulation says: without a budget the
-                plan moves them all, and one that a budget of that peak keeps costs no time
-    dropped     what is made again
+    free        bytes that can be offloaded without a stall, by simulation; without a budget the plan moves them all
+    dropped     groups that are recomputed
     lean        peak of the step, nothing moved, if the model preferred memory (`fo.configure`); 0 where that is not
                 lower than `before.peak`, or the budget is not
     warnings    what the plan cannot do
@@ -67,7 +66,8 @@ class Decided:
     def decisions(self) -> dict[str, str]:
         """Name -> "keep", "offload", "quantize", "recompute" or "dispatch", for everything that could move.
 
-        Of several micro-batches: what leaves in one leaves, and the schedule keeps it again where it is read too soon.
+        A tensor that is offloaded in one of several micro-batches is so here; the schedule keeps it where it is read
+        too soon.
         """
         could = [t for t in self.tensors if t.layer and t.nbytes]
         leave = {t.name: t.decision for t in could if t.decision in (OFFLOAD, QUANTIZE)}
@@ -80,7 +80,7 @@ class Decided:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """What the prediction rests on without having been seen."""
+        """The assumptions behind the prediction, in words."""
         return self.profile.assumed
 
     def bytes_of(self, decision: str) -> int:
@@ -88,5 +88,5 @@ class Decided:
         return sum(t.nbytes for t in self.tensors if t.decision == decision)
 
     def owner(self, simulation: Simulation) -> str:
-        """Where the peak of a simulation stands."""
+        """The layer and direction at the peak of a simulation."""
         return self.profile.owner_at(simulation.peak_position)
