@@ -63,7 +63,7 @@ def test_marks_lie_on_the_components(ranks: int) -> None:
     offload.mark_offload({"x": [x]})
     assert marks.mark_of(local) == marks.OFFLOAD
     offload.start_offload(x)
-    assert marks.ready(local.untyped_storage(), local._version) is not None
+    assert marks.ready_event(local.untyped_storage(), local._version) is not None
 
 
 def test_a_marked_component_that_is_saved_is_moved_or_kept(ranks: int) -> None:
