@@ -242,4 +242,6 @@ def own_groups(op: Any, state_dict: dict[str, Any], prefix: str, names: Iterable
 
 def _ranks_of_experts(op: Any) -> Ranks | None:
     local = op._local.get("weight")
-    return local.ranks if local is not None and local.ranks.size > 1 and not local.replicated else None
+    return (
+        local.ranks if local is not None and local.ranks.size > 1 and not local.replicated else None
+    )
