@@ -168,7 +168,7 @@ def to_local_input(x: Any, layout: InputLayout | None) -> Tensor:
         x = x.redistribute(placements=layout.placements_of(x))
     if any(p.is_partial() for p in x.placements):
         raise FuseOpsError(
-            f"x is a DTensor laid out as {x.placements} placements_of {x.device_mesh}: a rank has a part of a sum. "
+            f"x is a DTensor laid out as {x.placements} over {x.device_mesh}: a rank has a part of a sum. "
             "Add the parts up first: x.redistribute(placements=...) with Replicate() or Shard(dim) for Partial()."
         )
     found: Tensor = x.to_local()
@@ -211,7 +211,7 @@ def fit_state_dict(op: Any, state_dict: dict[str, Any], prefix: str) -> None:
             state_dict[prefix + name] = fit_to_parameter(given, parameter, axis)
 
 
-def spread_groups(op: Any, state_dict: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
+def shard_groups(op: Any, state_dict: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
     """Save a state with an axis of groups, the last, as DTensors where experts are spread over ranks: a distributed
     checkpoint would take that of one rank for all.
     """
@@ -228,8 +228,8 @@ def spread_groups(op: Any, state_dict: dict[str, Any], prefix: str, names: Itera
             )
 
 
-def own_groups(op: Any, state_dict: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
-    """Load what `spread_groups` has saved, or that of all ranks: the part of the experts here."""
+def take_own_groups(op: Any, state_dict: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
+    """Load what `shard_groups` has saved, or that of all ranks: the part of the experts here."""
     ranks = _ranks_of_experts(op)
     for key in (prefix + name for name in names):
         given: Any = state_dict.get(key)
@@ -241,7 +241,7 @@ def own_groups(op: Any, state_dict: dict[str, Any], prefix: str, names: Iterable
 
 
 def _ranks_of_experts(op: Any) -> Ranks | None:
-    local = op._local.get("weight")
-    return (
-        local.ranks if local is not None and local.ranks.size > 1 and not local.replicated else None
-    )
+    local: Local | None = op._local.get("weight")
+    if local is None or local.replicated or local.ranks.size == 1:
+        return None
+    return local.ranks

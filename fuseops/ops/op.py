@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes, stored
-from fuseops.ops.local import Local, fit_state_dict, own_groups, spread_groups
+from fuseops.ops.local import Local, fit_state_dict, shard_groups, take_own_groups
 from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
 from fuseops.recipes.scales import STATE, ScaleState, prepare_load, restore_float32
@@ -376,7 +376,7 @@ class Op(nn.Module, Generic[S]):
     ) -> None:
         self._drop_quantized_weights()
         fit_state_dict(self, state_dict, prefix)
-        own_groups(self, state_dict, prefix, STATE)
+        take_own_groups(self, state_dict, prefix, STATE)
         prepare_load(self._buffers, state_dict, prefix)
         assign = args[0].get("assign_to_params_buffers", False)
         loaded = stored.load(self, state_dict, prefix, args[-1], assign)
@@ -386,7 +386,7 @@ class Op(nn.Module, Generic[S]):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        spread_groups(self, destination, prefix, STATE)
+        shard_groups(self, destination, prefix, STATE)
         stored.save(self, destination, prefix, keep_vars)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

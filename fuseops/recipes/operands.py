@@ -227,11 +227,8 @@ def _quantize_columns(
         columns = K.transpose_in_groups(features.t(), offs)
         return K.random_hadamard(columns) if scaling.hadamard else columns
 
-    rows, transform = (
-        x.t(),
-        cast("RowTransform | None", to_columns),
-    )  # transposed again for each pass
-    if len(K.pieces(rows)) == 1:
+    rows, transform = x.t(), cast("RowTransform | None", to_columns)
+    if len(K.pieces(rows)) == 1:  # else each pass transposes again
         rows, transform = to_columns(rows), None
     amax = _amax_of_groups(rows, scaling, ends, 0, transform)
     tokens = padded_columns(len(x), None if offs is None else len(offs))

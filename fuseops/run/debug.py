@@ -75,7 +75,7 @@ class Debug:
         first = torch.where(bad_ends(offs, rows), numbers, groups).min()
         at = first.clamp(max=groups - 1).reshape(1)
         found = torch.cat([first.reshape(1), group_starts(offs)[at].long(), offs[at].long()])
-        # copied group_starts the next kernel runs, which may fail because of these ends
+        # copied before the next kernel runs, which may fail because of these ends
         host = torch.tensor([groups, 0, 0], pin_memory=True).copy_(found, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream(offs.device))
