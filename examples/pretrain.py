@@ -104,7 +104,7 @@ def seeded(seed: int, place: int, make: Any, *args: Any, **options: Any) -> Any:
 
 
 class Stage(nn.Module):
-    """Blocks in a row, in the first stage embeddings, in the last the head: names and first weights of the whole."""
+    """Consecutive blocks, named and drawn as in the whole model; the first stage has embeddings, the last the head."""
 
     def __init__(self, c: argparse.Namespace, layers: range, bf16: bool) -> None:
         super().__init__()
@@ -319,6 +319,7 @@ def parsed(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stock", action="store_true", help="experts of plain torch everywhere")
     c = parser.parse_args(args)
     for name, value in vars(c).items():
+        # 0 only where it is the default
         if type(value) is int and value < (parser.get_default(name) > 0):
             parser.error(f"--{name.replace('_', '-')} is {value}, which is too few")
     if (c.micro_batches > 1 or c.chunks > 1 or c.pairs) and c.pp == 1:
