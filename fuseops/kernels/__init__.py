@@ -16,7 +16,8 @@ Shapes: R rows, N columns, F gated features, E groups, K the inner size of a GEM
                     without their launcher), transcript (of all calls of a function), configs (block sizes),
                     tiles (helpers of launchers), triton_private
     by inductor     generated (elementwise functions, for any number of rows)
-    tools           aot (compiles without a GPU), interpreter (repairs Triton's)
+    tools           aot (compiles without a GPU), source (of a kernel, as its compiler sees it), interpreter
+                    (repairs Triton's)
     in twins        groups (of rows, and of columns), scales (of FP8), formats (of recipes)
     device/         the Triton code
 

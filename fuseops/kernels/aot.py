@@ -12,17 +12,13 @@ calls), its signature and its options.
 
 from __future__ import annotations
 
-import ast
-import functools
 import hashlib
-import inspect
 import json
 import multiprocessing
 import random
 import re
 import subprocess
 import tempfile
-import textwrap
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -36,6 +32,7 @@ from fuseops.kernels.launch import COMPILER, recording
 from fuseops.kernels.peers import PEER_KERNELS, PeerKernel
 from fuseops.kernels.registry import INTERPRET, KERNEL_OPS, KernelOp
 from fuseops.kernels.replay import Launch
+from fuseops.kernels.source import source_of
 
 PINNED = "3.6"
 """The Triton whose table has every row; those of others have the rows that `depends_on_release` selects."""
@@ -201,28 +198,6 @@ def _descriptor_type(descriptor: Any) -> str:
     layout = getattr(descriptor, "layout", None)
     block = f"{_TYPES[descriptor.base.dtype]}{list(descriptor.block_shape)}"
     return f"tensordesc<{block}{'' if layout is None else f',{layout!r}'}>"
-
-
-@functools.cache
-def source_of(kernel: Any) -> str:
-    """The source of a kernel and of the device functions and constants that it uses, without comments and docstrings.
-
-    Unparsed text, which is the same in every Python, while dumps of the tree differ.
-    """
-    fn = getattr(kernel, "fn", kernel)
-    text = textwrap.dedent(inspect.getsource(fn))
-    tree = ast.parse(text)
-    function: Any = tree.body[0]
-    if ast.get_docstring(function) is not None:
-        del function.body[0]
-    parts = [ast.unparse(tree)]
-    for name in sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}):
-        value = fn.__globals__.get(name)
-        if hasattr(value, "fn") and value is not kernel and "fuseops" in value.fn.__module__:
-            parts.append(source_of(value))
-        elif hasattr(value, "value"):
-            parts.append(f"{name}={value.value}")
-    return "\n".join(parts)
 
 
 def compiled(launch: Launch, arch: int) -> Any:
