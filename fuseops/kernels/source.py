@@ -77,5 +77,5 @@ class _Unnamed(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _device_function(self, name: str) -> Any:
-        value = None if name in self.local else self.fn.__globals__.get(name)
+        value: Any = None if name in self.local else self.fn.__globals__.get(name)
         return value if hasattr(value, "fn") and "fuseops" in value.fn.__module__ else None
