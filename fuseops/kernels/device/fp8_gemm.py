@@ -25,7 +25,7 @@ from .fp8_rings import describe_weight as describe_weight
 from .fp8_stores import store_wave, zero_scales
 from .grouped_dswiglu import column_halves
 from .grouped_pingpong import zero_padding
-from .sums import PART
+from .sums import F32_BOX_COLS
 from .sums import describe_sums as describe_sums
 
 MOVE = gl.constexpr("mov.b32 $0, $1;")
@@ -309,7 +309,7 @@ def fp8_gemm_kernel(
         # one of a consumer with one wave: two tiles without products in between follow at once, into one buffer
         WAVES: gl.constexpr = 1 if IN_PLACE or BLOCK_M * BLOCK_N == BLOCK * BLOCK else 2
         SUMS: gl.constexpr = out.dtype == gl.float32
-        BUFFERS: gl.constexpr = [2 * WAVES, 64, PART] if SUMS else [WAVES, 64, BLOCK]
+        BUFFERS: gl.constexpr = [2 * WAVES, 64, F32_BOX_COLS] if SUMS else [WAVES, 64, BLOCK]
         buffers0 = gl.allocate_shared_memory(out.dtype, BUFFERS, out.layout)
         buffers1 = gl.allocate_shared_memory(out.dtype, BUFFERS, out.layout)
         out0, out1 = (out_ptr, out, buffers0), (out_ptr, out, buffers1)

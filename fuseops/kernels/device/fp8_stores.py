@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .fp8_rings import ragged
 from .gluon_names import store_tile
 from .grouped_dswiglu import column_halves
-from .sums import PART, store_sums
+from .sums import F32_BOX_COLS, store_float32_grad
 
 PANEL = gl.constexpr(64)  # columns of what one TMA stores
 
@@ -102,8 +102,8 @@ def store_wave(
     if out[0].dtype.element_ty == gl.float32:
         if WGRAD:
             _, tiles, buffers = out
-            number: gl.constexpr = WAVE * acc.shape[1] // PART
-            store_sums(tiles, buffers, acc, group, row, col, False, ACCUMULATE, number)
+            number: gl.constexpr = WAVE * acc.shape[1] // F32_BOX_COLS
+            store_float32_grad(tiles, buffers, acc, group, row, col, False, ACCUMULATE, number)
         else:
             store_float32(out[0], acc, place, row, col)
     elif out[0].dtype.element_ty == gl.float8e4nv:
