@@ -79,7 +79,7 @@ def named_barrier(ASM: gl.constexpr, CONSUMER: gl.constexpr):
 def wait_turn(step, subtile: gl.constexpr, CONSUMER: gl.constexpr):
     """Wait until the other consumer has issued its MMA. Consumer 0 begins the very first step without waiting.
 
-    From there on the turns alternate strictly, over tiles too, so no barrier sees one consumer twice.
+    From there on the turns alternate strictly, over tiles too, so no barrier sees one consumer twice in a row.
     """
     if CONSUMER == 1 or subtile == 1:
         named_barrier(WAIT_TURN_ASM, CONSUMER)
