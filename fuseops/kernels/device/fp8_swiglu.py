@@ -185,19 +185,15 @@ def dswiglu_operand_kernel(
     """
     overlapped(PDL)
     OUTPUTS: tl.constexpr = 2 + ACT
-    output, pid, num_n = (
-        tl.program_id(0) % OUTPUTS,
-        tl.program_id(0) // OUTPUTS,
-        tl.cdiv(N, BLOCK_N),
-    )
+    out, pid, num_n = tl.program_id(0) % OUTPUTS, tl.program_id(0) // OUTPUTS, tl.cdiv(N, BLOCK_N)
     block, row0, end, blocks = tile_of_block(pid, num_n, offs_ptr, R, E, GROUPS, BLOCK_E, BLOCK_R)
     col0 = pid % num_n * BLOCK_N
     # fmt: off
-    if output == 0:
+    if out == 0:
         dswiglu_output(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, row_ptr, scale_ptr, col_ptr, square_ptr,
                      row0, end, col0, R, N, stride_da, stride_h, block, blocks,
                      0, SHIFT, SCALED, ROW, COL, BLOCK_R, BLOCK_N)
-    elif output == 1:
+    elif out == 1:
         dswiglu_output(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, row_ptr, scale_ptr, col_ptr, square_ptr,
                      row0, end, col0, R, N, stride_da, stride_h, block, blocks,
                      1, SHIFT, SCALED, ROW, COL, BLOCK_R, BLOCK_N)
