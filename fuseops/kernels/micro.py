@@ -45,7 +45,7 @@ class MicroLayout(NamedTuple):
 
     offs     (E,) int32 row ends of groups
     amax     of NVFP4, the largest magnitude of x, (), or of each group, (E,)
-    swizzle  scales are (ceil(high/128), ceil(S/4), 32, 4, 4), zeros where there is none
+    swizzle  scales are (ceil(outer/128), ceil(S/4), 32, 4, 4), zeros where there is none; outer is R, or K of "col"
     """
 
     x: Tensor
@@ -105,11 +105,11 @@ def _outputs(p: MicroLayout) -> tuple[Tensor, Tensor]:
     x, data, layout, offs, _, swizzle = p
     (rows, k), form, four, turned = x.shape, micro_format(data), data is E2M1, layout == "col"
     columns = padded_columns(rows, None if offs is None else len(offs))
-    high, wide = (k, columns) if turned else (rows, k)
-    scale: tuple[int, ...] = high, cdiv(wide, form.block[1])
+    outer, inner = (k, columns) if turned else (rows, k)
+    scale: tuple[int, ...] = outer, cdiv(inner, form.block[1])
     if swizzle:
         scale = cdiv(k if turned else columns, 128), cdiv(scale[1], 4), 32, 4, 4
-    codes = x.new_empty(high, cdiv(wide, 1 + four), dtype=torch.uint8 if four else data)
+    codes = x.new_empty(outer, cdiv(inner, 1 + four), dtype=torch.uint8 if four else data)
     return codes, x.new_empty(scale, dtype=torch.uint8)
 
 

@@ -109,7 +109,7 @@ def test_the_loader_of_a_grouped_gradient_goes_on_to_other_groups():
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_fp8_tiles_have_no_stack_at_all(release):
-    """What the fence is for: without it a wave's product is moved up, and spills 208 bytes and more in the loop."""
+    """What the fence is for: without it a subtile's product is moved up, and spills 208 bytes and more in the loop."""
     assert "fp8_gemm_kernel" not in aot.SPILLS_ALLOWED
     found = {
         key: row

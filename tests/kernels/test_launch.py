@@ -26,7 +26,7 @@ TENSORS = [
 
 def descriptors():
     rings, codes, plain = (device(name) for name in ("grouped_rings", "fp8_rings", "grouped_mm"))
-    kinds = rings.Descriptor, codes.Codes, codes.Vectors, plain.HostDescriptor
+    kinds = rings.Descriptor, codes.CodesDescriptor, codes.ScalesDescriptor, plain.HostDescriptor
     blocks = itertools.product(
         kinds, (torch.bfloat16, torch.float32), ([64, 64], [64, 128], [1, 8, 8])
     )

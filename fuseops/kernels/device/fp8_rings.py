@@ -1,7 +1,13 @@
-"""How the operands of an FP8 GEMM of Hopper come into rings of tiles in shared memory, and which tile is where.
+"""Producer warp, tile scheduler and TMA descriptors of Hopper's FP8 GEMM (`fp8_gemm`).
 
-One warp issues TMA for both operands, 128 numbers of each row a step, and for scales of vectors, which come with
-their step. Rows of a tile beyond its group are the next group's: they reach no row that is stored.
+One warp issues the TMA loads of both operands, K-major, into a ring of STAGES slots: a slot holds BLOCK_M x 128 codes
+of a, BLOCK_N x 128 of b and, where scales are of vectors (columns of a weight gradient), their float32 scales.
+`full[slot]` counts the bytes, `empty[slot]` the two consumers. The step of the pipeline runs on over the tiles of the
+persistent loop: slot = step % STAGES, and its barriers have the parity of step // STAGES.
+
+The scheduler decodes a tile in two parts, because the first is a load: `load_tile_entry` reads the tile's entry of the
+table, one tile ahead, and `tile_coords` finds the group and the block row and column. Loads don't stop at the end of a
+group: rows of a tile beyond it are the next group's, and end in rows of the accumulator that are not stored.
 """
 
 from triton.experimental import gluon
@@ -11,106 +17,120 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from .gluon_names import load_tile
 from .grouped_rings import Descriptor, swizzle
 
-MAX_GROUPS = gl.constexpr(2048)
+MAX_GROUPS = gl.constexpr(2048)  # a table entry is group + MAX_GROUPS * row block in the group
 RAGGED_ROWS = gl.constexpr(1 << 30)
-BLOCK = gl.constexpr(128)
-CODES = gl.NVMMASharedLayout.get_default_for([128, 128], gl.float8e4nv)
-VECTORS = gl.NVMMASharedLayout.get_default_for([1, 128], gl.float32)
-# what the scales of an operand are of; those of rows that begin anywhere, where no TMA does (at 16 bytes), are read by
-# the consumers
+BLOCK = gl.constexpr(128)  # K of a step, and side of the blocks that have one scale
+CODES_SMEM_LAYOUT = gl.NVMMASharedLayout.get_default_for([128, 128], gl.float8e4nv)
+SCALES_SMEM_LAYOUT = gl.NVMMASharedLayout.get_default_for([1, 128], gl.float32)
+# Granularity of an operand's scales along K: none (a tensor's or a row's scale, applied in the epilogue), 128 x 128
+# squares, or 1 x 128 vectors. TMA loads vectors, except ROW_VECTOR: rows of a group begin anywhere and TMA at multiples
+# of 16 bytes only, so consumers load those from global memory.
 NONE, SQUARE, VECTOR, ROW_VECTOR = (gl.constexpr(i) for i in range(4))
 
 
-class Codes(Descriptor):
-    """A descriptor of tiles of codes."""
+class CodesDescriptor(Descriptor):
+    """A `CodesDescriptor` is the TMA descriptor of FP8 codes, in boxes of 128 codes a row."""
 
     def __init__(self, t, shape, strides, block_shape):
         super().__init__(t, shape, strides, block_shape)
-        self.layout = CODES
+        self.layout = CODES_SMEM_LAYOUT
 
 
-class Vectors(Descriptor):
-    """A descriptor of the scales of vectors."""
+class ScalesDescriptor(Descriptor):
+    """A `ScalesDescriptor` is the TMA descriptor of float32 scales of 1 x 128 vectors."""
 
     def __init__(self, t, shape, strides, block_shape):
         super().__init__(t, shape, strides, block_shape)
-        self.layout = VECTORS
+        self.layout = SCALES_SMEM_LAYOUT
 
 
-def describe_codes(t, rows):
-    """Codes (..., K) in tiles of so many rows."""
+def describe_codes(t, box_rows):
+    """Make the descriptor of codes (..., K), in boxes of (box_rows, 128)."""
     width = t.shape[-1]
-    return Codes(t, (t.numel() // width, width), (width, 1), [rows, 128])
+    return CodesDescriptor(t, (t.numel() // width, width), (width, 1), [box_rows, 128])
 
 
-def describe_vectors(t, rows):
-    """Scales (ceil(K / 128), R) of vectors, so many rows at once."""
-    return Vectors(t, t.shape, t.stride(), [1, rows])
+def describe_vectors(t, box_rows):
+    """Make the descriptor of the scales (ceil(K / 128), R) of vectors, in boxes of (1, box_rows)."""
+    return ScalesDescriptor(t, t.shape, t.stride(), [1, box_rows])
 
 
 def describe_rows(t):
-    """Rows (R, N) that form groups, in parts of 64 x 64, of codes 64 x 128: see `ragged`."""
+    """Make the ragged descriptor of a result (R, N) whose rows form groups, in boxes of 64 x 64, of codes 64 x 128.
+
+    `ragged_coords` gives its coordinates.
+    """
     stride = t.stride(0)
     shape, strides = (
         [0x7FFF0000, 0x7FFF0000, 1 << 30, t.shape[1]],
         [2**34 - stride, stride, stride, 1],
     )
     if t.itemsize == 1:
-        return Codes(t, shape, strides, [1, 1, 64, 128])
+        return CodesDescriptor(t, shape, strides, [1, 1, 64, 128])
     return Descriptor(t, shape, strides, [1, 1, 64, 64])
 
 
 def describe_weight(t):
-    """A weight (E, N, K) or (N, K) in parts of 64 x 64. It may be some rows, or some columns, of larger ones."""
+    """Make the descriptor of a weight gradient (E, N, K) or (N, K), in boxes of 64 x 64.
+
+    It may be a view of some rows or columns of larger matrices.
+    """
     n, k = t.shape[-2:]
     strides = t.stride() if t.dim() == 3 else (n * k, *t.stride())
     return Descriptor(t, (t.numel() // (n * k), n, k), strides, [1, 64, 64])
 
 
 @gluon.jit
-def ragged(start, size, row, col):
-    """As grouped_mm.ragged: what lies at or beyond `size` is not written."""
-    return [RAGGED_ROWS, start + size, RAGGED_ROWS - size + row, col]
+def ragged_coords(group_start, group_rows, row, col):
+    """Return coordinates in a ragged descriptor, where a store drops rows at or beyond `group_rows`.
+
+    Row `group_rows` is the end of the third dimension; addresses that wrap around at 64 bits take the shift back. See
+    `describe_ragged` of `grouped_mm`.
+    """
+    return [RAGGED_ROWS, group_start + group_rows, RAGGED_ROWS - group_rows + row, col]
 
 
 @gluon.jit
-def entry_of(tile, problem, GROUPED: gl.constexpr):
-    """The table's entry of a tile: asked for one tile ahead, so that nobody waits for it."""
-    entries_ptr, _, total, each, _, _, _, _ = problem
+def load_tile_entry(tile, problem, GROUPED: gl.constexpr):
+    """Load the table entry of a tile. Called one tile ahead, so that the latency of the load is hidden."""
+    entries_ptr, _, num_tiles, tiles_per_entry, _, _, _, _ = problem
     entry = gl.to_tensor(0)
     if GROUPED:
-        entry = gl.load(entries_ptr + tile // each, mask=tile < total, other=0)
+        entry = gl.load(entries_ptr + tile // tiles_per_entry, mask=tile < num_tiles, other=0)
     return entry
 
 
 @gluon.jit
-def locate(
+def tile_coords(
     tile, entry, problem,
     WGRAD: gl.constexpr, GROUPED: gl.constexpr, BLOCK_M: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """(group, its first row, its rows, row block, column block, first block of K, blocks of K) of a tile.
+    """Decode a tile into (group, group_start, group_rows, block_m, block_n, first_k_block, k_steps).
 
-    The K of a weight gradient is the rows of a group, which begin at a block of their own.
+    The K of a weight gradient is the rows of a group: its first block is group_start // 128 + group, since the columns
+    of each group begin at a multiple of 128. Other GEMMs have all K blocks.
     """
-    _, offs_ptr, _, each, rows, blocks, num_m, num_n = problem
+    _, offs_ptr, _, tiles_per_entry, total_rows, k_blocks, num_m, num_n = problem
     group = entry % MAX_GROUPS
-    start = gl.to_tensor(0)
-    size = rows
+    group_start = gl.to_tensor(0)
+    group_rows = total_rows
     if GROUPED:
-        start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-        size = gl.maximum(gl.minimum(gl.load(offs_ptr + group), rows) - start, 0)
-    first = gl.to_tensor(0)
-    steps = blocks
+        group_start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
+        group_rows = gl.maximum(gl.minimum(gl.load(offs_ptr + group), total_rows) - group_start, 0)
+    first_k_block = gl.to_tensor(0)
+    k_steps = k_blocks
     if WGRAD:
-        block_m, block_n = swizzle(tile % each, num_m, num_n, GROUP)
-        first = start // BLOCK + group
-        steps = gl.minimum((size + BLOCK - 1) // BLOCK, blocks - first)
+        block_m, block_n = swizzle(tile % tiles_per_entry, num_m, num_n, GROUP)
+        first_k_block = group_start // BLOCK + group
+        k_steps = gl.minimum((group_rows + BLOCK - 1) // BLOCK, k_blocks - first_k_block)
     else:
-        inside = tile
+        tile_in_group = tile
         if GROUPED:
-            inside = (entry // MAX_GROUPS) * num_n + tile % num_n
-        block_m, block_n = swizzle(inside, (size + BLOCK_M - 1) // BLOCK_M, num_n, GROUP)
-    return group, start, size, block_m, block_n, first, steps
+            tile_in_group = (entry // MAX_GROUPS) * num_n + tile % num_n
+        block_m, block_n = swizzle(
+            tile_in_group, (group_rows + BLOCK_M - 1) // BLOCK_M, num_n, GROUP
+        )
+    return group, group_start, group_rows, block_m, block_n, first_k_block, k_steps
 
 
 @gluon.jit
@@ -119,36 +139,42 @@ def load_tiles(
     WGRAD: gl.constexpr, GROUPED: gl.constexpr, A_SCALE: gl.constexpr, B_SCALE: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    _, _, total, _, _, _, _, _ = problem
-    a_ring, b_ring, a_scales, b_scales, empty, ready = ring
+    """Produce: load the operands of each step of each tile of this program into the ring, ahead of the consumers.
+
+    problem: (entries_ptr, offs_ptr, num_tiles, tiles_per_entry, total_rows, k_blocks, num_m, num_n)
+    ring: (a_ring, b_ring, a_scale_ring, b_scale_ring, empty, full)
+    """
+    _, _, num_tiles, _, _, _, _, _ = problem
+    a_ring, b_ring, a_scale_ring, b_scale_ring, empty, full = ring
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_M: gl.constexpr = a_ring.shape[1]
     BLOCK_N: gl.constexpr = b_ring.shape[1]
-    A_VECTORS: gl.constexpr = BLOCK_M * 4 if A_SCALE == VECTOR else 0
-    B_VECTORS: gl.constexpr = BLOCK_N * 4 if B_SCALE == VECTOR else 0
-    BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK + A_VECTORS + B_VECTORS
+    A_SCALE_BYTES: gl.constexpr = BLOCK_M * 4 if A_SCALE == VECTOR else 0
+    B_SCALE_BYTES: gl.constexpr = BLOCK_N * 4 if B_SCALE == VECTOR else 0
+    STEP_BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK + A_SCALE_BYTES + B_SCALE_BYTES
     step = gl.to_tensor(0)
-    entry = entry_of(gl.program_id(0), problem, GROUPED)
-    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        following = entry_of(tile + gl.num_programs(0), problem, GROUPED)
-        at = locate(tile, entry, problem, WGRAD, GROUPED, BLOCK_M, GROUP)
-        group, start, _, block_m, block_n, first, steps = at
+    entry = load_tile_entry(gl.program_id(0), problem, GROUPED)
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        next_entry = load_tile_entry(tile + gl.num_programs(0), problem, GROUPED)
+        coords = tile_coords(tile, entry, problem, WGRAD, GROUPED, BLOCK_M, GROUP)
+        group, group_start, _, block_m, block_n, first_k_block, k_steps = coords
         row, col = block_m * BLOCK_M, block_n * BLOCK_N
         if not WGRAD:
-            row += start
+            row += group_start
             col += group * N
-        # not from `first` on: what only bounds of an inner loop depend on, Triton 3.6 takes for the same in all tiles
-        for i in range(steps):
-            k = first + i
+        # not from `first_k_block` on: Triton 3.6 takes a value that only bounds of an inner loop depend on for
+        # invariant over the outer loop, the same for all tiles
+        for k_step in range(k_steps):
+            k_block = first_k_block + k_step
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            full = ready.index(slot)
-            mbarrier.expect(full, BYTES)
+            full_bar = full.index(slot)
+            mbarrier.expect(full_bar, STEP_BYTES)
             if A_SCALE == VECTOR:
-                load_tile(a_scale, [k, row], full, a_scales.index(slot))
+                load_tile(a_scale, [k_block, row], full_bar, a_scale_ring.index(slot))
             if B_SCALE == VECTOR:
-                load_tile(b_scale, [k, col], full, b_scales.index(slot))
-            load_tile(a, [row, k * BLOCK], full, a_ring.index(slot))
-            load_tile(b, [col, k * BLOCK], full, b_ring.index(slot))
+                load_tile(b_scale, [k_block, col], full_bar, b_scale_ring.index(slot))
+            load_tile(a, [row, k_block * BLOCK], full_bar, a_ring.index(slot))
+            load_tile(b, [col, k_block * BLOCK], full_bar, b_ring.index(slot))
             step += 1
-        entry = following
+        entry = next_entry

@@ -1,32 +1,40 @@
-"""The end of a wave of an FP8 GEMM: scales that are the same for all of K, the bias, and the store, of values or of
-codes with a scale for the 128 columns of a row.
+"""Epilogue of Hopper's FP8 GEMM (`fp8_gemm`), for one 64-row subtile of a consumer's accumulator at a time.
+
+It applies scales that are constant over K (a row's or a tensor's) and the bias, and stores by TMA through a buffer in
+shared memory: bf16 and fp16 in boxes of 64 x 64, codes with one scale for the 128 columns of a row, float32 weight
+gradients as in `sums`. Only rows of float32 are stored by pointers, from registers. Stores stay in flight while the
+next tile multiplies: `store_wait` before a buffer is overwritten waits for the store that read that buffer.
+
+Tuples: epilogue = (a_scale, b_scale, bias_ptr, a_step, b_step, out_scale_ptr, total_rows), where a step is 0 for one
+scale for all groups; bounds = (group, group_start, group_rows, M, N); out = (out_ptr, out_desc, buffers). `row` counts
+from the group's first row, `col` from the matrix's first column.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .fp8_rings import ragged
+from .fp8_rings import ragged_coords
 from .gluon_names import store_tile
 from .grouped_dswiglu import column_halves
-from .sums import PART, store_sums
+from .sums import F32_BOX_COLS, store_float32_grad
 
-PANEL = gl.constexpr(64)  # columns of what one TMA stores
+BOX_COLS = gl.constexpr(64)  # columns of a TMA box of 16-bit numbers, 128 bytes
 
 
 @gluon.jit
-def scaled(acc, ends, place, row, col, SCALING: gl.constexpr, HAS_BIAS: gl.constexpr):
-    """acc times the scales of its rows and columns, or of its group, plus the bias."""
-    a_scale, b_scale, bias_ptr, a_step, b_step, _, _ = ends
-    group, start, size, _, N = place
+def scale_and_bias(acc, epilogue, bounds, row, col, SCALING: gl.constexpr, HAS_BIAS: gl.constexpr):
+    """Return acc times the scales of its rows and columns ("row"), or of its group ("tensor"), plus the bias."""
+    a_scale, b_scale, bias_ptr, a_step, b_step, _, _ = epilogue
+    group, group_start, group_rows, _, N = bounds
     rows = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
     cols = col + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
     if SCALING == "tensor":
         acc *= gl.load(a_scale + group * a_step) * gl.load(b_scale + group * b_step)
     elif SCALING == "row":
-        by_row = gl.load(a_scale + start + rows, mask=rows < size, other=0.0)
-        by_col = gl.load(b_scale + group * N + cols, mask=cols < N, other=0.0)
-        acc = acc * by_row[:, None] * by_col[None, :]
+        row_scale = gl.load(a_scale + group_start + rows, mask=rows < group_rows, other=0.0)
+        col_scale = gl.load(b_scale + group * N + cols, mask=cols < N, other=0.0)
+        acc = acc * row_scale[:, None] * col_scale[None, :]
     if HAS_BIAS:
         bias = gl.load(bias_ptr + group * N + cols, mask=cols < N, other=0.0)
         acc += bias.to(gl.float32)[None, :]
@@ -34,90 +42,104 @@ def scaled(acc, ends, place, row, col, SCALING: gl.constexpr, HAS_BIAS: gl.const
 
 
 @gluon.jit
-def store_float32(out_ptr, acc, place, row, col):
-    """Rows of float32, which begin anywhere, where no TMA does, a half at a time: less to hold."""
-    _, start, size, _, N = place
-    if acc.shape[1] > PANEL:
+def store_float32_rows(out_ptr, acc, bounds, row, col):
+    """Store float32 rows of a group by pointers: they begin at any row, and TMA at multiples of 16 bytes only.
+
+    Recursion stores 64 columns at a time, so that fewer addresses are live in registers.
+    """
+    _, group_start, group_rows, _, N = bounds
+    if acc.shape[1] > BOX_COLS:
         left, right = column_halves(acc)
-        store_float32(out_ptr, left, place, row, col)
-        store_float32(out_ptr, right, place, row, col + acc.shape[1] // 2)
+        store_float32_rows(out_ptr, left, bounds, row, col)
+        store_float32_rows(out_ptr, right, bounds, row, col + acc.shape[1] // 2)
     else:
         layout: gl.constexpr = acc.type.layout
         rows = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
         cols = col + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-        to = out_ptr + (start.to(gl.int64) + rows) * N + cols
-        gl.store(to, acc, mask=(rows < size) & (cols < N))
+        out_ptrs = out_ptr + (group_start.to(gl.int64) + rows) * N + cols
+        gl.store(out_ptrs, acc, mask=(rows < group_rows) & (cols < N))
 
 
 @gluon.jit
-def coded(acc):
-    """(acc, rounded to bf16, times an inverse scale a row, the scales): as device.operands.power_of_two, of e4m3."""
+def quantize_rows(acc):
+    """Return (acc, rounded to bf16, times the inverse scales, scales), one power of two for each row, for e4m3.
+
+    The scale is amax / 448, rounded up to a power of two, at least 2^-63, found in integers: 448 is 1.75 * 2^8, so a
+    mantissa above 1.75 carries into the exponent. It is that of `quantize_operand`, bit for bit.
+    """
     acc = acc.to(gl.bfloat16).to(gl.float32)
     amax = gl.maximum(gl.max(gl.abs(acc), axis=1), 0.0)
     bits = gl.minimum(amax, 3.4028234663852886e38).to(gl.int32, bitcast=True)
-    above = ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
-    exponent = gl.minimum(262 - (bits >> 23) - above, 190)
-    inv = (exponent << 23).to(gl.float32, bitcast=True)
-    return acc * inv[:, None], ((254 - exponent) << 23).to(gl.float32, bitcast=True)
+    carry = ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
+    inv_exponent = gl.minimum(262 - (bits >> 23) - carry, 190)
+    inv = (inv_exponent << 23).to(gl.float32, bitcast=True)
+    return acc * inv[:, None], ((254 - inv_exponent) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def zero_scales(scale_ptr, offs_ptr, R, E, N):
-    """Zero the scales of the rows at and beyond offs[-1]."""
-    step = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    end = gl.load(offs_ptr + E - 1)
+def zero_padding_scales(scale_ptr, offs_ptr, R, E, N):
+    """Zero the scales (N / 128, R) of padding rows, those at and beyond offs[-1]."""
+    lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    first_padding = gl.load(offs_ptr + E - 1)
     for block in range(gl.program_id(0), N // 128, gl.num_programs(0)):
-        for row in range(end, R, 128):
-            to = scale_ptr + block.to(gl.int64) * R + row + step
-            gl.store(to, (0 * step).to(gl.float32), mask=row + step < R)
+        for row in range(first_padding, R, 128):
+            scale_ptrs = scale_ptr + block.to(gl.int64) * R + row + lane
+            gl.store(scale_ptrs, (0 * lane).to(gl.float32), mask=row + lane < R)
 
 
 @gluon.jit
-def store_codes(out, ends, acc, place, row, col, WAVE: gl.constexpr):
-    """Codes leave by one TMA, their scales (N / 128, R) by pointers. 128 divides N."""
-    _, start, size, _, N = place
-    _, _, _, _, _, scale_ptr, all_rows = ends
-    _, tiles, buffers = out
-    acc, scale = coded(acc)
+def store_codes(out, epilogue, acc, bounds, row, col, SUBTILE: gl.constexpr):
+    """Quantize acc (64, 128) and store its codes by one TMA, its scales (N / 128, R) by pointers. 128 divides N."""
+    _, group_start, group_rows, _, N = bounds
+    _, _, _, _, _, scale_ptr, total_rows = epilogue
+    _, out_desc, buffers = out
+    acc, scale = quantize_rows(acc)
     if col < N:
         rows = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
-        to = scale_ptr + (col // 128).to(gl.int64) * all_rows + start + rows
-        gl.store(to, scale, mask=rows < size)
-    buffer = buffers.index(WAVE % buffers.shape[0])
+        scale_ptrs = scale_ptr + (col // 128).to(gl.int64) * total_rows + group_start + rows
+        gl.store(scale_ptrs, scale, mask=rows < group_rows)
+    buffer = buffers.index(SUBTILE % buffers.shape[0])
     tma.store_wait(buffers.shape[0] - 1)
-    buffer.store(acc.to(tiles.dtype))
+    buffer.store(acc.to(out_desc.dtype))
     fence_async_shared()
-    store_tile(tiles, ragged(start, size, row, col), buffer)
+    store_tile(out_desc, ragged_coords(group_start, group_rows, row, col), buffer)
 
 
 @gluon.jit
-def store_wave(
-    out, ends, acc, place, row, col,
+def store_subtile(
+    out, epilogue, acc, bounds, row, col,
     WGRAD: gl.constexpr, SCALING: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
-    WAVE: gl.constexpr,
+    SUBTILE: gl.constexpr,
 ):  # fmt: skip
-    """Results leave by TMA, which ends at the group's rows and at the columns, but for rows of float32."""
-    group, start, size, _, _ = place
-    acc = scaled(acc, ends, place, row, col, SCALING, HAS_BIAS)
+    """Run the epilogue of one subtile: scale acc, add the bias and store it, or add it to a float32 weight gradient.
+
+    TMA drops what lies beyond the group's rows and the N columns. SUBTILE, 0 or 1, chooses the buffer.
+    """
+    group, group_start, group_rows, _, _ = bounds
+    acc = scale_and_bias(acc, epilogue, bounds, row, col, SCALING, HAS_BIAS)
     if out[0].dtype.element_ty == gl.float32:
         if WGRAD:
-            _, tiles, buffers = out
-            number: gl.constexpr = WAVE * acc.shape[1] // PART
-            store_sums(tiles, buffers, acc, group, row, col, False, ACCUMULATE, number)
+            _, out_desc, buffers = out
+            box_index: gl.constexpr = SUBTILE * acc.shape[1] // F32_BOX_COLS
+            store_float32_grad(
+                out_desc, buffers, acc, group, row, col, False, ACCUMULATE, box_index
+            )
         else:
-            store_float32(out[0], acc, place, row, col)
+            store_float32_rows(out[0], acc, bounds, row, col)
     elif out[0].dtype.element_ty == gl.float8e4nv:
-        store_codes(out, ends, acc, place, row, col, WAVE)
+        store_codes(out, epilogue, acc, bounds, row, col, SUBTILE)
     else:
-        _, tiles, buffers = out
-        PANELS: gl.constexpr = acc.shape[1] // PANEL
-        buffer = buffers.index(WAVE % buffers.shape[0])
-        tma.store_wait((buffers.shape[0] - 1) * PANELS)
-        buffer.store(acc.to(tiles.dtype))
+        _, out_desc, buffers = out
+        BOXES: gl.constexpr = acc.shape[1] // BOX_COLS
+        buffer = buffers.index(SUBTILE % buffers.shape[0])
+        tma.store_wait((buffers.shape[0] - 1) * BOXES)
+        buffer.store(acc.to(out_desc.dtype))
         fence_async_shared()
-        for i in gl.static_range(PANELS):
-            panel = buffer.slice(i * PANEL, PANEL, 1)
+        for i in gl.static_range(BOXES):
+            box = buffer.slice(i * BOX_COLS, BOX_COLS, 1)
             if WGRAD:
-                store_tile(tiles, [group, row, col + i * PANEL], panel)
+                store_tile(out_desc, [group, row, col + i * BOX_COLS], box)
             else:
-                store_tile(tiles, ragged(start, size, row, col + i * PANEL), panel)
+                store_tile(
+                    out_desc, ragged_coords(group_start, group_rows, row, col + i * BOX_COLS), box
+                )

@@ -1,8 +1,12 @@
-"""Codes of a tile of 128 tokens by 128 features on their way to columns, on Hopper in Gluon.
+"""Transposed store of FP8 codes on Hopper in Gluon: from rows, a scale each token, to columns, a scale each square.
 
-They wait in shared memory, four features of a token in a word, for the largest scale of their square. Then a thread
-reads the words of 16 tokens, without a conflict, turns and shifts four features of four tokens at a time and stores 16
-bytes of each feature. A tile comes in parts of 32 tokens: token 16 t + 4 i + j is row 4 t + j of part i.
+A tile of 128 tokens by 128 features waits in shared memory, four features of a token in a 32-bit word, until the
+largest scale of the square is known. Then each thread loads one word of each of 16 consecutive tokens, without bank
+conflicts, transposes 4 x 4 bytes at a time by byte permutes (PRMT), rescales codes to the square's scale as float16,
+two at a time, and stores 16 bytes of each of its four features.
+
+The tile comes in four subtiles of 32 tokens, and in such an order that a thread of the transpose finds its 16 tokens in
+its own registers: token 16 t + 4 i + j of the tile is row 4 t + j of subtile i.
 """
 
 from triton.experimental import gluon
@@ -10,19 +14,24 @@ from triton.experimental.gluon import language as gl
 
 from .gluon_names import reinterpret
 
-PART = gl.constexpr(32)  # tokens
-PARTS = gl.constexpr(4)
-# of a part's words, and of what there is one of for a token
-WORDS = gl.constexpr(gl.SwizzledSharedLayout(vec=4, per_phase=4, max_phase=8, order=[1, 0]))
-EACH = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
-# of all parts
-ALL_WORDS = gl.constexpr(gl.SwizzledSharedLayout(vec=4, per_phase=4, max_phase=8, order=[2, 1, 0]))
-ALL = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0]))
+SUBTILE_ROWS = gl.constexpr(32)  # tokens of a subtile
+SUBTILES = gl.constexpr(4)  # of a tile of 128 tokens
+# smem layouts of a subtile: of words of codes (32 tokens, 32), and of one number a token
+CODES_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(vec=4, per_phase=4, max_phase=8, order=[1, 0]))
+TOKENS_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
+# the same memory as a whole tile, for `reinterpret`: (4, 32, 32) and (4, 32)
+TILE_CODES_LAYOUT = gl.constexpr(
+    gl.SwizzledSharedLayout(vec=4, per_phase=4, max_phase=8, order=[2, 1, 0])
+)
+TILE_TOKENS_LAYOUT = gl.constexpr(
+    gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0])
+)
 
-HALVES = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
-# Words of tokens a, b, c, d, whose bytes are features, and the ratios of a and b, and of c and d, become words of
-# features: bytes are first paired, which is what converts to two numbers.
-TURN = gl.constexpr("""{
+PACK_F16X2_ASM = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+# In: words $4 to $7 of tokens a, b, c, d, whose bytes are four features, and their ratios as f16x2, $8 of (a, b) and
+# $9 of (c, d). Out: words $0 to $3 of the four features, whose bytes are tokens. PRMT first pairs the bytes of one
+# feature of (a, b), and of (c, d): cvt converts pairs, and one mul.f16x2 rescales both.
+TRANSPOSE_RESCALE_ASM = gl.constexpr("""{
 .reg .b32 p, q, r, s, a, b, c, d, e, f, g, h; .reg .b16 p0, p1, q0, q1, r0, r1, s0, s1;
 prmt.b32 p, $4, $5, 0x5140; prmt.b32 q, $4, $5, 0x7362; prmt.b32 r, $6, $7, 0x5140; prmt.b32 s, $6, $7, 0x7362;
 mov.b32 {p0, p1}, p; mov.b32 {q0, q1}, q; mov.b32 {r0, r1}, r; mov.b32 {s0, s1}, s;
@@ -39,39 +48,41 @@ mov.b32 $0, {p0, r0}; mov.b32 $1, {p1, r1}; mov.b32 $2, {q0, s0}; mov.b32 $3, {q
 
 
 @gluon.jit
-def room():
-    """Shared memory of a tile's codes, part by part, and of their scales."""
-    words = gl.allocate_shared_memory(gl.uint32, [PARTS, PART, 32], WORDS)
-    return words, gl.allocate_shared_memory(gl.float32, [PARTS, PART], EACH)
+def allocate_codes():
+    """Allocate shared memory of a tile: (words of codes (4, 32, 32), scales (4, 32)), subtile by subtile."""
+    words = gl.allocate_shared_memory(gl.uint32, [SUBTILES, SUBTILE_ROWS, 32], CODES_LAYOUT)
+    return words, gl.allocate_shared_memory(gl.float32, [SUBTILES, SUBTILE_ROWS], TOKENS_LAYOUT)
 
 
 @gluon.jit
-def tokens_of_part(layout: gl.constexpr):
-    """The tokens of a part, counted from its first, which is 4 i."""
-    s = gl.arange(0, PART, layout=layout)
-    return 16 * (s // 4) + s % 4
+def subtile_tokens(layout: gl.constexpr):
+    """Return the tokens of a subtile's rows, counted from its first token, which is 4 i of the tile."""
+    row = gl.arange(0, SUBTILE_ROWS, layout=layout)
+    return 16 * (row // 4) + row % 4
 
 
 @gluon.jit
-def all_parts(numbers, layout: gl.constexpr):
-    """What there is one of for each token."""
-    return reinterpret(numbers, gl.float32, [PARTS, PART], ALL).load(layout)
+def load_token_values(values, layout: gl.constexpr):
+    """Load a number for each token of the tile, (4, 32) by subtile and row."""
+    return reinterpret(values, gl.float32, [SUBTILES, SUBTILE_ROWS], TILE_TOKENS_LAYOUT).load(
+        layout
+    )
 
 
 @gluon.jit
-def store_each(numbers, to_ptr, num, R, row0, end):
-    """Numbers of the tokens from row0 to `end` as a part of row `num` of (.., R)."""
+def store_token_values(values, out_ptr, out_row, R, row0, end):
+    """Store a number for each token of the tile, row0 to `end`, to row `out_row` of a matrix (.., R)."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, gl.num_warps()], [1, 0])
-    i = gl.arange(0, PARTS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    s = gl.arange(0, PART, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    r = 16 * (s // 4) + 4 * i + s % 4
-    to = to_ptr + num.to(gl.int64) * R + row0
-    gl.store(to + r, all_parts(numbers, LAYOUT), mask=row0 + r < end)
+    subtile = gl.arange(0, SUBTILES, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    row = gl.arange(0, SUBTILE_ROWS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    token = 16 * (row // 4) + 4 * subtile + row % 4
+    tile_ptr = out_ptr + out_row.to(gl.int64) * R + row0
+    gl.store(tile_ptr + token, load_token_values(values, LAYOUT), mask=row0 + token < end)
 
 
 @gluon.jit
-def fourths(x):
-    """x (..., 2, 2), apart"""
+def split_four(x):
+    """Split x (..., 2, 2) into its four elements of the last two axes, in row-major order."""
     even, odd = x.split()
     a, c = even.split()
     b, d = odd.split()
@@ -79,52 +90,68 @@ def fourths(x):
 
 
 @gluon.jit
-def ratios(scale, inverse):
-    """scale (32, 2, 2) times the inverse of their square's: of the first two of four tokens, and of the others, as
-    float16. What they shift to nothing may round.
+def rescale_ratios(scale, inv_square):
+    """Return each token's scale over the square's, as two f16x2 words: of the first two of four tokens, of the others.
+
+    scale is (32, 2, 2). Ratios are powers of two, at most 1; those too small for float16, which round, belong to codes
+    that become zero.
     """
-    a, b, c, d = fourths(scale * inverse)
-    ab = gl.inline_asm_elementwise(HALVES, "=r,f,f", [a, b], gl.uint32, is_pure=True, pack=1)
-    return ab, gl.inline_asm_elementwise(HALVES, "=r,f,f", [c, d], gl.uint32, is_pure=True, pack=1)
+    a, b, c, d = split_four(scale * inv_square)
+    ab = gl.inline_asm_elementwise(
+        PACK_F16X2_ASM, "=r,f,f", [a, b], gl.uint32, is_pure=True, pack=1
+    )
+    return ab, gl.inline_asm_elementwise(
+        PACK_F16X2_ASM, "=r,f,f", [c, d], gl.uint32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
-def store_turned(room, col_ptr, square_ptr, first, block, blocks, num):
-    """The codes of a tile, shifted to the largest of their scales, as 128 bytes of each of 128 features: of block `num`
-    of features, counted from `first`.
+def store_transposed(codes, col_ptr, square_ptr, first_col, block, num_blocks, n_block):
+    """Rescale the codes of a tile to the largest of their scales, and store 128 bytes of each of 128 features.
+
+    codes: as `allocate_codes` gives it, filled. The result is columns (.., num_blocks * 128), from feature first_col +
+    128 n_block on, of token block `block`, and one scale in square_ptr (.., num_blocks). All layout conversions are
+    trivial: no data moves between threads.
     """
     WARPS: gl.constexpr = gl.num_warps()
-    READ: gl.constexpr = gl.BlockedLayout([4, 4, 1], [1, 8, 4], [1, 1, WARPS], [1, 0, 2])
-    STORED: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [WARPS, 1], [1, 0])
-    words, scales = room
-    scale = all_parts(scales, gl.SliceLayout(2, READ))
-    square = gl.maximum(gl.max(gl.max(scale, axis=1), axis=0), 2.0**-63)
-    gl.store(square_ptr + (first // 128 + num).to(gl.int64) * blocks + block, square)
-    inverse = ((254 << 23) - square.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([4, 4, 1], [1, 8, 4], [1, 1, WARPS], [1, 0, 2])
+    STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [WARPS, 1], [1, 0])
+    words_smem, scales_smem = codes
+    scale = load_token_values(scales_smem, gl.SliceLayout(2, LOAD_LAYOUT))
+    square_scale = gl.maximum(gl.max(gl.max(scale, axis=1), axis=0), 2.0**-63)
+    gl.store(
+        square_ptr + (first_col // 128 + n_block).to(gl.int64) * num_blocks + block, square_scale
+    )
+    # 1 over a power of two
+    inv_square = ((254 << 23) - square_scale.to(gl.int32, bitcast=True)).to(
+        gl.float32, bitcast=True
+    )
     scale = scale.reshape((4, 8, 4)).permute((1, 0, 2)).reshape((32, 2, 2))
-    ab, cd = ratios(scale, inverse)
-    x = reinterpret(words, gl.uint32, [PARTS, PART, 32], ALL_WORDS).load(READ)
-    x = x.reshape((4, 8, 4, 32)).permute((1, 0, 2, 3)).reshape((32, 2, 2, 32))
-    a, b, c, d = fourths(x.permute((0, 3, 1, 2)))
-    OF_FOUR: gl.constexpr = gl.SliceLayout(1, a.type.layout)
-    a, ab = gl.broadcast(a, gl.convert_layout(ab, OF_FOUR, assert_trivial=True)[:, None])
-    a, cd = gl.broadcast(a, gl.convert_layout(cd, OF_FOUR, assert_trivial=True)[:, None])
+    ab, cd = rescale_ratios(scale, inv_square)
+    words = reinterpret(
+        words_smem, gl.uint32, [SUBTILES, SUBTILE_ROWS, 32], TILE_CODES_LAYOUT
+    ).load(LOAD_LAYOUT)
+    words = words.reshape((4, 8, 4, 32)).permute((1, 0, 2, 3)).reshape((32, 2, 2, 32))
+    a, b, c, d = split_four(words.permute((0, 3, 1, 2)))
+    WORD_LAYOUT: gl.constexpr = gl.SliceLayout(1, a.type.layout)
+    a, ab = gl.broadcast(a, gl.convert_layout(ab, WORD_LAYOUT, assert_trivial=True)[:, None])
+    a, cd = gl.broadcast(a, gl.convert_layout(cd, WORD_LAYOUT, assert_trivial=True)[:, None])
     w0, w1, w2, w3 = gl.inline_asm_elementwise(
-        TURN, "=r,=r,=r,=r,r,r,r,r,r,r", [a, b, c, d, ab, cd],
+        TRANSPOSE_RESCALE_ASM, "=r,=r,=r,=r,r,r,r,r,r,r", [a, b, c, d, ab, cd],
         (gl.uint32, gl.uint32, gl.uint32, gl.uint32), is_pure=True, pack=1,
     )  # fmt: skip
-    y = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape((32, 128)).permute((1, 0))
-    y = gl.convert_layout(y, STORED, assert_trivial=True)
-    n = gl.arange(0, 128, layout=gl.SliceLayout(1, STORED))[:, None]
-    t = gl.arange(0, 32, layout=gl.SliceLayout(0, STORED))[None, :]
-    to = col_ptr + ((first + num * 128).to(gl.int64) * blocks + block) * 128
-    gl.store(to.to(gl.pointer_type(gl.uint32)) + n * (blocks * 32) + t, y)
+    columns = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape((32, 128)).permute((1, 0))
+    columns = gl.convert_layout(columns, STORE_LAYOUT, assert_trivial=True)
+    feature = gl.arange(0, 128, layout=gl.SliceLayout(1, STORE_LAYOUT))[:, None]
+    word = gl.arange(0, 32, layout=gl.SliceLayout(0, STORE_LAYOUT))[None, :]
+    tile_ptr = col_ptr + ((first_col + n_block * 128).to(gl.int64) * num_blocks + block) * 128
+    gl.store(tile_ptr.to(gl.pointer_type(gl.uint32)) + feature * (num_blocks * 32) + word, columns)
 
 
 @gluon.jit
-def unknown(x):
-    """x, as a number that the compiler knows nothing of: it keeps addresses apart in registers that it can tell from
-    each other.
+def opaque(x):
+    """Return x through an asm move that hides its value: the compiler keeps addresses whose differences it knows in
+    registers of their own.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1
@@ -132,23 +159,27 @@ def unknown(x):
 
 
 @gluon.jit
-def blocks_of_part(program, offs_ptr, R, E, parts, GROUPED: gl.constexpr):
-    """As device.operands.blocks_of_part."""
+def program_blocks(program, offs_ptr, R, E, parts, GROUPED: gl.constexpr):
+    """Return (begin_block, end_block, group_start, group_end, group_first_block, num_blocks) of one part of a group.
+
+    The token blocks of each group are split into `parts` equal parts: program = part * E + group. Blocks of group g
+    begin at group_start // 128 + g; the last group has all up to num_blocks, padding rows too. As in `operands`.
+    """
     part, group = program // E, program % E
-    begin, end, total = unknown(R * 0), R, (R + 127) // 128
-    first, last = R * 0, total
+    group_start, group_end, num_blocks = opaque(R * 0), R, (R + 127) // 128
+    group_first_block, group_end_block = R * 0, num_blocks
     if GROUPED:
-        begin = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-        end = gl.load(offs_ptr + group)
-        first, total = begin // 128 + group, R // 128 + E
-        last = gl.where(group == E - 1, total, end // 128 + group + 1)
-        end = gl.minimum(end, R)
-    size = last - first
+        group_start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
+        group_end = gl.load(offs_ptr + group)
+        group_first_block, num_blocks = group_start // 128 + group, R // 128 + E
+        group_end_block = gl.where(group == E - 1, num_blocks, group_end // 128 + group + 1)
+        group_end = gl.minimum(group_end, R)
+    group_blocks = group_end_block - group_first_block
     return (
-        first + size * part // parts,
-        first + size * (part + 1) // parts,
-        begin,
-        end,
-        first,
-        total,
+        group_first_block + group_blocks * part // parts,
+        group_first_block + group_blocks * (part + 1) // parts,
+        group_start,
+        group_end,
+        group_first_block,
+        num_blocks,
     )

@@ -1,4 +1,12 @@
-"""Names of Gluon that differ between Triton 3.6, 3.8 and 3.9: device code takes them from here."""
+"""Names of Gluon that differ between Triton 3.6, 3.8 and 3.9: device code takes them from here.
+
+load_tile       TMA load, global to shared memory; an mbarrier counts its bytes
+store_tile      TMA store, shared to global memory
+add_tile        TMA reduction: add a tile of shared memory to global memory
+load_rows       cp.async, global to shared memory, by a tensor of pointers
+thread_barrier  barrier of the warps of a program, or of its partition (bar.sync)
+reinterpret     view of shared memory with another shape, dtype or layout
+"""
 
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
@@ -23,7 +31,7 @@ else:
 
     @builtin
     def add_tile(descriptor, coord, src, _semantic=None):
-        """Add a tile of shared memory to device memory; L2 makes the sums."""
-        at = _semantic._convert_to_ir_values(coord, require_i64=False)
+        """Add a tile of shared memory to global memory by a TMA reduction, which the L2 cache performs."""
+        coords = _semantic._convert_to_ir_values(coord, require_i64=False)
         kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-        _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, at, src.handle)
+        _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coords, src.handle)

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .gluon_names import load_rows, load_tile, store_tile
 from .grouped_dswiglu import column_halves
 from .grouped_rings import Descriptor, swizzle
-from .sums import PART, store_sums
+from .sums import F32_BOX_COLS, store_float32_grad
 from .sums import describe_sums as describe_sums
 
 RAGGED_ROWS = gl.constexpr(1 << 30)
@@ -243,7 +243,7 @@ def multiply_tiles(
             if KEEPS:
                 kept, kept_at = acc.to(dw.dtype), (group, row, col)
             elif SUMS:
-                store_sums(dw, buffers, acc, group, row, col, TRANSPOSED, ACCUMULATE, 0)
+                store_float32_grad(dw, buffers, acc, group, row, col, TRANSPOSED, ACCUMULATE, 0)
             else:
                 parts = quarters(acc)
                 for i in gl.static_range(4):
@@ -271,7 +271,7 @@ def grouped_wgrad_pingpong_kernel(
     a_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_M], b.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
     # of one consumer
-    PARTS: gl.constexpr = [PART, 64] if TRANSPOSED else [64, PART]
+    PARTS: gl.constexpr = [F32_BOX_COLS, 64] if TRANSPOSED else [64, F32_BOX_COLS]
     BUFFERS: gl.constexpr = [STORES] + (PARTS if dw.dtype == gl.float32 else [64, 64])
     buffers0 = gl.allocate_shared_memory(dw.dtype, BUFFERS, dw.layout)
     buffers1 = gl.allocate_shared_memory(dw.dtype, BUFFERS, dw.layout)

@@ -1,4 +1,9 @@
-"""Kernel of fuseops.kernels.micro_gemm: products of codes in small blocks, on the tensor cores of Blackwell."""
+"""Kernel of fuseops.kernels.micro_gemm: MXFP8 and NVFP4 GEMMs on Blackwell's tensor cores, by `tl.dot_scaled`.
+
+A program computes one 128 x 128 tile of y and loops over K in steps of BLOCK_K. Codes come by TMA descriptors; scales
+come from the swizzled layout of `formats.swizzled` by pointers and are reshaped to the (128, K / block) that
+`dot_scaled` takes. As blocks of rows, and of columns, begin anew in each group, no tile reads scales of two groups.
+"""
 
 import triton
 import triton.language as tl
@@ -8,11 +13,14 @@ from fuseops.kernels.device.quantize_columns import group_at_block
 
 
 @triton.jit
-def swizzled_scales(ptr, block, first, tiles, COUNT: tl.constexpr, FP4: tl.constexpr):
-    """The scales of 128 rows, from tile `first` on.   -> (128, 4 COUNT)"""
-    tile = first + tl.arange(0, COUNT)
-    at = (block.to(tl.int64) * tiles + tile)[:, None] * 512 + tl.arange(0, 512)[None, :]
-    bits = tl.load(ptr + at, mask=(tile < tiles)[:, None], other=0)
+def load_swizzled_scales(ptr, block, first_tile, tiles, COUNT: tl.constexpr, FP4: tl.constexpr):
+    """Load the scales of row block `block`, COUNT swizzled tiles of 128 x 4 from `first_tile` on, as (128, 4 COUNT).
+
+    Tiles beyond `tiles` are zeros.
+    """
+    tile = first_tile + tl.arange(0, COUNT)
+    offsets = (block.to(tl.int64) * tiles + tile)[:, None] * 512 + tl.arange(0, 512)[None, :]
+    bits = tl.load(ptr + offsets, mask=(tile < tiles)[:, None], other=0)
     bits = tl.trans(tl.reshape(bits, (COUNT, 32, 4, 4)), (2, 1, 0, 3))
     bits = tl.reshape(bits, (128, 4 * COUNT))
     return bits.to(tl.float8e4nv, bitcast=True) if FP4 else bits
@@ -24,15 +32,15 @@ def micro_mm_kernel(
     GROUPS: tl.constexpr, TURNED: tl.constexpr, WHOLE: tl.constexpr, A_FORM: tl.constexpr, B_FORM: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile (128, 128) of y (M, N), summed over S: of rows of one group with its matrix or, TURNED, of one group's
-    columns, in y (E, M, N).
+    """Compute a tile (128, 128) of y (M, N) = a (M, S) @ b (N, S).T, of rows of one group with its matrix or, TURNED (a
+    weight gradient), of y (E, M, N), summed over the columns of one group.
     """
     FP4: tl.constexpr = A_FORM == "e2m1"
     PACK: tl.constexpr = 2 if FP4 else 1
-    WIDTH: tl.constexpr = 64 if FP4 else 128  # of a tile of scales
+    SCALE_TILE_K: tl.constexpr = 64 if FP4 else 128  # what a tile of scales covers
     num_m, num_n = tl.cdiv(M, 128), tl.cdiv(N, 128)
     block, n = tl.program_id(0) // num_n, tl.program_id(0) % num_n
-    group, begin, end, first = 0, 0, S, 0
+    group, begin, end, group_start = 0, 0, S, 0
     if TURNED:
         group, block = block // num_m, block % num_m
         if GROUPS:
@@ -40,30 +48,34 @@ def micro_mm_kernel(
             end = tl.maximum(tl.load(offs_ptr + group) - begin, 0)
             begin = (begin // 128 + group) * 128
             end = tl.minimum(begin + tl.cdiv(end, 128) * 128, S)
-        row0, b_block, limit, kept = block * 128, n, M, M
+        row0, b_block, store_end, group_end = block * 128, n, M, M
     else:
-        row0, limit, kept = block * 128, M, M
+        row0, store_end, group_end = block * 128, M, M
         if GROUPS:
-            group, first, kept = group_at_block(block, offs_ptr, E, 128, BLOCK_E)
-            row0 = first + (block - first // 128 - group) * 128
-            limit = tl.where(group == E - 1, M, tl.minimum(kept, M))
+            group, group_start, group_end = group_at_block(block, offs_ptr, E, 128, BLOCK_E)
+            row0 = group_start + (block - group_start // 128 - group) * 128
+            store_end = tl.where(group == E - 1, M, tl.minimum(group_end, M))
         b_block = group * num_n + n
     b_row = n * 128 + (0 if TURNED else group * N)
-    tiles = tl.cdiv(S, WIDTH)
+    scale_tiles = tl.cdiv(S, SCALE_TILE_K)
     acc = tl.zeros((128, 128), tl.float32)
     for k in range(begin, end, BLOCK_K):
         a = a_desc.load([row0, k // PACK])
         b = b_desc.load([b_row, k // PACK])
-        a_scale = swizzled_scales(a_scale_ptr, block, k // WIDTH, tiles, BLOCK_K // WIDTH, FP4)
-        b_scale = swizzled_scales(b_scale_ptr, b_block, k // WIDTH, tiles, BLOCK_K // WIDTH, FP4)
+        a_scale = load_swizzled_scales(
+            a_scale_ptr, block, k // SCALE_TILE_K, scale_tiles, BLOCK_K // SCALE_TILE_K, FP4
+        )
+        b_scale = load_swizzled_scales(
+            b_scale_ptr, b_block, k // SCALE_TILE_K, scale_tiles, BLOCK_K // SCALE_TILE_K, FP4
+        )
         acc = tl.dot_scaled(a, a_scale, A_FORM, b.T, b_scale, B_FORM, acc)
     if WHOLE:
         acc *= tl.load(whole_ptr + group)
     rows, cols = tl.arange(0, 128), n * 128 + tl.arange(0, 128)
-    acc = tl.where((rows < kept - row0)[:, None], acc, 0.0)  # rows behind the last group
-    at = (row0 + (group * M if TURNED else 0)).to(tl.int64) * N
+    acc = tl.where((rows < group_end - row0)[:, None], acc, 0.0)  # rows beyond the last group
+    tile_offset = (row0 + (group * M if TURNED else 0)).to(tl.int64) * N
     tl.store(
-        y_ptr + at + (rows[:, None] * N + cols[None, :]),
+        y_ptr + tile_offset + (rows[:, None] * N + cols[None, :]),
         acc.to(y_ptr.dtype.element_ty),
-        mask=(rows < limit - row0)[:, None] & (cols < N)[None, :],
+        mask=(rows < store_end - row0)[:, None] & (cols < N)[None, :],
     )

@@ -1,4 +1,7 @@
-"""Kernels of fuseops.kernels.quantize: amaxes, scales, and rowwise vectors."""
+"""Kernel of fuseops.kernels.quantize for rowwise vectors, and what other quantizing kernels share: amaxes and scales.
+
+A scale is 1 / inv, and inv = LIMIT / amax, LIMIT being the largest number of the format, so codes are x * inv.
+"""
 
 import triton
 import triton.language as tl
@@ -8,14 +11,14 @@ FLT_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def amax_of(x, axis: tl.constexpr):
-    """The largest magnitude along an axis; NaN does not count (the larger of NaN and 0 is 0)."""
+    """Return the largest magnitude along an axis, float32; NaN does not count (the larger of NaN and 0 is 0)."""
     return tl.maximum(tl.max(tl.abs(x.to(tl.float32)), axis=axis), 0.0)
 
 
 @triton.jit
 def inverse_scale(amax, LIMIT: tl.constexpr, POW2: tl.constexpr):
-    """LIMIT / amax, correctly rounded, at most FLT_MAX, 1 for amax 0; with POW2 rounded down to a power of two, at
-    most 2^63. An infinite amax counts as the largest finite value.
+    """Return LIMIT / amax, correctly rounded, at most FLT_MAX, 1 for amax 0; with POW2 rounded down to a power of two,
+    at most 2^63. An infinite amax counts as the largest finite value.
     """
     amax = tl.minimum(amax, FLT_MAX)
     if POW2:
@@ -27,18 +30,20 @@ def inverse_scale(amax, LIMIT: tl.constexpr, POW2: tl.constexpr):
 
 @triton.jit
 def vector_scales(amax, LIMIT: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr):
-    """(inverse scales, scales) of amax (BLOCK,). The gathers give every thread one element for the
-    divisions: else each that holds a part of a row or column would divide for all of it.
+    """Return (inverse scales, scales) of amax (BLOCK,).
+
+    The gathers spread amax to one element a thread for the divisions: amax is replicated over the threads that hold one
+    row or column, and each of them would divide.
     """
-    at = tl.arange(0, BLOCK)
-    inv = inverse_scale(tl.gather(amax, at, axis=0), LIMIT, POW2)
-    return tl.gather(inv, at, axis=0), tl.div_rn(1.0, inv)
+    lane = tl.arange(0, BLOCK)
+    inv = inverse_scale(tl.gather(amax, lane, axis=0), LIMIT, POW2)
+    return tl.gather(inv, lane, axis=0), tl.div_rn(1.0, inv)
 
 
 @triton.jit
 def widened(x):
-    """x as float32. bfloat16 by other instructions than ``.to`` takes: between two uses the compiler
-    then keeps x as it was loaded, in half of the registers.
+    """Convert x to float32; bfloat16 by a shift, not by ``.to``: between two uses the compiler then keeps x as it was
+    loaded, in half of the registers.
     """
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -47,14 +52,14 @@ def widened(x):
 
 
 @triton.jit
-def converted(x, inv, like_ptr):
-    """x * inv in the FP8 format of ``like_ptr``. The conversion saturates."""
+def quantize_like(x, inv, like_ptr):
+    """Return x * inv in the FP8 format of ``like_ptr``. The conversion saturates."""
     return (widened(x) * inv).to(like_ptr.dtype.element_ty)
 
 
 @triton.jit
 def load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """float32 tile at (row0, col0): one 64-bit base, 32-bit offsets within the tile."""
+    """Load the tile at (row0, col0) of x (R, N) as float32: one 64-bit base, 32-bit offsets within the tile."""
     r, c = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_N)[None, :]
     mask = (r < R - row0) & (c < N - col0)
     return tl.load(
@@ -63,11 +68,11 @@ def load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R: tl.constexpr, BLOCK_N:
 
 
 @triton.jit
-def store_tile(y_ptr, q, row0, col0, R, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """q into the tile at (row0, col0) of y (R, N)."""
+def store_tile(y_ptr, codes, row0, col0, R, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store codes to the tile at (row0, col0) of y (R, N), contiguous."""
     r, c = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_N)[None, :]
     mask = (r < R - row0) & (c < N - col0)
-    tl.store(y_ptr + row0.to(tl.int64) * N + col0 + (r * N + c), q, mask=mask)
+    tl.store(y_ptr + row0.to(tl.int64) * N + col0 + (r * N + c), codes, mask=mask)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -75,17 +80,17 @@ def quantize_vectors_kernel(
     x_ptr, row_ptr, scale_ptr, R, N, stride_x,
     LIMIT: tl.constexpr, POW2: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Vectors of 128 along a row, rowwise only; a tile is some of them wide."""
+    """Quantize a tile, BLOCK_N / 128 vectors of 128 wide, along rows: codes (R, N), scales (ceil(N / 128), R)."""
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
-    WIDE: tl.constexpr = BLOCK_N // 128
+    VECTORS: tl.constexpr = BLOCK_N // 128
     x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
-    x = tl.reshape(x, (BLOCK_R, WIDE, 128))
+    x = tl.reshape(x, (BLOCK_R, VECTORS, 128))
     inv = inverse_scale(amax_of(x, 2), LIMIT, POW2)
-    q = tl.reshape(converted(x, inv[:, :, None], row_ptr), (BLOCK_R, BLOCK_N))
-    store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
+    codes = tl.reshape(quantize_like(x, inv[:, :, None], row_ptr), (BLOCK_R, BLOCK_N))
+    store_tile(row_ptr, codes, row0, col0, R, N, BLOCK_R, BLOCK_N)
     rows = row0 + tl.arange(0, BLOCK_R)[:, None]
-    block = col0 // 128 + tl.arange(0, WIDE)[None, :]
-    at = scale_ptr + rows + block.to(tl.int64) * R
-    tl.store(at, tl.div_rn(1.0, inv), mask=(rows < R) & (block * 128 < N))
+    vector = col0 // 128 + tl.arange(0, VECTORS)[None, :]
+    scale_ptrs = scale_ptr + rows + vector.to(tl.int64) * R
+    tl.store(scale_ptrs, tl.div_rn(1.0, inv), mask=(rows < R) & (vector * 128 < N))

@@ -1,7 +1,8 @@
-"""Kernels of fuseops.kernels.quantize: columnwise layouts, which are transposed.
+"""Kernel of fuseops.kernels.quantize for columnwise layouts, which are transposed; other kernels share its stores.
 
-A tile is held as four slices, of every fourth row, so that four rows of one column meet in one thread
-and travel to their place in the transposed tensor as one word.
+A tile (BLOCK_R, BLOCK_N) is held as four slices: slice j has rows 4 i + j. So four rows of one column are in one
+thread, which packs their codes to a 32-bit word: the layout conversion of the transpose, through shared memory, moves
+words, and each thread stores 16 bytes of a column.
 """
 
 import triton
@@ -9,21 +10,19 @@ import triton.language as tl
 
 from fuseops.kernels.device.quantize import (
     amax_of,
-    converted,
+    quantize_like,
     vector_scales,
     widened,
 )
 from fuseops.kernels.device.reduce import overlapped
 
-LAST: tl.constexpr = tl.constexpr(0x7FFFFFFF)
-"""Behind every row."""
+BEYOND_ROWS: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+"""The largest int32, beyond every row."""
 
 
 @triton.jit
 def load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tile at (row0, col0) as four slices (BLOCK_R // 4, BLOCK_N): row 4 i + j is row i
-    of the j-th, so that four rows of one column meet in one thread.
-    """
+    """Load the tile at (row0, col0) as four slices (BLOCK_R // 4, BLOCK_N): row i of slice j is row 4 i + j."""
     base = x_ptr + row0.to(tl.int64) * stride_x + col0
     a = load_slice(base, 0, R - row0, N - col0, stride_x, BLOCK_R, BLOCK_N)
     b = load_slice(base, 1, R - row0, N - col0, stride_x, BLOCK_R, BLOCK_N)
@@ -36,22 +35,25 @@ def load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R: tl.constexpr, BLOCK_
 def load_slice(
     base, J: tl.constexpr, rows, cols, stride_x, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
 ):
+    """Load slice J of the tile at base, of which `rows` and `cols` are in the matrix."""
     r, c = tl.arange(0, BLOCK_R // 4)[:, None] * 4 + J, tl.arange(0, BLOCK_N)[None, :]
     return tl.load(base + (r * stride_x + c), mask=(r < rows) & (c < cols), other=0.0)
 
 
 @triton.jit
 def column_amax(a, b, c, d):
-    """The largest magnitude of each column of four slices."""
+    """Return the largest magnitude of each column of a tile in four slices."""
     a, b = tl.abs(a.to(tl.float32)), tl.abs(b.to(tl.float32))
     c, d = tl.abs(c.to(tl.float32)), tl.abs(d.to(tl.float32))
     return amax_of(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), 0)
 
 
 @triton.jit
-def column_words(a, b, c, d, inv, col_ptr):
-    """Slices times inv as FP8, four rows of a column in one word. In assembly: a compiler that sees halves of the word
-    may use one by itself, too, which ptxas gets wrong (``fuseops.kernels.aot.misread``).
+def pack_column_words(a, b, c, d, inv, col_ptr):
+    """Return slices times inv as FP8 codes, four rows of a column packed in a word.   -> (BLOCK_R // 4, BLOCK_N)
+
+    In assembly: a compiler that sees halves of the word may use one by itself, too, which ptxas gets wrong
+    (``fuseops.kernels.aot.misread``).
     """
     PAIR: tl.constexpr = "e4m3x2" if col_ptr.dtype.element_ty == tl.float8e4nv else "e5m2x2"
     WORD: tl.constexpr = (
@@ -72,69 +74,74 @@ def store_columns(
     col_ptr, a, b, c, d, inv, row0, col0, end, R, N,
     ALIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Slices times inv as FP8, rows row0 to end, into the transposed tensor (N, R). Where ALIGN, which
-    divides R, allows, four rows of a column are one word, if all of them are there: the exchange
-    between threads then moves words, and a thread stores 16 bytes. row0 is a multiple of four then.
+    """Store slices times inv as FP8 codes, rows row0 to end, to the transposed tensor (N, R).
+
+    Where ALIGN, which divides R, is a multiple of 4, words of four rows are transposed and stored; row0 is a multiple
+    of 4 then, and a word is stored only if all its rows are before `end`. Elsewhere single codes are.
     """
     if ALIGN % 4 == 0:
-        words = tl.trans(column_words(a, b, c, d, inv, col_ptr))
+        words = tl.trans(pack_column_words(a, b, c, d, inv, col_ptr))
         pitch = R // ALIGN * (ALIGN // 4)
         n, r = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_R // 4)[None, :]
         mask = (n < N - col0) & (r < end // 4 - row0 // 4)
-        at = col_ptr.to(tl.pointer_type(tl.uint32)) + col0.to(tl.int64) * pitch + row0 // 4
-        tl.store(at + (n * pitch + r), words, mask=mask)
+        tile_ptr = col_ptr.to(tl.pointer_type(tl.uint32)) + col0.to(tl.int64) * pitch + row0 // 4
+        tl.store(tile_ptr + (n * pitch + r), words, mask=mask)
     else:
         base = col_ptr + col0.to(tl.int64) * R + row0
         rows, cols = end - row0, N - col0
-        store_column_slice(base, 0, converted(a, inv, col_ptr), rows, cols, R, BLOCK_R, BLOCK_N)
-        store_column_slice(base, 1, converted(b, inv, col_ptr), rows, cols, R, BLOCK_R, BLOCK_N)
-        store_column_slice(base, 2, converted(c, inv, col_ptr), rows, cols, R, BLOCK_R, BLOCK_N)
-        store_column_slice(base, 3, converted(d, inv, col_ptr), rows, cols, R, BLOCK_R, BLOCK_N)
+        store_column_slice(base, 0, quantize_like(a, inv, col_ptr), rows, cols, R, BLOCK_R, BLOCK_N)
+        store_column_slice(base, 1, quantize_like(b, inv, col_ptr), rows, cols, R, BLOCK_R, BLOCK_N)
+        store_column_slice(base, 2, quantize_like(c, inv, col_ptr), rows, cols, R, BLOCK_R, BLOCK_N)
+        store_column_slice(base, 3, quantize_like(d, inv, col_ptr), rows, cols, R, BLOCK_R, BLOCK_N)
 
 
 @triton.jit
 def store_column_slice(
-    base, J: tl.constexpr, q, rows, cols, R, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
+    base, J: tl.constexpr, codes, rows, cols, R, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
 ):
+    """Transpose and store the codes of slice J, one byte at a time."""
     n, r = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_R // 4)[None, :] * 4 + J
-    tl.store(base + (n * R + r), tl.trans(q), mask=(n < cols) & (r < rows))
+    tl.store(base + (n * R + r), tl.trans(codes), mask=(n < cols) & (r < rows))
 
 
 @triton.jit
 def store_slices(
     row_ptr, a, b, c, d, inv, row0, col0, R, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Slices times inv as FP8 into the tile at (row0, col0) of y (R, N)."""
+    """Store slices times inv as FP8 codes, not transposed, to the tile at (row0, col0) of y (R, N)."""
     base = row_ptr + row0.to(tl.int64) * N + col0
     rows, cols = R - row0, N - col0
-    store_slice(base, 0, converted(a, inv, row_ptr), rows, cols, N, BLOCK_R, BLOCK_N)
-    store_slice(base, 1, converted(b, inv, row_ptr), rows, cols, N, BLOCK_R, BLOCK_N)
-    store_slice(base, 2, converted(c, inv, row_ptr), rows, cols, N, BLOCK_R, BLOCK_N)
-    store_slice(base, 3, converted(d, inv, row_ptr), rows, cols, N, BLOCK_R, BLOCK_N)
+    store_slice(base, 0, quantize_like(a, inv, row_ptr), rows, cols, N, BLOCK_R, BLOCK_N)
+    store_slice(base, 1, quantize_like(b, inv, row_ptr), rows, cols, N, BLOCK_R, BLOCK_N)
+    store_slice(base, 2, quantize_like(c, inv, row_ptr), rows, cols, N, BLOCK_R, BLOCK_N)
+    store_slice(base, 3, quantize_like(d, inv, row_ptr), rows, cols, N, BLOCK_R, BLOCK_N)
 
 
 @triton.jit
 def store_slice(
-    base, J: tl.constexpr, q, rows, cols, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
+    base, J: tl.constexpr, codes, rows, cols, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
 ):
+    """Store the codes of slice J to rows 4 i + J."""
     r, c = tl.arange(0, BLOCK_R // 4)[:, None] * 4 + J, tl.arange(0, BLOCK_N)[None, :]
-    tl.store(base + (r * N + c), q, mask=(r < rows) & (c < cols))
+    tl.store(base + (r * N + c), codes, mask=(r < rows) & (c < cols))
 
 
 @triton.jit
 def group_at_block(block, offs_ptr, E, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr):
-    """(g, its first row, its end) of the last group g that begins at or before this block, at block
-    begin // BLOCK_R + g. 32 groups at a time: each warp finds them by itself.
+    """Return (g, its first row, its end) of the last group g that begins at or before this block.
+
+    Group g begins at block begin // BLOCK_R + g, so each group but the first costs up to one block of padding. Ends of
+    32 groups are read at a time, one a lane: each warp finds the group by itself, without shared memory.
     """
     group, begin = tl.zeros((32,), tl.int32), tl.zeros((32,), tl.int32)
-    end = tl.full((32,), LAST, tl.int32)
-    for first in tl.static_range(0, BLOCK_E, 32):
-        e = first + tl.arange(0, 32)
-        row = tl.load(offs_ptr + e, mask=e < E, other=LAST)
-        before = (row // BLOCK_R + e < block) & (e < E - 1)
-        group += before.to(tl.int32)
-        begin = tl.maximum(begin, tl.where(before, row, 0))
-        end = tl.minimum(end, tl.where(before, LAST, row))
+    end = tl.full((32,), BEYOND_ROWS, tl.int32)
+    for first_group in tl.static_range(0, BLOCK_E, 32):
+        e = first_group + tl.arange(0, 32)
+        ends = tl.load(offs_ptr + e, mask=e < E, other=BEYOND_ROWS)
+        is_before = (ends // BLOCK_R + e < block) & (e < E - 1)
+        group += is_before.to(tl.int32)
+        begin = tl.maximum(begin, tl.where(is_before, ends, 0))
+        end = tl.minimum(end, tl.where(is_before, BEYOND_ROWS, ends))
     return tl.sum(group, axis=0), tl.max(begin, axis=0), tl.min(end, axis=0)
 
 
@@ -144,8 +151,10 @@ def quantize_group_blocks_kernel(
     LIMIT: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Block b, of 128 columns, belongs to the last group g that begins at or before it, at block begin // 128 + g.
-    Behind the rows of g its columns are zeros, up to where those of the next group begin.
+    """Quantize one block: 128 rows of a group as 128 columns of the transpose, with a scale for each feature.
+
+    Block b belongs to the last group g that begins at or before it, at block begin // 128 + g. Beyond the rows of g its
+    columns are zeros, up to where those of the next group begin.
     """
     overlapped(PDL)
     pid = tl.program_id(0)
@@ -157,7 +166,7 @@ def quantize_group_blocks_kernel(
     inv, scale = vector_scales(column_amax(a, b, c, d), LIMIT, POW2, BLOCK_N)
     cols = col0 + tl.arange(0, BLOCK_N)
     tl.store(scale_ptr + block.to(tl.int64) * N + cols, scale, mask=cols < N)
-    to, width = block * BLOCK_R, (R // BLOCK_R + E) * BLOCK_R
+    col_row0, col_width = block * BLOCK_R, (R // BLOCK_R + E) * BLOCK_R
     store_columns(
-        col_ptr, a, b, c, d, inv[None, :], to, col0, to + BLOCK_R, width, N, BLOCK_R, BLOCK_R, BLOCK_N,
+        col_ptr, a, b, c, d, inv[None, :], col_row0, col0, col_row0 + BLOCK_R, col_width, N, BLOCK_R, BLOCK_R, BLOCK_N,
     )  # fmt: skip
