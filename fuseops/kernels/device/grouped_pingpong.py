@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .gluon_names import store_tile
 from .grouped_dswiglu import act_back, ask, column_halves, keep_scales, room_for
 from .grouped_rings import Descriptor as Descriptor
-from .grouped_rings import entry_of, gather_tiles, load_tiles, locate
+from .grouped_rings import decode_tile, gather_producer, load_tile_entry, tma_producer
 from .grouped_swiglu import room_to_stage, row_scale, store_act
 
 ZEROS = gl.constexpr(1024)
@@ -79,11 +79,11 @@ def multiply_tiles(
     steps = K // BLOCK_K
     stride = TURNS * gl.num_programs(0)
     first_tile = gl.program_id(0) + (0 if COOPERATIVE else WHICH * gl.num_programs(0))
-    at = locate(first_tile, entry_of(first_tile, problem), problem, BLOCK_M, GROUP)
+    at = decode_tile(first_tile, load_tile_entry(first_tile, problem), problem, BLOCK_M, GROUP)
     first = (0 if COOPERATIVE else WHICH) * steps
     phase = gl.to_tensor(0)
     for tile in range(first_tile, total, stride):
-        entry = entry_of(tile + stride, problem)
+        entry = load_tile_entry(tile + stride, problem)
         group, start, size, block_m, block_n = at
         row, col = block_m * BLOCK_M, block_n * BLOCK_N
         if COOPERATIVE:
@@ -122,7 +122,7 @@ def multiply_tiles(
         else:
             mbarrier.arrive(order.index(1 - WHICH), count=1)
         if COOPERATIVE:  # the next tile: found beside the last products, or beside the other's
-            at = locate(tile + stride, entry, problem, BLOCK_M, GROUP)
+            at = decode_tile(tile + stride, entry, problem, BLOCK_M, GROUP)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((first + steps - 1) % STAGES), count=1, pred=row < size)
         place = group, start, size, N
@@ -148,7 +148,7 @@ def multiply_tiles(
             store_part(out, probs_ptr, place, part2, row, col + 2 * PART, HAS_BIAS, HAS_PROBS, 0)
             store_part(out, probs_ptr, place, part3, row, col + 3 * PART, HAS_BIAS, HAS_PROBS, 1)
         if not COOPERATIVE:
-            at = locate(tile + stride, entry, problem, BLOCK_M, GROUP)
+            at = decode_tile(tile + stride, entry, problem, BLOCK_M, GROUP)
         first += TURNS * steps
         phase += 1
     tma.store_wait(0)
@@ -233,7 +233,7 @@ def grouped_mm_pingpong_kernel(
                 (multiply_tiles, (out1, act_ptr, probs_ptr, back1, problem, ring, order, TRANSPOSED, HAS_BIAS,
                                   ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS, GATHER, COOPERATIVE,
                                   GROUP, SLOTS, 1)),
-                (gather_tiles, (x, index_ptr, stride_x, weight, problem, ring, TRANSPOSED, HALVES,
+                (gather_producer, (x, index_ptr, stride_x, weight, problem, ring, TRANSPOSED, HALVES,
                                 GROUP)),
             ],
             [4, 4],
@@ -248,7 +248,7 @@ def grouped_mm_pingpong_kernel(
                 (multiply_tiles, (out1, act_ptr, probs_ptr, back1, problem, ring, order, TRANSPOSED, HAS_BIAS,
                                   ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS, GATHER, COOPERATIVE,
                                   GROUP, SLOTS, 1)),
-                (load_tiles, (x, weight, problem, ring, TRANSPOSED, HALVES, GROUP)),
+                (tma_producer, (x, weight, problem, ring, TRANSPOSED, HALVES, GROUP)),
             ],
             [4, 1],
             [232, 40],
