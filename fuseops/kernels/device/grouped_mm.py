@@ -88,7 +88,7 @@ def group_tiles_kernel(offs_ptr, tiles_ptr, R, E, BLOCK_E: tl.constexpr):
     last one also writes the counts, and zeros to unused entries.
     """
     group = tl.program_id(0)
-    groups, lanes = tl.arange(0, BLOCK_E), tl.arange(0, 256)
+    groups, offsets = tl.arange(0, BLOCK_E), tl.arange(0, 256)
     valid = groups < E
     start = tl.load(offs_ptr + groups - 1, mask=valid & (groups > 0), other=0)
     end = tl.minimum(tl.load(offs_ptr + groups, mask=valid, other=0), R)
@@ -103,29 +103,31 @@ def group_tiles_kernel(offs_ptr, tiles_ptr, R, E, BLOCK_E: tl.constexpr):
         first_entry = tl.sum(tl.where(groups < group, num_blocks, 0), axis=0)
         own_blocks = tl.sum(tl.where(groups == group, num_blocks, 0), axis=0)
         for done in range(0, own_blocks, 256):
-            mask = (done + lanes < own_blocks) & (first_entry + done + lanes < capacity)
+            mask = (done + offsets < own_blocks) & (first_entry + done + offsets < capacity)
             tl.store(
-                entries_ptr + first_entry + done + lanes,
-                group + (done + lanes) * MAX_GROUPS,
+                entries_ptr + first_entry + done + offsets,
+                group + (done + offsets) * MAX_GROUPS,
                 mask=mask,
             )
         if group == E - 1:
             count_ptr = tiles_ptr + level if level < 2 else entries_ptr + capacity
             tl.store(count_ptr, tl.minimum(first_entry + own_blocks, capacity))
             for done in range(first_entry + own_blocks, capacity, 256):
-                tl.store(entries_ptr + done + lanes, 0 * lanes, mask=done + lanes < capacity)
+                tl.store(entries_ptr + done + offsets, 0 * offsets, mask=done + offsets < capacity)
         entries_ptr += capacity
 
 
 @triton.jit
 def zero_padding(y_ptr, offs_ptr, R, E, N):
     """Zero the padding rows of y (R, N), those at and beyond offs[-1]; all programs of the grid share them."""
-    lanes = tl.arange(0, ZERO_BLOCK)
+    offsets = tl.arange(0, ZERO_BLOCK)
     begin = tl.load(offs_ptr + E - 1).to(tl.int64) * N + tl.program_id(0) * ZERO_BLOCK
     end = R.to(tl.int64) * N
     for i in range(begin, end, tl.num_programs(0) * ZERO_BLOCK):
         tl.store(
-            y_ptr + i + lanes, tl.zeros((ZERO_BLOCK,), y_ptr.dtype.element_ty), mask=i + lanes < end
+            y_ptr + i + offsets,
+            tl.zeros((ZERO_BLOCK,), y_ptr.dtype.element_ty),
+            mask=i + offsets < end,
         )
 
 

@@ -201,11 +201,13 @@ def mma_consumer(
 @gluon.jit
 def zero_padding(y_ptr, offs_ptr, R, E, N):
     """Zero the padding rows of y (R, N), those at and beyond offs[-1]; all programs of the grid share them."""
-    lanes = gl.arange(0, ZERO_BLOCK, layout=gl.BlockedLayout([8], [32], [4], [0]))
+    offsets = gl.arange(0, ZERO_BLOCK, layout=gl.BlockedLayout([8], [32], [4], [0]))
     end = R.to(gl.int64) * N
     begin = gl.load(offs_ptr + E - 1).to(gl.int64) * N + gl.program_id(0) * ZERO_BLOCK
     for i in range(begin, end, gl.num_programs(0) * ZERO_BLOCK):
-        gl.store(y_ptr + i + lanes, (0 * lanes).to(y_ptr.dtype.element_ty), mask=i + lanes < end)
+        gl.store(
+            y_ptr + i + offsets, (0 * offsets).to(y_ptr.dtype.element_ty), mask=i + offsets < end
+        )
 
 
 @gluon.jit(do_not_specialize=["R", "E", "first_entry"])
