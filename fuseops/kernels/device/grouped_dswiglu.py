@@ -61,7 +61,7 @@ def alloc_act_bwd(
     """Allocate the shared memory of one consumer's epilogue beside its gate_ring, and initialise the ring's full
     barriers.
 
-    Returns what `act_bwd_epilogue` takes: (dprobs_ptr, h_ring, acc_buffer (BLOCK_N / 64, 64, 64) of the input's dtype,
+    Returns what `act_bwd_epilogue` takes: (dprobs_ptr, h_ring, acc_smem (BLOCK_N / 64, 64, 64) of the input's dtype,
     row_scales (WG_M,) float32).
     """
     SLOTS: gl.constexpr = gate_ring.shape[0]
@@ -70,14 +70,14 @@ def alloc_act_bwd(
         up_ring = gl.allocate_shared_memory(h_desc.dtype, gate_ring.shape, h_desc.layout)
     else:
         up_ring = gate_ring
-    acc_buffer = gl.allocate_shared_memory(
+    acc_smem = gl.allocate_shared_memory(
         h_desc.dtype, [BLOCK_N // SUBTILE_N, 64, SUBTILE_N], h_desc.layout
     )
     row_scales = gl.allocate_shared_memory(gl.float32, [WG_M], layout_1d)
     full_bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full_bars.index(i), count=1)
-    return dprobs_ptr, (h_desc, gate_ring, up_ring, full_bars), acc_buffer, row_scales
+    return dprobs_ptr, (h_desc, gate_ring, up_ring, full_bars), acc_smem, row_scales
 
 
 @gluon.jit
@@ -118,7 +118,7 @@ def sigmoid(x):
 
 @gluon.jit
 def act_bwd_epilogue(
-    acc, h_ring, acc_buffer, row_scales, out_ptrs, dprobs_ptr, group_info, row, col,
+    acc, h_ring, acc_smem, row_scales, out_ptrs, dprobs_ptr, group_info, row, col,
     ACT: gl.constexpr, HAS_PROBS: gl.constexpr,
 ):  # fmt: skip
     """Write dh and act of a tile from its accumulator da, and for dprobs its row sums of da * act(h), 64 rows after 64.
@@ -131,7 +131,7 @@ def act_bwd_epilogue(
     _, start, size, N = group_info
     SLOTS: gl.constexpr = gate_ring.shape[0]
     SUBTILE_M: gl.constexpr = h_desc.block_type.shape[0]
-    SUBTILES_N: gl.constexpr = acc_buffer.shape[0]
+    SUBTILES_N: gl.constexpr = acc_smem.shape[0]
     SUBTILES_M: gl.constexpr = 64 // SUBTILE_M  # of the 64 rows that are staged
     NUM_SUBTILES: gl.constexpr = acc.shape[0] // SUBTILE_M * SUBTILES_N
     GATED: gl.constexpr = ACT == "swiglu"
@@ -141,7 +141,7 @@ def act_bwd_epilogue(
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     blocks = split_64x64(acc)
     da_subtiles = reinterpret(
-        acc_buffer, h_desc.dtype, [SUBTILES_M * SUBTILES_N, SUBTILE_M, SUBTILE_N], h_desc.layout
+        acc_smem, h_desc.dtype, [SUBTILES_M * SUBTILES_N, SUBTILE_M, SUBTILE_N], h_desc.layout
     )
     row_scales = reinterpret(
         row_scales, gl.float32, [acc.shape[0] // SUBTILE_M, SUBTILE_M], row_scales.layout
@@ -151,7 +151,7 @@ def act_bwd_epilogue(
     dprobs = gl.zeros((SUBTILE_M,), gl.float32, layout=row_layout)
     for block_m in gl.static_range(acc.shape[0] // 64):
         for i in gl.static_range(SUBTILES_N):
-            acc_buffer.index(i).store(blocks[block_m * SUBTILES_N + i].to(h_desc.dtype))
+            acc_smem.index(i).store(blocks[block_m * SUBTILES_N + i].to(h_desc.dtype))
         for i in range(block_m * SUBTILES_M * SUBTILES_N, (block_m + 1) * SUBTILES_M * SUBTILES_N):
             sub_m, sub_n, slot = i // SUBTILES_N, i % SUBTILES_N, i % SLOTS
             da = (

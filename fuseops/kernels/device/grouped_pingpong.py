@@ -11,6 +11,11 @@ on through an activation (`grouped_swiglu`); or, with SLOTS, through the gradien
 other's after its last k step. It is needed for more than order: without it a consumer could wait more than one phase
 ahead on a ring slot, where the parity of an mbarrier says nothing.
 
+The mainloop keeps one WGMMA in flight: a consumer releases a slot when it has issued the WGMMA of the next step and the
+slot's own has completed. It counts the steps of all tiles of the program, also of those that it skips, so that slots
+and phases are those of the producer. The next tile is decoded where its loads are hidden: beside the last WGMMA, or
+beside the other consumer's mainloop.
+
 Tuples: `problem` and `ring` as in `grouped_rings`; `out` is (y_desc, y_ptr, bias_ptr, smem buffers of the consumer);
 `group_info` is (group, start, size, N), its first row and its rows.
 """
@@ -76,21 +81,15 @@ def store_subtile(
         gl.store(y_ptrs, buffer.load(layout), mask=(rows < size)[:, None] & (cols < N)[None, :])
 
 
+# fmt: off
 @gluon.jit
 def mma_consumer(
-    out, act_ptr, probs_ptr, act_bwd, problem, ring, order_bars,
-    TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr, PAIRS: gl.constexpr,
-    ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr, HAS_PROBS: gl.constexpr,
-    KEEPS: gl.constexpr, GATHER: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
-    SLOTS: gl.constexpr, CONSUMER: gl.constexpr,
-):  # fmt: skip
-    """Run consumer warpgroup CONSUMER: mainloop and epilogue of its tiles of this program.
-
-    The mainloop keeps one WGMMA in flight: it releases a slot when the WGMMA of the next step has been issued and its
-    own has completed. All consumers count the steps of all tiles of the program, also of those that they skip, so that
-    slots and phases are those of the producer. The next tile is decoded where its loads are hidden, beside the last
-    WGMMA or beside the other consumer's mainloop. act_bwd is what `alloc_act_bwd` returns.
-    """
+    out, act_ptr, probs_ptr, act_bwd, problem, ring, order_bars, TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    ACT: gl.constexpr, PAIRS: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr,
+    HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr, GATHER: gl.constexpr, COOPERATIVE: gl.constexpr,
+    GROUP: gl.constexpr, SLOTS: gl.constexpr, CONSUMER: gl.constexpr,
+):
+    """Run mainloop and epilogue of the tiles of consumer warpgroup CONSUMER. act_bwd: see `alloc_act_bwd`."""
     _, _, num_tiles, R, N, K, _ = problem
     x_ring, w_ring, empty_bars, full_bars = ring
     SUBTILE_N: gl.constexpr = out[0].block_type.shape[1]
@@ -106,9 +105,7 @@ def mma_consumer(
     k_steps = K // BLOCK_K
     tile_stride = TILES_PER_ROUND * gl.num_programs(0)
     first_tile = gl.program_id(0) + (0 if COOPERATIVE else CONSUMER * gl.num_programs(0))
-    tile_coords = decode_tile(
-        first_tile, load_tile_entry(first_tile, problem), problem, BLOCK_M, GROUP
-    )
+    tile_coords = decode_tile(first_tile, load_tile_entry(first_tile, problem), problem, BLOCK_M, GROUP)
     first_step = (0 if COOPERATIVE else CONSUMER) * k_steps
     order_phase = gl.to_tensor(0)
     for tile in range(first_tile, num_tiles, tile_stride):
@@ -118,7 +115,7 @@ def mma_consumer(
         if COOPERATIVE:
             row += CONSUMER * WG_M
         if SLOTS:
-            dprobs_ptr, h_ring, acc_buffer, row_scales = act_bwd
+            dprobs_ptr, h_ring, acc_smem, row_scales = act_bwd
             group_info = group, start, size, N
             for i in gl.static_range(SLOTS):
                 prefetch_h(h_ring, group_info, row, col, i, ACT, BLOCK_N // SUBTILE_N)
@@ -153,49 +150,35 @@ def mma_consumer(
         if COOPERATIVE:  # decode the next tile beside the last WGMMA
             tile_coords = decode_tile(tile + tile_stride, entry, problem, BLOCK_M, GROUP)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(
-            empty_bars.index((first_step + k_steps - 1) % STAGES), count=1, pred=row < size
-        )
+        mbarrier.arrive(empty_bars.index((first_step + k_steps - 1) % STAGES), count=1, pred=row < size)
         group_info = group, start, size, N
         if SLOTS:
-            out_ptrs = out[1], act_ptr
+            outs = out[1], act_ptr
             dprobs_ptr += block_n * R
-            act_bwd_epilogue(
-                acc, h_ring, acc_buffer, row_scales, out_ptrs, dprobs_ptr, group_info, row, col,
-                ACT, HAS_PROBS,
-            )  # fmt: skip
+            act_bwd_epilogue(acc, h_ring, acc_smem, row_scales, outs, dprobs_ptr, group_info, row, col, ACT, HAS_PROBS)
         elif ACT != "":
             if ACT != "srelu" and not PAIRS:
                 col = block_n * (BLOCK_N // 2)
             act_out = act_ptr, probs_ptr, group_info, row, col
-            act_epilogue(
-                acc, out, act_out, HAS_BIAS, ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS
-            )
+            act_epilogue(acc, out, act_out, HAS_BIAS, ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS)
         elif BLOCK_N == 2 * SUBTILE_N:
             left, right = column_halves(acc)
             store_subtile(out, probs_ptr, group_info, left, row, col, HAS_BIAS, HAS_PROBS, 0)
-            store_subtile(
-                out, probs_ptr, group_info, right, row, col + SUBTILE_N, HAS_BIAS, HAS_PROBS, 1
-            )
+            store_subtile(out, probs_ptr, group_info, right, row, col + SUBTILE_N, HAS_BIAS, HAS_PROBS, 1)
         else:
             left, right = column_halves(acc)
             sub0, sub1 = column_halves(left)
             sub2, sub3 = column_halves(right)
             store_subtile(out, probs_ptr, group_info, sub0, row, col, HAS_BIAS, HAS_PROBS, 0)
-            store_subtile(
-                out, probs_ptr, group_info, sub1, row, col + SUBTILE_N, HAS_BIAS, HAS_PROBS, 1
-            )
-            store_subtile(
-                out, probs_ptr, group_info, sub2, row, col + 2 * SUBTILE_N, HAS_BIAS, HAS_PROBS, 0
-            )
-            store_subtile(
-                out, probs_ptr, group_info, sub3, row, col + 3 * SUBTILE_N, HAS_BIAS, HAS_PROBS, 1
-            )
+            store_subtile(out, probs_ptr, group_info, sub1, row, col + SUBTILE_N, HAS_BIAS, HAS_PROBS, 1)
+            store_subtile(out, probs_ptr, group_info, sub2, row, col + 2 * SUBTILE_N, HAS_BIAS, HAS_PROBS, 0)
+            store_subtile(out, probs_ptr, group_info, sub3, row, col + 3 * SUBTILE_N, HAS_BIAS, HAS_PROBS, 1)
         if not COOPERATIVE:  # decode it beside the other consumer's mainloop
             tile_coords = decode_tile(tile + tile_stride, entry, problem, BLOCK_M, GROUP)
         first_step += TILES_PER_ROUND * k_steps
         order_phase += 1
     tma.store_wait(0)
+# fmt: on
 
 
 @gluon.jit
