@@ -51,9 +51,9 @@ def _group_tiles(offs: Tensor, rows: int) -> Tensor:
     counts = []
     for block in (64, 128, 256):
         entries = [
-            group | mine << 11
+            group | row_block << 11
             for group, size in enumerate(sizes.tolist())
-            for mine in range(-(-size // block))
+            for row_block in range(-(-size // block))
         ]
         unused = [0] * (rows // block + len(offs) - len(entries))
         table.append(offs.new_tensor(entries + unused))

@@ -99,18 +99,18 @@ def launch_rings(
     y_block = [config.pop("PART"), 64]
     groups, n, k = p.weight.shape
     inner = n if transposed else k
-    left, index = p.x, p.index
+    x_operand, index = p.x, p.index
     if index is None:
-        left = module.Descriptor(p.x, p.x.shape, p.x.stride(), x_block)
+        x_operand = module.Descriptor(p.x, p.x.shape, p.x.stride(), x_block)
         index = p.offs
     w_block = [64 if transposed else block_n // (1 + halves), 64]
-    w = module.Descriptor(p.weight, (groups * n * k // inner, inner), (inner, 1), w_block)
-    out = module.Descriptor(y, y.shape, y.stride(), y_block)
-    hidden = out if h is None else module.Descriptor(h, h.shape, h.stride(), y_block)
+    w_desc = module.Descriptor(p.weight, (groups * n * k // inner, inner), (inner, 1), w_block)
+    y_desc = module.Descriptor(y, y.shape, y.stride(), y_block)
+    h_desc = y_desc if h is None else module.Descriptor(h, h.shape, h.stride(), y_block)
     grid, sizes = _sizes(p, config, 1)
     given = [y if t is None else t for t in (p.bias, act, p.probs)]
     launch(
-        module.grouped_mm_pingpong_kernel, grid, y, left, index, w, out, *given, hidden,
+        module.grouped_mm_pingpong_kernel, grid, y, x_operand, index, w_desc, y_desc, *given, h_desc,
         given[-1] if sums is None else sums, p.offs, p.tiles, *sizes,
         GATHER=path == "gather", TRANSPOSED=transposed, HAS_BIAS=p.bias is not None,
         ACT=kind, PAIRS=interleave == 1, **shape_constants(kind, *options),
@@ -217,11 +217,11 @@ def launch_wgrad(g: Gradient) -> None:
     grid = (min(config.pop("PER_SM") * num_sms(g.x.device), programs),)
     operands: tuple[Any, ...] = (g.dy, g.x, g.dw)
     if path == "tma":
-        parts = [1, block_m, block_n // config["SUBTILES"]]
+        subtile = [1, block_m, block_n // config["SUBTILES"]]
         operands = (
             module.describe_ragged(g.dy, [block_k, block_m]),
             module.describe_ragged(g.x, [block_k, block_n]),
-            g.dw if g.accumulate else module.describe(g.dw, parts),
+            g.dw if g.accumulate else module.describe(g.dw, subtile),
         )
     launch(
         module.grouped_wgrad_kernel, grid, g.dw, *operands, g.offs, g.tiles, g.rows, groups, n, k,
@@ -239,14 +239,16 @@ def _launch_wgrad_rings(g: Gradient, path: str, config: Config) -> None:
     swap = n > k and not sums if path == "pingpong" else g.x_index is not None
     (a, b), (m, width) = ((g.x, g.dy), (k, n)) if swap else ((g.dy, g.x), (n, k))
     config = {"BLOCK_K": 64, "STORES": 1 + config["COOPERATIVE"], **config}
-    left, index, right = a, g.index, module.describe_rows(b, config["BLOCK_K"])
+    a_operand, index, b_desc = a, g.index, module.describe_rows(b, config["BLOCK_K"])
     if index is None:
-        left, index = module.describe_rows(a, config["BLOCK_K"]), g.offs
-    out = module.describe_sums(g.dw, 32 if swap else 64) if sums else module.describe_weight(g.dw)
+        a_operand, index = module.describe_rows(a, config["BLOCK_K"]), g.offs
+    dw_desc = (
+        module.describe_sums(g.dw, 32 if swap else 64) if sums else module.describe_weight(g.dw)
+    )
     programs = groups * cdiv(m, config["BLOCK_M"]) * cdiv(width, 256)
     launch(
         module.grouped_wgrad_pingpong_kernel, (min(num_sms(g.x.device), programs),),
-        g.offs, g.tiles, out, left, index, right, g.rows, groups, m, width, a.stride(0),
+        g.offs, g.tiles, dw_desc, a_operand, index, b_desc, g.rows, groups, m, width, a.stride(0),
         GATHER=path == "gather", TRANSPOSED=swap, ACCUMULATE=g.accumulate, **config,
         num_warps=4, maxnreg=168,
     )  # fmt: skip

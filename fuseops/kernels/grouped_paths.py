@@ -86,7 +86,7 @@ ACTIVATED = [SMALL_RING, WIDE_RING, SQUARE_RING, FEW_RING]
 ACTIVATED_GATHERED = [_ring(64, 256, 0, 4), WIDE_RING]
 """Rows by index take longer than a fifth stage makes up for."""
 BACKWARDS = [{**_ring(128, 128, 0, 5), "PART": 32, "SLOTS": 2}]
-"""SLOTS parts of PART rows of h are on their way for each consumer."""
+"""Each consumer prefetches h through a ring of SLOTS subtiles of PART rows."""
 
 
 def _pingpong_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:

@@ -34,11 +34,11 @@ from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, upcast
 
 
 def _token_slots(experts: Tensor, num_experts: int, world: int) -> tuple[Tensor, Tensor]:
-    homes = experts.div(num_experts // world, rounding_mode="floor")
-    every = torch.arange(world, device=experts.device, dtype=homes.dtype)
-    goes = (homes[:, :, None] == every).any(1)
-    slots = torch.where(goes, goes.cumsum(0) - 1, -1)
-    return slots.to(torch.int32), goes.sum(0).to(torch.int32)
+    expert_ranks = experts.div(num_experts // world, rounding_mode="floor")
+    ranks = torch.arange(world, device=experts.device, dtype=expert_ranks.dtype)
+    is_sent = (expert_ranks[:, :, None] == ranks).any(1)
+    slots = torch.where(is_sent, is_sent.cumsum(0) - 1, -1)
+    return slots.to(torch.int32), is_sent.sum(0).to(torch.int32)
 
 
 def _send_tokens(
@@ -54,18 +54,18 @@ def _send_tokens(
 ) -> None:
     rank, capacity, num_experts, *_ = place
     local = num_experts // len(table)
-    for to in range(len(table)):
-        part = _PeerBuffer(table, to, uses, place, x, weights)
-        sent = (slots[:, to] >= 0) & (slots[:, to] < capacity)
-        rows = slots[sent, to].long() + rank * capacity
-        part.rows[rows] = x[sent]
+    for dst_rank in range(len(table)):
+        buffer = _PeerBuffer(table, dst_rank, uses, place, x, weights)
+        sent = (slots[:, dst_rank] >= 0) & (slots[:, dst_rank] < capacity)
+        rows = slots[sent, dst_rank].long() + rank * capacity
+        buffer.rows[rows] = x[sent]
         if experts is None or weights is None or counts is None:
             continue
-        ids = experts[sent].to(torch.int32) - to * local
-        part.ids[rows] = torch.where((ids >= 0) & (ids < local), ids, -1)
-        part.weights[rows] = weights[sent]
-        part.counts[rank] = counts[to].clamp(max=capacity)
-        flag |= (counts[to] > capacity).to(flag.dtype)
+        expert_ids = experts[sent].to(torch.int32) - dst_rank * local
+        buffer.ids[rows] = torch.where((expert_ids >= 0) & (expert_ids < local), expert_ids, -1)
+        buffer.weights[rows] = weights[sent]
+        buffer.counts[rank] = counts[dst_rank].clamp(max=capacity)
+        flag |= (counts[dst_rank] > capacity).to(flag.dtype)
 
 
 def _take_tokens(
@@ -77,14 +77,14 @@ def _take_tokens(
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rank, capacity, *_ = place
-    part = _PeerBuffer(table, rank, uses, place, like, weights)
+    buffer = _PeerBuffer(table, rank, uses, place, like, weights)
     heads = arrivals is None
-    counts = part.counts.clone() if arrivals is None else arrivals
-    full = (torch.arange(capacity)[None, :] < counts[:, None]).flatten()[:, None]
-    x = torch.where(full, part.rows, 0)
+    counts = buffer.counts.clone() if arrivals is None else arrivals
+    filled = (torch.arange(capacity)[None, :] < counts[:, None]).flatten()[:, None]
+    x = torch.where(filled, buffer.rows, 0)
     if not heads or weights is None:
         return x, counts.new_empty(0), like.new_empty(0), counts.new_empty(0)
-    return x, torch.where(full, part.ids, -1), torch.where(full, part.weights, 0), counts
+    return x, torch.where(filled, buffer.ids, -1), torch.where(filled, buffer.weights, 0), counts
 
 
 def _return_sums(
@@ -97,13 +97,14 @@ def _return_sums(
     dweights: Tensor | None = None,
 ) -> None:
     rank, capacity, *_ = place
-    for to in range(len(table)):
-        part, count = _PeerBuffer(table, to, uses, place, x, dweights), int(arrivals[to])
-        mine = slice(to * capacity, to * capacity + count)
-        theirs = slice(rank * capacity, rank * capacity + count)
-        part.rows[theirs] = torch.where(flag != 0, torch.nan, x[mine])
+    for dst_rank in range(len(table)):
+        buffer = _PeerBuffer(table, dst_rank, uses, place, x, dweights)
+        count = int(arrivals[dst_rank])
+        local_rows = slice(dst_rank * capacity, dst_rank * capacity + count)
+        remote_rows = slice(rank * capacity, rank * capacity + count)
+        buffer.rows[remote_rows] = torch.where(flag != 0, torch.nan, x[local_rows])
         if dweights is not None:
-            part.weights[theirs] = dweights[mine]
+            buffer.weights[remote_rows] = dweights[local_rows]
 
 
 def _add_sums(
@@ -117,19 +118,21 @@ def _add_sums(
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     rank, capacity, num_experts, *_ = place
-    part = _PeerBuffer(table, rank, uses, place, like, weights)
+    buffer = _PeerBuffer(table, rank, uses, place, like, weights)
     total = upcast(like.new_zeros(len(slots), like.shape[1]))
-    kept = (slots >= 0) & (slots < capacity)
-    rows = torch.where(kept, slots, 0) + capacity * torch.arange(len(table), dtype=torch.int32)
-    for source in range(len(table)):
-        total += torch.where(kept[:, source, None], upcast(part.rows[rows[:, source].long()]), 0)
+    has_slot = (slots >= 0) & (slots < capacity)
+    rows = torch.where(has_slot, slots, 0) + capacity * torch.arange(len(table), dtype=torch.int32)
+    for src_rank in range(len(table)):
+        total += torch.where(
+            has_slot[:, src_rank, None], upcast(buffer.rows[rows[:, src_rank].long()]), 0
+        )
     total = torch.where(flag != 0, torch.nan, total).to(like.dtype)
     if experts is None or weights is None:
         return total, like.new_empty(0)
-    homes = experts.div(num_experts // len(table), rounding_mode="floor").clamp(min=0).long()
-    there = kept.gather(1, homes) & (experts >= 0)
-    copies = part.weights[rows.gather(1, homes).long(), torch.arange(experts.shape[1])]
-    return total, torch.where(there, copies, 0)
+    expert_ranks = experts.div(num_experts // len(table), rounding_mode="floor").clamp(min=0).long()
+    copy_exists = has_slot.gather(1, expert_ranks) & (experts >= 0)
+    copies = buffer.weights[rows.gather(1, expert_ranks).long(), torch.arange(experts.shape[1])]
+    return total, torch.where(copy_exists, copies, 0)
 
 
 def _bound_rows(offs: Tensor, flag: Tensor, rows: int) -> None:
@@ -362,7 +365,7 @@ def add_sums(
 
 @peer_kernel(twin=_bound_rows, cases=lambda: _cases("bound"))
 def bound_rows(offs: Tensor, flag: Tensor, rows: int) -> None:
-    """Ends beyond the rows there are become the last one, and are noted."""
+    """Clamp group ends to `rows`, and set flag where one was beyond."""
     launch(
         device("peers").bound_rows_kernel, (1,), offs, flag, len(offs), rows,
         BLOCK_E=pow2(len(offs)), num_warps=4,

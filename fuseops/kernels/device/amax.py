@@ -1,7 +1,12 @@
-"""Kernels of fuseops.kernels.amax: one scale a group of rows, or one a matrix, from its own amax.
+"""Quantization to FP8 with one scale a group of rows, or one a matrix of a weight: amax, then codes in both layouts.
 
-A program has 128 rows of one group (FORM "groups", "one") or of one matrix ("matrices", of E rows each). With INDEX row
-r is row index[r] of x.
+A program owns BLOCK_R (128) rows of one group (FORM "groups"), of the tensor ("one") or of one matrix ("matrices",
+where E is the rows of a matrix), and some columns. Blocks of groups are numbered without a table: see `group_at_block`.
+With INDEX row r is row index[r] of x.
+
+Codes are stored row-major and transposed. Four codes of a column make a 32-bit word of the transposed layout, so a tile
+is loaded as four slices of every fourth row each: one thread holds the same place of all four and packs them, and the
+transposition exchanges words between threads, not bytes.
 """
 
 import triton
@@ -18,41 +23,41 @@ from fuseops.kernels.device.reduce import overlapped
 
 
 @triton.jit
-def rows_of_block(
+def decode_block(
     block, offs_ptr, R, E, FORM: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """(group, its first row, first row of the block, end of the group)."""
+    """Decode a block into (group, first row of the group, first row of the block, end of the group)."""
     if FORM == "groups":
         group, begin, end = group_at_block(block, offs_ptr, E, BLOCK_R, BLOCK_E)
         row0 = begin + (block - begin // BLOCK_R - group) * BLOCK_R
         return group, begin, row0, tl.minimum(end, R)
     elif FORM == "matrices":
-        blocks = tl.cdiv(E, BLOCK_R)
-        group = block // blocks
-        return group, group * E, group * E + block % blocks * BLOCK_R, group * E + E
+        blocks_per_matrix = tl.cdiv(E, BLOCK_R)
+        group = block // blocks_per_matrix
+        return group, group * E, group * E + block % blocks_per_matrix * BLOCK_R, group * E + E
     else:
         return block * 0, block * 0, block * BLOCK_R, R
 
 
 @triton.jit
-def slice_by_index(
-    x_ptr, index_ptr, J: tl.constexpr, row0, end, col0, N, stride_x,
+def gather_slice(
+    x_ptr, index_ptr, SLICE: tl.constexpr, row0, end, col0, N, stride_x,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The J-th of the four slices of a tile, as `load_slices` gives them, of rows by index."""
-    r = row0 + tl.arange(0, BLOCK_R // 4) * 4 + J
-    row = tl.load(index_ptr + r, mask=r < end, other=0).to(tl.int64)
-    c = col0 + tl.arange(0, BLOCK_N)
-    at = x_ptr + row[:, None] * stride_x + c[None, :]
-    return tl.load(at, mask=(r < end)[:, None] & (c < N)[None, :], other=0.0)
+    """Load rows SLICE, SLICE + 4, ... of a tile, as `load_slices` does, where rows are given by index."""
+    rows = row0 + tl.arange(0, BLOCK_R // 4) * 4 + SLICE
+    x_rows = tl.load(index_ptr + rows, mask=rows < end, other=0).to(tl.int64)
+    cols = col0 + tl.arange(0, BLOCK_N)
+    x_ptrs = x_ptr + x_rows[:, None] * stride_x + cols[None, :]
+    return tl.load(x_ptrs, mask=(rows < end)[:, None] & (cols < N)[None, :], other=0.0)
 
 
 @triton.jit
 def no_amax_kernel(amax_ptr, E, PDL: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Zeros, that the largest magnitudes are found from: a launch, so that all of them are replayed."""
+    """Zero amax (E,) before the atomics: by a kernel, so that the whole chain of launches can be replayed."""
     overlapped(PDL)
-    e = tl.arange(0, BLOCK_E)
-    tl.store(amax_ptr + e, tl.zeros((BLOCK_E,), tl.float32), mask=e < E)
+    groups = tl.arange(0, BLOCK_E)
+    tl.store(amax_ptr + groups, tl.zeros((BLOCK_E,), tl.float32), mask=groups < E)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -61,23 +66,26 @@ def group_amax_kernel(
     FORM: tl.constexpr, INDEX: tl.constexpr, PDL: tl.constexpr, SPAN: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The amax of each group, by maxima of its bits, which order as integers do. SPAN columns a program."""
+    """amax (E,): reduce a block of rows by SPAN columns a program, then atomic_max on the float's bits.
+
+    Bits of non-negative floats order as integers do, and a maximum does not depend on the order, so that bits repeat.
+    """
     overlapped(PDL)
-    group, _, row0, end = rows_of_block(tl.program_id(0), offs_ptr, R, E, FORM, BLOCK_E, BLOCK_R)
-    r = row0 + tl.arange(0, BLOCK_R)
-    row = r.to(tl.int64)
+    group, _, row0, end = decode_block(tl.program_id(0), offs_ptr, R, E, FORM, BLOCK_E, BLOCK_R)
+    rows = row0 + tl.arange(0, BLOCK_R)
+    x_rows = rows.to(tl.int64)
     if INDEX:
-        row = tl.load(index_ptr + r, mask=r < end, other=0).to(tl.int64)
-    first = tl.program_id(1) * SPAN
-    largest = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
-    for col0 in range(first, tl.minimum(first + SPAN, N), BLOCK_N):
-        c = col0 + tl.arange(0, BLOCK_N)
-        at = x_ptr + row[:, None] * stride_x + c[None, :]
-        x = tl.load(at, mask=(r < end)[:, None] & (c < N)[None, :], other=0.0)
-        largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
-    amax = tl.minimum(tl.maximum(tl.max(tl.max(largest, axis=1), axis=0), 0.0), FLT_MAX)
-    bits = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.atomic_max(bits + group, amax.to(tl.int32, bitcast=True), sem="relaxed")
+        x_rows = tl.load(index_ptr + rows, mask=rows < end, other=0).to(tl.int64)
+    first_col = tl.program_id(1) * SPAN
+    abs_max = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    for col0 in range(first_col, tl.minimum(first_col + SPAN, N), BLOCK_N):
+        cols = col0 + tl.arange(0, BLOCK_N)
+        x_ptrs = x_ptr + x_rows[:, None] * stride_x + cols[None, :]
+        x = tl.load(x_ptrs, mask=(rows < end)[:, None] & (cols < N)[None, :], other=0.0)
+        abs_max = tl.maximum(abs_max, tl.abs(x.to(tl.float32)))
+    amax = tl.minimum(tl.maximum(tl.max(tl.max(abs_max, axis=1), axis=0), 0.0), FLT_MAX)
+    amax_bits_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(amax_bits_ptr + group, amax.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -87,38 +95,40 @@ def quantize_groups_kernel(
     COL: tl.constexpr, PDL: tl.constexpr, ALIGN: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Codes as they lie and transposed: of rows with groups at multiples of 128, of matrices each by itself, whose
-    rows ALIGN divides. By each group's amax, or with UP by what its numbers are multiplied by.
+    """Quantize a tile with its group's scale to row-major codes (ROW) and to transposed codes (COL).
+
+    In the transposed layout each group begins at a multiple of 128 columns; matrices lie each by itself, with rows that
+    ALIGN divides. by_ptr holds each group's amax, or with UP its inverse scale.
     """
     overlapped(PDL)
     num_n = tl.cdiv(N, BLOCK_N)
     block, col0 = tl.program_id(0) // num_n, tl.program_id(0) % num_n * BLOCK_N
-    group, begin, row0, end = rows_of_block(block, offs_ptr, R, E, FORM, BLOCK_E, BLOCK_R)
-    inv = tl.load(by_ptr + group)
+    group, begin, row0, end = decode_block(block, offs_ptr, R, E, FORM, BLOCK_E, BLOCK_R)
+    inv_scale = tl.load(by_ptr + group)
     if not UP:
-        inv = inverse_scale(inv, LIMIT, False)
+        inv_scale = inverse_scale(inv_scale, LIMIT, False)
     if (row0 == begin) & (col0 == 0):
-        tl.store(scale_ptr + group, tl.div_rn(1.0, inv))
+        tl.store(scale_ptr + group, tl.div_rn(1.0, inv_scale))
     if INDEX:
-        a = slice_by_index(x_ptr, index_ptr, 0, row0, end, col0, N, stride_x, BLOCK_R, BLOCK_N)
-        b = slice_by_index(x_ptr, index_ptr, 1, row0, end, col0, N, stride_x, BLOCK_R, BLOCK_N)
-        c = slice_by_index(x_ptr, index_ptr, 2, row0, end, col0, N, stride_x, BLOCK_R, BLOCK_N)
-        d = slice_by_index(x_ptr, index_ptr, 3, row0, end, col0, N, stride_x, BLOCK_R, BLOCK_N)
+        s0 = gather_slice(x_ptr, index_ptr, 0, row0, end, col0, N, stride_x, BLOCK_R, BLOCK_N)
+        s1 = gather_slice(x_ptr, index_ptr, 1, row0, end, col0, N, stride_x, BLOCK_R, BLOCK_N)
+        s2 = gather_slice(x_ptr, index_ptr, 2, row0, end, col0, N, stride_x, BLOCK_R, BLOCK_N)
+        s3 = gather_slice(x_ptr, index_ptr, 3, row0, end, col0, N, stride_x, BLOCK_R, BLOCK_N)
     else:
-        a, b, c, d = load_slices(x_ptr, row0, col0, end, N, stride_x, BLOCK_R, BLOCK_N)
+        s0, s1, s2, s3 = load_slices(x_ptr, row0, col0, end, N, stride_x, BLOCK_R, BLOCK_N)
     if ROW:
-        store_slices(row_ptr, a, b, c, d, inv, row0, col0, end, N, BLOCK_R, BLOCK_N)
+        store_slices(row_ptr, s0, s1, s2, s3, inv_scale, row0, col0, end, N, BLOCK_R, BLOCK_N)
     if COL:
         if FORM == "matrices":
-            height = E // ALIGN * ALIGN  # E, in a form that says to the compiler what divides it
+            matrix_rows = E // ALIGN * ALIGN  # E, written so that the compiler knows its divisor
             store_columns(
-                col_ptr + group.to(tl.int64) * height * N, a, b, c, d, inv,
-                row0 - begin, col0, height, height, N, ALIGN, BLOCK_R, BLOCK_N,
+                col_ptr + group.to(tl.int64) * matrix_rows * N, s0, s1, s2, s3, inv_scale,
+                row0 - begin, col0, matrix_rows, matrix_rows, N, ALIGN, BLOCK_R, BLOCK_N,
             )  # fmt: skip
         else:
-            blocks = R // BLOCK_R + E if FORM == "groups" else tl.cdiv(R, BLOCK_R)
-            to = block * BLOCK_R
+            num_blocks = R // BLOCK_R + E if FORM == "groups" else tl.cdiv(R, BLOCK_R)
+            col_row0 = block * BLOCK_R
             store_columns(
-                col_ptr, a, b, c, d, inv, to, col0, to + BLOCK_R, blocks * BLOCK_R, N,
-                BLOCK_R, BLOCK_R, BLOCK_N,
+                col_ptr, s0, s1, s2, s3, inv_scale, col_row0, col0,
+                col_row0 + BLOCK_R, num_blocks * BLOCK_R, N, BLOCK_R, BLOCK_R, BLOCK_N,
             )  # fmt: skip

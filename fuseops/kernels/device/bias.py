@@ -1,4 +1,10 @@
-"""Kernels of fuseops.kernels.bias."""
+"""Bias add and its gradient, of all rows or of groups of rows, as two-stage column sums.
+
+Memory-bound, without atomics, so that the bits repeat. In the backward's first stage a program sums a chunk of rows of
+one block of columns into a row of `partial`, in an accumulator of AT_ONCE rows (`fold`), which needs no exchange
+between threads before the end; the second stage (`reduce.column_sums_kernel`, `group_sum_kernel`) adds the rows of
+`partial` in a fixed order. With PDL a stage's prologue overlaps the launch before it.
+"""
 
 import triton
 import triton.language as tl
@@ -13,14 +19,14 @@ from fuseops.kernels.device.reduce import (
     row_dots,
 )
 
-NEVER = tl.constexpr(2147483647)
+INT32_MAX = tl.constexpr(2147483647)
 
 
 @triton.jit
-def group_of(rows, offs_ptr, E, BLOCK_E: tl.constexpr):
-    """Group of every row: how many groups end at or before it (E for padding rows)."""
-    e = tl.arange(0, BLOCK_E)
-    ends = tl.load(offs_ptr + e, mask=e < E, other=NEVER)
+def find_group(rows, offs_ptr, E, BLOCK_E: tl.constexpr):
+    """Find the group of every row: how many groups end at or before it (E for padding rows)."""
+    groups = tl.arange(0, BLOCK_E)
+    ends = tl.load(offs_ptr + groups, mask=groups < E, other=INT32_MAX)
     return tl.sum((ends[None, :] <= rows[:, None]).to(tl.int32), axis=1)
 
 
@@ -30,6 +36,7 @@ def bias_fwd_kernel(
     GROUPED: tl.constexpr, SCALED: tl.constexpr,
     PDL: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """y = x + bias[group of the row] (* probs), a tile of rows and columns a program; padding rows become zero."""
     overlapped(PDL)
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
@@ -37,18 +44,18 @@ def bias_fwd_kernel(
     cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     mask = (rows < R)[:, None] & (cols < N)
     if GROUPED:
-        group = group_of(rows, offs_ptr, E, BLOCK_E)
-        mask_in = mask & (group < E)[:, None]
+        group = find_group(rows, offs_ptr, E, BLOCK_E)
+        x_mask = mask & (group < E)[:, None]
         bias = tl.load(
-            bias_ptr + (group.to(tl.int64) * N)[:, None] + cols, mask=mask_in, other=0.0
+            bias_ptr + (group.to(tl.int64) * N)[:, None] + cols, mask=x_mask, other=0.0
         ).to(tl.float32)
     else:
-        mask_in = mask
+        x_mask = mask
         bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     if SCALED:
         bias *= tl.load(probs_ptr + rows, mask=rows < R, other=0.0)[:, None]
-    x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols, mask=mask_in, other=0.0).to(tl.float32)
-    y = tl.where(mask_in, x + bias, 0.0)
+    x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols, mask=x_mask, other=0.0).to(tl.float32)
+    y = tl.where(x_mask, x + bias, 0.0)
     tl.store(y_ptr + (rows * N)[:, None] + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -58,18 +65,18 @@ def bias_bwd_kernel(
     PDL: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns, p): sums of every num_programs-th block of rows, row p of partial."""
+    """First stage: program (block of columns, p) sums every num_programs-th block of rows into row p of partial."""
     before_launch(PDL)
     program = tl.program_id(1).to(tl.int64)
     cols = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    total = tl.zeros((AT_ONCE, BLOCK_N), dtype=tl.float32)
-    step = tl.num_programs(1) * BLOCK_R
-    for start in tl.range(program * BLOCK_R, R.to(tl.int64), step, num_stages=STAGES):
+    acc = tl.zeros((AT_ONCE, BLOCK_N), dtype=tl.float32)
+    row_stride = tl.num_programs(1) * BLOCK_R
+    for start in tl.range(program * BLOCK_R, R.to(tl.int64), row_stride, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_R)
         mask = (rows < R)[:, None] & (cols < N)
         dy = tl.load(dy_ptr + (rows * stride_dy)[:, None] + cols, mask=mask, other=0.0)
-        total += fold(dy.to(tl.float32), AT_ONCE)
-    sums = tl.sum(total, axis=0)[None, :]
+        acc += fold(dy.to(tl.float32), AT_ONCE)
+    sums = tl.sum(acc, axis=0)[None, :]
     tl.store(partial_ptr + program * N + cols, sums, mask=cols < N)
 
 
@@ -79,41 +86,45 @@ def grouped_bias_bwd_kernel(
     SCALED: tl.constexpr, NEED_DPROBS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
     BLOCK_E: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Chunk c is up to CHUNK rows of the last group g that begins at or before it, at chunk
-    begin // CHUNK + g. The sums of a group that fits into one go to its row of y, others to row c of
-    partial. With NEED_DPROBS, dots (column blocks, R) gets what these columns add to each dprobs.
+    """First stage of groups: a program sums one chunk of a group, one block of columns, of dy (* probs).
+
+    Chunks are numbered without a table: those of group g begin at begin // CHUNK + g, each of up to CHUNK rows. The
+    sums of a group of one chunk go to its row of y, others to row `chunk` of partial. With NEED_DPROBS, dots (column
+    blocks, R) gets what these columns add to each row's dprobs.
     """
     before_launch(PDL)
     num_n = tl.cdiv(N, BLOCK_N)
     chunk, block = tl.program_id(0) // num_n, tl.program_id(0) % num_n
     cols = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     group, begin, end = group_at_block(chunk, offs_ptr, E, CHUNK, BLOCK_E)
-    first = begin + (chunk - begin // CHUNK - group) * CHUNK
-    count = tl.minimum(end - first, CHUNK)
-    dy_ptr += first.to(tl.int64) * stride_dy
-    probs_ptr += first
+    first_row = begin + (chunk - begin // CHUNK - group) * CHUNK
+    num_rows = tl.minimum(end - first_row, CHUNK)
+    dy_ptr += first_row.to(tl.int64) * stride_dy
+    probs_ptr += first_row
     if NEED_DPROBS:
-        dots_ptr += block.to(tl.int64) * R + first
+        dots_ptr += block.to(tl.int64) * R + first_row
         bias = tl.load(bias_ptr + group.to(tl.int64) * N + cols, mask=cols < N, other=0.0)
         bias = bias.to(tl.float32)
-    total = tl.zeros((AT_ONCE, BLOCK_N), dtype=tl.float32)
-    for start in range(0, count, BLOCK_R):
+    acc = tl.zeros((AT_ONCE, BLOCK_N), dtype=tl.float32)
+    for start in range(0, num_rows, BLOCK_R):
         rows = start + tl.arange(0, BLOCK_R)
-        at = dy_ptr + (rows.to(tl.int64) * stride_dy)[:, None] + cols
-        mask = (rows < count)[:, None] & (cols < N)  # dy leaves L2 before the partial sums do
-        dy = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        dy_ptrs = dy_ptr + (rows.to(tl.int64) * stride_dy)[:, None] + cols
+        mask = (rows < num_rows)[:, None] & (cols < N)  # dy leaves L2 before the partial sums do
+        dy = tl.load(dy_ptrs, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if SCALED:
-            probs = tl.load(probs_ptr + rows, mask=rows < count, other=0.0)
+            probs = tl.load(probs_ptr + rows, mask=rows < num_rows, other=0.0)
         if NEED_DPROBS:
             dots = row_dots(dy, bias)
-            tl.store(dots_ptr + rows, dots, mask=rows < count)
+            tl.store(dots_ptr + rows, dots, mask=rows < num_rows)
         if SCALED:
             dy *= probs[:, None]
-        total += fold(dy, AT_ONCE)
-    if (count > 0) | (first == begin):  # an empty group has one chunk
-        whole = end - begin <= CHUNK
-        row = tl.where(whole, y_ptr + group.to(tl.int64) * N, partial_ptr + chunk.to(tl.int64) * N)
-        tl.store(row + cols, tl.sum(total, axis=0)[None, :], mask=cols < N)
+        acc += fold(dy, AT_ONCE)
+    if (num_rows > 0) | (first_row == begin):  # an empty group has one chunk
+        one_chunk = end - begin <= CHUNK
+        sums_ptr = tl.where(
+            one_chunk, y_ptr + group.to(tl.int64) * N, partial_ptr + chunk.to(tl.int64) * N
+        )
+        tl.store(sums_ptr + cols, tl.sum(acc, axis=0)[None, :], mask=cols < N)
 
 
 @triton.jit(do_not_specialize=["D", "R"])
@@ -122,22 +133,25 @@ def group_sum_kernel(
     CHUNK: tl.constexpr, PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """The second stage, a block of columns of one group a program: the sum of its chunks, unless there
-    is one. Programs after these add the D rows of dots; padding rows have no gradient.
+    """Second stage of groups: a program sums the chunks of one group, one block of columns, unless there is just one.
+
+    Programs beyond the E groups' sum the D rows of dots instead, BLOCK_R rows of dprobs each; padding rows get zero.
     """
     before_launch(PDL)
     num_n = tl.cdiv(N, BLOCK_N)
     group = (tl.program_id(0) // num_n).to(tl.int64)
     if group < E:
         begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-        rows = tl.load(offs_ptr + group) - begin
+        num_rows = tl.load(offs_ptr + group) - begin
         after_launch(PDL)
-        if rows > CHUNK:
-            first = begin // CHUNK + group
-            block, last = tl.program_id(0) % num_n, first + tl.cdiv(rows, CHUNK)
-            add_rows(partial_ptr, y_ptr + group * N, first, last, block, N, N, BLOCK_S, BLOCK_N)
+        if num_rows > CHUNK:
+            chunk0 = begin // CHUNK + group
+            block, end_chunk = tl.program_id(0) % num_n, chunk0 + tl.cdiv(num_rows, CHUNK)
+            add_rows(
+                partial_ptr, y_ptr + group * N, chunk0, end_chunk, block, N, N, BLOCK_S, BLOCK_N
+            )
     else:
-        used = tl.load(offs_ptr + E - 1)
+        num_used = tl.load(offs_ptr + E - 1)
         after_launch(PDL)
         block = tl.program_id(0) - num_n * E
-        add_rows(dots_ptr, dprobs_ptr, 0, D, block, R, used, BLOCK_D, BLOCK_R)
+        add_rows(dots_ptr, dprobs_ptr, 0, D, block, R, num_used, BLOCK_D, BLOCK_R)

@@ -1,10 +1,18 @@
-"""The end of a tile of the gradient of an activation's output, of SwiGLU or of squared ReLU: the gradient of what it
-was applied to, the activation and the row sums of dprobs, while the other consumer multiplies.
+"""Epilogue of the grouped input-gradient GEMM (`grouped_pingpong` with SLOTS) through SwiGLU or squared ReLU.
 
-The tile goes to shared memory, so that what follows is one short loop over parts of a few rows: code that is
-written out for every part of the accumulator does not fit the instruction cache, and takes ten times as long.
-h comes in such parts by TMA, the first ones beside the tile's products, each later one into the place of one
-that has been read. Stores are whole lines of 128 bytes, so that full and ragged tiles are one path.
+The accumulator is da, the gradient of the activation a = act(h) * probs. The epilogue loads the pre-activation h and
+writes dh, a recomputed, and of each row what its columns add to dprobs, while the other consumer warpgroup runs its
+mainloop.
+
+The accumulator is staged in shared memory 64 rows at a time, so that what follows is one short loop over subtiles of
+SUBTILE_M rows by SUBTILE_N columns: unrolled over the registers of the accumulator the code does not fit the
+instruction cache, and takes ten times as long. h arrives in such subtiles by TMA, through a ring of SLOTS of the
+consumer's own (`h_ring`): the first ones are prefetched before the mainloop, each later one into the slot that has just
+been read. No empty barrier guards a slot, since the warpgroup that reads it also refills it. Stores are whole lines of
+128 bytes by pointers, so that full and ragged tiles are one path.
+
+Tuples: `h_ring` is (h_desc, gate_ring, up_ring, full_bars), where up_ring is gate_ring if h has no up columns;
+`group_info` is (group, start, size, N), its first row, its rows and the columns of a.
 """
 
 from triton.experimental import gluon
@@ -13,11 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_names import load_tile, reinterpret
 
-WIDTH = gl.constexpr(64)  # columns of a part
+SUBTILE_N = gl.constexpr(64)  # columns of a subtile: a line of 128 bytes
 
 
 @gluon.jit
 def column_halves(acc):
+    """Split (M, N) in registers into its left and its right (M, N / 2)."""
     M: gl.constexpr = acc.shape[0]
     N: gl.constexpr = acc.shape[1]
     return acc.reshape((M, 2, N // 2)).permute((0, 2, 1)).split()
@@ -25,70 +34,81 @@ def column_halves(acc):
 
 @gluon.jit
 def row_halves(acc):
+    """Split (M, N) in registers into its upper and its lower (M / 2, N)."""
     M: gl.constexpr = acc.shape[0]
     N: gl.constexpr = acc.shape[1]
     return acc.reshape((2, M // 2, N)).permute((1, 2, 0)).split()
 
 
 @gluon.jit
-def blocks_of(acc):
-    """A tuple of tiles of 64 by 64, row by row."""
+def split_64x64(acc):
+    """Split the accumulator into a tuple of 64 x 64 tiles, row-major."""
     if acc.shape[0] > 64:
         upper, lower = row_halves(acc)
-        blocks = blocks_of(upper) + blocks_of(lower)
+        blocks = split_64x64(upper) + split_64x64(lower)
     elif acc.shape[1] > 64:
         left, right = column_halves(acc)
-        blocks = blocks_of(left) + blocks_of(right)
+        blocks = split_64x64(left) + split_64x64(right)
     else:
         blocks = (acc,)
     return blocks
 
 
 @gluon.jit
-def room_for(
-    h, gates, sums_ptr, ACT: gl.constexpr, TILE_ROWS: gl.constexpr, TILE_WIDTH: gl.constexpr
+def alloc_act_bwd(
+    h_desc, gate_ring, dprobs_ptr, ACT: gl.constexpr, WG_M: gl.constexpr, BLOCK_N: gl.constexpr
 ):
-    """What a consumer needs besides the slots of gates, whose phases are set up: see `act_back`."""
-    SLOTS: gl.constexpr = gates.shape[0]
-    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    """Allocate the shared memory of one consumer's epilogue beside its gate_ring, and initialise the ring's full
+    barriers.
+
+    Returns what `act_bwd_epilogue` takes: (dprobs_ptr, h_ring, acc_smem (BLOCK_N / 64, 64, 64) of the input's dtype,
+    row_scales (WG_M,) float32).
+    """
+    SLOTS: gl.constexpr = gate_ring.shape[0]
+    layout_1d: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     if ACT == "swiglu":
-        ups = gl.allocate_shared_memory(h.dtype, gates.shape, h.layout)
+        up_ring = gl.allocate_shared_memory(h_desc.dtype, gate_ring.shape, h_desc.layout)
     else:
-        ups = gates
-    staged = gl.allocate_shared_memory(h.dtype, [TILE_WIDTH // WIDTH, 64, WIDTH], h.layout)
-    scales = gl.allocate_shared_memory(gl.float32, [TILE_ROWS], line)
-    arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        up_ring = gate_ring
+    acc_smem = gl.allocate_shared_memory(
+        h_desc.dtype, [BLOCK_N // SUBTILE_N, 64, SUBTILE_N], h_desc.layout
+    )
+    row_scales = gl.allocate_shared_memory(gl.float32, [WG_M], layout_1d)
+    full_bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
-        mbarrier.init(arrived.index(i), count=1)
-    return sums_ptr, (h, gates, ups, arrived), staged, scales
+        mbarrier.init(full_bars.index(i), count=1)
+    return dprobs_ptr, (h_desc, gate_ring, up_ring, full_bars), acc_smem, row_scales
 
 
 @gluon.jit
-def ask(hidden, place, row, col, number, ACT: gl.constexpr, ACROSS: gl.constexpr):
-    """Gate and up of this part of a tile that is ACROSS parts wide, into the slot that is its turn."""
+def prefetch_h(h_ring, group_info, row, col, index, ACT: gl.constexpr, SUBTILES_N: gl.constexpr):
+    """Issue TMA of the h of a subtile, gate and up if ACT is gated, into its slot of the ring.
+
+    index counts the subtiles of the tile row-major, SUBTILES_N of them side by side; (row, col) is the tile's corner.
+    """
     GATED: gl.constexpr = ACT == "swiglu"
-    h, gates, ups, arrived = hidden
-    _, start, _, N = place
-    slot = number % gates.shape[0]
-    row += start + number // ACROSS * h.block_type.shape[0]
-    col += number % ACROSS * WIDTH
-    mbarrier.expect(arrived.index(slot), (2 if GATED else 1) * h.block_type.nbytes)
-    load_tile(h, [row, col], arrived.index(slot), gates.index(slot))
+    h_desc, gate_ring, up_ring, full_bars = h_ring
+    _, start, _, N = group_info
+    slot = index % gate_ring.shape[0]
+    row += start + index // SUBTILES_N * h_desc.block_type.shape[0]
+    col += index % SUBTILES_N * SUBTILE_N
+    mbarrier.expect(full_bars.index(slot), (2 if GATED else 1) * h_desc.block_type.nbytes)
+    load_tile(h_desc, [row, col], full_bars.index(slot), gate_ring.index(slot))
     if GATED:
-        load_tile(h, [row, N + col], arrived.index(slot), ups.index(slot))
+        load_tile(h_desc, [row, N + col], full_bars.index(slot), up_ring.index(slot))
 
 
 @gluon.jit
-def keep_scales(scales, probs_ptr, place, row):
-    """The probabilities of a tile's rows, before its products: nobody waits for them later."""
-    _, start, size, _ = place
-    rows = row + gl.arange(0, scales.shape[0], layout=gl.BlockedLayout([1], [32], [4], [0]))
-    scales.store(gl.load(probs_ptr + start + rows, mask=rows < size, other=0.0))
+def stage_row_scales(row_scales, probs_ptr, group_info, row):
+    """Load the probs of the tile's rows into shared memory before the mainloop, which hides the latency."""
+    _, start, size, _ = group_info
+    rows = row + gl.arange(0, row_scales.shape[0], layout=gl.BlockedLayout([1], [32], [4], [0]))
+    row_scales.store(gl.load(probs_ptr + start + rows, mask=rows < size, other=0.0))
 
 
 @gluon.jit
 def sigmoid(x):
-    """In four instructions; without the care for results below 2^-126 it would be seventeen."""
+    """Compute 1 / (1 + exp(-x)) in four instructions of PTX; with denormal results it would take seventeen."""
     return gl.inline_asm_elementwise(
         "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;"
         " add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }",
@@ -97,66 +117,76 @@ def sigmoid(x):
 
 
 @gluon.jit
-def act_back(
-    acc, hidden, staged, scales, outs, sums_ptr, place, row, col,
+def act_bwd_epilogue(
+    acc, h_ring, acc_smem, row_scales, out_ptrs, dprobs_ptr, group_info, row, col,
     ACT: gl.constexpr, HAS_PROBS: gl.constexpr,
 ):  # fmt: skip
-    """Gradients and activation of a tile, 64 rows after 64. A slot is used an even number of times: its
-    phases repeat.
+    """Write dh and act of a tile from its accumulator da, and for dprobs its row sums of da * act(h), 64 rows after 64.
+
+    Each slot of h_ring is filled an even number of times a tile, so that the phases are the same for every tile, and
+    the consumer keeps no phase between tiles.
     """
-    h, gates, ups, arrived = hidden
-    dh_ptr, a_ptr = outs
-    _, start, size, N = place
-    SLOTS: gl.constexpr = gates.shape[0]
-    ROWS: gl.constexpr = h.block_type.shape[0]
-    ACROSS: gl.constexpr = staged.shape[0]
-    EACH: gl.constexpr = 64 // ROWS  # parts of a block
-    PARTS: gl.constexpr = acc.shape[0] // ROWS * ACROSS
+    h_desc, gate_ring, up_ring, full_bars = h_ring
+    dh_ptr, act_ptr = out_ptrs
+    _, start, size, N = group_info
+    SLOTS: gl.constexpr = gate_ring.shape[0]
+    SUBTILE_M: gl.constexpr = h_desc.block_type.shape[0]
+    SUBTILES_N: gl.constexpr = acc_smem.shape[0]
+    SUBTILES_M: gl.constexpr = 64 // SUBTILE_M  # of the 64 rows that are staged
+    NUM_SUBTILES: gl.constexpr = acc.shape[0] // SUBTILE_M * SUBTILES_N
     GATED: gl.constexpr = ACT == "swiglu"
-    WIDTH_H = 2 * N if GATED else N
-    gl.static_assert(PARTS % (2 * SLOTS) == 0)
+    H_N = 2 * N if GATED else N
+    gl.static_assert(NUM_SUBTILES % (2 * SLOTS) == 0)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    blocks = blocks_of(acc)
-    parts = reinterpret(staged, h.dtype, [EACH * ACROSS, ROWS, WIDTH], h.layout)
-    scales = reinterpret(scales, gl.float32, [acc.shape[0] // ROWS, ROWS], scales.layout)
-    each = row + gl.arange(0, ROWS, layout=row_layout)
-    across = col + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))[None, :]
-    dot = gl.zeros((ROWS,), gl.float32, layout=row_layout)
-    for lower in gl.static_range(acc.shape[0] // 64):
-        for i in gl.static_range(ACROSS):
-            staged.index(i).store(blocks[lower * ACROSS + i].to(h.dtype))
-        for i in range(lower * EACH * ACROSS, (lower + 1) * EACH * ACROSS):
-            down, right, slot = i // ACROSS, i % ACROSS, i % SLOTS
-            da = parts.index(right * EACH + down % EACH).load(layout).to(gl.float32)
-            mbarrier.wait(arrived.index(slot), i // SLOTS & 1)
-            gate = gates.index(slot).load(layout)
-            up = ups.index(slot).load(layout) if GATED else gate
-            if i + SLOTS < PARTS:
-                ask(hidden, place, row, col, i + SLOTS, ACT, ACROSS)
+    blocks = split_64x64(acc)
+    da_subtiles = reinterpret(
+        acc_smem, h_desc.dtype, [SUBTILES_M * SUBTILES_N, SUBTILE_M, SUBTILE_N], h_desc.layout
+    )
+    row_scales = reinterpret(
+        row_scales, gl.float32, [acc.shape[0] // SUBTILE_M, SUBTILE_M], row_scales.layout
+    )
+    subtile_rows = row + gl.arange(0, SUBTILE_M, layout=row_layout)
+    subtile_cols = col + gl.arange(0, SUBTILE_N, layout=gl.SliceLayout(0, layout))[None, :]
+    dprobs = gl.zeros((SUBTILE_M,), gl.float32, layout=row_layout)
+    for block_m in gl.static_range(acc.shape[0] // 64):
+        for i in gl.static_range(SUBTILES_N):
+            acc_smem.index(i).store(blocks[block_m * SUBTILES_N + i].to(h_desc.dtype))
+        for i in range(block_m * SUBTILES_M * SUBTILES_N, (block_m + 1) * SUBTILES_M * SUBTILES_N):
+            sub_m, sub_n, slot = i // SUBTILES_N, i % SUBTILES_N, i % SLOTS
+            da = (
+                da_subtiles.index(sub_n * SUBTILES_M + sub_m % SUBTILES_M)
+                .load(layout)
+                .to(gl.float32)
+            )
+            mbarrier.wait(full_bars.index(slot), i // SLOTS & 1)
+            gate = gate_ring.index(slot).load(layout)
+            up = up_ring.index(slot).load(layout) if GATED else gate
+            if i + SLOTS < NUM_SUBTILES:
+                prefetch_h(h_ring, group_info, row, col, i + SLOTS, ACT, SUBTILES_N)
             gate, up = gate.to(gl.float32), up.to(gl.float32)
             if GATED:
-                slope = sigmoid(gate)
-                silu = gate * slope
+                sig = sigmoid(gate)
+                silu = gate * sig
                 act = silu * up
             else:
-                positive = gl.where(gate <= 0.0, 0.0, gate)
-                act = positive * positive
-            rows, cols = each + down * ROWS, across + right * WIDTH
+                relu = gl.where(gate <= 0.0, 0.0, gate)
+                act = relu * relu
+            rows, cols = subtile_rows + sub_m * SUBTILE_M, subtile_cols + sub_n * SUBTILE_N
             if HAS_PROBS:
-                sums = gl.sum(gl.where(cols < N, da * act, 0.0), axis=1)
-                dot = gl.where(right == 0, sums, dot + sums)
-                last = (rows < size) & (right == ACROSS - 1)
-                gl.store(sums_ptr + start + rows, dot, mask=last)
-                scale = scales.index(down).load(row_layout)[:, None]
-                da *= scale
-                act *= scale
-            mask, at = (rows < size)[:, None] & (cols < N), (start + rows).to(gl.int64)[:, None]
-            dh = dh_ptr + at * WIDTH_H + cols
+                partial_dprobs = gl.sum(gl.where(cols < N, da * act, 0.0), axis=1)
+                dprobs = gl.where(sub_n == 0, partial_dprobs, dprobs + partial_dprobs)
+                store_mask = (rows < size) & (sub_n == SUBTILES_N - 1)
+                gl.store(dprobs_ptr + start + rows, dprobs, mask=store_mask)
+                row_scale = row_scales.index(sub_m).load(row_layout)[:, None]
+                da *= row_scale
+                act *= row_scale
+            mask, row_id = (rows < size)[:, None] & (cols < N), (start + rows).to(gl.int64)[:, None]
+            dh_ptrs = dh_ptr + row_id * H_N + cols
             if GATED:
-                dgate = da * up * (slope + silu * (1.0 - slope))
-                gl.store(dh + N, (da * silu).to(h.dtype), mask=mask)
+                dgate = da * up * (sig + silu * (1.0 - sig))
+                gl.store(dh_ptrs + N, (da * silu).to(h_desc.dtype), mask=mask)
             else:
-                dgate = da * 2.0 * positive
-            gl.store(dh, dgate.to(h.dtype), mask=mask)
-            gl.store(a_ptr + at * N + cols, act.to(h.dtype), mask=mask)
+                dgate = da * 2.0 * relu
+            gl.store(dh_ptrs, dgate.to(h_desc.dtype), mask=mask)
+            gl.store(act_ptr + row_id * N + cols, act.to(h_desc.dtype), mask=mask)

@@ -1,7 +1,14 @@
-"""Kernels of fuseops.kernels.grouped: persistent programs walk over the tiles of all groups.
+"""Grouped GEMMs in Triton, forward and weight gradient: persistent programs whose tile scheduler is one loop over the
+output tiles of all groups.
 
-With TMA, `x`, `weight`, `dy` and `y` are tensor descriptors, pointers otherwise; `y_ptr` and
-`dw_ptr` are pointers always.
+A tile table that `group_tiles_kernel` builds on the device stands for the group sizes, which the host does not know:
+the launch is sized by an upper bound, and a program takes every num_programs-th tile. Rows of a forward tile beyond
+its group are computed and not stored.
+
+The mainloop is left to Triton's software pipeliner (num_stages). With the constexpr TMA, `x`, `weight`, `dy`, `y` and
+`dw` are tensor descriptors, otherwise pointers; `y_ptr` and `dw_ptr` are pointers always. Descriptors of rows are
+ragged where a group must end: writes beyond it are dropped, and a sum over its rows reads zeros there, not the NaN of a
+neighbour.
 """
 
 import triton
@@ -9,14 +16,16 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_GROUPS = tl.constexpr(2048)  # a table entry is group + MAX_GROUPS * row block in the group
-RAGGED_ROWS = tl.constexpr(1 << 30)
-ZEROS = tl.constexpr(1024)
+RAGGED_ROWS = tl.constexpr(1 << 30)  # the row dimension of a ragged descriptor
+ZERO_BLOCK = tl.constexpr(1024)  # elements that a program zeroes at a time
 
 
 class HostDescriptor(TensorDescriptor):  # type: ignore[misc]
-    """A tensor descriptor of what the launcher knows to be describable: nothing is checked twice."""
+    """A `HostDescriptor` is a TMA descriptor without Triton's checks: the launcher has made them."""
 
-    one_layout = True  # of all of its class
+    one_layout = (
+        True  # all instances share a layout, so that a launch is told by dtype and block alone
+    )
 
     def __init__(self, base, shape, strides, block_shape):
         self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
@@ -24,13 +33,15 @@ class HostDescriptor(TensorDescriptor):  # type: ignore[misc]
 
 
 def describe(t, block):
-    """A descriptor of a tensor as it is."""
+    """Make a TMA descriptor of a tensor, with its own shape and strides."""
     return HostDescriptor(t, t.shape, t.stride(), block)
 
 
 def describe_ragged(t, block):
-    """A descriptor of rows that form groups, used with `ragged` coordinates (the trick, and its
-    proof by 64-bit wraparound of addresses, is triton.tools.ragged_tma's).
+    """Make a TMA descriptor (4-D) of a row-major matrix (R, N), whose boxes end where a group of rows does.
+
+    Its coordinates are those of `ragged_coords`. The trick, and its proof by 64-bit wraparound of addresses, is
+    triton.tools.ragged_tma's.
     """
     rows = 1 << 30
     stride = t.stride(0)
@@ -40,81 +51,95 @@ def describe_ragged(t, block):
 
 @triton.jit
 def group_rows(offs_ptr, group, R):
-    """(first row, number of rows), inside the tensor whatever `offs` says."""
+    """Load (start, size) of a group, its first row and number of rows, clamped to R whatever `offs` says."""
     start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
     return start, tl.maximum(tl.minimum(tl.load(offs_ptr + group), R) - start, 0)
 
 
 @triton.jit
-def ragged(start, size, row, col):
-    """Coordinates in a ragged descriptor, where rows at or beyond `size` lie outside: reads give
-    zeros, writes do nothing.
+def ragged_coords(start, size, row, col):
+    """Return the coordinates of (row of the group, column) in a ragged descriptor, for which rows at or beyond `size`
+    are out of bounds: loads give zeros, stores are dropped.
     """
     return [RAGGED_ROWS, start + size, RAGGED_ROWS - size + row, col]
 
 
 @triton.jit
 def swizzle(tile, num_m, num_n, GROUP: tl.constexpr):
-    """(row block, column block) of a tile: bands of GROUP row blocks, row blocks fastest, so that the
-    tiles in flight share rows of both operands in the L2 cache. A short rest joins the band before,
-    or it would read all columns again for a few rows.
+    """Map a linear tile index to (row block, column block): the threadblock swizzle.
+
+    Bands of GROUP row blocks, row blocks fastest, so that the tiles in flight share rows of both operands in the L2
+    cache. A last band of fewer than half as many joins the one before, or it would read all columns again for a few
+    rows.
     """
-    bands = tl.maximum((num_m + GROUP // 2) // GROUP, 1)
-    first = tl.minimum(tile // (GROUP * num_n), bands - 1) * GROUP
-    last = first == (bands - 1) * GROUP
-    height = tl.where(last, tl.maximum(num_m - first, 1), GROUP)
-    place = tile - first * num_n
-    return first + place % height, place // height
+    num_bands = tl.maximum((num_m + GROUP // 2) // GROUP, 1)
+    first_m = tl.minimum(tile // (GROUP * num_n), num_bands - 1) * GROUP
+    is_last_band = first_m == (num_bands - 1) * GROUP
+    band_height = tl.where(is_last_band, tl.maximum(num_m - first_m, 1), GROUP)
+    tile_in_band = tile - first_m * num_n
+    return first_m + tile_in_band % band_height, tile_in_band // band_height
 
 
 @triton.jit(do_not_specialize=["R", "E"])
 def group_tiles_kernel(offs_ptr, tiles_ptr, R, E, BLOCK_E: tl.constexpr):
-    """A program a group. Layout of the table: see fuseops.kernels.grouped.group_tiles."""
+    """Build the tile table, one program a group; fuseops.kernels.grouped.group_tiles describes its layout.
+
+    Each program writes its own group: its rank by falling size, and for each of three tile heights its row blocks. The
+    last one also writes the counts, and zeros to unused entries.
+    """
     group = tl.program_id(0)
-    groups, step = tl.arange(0, BLOCK_E), tl.arange(0, 256)
-    known = groups < E
-    start = tl.load(offs_ptr + groups - 1, mask=known & (groups > 0), other=0)
-    end = tl.minimum(tl.load(offs_ptr + groups, mask=known, other=0), R)
-    size = tl.where(known, tl.maximum(end - start, 0), 0)
-    own = tl.sum(tl.where(groups == group, size, 0), axis=0)
-    ahead = known & ((size > own) | ((size == own) & (groups < group)))
-    tl.store(tiles_ptr + 2 + tl.sum(ahead.to(tl.int32), axis=0), group)
-    entries = tiles_ptr + 2 + E
+    groups, offsets = tl.arange(0, BLOCK_E), tl.arange(0, 256)
+    valid = groups < E
+    start = tl.load(offs_ptr + groups - 1, mask=valid & (groups > 0), other=0)
+    end = tl.minimum(tl.load(offs_ptr + groups, mask=valid, other=0), R)
+    size = tl.where(valid, tl.maximum(end - start, 0), 0)
+    own_size = tl.sum(tl.where(groups == group, size, 0), axis=0)
+    ranks_before = valid & ((size > own_size) | ((size == own_size) & (groups < group)))
+    tl.store(tiles_ptr + 2 + tl.sum(ranks_before.to(tl.int32), axis=0), group)
+    entries_ptr = tiles_ptr + 2 + E
     for level in tl.static_range(3):
-        bound = R // (64 << level) + E
-        blocks = tl.cdiv(size, 64 << level)
-        first = tl.sum(tl.where(groups < group, blocks, 0), axis=0)
-        count = tl.sum(tl.where(groups == group, blocks, 0), axis=0)
-        for k in range(0, count, 256):
-            mask = (k + step < count) & (first + k + step < bound)
-            tl.store(entries + first + k + step, group + (k + step) * MAX_GROUPS, mask=mask)
+        capacity = R // (64 << level) + E
+        num_blocks = tl.cdiv(size, 64 << level)
+        first_entry = tl.sum(tl.where(groups < group, num_blocks, 0), axis=0)
+        own_blocks = tl.sum(tl.where(groups == group, num_blocks, 0), axis=0)
+        for done in range(0, own_blocks, 256):
+            mask = (done + offsets < own_blocks) & (first_entry + done + offsets < capacity)
+            tl.store(
+                entries_ptr + first_entry + done + offsets,
+                group + (done + offsets) * MAX_GROUPS,
+                mask=mask,
+            )
         if group == E - 1:
-            counted = tiles_ptr + level if level < 2 else entries + bound
-            tl.store(counted, tl.minimum(first + count, bound))
-            for k in range(first + count, bound, 256):
-                tl.store(entries + k + step, 0 * step, mask=k + step < bound)
-        entries += bound
+            count_ptr = tiles_ptr + level if level < 2 else entries_ptr + capacity
+            tl.store(count_ptr, tl.minimum(first_entry + own_blocks, capacity))
+            for done in range(first_entry + own_blocks, capacity, 256):
+                tl.store(entries_ptr + done + offsets, 0 * offsets, mask=done + offsets < capacity)
+        entries_ptr += capacity
 
 
 @triton.jit
 def zero_padding(y_ptr, offs_ptr, R, E, N):
-    """Zero the rows at and beyond offs[-1]."""
-    step = tl.arange(0, ZEROS)
-    first = tl.load(offs_ptr + E - 1).to(tl.int64) * N + tl.program_id(0) * ZEROS
+    """Zero the padding rows of y (R, N), those at and beyond offs[-1]; all programs of the grid share them."""
+    offsets = tl.arange(0, ZERO_BLOCK)
+    begin = tl.load(offs_ptr + E - 1).to(tl.int64) * N + tl.program_id(0) * ZERO_BLOCK
     end = R.to(tl.int64) * N
-    for i in range(first, end, tl.num_programs(0) * ZEROS):
-        tl.store(y_ptr + i + step, tl.zeros((ZEROS,), y_ptr.dtype.element_ty), mask=i + step < end)
+    for i in range(begin, end, tl.num_programs(0) * ZERO_BLOCK):
+        tl.store(
+            y_ptr + i + offsets,
+            tl.zeros((ZERO_BLOCK,), y_ptr.dtype.element_ty),
+            mask=i + offsets < end,
+        )
 
 
 @triton.jit
-def columns_of(acc, SUBTILES: tl.constexpr):
-    """The accumulator in SUBTILES parts side by side: a smaller store buffer."""
+def split_subtiles(acc, SUBTILES: tl.constexpr):
+    """Split the accumulator (M, N) into SUBTILES (1 or 2) along N, for smaller TMA stores."""
     if SUBTILES == 1:
         return (acc,)
     else:
         M: tl.constexpr = acc.shape[0]
-        halves = acc.reshape(M, 2, acc.shape[1] // 2).permute(0, 2, 1).split()
-        return halves
+        subtiles = acc.reshape(M, 2, acc.shape[1] // 2).permute(0, 2, 1).split()
+        return subtiles
 
 
 @triton.jit(do_not_specialize=["R", "E", "first_entry"])
@@ -128,17 +153,18 @@ def grouped_mm_kernel(
 ):  # fmt: skip
     """y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e] (* probs)). TRANSPOSED: N is contiguous in weight.
 
-    Rows that TMA reads beyond the group stay in rows that are not stored; what it reads beyond K
-    and N are zeros.
+    Persistent: every program loops over tiles of BLOCK_M x BLOCK_N in the order of the table, then zeroes its share of
+    padding rows. The load of x by TMA is not ragged: rows that it reads of the next group end in accumulator rows that
+    are not stored. Beyond K and N it reads zeros.
     """
     num_n = tl.cdiv(N, BLOCK_N)
-    total = tl.load(tiles_ptr + BLOCK_M // 128) * num_n
-    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=TMA):
+    num_tiles = tl.load(tiles_ptr + BLOCK_M // 128) * num_n
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=TMA):
         entry = tl.load(tiles_ptr + first_entry + tile // num_n)
         group = entry % MAX_GROUPS
         start, size = group_rows(offs_ptr, group, R)
-        inside = (entry // MAX_GROUPS) * num_n + tile % num_n
-        block_m, block_n = swizzle(inside, tl.cdiv(size, BLOCK_M), num_n, GROUP)
+        tile_in_group = (entry // MAX_GROUPS) * num_n + tile % num_n
+        block_m, block_n = swizzle(tile_in_group, tl.cdiv(size, BLOCK_M), num_n, GROUP)
         rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
         cols = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -153,14 +179,14 @@ def grouped_mm_kernel(
                     b = b.reshape(BLOCK_N, BLOCK_K).T
             else:
                 ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
-                x_rows = x + (start + rows).to(tl.int64)[:, None] * stride_x
+                x_ptrs = x + (start + rows).to(tl.int64)[:, None] * stride_x
                 a = tl.load(
-                    x_rows + ks[None, :], mask=(rows < size)[:, None] & (ks < K)[None, :], other=0.0
+                    x_ptrs + ks[None, :], mask=(rows < size)[:, None] & (ks < K)[None, :], other=0.0
                 )
-                w_cols = weight + group.to(tl.int64) * stride_we
-                w_cols += cols.to(tl.int64)[None, :] * stride_wn
+                w_ptrs = weight + group.to(tl.int64) * stride_we
+                w_ptrs += cols.to(tl.int64)[None, :] * stride_wn
                 b = tl.load(
-                    w_cols + ks.to(tl.int64)[:, None] * stride_wk,
+                    w_ptrs + ks.to(tl.int64)[:, None] * stride_wk,
                     mask=(ks < K)[:, None] & (cols < N)[None, :],
                     other=0.0,
                 )
@@ -172,11 +198,11 @@ def grouped_mm_kernel(
                 bias *= tl.load(probs_ptr + start + rows, mask=rows < size, other=0.0)[:, None]
             acc += bias
         if TMA:
-            parts = columns_of(acc, SUBTILES)
+            subtiles = split_subtiles(acc, SUBTILES)
             for i in tl.static_range(SUBTILES):
                 col = block_n * BLOCK_N + i * (BLOCK_N // SUBTILES)
-                part = parts[i].to(y.dtype).reshape(1, 1, BLOCK_M, BLOCK_N // SUBTILES)
-                y.store(ragged(start, size, block_m * BLOCK_M, col), part)
+                subtile = subtiles[i].to(y.dtype).reshape(1, 1, BLOCK_M, BLOCK_N // SUBTILES)
+                y.store(ragged_coords(start, size, block_m * BLOCK_M, col), subtile)
         else:
             tl.store(
                 y_ptr + (start + rows).to(tl.int64)[:, None] * N + cols[None, :],
@@ -193,8 +219,12 @@ def grouped_wgrad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
-    """dw[e] (+)= dy[rows of e].T @ x[rows of e], the largest groups first; an empty group gives zero."""
-    WIDTH: tl.constexpr = BLOCK_N // SUBTILES
+    """dw[e] (+)= dy[rows of e].T @ x[rows of e]; an empty group gives zero.
+
+    Persistent, over tiles of BLOCK_M rows (of N) by BLOCK_N columns (of K); the sum runs over the rows of the group,
+    BLOCK_K at a time. Largest groups first, so that no long tile is left for the end.
+    """
+    SUBTILE_N: tl.constexpr = BLOCK_N // SUBTILES
     num_m, num_n = tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N)
     for tile in range(tl.program_id(0), E * num_m * num_n, tl.num_programs(0)):
         group = tl.load(tiles_ptr + 2 + tile // (num_m * num_n))
@@ -205,35 +235,37 @@ def grouped_wgrad_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, tl.cdiv(size, BLOCK_K)):
             if TMA:
-                a = dy.load(ragged(start, size, k * BLOCK_K, block_m * BLOCK_M))
+                a = dy.load(ragged_coords(start, size, k * BLOCK_K, block_m * BLOCK_M))
                 a = a.reshape(BLOCK_K, BLOCK_M)
-                b = x.load(ragged(start, size, k * BLOCK_K, block_n * BLOCK_N))
+                b = x.load(ragged_coords(start, size, k * BLOCK_K, block_n * BLOCK_N))
                 b = b.reshape(BLOCK_K, BLOCK_N)
             else:
                 ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
-                at = (start + ks).to(tl.int64)[:, None]
+                row_index = (start + ks).to(tl.int64)[:, None]
                 a = tl.load(
-                    dy + at * stride_dy + rows[None, :],
+                    dy + row_index * stride_dy + rows[None, :],
                     mask=(ks < size)[:, None] & (rows < N)[None, :],
                     other=0.0,
                 )
                 b = tl.load(
-                    x + at * stride_x + cols[None, :],
+                    x + row_index * stride_x + cols[None, :],
                     mask=(ks < size)[:, None] & (cols < K)[None, :],
                     other=0.0,
                 )
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-        parts = columns_of(acc, SUBTILES)
+        subtiles = split_subtiles(acc, SUBTILES)
         for i in tl.static_range(SUBTILES):
-            col = block_n * BLOCK_N + i * WIDTH
+            col = block_n * BLOCK_N + i * SUBTILE_N
             if TMA and not ACCUMULATE:
-                part = parts[i].to(dw.dtype).reshape(1, BLOCK_M, WIDTH)
-                dw.store([group, block_m * BLOCK_M, col], part)
+                subtile = subtiles[i].to(dw.dtype).reshape(1, BLOCK_M, SUBTILE_N)
+                dw.store([group, block_m * BLOCK_M, col], subtile)
             else:
-                at_cols = col + tl.arange(0, WIDTH)
-                out = dw_ptr + (group.to(tl.int64) * N + rows)[:, None] * K + at_cols[None, :]
-                mask = (rows < N)[:, None] & (at_cols < K)[None, :]
-                part = parts[i]
+                subtile_cols = col + tl.arange(0, SUBTILE_N)
+                dw_ptrs = (
+                    dw_ptr + (group.to(tl.int64) * N + rows)[:, None] * K + subtile_cols[None, :]
+                )
+                mask = (rows < N)[:, None] & (subtile_cols < K)[None, :]
+                subtile = subtiles[i]
                 if ACCUMULATE:
-                    part += tl.load(out, mask=mask, other=0.0)
-                tl.store(out, part.to(dw_ptr.dtype.element_ty), mask=mask)
+                    subtile += tl.load(dw_ptrs, mask=mask, other=0.0)
+                tl.store(dw_ptrs, subtile.to(dw_ptr.dtype.element_ty), mask=mask)

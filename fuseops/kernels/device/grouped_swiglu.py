@@ -1,9 +1,13 @@
-"""The end of a tile of a GEMM that goes on through an activation: SwiGLU, plain or clamped, or squared ReLU.
+"""Epilogue of the grouped GEMM (`grouped_pingpong` with ACT) that goes on through an activation: SwiGLU, plain or
+clamped, or squared ReLU.
 
-The columns go through shared memory, 32 gates and what they gate at a time, and one short loop over rows
-writes them and their activation: code that is written out for every part of the accumulator does not fit the
-instruction cache. Parts of 64 took the room of the fifth stage of operands, without which products wait for
-a tenth of their time.
+The accumulator is h. It is staged in shared memory SUBTILE columns at a time (32 gates and the 32 up columns that they
+gate), and one short loop over subtiles of 32 rows writes h and act(h) * probs: unrolled over the registers of the
+accumulator the code does not fit the instruction cache. Slices of 64 columns would take the shared memory of the ring's
+fifth stage, without which the mainloop stalls for a tenth of its time.
+
+Gate and up are halves of h's columns (GATE_UP_SPLIT: the tile holds as many of both, side by side), or alternate
+(PAIRS). `group_info` is (group, start, size, N), N the columns of h.
 """
 
 from triton.experimental import gluon
@@ -12,30 +16,30 @@ from triton.experimental.gluon import language as gl
 from .gluon_names import reinterpret
 from .grouped_dswiglu import column_halves, sigmoid
 
-AT_ONCE = gl.constexpr(32)  # rows, and columns
+SUBTILE = gl.constexpr(32)  # rows of a subtile, and columns
 
 
 @gluon.jit
-def room_to_stage(dtype: gl.constexpr, SIDES: gl.constexpr, ROWS: gl.constexpr):
-    """Of one consumer, for its rows of gates and of what they gate."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, AT_ONCE], dtype)
-    return gl.allocate_shared_memory(dtype, [SIDES, ROWS, AT_ONCE], layout)
+def alloc_act_buffers(dtype: gl.constexpr, NUM_HALVES: gl.constexpr, WG_M: gl.constexpr):
+    """Allocate the smem buffers of one consumer, (NUM_HALVES, WG_M, SUBTILE): of gate and up where these are halves."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WG_M, SUBTILE], dtype)
+    return gl.allocate_shared_memory(dtype, [NUM_HALVES, WG_M, SUBTILE], layout)
 
 
 @gluon.jit
-def columns_of(acc):
-    """A tuple of AT_ONCE columns each, from left to right."""
-    if acc.shape[1] > AT_ONCE:
+def split_columns(acc):
+    """Split the accumulator (M, N) into a tuple of (M, SUBTILE), from left to right."""
+    if acc.shape[1] > SUBTILE:
         left, right = column_halves(acc)
-        parts = columns_of(left) + columns_of(right)
+        slices = split_columns(left) + split_columns(right)
     else:
-        parts = (acc,)
-    return parts
+        slices = (acc,)
+    return slices
 
 
 @gluon.jit
-def row_scale(probs_ptr, start, size, rows, HAS_PROBS: gl.constexpr):
-    """probs of rows of a group, or ones."""
+def load_row_scale(probs_ptr, start, size, rows, HAS_PROBS: gl.constexpr):
+    """Load probs of rows of a group, or return ones."""
     if HAS_PROBS:
         scale = gl.load(probs_ptr + start + rows, mask=rows < size, other=0.0)
     else:
@@ -45,16 +49,16 @@ def row_scale(probs_ptr, start, size, rows, HAS_PROBS: gl.constexpr):
 
 @gluon.jit
 def squared_relu(x):
-    """NaN passes through, as in torch."""
-    positive = gl.where(x <= 0.0, 0.0, x)
-    return positive * positive
+    """Compute relu(x) ** 2; NaN passes through, as in torch."""
+    relu = gl.where(x <= 0.0, 0.0, x)
+    return relu * relu
 
 
 @gluon.jit
-def gated(
+def gated_act(
     gate, up, ACT: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr
 ):
-    """As in `act.py`."""
+    """Compute the gated activation of float32 gate and up, as `act.py` does."""
     if ACT == "swiglu":
         return gate * sigmoid(gate) * up
     else:
@@ -65,10 +69,10 @@ def gated(
 
 
 @gluon.jit
-def with_bias(acc, bias_ptr, place, col, HAS_BIAS: gl.constexpr):
-    """Columns of acc from col on, with the bias of the group."""
+def add_bias(acc, bias_ptr, group_info, col, HAS_BIAS: gl.constexpr):
+    """Add the group's bias of columns col, col + 1, ... to a slice of the accumulator."""
     if HAS_BIAS:
-        group, _, _, N = place
+        group, _, _, N = group_info
         cols = col + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
         bias = gl.load(bias_ptr + group.to(gl.int64) * N + cols, mask=cols < N, other=0.0)
         acc += bias.to(gl.float32)[None, :]
@@ -76,61 +80,76 @@ def with_bias(acc, bias_ptr, place, col, HAS_BIAS: gl.constexpr):
 
 
 @gluon.jit
-def store_act(
-    acc, out, to, HAS_BIAS: gl.constexpr, ACT: gl.constexpr, PAIRS: gl.constexpr, ALPHA: gl.constexpr,
+def act_epilogue(
+    acc, out, act_out, HAS_BIAS: gl.constexpr, ACT: gl.constexpr, PAIRS: gl.constexpr, ALPHA: gl.constexpr,
     LIMIT: gl.constexpr, OFFSET: gl.constexpr, HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr,
 ):  # fmt: skip
-    """acc: of a gated activation gates and as many columns that they gate, or both in turn (PAIRS); to: where the
-    activation goes, and of which rows and columns from which on. It is of what is stored of acc, so that a pass over
-    that would give the same.
+    """Write h if KEEPS, and act(h) * probs, of a tile whose accumulator is h.
+
+    out is (y_desc, h_ptr, bias_ptr, smem buffers); act_out is (act_ptr, probs_ptr, group_info, row, col), the tile's
+    corner: its first gate column if GATE_UP_SPLIT, else its first column of h. The activation is that of h as rounded
+    for the store, so that a separate kernel over the stored h gives the same bits.
     """
-    _, h_ptr, bias_ptr, staged = out
-    act_ptr, probs_ptr, place, row, col = to
-    _, start, size, N = place
-    HALVES: gl.constexpr = ACT != "srelu" and not PAIRS
-    dtype: gl.constexpr = staged.dtype
-    PARTS: gl.constexpr = acc.shape[0] // AT_ONCE
-    SIDES: gl.constexpr = acc.shape[1] // AT_ONCE // (2 if HALVES else 1)
+    _, h_ptr, bias_ptr, buffers = out
+    act_ptr, probs_ptr, group_info, row, col = act_out
+    _, start, size, N = group_info
+    GATE_UP_SPLIT: gl.constexpr = ACT != "srelu" and not PAIRS
+    dtype: gl.constexpr = buffers.dtype
+    SUBTILES_M: gl.constexpr = acc.shape[0] // SUBTILE
+    SUBTILES_N: gl.constexpr = acc.shape[1] // SUBTILE // (2 if GATE_UP_SPLIT else 1)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    narrow: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])  # of a pair's results
-    each = row + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, layout))
-    across = col + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(0, layout))[None, :]
-    columns = columns_of(acc)
-    parts = reinterpret(staged, dtype, [staged.shape[0] * PARTS, AT_ONCE, AT_ONCE], staged.layout)
-    for side in gl.static_range(SIDES):
-        scale = row_scale(probs_ptr, start, size, each, HAS_PROBS)
-        first = col + side * AT_ONCE
-        staged.index(0).store(with_bias(columns[side], bias_ptr, place, first, HAS_BIAS).to(dtype))
-        if HALVES:
-            right = with_bias(columns[SIDES + side], bias_ptr, place, N // 2 + first, HAS_BIAS)
-            staged.index(1).store(right.to(dtype))
-        cols = across + side * AT_ONCE
-        for i in range(PARTS):
-            rows = each + i * AT_ONCE
-            following = row_scale(probs_ptr, start, size, rows + AT_ONCE, HAS_PROBS)
-            h = parts.index(i).load(layout)
-            at, mask = (start + rows).to(gl.int64)[:, None], (rows < size)[:, None]
-            if not HALVES:  # the last tile may lie beyond N
+    # of act where gate and up alternate: half as many columns as h
+    act_layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    subtile_rows = row + gl.arange(0, SUBTILE, layout=gl.SliceLayout(1, layout))
+    subtile_cols = col + gl.arange(0, SUBTILE, layout=gl.SliceLayout(0, layout))[None, :]
+    col_slices = split_columns(acc)
+    subtiles = reinterpret(
+        buffers, dtype, [buffers.shape[0] * SUBTILES_M, SUBTILE, SUBTILE], buffers.layout
+    )
+    for sub_n in gl.static_range(SUBTILES_N):
+        scale = load_row_scale(probs_ptr, start, size, subtile_rows, HAS_PROBS)
+        col0 = col + sub_n * SUBTILE
+        buffers.index(0).store(
+            add_bias(col_slices[sub_n], bias_ptr, group_info, col0, HAS_BIAS).to(dtype)
+        )
+        if GATE_UP_SPLIT:
+            up_slice = add_bias(
+                col_slices[SUBTILES_N + sub_n], bias_ptr, group_info, N // 2 + col0, HAS_BIAS
+            )
+            buffers.index(1).store(up_slice.to(dtype))
+        cols = subtile_cols + sub_n * SUBTILE
+        for sub_m in range(SUBTILES_M):
+            rows = subtile_rows + sub_m * SUBTILE
+            next_scale = load_row_scale(probs_ptr, start, size, rows + SUBTILE, HAS_PROBS)
+            h = subtiles.index(sub_m).load(layout)
+            row_id, mask = (start + rows).to(gl.int64)[:, None], (rows < size)[:, None]
+            if not GATE_UP_SPLIT:  # the last tile may extend beyond N
                 mask = mask & (cols < N)
             if KEEPS:
-                gl.store(h_ptr + at * N + cols, h, mask=mask)
-            if HALVES:
-                up = parts.index(PARTS + i).load(layout)
+                gl.store(h_ptr + row_id * N + cols, h, mask=mask)
+            if GATE_UP_SPLIT:
+                up = subtiles.index(SUBTILES_M + sub_m).load(layout)
                 if KEEPS:
-                    gl.store(h_ptr + at * N + N // 2 + cols, up, mask=mask)
-                act = gated(h.to(gl.float32), up.to(gl.float32), ACT, ALPHA, LIMIT, OFFSET)
+                    gl.store(h_ptr + row_id * N + N // 2 + cols, up, mask=mask)
+                act = gated_act(h.to(gl.float32), up.to(gl.float32), ACT, ALPHA, LIMIT, OFFSET)
                 act *= scale[:, None]
-                gl.store(act_ptr + at * (N // 2) + cols, act.to(dtype), mask=mask)
+                gl.store(act_ptr + row_id * (N // 2) + cols, act.to(dtype), mask=mask)
             elif PAIRS:
-                gate, up = h.to(gl.float32).reshape((AT_ONCE, AT_ONCE // 2, 2)).split()
-                act = gl.convert_layout(gated(gate, up, ACT, ALPHA, LIMIT, OFFSET), narrow)
-                act *= gl.convert_layout(scale, gl.SliceLayout(1, narrow))[:, None]
-                lines = row + i * AT_ONCE + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, narrow))
-                half = gl.arange(0, AT_ONCE // 2, layout=gl.SliceLayout(0, narrow))
-                half = (first // 2 + half)[None, :]
-                where = act_ptr + (start + lines).to(gl.int64)[:, None] * (N // 2) + half
-                gl.store(where, act.to(dtype), mask=(lines < size)[:, None] & (half < N // 2))
+                gate, up = h.to(gl.float32).reshape((SUBTILE, SUBTILE // 2, 2)).split()
+                act = gl.convert_layout(gated_act(gate, up, ACT, ALPHA, LIMIT, OFFSET), act_layout)
+                act *= gl.convert_layout(scale, gl.SliceLayout(1, act_layout))[:, None]
+                act_rows = (
+                    row
+                    + sub_m * SUBTILE
+                    + gl.arange(0, SUBTILE, layout=gl.SliceLayout(1, act_layout))
+                )
+                act_cols = gl.arange(0, SUBTILE // 2, layout=gl.SliceLayout(0, act_layout))
+                act_cols = (col0 // 2 + act_cols)[None, :]
+                act_ptrs = act_ptr + (start + act_rows).to(gl.int64)[:, None] * (N // 2) + act_cols
+                gl.store(
+                    act_ptrs, act.to(dtype), mask=(act_rows < size)[:, None] & (act_cols < N // 2)
+                )
             else:
                 act = squared_relu(h.to(gl.float32)) * scale[:, None]
-                gl.store(act_ptr + at * N + cols, act.to(dtype), mask=mask)
-            scale = following
+                gl.store(act_ptr + row_id * N + cols, act.to(dtype), mask=mask)
+            scale = next_scale

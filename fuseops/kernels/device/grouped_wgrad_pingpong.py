@@ -1,11 +1,19 @@
-"""Weight gradient of grouped GEMMs on Hopper in Gluon: two consumer warpgroups fed through a ring of
-STAGES tiles, on alternate tiles of a program (ping-pong: one multiplies while the other stores) or,
-COOPERATIVE, on the two halves of each tile. There 16-bit results are kept in registers, and are stored a
-part a step beside the first products of the next tile: stored at once, nothing would hide them.
+"""Weight gradient of grouped GEMMs on Hopper in Gluon: persistent, warp-specialized, a producer and two consumer
+warpgroups of WGMMA.
 
-The left operand, 64 or 128 columns of a tile, may be gathered row by row with cp.async by a producer
-of four warps; otherwise one warp issues TMA for both. Ragged descriptors end the rows of a group in
-zeros, so that neighbours' NaN stay theirs.
+A tile is BLOCK_M columns of a by 256 columns of b, dw = a.T @ b, and its k loop runs over the rows of a group, BLOCK_K
+a step. Consumers take alternate tiles of their program (ping-pong: one runs its mainloop while the other stores) or,
+COOPERATIVE, the two halves of each tile. There nothing would hide a store at the end of a tile, so a 16-bit result
+stays in registers (`deferred`) and leaves in four subtiles, one beside each of the first four k steps of the next tile.
+
+The pipeline is that of `grouped_rings`: a_ring (STAGES, BLOCK_K, BLOCK_M), b_ring (STAGES, BLOCK_K, BLOCK_N), a full
+and an empty mbarrier a slot, a `step` that all warpgroups count alike. One warp issues TMA of both operands, or a
+warpgroup gathers a row by row with cp.async beside TMA of b. Both operands are MN-major in shared memory; WGMMA reads
+the left one transposed. Loads are panels of 64 columns, one 128-byte swizzle atom wide. Ragged descriptors give zeros
+for rows beyond the group: a sum over rows must not meet a neighbour's NaN.
+
+`problem` is (groups_ptr, offs_ptr, num_tiles, R, M, N, num_m, num_n), groups_ptr the groups by falling size, M and N
+the columns of a and of b.
 """
 
 from triton.experimental import gluon
@@ -30,230 +38,269 @@ RAGGED_SHAPE = [0x7FFF0000, 0x7FFF0000, 1 << 30]
 
 
 def describe_rows(t, rows):
-    """As grouped_mm.describe_ragged: panels of so many rows and 64 columns."""
+    """Make a ragged TMA descriptor of a (R, N), as grouped_mm.describe_ragged: boxes of `rows` by 64 columns."""
     stride = t.stride(0)
     strides = [2**34 - stride, stride, stride, 1]
     return Descriptor(t, [*RAGGED_SHAPE, t.shape[1]], strides, [1, 1, rows, 64])
 
 
 def describe_weight(t):
-    """A weight (E, N, K) in parts of 64 x 64."""
+    """Make a TMA descriptor of a weight (E, N, K): boxes of 64 by 64."""
     return Descriptor(t, t.shape, t.stride(), [1, 64, 64])
 
 
 @gluon.jit
-def group_of(tile, problem):
-    """The group of a tile, largest first: asked for one tile ahead, so that nobody waits for it."""
-    groups_ptr, _, total, _, _, _, num_m, num_n = problem
-    return gl.load(groups_ptr + tile // (num_m * num_n), mask=tile < total, other=0)
+def load_tile_group(tile, problem):
+    """Load the group of a tile, 0 beyond the last; issued one tile early, so that its latency is hidden. Large groups
+    come first, so that no long tile is left for the end.
+    """
+    groups_ptr, _, num_tiles, _, _, _, num_m, num_n = problem
+    return gl.load(groups_ptr + tile // (num_m * num_n), mask=tile < num_tiles, other=0)
 
 
 @gluon.jit
-def locate(tile, group, problem, GROUP: gl.constexpr):
-    """(first row, rows, row block, column block) of a tile."""
+def decode_tile(tile, group, problem, GROUP: gl.constexpr):
+    """Decode a tile into (first row of its group, number of rows, row block of dw, column block of dw)."""
     _, offs_ptr, _, R, _, _, num_m, num_n = problem
-    each = num_m * num_n
+    tiles_per_group = num_m * num_n
     start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
     size = gl.maximum(gl.minimum(gl.load(offs_ptr + group), R) - start, 0)
-    block_m, block_n = swizzle(tile % each, num_m, num_n, GROUP)
+    block_m, block_n = swizzle(tile % tiles_per_group, num_m, num_n, GROUP)
     return start, size, block_m, block_n
 
 
 @gluon.jit
-def load_panels(rows, start, size, k, col, last, bar, tile):
-    """A tile of consecutive rows, in panels of 64 columns; `last` is read again for what lies beyond
-    the columns: zero fill is slow.
+def load_panels(desc, start, size, k, col, last_panel_col, full_bar, slot_buffer):
+    """Issue TMA of rows start + k, ... of an operand tile into a slot, in panels of 64 columns.
+
+    Panels beyond the operand's columns load the last one again: out-of-bounds zero fill is slow.
     """
-    for i in gl.static_range(tile.shape[1] // 64):
-        at = gl.minimum(col + i * 64, last)
+    for i in gl.static_range(slot_buffer.shape[1] // 64):
+        panel_col = gl.minimum(col + i * 64, last_panel_col)
         row = RAGGED_ROWS - size + k
-        panel = tile.slice(i * 64, 64, 1)
-        load_tile(rows, [RAGGED_ROWS, start + size, row, at], bar, panel)
+        panel = slot_buffer.slice(i * 64, 64, 1)
+        load_tile(desc, [RAGGED_ROWS, start + size, row, panel_col], full_bar, panel)
 
 
 @gluon.jit
-def load_tiles(a, b, problem, ring, GROUP: gl.constexpr, STAGES: gl.constexpr):
-    _, _, total, _, M, N, _, _ = problem
-    a_ring, b_ring, empty, ready = ring
+def tma_producer(a_desc, b_desc, problem, ring, GROUP: gl.constexpr, STAGES: gl.constexpr):
+    """Run the producer warp: TMA of both operands for every k step of every tile of this program."""
+    _, _, num_tiles, _, M, N, _, _ = problem
+    a_ring, b_ring, empty_bars, full_bars = ring
     BLOCK_K: gl.constexpr = a_ring.shape[1]
     BLOCK_M: gl.constexpr = a_ring.shape[2]
     BLOCK_N: gl.constexpr = b_ring.shape[2]
-    last_a, last_b = (gl.cdiv(M, 64) - 1) * 64, (gl.cdiv(N, 64) - 1) * 64
+    last_col_a, last_col_b = (gl.cdiv(M, 64) - 1) * 64, (gl.cdiv(N, 64) - 1) * 64
     step = gl.to_tensor(0)
-    group = group_of(gl.program_id(0), problem)
-    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        following = group_of(tile + gl.num_programs(0), problem)
-        start, size, block_m, block_n = locate(tile, group, problem, GROUP)
+    group = load_tile_group(gl.program_id(0), problem)
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        next_group = load_tile_group(tile + gl.num_programs(0), problem)
+        start, size, block_m, block_n = decode_tile(tile, group, problem, GROUP)
         for k in range(0, size, BLOCK_K):
             slot = step % STAGES
-            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            bar = ready.index(slot)
-            mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
-            load_panels(a, start, size, k, block_m * BLOCK_M, last_a, bar, a_ring.index(slot))
-            load_panels(b, start, size, k, block_n * BLOCK_N, last_b, bar, b_ring.index(slot))
+            mbarrier.wait(empty_bars.index(slot), ((step // STAGES) & 1) ^ 1)
+            full_bar = full_bars.index(slot)
+            mbarrier.expect(full_bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+            load_panels(
+                a_desc, start, size, k, block_m * BLOCK_M, last_col_a, full_bar, a_ring.index(slot)
+            )
+            load_panels(
+                b_desc, start, size, k, block_n * BLOCK_N, last_col_b, full_bar, b_ring.index(slot)
+            )
             step += 1
-        group = following
+        group = next_group
 
 
 @gluon.jit
-def gather_tiles(
-    a_ptr, index_ptr, stride_a, b, problem, ring, GROUP: gl.constexpr, STAGES: gl.constexpr
+def gather_producer(
+    a_ptr, index_ptr, stride_a, b_desc, problem, ring, GROUP: gl.constexpr, STAGES: gl.constexpr
 ):
-    _, _, total, _, M, N, _, _ = problem
-    a_ring, b_ring, empty, ready = ring
+    """Run the producer warpgroup: in every k step cp.async of the rows of a by index, then TMA of b.
+
+    The indices of a step are loaded one step early, those of a tile's first step one tile early.
+    """
+    _, _, num_tiles, _, M, N, _, _ = problem
+    a_ring, b_ring, empty_bars, full_bars = ring
     BLOCK_K: gl.constexpr = a_ring.shape[1]
     BLOCK_M: gl.constexpr = a_ring.shape[2]
     BLOCK_N: gl.constexpr = b_ring.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    last_b = (gl.cdiv(N, 64) - 1) * 64
-    rows = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, layout))
-    cols = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
+    last_col_b = (gl.cdiv(N, 64) - 1) * 64
+    k_offsets = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, layout))
+    col_offsets = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
     step = gl.to_tensor(0)
-    first = gl.program_id(0)
-    start, size, block_m, block_n = locate(first, group_of(first, problem), problem, GROUP)
-    group = group_of(first + gl.num_programs(0), problem)
-    first_index = gl.load(index_ptr + start + rows, mask=rows < size, other=0)
-    for tile in range(first, total, gl.num_programs(0)):
+    first_tile = gl.program_id(0)
+    start, size, block_m, block_n = decode_tile(
+        first_tile, load_tile_group(first_tile, problem), problem, GROUP
+    )
+    group = load_tile_group(first_tile + gl.num_programs(0), problem)
+    next_tile_index = gl.load(index_ptr + start + k_offsets, mask=k_offsets < size, other=0)
+    for tile in range(first_tile, num_tiles, gl.num_programs(0)):
         next_tile = tile + gl.num_programs(0)
-        next_start, next_size, next_m, next_n = locate(next_tile, group, problem, GROUP)
-        group = group_of(next_tile + gl.num_programs(0), problem)
-        index = first_index
-        first_index = gl.load(index_ptr + next_start + rows, mask=rows < next_size, other=0)
-        at = block_m * BLOCK_M + cols
+        next_start, next_size, next_block_m, next_block_n = decode_tile(
+            next_tile, group, problem, GROUP
+        )
+        group = load_tile_group(next_tile + gl.num_programs(0), problem)
+        index = next_tile_index
+        next_tile_index = gl.load(
+            index_ptr + next_start + k_offsets, mask=k_offsets < next_size, other=0
+        )
+        a_cols = block_m * BLOCK_M + col_offsets
         for k in range(0, size, BLOCK_K):
-            ahead = k + BLOCK_K + rows
-            following = gl.load(index_ptr + start + ahead, mask=ahead < size, other=0)
-            pointers = a_ptr + index.to(gl.int64)[:, None] * stride_a + at[None, :]
+            next_k = k + BLOCK_K + k_offsets
+            next_index = gl.load(index_ptr + start + next_k, mask=next_k < size, other=0)
+            a_ptrs = a_ptr + index.to(gl.int64)[:, None] * stride_a + a_cols[None, :]
             slot = step % STAGES
-            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            bar = ready.index(slot)
-            mask = (k + rows < size)[:, None] & (at < M)[None, :]
-            load_rows(a_ring.index(slot), pointers, mask=mask)
-            async_copy.mbarrier_arrive(bar, increment_count=False)
-            mbarrier.expect(bar, BLOCK_N * BLOCK_K * 2)
-            load_panels(b, start, size, k, block_n * BLOCK_N, last_b, bar, b_ring.index(slot))
-            index = following
+            mbarrier.wait(empty_bars.index(slot), ((step // STAGES) & 1) ^ 1)
+            full_bar = full_bars.index(slot)
+            mask = (k + k_offsets < size)[:, None] & (a_cols < M)[None, :]
+            load_rows(a_ring.index(slot), a_ptrs, mask=mask)
+            async_copy.mbarrier_arrive(full_bar, increment_count=False)
+            mbarrier.expect(full_bar, BLOCK_N * BLOCK_K * 2)
+            load_panels(
+                b_desc, start, size, k, block_n * BLOCK_N, last_col_b, full_bar, b_ring.index(slot)
+            )
+            index = next_index
             step += 1
-        start, size, block_m, block_n = next_start, next_size, next_m, next_n
+        start, size, block_m, block_n = next_start, next_size, next_block_m, next_block_n
 
 
 @gluon.jit
-def store_part(
-    dw, buffers, part, group, row, col, TRANSPOSED: gl.constexpr, NUMBER: gl.constexpr
+def store_subtile(
+    dw_desc, store_buffers, subtile, group, row, col, TRANSPOSED: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
-    """A 16-bit part leaves by TMA, which ends at the sizes of the weight, from the buffer whose turn it is."""
-    buffer = buffers.index(NUMBER % buffers.shape[0])
-    tma.store_wait(buffers.shape[0] - 1)
+    """Store a 64 x 64 subtile of a 16-bit dw, or its transpose, by TMA, which clips it at the bounds of dw; INDEX picks
+    the smem buffer.
+    """
+    buffer = store_buffers.index(INDEX % store_buffers.shape[0])
+    tma.store_wait(store_buffers.shape[0] - 1)
     if TRANSPOSED:
-        buffer.permute((1, 0)).store(part.to(dw.dtype))
+        buffer.permute((1, 0)).store(subtile.to(dw_desc.dtype))
         fence_async_shared()
-        store_tile(dw, [group, col, row], buffer)
+        store_tile(dw_desc, [group, col, row], buffer)
     else:
-        buffer.store(part.to(dw.dtype))
+        buffer.store(subtile.to(dw_desc.dtype))
         fence_async_shared()
-        store_tile(dw, [group, row, col], buffer)
+        store_tile(dw_desc, [group, row, col], buffer)
 
 
 @gluon.jit
-def quarters(tile):
+def column_quarters(tile):
+    """Split (M, N) in registers into four (M, N / 4), from left to right."""
     left, right = column_halves(tile)
     return column_halves(left) + column_halves(right)
 
 
 @gluon.jit
-def store_kept(dw, buffers, kept, kept_at, number, TRANSPOSED: gl.constexpr):
-    """This part of the tile that is kept."""
-    group, row, col = kept_at
-    parts = quarters(kept)
+def store_deferred(
+    dw_desc, store_buffers, deferred, deferred_coords, index, TRANSPOSED: gl.constexpr
+):
+    """Store one of the four subtiles of the tile that stays in registers; index is known at run time alone."""
+    group, row, col = deferred_coords
+    subtiles = column_quarters(deferred)
     for i in gl.static_range(4):
-        if number == i:
-            store_part(dw, buffers, parts[i], group, row, col + 64 * i, TRANSPOSED, i)
+        if index == i:
+            store_subtile(
+                dw_desc, store_buffers, subtiles[i], group, row, col + 64 * i, TRANSPOSED, i
+            )
 
 
 @gluon.jit
-def multiply(
+def issue_wgmma(
     acc, ring, step, GATHER: gl.constexpr, COOPERATIVE: gl.constexpr, STAGES: gl.constexpr,
-    WHICH: gl.constexpr,
+    CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Begins the products of a step when its operands have come."""
-    a_ring, b_ring, _empty, ready = ring
-    mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
+    """Wait for the operands of a step and issue its WGMMA, asynchronously."""
+    a_ring, b_ring, _empty_bars, full_bars = ring
+    mbarrier.wait(full_bars.index(step % STAGES), (step // STAGES) & 1)
     if GATHER:
         fence_async_shared()
-    left = a_ring.index(step % STAGES)
+    a_slot = a_ring.index(step % STAGES)
     if COOPERATIVE:
-        left = left.slice(WHICH * 64, 64, 1)
-    return warpgroup_mma(left.permute((1, 0)), b_ring.index(step % STAGES), acc, is_async=True)
+        a_slot = a_slot.slice(CONSUMER * 64, 64, 1)
+    return warpgroup_mma(a_slot.permute((1, 0)), b_ring.index(step % STAGES), acc, is_async=True)
 
 
 @gluon.jit
-def multiply_tiles(
-    dw, problem, ring, buffers, order,
+def mma_consumer(
+    dw_desc, problem, ring, store_buffers, order_bars,
     TRANSPOSED: gl.constexpr, ACCUMULATE: gl.constexpr, GATHER: gl.constexpr,
-    COOPERATIVE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, WHICH: gl.constexpr,
+    COOPERATIVE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    _, _, total, _, _, _, _, _ = problem
-    a_ring, b_ring, empty, _ready = ring
+    """Run consumer warpgroup CONSUMER: mainloop and store of its tiles of this program.
+
+    The mainloop keeps one WGMMA in flight, but waits for each that hides a deferred store. In ping-pong both consumers
+    walk over all tiles, so that each counts the steps of the other's; a tile of an empty group has none, and stores
+    zeros.
+    """
+    _, _, num_tiles, _, _, _, _, _ = problem
+    a_ring, b_ring, empty_bars, _full_bars = ring
     BLOCK_K: gl.constexpr = a_ring.shape[1]
     BLOCK_M: gl.constexpr = a_ring.shape[2]
     BLOCK_N: gl.constexpr = b_ring.shape[2]
-    SUMS: gl.constexpr = dw.dtype == gl.float32
-    KEEPS: gl.constexpr = COOPERATIVE and not SUMS
+    FP32_DW: gl.constexpr = dw_desc.dtype == gl.float32
+    DEFERS_STORES: gl.constexpr = COOPERATIVE and not FP32_DW
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
-    first = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
-    kept = gl.zeros((64, BLOCK_N), dtype=dw.dtype, layout=layout)
-    kept_at = first, first, first
-    group = group_of(gl.program_id(0), problem)
-    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        following = group_of(tile + gl.num_programs(0), problem)
-        _, size, block_m, block_n = locate(tile, group, problem, GROUP)
-        steps = (size + BLOCK_K - 1) // BLOCK_K
-        if COOPERATIVE or turn % 2 == WHICH:
+    first_step = gl.to_tensor(0)
+    tile_count = gl.to_tensor(0)
+    deferred = gl.zeros((64, BLOCK_N), dtype=dw_desc.dtype, layout=layout)
+    deferred_coords = first_step, first_step, first_step
+    group = load_tile_group(gl.program_id(0), problem)
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        next_group = load_tile_group(tile + gl.num_programs(0), problem)
+        _, size, block_m, block_n = decode_tile(tile, group, problem, GROUP)
+        k_steps = (size + BLOCK_K - 1) // BLOCK_K
+        if COOPERATIVE or tile_count % 2 == CONSUMER:
             acc = gl.zeros((64, BLOCK_N), dtype=gl.float32, layout=layout)
             if not COOPERATIVE:
-                mbarrier.wait(order.index(WHICH), (turn // 2 + 1 - WHICH) & 1)
-            storing = gl.to_tensor(0)
-            if KEEPS:
-                parts_kept = gl.where(tile < gl.num_programs(0), 0, 4)
-                storing = gl.minimum(steps, parts_kept)
-                for k in range(storing):
-                    acc = multiply(acc, ring, first + k, GATHER, COOPERATIVE, STAGES, WHICH)
-                    store_kept(dw, buffers, kept, kept_at, k, TRANSPOSED)
+                mbarrier.wait(order_bars.index(CONSUMER), (tile_count // 2 + 1 - CONSUMER) & 1)
+            overlapped_steps = gl.to_tensor(0)
+            if DEFERS_STORES:
+                num_deferred = gl.where(tile < gl.num_programs(0), 0, 4)
+                overlapped_steps = gl.minimum(k_steps, num_deferred)
+                for k in range(overlapped_steps):
+                    acc = issue_wgmma(
+                        acc, ring, first_step + k, GATHER, COOPERATIVE, STAGES, CONSUMER
+                    )
+                    store_deferred(dw_desc, store_buffers, deferred, deferred_coords, k, TRANSPOSED)
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                    mbarrier.arrive(empty.index((first + k) % STAGES), count=1)
-                for k in range(storing, parts_kept):  # of a group of few rows, or of none
-                    store_kept(dw, buffers, kept, kept_at, k, TRANSPOSED)
-            for k in range(storing, steps):
-                step = first + k
-                acc = multiply(acc, ring, step, GATHER, COOPERATIVE, STAGES, WHICH)
+                    mbarrier.arrive(empty_bars.index((first_step + k) % STAGES), count=1)
+                for k in range(
+                    overlapped_steps, num_deferred
+                ):  # of a group of fewer steps, or none
+                    store_deferred(dw_desc, store_buffers, deferred, deferred_coords, k, TRANSPOSED)
+            for k in range(overlapped_steps, k_steps):
+                step = first_step + k
+                acc = issue_wgmma(acc, ring, step, GATHER, COOPERATIVE, STAGES, CONSUMER)
                 acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-                done = empty.index((step + STAGES - 1) % STAGES)
-                mbarrier.arrive(done, count=1, pred=k > storing)
+                prev_empty_bar = empty_bars.index((step + STAGES - 1) % STAGES)
+                mbarrier.arrive(prev_empty_bar, count=1, pred=k > overlapped_steps)
             if not COOPERATIVE:
-                mbarrier.arrive(order.index(1 - WHICH), count=1)
+                mbarrier.arrive(order_bars.index(1 - CONSUMER), count=1)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-            last = (first + steps + STAGES - 1) % STAGES
-            mbarrier.arrive(empty.index(last), count=1, pred=steps > storing)
+            last_slot = (first_step + k_steps + STAGES - 1) % STAGES
+            mbarrier.arrive(empty_bars.index(last_slot), count=1, pred=k_steps > overlapped_steps)
             row, col = block_m * BLOCK_M, block_n * BLOCK_N
             if COOPERATIVE:
-                row += WHICH * 64
-            if KEEPS:
-                kept, kept_at = acc.to(dw.dtype), (group, row, col)
-            elif SUMS:
-                store_float32_grad(dw, buffers, acc, group, row, col, TRANSPOSED, ACCUMULATE, 0)
+                row += CONSUMER * 64
+            if DEFERS_STORES:
+                deferred, deferred_coords = acc.to(dw_desc.dtype), (group, row, col)
+            elif FP32_DW:
+                store_float32_grad(dw_desc, store_buffers, acc, group, row, col, TRANSPOSED, ACCUMULATE, 0)
             else:
-                parts = quarters(acc)
+                subtiles = column_quarters(acc)
                 for i in gl.static_range(4):
-                    store_part(dw, buffers, parts[i], group, row, col + 64 * i, TRANSPOSED, i)
-        first += steps
-        turn += 1
-        group = following
-    if KEEPS:
-        for k in range(gl.where(gl.program_id(0) < total, 4, 0)):
-            store_kept(dw, buffers, kept, kept_at, k, TRANSPOSED)
+                    store_subtile(
+                        dw_desc, store_buffers, subtiles[i], group, row, col + 64 * i, TRANSPOSED, i
+                    )
+        first_step += k_steps
+        tile_count += 1
+        group = next_group
+    if DEFERS_STORES:
+        for k in range(gl.where(gl.program_id(0) < num_tiles, 4, 0)):
+            store_deferred(dw_desc, store_buffers, deferred, deferred_coords, k, TRANSPOSED)
     tma.store_wait(0)
 
 
@@ -264,36 +311,37 @@ def grouped_wgrad_pingpong_kernel(
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, STORES: gl.constexpr,
 ):  # fmt: skip
-    """dw[e] (+)= a[rows of e].T @ b[rows of e], or its transpose."""
+    """dw[e] (+)= a[rows of e].T @ b[rows of e], or its transpose. With GATHER row r of a is its row index[r]."""
     BLOCK_N: gl.constexpr = 256
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
-    total = E * num_m * num_n
+    num_tiles = E * num_m * num_n
     a_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_M], b.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
-    # of one consumer
-    PARTS: gl.constexpr = [F32_BOX_COLS, 64] if TRANSPOSED else [64, F32_BOX_COLS]
-    BUFFERS: gl.constexpr = [STORES] + (PARTS if dw.dtype == gl.float32 else [64, 64])
-    buffers0 = gl.allocate_shared_memory(dw.dtype, BUFFERS, dw.layout)
-    buffers1 = gl.allocate_shared_memory(dw.dtype, BUFFERS, dw.layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(order.index(0), count=1)
-    mbarrier.init(order.index(1), count=1)
+    FP32_SUBTILE: gl.constexpr = [F32_BOX_COLS, 64] if TRANSPOSED else [64, F32_BOX_COLS]
+    BUFFERS_SHAPE: gl.constexpr = [STORES] + (FP32_SUBTILE if dw.dtype == gl.float32 else [64, 64])
+    buffers0 = gl.allocate_shared_memory(dw.dtype, BUFFERS_SHAPE, dw.layout)
+    buffers1 = gl.allocate_shared_memory(dw.dtype, BUFFERS_SHAPE, dw.layout)
+    empty_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    order_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(order_bars.index(0), count=1)
+    mbarrier.init(order_bars.index(1), count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(empty.index(i), count=2 if COOPERATIVE else 1)
-        mbarrier.init(ready.index(i), count=129 if GATHER else 1)
-    problem = tiles_ptr + 2, offs_ptr, total, R, M, N, num_m, num_n
-    ring = a_ring, b_ring, empty, ready
+        mbarrier.init(empty_bars.index(i), count=2 if COOPERATIVE else 1)
+        mbarrier.init(
+            full_bars.index(i), count=129 if GATHER else 1
+        )  # cp.async of 128 threads, and TMA
+    problem = tiles_ptr + 2, offs_ptr, num_tiles, R, M, N, num_m, num_n
+    ring = a_ring, b_ring, empty_bars, full_bars
     # fmt: off
     if GATHER:
         gl.warp_specialize(
             [
-                (multiply_tiles, (dw, problem, ring, buffers0, order, TRANSPOSED,
+                (mma_consumer, (dw, problem, ring, buffers0, order_bars, TRANSPOSED,
                                   ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 0)),
-                (multiply_tiles, (dw, problem, ring, buffers1, order, TRANSPOSED,
+                (mma_consumer, (dw, problem, ring, buffers1, order_bars, TRANSPOSED,
                                   ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 1)),
-                (gather_tiles, (a, index_ptr, stride_a, b, problem, ring, GROUP, STAGES)),
+                (gather_producer, (a, index_ptr, stride_a, b, problem, ring, GROUP, STAGES)),
             ],
             [4, 4],
             [232, 40],
@@ -301,11 +349,11 @@ def grouped_wgrad_pingpong_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply_tiles, (dw, problem, ring, buffers0, order, TRANSPOSED,
+                (mma_consumer, (dw, problem, ring, buffers0, order_bars, TRANSPOSED,
                                   ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 0)),
-                (multiply_tiles, (dw, problem, ring, buffers1, order, TRANSPOSED,
+                (mma_consumer, (dw, problem, ring, buffers1, order_bars, TRANSPOSED,
                                   ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 1)),
-                (load_tiles, (a, b, problem, ring, GROUP, STAGES)),
+                (tma_producer, (a, b, problem, ring, GROUP, STAGES)),
             ],
             [4, 1],
             [232, 40],

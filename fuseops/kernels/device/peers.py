@@ -1,13 +1,24 @@
-"""Kernels of fuseops.kernels.peers."""
+"""Expert-parallel dispatch and combine over peer memory: tokens and sums move by direct loads and stores, without NCCL.
+
+`table` (W,) int64 holds the address of every rank's buffer. A buffer has two halves, used in turn: bit 0 of `uses`, a
+count on the device, says which, so that a captured graph goes on alternating. A half holds, for each of W source ranks,
+`room` slots (the capacity): rows of N, then at `ids_at`, `weights_at` and `counts_at` (bytes) K expert ids and K
+weights a slot, and one count a source rank. Row `src * room + slot` is the slot-th token that rank src sent.
+
+send_tokens and return_sums write to peers, take_tokens and add_sums read the rank's own buffer; barriers between them
+are the caller's. `flag` is set on a rank that sends a peer more tokens than `room`, or has more rows than it allocated;
+what it returns and adds is NaN from then on. HEADS: ids, weights and counts travel too, or the gradients of weights,
+written by programs of the first column block alone.
+"""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def part_of(table_ptr, rank, uses_ptr, half, at, dtype: tl.constexpr):
-    """Where a part of the half in use of a rank's buffer begins."""
-    address = tl.load(table_ptr + rank) + (tl.load(uses_ptr) & 1) * half + at
+def peer_ptr(table_ptr, rank, uses_ptr, half_bytes, byte_offset, dtype: tl.constexpr):
+    """Return a pointer into the half in use of a rank's buffer, `byte_offset` bytes from where the half begins."""
+    address = tl.load(table_ptr + rank) + (tl.load(uses_ptr) & 1) * half_bytes + byte_offset
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
@@ -16,19 +27,25 @@ def token_slots_kernel(
     experts_ptr, slots_ptr, counts_ptr, T, E, W,
     K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """A program counts the tokens that go to one rank, in their order."""
+    """slots (T, W): the position of a token among those that go to a rank, or -1; counts (W,). One program a rank.
+
+    A prefix sum over blocks of BLOCK_T tokens, so slots are in the order of tokens. A token goes to a rank if one of
+    its K experts lives there.
+    """
     rank = tl.program_id(0)
-    first, last = rank * (E // W), (rank + 1) * (E // W)
+    first_expert, end_expert = rank * (E // W), (rank + 1) * (E // W)
     k = tl.arange(0, BLOCK_K)[None, :]
     count = 0
     for start in range(0, T, BLOCK_T):
         tokens = start + tl.arange(0, BLOCK_T)
         mask = (tokens < T)[:, None] & (k < K)
-        e = tl.load(experts_ptr + (tokens * K)[:, None] + k, mask=mask, other=-1)
-        goes = tl.max(((e >= first) & (e < last)).to(tl.int32), axis=1)
-        slots = count + tl.cumsum(goes, 0) - 1
-        tl.store(slots_ptr + tokens * W + rank, tl.where(goes > 0, slots, -1), mask=tokens < T)
-        count += tl.sum(goes, axis=0)
+        expert_ids = tl.load(experts_ptr + (tokens * K)[:, None] + k, mask=mask, other=-1)
+        is_sent = tl.max(
+            ((expert_ids >= first_expert) & (expert_ids < end_expert)).to(tl.int32), axis=1
+        )
+        slots = count + tl.cumsum(is_sent, 0) - 1
+        tl.store(slots_ptr + tokens * W + rank, tl.where(is_sent > 0, slots, -1), mask=tokens < T)
+        count += tl.sum(is_sent, axis=0)
     tl.store(counts_ptr + rank, count)
 
 
@@ -39,37 +56,45 @@ def send_tokens_kernel(
     W: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A program reads a tile of tokens once and writes it to every rank that one of them goes to."""
+    """Write tokens into peers' buffers. A program loads a tile of tokens once and stores it to all W ranks, masked."""
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     tokens = (pid // num_n).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    here = tokens < T
+    token_mask = tokens < T
     x = tl.load(
-        x_ptr + (tokens * stride_x)[:, None] + cols, mask=here[:, None] & (cols < N), other=0.0
+        x_ptr + (tokens * stride_x)[:, None] + cols,
+        mask=token_mask[:, None] & (cols < N),
+        other=0.0,
     )
     k = tl.arange(0, BLOCK_K)[None, :]
-    at = (tokens * K)[:, None] + k
-    for to in tl.static_range(W):
-        slots = tl.load(slots_ptr + tokens * W + to, mask=here, other=-1)
-        kept = ((slots >= 0) & (slots < room))[:, None]
+    copy_offsets = (tokens * K)[:, None] + k
+    for dst_rank in tl.static_range(W):
+        slots = tl.load(slots_ptr + tokens * W + dst_rank, mask=token_mask, other=-1)
+        slot_mask = ((slots >= 0) & (slots < room))[:, None]
         rows = (slots + rank * room).to(tl.int64)[:, None]
-        y_ptr = part_of(table_ptr, to, uses_ptr, half, 0, x_ptr.dtype.element_ty)
-        tl.store(y_ptr + rows * N + cols, x, mask=kept & (cols < N))
+        dst_ptr = peer_ptr(table_ptr, dst_rank, uses_ptr, half, 0, x_ptr.dtype.element_ty)
+        tl.store(dst_ptr + rows * N + cols, x, mask=slot_mask & (cols < N))
         if HEADS:
             if pid % num_n == 0:
-                e = tl.load(experts_ptr + at, mask=here[:, None] & (k < K), other=-1)
-                e = e.to(tl.int32) - to * (E // W)
-                e = tl.where((e >= 0) & (e < E // W), e, -1)
-                ids_ptr = part_of(table_ptr, to, uses_ptr, half, ids_at, tl.int32)
-                tl.store(ids_ptr + rows * K + k, e, mask=kept & (k < K))
-                w = tl.load(weights_ptr + at, mask=here[:, None] & (k < K), other=0.0)
-                w_ptr = part_of(table_ptr, to, uses_ptr, half, weights_at, tl.float32)
-                tl.store(w_ptr + rows * K + k, w, mask=kept & (k < K))
+                expert_ids = tl.load(
+                    experts_ptr + copy_offsets, mask=token_mask[:, None] & (k < K), other=-1
+                )
+                expert_ids = expert_ids.to(tl.int32) - dst_rank * (E // W)
+                expert_ids = tl.where((expert_ids >= 0) & (expert_ids < E // W), expert_ids, -1)
+                dst_ids_ptr = peer_ptr(table_ptr, dst_rank, uses_ptr, half, ids_at, tl.int32)
+                tl.store(dst_ids_ptr + rows * K + k, expert_ids, mask=slot_mask & (k < K))
+                weights = tl.load(
+                    weights_ptr + copy_offsets, mask=token_mask[:, None] & (k < K), other=0.0
+                )
+                dst_weights_ptr = peer_ptr(
+                    table_ptr, dst_rank, uses_ptr, half, weights_at, tl.float32
+                )
+                tl.store(dst_weights_ptr + rows * K + k, weights, mask=slot_mask & (k < K))
             if pid == 0:
-                count = tl.load(counts_ptr + to)
-                counts_to = part_of(table_ptr, to, uses_ptr, half, counts_at, tl.int32)
-                tl.store(counts_to + rank, tl.minimum(count, room))
+                count = tl.load(counts_ptr + dst_rank)
+                dst_counts_ptr = peer_ptr(table_ptr, dst_rank, uses_ptr, half, counts_at, tl.int32)
+                tl.store(dst_counts_ptr + rank, tl.minimum(count, room))
                 if count > room:
                     tl.store(flag_ptr, 1)
 
@@ -81,34 +106,34 @@ def take_tokens_kernel(
     K: tl.constexpr, BLOCK_K: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A program copies a tile of what one rank has written here; zeros where that has nothing."""
+    """Copy what one rank has sent from this rank's buffer to y (W room, N), a tile a program; zeros in unused slots."""
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
-    source = pid // (num_n * blocks)
-    first = (pid // num_n % blocks) * BLOCK_R
+    src_rank = pid // (num_n * blocks)
+    first_slot = (pid // num_n % blocks) * BLOCK_R
     cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    slots = first + tl.arange(0, BLOCK_R)
+    slots = first_slot + tl.arange(0, BLOCK_R)
     if HEADS:
-        counts_from = part_of(table_ptr, rank, uses_ptr, half, counts_at, tl.int32)
-        count = tl.load(counts_from + source)
+        counts_ptr = peer_ptr(table_ptr, rank, uses_ptr, half, counts_at, tl.int32)
+        count = tl.load(counts_ptr + src_rank)
         if pid % (num_n * blocks) == 0:
-            tl.store(arrivals_ptr + source, count)
+            tl.store(arrivals_ptr + src_rank, count)
     else:
-        count = tl.load(arrivals_ptr + source)
-    there, full = (slots < room)[:, None], (slots < count)[:, None]
-    rows = (slots + source * room).to(tl.int64)[:, None]
-    x_ptr = part_of(table_ptr, rank, uses_ptr, half, 0, y_ptr.dtype.element_ty)
-    x = tl.load(x_ptr + rows * N + cols, mask=full & (cols < N), other=0.0)
-    tl.store(y_ptr + rows * N + cols, x, mask=there & (cols < N))
+        count = tl.load(arrivals_ptr + src_rank)
+    slot_mask, filled_mask = (slots < room)[:, None], (slots < count)[:, None]
+    rows = (slots + src_rank * room).to(tl.int64)[:, None]
+    src_ptr = peer_ptr(table_ptr, rank, uses_ptr, half, 0, y_ptr.dtype.element_ty)
+    x = tl.load(src_ptr + rows * N + cols, mask=filled_mask & (cols < N), other=0.0)
+    tl.store(y_ptr + rows * N + cols, x, mask=slot_mask & (cols < N))
     if HEADS:
         if pid % num_n == 0:
             k = tl.arange(0, BLOCK_K)[None, :]
-            e_ptr = part_of(table_ptr, rank, uses_ptr, half, ids_at, tl.int32)
-            e = tl.load(e_ptr + rows * K + k, mask=full & (k < K), other=-1)
-            tl.store(ids_ptr + rows * K + k, e, mask=there & (k < K))
-            w_ptr = part_of(table_ptr, rank, uses_ptr, half, weights_at, tl.float32)
-            w = tl.load(w_ptr + rows * K + k, mask=full & (k < K), other=0.0)
-            tl.store(weights_ptr + rows * K + k, w, mask=there & (k < K))
+            src_ids_ptr = peer_ptr(table_ptr, rank, uses_ptr, half, ids_at, tl.int32)
+            expert_ids = tl.load(src_ids_ptr + rows * K + k, mask=filled_mask & (k < K), other=-1)
+            tl.store(ids_ptr + rows * K + k, expert_ids, mask=slot_mask & (k < K))
+            src_weights_ptr = peer_ptr(table_ptr, rank, uses_ptr, half, weights_at, tl.float32)
+            weights = tl.load(src_weights_ptr + rows * K + k, mask=filled_mask & (k < K), other=0.0)
+            tl.store(weights_ptr + rows * K + k, weights, mask=slot_mask & (k < K))
 
 
 @triton.jit(do_not_specialize=["rank", "blocks"])
@@ -118,25 +143,27 @@ def return_sums_kernel(
     K: tl.constexpr, BLOCK_K: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A program writes a tile of sums to the rank whose tokens they are of; NaN where this one ran out of room."""
+    """Write sums back into the buffer of the rank that their tokens came from, a tile a program; NaN if flag is set."""
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
-    to = pid // (num_n * blocks)
+    dst_rank = pid // (num_n * blocks)
     cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     slots = (pid // num_n % blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
-    full = (slots < tl.load(arrivals_ptr + to))[:, None]
-    mine = (slots + to * room).to(tl.int64)[:, None]
-    theirs = (slots + rank * room).to(tl.int64)[:, None]
-    x = tl.load(x_ptr + mine * stride_x + cols, mask=full & (cols < N), other=0.0)
+    filled_mask = (slots < tl.load(arrivals_ptr + dst_rank))[:, None]
+    local_rows = (slots + dst_rank * room).to(tl.int64)[:, None]
+    remote_rows = (slots + rank * room).to(tl.int64)[:, None]
+    x = tl.load(x_ptr + local_rows * stride_x + cols, mask=filled_mask & (cols < N), other=0.0)
     x = tl.where(tl.load(flag_ptr) != 0, float("nan"), x.to(tl.float32)).to(x.dtype)
-    y_ptr = part_of(table_ptr, to, uses_ptr, half, 0, x_ptr.dtype.element_ty)
-    tl.store(y_ptr + theirs * N + cols, x, mask=full & (cols < N))
+    dst_ptr = peer_ptr(table_ptr, dst_rank, uses_ptr, half, 0, x_ptr.dtype.element_ty)
+    tl.store(dst_ptr + remote_rows * N + cols, x, mask=filled_mask & (cols < N))
     if HEADS:
         if pid % num_n == 0:
             k = tl.arange(0, BLOCK_K)[None, :]
-            w = tl.load(dweights_ptr + mine * K + k, mask=full & (k < K), other=0.0)
-            w_ptr = part_of(table_ptr, to, uses_ptr, half, weights_at, tl.float32)
-            tl.store(w_ptr + theirs * K + k, w, mask=full & (k < K))
+            dweights = tl.load(
+                dweights_ptr + local_rows * K + k, mask=filled_mask & (k < K), other=0.0
+            )
+            dst_dweights_ptr = peer_ptr(table_ptr, dst_rank, uses_ptr, half, weights_at, tl.float32)
+            tl.store(dst_dweights_ptr + remote_rows * K + k, dweights, mask=filled_mask & (k < K))
 
 
 @triton.jit(do_not_specialize=["T", "rank"])
@@ -146,40 +173,48 @@ def add_sums_kernel(
     W: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a token are added in the order of ranks; NaN where this one had no room for what it sent."""
+    """y (T, N): add the sums that came back for a token, in the order of ranks, in float32; NaN if flag is set."""
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     tokens = (pid // num_n).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    here = tokens < T
-    x_ptr = part_of(table_ptr, rank, uses_ptr, half, 0, y_ptr.dtype.element_ty)
-    total = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
-    for source in tl.static_range(W):
-        slots = tl.load(slots_ptr + tokens * W + source, mask=here, other=-1)
-        kept = ((slots >= 0) & (slots < room))[:, None]
-        rows = (slots + source * room).to(tl.int64)[:, None]
-        total += tl.load(x_ptr + rows * N + cols, mask=kept & (cols < N), other=0.0).to(tl.float32)
-    total = tl.where(tl.load(flag_ptr) != 0, float("nan"), total)
-    y = total.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + (tokens * N)[:, None] + cols, y, mask=here[:, None] & (cols < N))
+    token_mask = tokens < T
+    sums_ptr = peer_ptr(table_ptr, rank, uses_ptr, half, 0, y_ptr.dtype.element_ty)
+    acc = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    for src_rank in tl.static_range(W):
+        slots = tl.load(slots_ptr + tokens * W + src_rank, mask=token_mask, other=-1)
+        slot_mask = ((slots >= 0) & (slots < room))[:, None]
+        rows = (slots + src_rank * room).to(tl.int64)[:, None]
+        acc += tl.load(sums_ptr + rows * N + cols, mask=slot_mask & (cols < N), other=0.0).to(
+            tl.float32
+        )
+    acc = tl.where(tl.load(flag_ptr) != 0, float("nan"), acc)
+    y = acc.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + (tokens * N)[:, None] + cols, y, mask=token_mask[:, None] & (cols < N))
     if HEADS:
         if pid % num_n == 0:
             k = tl.arange(0, BLOCK_K)[None, :]
-            at = (tokens * K)[:, None] + k
-            e = tl.load(experts_ptr + at, mask=here[:, None] & (k < K), other=-1).to(tl.int32)
-            home = tl.where(e >= 0, e // (E // W), 0)
-            slot = tl.load(slots_ptr + (tokens * W)[:, None] + home, mask=e >= 0, other=-1)
-            w_ptr = part_of(table_ptr, rank, uses_ptr, half, weights_at, tl.float32)
-            row = (slot + home * room).to(tl.int64)
-            w = tl.load(w_ptr + row * K + k, mask=(slot >= 0) & (slot < room), other=0.0)
-            tl.store(dweights_ptr + at, w, mask=here[:, None] & (k < K))
+            copy_offsets = (tokens * K)[:, None] + k
+            expert_ids = tl.load(
+                experts_ptr + copy_offsets, mask=token_mask[:, None] & (k < K), other=-1
+            ).to(tl.int32)
+            expert_rank = tl.where(expert_ids >= 0, expert_ids // (E // W), 0)
+            slot = tl.load(
+                slots_ptr + (tokens * W)[:, None] + expert_rank, mask=expert_ids >= 0, other=-1
+            )
+            src_dweights_ptr = peer_ptr(table_ptr, rank, uses_ptr, half, weights_at, tl.float32)
+            row = (slot + expert_rank * room).to(tl.int64)
+            dweights = tl.load(
+                src_dweights_ptr + row * K + k, mask=(slot >= 0) & (slot < room), other=0.0
+            )
+            tl.store(dweights_ptr + copy_offsets, dweights, mask=token_mask[:, None] & (k < K))
 
 
 @triton.jit
 def bound_rows_kernel(offs_ptr, flag_ptr, E, rows, BLOCK_E: tl.constexpr):
-    """Ends beyond the rows there are become the last one, and are noted."""
-    e = tl.arange(0, BLOCK_E)
-    ends = tl.load(offs_ptr + e, mask=e < E, other=0)
-    tl.store(offs_ptr + e, tl.minimum(ends, rows), mask=e < E)
+    """Clamp group ends to the rows that there are, and set flag where one was beyond."""
+    groups = tl.arange(0, BLOCK_E)
+    ends = tl.load(offs_ptr + groups, mask=groups < E, other=0)
+    tl.store(offs_ptr + groups, tl.minimum(ends, rows), mask=groups < E)
     if tl.max(ends, axis=0) > rows:
         tl.store(flag_ptr, 1)

@@ -1,25 +1,31 @@
-"""Kernels of fuseops.kernels.permute."""
+"""Permutation of MoE tokens into rows sorted by expert, and back.
+
+`pos` (T, K) holds the row of each copy of a token, -1 where it has none; `index` (R,) the token of each row. Rows at
+and beyond offs[-1] are padding. A program owns a tile of tokens or rows and one block of columns; it walks over the K
+copies, BLOCK_K of them unrolled, so that their loads of `pos` are in flight together. `probs` (R,) scale rows where
+SCALED.
+"""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def rows_used(offs_ptr, E, R):
-    """How many rows hold a copy; those behind are padding."""
+def num_used_rows(offs_ptr, E, R):
+    """Load the number of rows that hold a copy; those behind are padding."""
     return tl.minimum(tl.load(offs_ptr + E - 1), R)
 
 
 @triton.jit
-def row_of(pos_ptr, tokens, k, here, used, K: tl.constexpr):
-    """(row of the k-th copy of each token, whether there is one)"""
-    row = tl.load(pos_ptr + tokens * K + k, mask=here & (k < K), other=-1).to(tl.int64)
-    return row, (row >= 0) & (row < used)
+def load_copy_row(pos_ptr, tokens, k, token_mask, num_used, K: tl.constexpr):
+    """Load (row of the k-th copy of each token, mask of those that exist)."""
+    row = tl.load(pos_ptr + tokens * K + k, mask=token_mask & (k < K), other=-1).to(tl.int64)
+    return row, (row >= 0) & (row < num_used)
 
 
 @triton.jit
 def store_zeros(y_ptr, first, R, N, block, blocks, cols, BLOCK_R: tl.constexpr):
-    """Zeros into these columns of rows first to R, shared by ``blocks`` programs."""
+    """Store zeros to columns of rows first to R, which ``blocks`` programs share, `block` being this one."""
     for start in range(first + block * BLOCK_R, R, blocks * BLOCK_R):
         rows = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
         mask = (rows < R)[:, None] & (cols < N)
@@ -31,26 +37,30 @@ def scatter_rows_kernel(
     x_ptr, pos_ptr, offs_ptr, probs_ptr, y_ptr, T, R, N, E, blocks, stride_x,
     K: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A program reads a tile of tokens once and writes it K times, then its share of padding."""
+    """y[pos[t, k]] = x[t] (* probs). A program loads a tile of tokens once, stores it K times, then zeroes its share of
+    padding rows.
+    """
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     block = pid // num_n
     tokens = block.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    here = tokens < T
-    used = rows_used(offs_ptr, E, R)
+    token_mask = tokens < T
+    num_used = num_used_rows(offs_ptr, E, R)
     x = tl.load(
-        x_ptr + (tokens * stride_x)[:, None] + cols, mask=here[:, None] & (cols < N), other=0.0
+        x_ptr + (tokens * stride_x)[:, None] + cols,
+        mask=token_mask[:, None] & (cols < N),
+        other=0.0,
     )
-    for first in range(0, K, BLOCK_K):
+    for first_k in range(0, K, BLOCK_K):
         for j in tl.static_range(BLOCK_K):
-            row, kept = row_of(pos_ptr, tokens, first + j, here, used, K)
+            row, kept = load_copy_row(pos_ptr, tokens, first_k + j, token_mask, num_used, K)
             y = x
             if SCALED:
                 probs = tl.load(probs_ptr + row, mask=kept, other=0.0)
                 y = (x.to(tl.float32) * probs[:, None]).to(x.dtype)
             tl.store(y_ptr + (row * N)[:, None] + cols, y, mask=kept[:, None] & (cols < N))
-    store_zeros(y_ptr, used, R, N, block, blocks, cols, BLOCK_R)
+    store_zeros(y_ptr, num_used, R, N, block, blocks, cols, BLOCK_R)
 
 
 @triton.jit(do_not_specialize=["R", "parts"])
@@ -58,32 +68,32 @@ def gather_rows_kernel(
     x_ptr, index_ptr, offs_ptr, probs_ptr, y_ptr, R, N, E, parts, stride_x,
     SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A program takes one of ``parts`` equal parts of one group, and its share of padding.
+    """y[r] = x[index[r]] (* probs). A program owns one of ``parts`` equal parts of one group, and its share of padding.
 
-    Programs that run together take the same part of all groups. Where a group's rows are in order
-    of their tokens, these are the copies of the same tokens, which memory is read for once: what is
-    written does not drive them out of L2.
+    Programs that run together take the same part of all groups. Where a group's rows are in order of their tokens,
+    these are copies of the same tokens, so that x is read from DRAM once: y is stored with evict_first, and does not
+    drive x out of L2.
     """
     num_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     program = pid // num_n
     part, group = program // E, program % E
-    used = rows_used(offs_ptr, E, R)
+    num_used = num_used_rows(offs_ptr, E, R)
     begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0).to(tl.int64)
     size = tl.minimum(tl.load(offs_ptr + group), R) - begin
-    first, last = begin + size * part // parts, begin + size * (part + 1) // parts
+    first_row, end_row = begin + size * part // parts, begin + size * (part + 1) // parts
     cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    for start in range(first, last, BLOCK_R):
+    for start in range(first_row, end_row, BLOCK_R):
         rows = start + tl.arange(0, BLOCK_R)
-        kept = rows < last
-        token = tl.load(index_ptr + rows, mask=kept, other=0).to(tl.int64)
-        mask = kept[:, None] & (cols < N)
+        row_mask = rows < end_row
+        token = tl.load(index_ptr + rows, mask=row_mask, other=0).to(tl.int64)
+        mask = row_mask[:, None] & (cols < N)
         y = tl.load(x_ptr + (token * stride_x)[:, None] + cols, mask=mask, other=0.0)
         if SCALED:
-            probs = tl.load(probs_ptr + rows, mask=kept, other=0.0)
+            probs = tl.load(probs_ptr + rows, mask=row_mask, other=0.0)
             y = (y.to(tl.float32) * probs[:, None]).to(y.dtype)
         tl.store(y_ptr + (rows * N)[:, None] + cols, y, mask=mask, eviction_policy="evict_first")
-    store_zeros(y_ptr, used, R, N, program, parts * E, cols, BLOCK_R)
+    store_zeros(y_ptr, num_used, R, N, program, parts * E, cols, BLOCK_R)
 
 
 @triton.jit(do_not_specialize=["T", "R"])
@@ -91,22 +101,22 @@ def combine_fwd_kernel(
     x_ptr, pos_ptr, offs_ptr, probs_ptr, y_ptr, T, R, N, E, stride_x,
     K: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The K rows of a token are added in the order of k."""
+    """y[t] = sum over k of x[pos[t, k]] (* probs), in the order of k, in float32."""
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     tokens = (pid // num_n).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    here = tokens < T
-    used = rows_used(offs_ptr, E, R)
-    total = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
-    for first in range(0, K, BLOCK_K):
+    token_mask = tokens < T
+    num_used = num_used_rows(offs_ptr, E, R)
+    acc = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    for first_k in range(0, K, BLOCK_K):
         for j in tl.static_range(BLOCK_K):
-            row, kept = row_of(pos_ptr, tokens, first + j, here, used, K)
+            row, kept = load_copy_row(pos_ptr, tokens, first_k + j, token_mask, num_used, K)
             mask = kept[:, None] & (cols < N)
             x = tl.load(x_ptr + (row * stride_x)[:, None] + cols, mask=mask, other=0.0)
             x = x.to(tl.float32)
             if SCALED:
                 x *= tl.load(probs_ptr + row, mask=kept, other=0.0)[:, None]
-            total += x
-    y = total.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + (tokens * N)[:, None] + cols, y, mask=here[:, None] & (cols < N))
+            acc += x
+    y = acc.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + (tokens * N)[:, None] + cols, y, mask=token_mask[:, None] & (cols < N))
