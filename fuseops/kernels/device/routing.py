@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from fuseops.kernels.device.reduce import after_launch, before_launch
-from fuseops.kernels.device.select import sorted_by_threads
+from fuseops.kernels.device.select import bitonic_sort_by_threads
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def route_kernel(
     keys = e * BLOCK_S + place
     if BLOCK_S <= 256:
         keys = tl.gather(
-            sorted_by_threads(keys, BLOCK_S // 8), place, axis=0
+            bitonic_sort_by_threads(keys, BLOCK_S // 8), place, axis=0
         )  # neighbours in lanes
     else:
         keys = tl.sort(keys)
