@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from fuseops.kernels.device.act import act_grad, act_value, gate_columns, load_sides, store_sides
-from fuseops.kernels.device.reduce import before_launch, fold, overlapped
+from fuseops.kernels.device.reduce import fold, pdl_trigger, pdl_trigger_and_wait
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def act_fwd_kernel(
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
     PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     rows, first, cols = tile_of(R, N, BLOCK_R, BLOCK_N)
     inside, x_row = (rows < R)[:, None], x_ptr + (rows * stride_x)[:, None]
     gate, up = load_sides(x_row, inside, first, N, BLOCK_N, GATED, INTERLEAVE)
@@ -62,7 +62,7 @@ def act_bwd_kernel(
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
     PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     rows, first, cols = tile_of(R, N, BLOCK_R, BLOCK_N)
     inside, x_row = (rows < R)[:, None], x_ptr + (rows * stride_x)[:, None]
     dy_row = dy_ptr + (rows * stride_dy)[:, None]
@@ -82,7 +82,7 @@ def scaled_act_bwd_kernel(
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program owns whole rows, so that dprobs is one sum in a fixed order."""
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     probs = tl.load(probs_ptr + rows, mask=rows < R, other=0.0)[:, None] if SCALED else 1.0
     inside, x_row = (rows < R)[:, None], x_ptr + (rows * stride_x)[:, None]
@@ -116,7 +116,7 @@ def act_bwd_bias_kernel(
     """A program takes every num_programs-th block of rows of a block of columns; its column sums of dx
     are one row of ``partial``.
     """
-    before_launch(PDL)
+    pdl_trigger(PDL)
     split = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK_N
     cols = (first + tl.arange(0, BLOCK_N))[None, :]

@@ -14,7 +14,7 @@ from fuseops.kernels.device.quantize_columns import (
     store_columns,
     store_slices,
 )
-from fuseops.kernels.device.reduce import overlapped
+from fuseops.kernels.device.reduce import pdl_trigger_and_wait
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def slice_by_index(
 @triton.jit
 def no_amax_kernel(amax_ptr, E, PDL: tl.constexpr, BLOCK_E: tl.constexpr):
     """Zeros, that the largest magnitudes are found from: a launch, so that all of them are replayed."""
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     e = tl.arange(0, BLOCK_E)
     tl.store(amax_ptr + e, tl.zeros((BLOCK_E,), tl.float32), mask=e < E)
 
@@ -62,7 +62,7 @@ def group_amax_kernel(
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The amax of each group, by maxima of its bits, which order as integers do. SPAN columns a program."""
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     group, _, row0, end = rows_of_block(tl.program_id(0), offs_ptr, R, E, FORM, BLOCK_E, BLOCK_R)
     r = row0 + tl.arange(0, BLOCK_R)
     row = r.to(tl.int64)
@@ -90,7 +90,7 @@ def quantize_groups_kernel(
     """Codes as they lie and transposed: of rows with groups at multiples of 128, of matrices each by itself, whose
     rows ALIGN divides. By each group's amax, or with UP by what its numbers are multiplied by.
     """
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     num_n = tl.cdiv(N, BLOCK_N)
     block, col0 = tl.program_id(0) // num_n, tl.program_id(0) % num_n * BLOCK_N
     group, begin, row0, end = rows_of_block(block, offs_ptr, R, E, FORM, BLOCK_E, BLOCK_R)

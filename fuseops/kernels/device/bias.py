@@ -6,10 +6,10 @@ import triton.language as tl
 from fuseops.kernels.device.quantize_columns import group_at_block
 from fuseops.kernels.device.reduce import (
     add_rows,
-    after_launch,
-    before_launch,
     fold,
-    overlapped,
+    pdl_trigger,
+    pdl_trigger_and_wait,
+    pdl_wait,
     row_dots,
 )
 
@@ -30,7 +30,7 @@ def bias_fwd_kernel(
     GROUPED: tl.constexpr, SCALED: tl.constexpr,
     PDL: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     rows = (pid // num_n).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -59,7 +59,7 @@ def bias_bwd_kernel(
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns, p): sums of every num_programs-th block of rows, row p of partial."""
-    before_launch(PDL)
+    pdl_trigger(PDL)
     program = tl.program_id(1).to(tl.int64)
     cols = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     total = tl.zeros((AT_ONCE, BLOCK_N), dtype=tl.float32)
@@ -83,7 +83,7 @@ def grouped_bias_bwd_kernel(
     begin // CHUNK + g. The sums of a group that fits into one go to its row of y, others to row c of
     partial. With NEED_DPROBS, dots (column blocks, R) gets what these columns add to each dprobs.
     """
-    before_launch(PDL)
+    pdl_trigger(PDL)
     num_n = tl.cdiv(N, BLOCK_N)
     chunk, block = tl.program_id(0) // num_n, tl.program_id(0) % num_n
     cols = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
@@ -125,19 +125,19 @@ def group_sum_kernel(
     """The second stage, a block of columns of one group a program: the sum of its chunks, unless there
     is one. Programs after these add the D rows of dots; padding rows have no gradient.
     """
-    before_launch(PDL)
+    pdl_trigger(PDL)
     num_n = tl.cdiv(N, BLOCK_N)
     group = (tl.program_id(0) // num_n).to(tl.int64)
     if group < E:
         begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
         rows = tl.load(offs_ptr + group) - begin
-        after_launch(PDL)
+        pdl_wait(PDL)
         if rows > CHUNK:
             first = begin // CHUNK + group
             block, last = tl.program_id(0) % num_n, first + tl.cdiv(rows, CHUNK)
             add_rows(partial_ptr, y_ptr + group * N, first, last, block, N, N, BLOCK_S, BLOCK_N)
     else:
         used = tl.load(offs_ptr + E - 1)
-        after_launch(PDL)
+        pdl_wait(PDL)
         block = tl.program_id(0) - num_n * E
         add_rows(dots_ptr, dprobs_ptr, 0, D, block, R, used, BLOCK_D, BLOCK_R)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.reduce import apart
+from fuseops.kernels.device.reduce import mul_rn
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -74,9 +74,9 @@ def _statistics(
     top = tl.max(most, axis=0)
     shift = tl.where(top == -float("inf"), 0.0, top)
     rest = tl.exp2(most - shift)
-    sum_of_all = tl.sum(apart(total, rest), axis=0)
+    sum_of_all = tl.sum(mul_rn(total, rest), axis=0)
     lse = (top + tl.log2(sum_of_all)) * LN2
-    mean = tl.sum(apart(moment, rest), axis=0) * inverse / sum_of_all
+    mean = tl.sum(mul_rn(moment, rest), axis=0) * inverse / sum_of_all
     return lse, mean, tl.sum(smooth, axis=0) * inverse
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.reduce import overlapped
+from fuseops.kernels.device.reduce import pdl_trigger_and_wait
 
 
 @triton.jit(do_not_specialize=["least"])
@@ -14,7 +14,7 @@ def dropout_kernel(
     """A program draws with COUNTERS counters, each for eight neighbours. A draw is the high half of a word, or the low
     one moved up: `least` has zeros below. The words are laid out as what is loaded, so nothing passes between threads.
     """
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     counter = tl.program_id(0).to(tl.int64) * COUNTERS + tl.arange(0, COUNTERS)
     at = counter[:, None] * 8 + tl.arange(0, 8)[None, :]
     x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)

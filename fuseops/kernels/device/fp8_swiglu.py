@@ -15,7 +15,7 @@ from fuseops.kernels.device.operands import (
     store_operand,
     tile_of_block,
 )
-from fuseops.kernels.device.reduce import overlapped
+from fuseops.kernels.device.reduce import pdl_trigger_and_wait
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def swiglu_operand_kernel(
     GROUPS: tl.constexpr, PDL: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     pid, num_n = tl.program_id(0), tl.cdiv(N, BLOCK_N)
     block, row0, end, blocks = tile_of_block(pid, num_n, offs_ptr, R, E, GROUPS, BLOCK_E, BLOCK_R)
     col0 = pid % num_n * BLOCK_N
@@ -179,7 +179,7 @@ def dswiglu_operand_kernel(
     """Programs side by side make dgate, dup and the activation of one tile: in one they would fill the registers, and
     what they read again is in the cache.
     """
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     PARTS: tl.constexpr = 2 + ACT
     part, pid, num_n = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS, tl.cdiv(N, BLOCK_N)
     block, row0, end, blocks = tile_of_block(pid, num_n, offs_ptr, R, E, GROUPS, BLOCK_E, BLOCK_R)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .grouped_mm import group_rows
-from .reduce import overlapped
+from .reduce import pdl_trigger_and_wait
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def grouped_wgrad_few_kernel(
     A program holds BLOCK_M columns of the first BLOCK_K rows of dy and walks over one of SPLITS parts of the columns
     of x, those of the next block on their way.
     """
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     num_m, num_n = tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N)
     program, part = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     group, block_m = program // num_m, program % num_m

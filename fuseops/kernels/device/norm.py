@@ -6,7 +6,7 @@ FORM is "layer", which subtracts the mean, "rms", or "sum", of the squares inste
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.reduce import apart, before_launch, fold, overlapped, row_dots
+from fuseops.kernels.device.reduce import fold, mul_rn, pdl_trigger, pdl_trigger_and_wait, row_dots
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def norm_fwd_kernel(
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FORM: tl.constexpr,
     PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     x_row = x_ptr + at_heads(rows, H, stride_x, stride_xh)[:, None]
     y = normed(
@@ -82,7 +82,7 @@ def norm_bwd_kernel(
     """A program takes every num_programs-th block of rows and keeps its sums of dw and db in registers. partial is of
     all dw, then of all db.
     """
-    before_launch(PDL)
+    pdl_trigger(PDL)
     pid = tl.program_id(0)
     cols = tl.arange(0, BLOCK_N)[None, :]
     total_w = tl.zeros((AT_ONCE, BLOCK_N), dtype=tl.float32)
@@ -108,7 +108,7 @@ def norm_bwd_kernel(
         if NEED_DB:
             total_b += fold(dy, AT_ONCE)
         if KEEP:
-            dy = apart(dy, weight) if CENTRED else dy * weight
+            dy = mul_rn(dy, weight) if CENTRED else dy * weight
         elif HAS_WEIGHT:
             dy *= (
                 tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset

@@ -12,7 +12,7 @@ from fuseops.kernels.device.operands import (
     store_operand,
 )
 from fuseops.kernels.device.quantize import amax_of, widened
-from fuseops.kernels.device.reduce import overlapped
+from fuseops.kernels.device.reduce import pdl_trigger_and_wait
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -23,7 +23,7 @@ def rmsnorm_operand_kernel(
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program has whole rows: BLOCK_N is N rounded up to a power of two, 128 at least."""
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     y = normed(
         x_ptr + (rows * stride_x)[:, None], residual_ptr, weight_ptr, weight_ptr, h_ptr, rstd_ptr, rstd_ptr, rows, R, N,
@@ -62,7 +62,7 @@ def rmsnorm_columns_kernel(
     SHIFT: tl.constexpr, HAS_WEIGHT: tl.constexpr, PDL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     pid, num_n, blocks = tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.cdiv(R, BLOCK_R)
     block, col0 = pid // num_n, pid % num_n * BLOCK_N
     row0 = block * BLOCK_R

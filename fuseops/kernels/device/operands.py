@@ -9,7 +9,7 @@ import triton.language as tl
 
 from fuseops.kernels.device.quantize import amax_of, widened
 from fuseops.kernels.device.quantize_columns import group_at_block, store_columns
-from fuseops.kernels.device.reduce import overlapped
+from fuseops.kernels.device.reduce import pdl_trigger_and_wait
 
 FLT_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
@@ -140,7 +140,7 @@ def quantize_operand_kernel(
     SHIFT: tl.constexpr, ROW: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     pid, num_n = tl.program_id(0), tl.cdiv(N, BLOCK_N)
     block, row0, end, blocks = tile_of_block(pid, num_n, offs_ptr, R, E, GROUPS, BLOCK_E, BLOCK_R)
     col0 = pid % num_n * BLOCK_N
@@ -228,7 +228,7 @@ def permute_operand_kernel(
     ROW: tl.constexpr, COL: tl.constexpr, INDEX: tl.constexpr, GROUPS: tl.constexpr,
     PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     num, program = in_chunks(tl.program_id(0), tl.cdiv(N, BLOCK_N), parts * E, chunk)
     first, last, begin, end, origin, blocks = blocks_of_part(
         program, offs_ptr, R, E, parts, GROUPS, BLOCK_R
@@ -290,7 +290,7 @@ def quantize_weight_kernel(
     PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A square of one matrix, as it lies and transposed. ALIGN divides N."""
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     num_r, num_n = tl.cdiv(N, BLOCK_R), tl.cdiv(K, BLOCK_N)
     pid = tl.program_id(0)
     expert, square = pid // (num_r * num_n), pid % (num_r * num_n)

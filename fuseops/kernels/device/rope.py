@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.reduce import overlapped
+from fuseops.kernels.device.reduce import pdl_trigger_and_wait
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def rope_kernel(
     PDL: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """A program rotates some heads of one token: of x, and behind them those of k where there is a PAIR."""
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     batch, token = row // tokens, row % tokens
     block, blocks = tl.program_id(1), tl.cdiv(H, BLOCK_H)

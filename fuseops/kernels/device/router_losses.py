@@ -5,7 +5,7 @@ Triton, any architecture. BLOCK_E holds all experts of a token.
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.reduce import after_launch, apart, before_launch, row_dots
+from fuseops.kernels.device.reduce import mul_rn, pdl_trigger, pdl_wait, row_dots
 from fuseops.kernels.device.router import TINY, load_logits, scores_of, softmax_stats
 
 
@@ -17,7 +17,7 @@ def router_loss_kernel(
     """Sum the shares of experts and lse^2 over ROWS tokens a program.   -> a row of partial (programs, E + 1): the sums
     of the shares, then that of lse^2
     """
-    before_launch(PDL)
+    pdl_trigger(PDL)
     program = tl.program_id(0)
     first_token = program.to(tl.int64) * ROWS
     end_token = tl.minimum(first_token + ROWS, T)
@@ -49,7 +49,7 @@ def sum_loss_kernel(
     """Reduce partial (P, E + 1) in one program, in a fixed order: loss = z * sum(lse^2) + balance * sum(counts *
     shares).
     """
-    after_launch(PDL)
+    pdl_wait(PDL)
     cols = tl.arange(0, BLOCK_E)[None, :]
     squares = tl.zeros((BLOCK_P, 1), dtype=tl.float32)
     shares = tl.zeros((BLOCK_P, BLOCK_E), dtype=tl.float32)
@@ -61,7 +61,7 @@ def sum_loss_kernel(
     loss = z * tl.sum(squares)
     if BALANCED:
         counts = tl.load(counts_ptr + cols, mask=cols < E, other=0).to(tl.float32)
-        loss += balance * tl.sum(apart(tl.sum(shares, axis=0)[None, :], counts))
+        loss += balance * tl.sum(mul_rn(tl.sum(shares, axis=0)[None, :], counts))
     tl.store(loss_ptr, loss)
 
 

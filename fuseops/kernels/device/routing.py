@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.reduce import after_launch, before_launch
+from fuseops.kernels.device.reduce import pdl_trigger, pdl_wait
 from fuseops.kernels.device.select import bitonic_sort_by_threads
 
 
@@ -21,7 +21,7 @@ def count_kernel(
     PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Column c of counts (E, P): copies of each expert in chunk c, which has BLOCK_S of them."""
-    before_launch(PDL)
+    pdl_trigger(PDL)
     chunk, bins = tl.program_id(0), tl.arange(0, BLOCK_E)
     e, kept = experts_of(experts_ptr, chunk * BLOCK_S + tl.arange(0, BLOCK_S), R, E)
     counts = tl.histogram(e, BLOCK_E, mask=kept)
@@ -33,8 +33,8 @@ def scan_kernel(counts_ptr, total_ptr, P, PDL: tl.constexpr, BLOCK_P: tl.constex
     """A program has a row of counts (E, P): each becomes the sum of those before it, in place; their
     total goes to total (E,).
     """
-    before_launch(PDL)
-    after_launch(PDL)
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
     expert = tl.program_id(0)
     sums = tl.zeros((), dtype=tl.int32)
     for start in range(0, P, BLOCK_P):
@@ -73,7 +73,7 @@ def route_kernel(
     if WEIGHTED:
         weights = tl.load(weights_ptr + copies, mask=kept, other=0.0).to(tl.float32)
     if COUNTED:
-        after_launch(PDL)
+        pdl_wait(PDL)
         at, mask = counts_ptr + bins.to(tl.int64) * P + program, bins < E
         total = tl.load(total_ptr + bins, mask=mask, other=0)
         before = tl.load(at, mask=mask, other=0)
