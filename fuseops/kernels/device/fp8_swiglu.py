@@ -9,8 +9,8 @@ import triton.language as tl
 
 from fuseops.kernels.device.act import act_slope
 from fuseops.kernels.device.operands import (
-    coded,
     load_tokens,
+    quantize_slice,
     slice_mask,
     store_operand,
     tile_of_block,
@@ -75,13 +75,13 @@ def swiglu_operand_kernel(
     col0 = pid % num_n * BLOCK_N
     # fmt: off
     a = swiglu_slice(h_ptr, h_scale_ptr, probs_ptr, 0, row0, end, col0, R, N, stride_h, SCALED, BLOCK_R, BLOCK_N)
-    qa, sa = coded(a, row_ptr, SHIFT)
+    qa, sa = quantize_slice(a, row_ptr, SHIFT)
     b = swiglu_slice(h_ptr, h_scale_ptr, probs_ptr, 1, row0, end, col0, R, N, stride_h, SCALED, BLOCK_R, BLOCK_N)
-    qb, sb = coded(b, row_ptr, SHIFT)
+    qb, sb = quantize_slice(b, row_ptr, SHIFT)
     c = swiglu_slice(h_ptr, h_scale_ptr, probs_ptr, 2, row0, end, col0, R, N, stride_h, SCALED, BLOCK_R, BLOCK_N)
-    qc, sc = coded(c, row_ptr, SHIFT)
+    qc, sc = quantize_slice(c, row_ptr, SHIFT)
     d = swiglu_slice(h_ptr, h_scale_ptr, probs_ptr, 3, row0, end, col0, R, N, stride_h, SCALED, BLOCK_R, BLOCK_N)
-    qd, sd = coded(d, row_ptr, SHIFT)
+    qd, sd = quantize_slice(d, row_ptr, SHIFT)
     # fmt: on
     store_operand(
         qa,
@@ -139,7 +139,7 @@ def dswiglu_slice(
         y = dy * df * up
     elif PART == 1:
         y = dy * f
-    return coded(rounded(y, h_ptr), like_ptr, SHIFT)
+    return quantize_slice(rounded(y, h_ptr), like_ptr, SHIFT)
 
 
 @triton.jit

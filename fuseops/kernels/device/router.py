@@ -1,4 +1,4 @@
-"""The router's forward: top-k of the experts of each token, their weights and logits. Triton, any architecture.
+"""The router's forward: top-k of the experts of each token, their weights and logits. Triton, sm_80 and later.
 
 A program owns BLOCK_R tokens; BLOCK_E, a power of two, holds all experts of one. Scores are made int32 keys in the
 order of floats (`float_to_sortable`), and the K largest are found in one of two ways:

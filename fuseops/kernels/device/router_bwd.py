@@ -1,4 +1,4 @@
-"""The router's backward. Triton, any architecture. BLOCK_E holds all experts of a token.
+"""The router's backward. Triton, sm_80 and later. BLOCK_E holds all experts of a token.
 
 A program owns BLOCK_R tokens: it stores whole rows of dlogits, then scatters the K entries of the chosen experts over
 them. A barrier between the two orders these stores to the same addresses. Tiles of the chosen (BLOCK_R, BLOCK_K) are

@@ -1,5 +1,5 @@
 """Kernels of the router's losses (balance, z): two launches forward, partial sums and their reduction, one backward.
-Triton, any architecture. BLOCK_E holds all experts of a token.
+Triton, sm_80 and later. BLOCK_E holds all experts of a token.
 """
 
 import triton
