@@ -5,9 +5,9 @@ order of floats (`float_to_sortable`), and the K largest are found in one of two
 
 - Fast: a row is cut into pieces of BLOCK_P columns and spread over BLOCK_P / 4 threads of a warp, so that each holds
   four neighbours, a quad, of every piece. A selection network (`select.py`) runs over what a thread holds, minima and
-  maxima of int32 in registers, and then across the row's few threads by shuffles.
-- Of many experts (8 K <= E, by logits alone) the network first selects K quads by their largest logit, and then K
-  logits of these quads. Where more than K threads had a row, it has one thread for the second step.
+  maxima of int32 in registers, and then across the row's few threads by shuffles. Of many experts (8 K <= E, by logits
+  alone) the network first selects K quads by their largest logit, and then K logits of these quads; where more than K
+  threads had a row, one has it in the second step.
 - Slow: K argmax reductions over whole rows. BLOCK_P = 0 takes it for all tokens.
 
 The index of an expert takes the lowest log2(BLOCK_E) bits of its key, so the network compares all but these bits.
