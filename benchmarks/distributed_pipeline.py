@@ -31,9 +31,8 @@ from fuseops import offload
 
 RANKS, CHUNKS = 2, 2
 MOVES = {  # what may leave
-    "attention": (
-        "**.attn.2.**",
-    ),  # q, k, v in one buffer, its output and statistics, as the reference moves them
+    # q, k, v in one buffer, its output and statistics, as the reference moves them
+    "attention": ("**.attn.2.**",),
     "all": ("**",),
 }
 

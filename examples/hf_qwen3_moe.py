@@ -79,7 +79,6 @@ if __name__ == "__main__":
     print(f"loss {got.item():.4f}; loss and {len(grads)} gradients equal the stock model's")
 
     torch.optim.AdamW(model.parameters(), lr=1e-3).step()
-    stock.load_state_dict(
-        hf.to_hf(model.state_dict())
-    )  # a trained model under the stock keys again
+    # a trained model under the stock keys again
+    stock.load_state_dict(hf.to_hf(model.state_dict()))
     print(fo.explain(model, tokens))

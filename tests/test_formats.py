@@ -359,9 +359,8 @@ def test_a_backward_rounds_alike_when_it_runs_twice_and_otherwise_in_another_cal
             )
         for a, b, c, d in zip(first, second, other, kept, strict=True):
             assert torch.equal(a, b) and torch.equal(a, d)
-            assert not torch.equal(a, c) or a.shape == (
-                32,
-            )  # but for a bias, which sums dy as it is
+            # but for a bias, which sums dy as it is
+            assert not torch.equal(a, c) or a.shape == (32,)
 
 
 @pytest.mark.parametrize("fusion", [False, True])

@@ -135,9 +135,8 @@ def gpt_oss(dim: int = 6, hidden: int = 4) -> tuple[nn.Module, fo.MoE]:
     return stock.double().eval(), moe.double().eval()
 
 
-@pytest.mark.parametrize(
-    "hidden", [4, 6, 3]
-)  # 6: down_proj is square as in gpt-oss-20b; 3: D is 2F
+# 6: down_proj is square as in gpt-oss-20b; 3: D is 2F
+@pytest.mark.parametrize("hidden", [4, 6, 3])
 def test_gpt_oss_goes_there_and_back(hidden: int) -> None:
     """Transposed, with biases, gate and up alternating."""
     stock, moe = gpt_oss(6, hidden)

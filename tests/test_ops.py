@@ -289,9 +289,8 @@ def test_a_half_overflows_where_its_numbers_do(op: type[Op[Any]], data: st.DataO
             under = t.abs() < 0.99 * most
             assert torch.equal(mine[name][over], (t.sign() * torch.inf).half()[over]), name
             assert mine[name][under].isfinite().all(), name
-            if name.startswith(
-                "output"
-            ):  # one rounding, or two where a bias is added behind a product
+            # one rounding, or two where a bias is added behind a product
+            if name.startswith("output"):
                 if getattr(case.model, "down", None) is not None:
                     continue  # what lies between its two small products is rounded too, and they cancel
                 one, least = mine[name][under].double(), eps * torch.finfo(torch.float16).tiny

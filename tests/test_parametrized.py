@@ -84,9 +84,8 @@ class Counted(nn.Module):
 @pytest.mark.skipif(
     torch.__version__ < "2.13", reason="older dynamos do not see parametrize.cached"
 )
-@pytest.mark.parametrize(
-    "plain", [False, True]
-)  # a piece of its own, behind which another one begins
+# a piece of its own, behind which another one begins
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_it_runs_once_a_forward_in_compiled_code(plain: bool, training: bool) -> None:
     torch._dynamo.reset()

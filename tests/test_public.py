@@ -144,9 +144,8 @@ def test_an_explanation_is_its_text_its_page_and_its_data() -> None:
         page, shown = (p.replace("<wbr>", "") for p in (said.to_html(), said._repr_html_()))
         for plan in said.plans:
             for tensor in plan.saved:
-                name = tensor.name.removeprefix("0.").removeprefix(
-                    "1."
-                )  # equal plans share a section
+                # equal plans share a section
+                name = tensor.name.removeprefix("0.").removeprefix("1.")
                 assert name in said and name in page and name in shown
             assert {m.rule for m in plan.misses} <= {
                 m["rule"] for p in data["plans"] for m in p["misses"]

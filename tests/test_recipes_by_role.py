@@ -67,9 +67,8 @@ def test_a_function_that_gives_a_recipes_formats_is_that_recipe(recipe: Any) -> 
     if roles.delayed is not None:
         recipe = replace(recipe, margin=0)  # nor that
     with fo.recipe(recipe):
-        expected = step(
-            model()
-        )  # of delayed scaling a first step, whose scales are those of the tensors
+        # of delayed scaling a first step, whose scales are those of the tensors
+        expected = step(model())
     with fo.recipe(same_formats):
         assert same(step(model()), expected)
 

@@ -170,9 +170,8 @@ def test_a_hidden_in_float8_is_what_the_forward_reads_too() -> None:
     with fo.recipe(recipe):
         fused = gradients(model, x, **side)
     fc1, act, fc2 = model
-    with fo.recipe(
-        BLOCK()
-    ):  # the same by hand: h through its codes, with the gradient of the tensor itself
+    # the same by hand: h through its codes, with the gradient of the tensor itself
+    with fo.recipe(BLOCK()):
         leaf = x.detach().requires_grad_()
         h = fo.Sequential(fc1)(leaf, offs=side["offs"])
         q = fo.quantize(h.detach(), fo.recipes.Scaling()).dequantize()

@@ -100,15 +100,13 @@ def bar(name: str, peer: str) -> float:
 def wrong(kind: str, t: dict[str, Tensor]) -> str | None:
     """Why a result may not be timed: relative error by group against float32, and padding."""
     x, w, dy = t["x"], t["w"], t["dy"]
-    offs = (
-        t["offs"] - torch.arange(len(w), device="cuda").flip(0).int().clamp(max=3) // 3
-    )  # odd ends
+    # odd ends
+    offs = t["offs"] - torch.arange(len(w), device="cuda").flip(0).int().clamp(max=3) // 3
     offs = torch.minimum(offs.clamp(min=0), torch.tensor(len(x) - 5, device="cuda")).int()
     bounds = list(zip([0, *offs.tolist()], offs.tolist(), strict=False))
     call = ours(kind, {**t, "offs": offs})
-    torch.full(
-        (1 << 28,), float("nan"), device="cuda"
-    )  # what the allocator hands out next is poisoned
+    # what the allocator hands out next is poisoned
+    torch.full((1 << 28,), float("nan"), device="cuda")
     first = call()
     if kind in ("fwd", "dgrad"):
         a = x if kind == "fwd" else dy

@@ -58,9 +58,8 @@ def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
         spread: Any = parameter
         sizes = enumerate(spread.to_local().shape)
         shard = Shard(next((axis for axis, size in sizes if size % mesh.size() == 0), 0))
-        if (
-            spread.device_mesh.size() == 1
-        ):  # experts are on one rank: FSDP2 requires the mesh of the others
+        # experts are on one rank: FSDP2 requires the mesh of the others
+        if spread.device_mesh.size() == 1:
             return shard
         return placement_on(shard, info)
 

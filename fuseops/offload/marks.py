@@ -24,9 +24,8 @@ OFFLOAD, KEEP = "offload", "keep"
 _ATTRIBUTE = "_offload_mark"
 marked: StorageMap[str] = StorageMap()
 module_changes = 0  # how often modules were marked: invalidates cached decisions
-complete: StorageMap[tuple[int, Event]] = (
-    StorageMap()
-)  # storage -> version, and the event at which it was complete
+# storage -> version, and the event at which it was complete
+complete: StorageMap[tuple[int, Event]] = StorageMap()
 
 
 def mark_offload(*tensors: Any) -> None:

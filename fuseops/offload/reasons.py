@@ -15,9 +15,8 @@ from .storages import StorageMap
 PARAMETER, BUFFER = "parameter", "buffer of the model"
 CAST = "cast copy of a parameter"
 PLAIN = (Tensor, nn.Parameter)  # types of tensors that can be moved
-MODEL_OWNED = frozenset(
-    {PARAMETER, BUFFER, CAST}
-)  # storages that exist anyway: saving them costs no bytes
+# storages that exist anyway: saving them costs no bytes
+MODEL_OWNED = frozenset({PARAMETER, BUFFER, CAST})
 
 
 def why_not_plain(t: Tensor) -> str | None:

@@ -289,9 +289,8 @@ class Scope(NestedScope):
     ) -> Entry:
         if self.in_checkpoint and decision == MOVED:
             reason += "; instead of recompute by checkpoint"
-        shape = (
-            () if t.is_nested and t.layout is torch.strided else tuple(t.shape)
-        )  # a nested tensor has no shape
+        # a nested tensor has no shape
+        shape = () if t.is_nested and t.layout is torch.strided else tuple(t.shape)
         return Entry(named.name, named.op, shape, t.dtype, nbytes, decision, reason, named.also)
 
 

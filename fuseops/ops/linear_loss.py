@@ -155,9 +155,8 @@ class _LinearLoss(Op[LinearLossSaved]):
         for s in chunks:
             logits = F.linear(x[s], weight, bias).requires_grad_()
             with torch.enable_grad():
-                writable = torch_private.unsafe_view(
-                    logits, logits.shape
-                )  # a leaf cannot be written to
+                # a leaf cannot be written to
+                writable = torch_private.unsafe_view(logits, logits.shape)
                 found = self._of(writable, [t[s] for t in rows])
                 dlogits = _gradient(found[0], logits)
             depends = depends or dlogits is not None

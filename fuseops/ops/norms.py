@@ -57,9 +57,8 @@ class _Norm:
 
     def bwd(self, saved: Any, dy: Tensor, *, call: Call) -> Grads:
         found = self.grads(saved, dy, call.needs)
-        return (
-            found if "x" in call.needs else found._replace(x=None)
-        )  # some kernels compute it anyway
+        # some kernels compute it anyway
+        return found if "x" in call.needs else found._replace(x=None)
 
     @property
     def zero_centered_gamma(self) -> bool:

@@ -10,12 +10,10 @@ from collections.abc import Iterator
 from torch import nn
 
 # keys of `__dict__`
-STAND_IN = (
-    "_stand_in"  # of a module: the module that runs instead of its forward, with its parameters
-)
-PARAMETER_SOURCE = (
-    "_parameter_source"  # of an op whose parameters another module owns: a mapping by name
-)
+# of a module: the module that runs instead of its forward, with its parameters
+STAND_IN = "_stand_in"
+# of an op whose parameters another module owns: a mapping by name
+PARAMETER_SOURCE = "_parameter_source"
 SHARD_EXPERTS = "_shard_experts"  # of a module: shards the experts of its stand-in over ranks, once that is built
 WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 

@@ -28,9 +28,8 @@ class Settings(NamedTuple):
     reference: bool = False
     prefer: str = "speed"  # or "memory": where the faster way holds more at its peak
     recompute: bool = False  # drop the Saved fields that an op declares it `recomputes`
-    dispatch_again: bool = (
-        False  # keep the Saved fields `again`, from which the backward dispatches x again
-    )
+    # keep the Saved fields `again`, from which the backward dispatches x again
+    dispatch_again: bool = False
 
     def difference(self, other: "Settings") -> list[str]:
         """A text for each setting that differs, with both values."""
@@ -206,9 +205,8 @@ class scope(ContextDecorator):
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         here = current()
         layer = last = here.layer
-        while (
-            layer is not None and layer not in self.entered
-        ):  # scopes open inside end with this one
+        # scopes open inside end with this one
+        while layer is not None and layer not in self.entered:
             layer = layer.parent
         if layer is None:
             self.entered.pop()

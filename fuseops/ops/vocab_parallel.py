@@ -31,9 +31,8 @@ from .collectives import AllGather
 from .local import Ranks, sum_gradients
 from .loss_options import LossOptions
 
-NO_IGNORED = (
-    -1
-)  # an ignore_index that no local target has: numbers of targets on other ranks are masked later
+# an ignore_index that no local target has: numbers of targets on other ranks are masked later
+NO_IGNORED = -1
 
 
 class Vocabulary(NamedTuple):

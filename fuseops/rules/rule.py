@@ -193,9 +193,8 @@ class RunEnd(NamedTuple):
     """A `RunEnd` says why a run of ops ends, and what follows it."""
 
     why: str
-    next_type: str = (
-        ""  # class name of the plain module, or of the first op of the border, behind it
-    )
+    # class name of the plain module, or of the first op of the border, behind it
+    next_type: str = ""
 
 
 class RunPosition(NamedTuple):

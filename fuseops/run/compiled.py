@@ -255,9 +255,8 @@ def _attributes_unchanged(runner: int, piece: int, i: int, op: Any) -> bool:
     if op is None:
         return True
     for name in _split_words(query(runner, "attributes_of_kind", piece, i, "number")):
-        if getattr(op, name) != query(
-            runner, "attribute", piece, i, name
-        ):  # dynamo may hold a symbol
+        # dynamo may hold a symbol
+        if getattr(op, name) != query(runner, "attribute", piece, i, name):
             return False
     for name in _split_words(query(runner, "attributes_of_kind", piece, i, "constant")):
         if not query(runner, "attribute_equals", piece, i, name, getattr(op, name)):

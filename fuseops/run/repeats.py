@@ -25,9 +25,8 @@ from .checks import running_step
 from .saving import pack, unpack
 from .steps import CallContext, GeneratedFunction
 
-WARMUP_CALLS = (
-    1  # of a kind, before one is recorded; the call that checks the contract is not counted
-)
+# of a kind, before one is recorded; the call that checks the contract is not counted
+WARMUP_CALLS = 1
 MAX_TRIES = 8  # of a kind
 MAX_TRANSCRIPTS = 4  # of a kind: strides may differ
 MAX_KINDS = 64  # of a segment

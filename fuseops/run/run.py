@@ -68,9 +68,8 @@ class Run:
         self.swaps = any(isinstance(op, Swap) for op in self.ops)  # y has the shape of a side input
         self.offset = offset  # position of the first op in the Sequential
         self.plan_cache = PlanCache(self.names[0])
-        self.shapes: set[Any] = (
-            set()
-        )  # of inputs, without the rows, that were checked: every op takes them
+        # of inputs, without the rows, that were checked: every op takes them
+        self.shapes: set[Any] = set()
         self.last_call: LastCall | None = None
         self.table_numbers: list[int] = []  # of the objects that this run put into TABLE
         weakref.finalize(self, TABLE.drop, self.table_numbers)

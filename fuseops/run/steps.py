@@ -28,9 +28,8 @@ GeneratedFunction = Callable[..., Any]
 class CallContext(NamedTuple):
     """A `CallContext` holds the objects that belong to one call of a Sequential."""
 
-    scratch: dict[str, dict[str, Any]] | None = (
-        None  # by the name of the Sequential that has the op
-    )
+    # by the name of the Sequential that has the op
+    scratch: dict[str, dict[str, Any]] | None = None
     out: Buffers | None = None  # the caller's, of an op that runs alone
     contract: ContractCheck | None = None  # in the first forward and first backward of a segment
     seed: Tensor | None = None  # (1,) int64, of a backward with stochastic rounding

@@ -289,9 +289,8 @@ def layout_moves_what_its_plans_say(layout: str, mesh: tuple[int, ...]) -> Any:
     assert rank.run.mesh.shape == mesh
     found = rank.found()
     assert found["not_as_planned"] == [], found["not_as_planned"]
-    assert 0.95 < found["moves_over_planned"] < 1.05, (
-        found
-    )  # tokens that come here are as many as come
+    # tokens that come here are as many as come
+    assert 0.95 < found["moves_over_planned"] < 1.05, found
     assert found["repeats_bit_equal"] and found["gradients_bit_equal"], found
     assert all(found["leave"].values()), found["leave"]
     return rank.plan

@@ -334,6 +334,5 @@ def begin() -> None:
     """Once in every process that runs programs."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    arena.REGION = (
-        1 << 14
-    )  # at 64 MiB most of the time of a Scheduler's program goes into poisoning that
+    # at 64 MiB most of the time of a Scheduler's program goes into poisoning that
+    arena.REGION = 1 << 14

@@ -224,9 +224,8 @@ def test_an_adapted_mlp_stays_one_op(order: str, monkeypatch: pytest.MonkeyPatch
     rows, rank = 5, 2
     width, hidden = module.down_proj.out_features, module.down_proj.in_features
     x = torch.randn(rows, width, dtype=torch.float64, requires_grad=True)
-    factors = sum(
-        p.numel() for n, p in module.named_parameters() if "lora_B" in n
-    )  # times its scale
+    # times its scale
+    factors = sum(p.numel() for n, p in module.named_parameters() if "lora_B" in n)
     assert kept(lambda: module(x), module) <= rows * (width + 2 * hidden + 3 * rank) + factors
 
 

@@ -10,9 +10,8 @@ from samples import samples
 from fuseops.kernels.launch import device, recording, variant_of
 from fuseops.kernels.registry import KERNEL_OPS
 
-launching = importlib.import_module(
-    "fuseops.kernels.launch"
-)  # the package has a function of this name
+# the package has a function of this name
+launching = importlib.import_module("fuseops.kernels.launch")
 jit = pytest.importorskip("triton.runtime.jit")
 nvidia = pytest.importorskip("triton.backends.nvidia.compiler")
 specialize = getattr(jit, "native_specialize_impl", None)

@@ -152,9 +152,8 @@ def test_compiles_whole_and_equals_eager(name):
     op = KERNEL_OPS[name]
     compiled = torch.compile(lambda *args: op(*args), fullgraph=True, backend="aot_eager")
     eager = op.twin if op.fuses else op  # what the compiler fuses is the twin
-    results = (
-        f(*samples()[name]) for f in (compiled, eager)
-    )  # each its own: some write over what they read
+    # each its own: some write over what they read
+    results = (f(*samples()[name]) for f in (compiled, eager))
     for got, want in zip(*map(tree_leaves, results), strict=True):
         if got is want is None:  # an op that writes in place
             continue

@@ -122,9 +122,8 @@ def test_a_repeated_step_launches_what_its_ops_do(kind, rows, by_address):
     launching = [
         a for calls in kinds for a, _ in calls.transcripts if "stream_of" in a.__code__.co_names
     ]
-    assert len(launching) >= (1 if kind == "linears" else 2) * (
-        rows > 0
-    )  # whose forward is a product alone
+    # whose forward is a product alone
+    assert len(launching) >= (1 if kind == "linears" else 2) * (rows > 0)
 
 
 def test_experts_write_over_what_nobody_else_holds(by_address):

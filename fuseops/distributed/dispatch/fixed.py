@@ -33,9 +33,8 @@ class FixedCapacity(Bounded, AllToAll):
         total, token = self.world * self.pair_capacity, torch.arange(len(x), device=x.device)
         slots = torch.where(slots >= 0, slots + ranks * self.pair_capacity, -1)
         filled = torch.full((total + 1,), -1, dtype=torch.int32, device=x.device)
-        at = torch.where(
-            slots < 0, total, slots
-        ).long()  # tokens that are not sent go to an extra last slot
+        # tokens that are not sent go to an extra last slot
+        at = torch.where(slots < 0, total, slots).long()
         filled[at] = token[:, None].expand_as(at).to(torch.int32)
         filled = filled[:-1].clone()
         owner = ranks.repeat_interleave(self.pair_capacity, output_size=total)

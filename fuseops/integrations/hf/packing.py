@@ -18,9 +18,8 @@ from . import adapters, stand_ins
 
 PACKED, HALVES = "gate_up_proj", ("gate_proj", "up_proj")
 HOOK = "_fuseops_packed"  # key in the `__dict__` of a packed module: the handle of its load_state_dict hook
-CONVERSIONS = (
-    "_fuseops_conversions"  # in that of a model: the weight conversions that packing has added
-)
+# in that of a model: the weight conversions that packing has added
+CONVERSIONS = "_fuseops_conversions"
 
 
 def is_packed(module: nn.Module) -> bool:

@@ -235,9 +235,8 @@ def norm_of(module: nn.Module) -> Norm | None:
     eps = next((vars(module)[n] for n in ("variance_epsilon", "eps") if n in vars(module)), None)
     if weight is None or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    x = (
-        random_tensor(ROWS, len(weight)) * _scales(-4, 1)
-    ).requires_grad_()  # eps counts in some rows
+    # eps counts in some rows
+    x = (random_tensor(ROWS, len(weight)) * _scales(-4, 1)).requires_grad_()
     scale = nn.Parameter(random_tensor(len(weight)))
     y = K.rmsnorm_fwd.twin(x, None, eps)[0]
     copies = [*probe_copies(module, {"weight": scale}, {})]

@@ -16,9 +16,8 @@ from typing import NamedTuple
 from .cost_model import Choice, CostModel, Prediction
 
 NOTHING = Choice(frozenset(), frozenset())
-MAX_EVENTS = (
-    1_200_000  # a bound on the events in all predictions of one plan, but for the first few
-)
+# a bound on the events in all predictions of one plan, but for the first few
+MAX_EVENTS = 1_200_000
 MAX_EXHAUSTIVE = 12  # with so few items and groups, pairs are tried exhaustively
 STARTS = 8  # numbers of recomputed layers that are tried, where predictions are cheap
 
