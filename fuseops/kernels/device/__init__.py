@@ -1,8 +1,8 @@
 """The code that runs on the GPU: Triton, and Gluon where Hopper's wgmma, TMA and warp specialization are told by hand.
 
 Launchers are in `fuseops.kernels`; `launch.device("norm")` imports a module of this folder, and with it Triton, at its
-first launch. Names of kernels end in `_kernel`; all else is a device function, which is inlined. Triton modules run from
-sm_80 on unless this list says more; Gluon modules are of sm_90 alone.
+first launch. Names of kernels end in `_kernel`; all else is a device function, which is inlined. Triton modules run
+from sm_80 on unless this list says more; Gluon modules are of sm_90 alone.
 
     norms, activations  norm, activation, rope, dropout, bias
     router              router, router_bwd, router_losses, routing (counts, scan and places of copies)
