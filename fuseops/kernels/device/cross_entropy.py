@@ -111,9 +111,9 @@ def cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     target = tl.load(targets_ptr + row)
-    is_counted = target != ignore_index
-    out_of_range = is_counted & ((target < 0) | (target >= V))
-    target_class = tl.where(is_counted & (target >= 0) & (target < V), target, 0)
+    counted = target != ignore_index
+    invalid = counted & ((target < 0) | (target >= V))
+    target_class = tl.where(counted & (target >= 0) & (target < V), target, 0)
     target_weight = 1.0
     weight_sum = 1.0 * V
     if WEIGHTED:
@@ -132,12 +132,8 @@ def cross_entropy_kernel(
         loss = -(1 - smoothing) * target_weight * logp + z_loss * lse * lse
         if SMOOTHED:
             loss += smoothing / V * (weight_sum * lse - smooth)
-        tl.store(
-            loss_ptr + row, tl.where(out_of_range, float("nan"), tl.where(is_counted, loss, 0.0))
-        )
-        tl.store(
-            logp_ptr + row, tl.where(out_of_range, float("nan"), tl.where(is_counted, logp, 0.0))
-        )
+        tl.store(loss_ptr + row, tl.where(invalid, float("nan"), tl.where(counted, loss, 0.0)))
+        tl.store(logp_ptr + row, tl.where(invalid, float("nan"), tl.where(counted, logp, 0.0)))
         tl.store(lse_ptr + row, lse)
         if not GRADIENT:
             tl.store(expected_ptr + row, expected)
@@ -146,13 +142,13 @@ def cross_entropy_kernel(
 
     if GRADIENT:
         dloss = tl.load(dloss_ptr + row)
-        dloss = tl.where(out_of_range, float("nan"), tl.where(is_counted, dloss, 0.0))
+        dloss = tl.where(invalid, float("nan"), tl.where(counted, dloss, 0.0))
         class_coef = dloss * (smoothing / V)
         target_coef = dloss * (1 - smoothing) * target_weight
         p_coef = target_coef + class_coef * weight_sum + 2 * z_loss * lse * dloss
         if OTHERS:
             dlogp = tl.load(dlogp_ptr + row)
-            dlogp = tl.where(out_of_range, float("nan"), tl.where(is_counted, dlogp, 0.0))
+            dlogp = tl.where(invalid, float("nan"), tl.where(counted, dlogp, 0.0))
             p_coef += tl.load(dlse_ptr + row) - dlogp
             target_coef -= dlogp
             dexpected = tl.load(dexpected_ptr + row) * inverse

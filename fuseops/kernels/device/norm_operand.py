@@ -8,7 +8,7 @@ import triton.language as tl
 from fuseops.kernels.device.norm import normalize_rows
 from fuseops.kernels.device.operands import (
     load_tokens,
-    power_of_two,
+    power_of_two_scale,
     quantize_slice,
     slice_mask,
     store_operand,
@@ -37,7 +37,7 @@ def rmsnorm_operand_kernel(
     )  # fmt: skip
     y = y.to(x_ptr.dtype.element_ty)  # rounded as its tensor would be
     y = tl.reshape(y, (BLOCK_R * (BLOCK_N // 128), 128))
-    inv, scale = power_of_two(amax_of(y, 1), SHIFT)
+    inv, scale = power_of_two_scale(amax_of(y, 1), SHIFT)
     q = (widened(y) * inv[:, None]).to(row_ptr.dtype.element_ty)
     q = tl.reshape(q, (BLOCK_R, BLOCK_N))
     cols = tl.arange(0, BLOCK_N)[None, :]

@@ -20,7 +20,7 @@ FLT_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def power_of_two(amax, SHIFT: tl.constexpr):
+def power_of_two_scale(amax, SHIFT: tl.constexpr):
     """Compute (inverse scales, scales) of amax: the limit, 1.75 * 2^SHIFT, over amax, rounded down to a power of two,
     at most 2^63. In integers on the exponent, since a division would be most of the work of a tile.
     """
@@ -34,7 +34,7 @@ def power_of_two(amax, SHIFT: tl.constexpr):
 @triton.jit
 def quantize_slice(x, like_ptr, SHIFT: tl.constexpr):
     """Quantize a slice (BLOCK_R / 4, BLOCK_N) to the format of `like_ptr`, one scale a token.   -> (codes, scales)"""
-    inv, scale = power_of_two(amax_of(x, 1), SHIFT)
+    inv, scale = power_of_two_scale(amax_of(x, 1), SHIFT)
     return opaque_words((widened(x) * inv[:, None]).to(like_ptr.dtype.element_ty)), scale
 
 
@@ -144,9 +144,9 @@ def tile_of_block(
     """
     block = pid // num_n
     if GROUPS:
-        group, begin, end = group_at_block(block, offs_ptr, E, BLOCK_R, BLOCK_E)
-        row0 = begin + (block - begin // BLOCK_R - group) * BLOCK_R
-        return block, row0, tl.minimum(end, R), R // BLOCK_R + E
+        group, group_start, group_end = group_at_block(block, offs_ptr, E, BLOCK_R, BLOCK_E)
+        row0 = group_start + (block - group_start // BLOCK_R - group) * BLOCK_R
+        return block, row0, tl.minimum(group_end, R), R // BLOCK_R + E
     else:
         return block, block * BLOCK_R, R, tl.cdiv(R, BLOCK_R)
 
@@ -209,33 +209,33 @@ def rasterize_in_chunks(pid, num_n, programs, chunk):
 
 
 @triton.jit
-def blocks_of_part(program, offs_ptr, R, E, parts, GROUPS: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Find the blocks of tokens of one of `parts` equal parts of a group.
-    -> (its first block, the end of its blocks, the first token and the end of its group, the group's first block, the
-    number of all blocks)
+def program_blocks(program, offs_ptr, R, E, parts, GROUPS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Find the blocks of tokens of a program, one of `parts` equal parts of a group: program = part * E + group.
+    -> (begin_block, end_block, group_start, group_end, group_first_block, num_blocks)
 
+    Blocks of group g begin at group_start // BLOCK_R + g; the last group has all up to num_blocks, padding rows too.
     Programs that run together take the same part of all groups. Where a group's rows are in order of their tokens,
     these are copies of the same tokens, which memory is read for once.
     """
     part, group = program, 0
-    begin, end, group_block0 = R * 0, R, R * 0
-    group_block_end = tl.cdiv(R, BLOCK_R)
-    num_blocks = group_block_end
+    group_start, group_end, group_first_block = R * 0, R, R * 0
+    group_end_block = tl.cdiv(R, BLOCK_R)
+    num_blocks = group_end_block
     if GROUPS:
         part, group = program // E, program % E
-        begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-        end = tl.load(offs_ptr + group)
-        group_block0 = begin // BLOCK_R + group
+        group_start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
+        group_end = tl.load(offs_ptr + group)
+        group_first_block = group_start // BLOCK_R + group
         num_blocks = R // BLOCK_R + E
-        group_block_end = tl.where(group == E - 1, num_blocks, end // BLOCK_R + group + 1)
-        end = tl.minimum(end, R)
-    group_blocks = group_block_end - group_block0
+        group_end_block = tl.where(group == E - 1, num_blocks, group_end // BLOCK_R + group + 1)
+        group_end = tl.minimum(group_end, R)
+    group_blocks = group_end_block - group_first_block
     return (
-        group_block0 + group_blocks * part // parts,
-        group_block0 + group_blocks * (part + 1) // parts,
-        begin,
-        end,
-        group_block0,
+        group_first_block + group_blocks * part // parts,
+        group_first_block + group_blocks * (part + 1) // parts,
+        group_start,
+        group_end,
+        group_first_block,
         num_blocks,
     )
 
@@ -248,35 +248,35 @@ def permute_operand_kernel(
     PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Gather rows of codes and their scales by index, and store them as rows and as columns. A program walks over the
-    blocks of tokens of a part of a group (`blocks_of_part`), of one block of features.
+    blocks of tokens of a part of a group (`program_blocks`), of one block of features.
     """
     pdl_trigger_and_wait(PDL)
     block_n, program = rasterize_in_chunks(tl.program_id(0), tl.cdiv(N, BLOCK_N), parts * E, chunk)
-    block_begin, block_end, begin, end, group_block0, blocks = blocks_of_part(
+    begin_block, end_block, group_start, group_end, group_first_block, num_blocks = program_blocks(
         program, offs_ptr, R, E, parts, GROUPS, BLOCK_R
     )
     col0 = block_n * BLOCK_N
-    for block in range(block_begin, block_end):
-        row0 = begin + (block - group_block0) * BLOCK_R
+    for block in range(begin_block, end_block):
+        row0 = group_start + (block - group_first_block) * BLOCK_R
         qa, sa = gather_slice(
-            data_ptr, scale_ptr, index_ptr, 0, row0, end, col0, T, N, stride,
+            data_ptr, scale_ptr, index_ptr, 0, row0, group_end, col0, T, N, stride,
             INDEX, BLOCK_R, BLOCK_N,
         )  # fmt: skip
         qb, sb = gather_slice(
-            data_ptr, scale_ptr, index_ptr, 1, row0, end, col0, T, N, stride,
+            data_ptr, scale_ptr, index_ptr, 1, row0, group_end, col0, T, N, stride,
             INDEX, BLOCK_R, BLOCK_N,
         )  # fmt: skip
         qc, sc = gather_slice(
-            data_ptr, scale_ptr, index_ptr, 2, row0, end, col0, T, N, stride,
+            data_ptr, scale_ptr, index_ptr, 2, row0, group_end, col0, T, N, stride,
             INDEX, BLOCK_R, BLOCK_N,
         )  # fmt: skip
         qd, sd = gather_slice(
-            data_ptr, scale_ptr, index_ptr, 3, row0, end, col0, T, N, stride,
+            data_ptr, scale_ptr, index_ptr, 3, row0, group_end, col0, T, N, stride,
             INDEX, BLOCK_R, BLOCK_N,
         )  # fmt: skip
         store_operand(
             qa, qb, qc, qd, sa, sb, sc, sd, row_ptr, row_scale_ptr, col_ptr, square_ptr,
-            row0, end, col0, R, N, col0 * 0, N, block, blocks, ROW, COL, BLOCK_R, BLOCK_N,
+            row0, group_end, col0, R, N, col0 * 0, N, block, num_blocks, ROW, COL, BLOCK_R, BLOCK_N,
         )  # fmt: skip
 
 
@@ -329,7 +329,7 @@ def quantize_weight_kernel(
     d = load_weight_slice(w_ptr, 3, base, row0, col0, N, K, BLOCK_R, BLOCK_N)
     amax = tl.maximum(tl.max(amax_of(a, 1), axis=0), tl.max(amax_of(b, 1), axis=0))
     amax = tl.maximum(amax, tl.max(amax_of(c, 1), axis=0))
-    inv, scale = power_of_two(tl.maximum(amax, tl.max(amax_of(d, 1), axis=0)), SHIFT)
+    inv, scale = power_of_two_scale(tl.maximum(amax, tl.max(amax_of(d, 1), axis=0)), SHIFT)
     if ROW:
         tl.store(scale_ptr + pid, scale)
         row_dtype: tl.constexpr = row_ptr.dtype.element_ty
