@@ -322,7 +322,7 @@ def test_a_rule_made_in_each_step_leaves_a_bounded_number_of_plans(
             tokens = tokens if step > 4 else len(scopes._by_token)
     gc.collect()
     (run,) = [piece for _, piece in seq._runner.pieces]
-    assert len(run.plan_cache) == 4 and len(scopes._by_token) <= tokens + 1
+    assert len(run.plans.cache) == 4 and len(scopes._by_token) <= tokens + 1
     assert [r.message for r in caplog.records if "make it once" in r.message] == [
         record.message for record in caplog.records[:1]
     ]
@@ -338,8 +338,8 @@ def test_settings_outlive_the_plans_that_were_made_under_them() -> None:
         with fo.rules(fo.Rule("never", (SiLU,), FusedScaled, when=(lambda ops, c: "no",))):
             y = checkpoint(seq, x, use_reentrant=False, **options)
         for _, run in seq._runner.pieces:
-            run.plan_cache.clear()
-            run.last_call = None
+            run.plans.cache.clear()
+            run.plans.last_call = None
         gc.collect()
         return y
 
@@ -555,13 +555,15 @@ def test_another_thread_between_the_guard_and_the_plan(
     seq, x = model().requires_grad_(False), data()
     seq(x.detach())
     run = seq._runner.pieces[0][1]
-    other = run.last_call if theirs == "an entry" else None  # of a call that wants no gradient
+    other = (
+        run.plans.last_call if theirs == "an entry" else None
+    )  # of a call that wants no gradient
     expected = outcome(seq, x)
     fits = KeyGuard.fits
 
     def interrupted(self: KeyGuard, *call: object) -> bool:
         found = fits(self, *call)
-        run.last_call = other
+        run.plans.last_call = other
         return found
 
     monkeypatch.setattr(KeyGuard, "fits", interrupted)
@@ -670,12 +672,12 @@ def test_a_write_that_changes_nothing_plans_nothing(
     seq(x), seq(x)
     alike, run = KeyGuard._ops_match, seq._runner.pieces[0][1]
     monkeypatch.setattr(KeyGuard, "_ops_match", lambda *given: looks.append(run) or alike(*given))
-    guard = run.last_call.guard
+    guard = run.plans.last_call.guard
     seq(x), seq(x)
     assert bool(looks) is not told
     seq[0].eval(), seq[0].train()
     seq(x)
-    assert looks and run.last_call.guard is guard
+    assert looks and run.plans.last_call.guard is guard
 
 
 def test_plans_die_with_their_sequential_and_the_graph_lives_on() -> None:

@@ -48,7 +48,7 @@ def step(model: nn.Module, x: Tensor, seed: int = 0) -> list[Tensor]:
 
 def segments(model: Any) -> list[Any]:
     (piece,) = (run for _, run in model._runner.pieces)
-    return [*next(iter(piece.last_call.plans.values())).segments]
+    return [*next(iter(piece.plans.last_call.plans.values())).segments]
 
 
 def inputs(k: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -143,7 +143,7 @@ model, x = fo.Sequential(fo.ops.Linear(8, 8), fo.ops.Linear(8, 8)), torch.randn(
 for _ in range(4):
     model(x).sum().backward()
 (_, run), = model._runner.pieces
-(seg,) = next(iter(run.last_call.plans.values())).segments
+(seg,) = next(iter(run.plans.last_call.plans.values())).segments
 assert all(kind.transcripts for kind in seg.repeats.kinds.values())
 assert "torch._dynamo" not in sys.modules
 """

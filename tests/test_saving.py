@@ -23,7 +23,7 @@ def segment() -> Segment:
     x = torch.randn(3, 4, requires_grad=True)
     model(x).sum().backward()
     ((_, run),) = model._runner.pieces
-    (plan,) = run.last_call.plans.values()
+    (plan,) = run.plans.last_call.plans.values()
     return max(plan.segments, key=lambda seg: len(seg.kept))
 
 

@@ -2,8 +2,8 @@
 
 a sequence     composed (its children), splice (nested Sequentials), runner (runs of ops and plain modules in order),
                sides (arguments of the caller), config (`configure` and scopes)
-a run of ops   run (looks up or builds the plan of a call), plan_cache, modes (how an op runs outside of a span), gate
-               (whether a recipe pays)
+a run of ops   run (executes the plan of a call), plan_lookup (finds it, or builds it), plan_cache, modes (how an op
+               runs outside of a span), gate (whether a recipe pays)
 compiled code  compiled (a call as dynamo traces it), guard_free (no guards on names), trace_queries (answers of the
                planner), object_table (objects by number)
 execution      bridge (the autograd Function), steps (generates the code of a segment), repeats (replays transcripts of

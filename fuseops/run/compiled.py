@@ -283,7 +283,7 @@ def _check_swapped(module: Any, piece: int, shape: Any, known: dict[str, Any]) -
 
 
 def _reasons(module: Any, piece: int, entry: int, x: Any, env: dict[str, Any]) -> Any:
-    return module._runner.pieces[piece][1].reasons(TABLE[entry], x, env)
+    return module._runner.pieces[piece][1].plans.reasons(TABLE[entry], x, env)
 
 
 def _run_called(plan: int, k: int, x: Any, env: dict[str, Any]) -> Any:

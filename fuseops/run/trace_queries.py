@@ -116,7 +116,7 @@ class TraceQueries:
         return _words({type(op): i for i, op in ops if id(op) in self.runner.places}.values())
 
     def has_swap(self, piece: int) -> bool:
-        return self._run(piece).swaps
+        return self._run(piece).plans.swaps
 
     def takes_local_x(self, piece: int) -> bool:
         return self._run(piece).chain.local
@@ -135,7 +135,7 @@ class TraceQueries:
         width = _width(run)
         if (
             width is None
-            or run.swaps
+            or run.plans.swaps
             or not (axes and all(unchanged) and all(map(is_builtin, run.ops)))
         ):
             return None
@@ -212,7 +212,8 @@ class TraceQueries:
             for facts, mode in zip(starmap(OpFacts, op_facts(run.ops)), modes, strict=True)
         ]
         known = [tuple([p if p is None else ParameterFacts(*p) for p in own]) for own in parameters]
-        return run.register(run.entry(PlanKey(tuple(ops), tuple(known), CallFacts(*call))))
+        key = PlanKey(tuple(ops), tuple(known), CallFacts(*call))
+        return run.register(run.plans.entry_of_key(key))
 
     def depends_on_symbols(self, piece: int, entry: int, dtype: torch.dtype, axes: int) -> bool:
         """Whether the plan of an entry depends on a size that may be symbolic."""
@@ -233,7 +234,7 @@ class TraceQueries:
         shape = (*[UnknownRows()] * (axes - 1), width)
         x: Any = RowlessInput(shape, dtype, known.facts.key.call.device)
         try:
-            return run.reasons(known, x, {})
+            return run.plans.reasons(known, x, {})
         except TypeError:
             return None
 
@@ -249,7 +250,7 @@ class TraceQueries:
         run = self._run(piece)
         if reasons is None:
             reasons = self._reasons(piece, entry, dtype, axes)
-        plan = run.plan_of(TABLE[entry], reasons)  # type: ignore[arg-type]
+        plan = run.plans.plan_of_outcome(TABLE[entry], reasons)  # type: ignore[arg-type]
         for segment in plan.segments:
             if not segment.number:
                 segment.number = run.register(segment)

@@ -96,7 +96,9 @@ def step(model, x):
 def repetitions(model):
     """What is written down of each segment, by kinds of calls."""
     (run,) = (piece for _, piece in model._runner.pieces)
-    nodes = [seg for seg in next(iter(run.last_call.plans.values())).segments if seg.kind == "node"]
+    nodes = [
+        seg for seg in next(iter(run.plans.last_call.plans.values())).segments if seg.kind == "node"
+    ]
     return [[*seg.repeats.kinds.values()] for seg in nodes]
 
 
