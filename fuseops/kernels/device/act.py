@@ -47,9 +47,8 @@ def act_slope(x, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
         y = ALPHA * t * s
         slope = (1.0 - t * t) * s + y * (1.0 - s)
     elif ACT == "gelu_tanh":  # 0.5 (1 + tanh(z)) = sigmoid(2 z)
-        square = tl.minimum(
-            x * x, 1024.0
-        )  # s is 0 or 1 from there on, and inf times 0 would be NaN
+        # from x^2 = 1024 on s is 0 or 1, and inf times 0 would be NaN
+        square = tl.minimum(x * x, 1024.0)
         s = tl.sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
         y = x * s
         slope = s + y * (1.0 - s) * (1.5957691216057308 + 0.2140644488178008 * square)

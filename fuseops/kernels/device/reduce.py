@@ -35,9 +35,8 @@ def pdl_trigger_and_wait(PDL: tl.constexpr):
         gdc_wait()
 
 
-MAX_LANES = tl.constexpr(
-    1024
-)  # of a program, at most: in a wider row each lane holds several elements
+# of a program, at most: in a wider row each lane holds several elements
+MAX_LANES = tl.constexpr(1024)
 
 
 @triton.jit
@@ -68,17 +67,17 @@ def fold(x, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def add_rows(
-    x_ptr, y_ptr, first, last, block, N, used, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr
+    x_ptr, y_ptr, begin, end, block, N, used_cols, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Store the sum of rows `first` to `last` of x (S, N), of one block of columns, in y (N,): BLOCK_S rows at a time.
+    """Store the sum of rows `begin` to `end` of x (S, N), of one block of columns, in y (N,): BLOCK_S rows at a time.
 
-    Of the N columns those from `used` on are stored as zeros.
+    Of the N columns those from `used_cols` on are stored as zeros.
     """
     cols = block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros((BLOCK_S, BLOCK_N), dtype=tl.float32)
-    for start in range(first, last, BLOCK_S):
+    for start in range(begin, end, BLOCK_S):
         rows = (start + tl.arange(0, BLOCK_S)).to(tl.int64)[:, None]
-        mask = (rows < last) & (cols < used)
+        mask = (rows < end) & (cols < used_cols)
         total += tl.load(x_ptr + rows * N + cols, mask=mask, other=0.0)
     tl.store(y_ptr + cols, tl.sum(total, axis=0)[None, :], mask=cols < N)
 
