@@ -97,11 +97,25 @@ def only_while_attached(forward: F) -> F:
 
     @functools.wraps(forward)
     def either(self: nn.Module, *args: Any, **keywords: Any) -> Any:
-        stand_in, own = self.__dict__.get(STAND_IN), type(self).forward
-        ours = stand_in is not None and stand_in.replaces is own
-        return (forward if ours else own)(self, *args, **keywords)
+        return (forward if is_attached(self) else type(self).forward)(self, *args, **keywords)
 
     return cast("F", either)
+
+
+def is_attached(owner: nn.Module) -> bool:
+    """Whether a module has a stand-in, made for the forward that its class has now.
+
+    Traced code does not read the stand-in for that: dynamo would go on with it where it is rebuilt afterwards.
+    """
+    if not torch.compiler.is_compiling():
+        return _is_attached(owner)
+    guard(type(owner), "forward")
+    return STAND_IN in owner.__dict__ and _evaluate_untraced(_is_attached, id(owner)) == 1
+
+
+def _is_attached(owner: nn.Module) -> bool:
+    stand_in = owner.__dict__.get(STAND_IN)
+    return stand_in is not None and stand_in.replaces is type(owner).forward
 
 
 # --- whether a stand-in still computes what its owner does
