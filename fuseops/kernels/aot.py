@@ -259,7 +259,7 @@ def contracted(ptx: str) -> list[str]:
     """Registers with values of other lanes that a fused multiply-add adds a product to.
 
     Each lane then rounds the other's product but not its own, so the lanes of a row hold sums that differ, and race to
-    store them. `device.reduce.apart` rounds a product first.
+    store them. `device.reduce.mul_rn` rounds a product first.
     """
     given = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", ptx))
     added = set(re.findall(r"fma\.rn\.f32\s+%r\d+, %r\d+, %r\d+, (%r\d+);", ptx))

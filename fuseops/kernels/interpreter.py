@@ -76,14 +76,14 @@ class _Results(list[Any]):
 
 
 def _inline_asm(self: Any, asm: str, constraints: str, values: list[Any], *rest: Any) -> _Results:
-    """What assembly may be here: a copy, or four numbers that become a word of FP8 codes."""
+    """Interpret the assembly that kernels have: a copy, or the conversion of four numbers to a word of FP8 codes."""
     if asm.startswith("mov.b32 $0, $1"):
         return _Results(values)
-    pair = re.search(r"cvt\.rn\.satfinite\.(\w+)\.f32 low", asm)
-    if pair is None:
+    conversion = re.search(r"cvt\.rn\.satfinite\.(\w+)\.f32 low", asm)
+    if conversion is None:
         raise NotImplementedError(f"inline assembly in the interpreter: {asm}")
-    kind = {"e4m3x2": tl.float8e4nv, "e5m2x2": tl.float8e5}[pair[1]]
-    codes = [encode(each.data, kind).astype(np.uint32) << 8 * i for i, each in enumerate(values)]
+    dtype = {"e4m3x2": tl.float8e4nv, "e5m2x2": tl.float8e5}[conversion[1]]
+    codes = [encode(value.data, dtype).astype(np.uint32) << 8 * i for i, value in enumerate(values)]
     return _Results([tri.TensorHandle(np.bitwise_or.reduce(codes), tl.uint32)])
 
 
@@ -149,17 +149,19 @@ def _reduce(self: Any, values: Any, *, original: Any) -> Any:
 def _min_max(
     self: Any, values: Any, val_reduce_op: Any, idx_reduce_op: Any = None, *, original: Any
 ) -> Any:
-    quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
-    return original(self, values, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
+    without_warnings = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
+    return original(self, values, without_warnings.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
 
 def _dot(
     self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
 ) -> Any:
     a_data, b_data = decode(a.data, a.dtype.scalar), decode(b.data, b.dtype.scalar)
-    work = np.promote_types(d.data.dtype, np.float32) if a.dtype.is_floating() else d.data.dtype
-    total = np.matmul(a_data, b_data, dtype=work) + d.data
-    return tri.TensorHandle(encode(total, d.dtype.scalar), d.dtype.scalar)
+    accumulator_dtype = (
+        np.promote_types(d.data.dtype, np.float32) if a.dtype.is_floating() else d.data.dtype
+    )
+    accumulator = np.matmul(a_data, b_data, dtype=accumulator_dtype) + d.data
+    return tri.TensorHandle(encode(accumulator, d.dtype.scalar), d.dtype.scalar)
 
 
 def _dot_scaled(
@@ -181,16 +183,16 @@ def _dot_scaled(
 
 
 def _masked(self: Any, *args: Any, original: Any, **keywords: Any) -> Any:
-    """With a mask of truth values; that of a descriptor's is an array of them already."""
-    at = 1 if original.__name__ == "create_masked_load" else 2
-    mask = args[at]
+    """Load or store with a mask of truth values; that of a descriptor is an array of them already."""
+    mask_place = 1 if original.__name__ == "create_masked_load" else 2
+    mask = args[mask_place]
     if isinstance(mask, tri.TensorHandle):
         mask = tri.TensorHandle(mask.data.astype(bool), tl.int1)
-    return original(self, *args[:at], mask, *args[at + 1 :], **keywords)
+    return original(self, *args[:mask_place], mask, *args[mask_place + 1 :], **keywords)
 
 
 def _convert_elem(self: Any, elem: Any, require_i64: bool, *, original: Any) -> Any:
-    """Without the constexpr that Python's arithmetic has put around a tensor."""
+    """Unwrap a tensor from the constexpr that Python's arithmetic has put around it, and convert it."""
     value = getattr(elem, "value", elem)
     return original(self, value if isinstance(value, tl.tensor) else elem, require_i64)
 
@@ -244,12 +246,12 @@ _patched: set[str] = set()
 
 @functools.cache
 def _languages(fn: Any) -> frozenset[str]:
-    """Those that a kernel or a device function sees."""
+    """The names of the modules of the language that a kernel or a device function sees."""
     return frozenset(v.__name__ for v in fn.__globals__.values() if v is tl or v is tl.core)
 
 
 def _patch_lang(fn: Any, *, original: Any) -> Any:
-    """Triton's own, once a launch for each module."""
+    """Replace the functions of the language as Triton does, but once a launch for each module."""
     if _languages(fn) <= _patched:
         return tri._LangPatchScope()
     _patched.update(_languages(fn))

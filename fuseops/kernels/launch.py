@@ -186,7 +186,7 @@ def pdl_chain(where: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
     """(options of the first launch, options of the later ones) of consecutive launches in one call.
 
     From Hopper on a launch may begin while the one before it ends (programmatic dependent launch): kernels allow it by
-    ``before_launch``, and wait by ``after_launch`` before they touch memory that an earlier one wrote.
+    ``pdl_trigger``, and wait by ``pdl_wait`` before they touch memory that an earlier one wrote.
     """
     if INTERPRET or current_arch(where) < 90:
         return {"PDL": False}, {"PDL": False}
@@ -196,8 +196,8 @@ def pdl_chain(where: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
 def pdl_overlap(where: torch.device) -> dict[str, Any]:
     """Options of a launch that may begin while any launch before it ends.
 
-    From Hopper on (programmatic dependent launch). The kernel starts with ``overlapped(PDL)``, which waits for the
-    writes of earlier launches.
+    From Hopper on (programmatic dependent launch). The kernel starts with ``pdl_trigger_and_wait(PDL)``, which waits
+    for the writes of earlier launches.
     """
     return pdl_chain(where)[1]
 

@@ -383,11 +383,11 @@ def _backward(
         HAS_WEIGHT=weight is not None, HAS_DRES=dres is not None, NEED_DW=needs[0], NEED_DB=needs[1], FORM=form,
         **pdl_chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,
     )  # fmt: skip
-    made = sum_all_partials(sums, dtype or torch.float32)
-    dw = made[0].view(shape) if needs[0] else sums.new_empty(0)
+    summed = sum_all_partials(sums, dtype or torch.float32)
+    dw = summed[0].view(shape) if needs[0] else sums.new_empty(0)
     if form != "layer":
         return dx, dw, dw
-    return dx, dw, made[-1].view(shape) if needs[1] else sums.new_empty(0)
+    return dx, dw, summed[-1].view(shape) if needs[1] else sums.new_empty(0)
 
 
 def _checked_width(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor) -> int:

@@ -335,7 +335,7 @@ def dswiglu_operand(
         row_factors(probs, h),
         _ends(offs, h),
     )
-    wanted = {
+    flags = {
         "SCALED": probs is not None,
         "ROW": row,
         "COL": col,
@@ -350,13 +350,13 @@ def dswiglu_operand(
         launch(
             device("fp8_dswiglu").fp8_dswiglu_kernel, (parts * groups * cdiv(n // BLOCK, span),),
             *operands, *out, a, a_scale, partial, rows, n, groups, parts, da.stride(0), h.stride(0), span, beside,
-            **wanted, STAGES=2 if h.itemsize == 2 else 3, num_warps=8, maxnreg=128,  # two programs fit
+            **flags, STAGES=2 if h.itemsize == 2 else 3, num_warps=8, maxnreg=128,  # two programs fit
         )  # fmt: skip
     else:
         launch(
             device("fp8_swiglu").dswiglu_operand_kernel, (blocks * (n // BLOCK) * (2 + act),),
             *operands, *out, a, a_scale, partial, rows, n, _groups(offs), da.stride(0), h.stride(0),
-            SHIFT=LARGEST[dtype], A_SHIFT=LARGEST[a_dtype], BLOCK_E=tiles.pow2(_groups(offs), least=32), **wanted,
+            SHIFT=LARGEST[dtype], A_SHIFT=LARGEST[a_dtype], BLOCK_E=tiles.pow2(_groups(offs), least=32), **flags,
             **pdl_overlap(h.device), **DSWIGLU.pick(rows, (n,), h),
         )  # fmt: skip
     return *out, a, a_scale, partial if probs is None else partial.sum(0)
@@ -378,14 +378,14 @@ def quantize_weight(
     blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
     data = weight.new_empty((*lead, n, k) if row else 0, dtype=dtype)
     scale = weight.new_empty((*lead, *blocks) if row else 0, dtype=torch.float32)
-    turned = weight.new_empty((*lead, k, n) if col else 0, dtype=dtype)
-    turned_scale = weight.new_empty((*lead, *blocks[::-1]) if col else 0, dtype=torch.float32)
+    transposed = weight.new_empty((*lead, k, n) if col else 0, dtype=dtype)
+    transposed_scale = weight.new_empty((*lead, *blocks[::-1]) if col else 0, dtype=torch.float32)
     launch(
         device("operands").quantize_weight_kernel, (math.prod(lead) * blocks[0] * blocks[1],),
-        weight, data, scale, turned, turned_scale, n, k, SHIFT=LARGEST[dtype], ROW=row, COL=col,
+        weight, data, scale, transposed, transposed_scale, n, k, SHIFT=LARGEST[dtype], ROW=row, COL=col,
         ALIGN=16, **pdl_overlap(weight.device), **WEIGHT.pick(n, (k,), weight),
     )  # fmt: skip
-    return data, scale, turned, turned_scale
+    return data, scale, transposed, transposed_scale
 
 
 def _outputs(

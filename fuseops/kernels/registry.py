@@ -92,12 +92,12 @@ def reference_only() -> Iterator[None]:
     """Inside, every kernel call of this thread runs its twin: the bridge enters it for plain torch, as
     `fo.reference()`.
     """
-    before = thread.reference_only, thread.replay_mode
+    outer = thread.reference_only, thread.replay_mode
     thread.reference_only, thread.replay_mode = True, False
     try:
         yield
     finally:
-        thread.reference_only, thread.replay_mode = before
+        thread.reference_only, thread.replay_mode = outer
 
 
 @contextmanager
@@ -117,12 +117,12 @@ def as_if_on(arch: int) -> Iterator[None]:
     """Inside, fake CPU tensors count as CUDA tensors of an architecture, so that calls of its kernels go to the
     registered ops and their fakes. For dry runs.
     """
-    before = thread.as_arch
+    outer = thread.as_arch
     thread.as_arch = arch
     try:
         yield
     finally:
-        thread.as_arch = before
+        thread.as_arch = outer
 
 
 class KernelOp(Generic[P, R]):
@@ -131,8 +131,8 @@ class KernelOp(Generic[P, R]):
     def __init__(self, launcher: Callable[P, R], options: kernel_op) -> None:
         functools.update_wrapper(self, launcher)
         self.name: str = launcher.__name__
-        space = options.namespace or _namespace_of(launcher)
-        self.label = f"{space}::{self.name}"
+        namespace = options.namespace or _namespace_of(launcher)
+        self.label = f"{namespace}::{self.name}"
         self.twin = options.twin
         signature = inspect.signature(launcher)
         self._defaults = tuple([(p.name, p.default) for p in signature.parameters.values()])
@@ -141,7 +141,7 @@ class KernelOp(Generic[P, R]):
         self.traces_twin = options.traces_twin
         self.cases, self.flops, self._nbytes = options.cases, options.flops, options.nbytes
         self.dtypes = options.dtypes
-        key = self.name if space == OWN_NAMESPACE else self.label
+        key = self.name if namespace == OWN_NAMESPACE else self.label
         if key in KERNEL_OPS:
             raise FuseOpsError(
                 f"kernel op '{self.label}' is registered twice: torch keeps an op until the process ends, so give the "
@@ -159,7 +159,7 @@ class KernelOp(Generic[P, R]):
                 "are repeated by position: leave the * out of the launcher. Callers may give keywords all the same."
             )
         self._takes_lists = re.search(r"Tensor\S*\[", schema.partition(" -> ")[0]) is not None
-        lib = library(space)
+        lib = library(namespace)
         lib.define(self.name + schema)
         lib.impl(self.name, self._dispatcher_impl, "CompositeExplicitAutograd")
         returns_nothing = signature.return_annotation in (None, "None")
@@ -169,9 +169,11 @@ class KernelOp(Generic[P, R]):
             lambda *args, **kwargs: _run_fake(shapes, self._positional(args, kwargs)),
             lib=lib,
         )
-        self.op = getattr(getattr(torch.ops, space), self.name).default
-        takes = enumerate(self.op._schema.arguments)
-        self.writes = [k for k, a in takes if a.alias_info is not None and a.alias_info.is_write]
+        self.op = getattr(getattr(torch.ops, namespace), self.name).default
+        parameters = enumerate(self.op._schema.arguments)
+        self.writes = [
+            k for k, a in parameters if a.alias_info is not None and a.alias_info.is_write
+        ]
         self.announced = self.writes if options.announces else []
         self.launcher = self._with_version_bump(launcher) if self.announced else launcher
         self._dispatcher = torch_private.replace_overload(self.op, self._python_impl())
@@ -212,11 +214,11 @@ class KernelOp(Generic[P, R]):
             values = self._values(args, kwargs)
             if self.traces_twin or not _traced(values) or self._loses_gradient(values):
                 return self.twin(*args, **kwargs)
-            given = enumerate((*args, *kwargs.values()))
+            values_given = enumerate((*args, *kwargs.values()))
             check_all_meta(
                 [
                     (f"{self.name}: argument {k}", t.is_meta)
-                    for k, value in given
+                    for k, value in values_given
                     for t in _as_sequence(value)
                     if isinstance(t, Tensor)
                 ]
@@ -243,16 +245,16 @@ class KernelOp(Generic[P, R]):
 
     def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments by position, up to the last one given, with defaults between them."""
-        found, left = list(args), len(kwargs)
+        positional, keywords_left = list(args), len(kwargs)
         for name, default in self._defaults[len(args) :]:
             value = kwargs.get(name, default)
-            if not left or value is inspect.Parameter.empty:
+            if not keywords_left or value is inspect.Parameter.empty:
                 break
-            left -= name in kwargs
-            found.append(value)
-        if left:
+            keywords_left -= name in kwargs
+            positional.append(value)
+        if keywords_left:
             inspect.signature(self.launcher).bind(*args, **kwargs)  # raises what Python does
-        return tuple(found)
+        return tuple(positional)
 
     def nbytes(self, *args: Any) -> int:
         """The least number of bytes this call has to move."""
@@ -271,13 +273,13 @@ class KernelOp(Generic[P, R]):
             return False
         if _in_transform() and not torch.compiler.is_compiling():
             return False
-        grad, where = torch.is_grad_enabled(), first.device
+        grad, device = torch.is_grad_enabled(), first.device
         for value in self._values(args, kwargs) if kwargs or self._takes_lists else args:
-            plain = type(value) in PLAIN
-            if plain or isinstance(value, Tensor):
-                if value.dtype not in self.dtypes or value.device != where:
+            is_plain = type(value) in PLAIN
+            if is_plain or isinstance(value, Tensor):
+                if value.dtype not in self.dtypes or value.device != device:
                     return False
-                if (grad and value.requires_grad) or not (plain or torch_private.is_fake(value)):
+                if (grad and value.requires_grad) or not (is_plain or torch_private.is_fake(value)):
                     return False
         return True
 
@@ -292,13 +294,13 @@ class KernelOp(Generic[P, R]):
         """Whether compiled code would drop a gradient that is needed, since the registered op has none."""
         if not (torch.is_grad_enabled() and torch.compiler.is_compiling()):
             return False
-        wanted = any(isinstance(t, Tensor) and t.requires_grad for t in values)
-        return wanted and not torch_private.has_autograd(self.label)
+        needs_gradient = any(isinstance(t, Tensor) and t.requires_grad for t in values)
+        return needs_gradient and not torch_private.has_autograd(self.label)
 
     def written_tensors(self, args: tuple[Any, ...]) -> list[Tensor]:
         """The tensors of a call that it writes to."""
-        found = [args[k] for k in self.writes if k < len(args) and args[k] is not None]
-        return [t for value in found for t in _as_sequence(value)]
+        values = [args[k] for k in self.writes if k < len(args) and args[k] is not None]
+        return [t for value in values for t in _as_sequence(value)]
 
     def _with_version_bump(self, launcher: Callable[P, R]) -> Callable[P, R]:
         """The launcher, which also increments the versions of tensors that it writes to, as a twin's ops do.
@@ -307,12 +309,12 @@ class KernelOp(Generic[P, R]):
         """
 
         @functools.wraps(launcher)
-        def announcing(*args: P.args, **kwargs: P.kwargs) -> R:
+        def launch_and_bump(*args: P.args, **kwargs: P.kwargs) -> R:
             out = launcher(*args, **kwargs)
             bump_versions(self.written_tensors(self._positional(args, kwargs) if kwargs else args))
             return out
 
-        return announcing
+        return launch_and_bump
 
     def _on_device(self, t: Tensor) -> bool:
         if not t.is_cuda:
@@ -331,25 +333,25 @@ class KernelOp(Generic[P, R]):
             **{"_op": self, "_active": active_replays, "_contiguous": _contiguous},
             **{"_plain": PLAIN, "_not_replayed": NOT_REPLAYED, "_may_replay": may_replay},
         }
-        takes = [
+        parameters = [
             name + ("" if v is inspect.Parameter.empty else f"={bind_constant(v, namespace)}")
             for name, v in self._defaults
         ]
-        given, first = ", ".join(self._names), self._names[0]
+        names, first = ", ".join(self._names), self._names[0]
         lines = [
-            f"def called({', '.join(takes)}):",
+            f"def called({', '.join(parameters)}):",
             f" if type({first}) in _plain and _may_replay():",
-            f"  for _replay in _active.current.get((_op, {len(takes)}, {first}.shape, {first}.dtype), ()):",
-            f"   _out = _replay.call({given})",
+            f"  for _replay in _active.current.get((_op, {len(parameters)}, {first}.shape, {first}.dtype), ()):",
+            f"   _out = _replay.call({names})",
             "   if _out is not _not_replayed:",
             "    return _out if _replay.contiguous else _contiguous(_out)",
-            f" return _op._launch_or_dispatch({given})",
+            f" return _op._launch_or_dispatch({names})",
         ]
         exec("\n".join(lines), namespace)
-        written: Callable[..., Any] = namespace["called"]
-        written.__qualname__ = self.label
-        torch_private.never_compile(written)  # dynamo would trace it after a graph break
-        return written
+        generated: Callable[..., Any] = namespace["called"]
+        generated.__qualname__ = self.label
+        torch_private.never_compile(generated)  # dynamo would trace it after a graph break
+        return generated
 
     def _launch_or_dispatch(self, *args: Any) -> Any:
         """Launch a call without a replay where nothing observes it; call the dispatcher otherwise."""
@@ -455,11 +457,11 @@ _archs: dict[torch.device, int] = {}
 @torch_private.assume_constant_result
 def arch_of(device: torch.device) -> int:
     """Compute capability as one number: 90 on Hopper."""
-    found = _archs.get(device)
-    if found is None:
+    arch = _archs.get(device)
+    if arch is None:
         major, minor = torch.cuda.get_device_capability(device)
-        found = _archs[device] = 10 * major + minor
-    return found
+        arch = _archs[device] = 10 * major + minor
+    return arch
 
 
 PLAIN = frozenset((Tensor, nn.Parameter))  # torch's own types: no subclass sees their operations
@@ -469,12 +471,12 @@ _PLAIN_TYPES = PLAIN_OR_NONE | {bool, int, float, str, torch.dtype}
 
 def _run_fake(fake: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """The contiguous outputs of a fake."""
-    before = thread.in_fake
+    outer = thread.in_fake
     thread.in_fake = True
     try:
         return _contiguous(fake(*args))
     finally:
-        thread.in_fake = before
+        thread.in_fake = outer
 
 
 def _as_sequence(value: Any) -> Sequence[Any]:
@@ -497,14 +499,14 @@ def _traced(args: tuple[Any, ...]) -> bool:
     )
 
 
-def check_all_meta(found: Sequence[tuple[str, bool]]) -> None:
+def check_all_meta(placements: Sequence[tuple[str, bool]]) -> None:
     """Raise FuseOpsError where some of the named tensors are on the meta device and others are not.
 
     A fake, and torch's matrix product, would return uninitialised memory for them.
     """
-    on_meta = [name for name, meta in found if meta]
-    if on_meta and len(on_meta) < len(found):
-        others = [name for name, meta in found if not meta]
+    on_meta = [name for name, meta in placements if meta]
+    if on_meta and len(on_meta) < len(placements):
+        others = [name for name, meta in placements if not meta]
         raise FuseOpsError(
             f"{', '.join(on_meta)} on the meta device beside {', '.join(others)}, which have values: give those on "
             "meta some (model.to_empty(device=...), then load or initialise them), or put everything on meta."
@@ -535,15 +537,15 @@ def opaque_call(function: Callable[..., R], *args: Any) -> R:
     """
     if thread.replay_mode in (True, False):
         return function(*args)
-    given: R = thread.replay_mode.opaque_call(function, args)
-    return given
+    result: R = thread.replay_mode.opaque_call(function, args)
+    return result
 
 
 def held_once(held: list[Any]) -> bool:
     """`torch_private.held_once`, whose answer about an operand a transcript checks again."""
     checker = torch_private if thread.replay_mode in (True, False) else thread.replay_mode
-    once: bool = checker.held_once(held)
-    return once
+    answer: bool = checker.held_once(held)
+    return answer
 
 
 def cached_decision(decide: Callable[..., R], tensors: Sequence[Any], *facts: Any) -> R:
@@ -556,20 +558,20 @@ def cached_decision(decide: Callable[..., R], tensors: Sequence[Any], *facts: An
     kinds = (*map(type, tensors),)
     if not thread.replay_mode or not PLAIN_OR_NONE.issuperset(kinds):
         return decide(*tensors, *facts)
-    given, bits = [], 0
+    tensors_given, address_bits = [], 0
     for t in tensors:
         if t is not None:
-            given.append(t)
-            bits |= t.data_ptr()
-    if bits % ALIGNED:
+            tensors_given.append(t)
+            address_bits |= t.data_ptr()
+    if address_bits % ALIGNED:
         return decide(*tensors, *facts)
     key = decide, facts, kinds
     decision: R
     for check, decision in active_replays.current.decisions.get(key, ()):
-        if check(*given):
+        if check(*tensors_given):
             return decision
     decision = decide(*tensors, *facts)
-    active_replays.current.cache_decision(key, given, decision)
+    active_replays.current.cache_decision(key, tensors_given, decision)
     return decision
 
 

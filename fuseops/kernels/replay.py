@@ -188,10 +188,14 @@ class Replay:
     def __init__(
         self, launcher: Callable[..., Any], args: tuple[Any, ...], writes: Sequence[int] = ()
     ) -> None:
-        where = [k for k, value in enumerate(args) if isinstance(value, Tensor)]
-        rest = [k for k, value in enumerate(args) if not isinstance(value, Tensor)]
-        tensors = [args[k] for k in where]
-        self.count, self.tensors_of, self.rest_of = len(args), _getter(where), _getter(rest)
+        tensor_places = [k for k, value in enumerate(args) if isinstance(value, Tensor)]
+        other_places = [k for k, value in enumerate(args) if not isinstance(value, Tensor)]
+        tensors = [args[k] for k in tensor_places]
+        self.count, self.tensors_of, self.rest_of = (
+            len(args),
+            _getter(tensor_places),
+            _getter(other_places),
+        )
         self.check = torch_private.tensor_guard(tensors)
         self.scalars = self.rest_of(args)
         self.device, self.index = tensors[0].device, tensors[0].get_device()
@@ -199,7 +203,7 @@ class Replay:
         self.programs: list[Launch] | None = None
         self.contiguous = False  # whether all outputs are
         self.launcher = launcher
-        self.writes = [k for k in writes if k in where]
+        self.writes = [k for k in writes if k in tensor_places]
         # bound by the first launch; `launchable`: they can be, or may yet turn out so
         self.launchers: Sequence[Launcher] = ()
         self.launch_code: list[Program] = []
@@ -211,45 +215,49 @@ class Replay:
             self.programs, self.call = None, self._run_launcher
 
     def _rehearse(self, args: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
-        stage, recorder = _RehearsalMode(tensors), LaunchRecorder(target_device=self.device)
-        metas = iter(stage.operands)
-        with torch.no_grad(), record_launches(recorder), stage:
+        mode, recorder = _RehearsalMode(tensors), LaunchRecorder(target_device=self.device)
+        metas = iter(mode.operands)
+        with torch.no_grad(), record_launches(recorder), mode:
             out = self.launcher(*(next(metas) if isinstance(v, Tensor) else v for v in args))
         self.returns_tuple = isinstance(out, tuple)
         self.returns_value = out is not None  # an op may write to its operands alone
-        given: Sequence[Tensor] = out if self.returns_tuple else (out,) * self.returns_value
-        outputs = [stage.place(t) for t in given]
-        self.allocations, self.outputs = _output_layout(stage.allocations, outputs, len(tensors))
-        self.contiguous = all(t.is_contiguous() for t in given)
+        returned: Sequence[Tensor] = out if self.returns_tuple else (out,) * self.returns_value
+        outputs = [mode.place(t) for t in returned]
+        self.allocations, self.outputs = _output_layout(mode.allocations, outputs, len(tensors))
+        self.contiguous = all(t.is_contiguous() for t in returned)
         self.launch = recorder.launch
         self.programs = [
-            noted._replace(args=tuple([stage.operand(a) for a in noted.args]))
-            for noted in recorder.launches
-            if 0 not in noted.grid
+            recorded._replace(args=tuple([mode.operand(a) for a in recorded.args]))
+            for recorded in recorder.launches
+            if 0 not in recorded.grid
         ]
 
     def fits(self, args: tuple[Any, ...]) -> bool:
         """Whether operands are of this kind."""
         if len(args) != self.count or not self.check(*self.tensors_of(args)):
             return False
-        rest = self.rest_of(args)
-        return not _tensors_in(rest) and rest == self.scalars
+        others = self.rest_of(args)
+        return not _tensors_in(others) and others == self.scalars
 
-    def __call__(self, given: tuple[Tensor, ...]) -> Any:
+    def __call__(self, operands: tuple[Tensor, ...]) -> Any:
         """Allocate and launch.   -> what the launcher returns, or NOT_REPLAYED where it has to run itself"""
-        pointers = [t.data_ptr() for t in given]
-        bits = 0
+        pointers = [t.data_ptr() for t in operands]
+        address_bits = 0
         for pointer in pointers:
-            bits |= pointer
-        if bits % ALIGNED or self.programs is None:
+            address_bits |= pointer
+        if address_bits % ALIGNED or self.programs is None:
             return NOT_REPLAYED
         if self.index >= 0 and self.index != torch_private.current_device():
             with torch.cuda.device(self.device):
-                return self(given)
-        new = [self.empty(*allocation) for allocation in self.allocations]
-        self._launch([*given, *new])
-        made = new if self.outputs is None else [_view(new, place) for place in self.outputs]
-        return tuple(made) if self.returns_tuple else made[0] if self.returns_value else None
+                return self(operands)
+        allocated = [self.empty(*allocation) for allocation in self.allocations]
+        self._launch([*operands, *allocated])
+        outputs = (
+            allocated
+            if self.outputs is None
+            else [_view(allocated, place) for place in self.outputs]
+        )
+        return tuple(outputs) if self.returns_tuple else outputs[0] if self.returns_value else None
 
     def _run_launcher(self, *args: Any) -> Any:
         """Run a launcher that cannot be replayed, for operands of this kind; NOT_REPLAYED for others."""
@@ -269,8 +277,8 @@ class Replay:
         launchers = []
         programs = self.programs or []
         for kernel, grid, args, options in programs:
-            given = [_argument(a, tensors) for a in args]
-            launchers.append(self.launch(kernel, grid, given, options))  # type: ignore[misc]
+            launch_args = [_argument(a, tensors) for a in args]
+            launchers.append(self.launch(kernel, grid, launch_args, options))  # type: ignore[misc]
         self.launchable = bool(launchers) and None not in launchers
         if self.launchable and self.call == self._run_checked:
             self.call = self._generate_call(programs, launchers, tensors)
@@ -283,10 +291,10 @@ class Replay:
         """
         self.launchers = launchers
         self.launch_code = [
-            _program(*each, tensors) for each in zip(launchers, programs, strict=True)
+            _program(*bound, tensors) for bound in zip(launchers, programs, strict=True)
         ]
-        given = [f"a{k}" for k in range(self.count)]
-        tensors_of = self.tensors_of(given)
+        params = [f"a{k}" for k in range(self.count)]
+        tensors_of = self.tensors_of(params)
         namespace: dict[str, Any] = {
             **{"check": self.check, "slow": self._run_checked, "view": _view},
             **{"hooks": launchers[0].hooks, "stream_of": launchers[0].stream_of},
@@ -294,39 +302,42 @@ class Replay:
             **{"empty": self.empty, "outputs": self.outputs, "NOT_REPLAYED": NOT_REPLAYED},
             "device": torch.cuda.device,
         }
-        every, bits = ", ".join(given), " | ".join(f"p{k}" for k in range(len(tensors_of)))
+        all_params, address_bits = (
+            ", ".join(params),
+            " | ".join(f"p{k}" for k in range(len(tensors_of))),
+        )
         # None first: comparing a tensor that is given in its place with a scalar is slow
-        scalars = sorted(zip(self.rest_of(given), self.scalars, strict=True), key=_is_something)
-        same = [
+        scalars = sorted(zip(self.rest_of(params), self.scalars, strict=True), key=_is_given)
+        scalar_checks = [
             f" and {name} " + ("is None" if v is None else f"== {bind_constant(v, namespace)}")
             for name, v in scalars
         ]
         lines = [
-            f"def again({every}):",
-            f" if not (check({', '.join(tensors_of)}){''.join(same)}): return NOT_REPLAYED",
+            f"def replay({all_params}):",
+            f" if not (check({', '.join(tensors_of)}){''.join(scalar_checks)}): return NOT_REPLAYED",
             *[f" p{k} = {name}.data_ptr()" for k, name in enumerate(tensors_of)],
-            f" if ({bits}) % {ALIGNED}: return NOT_REPLAYED",
-            f" if hooks.launch_enter_hook.calls: return slow({every})",
+            f" if ({address_bits}) % {ALIGNED}: return NOT_REPLAYED",
+            f" if hooks.launch_enter_hook.calls: return slow({all_params})",
             " if index != current_device():",
-            f"  with device(index): return again({every})",
+            f"  with device(index): return replay({all_params})",
             " stream = stream_of(index)",
         ]
-        new = [f"t{k}" for k in range(len(tensors_of), len(tensors))]
-        lines += self.lines([f"p{k}" for k in range(len(tensors_of))], new, namespace)
+        outputs = [f"t{k}" for k in range(len(tensors_of), len(tensors))]
+        lines += self.lines([f"p{k}" for k in range(len(tensors_of))], outputs, namespace)
         if self.writes:
             namespace["bump_versions"] = bump_versions
-            lines.append(f" bump_versions([{', '.join([given[k] for k in self.writes])}])")
+            lines.append(f" bump_versions([{', '.join([params[k] for k in self.writes])}])")
         if self.outputs is not None:
-            every = ", ".join(new)
-            new = [
-                f"view([{every}], outputs[{k}])" if made is None else new[made]
+            all_allocated = ", ".join(outputs)
+            outputs = [
+                f"view([{all_allocated}], outputs[{k}])" if made is None else outputs[made]
                 for k, made in enumerate(self.output_slots)
             ]
         if self.returns_value:
-            lines.append(f" return {', '.join(new)}{',' * self.returns_tuple}")
+            lines.append(f" return {', '.join(outputs)}{',' * self.returns_tuple}")
         exec("\n".join(lines), namespace)
-        written: Callable[..., Any] = namespace["again"]
-        return written
+        generated: Callable[..., Any] = namespace["replay"]
+        return generated
 
     @property
     def output_slots(self) -> list[int | None]:
@@ -339,26 +350,26 @@ class Replay:
         ]
 
     def lines(
-        self, addresses: Sequence[str], new: Sequence[str], namespace: dict[str, Any]
+        self, addresses: Sequence[str], allocated: Sequence[str], namespace: dict[str, Any]
     ) -> list[str]:
         """Generate lines that allocate and launch.   addresses: of operands.  new: names of allocations, as "t7" """
         lines = []
-        for name, (shape, strides, dtype) in zip(new, self.allocations, strict=True):
+        for name, (shape, strides, dtype) in zip(allocated, self.allocations, strict=True):
             lines.append(f" {name} = empty({shape}, {strides}, {bind_constant(dtype, namespace)})")
             lines.append(f" p{name[1:]} = {name}.data_ptr()")
-        addresses = [*addresses, *[f"p{name[1:]}" for name in new]]
+        addresses = [*addresses, *[f"p{name[1:]}" for name in allocated]]
         return [*lines, *[program.line(addresses, namespace) for program in self.launch_code]]
 
 
-def _is_something(named: tuple[str, Any]) -> bool:
-    return named[1] is not None
+def _is_given(parameter: tuple[str, Any]) -> bool:
+    return parameter[1] is not None
 
 
-def _program(launcher: Launcher, noted: Launch, tensors: Sequence[Tensor]) -> Program:
+def _program(launcher: Launcher, recorded: Launch, tensors: Sequence[Tensor]) -> Program:
     """A recorded launch with its operands as numbers, places and tensor maps, on the current stream."""
-    operands: list[Any] = [*(*noted.grid, 1, 1)[:3], STREAM, *launcher.head]
+    operands: list[Any] = [*(*recorded.grid, 1, 1)[:3], STREAM, *launcher.head]
     number = 0
-    for value in (*noted.args, *launcher.constants):
+    for value in (*recorded.args, *launcher.constants):
         if type(value) is DescriptorOperand:
             t = tensors[value.place.slot]
             maps = TensorMapCache(launcher, number, value, t.dtype)
@@ -427,18 +438,22 @@ def _output_layout(
 
     The places are None where the outputs are the allocations in order.
     """
-    found = list(allocations)
-    moved = []
+    layout = list(allocations)
+    output_places = []
     for place in outputs:
         if place.slot < operands:
             raise ReplayError("an operand is returned")
-        moved.append(place._replace(slot=place.slot - operands))
-    for slot, _, shape, strides in moved:
-        whole = torch.Size(shape).numel() == torch.Size(found[slot].shape).numel()
-        if whole and _contiguous(shape) == strides and [p.slot for p in moved].count(slot) == 1:
-            found[slot] = Allocation(shape, strides, found[slot].dtype)
-    plain = [OperandPlace(k, 0, a.shape, a.strides) for k, a in enumerate(found)]
-    return found, None if moved == plain else moved
+        output_places.append(place._replace(slot=place.slot - operands))
+    for slot, _, shape, strides in output_places:
+        covers_slot = torch.Size(shape).numel() == torch.Size(layout[slot].shape).numel()
+        if (
+            covers_slot
+            and _contiguous(shape) == strides
+            and [p.slot for p in output_places].count(slot) == 1
+        ):
+            layout[slot] = Allocation(shape, strides, layout[slot].dtype)
+    allocation_places = [OperandPlace(k, 0, a.shape, a.strides) for k, a in enumerate(layout)]
+    return layout, None if output_places == allocation_places else output_places
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -488,8 +503,8 @@ class Replays(dict[tuple[Any, ...], list[Replay]]):
 
     def find(self, op: Any, args: tuple[Any, ...]) -> Replay | None:
         """The replay of an op for these operands."""
-        kinds = self.get((op, len(args), args[0].shape, args[0].dtype), ())
-        return next((replay for replay in kinds if replay.fits(args)), None)
+        replays = self.get((op, len(args), args[0].shape, args[0].dtype), ())
+        return next((replay for replay in replays if replay.fits(args)), None)
 
     def run(self, op: Any, args: tuple[Any, ...]) -> Any:
         """Replay the op.   -> its outputs, or NOT_REPLAYED"""
@@ -505,21 +520,21 @@ class Replays(dict[tuple[Any, ...], list[Replay]]):
         if any(type(value) in (list, tuple) and _tensors_in(value) for value in args):
             return
         key = op, len(args), args[0].shape, args[0].dtype
-        kinds = self.get(key)
-        if kinds is None:
+        replays = self.get(key)
+        if replays is None:
             if len(self) >= MAX_SHAPES:
                 self.clear()
             self[key] = []
-        elif not any(replay.fits(args) for replay in kinds):
-            kinds.insert(0, Replay(op.launcher, args, op.announced))
-            del kinds[MAX_KINDS:]
+        elif not any(replay.fits(args) for replay in replays):
+            replays.insert(0, Replay(op.launcher, args, op.announced))
+            del replays[MAX_KINDS:]
 
-    def cache_decision(self, key: tuple[Any, ...], given: list[Tensor], answer: Any) -> None:
+    def cache_decision(self, key: tuple[Any, ...], tensors: list[Tensor], decision: Any) -> None:
         """Cache a decision for tensors of these kinds."""
         if len(self.decisions) >= MAX_SHAPES:
             self.decisions.clear()
-        latest = torch_private.tensor_guard(given), answer
-        self.decisions[key] = [latest, *self.decisions.get(key, ())][:MAX_KINDS]
+        entry = torch_private.tensor_guard(tensors), decision
+        self.decisions[key] = [entry, *self.decisions.get(key, ())][:MAX_KINDS]
 
 
 class _ActiveReplays:

@@ -24,13 +24,13 @@ def _apply_rope(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
 ) -> Tensor:
     pairs = cos.shape[-1]
-    first, second = rotary_pairs(upcast(x), pairs, interleaved)
-    c, s = (t.unsqueeze(-2).to(first.dtype) for t in (cos, -sin if inverse else sin))
-    turned = [first * c - second * s, second * c + first * s]
+    x1, x2 = rotary_pairs(upcast(x), pairs, interleaved)
+    c, s = (t.unsqueeze(-2).to(x1.dtype) for t in (cos, -sin if inverse else sin))
+    rotated = [x1 * c - x2 * s, x2 * c + x1 * s]
     if interleaved:  # by reshape: a batch of output gradients does not go through flatten
-        y = torch.stack(turned, -1).reshape(*first.shape[:-1], 2 * pairs)
+        y = torch.stack(rotated, -1).reshape(*x1.shape[:-1], 2 * pairs)
     else:
-        y = torch.cat(turned, -1)
+        y = torch.cat(rotated, -1)
     return torch.cat([y.to(x.dtype), x[..., 2 * pairs :]], -1)
 
 
@@ -80,7 +80,7 @@ def apply_rope(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
 ) -> Tensor:
     """x with its pairs of columns rotated by the angles of cos and sin, or back with `inverse`."""
-    return _turned((x,), cos, sin, interleaved, inverse)[0]
+    return _rotate((x,), cos, sin, interleaved, inverse)[0]
 
 
 @kernel_op(twin=_apply_rope_pair, cases=_pair_cases)
@@ -92,14 +92,14 @@ def apply_rope_pair(
         q.dtype is k.dtype and q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1],
         f"q is {q.dtype} {tuple(q.shape)} and k {k.dtype} {tuple(k.shape)}, expected to differ in heads at most.",
     )
-    yq, yk = _turned((q, k), cos, sin, interleaved, inverse)
+    yq, yk = _rotate((q, k), cos, sin, interleaved, inverse)
     return yq, yk
 
 
-def _turned(
+def _rotate(
     xs: tuple[Tensor, ...], cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> list[Tensor]:
-    """One launch over one tensor or two."""
+    """Launch the kernel over one tensor or two."""
     x = xs[0]
     require(x.dim() >= 3, f"x is {tuple(x.shape)}, expected (..., T, H, D).")
     (t, h, d), p = x.shape[-3:], cos.shape[-1]

@@ -38,28 +38,28 @@ def _router_fwd(
     top_groups: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scores, full = scores_of(logits, score), upcast(logits)
-    key = full if bias is None and groups == 1 else scores
-    key = key if bias is None else key + upcast(bias)
-    key = key.nan_to_num(float("inf"), float("inf"), -float("inf"))
+    keys = full if bias is None and groups == 1 else scores
+    keys = keys if bias is None else keys + upcast(bias)
+    keys = keys.nan_to_num(float("inf"), float("inf"), -float("inf"))
     if groups > 1:
-        key = _in_best_groups(key, groups, top_groups)
-    experts = _first(key, k)
+        keys = _mask_to_top_groups(keys, groups, top_groups)
+    experts = _top_k(keys, k)
     weights = weights_of(scores, experts, normalize, scale)
     return weights, experts.to(torch.int32), full.gather(-1, experts)
 
 
-def _first(key: Tensor, k: int) -> Tensor:
-    """Where the k largest are, the first of equal ones first."""
-    return key.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+def _top_k(keys: Tensor, k: int) -> Tensor:
+    """The indices of the k largest keys, the lower index first among equals."""
+    return keys.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-def _in_best_groups(key: Tensor, groups: int, top_groups: int) -> Tensor:
-    """key (T, E), -inf outside of the groups whose two best sum to most."""
-    grouped = key.unflatten(-1, (groups, -1))
-    worth = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
-    allowed = torch.zeros_like(worth, dtype=torch.bool)
-    allowed = allowed.scatter(-1, _first(worth, top_groups), True)
-    return grouped.masked_fill(~allowed.unsqueeze(-1), -float("inf")).flatten(-2)
+def _mask_to_top_groups(keys: Tensor, groups: int, top_groups: int) -> Tensor:
+    """Keys (T, E), -inf outside of the groups whose two best have the largest sums."""
+    grouped = keys.unflatten(-1, (groups, -1))
+    group_scores = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+    mask = torch.zeros_like(group_scores, dtype=torch.bool)
+    mask = mask.scatter(-1, _top_k(group_scores, top_groups), True)
+    return grouped.masked_fill(~mask.unsqueeze(-1), -float("inf")).flatten(-2)
 
 
 def _router_bwd(
@@ -75,21 +75,21 @@ def _router_bwd(
     scores, experts = scores_of(logits, score), experts.long()
     width = num_experts or logits.shape[1]
     chosen = scores if num_experts else scores.gather(-1, experts)
-    d = upcast(dweights) * scale
+    ds = upcast(dweights) * scale
     if normalize:
-        total = chosen.sum(-1, keepdim=True) + TINY
-        d = (d - (d * chosen).sum(-1, keepdim=True) / total) / total
-    d = d.to(scores.dtype)
+        score_sum = chosen.sum(-1, keepdim=True) + TINY
+        ds = (ds - (ds * chosen).sum(-1, keepdim=True) / score_sum) / score_sum
+    ds = ds.to(scores.dtype)
     if num_experts and score == "softmax":
-        d = chosen * (d - (d * chosen).sum(-1, keepdim=True))
+        ds = chosen * (ds - (ds * chosen).sum(-1, keepdim=True))
     elif num_experts:
-        d = d * chosen * (1 - chosen)
-    d = scores.new_zeros(scores.shape[0], width).scatter_add(-1, experts, d)
+        ds = ds * chosen * (1 - chosen)
+    ds = scores.new_zeros(scores.shape[0], width).scatter_add(-1, experts, ds)
     if not num_experts and score == "softmax":
-        d = scores * (d - (d * scores).sum(-1, keepdim=True))
+        ds = scores * (ds - (ds * scores).sum(-1, keepdim=True))
     elif not num_experts:
-        d = d * scores * (1 - scores)
-    return d.to(dtype or logits.dtype)
+        ds = ds * scores * (1 - scores)
+    return ds.to(dtype or logits.dtype)
 
 
 def scores_of(logits: Tensor, score: str) -> Tensor:
@@ -180,30 +180,30 @@ def router_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(weights (T, K), experts (T, K) int32, logits of the chosen (T, K))."""
     _check(logits, k, score)
-    tokens, experts = logits.shape
-    if experts > MAX_EXPERTS or k > MAX_K:
+    tokens, num_experts = logits.shape
+    if num_experts > MAX_EXPERTS or k > MAX_K:
         return _router_fwd(logits, k, score, normalize, scale, bias, groups, top_groups)
-    check_shape("bias", bias, (experts,))
+    check_shape("bias", bias, (num_experts,))
     require(
-        experts % groups == 0 and 1 <= top_groups <= groups,
-        f"there are {top_groups} of {groups} groups of {experts} experts.",
+        num_experts % groups == 0 and 1 <= top_groups <= groups,
+        f"there are {top_groups} of {groups} groups of {num_experts} experts.",
     )
     logits = as_rows(logits)
     weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
-    chosen = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)
-    picked = torch.empty_like(weights)
-    config = FWD.pick(tokens, (experts, k, groups, int(bias is not None)), logits)
+    experts = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)
+    chosen = torch.empty_like(weights)
+    config = FWD.pick(tokens, (num_experts, k, groups, int(bias is not None)), logits)
     stride = logits.stride(0)
-    # stride // wide is 1 for rows that lie side by side, which is compiled in: their distance is a constant
-    wide = experts if stride == experts else 1 if stride % 4 else 4
+    # stride // divisor is 1 for rows that lie side by side, which is compiled in: their distance is a constant
+    divisor = num_experts if stride == num_experts else 1 if stride % 4 else 4
     launch(
         device("router").router_fwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
-        logits, logits if bias is None else bias.contiguous(), weights, chosen, picked,
-        tokens, stride // wide, float(scale), K=k, SOFTMAX=score == "softmax", NORMALIZE=normalize,
-        BIASED=bias is not None, GROUPS=groups, TOP_GROUPS=top_groups, E=experts, WIDE=wide,
-        BLOCK_K=pow2(k), BLOCK_E=pow2(experts, least=4), **config,
+        logits, logits if bias is None else bias.contiguous(), weights, experts, chosen,
+        tokens, stride // divisor, float(scale), K=k, SOFTMAX=score == "softmax", NORMALIZE=normalize,
+        BIASED=bias is not None, GROUPS=groups, TOP_GROUPS=top_groups, E=num_experts, WIDE=divisor,
+        BLOCK_K=pow2(k), BLOCK_E=pow2(num_experts, least=4), **config,
     )  # fmt: skip
-    return weights, chosen, picked
+    return weights, experts, chosen
 
 
 @kernel_op(twin=_router_bwd, cases=lambda: _cases(backward=True))
@@ -218,26 +218,26 @@ def router_bwd(
     """
     k = experts.shape[-1]
     _check(logits, k, score)
-    tokens, given = logits.shape
-    wide = num_experts or given
+    tokens, columns = logits.shape
+    width = num_experts or columns
     check_shape("experts", experts, (tokens, k))
     check_shape("dweights", dweights, (tokens, k))
-    check_shape("logits", logits, (tokens, k if num_experts else given))
+    check_shape("logits", logits, (tokens, k if num_experts else columns))
     require(
         not num_experts or normalize or score == "sigmoid",
         "the logits of the chosen do not tell the gradient of a softmax that is not normalized.",
     )
-    if wide > MAX_EXPERTS or k > MAX_K:
+    if width > MAX_EXPERTS or k > MAX_K:
         return _router_bwd(dweights, logits, experts, score, normalize, scale, num_experts, dtype)
-    dlogits = torch.empty(tokens, wide, dtype=dtype or logits.dtype, device=logits.device)
+    dlogits = torch.empty(tokens, width, dtype=dtype or logits.dtype, device=logits.device)
     space = CHOSEN_BWD if num_experts else BWD
-    config, logits = space.pick(tokens, (wide, k), logits), as_rows(logits)
+    config, logits = space.pick(tokens, (width, k), logits), as_rows(logits)
     launch(
         device("router_bwd").router_bwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
         dweights.contiguous(), logits if not num_experts else logits.contiguous(),
         experts.contiguous(), dlogits, tokens, logits.stride(0), float(scale), K=k,
-        SOFTMAX=score == "softmax", NORMALIZE=normalize, ALL=not num_experts, E=wide,
-        BLOCK_K=pow2(k), BLOCK_E=pow2(wide), **config,
+        SOFTMAX=score == "softmax", NORMALIZE=normalize, ALL=not num_experts, E=width,
+        BLOCK_K=pow2(k), BLOCK_E=pow2(width), **config,
         enable_fp_fusion=False,  # a score of 1 has a gradient of 0: d - sum(d s) rounds both products
     )  # fmt: skip
     return dlogits

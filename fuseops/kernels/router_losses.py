@@ -51,13 +51,13 @@ def _router_loss_bwd(
     z: float = 0.0,
 ) -> Tensor:
     tokens, experts, full = max(logits.shape[0], 1), logits.shape[1], upcast(logits)
-    d = 2 * z / tokens * full.logsumexp(-1, keepdim=True) * full.softmax(-1)
+    grad = 2 * z / tokens * full.logsumexp(-1, keepdim=True) * full.softmax(-1)
     if counts is not None:
         shares, scores = _shares(logits, score), scores_of(logits, score)
-        slope = balance * experts / (tokens * k * tokens) * counts.to(full.dtype)
-        d_shares = shares * (slope - (slope * shares).sum(-1, keepdim=True))
-        d = d + (d_shares if score == "softmax" else d_shares * (1 - scores))
-    return dlogits + dloss.to(dlogits.dtype) * d.to(dlogits.dtype)
+        dshares = balance * experts / (tokens * k * tokens) * counts.to(full.dtype)
+        balance_grad = shares * (dshares - (dshares * shares).sum(-1, keepdim=True))
+        grad = grad + (balance_grad if score == "softmax" else balance_grad * (1 - scores))
+    return dlogits + dloss.to(dlogits.dtype) * grad.to(dlogits.dtype)
 
 
 def _shares(logits: Tensor, score: str) -> Tensor:
@@ -102,7 +102,7 @@ def router_loss(
         return _router_loss(logits, counts, k, score, balance, z)
     logits = as_rows(logits)
     config = dict(FWD.pick(tokens, (experts,), logits))
-    programs, each = tiles.row_splits(tokens, config, logits)
+    programs, rows_each = tiles.row_splits(tokens, config, logits)
     partial, loss = logits.new_empty(programs, experts + 1), logits.new_empty(())
     (leads, follows), kernels, block_e = (
         pdl_chain(logits.device),
@@ -110,12 +110,12 @@ def router_loss(
         pow2(experts),
     )
     launch(
-        kernels.router_loss_kernel, (programs,), logits, partial, tokens, experts, each,
+        kernels.router_loss_kernel, (programs,), logits, partial, tokens, experts, rows_each,
         logits.stride(0), SOFTMAX=score == "softmax", **leads, BLOCK_E=block_e, **config,
     )  # fmt: skip
     launch(
         kernels.sum_loss_kernel, (1,), partial, logits if counts is None else counts.contiguous(), loss,
-        programs, experts, *_slopes(tokens, experts, k, balance, z), BALANCED=counts is not None,
+        programs, experts, *_loss_factors(tokens, experts, k, balance, z), BALANCED=counts is not None,
         **follows, BLOCK_P=max(4096 // block_e, 1), BLOCK_E=block_e, num_warps=8,
     )  # fmt: skip
     return loss
@@ -139,13 +139,15 @@ def router_loss_bwd(
     launch(
         device("router_losses").router_loss_bwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
         dlogits, logits, logits if counts is None else counts.contiguous(), dloss, y, tokens, experts,
-        logits.stride(0), *_slopes(tokens, experts, k, balance, z), SOFTMAX=score == "softmax",
+        logits.stride(0), *_loss_factors(tokens, experts, k, balance, z), SOFTMAX=score == "softmax",
         BALANCED=counts is not None, BLOCK_E=pow2(experts), **config,
     )  # fmt: skip
     return y
 
 
-def _slopes(tokens: int, experts: int, k: int, balance: float, z: float) -> tuple[float, float]:
+def _loss_factors(
+    tokens: int, experts: int, k: int, balance: float, z: float
+) -> tuple[float, float]:
     """The factors of counts times sums of shares, and of sums of lse^2, in the loss."""
     tokens = max(tokens, 1)
     return balance * experts / (tokens * k * tokens), z / tokens

@@ -60,9 +60,9 @@ def as_heads(x: Tensor, dims: int = 1) -> Tensor:
         x = x.flatten(-dims)
     if x.dim() > 2 and x.numel() and x.stride(-1) == 1 and not x.is_contiguous():
         *lead, n = x.shape
-        for at in range(len(lead) - 1, 0, -1):
+        for split in range(len(lead) - 1, 0, -1):
             with contextlib.suppress(RuntimeError):  # no such view
-                return x.view(math.prod(lead[:at]), math.prod(lead[at:]), n)
+                return x.view(math.prod(lead[:split]), math.prod(lead[split:]), n)
     return as_rows(x).unsqueeze(1)
 
 
@@ -107,8 +107,8 @@ def check_spec(given: Mapping[str, Any], wanted: str, **sizes: int) -> None:
         ):
             axes = "".join(f"{sizes.get(a, a)}, " for a in letters)
             axes = axes if len(letters) == 1 else axes[:-2]
-            found = f"{t.dtype if dtype else ''}{tuple(t.shape)}"
-            raise FuseOpsError(f"{name} is {found}, expected {dtype}({axes.rstrip()}).")
+            actual = f"{t.dtype if dtype else ''}{tuple(t.shape)}"
+            raise FuseOpsError(f"{name} is {actual}, expected {dtype}({axes.rstrip()}).")
         sizes |= zip(letters, shape, strict=True)
 
 
@@ -128,14 +128,14 @@ def wide_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     choices = ((2048, 4), (2048, 8), (512, 8))
     return [
         _tile(2048 // n, n, warps)
-        for most, warps in choices
-        for n in [pow2(dims[-1], most=min(most, 4096 // itemsize))]
+        for elements, warps in choices
+        for n in [pow2(dims[-1], most=min(elements, 4096 // itemsize))]
     ]
 
 
-def wide_default(place: int) -> Callable[..., Config]:
-    """The candidate at this place."""
-    return lambda rows, dims, itemsize: wide_candidates(dims, itemsize)[place]
+def wide_default(index: int) -> Callable[..., Config]:
+    """A default: the wide candidate at this index."""
+    return lambda rows, dims, itemsize: wide_candidates(dims, itemsize)[index]
 
 
 def row_loop_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -168,8 +168,8 @@ def tile_grid(rows: int, n: int, config: Config) -> tuple[int]:
 
 def row_splits(rows: int, config: Config, like: Tensor) -> tuple[int, int]:
     """(number of chunks, rows of each) so that the chunks fill the device PER_SM times (popped from `config`)."""
-    each = max(cdiv(rows, _wanted(1, config, like)), config["BLOCK_R"])
-    return cdiv(rows, each), each
+    rows_each = max(cdiv(rows, _programs_a_column_block(1, config, like)), config["BLOCK_R"])
+    return cdiv(rows, rows_each), rows_each
 
 
 def row_programs(rows: int, num_columns: int, config: Config, like: Tensor) -> int:
@@ -177,17 +177,17 @@ def row_programs(rows: int, num_columns: int, config: Config, like: Tensor) -> i
     times (popped from `config`): as few as need no more iterations.
     """
     blocks = cdiv(rows, config["BLOCK_R"])
-    return cdiv(blocks, max(cdiv(blocks, _wanted(num_columns, config, like)), 1))
+    return cdiv(blocks, max(cdiv(blocks, _programs_a_column_block(num_columns, config, like)), 1))
 
 
-def _wanted(num_columns: int, config: Config, like: Tensor) -> int:
+def _programs_a_column_block(num_columns: int, config: Config, like: Tensor) -> int:
     return max(config.pop("PER_SM") * num_sms(like.device) // max(num_columns, 1), 1)
 
 
 def rows_at_once(config: Config, itemsize: int) -> int:
     """The number of rows of a tile in different threads, each of which holds 16 bytes of a row."""
-    row = max(config["BLOCK_N"] * itemsize // 16, 1)
-    return min(config["BLOCK_R"], max(32 * config["num_warps"] // row, 1))
+    threads_a_row = max(config["BLOCK_N"] * itemsize // 16, 1)
+    return min(config["BLOCK_R"], max(32 * config["num_warps"] // threads_a_row, 1))
 
 
 def _tile(block_r: int, block_n: int, num_warps: int) -> Config:

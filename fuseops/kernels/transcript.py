@@ -171,8 +171,8 @@ class Transcriber(torch_private.DispatchMode):
         return out
 
     def _has_called(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        given = self._slots(args)
-        return any(step.target is function and step.args == given for step in self.steps)
+        recorded_args = self._slots(args)
+        return any(step.target is function and step.args == recorded_args for step in self.steps)
 
     def held_once(self, held: list[Any]) -> bool:
         """`torch_private.held_once`; of an operand the generated code checks the answer."""
@@ -217,7 +217,10 @@ class Transcriber(torch_private.DispatchMode):
     ) -> None:
         if self.why or self.not_ready:
             return
-        given, named = self._slots(args), {k: self._slots(value) for k, value in kwargs.items()}
+        recorded_args, named = (
+            self._slots(args),
+            {k: self._slots(value) for k, value in kwargs.items()},
+        )
         returns_tuple = isinstance(out, (tuple, list))
         results = [*out] if returns_tuple else [] if out is None else [out]
         sources = [*_tensors_in((*args, *kwargs.values()))]
@@ -225,28 +228,32 @@ class Transcriber(torch_private.DispatchMode):
             self.why = f"{target} gives an operand"
             return
         bases = {torch_private.storage_id(t): t for t in reversed(sources)}
-        found = [None if t is None else bases.get(torch_private.storage_id(t)) for t in results]
-        numbers = [
-            None if t is None else self._add_slot(t, base)
-            for t, base in zip(results, found, strict=True)
+        base_of_result = [
+            None if t is None else bases.get(torch_private.storage_id(t)) for t in results
         ]
-        is_view = not has_effects and all(base is not None for base in found)
+        result_slots = [
+            None if t is None else self._add_slot(t, base)
+            for t, base in zip(results, base_of_result, strict=True)
+        ]
+        is_view = not has_effects and all(base is not None for base in base_of_result)
         flags = returns_tuple, has_effects, is_view
         within = self.running_step()
-        self.steps.append(RecordedCall(target, given, named, tuple(numbers), *flags, within))
+        self.steps.append(
+            RecordedCall(target, recorded_args, named, tuple(result_slots), *flags, within)
+        )
 
     def _add_slot(self, t: Tensor, base: Tensor | None = None) -> int:
         """Add a slot for a new tensor, which may be a view of `base`.   -> its number"""
-        number, at = len(self.memory), None if base is None else self._slot(base)
-        root = number if at is None else self.memory[at].root
+        number, base_slot = len(self.memory), None if base is None else self._slot(base)
+        root = number if base_slot is None else self.memory[base_slot].root
         self.addresses.append(t.data_ptr())
         self.memory.append(Memory(root, t.data_ptr() - self.addresses[root] if t.numel() else 0))
         self.slots[id(t)] = weakref.ref(t), number
         return number
 
     def _slot(self, t: Tensor) -> int | None:
-        found = self.slots.get(id(t))
-        return found[1] if found is not None and found[0]() is t else None
+        entry = self.slots.get(id(t))
+        return entry[1] if entry is not None and entry[0]() is t else None
 
     def _slots(self, value: Any) -> Any:
         """The same with a TensorRef in place of every tensor, and a SharedRef of every shared dict."""
@@ -279,19 +286,22 @@ class Transcriber(torch_private.DispatchMode):
 class _CodeGenerator:
     """A `_CodeGenerator` generates the function of a transcript: `t0` is the tensor of slot 0, `p0` its address."""
 
-    def __init__(self, seen: Transcriber, result: Any) -> None:
-        self.seen, self.result = seen, result
-        self.namespace: dict[str, Any] = {"check": seen.check, "held_once": torch_private.held_once}
-        self.names = len(seen.memory)  # later numbers are temporaries of replays
+    def __init__(self, transcriber: Transcriber, result: Any) -> None:
+        self.transcriber, self.result = transcriber, result
+        self.namespace: dict[str, Any] = {
+            "check": transcriber.check,
+            "held_once": torch_private.held_once,
+        }
+        self.names = len(transcriber.memory)  # later numbers are temporaries of replays
         self.objects = {slot.number for slot in _slots_in(result)}  # slots that need a tensor
         self.addressed: set[int] = set()  # roots of the memory of launches
         self.steps: list[RecordedCall] = []
-        for step in reversed(seen.steps):
+        for step in reversed(transcriber.steps):
             if self._is_dead(step):
                 continue
             slots = {slot.number for slot in _slots_in((step.args, step.kwargs))}
             if _is_inlined(step):
-                self.addressed |= {seen.memory[number].root for number in slots}
+                self.addressed |= {transcriber.memory[number].root for number in slots}
             else:
                 self.objects |= slots
             self.steps.insert(0, step)
@@ -304,63 +314,78 @@ class _CodeGenerator:
             for value in (self.result, *[(step.args, step.kwargs) for step in self.steps])
             for slot in _slots_in(value)
         )
-        turned: dict[Any, RecordedCall] = {
+        transposes: dict[Any, RecordedCall] = {
             step.results[0]: step
             for step in self.steps
             if step.target is A.t.default and uses[step.results[0]] == 1
         }
-        joined: list[RecordedCall] = []
+        fused: list[RecordedCall] = []
         for step in self.steps:
-            last = step.args[-1] if step.target in PRODUCTS and not step.kwargs else None
-            transposed = turned.get(last.number) if type(last) is TensorRef else None
-            if transposed is not None:
-                joined.remove(transposed)
+            second_factor = step.args[-1] if step.target in PRODUCTS and not step.kwargs else None
+            transpose = (
+                transposes.get(second_factor.number) if type(second_factor) is TensorRef else None
+            )
+            if transpose is not None:
+                fused.remove(transpose)
                 *bias, x, _ = step.args
-                given = x, *transposed.args, *bias
-                step = step._replace(target=torch.nn.functional.linear, args=given)
-            joined.append(step)
-        self.steps = joined
+                linear_args = x, *transpose.args, *bias
+                step = step._replace(target=torch.nn.functional.linear, args=linear_args)
+            fused.append(step)
+        self.steps = fused
 
     def _is_dead(self, step: RecordedCall) -> bool:
         """Whether nothing reads the results of an op of torch, as of a view that is read by its address."""
-        wanted = self.objects if step.is_view else self.objects | self.addressed
-        return not step.has_effects and wanted.isdisjoint(step.results)
+        needed = self.objects if step.is_view else self.objects | self.addressed
+        return not step.has_effects and needed.isdisjoint(step.results)
 
     def generate(self) -> Repeat | None:
-        seen = self.seen
+        transcriber = self.transcriber
         if any(
-            seen.memory[s.number].offset % ALIGNED
+            transcriber.memory[s.number].offset % ALIGNED
             for s in _slots_in([s.args for s in self.steps if _is_inlined(s)])
         ):
             return None
-        first = [seen.given.index(k) for k in range(seen.operands)]
-        fits = [
-            f"given[{at}] is given[{first[k]}]" for at, k in enumerate(seen.given) if first[k] < at
+        first_position = [transcriber.given.index(k) for k in range(transcriber.operands)]
+        guards = [
+            f"given[{at}] is given[{first_position[k]}]"
+            for at, k in enumerate(transcriber.given)
+            if first_position[k] < at
         ]
-        fits.append(
-            f"check({', '.join(f'given[{at}]' for at in first)})" if fits else "check(*given)"
+        guards.append(
+            f"check({', '.join(f'given[{at}]' for at in first_position)})"
+            if guards
+            else "check(*given)"
         )
-        fits += [f"held_once(given, {first[k]}) is {once}" for k, once in seen.once.items()]
-        lines = ["def again(given, shared=None):", f" if not ({' and '.join(fits)}): return None"]
-        lines += [f" {', '.join(f't{k}' for k in seen.given)}, = given"]
+        guards += [
+            f"held_once(given, {first_position[k]}) is {once}"
+            for k, once in transcriber.once.items()
+        ]
+        lines = [
+            "def repeat(given, shared=None):",
+            f" if not ({' and '.join(guards)}): return None",
+        ]
+        lines += [f" {', '.join(f't{k}' for k in transcriber.given)}, = given"]
         lines += [*self._guard_lines(), " given.clear()"]
-        last, running = self._last_uses(), None
-        lines += self._free_lines(last, -1)
+        last_uses, current_step = self._last_uses(), None
+        lines += self._free_lines(last_uses, -1)
         for at, step in enumerate(self.steps):
-            if step.within is not running:
-                running = step.within
-                lines.append(f" step = {bind_constant(running, self.namespace)}")
+            if step.within is not current_step:
+                current_step = step.within
+                lines.append(f" step = {bind_constant(current_step, self.namespace)}")
             lines += self._launch_lines(step) if _is_inlined(step) else self._call_lines(step)
-            lines += self._free_lines(last, at)
+            lines += self._free_lines(last_uses, at)
         lines.append(f" return {self._text(self.result)}")
         exec(compile("\n".join(lines), TRANSCRIPT_FILE, "exec"), self.namespace)
-        made: Repeat = self.namespace["again"]
-        return made
+        generated: Repeat = self.namespace["repeat"]
+        return generated
 
     def _guard_lines(self) -> list[str]:
         """Lines that take the addresses of operands, and return None where launches are not possible."""
-        seen, operands = self.seen, sorted(self.addressed & {*range(self.seen.operands)})
-        for number, t in seen.kept.items():
+        transcriber, operands = (
+            self.transcriber,
+            sorted(self.addressed & {*range(self.transcriber.operands)}),
+        )
+        for number, t in transcriber.kept.items():
             self.namespace |= {f"t{number}": t, f"p{number}": t.data_ptr()}
         launches = [step.target for step in self.steps if _is_inlined(step)]
         lines = [f" p{k} = t{k}.data_ptr()" for k in operands]
@@ -371,7 +396,7 @@ class _CodeGenerator:
             self.namespace |= {
                 "hooks": launcher.hooks,
                 "stream_of": launcher.stream_of,
-                "index": seen.index,
+                "index": transcriber.index,
             }
             self.namespace |= {
                 "current_device": torch_private.current_device,
@@ -381,11 +406,13 @@ class _CodeGenerator:
                 " if hooks.launch_enter_hook.calls or index != current_device(): return None"
             )
             lines.append(" stream = stream_of(index)")
-        if seen.kept:
-            stream = bind_constant(seen.stream, self.namespace)
+        if transcriber.kept:
+            stream = bind_constant(transcriber.stream, self.namespace)
             self.namespace["now"] = torch_private.current_stream
             lines.append(
-                f" if now({seen.index})[0] != {stream}: return None" if seen.index >= 0 else ""
+                f" if now({transcriber.index})[0] != {stream}: return None"
+                if transcriber.index >= 0
+                else ""
             )
         return [line for line in lines if line]
 
@@ -396,43 +423,55 @@ class _CodeGenerator:
             if isinstance(step.target, Replay)
             else DIRECT.get(step.target, step.target)
         )
-        given = [self._text(value) for value in step.args]
-        given += [f"{name}={self._text(value)}" for name, value in step.kwargs.items()]
-        called = f"{bind_constant(target, self.namespace)}({', '.join(given)})"
+        arguments = [self._text(value) for value in step.args]
+        arguments += [f"{name}={self._text(value)}" for name, value in step.kwargs.items()]
+        call = f"{bind_constant(target, self.namespace)}({', '.join(arguments)})"
         if not step.results:
-            return [f" {called}"]
+            return [f" {call}"]
         names = ", ".join("_" if r is None else f"t{r}" for r in step.results)
-        lines = [f" {names}{',' * step.returns_tuple} = {called}"]
+        lines = [f" {names}{',' * step.returns_tuple} = {call}"]
         return lines + [f" p{r} = t{r}.data_ptr()" for r in step.results if r in self.addressed]
 
     def _launch_lines(self, step: RecordedCall) -> list[str]:
         """Lines that inline the allocations and launches of a step's replay."""
         replay: Replay = step.target
         results = dict(zip(replay.output_slots, step.results, strict=True))
-        own = {k: self.names + k for k in range(len(replay.allocations)) if k not in results}
+        temporaries = {
+            k: self.names + k for k in range(len(replay.allocations)) if k not in results
+        }
         self.names += len(replay.allocations)
-        new = [f"t{results.get(k, own.get(k))}" for k in range(len(replay.allocations))]
-        given = [self._address(slot) for slot in replay.tensors_of(step.args)]
-        lines = replay.lines(given, new, self.namespace)
-        return [*lines, *([f" {' = '.join(new[k] for k in own)} = None"] if own else [])]
+        allocated = [
+            f"t{results.get(k, temporaries.get(k))}" for k in range(len(replay.allocations))
+        ]
+        addresses = [self._address(slot) for slot in replay.tensors_of(step.args)]
+        lines = replay.lines(addresses, allocated, self.namespace)
+        return [
+            *lines,
+            *([f" {' = '.join(allocated[k] for k in temporaries)} = None"] if temporaries else []),
+        ]
 
     def _address(self, slot: TensorRef) -> str:
-        root, offset = self.seen.memory[slot.number]
+        root, offset = self.transcriber.memory[slot.number]
         return f"p{root} + {offset}" if offset else f"p{root}"
 
     def _last_uses(self) -> dict[int, int]:
         """The last step that needs a tensor, by slot; -1 for none."""
-        memory, found = self.seen.memory, dict.fromkeys(range(self.seen.operands), -1)
+        memory, last_uses = (
+            self.transcriber.memory,
+            dict.fromkeys(range(self.transcriber.operands), -1),
+        )
         for at, step in enumerate(self.steps):
             used = [slot.number for slot in _slots_in((step.args, step.kwargs))]
             if _is_inlined(step):
                 used = [memory[number].root for number in used]
-            found |= dict.fromkeys([*used, *[r for r in step.results if r is not None]], at)
-        stay = {slot.number for slot in _slots_in(self.result)} | self.seen.kept.keys()
-        return {number: at for number, at in found.items() if number not in stay}
+            last_uses |= dict.fromkeys([*used, *[r for r in step.results if r is not None]], at)
+        never_freed = {
+            slot.number for slot in _slots_in(self.result)
+        } | self.transcriber.kept.keys()
+        return {number: at for number, at in last_uses.items() if number not in never_freed}
 
-    def _free_lines(self, last: dict[int, int], at: int) -> list[str]:
-        names = [f"t{number}" for number, step in last.items() if step == at]
+    def _free_lines(self, last_uses: dict[int, int], at: int) -> list[str]:
+        names = [f"t{number}" for number, step in last_uses.items() if step == at]
         return [f" {' = '.join(names)} = None"] if names else []
 
     def _text(self, value: Any) -> str:
@@ -493,10 +532,10 @@ def transcribing(
     running_step: Callable[[], Any] = lambda: None,
 ) -> Iterator[Transcriber]:
     """Inside, the calls of a function of these tensors are recorded. Nothing else may have to observe them."""
-    seen = Transcriber(operands, shared, running_step)
-    before, thread.replay_mode = thread.replay_mode, seen
+    transcriber = Transcriber(operands, shared, running_step)
+    outer, thread.replay_mode = thread.replay_mode, transcriber
     try:
-        with seen:
-            yield seen
+        with transcriber:
+            yield transcriber
     finally:
-        thread.replay_mode = before
+        thread.replay_mode = outer

@@ -19,7 +19,7 @@ from fuseops.kernels.device.quantize_columns import (
     store_columns,
     store_slices,
 )
-from fuseops.kernels.device.reduce import overlapped
+from fuseops.kernels.device.reduce import pdl_trigger_and_wait
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def gather_slice(
 @triton.jit
 def no_amax_kernel(amax_ptr, E, PDL: tl.constexpr, BLOCK_E: tl.constexpr):
     """Zero amax (E,) before the atomics: by a kernel, so that the whole chain of launches can be replayed."""
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     groups = tl.arange(0, BLOCK_E)
     tl.store(amax_ptr + groups, tl.zeros((BLOCK_E,), tl.float32), mask=groups < E)
 
@@ -70,7 +70,7 @@ def group_amax_kernel(
 
     Bits of non-negative floats order as integers do, and a maximum does not depend on the order, so that bits repeat.
     """
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     group, _, row0, end = decode_block(tl.program_id(0), offs_ptr, R, E, FORM, BLOCK_E, BLOCK_R)
     rows = row0 + tl.arange(0, BLOCK_R)
     x_rows = rows.to(tl.int64)
@@ -100,7 +100,7 @@ def quantize_groups_kernel(
     In the transposed layout each group begins at a multiple of 128 columns; matrices lie each by itself, with rows that
     ALIGN divides. by_ptr holds each group's amax, or with UP its inverse scale.
     """
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     num_n = tl.cdiv(N, BLOCK_N)
     block, col0 = tl.program_id(0) // num_n, tl.program_id(0) % num_n * BLOCK_N
     group, begin, row0, end = decode_block(block, offs_ptr, R, E, FORM, BLOCK_E, BLOCK_R)

@@ -12,10 +12,10 @@ import triton.language as tl
 from fuseops.kernels.device.quantize_columns import group_at_block
 from fuseops.kernels.device.reduce import (
     add_rows,
-    after_launch,
-    before_launch,
     fold,
-    overlapped,
+    pdl_trigger,
+    pdl_trigger_and_wait,
+    pdl_wait,
     row_dots,
 )
 
@@ -37,7 +37,7 @@ def bias_fwd_kernel(
     PDL: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y = x + bias[group of the row] (* probs), a tile of rows and columns a program; padding rows become zero."""
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     rows = (pid // num_n).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -66,7 +66,7 @@ def bias_bwd_kernel(
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """First stage: program (block of columns, p) sums every num_programs-th block of rows into row p of partial."""
-    before_launch(PDL)
+    pdl_trigger(PDL)
     program = tl.program_id(1).to(tl.int64)
     cols = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     acc = tl.zeros((AT_ONCE, BLOCK_N), dtype=tl.float32)
@@ -92,7 +92,7 @@ def grouped_bias_bwd_kernel(
     sums of a group of one chunk go to its row of y, others to row `chunk` of partial. With NEED_DPROBS, dots (column
     blocks, R) gets what these columns add to each row's dprobs.
     """
-    before_launch(PDL)
+    pdl_trigger(PDL)
     num_n = tl.cdiv(N, BLOCK_N)
     chunk, block = tl.program_id(0) // num_n, tl.program_id(0) % num_n
     cols = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
@@ -137,13 +137,13 @@ def group_sum_kernel(
 
     Programs beyond the E groups' sum the D rows of dots instead, BLOCK_R rows of dprobs each; padding rows get zero.
     """
-    before_launch(PDL)
+    pdl_trigger(PDL)
     num_n = tl.cdiv(N, BLOCK_N)
     group = (tl.program_id(0) // num_n).to(tl.int64)
     if group < E:
         begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
         num_rows = tl.load(offs_ptr + group) - begin
-        after_launch(PDL)
+        pdl_wait(PDL)
         if num_rows > CHUNK:
             chunk0 = begin // CHUNK + group
             block, end_chunk = tl.program_id(0) % num_n, chunk0 + tl.cdiv(num_rows, CHUNK)
@@ -152,6 +152,6 @@ def group_sum_kernel(
             )
     else:
         num_used = tl.load(offs_ptr + E - 1)
-        after_launch(PDL)
+        pdl_wait(PDL)
         block = tl.program_id(0) - num_n * E
         add_rows(dots_ptr, dprobs_ptr, 0, D, block, R, num_used, BLOCK_D, BLOCK_R)

@@ -11,13 +11,13 @@ import triton.language as tl
 
 from fuseops.kernels.device.act import act_slope
 from fuseops.kernels.device.operands import (
-    coded,
     load_tokens,
+    quantize_slice,
     slice_mask,
     store_operand,
     tile_of_block,
 )
-from fuseops.kernels.device.reduce import overlapped
+from fuseops.kernels.device.reduce import pdl_trigger_and_wait
 
 
 @triton.jit
@@ -72,19 +72,19 @@ def swiglu_operand_kernel(
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tile of swiglu(h) (R, N), as rows and as columns."""
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     pid, num_n = tl.program_id(0), tl.cdiv(N, BLOCK_N)
     block, row0, end, blocks = tile_of_block(pid, num_n, offs_ptr, R, E, GROUPS, BLOCK_E, BLOCK_R)
     col0 = pid % num_n * BLOCK_N
     # fmt: off
     a = swiglu_slice(h_ptr, h_scale_ptr, probs_ptr, 0, row0, end, col0, R, N, stride_h, SCALED, BLOCK_R, BLOCK_N)
-    qa, sa = coded(a, row_ptr, SHIFT)
+    qa, sa = quantize_slice(a, row_ptr, SHIFT)
     b = swiglu_slice(h_ptr, h_scale_ptr, probs_ptr, 1, row0, end, col0, R, N, stride_h, SCALED, BLOCK_R, BLOCK_N)
-    qb, sb = coded(b, row_ptr, SHIFT)
+    qb, sb = quantize_slice(b, row_ptr, SHIFT)
     c = swiglu_slice(h_ptr, h_scale_ptr, probs_ptr, 2, row0, end, col0, R, N, stride_h, SCALED, BLOCK_R, BLOCK_N)
-    qc, sc = coded(c, row_ptr, SHIFT)
+    qc, sc = quantize_slice(c, row_ptr, SHIFT)
     d = swiglu_slice(h_ptr, h_scale_ptr, probs_ptr, 3, row0, end, col0, R, N, stride_h, SCALED, BLOCK_R, BLOCK_N)
-    qd, sd = coded(d, row_ptr, SHIFT)
+    qd, sd = quantize_slice(d, row_ptr, SHIFT)
     # fmt: on
     store_operand(
         qa,
@@ -143,7 +143,7 @@ def dswiglu_slice(
         y = dy * dsilu * up
     elif OUTPUT == 1:
         y = dy * silu
-    return coded(round_like_h(y, h_ptr), like_ptr, SHIFT)
+    return quantize_slice(round_like_h(y, h_ptr), like_ptr, SHIFT)
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def dswiglu_operand_kernel(
     """Quantize a tile of dgate, of dup or, with ACT, of the activation: neighbouring programs have the outputs of one
     tile. One program for all would fill the registers, and what the others read again is in the L2 cache.
     """
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     OUTPUTS: tl.constexpr = 2 + ACT
     out, pid, num_n = tl.program_id(0) % OUTPUTS, tl.program_id(0) // OUTPUTS, tl.cdiv(N, BLOCK_N)
     block, row0, end, blocks = tile_of_block(pid, num_n, offs_ptr, R, E, GROUPS, BLOCK_E, BLOCK_R)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .grouped_mm import group_rows
-from .reduce import overlapped
+from .reduce import pdl_trigger_and_wait
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def grouped_wgrad_few_kernel(
     dy and x are tiles of the group's first BLOCK_K rows, x one block ahead; the rows of a longer group are loaded from
     there on anew for every block of columns.
     """
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     num_m, num_n = tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N)
     program, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     group, block_m = program // num_m, program % num_m

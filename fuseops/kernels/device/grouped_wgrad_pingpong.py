@@ -288,7 +288,9 @@ def mma_consumer(
             if DEFERS_STORES:
                 deferred, deferred_coords = acc.to(dw_desc.dtype), (group, row, col)
             elif FP32_DW:
-                store_float32_grad(dw_desc, store_buffers, acc, group, row, col, TRANSPOSED, ACCUMULATE, 0)
+                store_float32_grad(
+                    dw_desc, store_buffers, acc, group, row, col, TRANSPOSED, ACCUMULATE, 0
+                )
             else:
                 subtiles = column_quarters(acc)
                 for i in gl.static_range(4):

@@ -14,7 +14,7 @@ from fuseops.kernels.device.quantize import (
     vector_scales,
     widened,
 )
-from fuseops.kernels.device.reduce import overlapped
+from fuseops.kernels.device.reduce import pdl_trigger_and_wait
 
 BEYOND_ROWS: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 """The largest int32, beyond every row."""
@@ -156,7 +156,7 @@ def quantize_group_blocks_kernel(
     Block b belongs to the last group g that begins at or before it, at block begin // 128 + g. Beyond the rows of g its
     columns are zeros, up to where those of the next group begin.
     """
-    overlapped(PDL)
+    pdl_trigger_and_wait(PDL)
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     block, col0 = pid // num_n, pid % num_n * BLOCK_N

@@ -1,4 +1,10 @@
-"""The second stage of column sums, always in the same order, and what the first stages share."""
+"""Helpers of Triton kernels that reduce or that overlap with their neighbours, and the second stage of column sums.
+
+- Programmatic dependent launch: `pdl_trigger`, `pdl_wait`, `pdl_trigger_and_wait`.
+- Sums whose bits depend on no schedule: `mul_rn`, `row_dots`, `fold`.
+- A column sum is two launches without atomics: the programs of the first write a row of partial sums each, and
+  `column_sums_kernel` adds these rows, always in the same order.
+"""
 
 import triton
 import triton.language as tl
@@ -6,37 +12,42 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def before_launch(PDL: tl.constexpr):
-    """The next launch may begin."""
+def pdl_trigger(PDL: tl.constexpr):
+    """Let the next launch begin (griddepcontrol.launch_dependents)."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
-def after_launch(PDL: tl.constexpr):
-    """Wait for the launch before this one."""
+def pdl_wait(PDL: tl.constexpr):
+    """Wait until all earlier launches have ended and their writes are visible (griddepcontrol.wait)."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
-def overlapped(PDL: tl.constexpr):
-    """The next launch may begin, this one waits for the one before it."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-
-
-MOST_LANES = tl.constexpr(1024)  # of a program, at most: of a wider row each holds several elements
-
-
-@triton.jit
-def apart(x, y):
-    """x * y, rounded before lanes exchange it. A product that is contracted with the exchange is exact in its own lane
-    and rounded in the other: lanes that hold one sum differ, and race to store it. Lanes with several elements of a
-    row exchange their sum.
+def pdl_trigger_and_wait(PDL: tl.constexpr):
+    """Let the next launch begin, and wait for all earlier ones: the first line of a kernel launched with
+    `pdl_overlap`.
     """
-    if x.shape[-1] > MOST_LANES:
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+# of a program, at most: in a wider row each lane holds several elements
+MAX_LANES = tl.constexpr(1024)
+
+
+@triton.jit
+def mul_rn(x, y):
+    """Multiply with one rounding of its own, as __fmul_rn: a product that lanes then exchange is not contracted with
+    the addition.
+
+    Contracted, it is exact in its own lane and rounded in the other, so that lanes which hold one sum differ, and race
+    to store it. It can happen only where each lane holds one element of a row: lanes with several exchange their sum.
+    """
+    if x.shape[-1] > MAX_LANES:
         return x * y
     else:
         return tl.fma(x, y, 0.0)
@@ -44,28 +55,29 @@ def apart(x, y):
 
 @triton.jit
 def row_dots(x, y):
-    """(B, N), (B, N) -> (B,): the same in every lane of a row."""
-    return tl.sum(apart(x, y), axis=1)
+    """Compute the dot products of rows, (B, N), (B, N) -> (B,): the same bits in every lane of a row."""
+    return tl.sum(mul_rn(x, y), axis=1)
 
 
 @triton.jit
 def fold(x, AT_ONCE: tl.constexpr):
-    """(B, N) -> (AT_ONCE, N): sums of rows AT_ONCE apart. Where a thread holds these, nothing moves."""
+    """Sum rows AT_ONCE apart, (B, N) -> (AT_ONCE, N): in registers, where a thread holds all of these rows."""
     return tl.sum(tl.reshape(x, (x.shape[0] // AT_ONCE, AT_ONCE, x.shape[1])), axis=0)
 
 
 @triton.jit
 def add_rows(
-    x_ptr, y_ptr, first, last, block, N, used, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr
+    x_ptr, y_ptr, begin, end, block, N, used_cols, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """y[block of columns] = the sum of rows first to last of x, BLOCK_S of them at a time; of N columns
-    those from `used` on are zeros.
+    """Store the sum of rows `begin` to `end` of x (S, N), of one block of columns, in y (N,): BLOCK_S rows at a time.
+
+    Of the N columns those from `used_cols` on are stored as zeros.
     """
     cols = block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros((BLOCK_S, BLOCK_N), dtype=tl.float32)
-    for start in range(first, last, BLOCK_S):
+    for start in range(begin, end, BLOCK_S):
         rows = (start + tl.arange(0, BLOCK_S)).to(tl.int64)[:, None]
-        mask = (rows < last) & (cols < used)
+        mask = (rows < end) & (cols < used_cols)
         total += tl.load(x_ptr + rows * N + cols, mask=mask, other=0.0)
     tl.store(y_ptr + cols, tl.sum(total, axis=0)[None, :], mask=cols < N)
 
@@ -74,10 +86,12 @@ def add_rows(
 def column_sums_kernel(
     partial_ptr, y_ptr, z_ptr, S, N, PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """One block of columns: the sum of the rows of partial (S, N) to y, or of partial (2, S, N) to y and z."""
-    overlapped(PDL)
+    """Sum the rows of partial (S, N) to y (N,), or those of partial (2, S, N) to y and z: grid (blocks of columns, 1 or
+    2).
+    """
+    pdl_trigger_and_wait(PDL)
     if tl.program_id(1) == 0:
         add_rows(partial_ptr, y_ptr, 0, S, tl.program_id(0), N, N, BLOCK_S, BLOCK_N)
     else:
-        other = partial_ptr + S.to(tl.int64) * N
-        add_rows(other, z_ptr, 0, S, tl.program_id(0), N, N, BLOCK_S, BLOCK_N)
+        second = partial_ptr + S.to(tl.int64) * N
+        add_rows(second, z_ptr, 0, S, tl.program_id(0), N, N, BLOCK_S, BLOCK_N)

@@ -1,37 +1,42 @@
-"""Kernel of fuseops.kernels.rope."""
+"""Rotary position embeddings of x, or of q and k in one launch. Triton, sm_80 and later."""
 
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.reduce import overlapped
+from fuseops.kernels.device.reduce import pdl_trigger_and_wait
 
 
 @triton.jit
-def _turn(
+def _rotate_heads(
     x_ptr, y_ptr, cos, sin, heads, H, D, P,
     INTERLEAVED: tl.constexpr, REST: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token, (BLOCK_H, 1) pointers to their columns. REST: columns behind the pairs, which stay."""
+    """Rotate some heads of one token. x_ptr and y_ptr are pointers to heads (BLOCK_H, 1), cos and sin (1, BLOCK_P).
+
+    REST: columns behind the pairs are copied. INTERLEAVED: the two of a pair are neighbours, otherwise P columns apart.
+    """
     pairs = tl.arange(0, BLOCK_P)[None, :]
     mask = (heads < H) & (pairs < P)
     if INTERLEAVED:
-        both = tl.arange(0, 2 * BLOCK_P)[None, :]
-        mask = (heads < H) & (both < 2 * P)
-        x = tl.load(x_ptr + both, mask=mask, other=0.0).to(tl.float32)
-        first, second = tl.split(tl.reshape(x, (BLOCK_H, BLOCK_P, 2)))
-        y = tl.join(first * cos - second * sin, second * cos + first * sin)
+        pair_cols = tl.arange(0, 2 * BLOCK_P)[None, :]
+        mask = (heads < H) & (pair_cols < 2 * P)
+        x = tl.load(x_ptr + pair_cols, mask=mask, other=0.0).to(tl.float32)
+        x1, x2 = tl.split(tl.reshape(x, (BLOCK_H, BLOCK_P, 2)))
+        y = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
         y = tl.reshape(y, (BLOCK_H, 2 * BLOCK_P))
-        tl.store(y_ptr + both, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + pair_cols, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
-        first = tl.load(x_ptr + pairs, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(x_ptr + P + pairs, mask=mask, other=0.0).to(tl.float32)
-        y = first * cos - second * sin
+        x1 = tl.load(x_ptr + pairs, mask=mask, other=0.0).to(tl.float32)
+        x2 = tl.load(x_ptr + P + pairs, mask=mask, other=0.0).to(tl.float32)
+        y = x1 * cos - x2 * sin
         tl.store(y_ptr + pairs, y.to(y_ptr.dtype.element_ty), mask=mask)
-        y = second * cos + first * sin
+        y = x2 * cos + x1 * sin
         tl.store(y_ptr + P + pairs, y.to(y_ptr.dtype.element_ty), mask=mask)
     for start in range(2 * P, D if REST else 0, BLOCK_P):
-        stays = (heads < H) & (start + pairs < D)
-        tl.store(y_ptr + start + pairs, tl.load(x_ptr + start + pairs, mask=stays), mask=stays)
+        tail_mask = (heads < H) & (start + pairs < D)
+        tl.store(
+            y_ptr + start + pairs, tl.load(x_ptr + start + pairs, mask=tail_mask), mask=tail_mask
+        )
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -41,8 +46,8 @@ def rope_kernel(
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr, PAIR: tl.constexpr,
     PDL: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """A program rotates some heads of one token: of x, and behind them those of k where there is a PAIR."""
-    overlapped(PDL)
+    """Rotate some heads of one token a program: of x, and behind them those of k where there is a PAIR."""
+    pdl_trigger_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     batch, token = row // tokens, row % tokens
     block, blocks = tl.program_id(1), tl.cdiv(H, BLOCK_H)
@@ -54,12 +59,16 @@ def rope_kernel(
         sin = -sin
     heads = tl.arange(0, BLOCK_H)[:, None]
     if not PAIR or block < blocks:
-        first = block * BLOCK_H + heads
-        xs = x_ptr + batch * stride_b + token * stride_t + first.to(tl.int64) * stride_h
-        ys = y_ptr + row * H * D + first.to(tl.int64) * D
-        _turn(xs, ys, cos, sin, first, H, D, P, INTERLEAVED, REST, BLOCK_H, BLOCK_P)
+        x_heads = block * BLOCK_H + heads
+        x_rows = x_ptr + batch * stride_b + token * stride_t + x_heads.to(tl.int64) * stride_h
+        y_rows = y_ptr + row * H * D + x_heads.to(tl.int64) * D
+        _rotate_heads(
+            x_rows, y_rows, cos, sin, x_heads, H, D, P, INTERLEAVED, REST, BLOCK_H, BLOCK_P
+        )
     else:
-        second = (block - blocks) * BLOCK_H + heads
-        ks = k_ptr + batch * k_b + token * k_t + second.to(tl.int64) * k_h
-        yks = yk_ptr + row * HK * D + second.to(tl.int64) * D
-        _turn(ks, yks, cos, sin, second, HK, D, P, INTERLEAVED, REST, BLOCK_H, BLOCK_P)
+        k_heads = (block - blocks) * BLOCK_H + heads
+        k_rows = k_ptr + batch * k_b + token * k_t + k_heads.to(tl.int64) * k_h
+        yk_rows = yk_ptr + row * HK * D + k_heads.to(tl.int64) * D
+        _rotate_heads(
+            k_rows, yk_rows, cos, sin, k_heads, HK, D, P, INTERLEAVED, REST, BLOCK_H, BLOCK_P
+        )

@@ -1,12 +1,22 @@
-"""Kernels of fuseops.kernels.router. BLOCK_E holds all experts of a token.
+"""The router's forward: top-k of the experts of each token, their weights and logits. Triton, sm_80 and later.
 
-The forward has two ways to the K largest keys. The fast one gives a token to BLOCK_P / 4 threads, and
-runs a selection network over what they hold: all of it is minima and maxima of int32. Of many experts it
-first finds the K quads, four experts side by side, with the largest of all logits, and looks for the K
-largest logits in those alone, a token a thread where the rows were read by more threads than K. The network
-compares all but the lowest bits, which hold experts; logits settle the order of two that differ there alone. It
-knows where it may still be wrong, and goes the slow way for such a token, K times the maximum of its row,
-as it does for all where BLOCK_P is 0.
+A program owns BLOCK_R tokens; BLOCK_E, a power of two, holds all experts of one. Scores are made int32 keys in the
+order of floats (`float_to_sortable`), and the K largest are found in one of two ways:
+
+- Fast: a row is cut into pieces of BLOCK_P columns and spread over BLOCK_P / 4 threads of a warp, so that each holds
+  four neighbours, a quad, of every piece. A selection network (`select.py`) runs over what a thread holds, minima and
+  maxima of int32 in registers, and then across the row's few threads by shuffles. Of many experts (8 K <= E, by logits
+  alone) the network first selects K quads by their largest logit, and then K logits of these quads; where more than K
+  threads had a row, one has it in the second step.
+- Slow: K argmax reductions over whole rows. BLOCK_P = 0 takes it for all tokens.
+
+The index of an expert takes the lowest log2(BLOCK_E) bits of its key, so the network compares all but these bits.
+16-bit logits have zeros there and are exact. Of other keys, ties in the upper bits are found out: logits settle the
+order of two, and tokens with more are ambiguous; a loop at the end of the program routes them again the slow way, over
+what was stored.
+
+Traps: rows beyond T read the last row again instead of being masked, so loads of whole pieces need no row mask. The
+barrier in the loop at the end orders its stores behind the first ones to the same addresses.
 """
 
 # Tuples grow in loops that Triton unrolls.
@@ -16,296 +26,333 @@ import triton
 import triton.language as tl
 
 from fuseops.kernels.device.select import (
-    LOWEST,
-    largest_of,
-    largest_of_pieces,
-    largest_of_rows,
-    numbered,
-    numbered_pieces,
-    quarters,
-    rows_of,
-    settled,
-    tile_of,
-    top_one_by_one,
+    KEY_MIN,
+    deinterleave_by_4,
+    pack_expert_ids,
+    pack_index,
+    resolve_ties_by_logits,
+    select_top,
+    select_top_across_lanes,
+    select_top_of_rows,
+    stack_tile,
+    topk_by_repeated_max,
+    unstack_rows,
 )
 
 TINY: tl.constexpr = tl.constexpr(1e-20)
 
 
 @triton.jit
-def load_logits(at, mask, cols, E):
-    """float32 logits, -inf beyond the experts, 0 beyond the tokens (where -inf would give NaN)."""
-    return tl.where(cols < E, tl.load(at, mask=mask, other=0.0).to(tl.float32), float("-inf"))
+def load_logits(ptrs, mask, cols, E):
+    """Load float32 logits: -inf beyond the experts, 0 beyond the tokens (where -inf would give NaN)."""
+    return tl.where(cols < E, tl.load(ptrs, mask=mask, other=0.0).to(tl.float32), float("-inf"))
 
 
 @triton.jit
-def softmax_terms(logits):
-    """(largest logit, sum of the exponentials) of each row of a float32 tile, as columns."""
-    largest = tl.max(logits, axis=1)[:, None]
-    return largest, tl.sum(tl.exp(logits - largest), axis=1)[:, None]
+def softmax_stats(logits):
+    """Reduce each row of a float32 tile (B, N) to what a softmax needs.   -> (row maximum, row sum of exp(x -
+    maximum)), both (B, 1)
+    """
+    row_max = tl.max(logits, axis=1)[:, None]
+    return row_max, tl.sum(tl.exp(logits - row_max), axis=1)[:, None]
 
 
 @triton.jit
-def exponentials(x, PIECES: tl.constexpr):
-    """(largest, sum of the exponentials, the exponentials) of the rows of a tuple of tiles."""
-    largest = x[0]
+def softmax_exps(pieces, PIECES: tl.constexpr):
+    """Compute a softmax's terms of rows in pieces (R, BLOCK_P).   -> (row maximum (R, 1), row sum (R, 1), exp(x -
+    maximum) as pieces)
+    """
+    row_max = pieces[0]
     for p in tl.static_range(1, PIECES):
-        largest = tl.maximum(largest, x[p])
-    largest = tl.max(largest, axis=1)[:, None]
-    y = (tl.exp(x[0] - largest),)
-    total = y[0]
+        row_max = tl.maximum(row_max, pieces[p])
+    row_max = tl.max(row_max, axis=1)[:, None]
+    exps = (tl.exp(pieces[0] - row_max),)
+    row_sum = exps[0]
     for p in tl.static_range(1, PIECES):
-        y = y + (tl.exp(x[p] - largest),)
-        total += y[p]
-    return largest, tl.sum(total, axis=1)[:, None], y
+        exps = exps + (tl.exp(pieces[p] - row_max),)
+        row_sum += exps[p]
+    return row_max, tl.sum(row_sum, axis=1)[:, None], exps
 
 
 @triton.jit
-def scores_of(logits, largest, total, SOFTMAX: tl.constexpr):
-    """Scores of float32 logits; ``softmax_terms`` are of all logits of the token."""
+def scores_of(logits, row_max, row_sum, SOFTMAX: tl.constexpr):
+    """Compute the scores of float32 logits; `row_max` and `row_sum` are of all logits of the token
+    (`softmax_stats`).
+    """
     if SOFTMAX:
-        return tl.exp(logits - largest) / total
+        return tl.exp(logits - row_max) / row_sum
     else:
         return tl.sigmoid(logits)
 
 
 @triton.jit
-def order_of(key):
-    """int32 in the order of float32 keys, above LOWEST; NaN is the largest, as inf, and -0 is 0."""
+def float_to_sortable(key):
+    """Map float32 keys to int32 of the same order, above KEY_MIN; NaN ranks as inf, and -0 as 0."""
     bits = tl.minimum(key + 0.0, float("inf")).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def nan_maximum(a, b):
+    """The larger of two floats; NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def float_of(order):
-    """The inverse of order_of."""
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def sortable_to_float(key):
+    """Map int32 keys back to float32: the inverse of `float_to_sortable`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def best_quads(
-    first, offset, pieces, K: tl.constexpr, P: tl.constexpr, E: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr, L: tl.constexpr, V: tl.constexpr,
+def select_best_quads(
+    tile_ptr, row_offset, pieces, K: tl.constexpr, PIECES: tl.constexpr, E: tl.constexpr,
+    BLOCK_R: tl.constexpr, LANES: tl.constexpr, TOP: tl.constexpr, OUT_LANES: tl.constexpr,
 ):  # fmt: skip
-    """Keys of the L quads of experts (four in a row) whose largest logits are largest: those hold the
-    L largest logits.   -> (keys (R, 4 V) in L / V pieces, the first expert of each quad, the largest key
-    of the other quads, whether one of those may belong here), of P pieces (R, 4 W) of the rows of logits
-    at `first` + `offset` (R,)
+    """Select the TOP quads of experts (four in a row) with the largest maxima, which hold the TOP largest logits, and
+    load these quads again: fewer keys for the network than all E.
+
+    The rows (BLOCK_R,) of logits begin at `tile_ptr` + `row_offset`, and are given as PIECES pieces (BLOCK_R, 4 LANES).
+    Keys of quads have the quad's number in the lowest bits.
+    -> (keys (BLOCK_R, 4 OUT_LANES), in TOP / OUT_LANES pieces; the first expert of each quad, as pieces; the key of the
+    largest rejected quad; whether it ties with the K-th one but for the bits of the number)
     """
-    LOW: tl.constexpr = P * W - 1
-    lane = tl.arange(0, W)[None, :]
-    tops = ()
-    for p in tl.static_range(P):
-        a, b, c, d = quarters(pieces[p], R, W)
+    QUAD_MASK: tl.constexpr = PIECES * LANES - 1
+    lane = tl.arange(0, LANES)[None, :]
+    quad_keys = ()
+    for p in tl.static_range(PIECES):
+        a, b, c, d = deinterleave_by_4(pieces[p], BLOCK_R, LANES)
         top = nan_maximum(nan_maximum(a, b), nan_maximum(c, d))
-        top = numbered(order_of(top), W * p + lane, LOW)
-        tops = tops + (rows_of(tl.trans(top), W, R) if V < W else (top,))
-    if V < W:
-        top, left = largest_of(tops, P * W, L)
+        top = pack_index(float_to_sortable(top), LANES * p + lane, QUAD_MASK)
+        quad_keys = quad_keys + (
+            unstack_rows(tl.trans(top), LANES, BLOCK_R) if OUT_LANES < LANES else (top,)
+        )
+    if OUT_LANES < LANES:
+        top, max_rejected = select_top(quad_keys, PIECES * LANES, TOP)
     else:
-        top, left = largest_of_pieces(tops, P, R, W, L)
-    gap = (top[K - 1] ^ left).to(tl.uint32, bitcast=True)
-    lane = tl.arange(0, V)[None, :]
-    each = tl.arange(0, 4)[None, None, :]
+        top, max_rejected = select_top_of_rows(quad_keys, PIECES, BLOCK_R, LANES, TOP)
+    differing_bits = (top[K - 1] ^ max_rejected).to(tl.uint32, bitcast=True)
+    lane = tl.arange(0, OUT_LANES)[None, :]
+    in_quad = tl.arange(0, 4)[None, None, :]
     keys = ()
-    firsts = ()
-    for q in tl.static_range(L // V):
-        quad = tl.zeros((R, V), dtype=tl.int32)
-        for w in tl.static_range(V):
-            quad = tl.where(lane == w, 4 * (LOW - (top[q * V + w] & LOW))[:, None], quad)
-        cols = quad[:, :, None] + each
-        at = first + offset[:, None, None] + cols
-        if E % 4 == 0:  # there are as many whole quads as that
-            keys = keys + (order_of(tl.load(at).to(tl.float32)),)
+    first_experts = ()
+    for q in tl.static_range(TOP // OUT_LANES):
+        first_expert = tl.zeros((BLOCK_R, OUT_LANES), dtype=tl.int32)
+        for w in tl.static_range(OUT_LANES):
+            first_expert = tl.where(
+                lane == w,
+                4 * (QUAD_MASK - (top[q * OUT_LANES + w] & QUAD_MASK))[:, None],
+                first_expert,
+            )
+        cols = first_expert[:, :, None] + in_quad
+        ptrs = tile_ptr + row_offset[:, None, None] + cols
+        if E % 4 == 0:  # there are at least TOP whole quads: no padded one is chosen
+            keys = keys + (float_to_sortable(tl.load(ptrs).to(tl.float32)),)
         else:
-            x = tl.load(at, mask=cols < E, other=0.0).to(tl.float32)
-            keys = keys + (tl.where(cols < E, order_of(x), LOWEST),)
-        firsts = firsts + (quad,)
-    return keys, firsts, left, gap <= LOW
+            logits = tl.load(ptrs, mask=cols < E, other=0.0).to(tl.float32)
+            keys = keys + (tl.where(cols < E, float_to_sortable(logits), KEY_MIN),)
+        first_experts = first_experts + (first_expert,)
+    return keys, first_experts, max_rejected, differing_bits <= QUAD_MASK
 
 
 @triton.jit
-def in_best_groups(
+def mask_of_top_groups(
     key, cols, E, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Which experts lie in the TOP_GROUPS groups with the largest sums of their two best keys; the
-    lower group first among equals.
+    """Mask the experts of the TOP_GROUPS groups whose two best keys have the largest sums; of equal sums the lower
+    group wins.
+    -> (BLOCK_R, BLOCK_E) of int1
     """
-    slots = tl.arange(0, BLOCK_E)[None, :]  # one a group: there are no more groups than experts
+    # one slot a group: there are no more groups than experts
+    group_slots = tl.arange(0, BLOCK_E)[None, :]
     group = cols // (E // GROUPS)
-    worth = tl.full((BLOCK_R, BLOCK_E), LOWEST, dtype=tl.int32)
+    group_scores = tl.full((BLOCK_R, BLOCK_E), KEY_MIN, dtype=tl.int32)
     for g in tl.static_range(GROUPS):
-        own = tl.where((group == g) & (cols < E), key, float("-inf"))
-        best = tl.max(own, axis=1)[:, None]
-        at = tl.min(tl.where((own == best) & (group == g), cols, BLOCK_E), axis=1)[:, None]
-        second = tl.max(tl.where(cols == at, float("-inf"), own), axis=1)[:, None]
-        worth = tl.where(slots == g, order_of(tl.where(E > GROUPS, best + second, best)), worth)
-    allowed = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.int1)
+        in_group = tl.where((group == g) & (cols < E), key, float("-inf"))
+        best = tl.max(in_group, axis=1)[:, None]
+        argmax = tl.min(tl.where((in_group == best) & (group == g), cols, BLOCK_E), axis=1)[:, None]
+        second = tl.max(tl.where(cols == argmax, float("-inf"), in_group), axis=1)[:, None]
+        group_scores = tl.where(
+            group_slots == g,
+            float_to_sortable(tl.where(E > GROUPS, best + second, best)),
+            group_scores,
+        )
+    mask = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.int1)
     for _ in tl.static_range(TOP_GROUPS):
-        top = tl.max(worth, axis=1)[:, None]
-        best = tl.min(tl.where(worth == top, slots, BLOCK_E), axis=1)[:, None]
-        allowed = allowed | (group == best)
-        worth = tl.where(slots == best, LOWEST, worth)
-    return allowed
+        top = tl.max(group_scores, axis=1)[:, None]
+        best = tl.min(tl.where(group_scores == top, group_slots, BLOCK_E), axis=1)[:, None]
+        mask = mask | (group == best)
+        group_scores = tl.where(group_slots == best, KEY_MIN, group_scores)
+    return mask
 
 
 @triton.jit
-def of_best_groups(
-    keys, EACH: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    R: tl.constexpr, BLOCK_P: tl.constexpr, PIECES: tl.constexpr,
+def mask_pieces_to_top_groups(
+    keys, GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Pieces of int32 keys, LOWEST where the group of EACH experts is not among the best."""
-    W: tl.constexpr = BLOCK_P // 4
-    OWN: tl.constexpr = EACH // BLOCK_P
-    worth = ()
+    """Replace by KEY_MIN the keys of experts outside the TOP_GROUPS best groups, as `mask_of_top_groups`, in pieces
+    (BLOCK_R, BLOCK_P) of int32 keys. A group of GROUP_SIZE experts is GROUP_PIECES whole pieces, and its rank is a
+    count of the groups that beat it.
+    """
+    LANES: tl.constexpr = BLOCK_P // 4
+    GROUP_PIECES: tl.constexpr = GROUP_SIZE // BLOCK_P
+    group_scores = ()
     for g in tl.static_range(GROUPS):
-        own = ()
-        for p in tl.static_range(OWN):
-            own = own + quarters(keys[g * OWN + p], R, W)
-        own, left = largest_of(own, 4 * OWN, 2)
-        best, _ = largest_of_rows(own, left, 2, R, W)
-        worth = worth + (order_of(float_of(best[0]) + float_of(best[1])),)
-    kept = ()
+        group_keys = ()
+        for p in tl.static_range(GROUP_PIECES):
+            group_keys = group_keys + deinterleave_by_4(keys[g * GROUP_PIECES + p], BLOCK_R, LANES)
+        group_keys, max_rejected = select_top(group_keys, 4 * GROUP_PIECES, 2)
+        best, _ = select_top_across_lanes(group_keys, max_rejected, 2, BLOCK_R, LANES)
+        group_scores = group_scores + (
+            float_to_sortable(sortable_to_float(best[0]) + sortable_to_float(best[1])),
+        )
+    masked = ()
     for p in tl.static_range(PIECES):
-        if p < GROUPS * OWN:
-            mine = worth[p // OWN]
-            better = tl.zeros((R,), dtype=tl.int32)
+        if p < GROUPS * GROUP_PIECES:
+            group_score = group_scores[p // GROUP_PIECES]
+            rank = tl.zeros((BLOCK_R,), dtype=tl.int32)
             for g in tl.static_range(GROUPS):
-                if g * OWN > p:
-                    better += (worth[g] > mine).to(tl.int32)
-                elif (g + 1) * OWN <= p:
-                    better += (worth[g] >= mine).to(tl.int32)
-            kept = kept + (tl.where((better < TOP_GROUPS)[:, None], keys[p], LOWEST),)
+                if g * GROUP_PIECES > p:
+                    rank += (group_scores[g] > group_score).to(tl.int32)
+                elif (g + 1) * GROUP_PIECES <= p:
+                    rank += (group_scores[g] >= group_score).to(tl.int32)
+            masked = masked + (tl.where((rank < TOP_GROUPS)[:, None], keys[p], KEY_MIN),)
         else:
-            kept = kept + (keys[p],)
-    return kept
+            masked = masked + (keys[p],)
+    return masked
 
 
 @triton.jit
-def row_keys(
-    logits_ptr, bias_ptr, tokens, here, stride,
+def load_row_keys(
+    logits_ptr, bias_ptr, tokens, row_mask, stride,
     SOFTMAX: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """(int32 keys of whole rows, LOWEST for experts that may not be chosen; the softmax's terms)"""
+    """Load whole rows of logits (BLOCK_R, BLOCK_E) and compute their keys.   -> (int32 keys, KEY_MIN for experts that
+    may not be chosen; row maximum, row sum)
+    """
     cols = tl.arange(0, BLOCK_E)[None, :]
-    mask = here[:, None] & (cols < E)
+    mask = row_mask[:, None] & (cols < E)
     logits = load_logits(logits_ptr + (tokens * stride)[:, None] + cols, mask, cols, E)
-    largest, total = softmax_terms(logits)
+    row_max, row_sum = softmax_stats(logits)
     key = logits
     if BIASED or GROUPS > 1:
-        key = scores_of(logits, largest, total, SOFTMAX)
+        key = scores_of(logits, row_max, row_sum, SOFTMAX)
     if BIASED:
         key += tl.load(bias_ptr + cols, mask=cols < E, other=0.0).to(tl.float32)
-    keys = tl.where(cols < E, order_of(key), LOWEST)
+    keys = tl.where(cols < E, float_to_sortable(key), KEY_MIN)
     if GROUPS > 1:
-        allowed = in_best_groups(key, cols, E, GROUPS, TOP_GROUPS, BLOCK_R, BLOCK_E)
-        keys = tl.where(allowed, keys, LOWEST)
-    return keys, largest, total
+        allowed = mask_of_top_groups(key, cols, E, GROUPS, TOP_GROUPS, BLOCK_R, BLOCK_E)
+        keys = tl.where(allowed, keys, KEY_MIN)
+    return keys, row_max, row_sum
 
 
 @triton.jit
-def piece_logits(
-    first, offset, E: tl.constexpr, BLOCK_P: tl.constexpr, PIECES: tl.constexpr
+def load_pieces(
+    tile_ptr, row_offset, E: tl.constexpr, BLOCK_P: tl.constexpr, PIECES: tl.constexpr
 ):  # fmt: skip
-    """Pieces (R, BLOCK_P) of the rows of logits that `first` (R,) points to, and their columns."""
-    place = tl.arange(0, BLOCK_P)[None, :]
-    x = ()
+    """Load rows of logits, which begin at `tile_ptr` + `row_offset` (R,), as PIECES pieces (R, BLOCK_P): 16 bytes of
+    float32 a thread and piece.   -> (float32 pieces, -inf beyond E; the columns of each)
+    """
+    piece_cols = tl.arange(0, BLOCK_P)[None, :]
+    pieces = ()
     columns = ()
     for p in tl.static_range(PIECES):
-        cols = place + p * BLOCK_P
+        cols = piece_cols + p * BLOCK_P
         columns = columns + (cols,)
-        at = first + cols + offset[:, None]
-        x = x + (tl.load(at, mask=cols < E, other=float("-inf")).to(tl.float32),)
-    return x, columns
+        ptrs = tile_ptr + cols + row_offset[:, None]
+        pieces = pieces + (tl.load(ptrs, mask=cols < E, other=float("-inf")).to(tl.float32),)
+    return pieces, columns
 
 
 @triton.jit
-def piece_keys(
-    x, columns, bias_ptr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
+def keys_of_pieces(
+    pieces, columns, bias_ptr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, E: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """The same of pieces; a group has whole pieces."""
-    largest = tl.zeros((BLOCK_R, 1), dtype=tl.float32)
-    total = tl.full((BLOCK_R, 1), 1.0, dtype=tl.float32)
+    """Compute the int32 keys of pieces of logits (BLOCK_R, BLOCK_P), as `load_row_keys` does of whole rows; a group of
+    experts is whole pieces.   -> (keys, as pieces; row maximum and row sum, 0 and 1 where no score needs them)
+    """
+    row_max = tl.zeros((BLOCK_R, 1), dtype=tl.float32)
+    row_sum = tl.full((BLOCK_R, 1), 1.0, dtype=tl.float32)
     if SOFTMAX and (BIASED or GROUPS > 1 or not NORMALIZE):
-        largest, total, _ = exponentials(x, PIECES)
+        row_max, row_sum, _ = softmax_exps(pieces, PIECES)
     keys = ()
     for p in tl.static_range(PIECES):
-        cols, key = columns[p], x[p]
+        cols, key = columns[p], pieces[p]
         if BIASED or GROUPS > 1:
-            key = scores_of(key, largest, total, SOFTMAX)
+            key = scores_of(key, row_max, row_sum, SOFTMAX)
         if BIASED:
             key += tl.load(bias_ptr + cols, mask=cols < E, other=0.0).to(tl.float32)
-        keys = keys + (tl.where(cols < E, order_of(key), LOWEST),)
+        keys = keys + (tl.where(cols < E, float_to_sortable(key), KEY_MIN),)
     if GROUPS > 1:
-        keys = of_best_groups(keys, E // GROUPS, GROUPS, TOP_GROUPS, BLOCK_R, BLOCK_P, PIECES)
-    return keys, largest, total
+        keys = mask_pieces_to_top_groups(
+            keys, E // GROUPS, GROUPS, TOP_GROUPS, BLOCK_R, BLOCK_P, PIECES
+        )
+    return keys, row_max, row_sum
 
 
 @triton.jit
-def logits_of(
+def gather_logits(
     logits_ptr, start, T, stride, experts, K: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """float32 logits of experts (BLOCK_R, BLOCK_K)."""
+    """Load the logits of experts (BLOCK_R, BLOCK_K) in float32, 0 beyond K and beyond the tokens."""
     flat = tl.arange(0, BLOCK_R * BLOCK_K)
     token = start + flat // BLOCK_K
-    at = logits_ptr + token * stride + tl.reshape(experts, (BLOCK_R * BLOCK_K,))
-    chosen = tl.load(at, mask=(token < T) & (flat % BLOCK_K < K), other=0.0).to(tl.float32)
+    ptrs = logits_ptr + token * stride + tl.reshape(experts, (BLOCK_R * BLOCK_K,))
+    chosen = tl.load(ptrs, mask=(token < T) & (flat % BLOCK_K < K), other=0.0).to(tl.float32)
     return tl.reshape(chosen, (BLOCK_R, BLOCK_K))
 
 
 @triton.jit
-def store_chosen(
-    weights_ptr, experts_ptr, chosen_ptr, start, T, experts, chosen, largest, total, scale,
-    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BEST: tl.constexpr,
+def store_topk(
+    weights_ptr, experts_ptr, chosen_ptr, start, T, experts, chosen, row_max, row_sum, scale,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOP_LOGITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Of experts and their logits (BLOCK_R, BLOCK_K). BEST: they have the largest logits, and a softmax
-    over them needs no others.
+    """Compute the weights of the chosen experts from their logits (BLOCK_R, BLOCK_K), and store weights, experts and
+    logits.
+
+    TOP_LOGITS: the chosen have the largest logits of all, so that a normalized softmax needs no others.
     """
     slots = tl.arange(0, BLOCK_K)[None, :]
-    if SOFTMAX and NORMALIZE and BEST:
+    if SOFTMAX and NORMALIZE and TOP_LOGITS:
         weights = tl.where(slots < K, chosen, float("-inf"))
         weights = tl.exp(weights - tl.max(weights, axis=1)[:, None])
         weights = weights / tl.sum(weights, axis=1)[:, None]
     else:
-        weights = tl.where(slots < K, scores_of(chosen, largest, total, SOFTMAX), 0.0)
+        weights = tl.where(slots < K, scores_of(chosen, row_max, row_sum, SOFTMAX), 0.0)
         if NORMALIZE:
             weights = weights / (tl.sum(weights, axis=1)[:, None] + TINY)
     flat = tl.arange(0, BLOCK_R * BLOCK_K)
     token = start + flat // BLOCK_K
-    at, mask = token * K + flat % BLOCK_K, (token < T) & (flat % BLOCK_K < K)
-    tl.store(weights_ptr + at, tl.reshape(weights, (BLOCK_R * BLOCK_K,)) * scale, mask=mask)
-    tl.store(experts_ptr + at, tl.reshape(experts, (BLOCK_R * BLOCK_K,)), mask=mask)
-    tl.store(chosen_ptr + at, tl.reshape(chosen, (BLOCK_R * BLOCK_K,)), mask=mask)
+    offsets, mask = token * K + flat % BLOCK_K, (token < T) & (flat % BLOCK_K < K)
+    tl.store(weights_ptr + offsets, tl.reshape(weights, (BLOCK_R * BLOCK_K,)) * scale, mask=mask)
+    tl.store(experts_ptr + offsets, tl.reshape(experts, (BLOCK_R * BLOCK_K,)), mask=mask)
+    tl.store(chosen_ptr + offsets, tl.reshape(chosen, (BLOCK_R * BLOCK_K,)), mask=mask)
 
 
 @triton.jit
-def choose_one_by_one(
+def route_by_repeated_max(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, chosen_ptr, start, T, stride, scale,
     K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, E: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The slow way, for BLOCK_R tokens together."""
+    """Route BLOCK_R tokens from `start` on by the slow, exact way: K argmax reductions over whole rows."""
     cols, rows = tl.arange(0, BLOCK_E)[None, :], start + tl.arange(0, BLOCK_R)
-    keys, largest, total = row_keys(
+    keys, row_max, row_sum = load_row_keys(
         logits_ptr, bias_ptr, rows, rows < T, stride, SOFTMAX, BIASED, GROUPS, TOP_GROUPS, E,
         BLOCK_R, BLOCK_E,
     )  # fmt: skip
-    experts = top_one_by_one(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
-    chosen = logits_of(logits_ptr, start, T, stride, experts, K, BLOCK_R, BLOCK_K)
-    store_chosen(
-        weights_ptr, experts_ptr, chosen_ptr, start, T, experts, chosen, largest, total, scale,
+    experts = topk_by_repeated_max(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
+    chosen = gather_logits(logits_ptr, start, T, stride, experts, K, BLOCK_R, BLOCK_K)
+    store_topk(
+        weights_ptr, experts_ptr, chosen_ptr, start, T, experts, chosen, row_max, row_sum, scale,
         K, SOFTMAX, NORMALIZE, GROUPS == 1 and not BIASED, BLOCK_R, BLOCK_K,
     )  # fmt: skip
 
@@ -317,66 +364,80 @@ def router_fwd_kernel(
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    LOW: tl.constexpr = BLOCK_E - 1
-    BEST: tl.constexpr = GROUPS == 1 and not BIASED
-    EXACT: tl.constexpr = BEST and logits_ptr.dtype.element_ty.primitive_bitwidth == 16
+    """Route BLOCK_R tokens a program.
+
+    logits (T, E) with rows quads * WIDE elements apart, bias (E,) -> weights, experts and logits of the chosen (T, K),
+    in descending order of keys. BLOCK_P: columns of a piece, 0 for the slow way alone.
+    """
+    EXPERT_MASK: tl.constexpr = BLOCK_E - 1
+    TOP_LOGITS: tl.constexpr = GROUPS == 1 and not BIASED
+    EXACT: tl.constexpr = TOP_LOGITS and logits_ptr.dtype.element_ty.primitive_bitwidth == 16
     start = tl.program_id(0).to(tl.int64) * BLOCK_R
-    stride = quads * WIDE  # so that Triton sees what it is a multiple of
+    stride = quads * WIDE  # a product, so that Triton sees its divisor
     if BLOCK_P == 0:
-        choose_one_by_one(
+        route_by_repeated_max(
             logits_ptr, bias_ptr, weights_ptr, experts_ptr, chosen_ptr, start, T, stride, scale,
             K, SOFTMAX, NORMALIZE, BIASED, GROUPS, TOP_GROUPS, E, BLOCK_R, BLOCK_K, BLOCK_E,
         )  # fmt: skip
     else:
         PIECES: tl.constexpr = BLOCK_E // BLOCK_P
-        W: tl.constexpr = BLOCK_P // 4
-        place = tl.arange(0, BLOCK_R)
-        last = tl.minimum(T - 1 - start, BLOCK_R - 1).to(tl.int32)  # beyond, this one again
-        first, offset = logits_ptr + start * stride, tl.minimum(place, last).to(tl.int64) * stride
-        pieces, columns = piece_logits(first, offset, E, BLOCK_P, PIECES)
-        keys, largest, total = piece_keys(
+        LANES: tl.constexpr = BLOCK_P // 4
+        row_in_tile = tl.arange(0, BLOCK_R)
+        # rows beyond the last one read it again
+        last_row = tl.minimum(T - 1 - start, BLOCK_R - 1).to(tl.int32)
+        tile_ptr, row_offset = (
+            logits_ptr + start * stride,
+            tl.minimum(row_in_tile, last_row).to(tl.int64) * stride,
+        )
+        pieces, columns = load_pieces(tile_ptr, row_offset, E, BLOCK_P, PIECES)
+        keys, row_max, row_sum = keys_of_pieces(
             pieces, columns, bias_ptr, SOFTMAX, NORMALIZE, BIASED, GROUPS, TOP_GROUPS, E,
             BLOCK_R, BLOCK_P, PIECES,
         )  # fmt: skip
-        QUADS: tl.constexpr = BEST and 8 * BLOCK_K <= BLOCK_E
-        V: tl.constexpr = 1 if QUADS and W > BLOCK_K else W
+        QUADS: tl.constexpr = TOP_LOGITS and 8 * BLOCK_K <= BLOCK_E
+        OUT_LANES: tl.constexpr = 1 if QUADS and LANES > BLOCK_K else LANES
         if QUADS:
-            keys, firsts, other, missing = best_quads(
-                first, offset, pieces, K, PIECES, E, BLOCK_R, W, BLOCK_K, V
+            keys, first_experts, rejected_quad, quad_tied = select_best_quads(
+                tile_ptr, row_offset, pieces, K, PIECES, E, BLOCK_R, LANES, BLOCK_K, OUT_LANES
             )
-            N: tl.constexpr = 4 * BLOCK_K // V
+            NUM_KEYS: tl.constexpr = 4 * BLOCK_K // OUT_LANES
         else:
-            firsts = ()
+            first_experts = ()
             for p in tl.static_range(PIECES):
-                firsts = firsts + (BLOCK_P * p + 4 * tl.arange(0, W)[None, :],)
-            N: tl.constexpr = 4 * PIECES
-        keys = numbered_pieces(keys, firsts, LOW, N // 4, BLOCK_R, V)
-        top, left = largest_of_pieces(keys, N, BLOCK_R, V, BLOCK_K)
-        top = top + (left,)
-        if BEST and not EXACT:
-            x, experts, unsure = settled(first, offset, keys, top, N, K, E, LOW, BLOCK_R)
-            chosen = tile_of(x, K, BLOCK_R, BLOCK_K)
-            experts = tile_of(experts, K, BLOCK_R, BLOCK_K)
+                first_experts = first_experts + (BLOCK_P * p + 4 * tl.arange(0, LANES)[None, :],)
+            NUM_KEYS: tl.constexpr = 4 * PIECES
+        keys = pack_expert_ids(keys, first_experts, EXPERT_MASK, NUM_KEYS // 4, BLOCK_R, OUT_LANES)
+        top, max_rejected = select_top_of_rows(keys, NUM_KEYS, BLOCK_R, OUT_LANES, BLOCK_K)
+        top = top + (max_rejected,)
+        if TOP_LOGITS and not EXACT:
+            logits, experts, ambiguous = resolve_ties_by_logits(
+                tile_ptr, row_offset, keys, top, NUM_KEYS, K, E, EXPERT_MASK, BLOCK_R
+            )
+            chosen = stack_tile(logits, K, BLOCK_R, BLOCK_K)
+            experts = stack_tile(experts, K, BLOCK_R, BLOCK_K)
         else:
-            experts = LOW - (tile_of(top[:K], K, BLOCK_R, BLOCK_K) & LOW)
-            chosen = logits_of(logits_ptr, start, T, stride, experts, K, BLOCK_R, BLOCK_K)
-            unsure = tl.zeros((BLOCK_R,), dtype=tl.int1)
+            experts = EXPERT_MASK - (stack_tile(top[:K], K, BLOCK_R, BLOCK_K) & EXPERT_MASK)
+            chosen = gather_logits(logits_ptr, start, T, stride, experts, K, BLOCK_R, BLOCK_K)
+            ambiguous = tl.zeros((BLOCK_R,), dtype=tl.int1)
             for i in tl.static_range(K):
-                unsure = unsure | ((top[i] | LOW) == (top[i + 1] | LOW))
+                ambiguous = ambiguous | ((top[i] | EXPERT_MASK) == (top[i + 1] | EXPERT_MASK))
         if QUADS:
-            unsure = unsure | (missing & ((other | LOW) >= (top[K - 1] | LOW)))
-        store_chosen(
-            weights_ptr, experts_ptr, chosen_ptr, start, T, experts, chosen, largest, total, scale,
-            K, SOFTMAX, NORMALIZE, BEST, BLOCK_R, BLOCK_K,
+            ambiguous = ambiguous | (
+                quad_tied & ((rejected_quad | EXPERT_MASK) >= (top[K - 1] | EXPERT_MASK))
+            )
+        store_topk(
+            weights_ptr, experts_ptr, chosen_ptr, start, T, experts, chosen, row_max, row_sum,
+            scale, K, SOFTMAX, NORMALIZE, TOP_LOGITS, BLOCK_R, BLOCK_K,
         )  # fmt: skip
         if not EXACT:
-            again = tl.where(unsure & (place <= last), place, BLOCK_R)
-            r = tl.min(again, axis=0)
-            while r < BLOCK_R:
-                tl.debug_barrier()  # these stores come after those above
-                choose_one_by_one(
-                    logits_ptr, bias_ptr, weights_ptr, experts_ptr, chosen_ptr, start + r, T, stride,
-                    scale, K, SOFTMAX, NORMALIZE, BIASED, GROUPS, TOP_GROUPS, E, 1, BLOCK_K, BLOCK_E,
+            retry_rows = tl.where(ambiguous & (row_in_tile <= last_row), row_in_tile, BLOCK_R)
+            retry_row = tl.min(retry_rows, axis=0)
+            while retry_row < BLOCK_R:
+                tl.debug_barrier()  # the stores below come after those above
+                route_by_repeated_max(
+                    logits_ptr, bias_ptr, weights_ptr, experts_ptr, chosen_ptr, start + retry_row,
+                    T, stride, scale, K, SOFTMAX, NORMALIZE, BIASED, GROUPS, TOP_GROUPS, E, 1,
+                    BLOCK_K, BLOCK_E,
                 )  # fmt: skip
-                again = tl.where(place == r, BLOCK_R, again)
-                r = tl.min(again, axis=0)
+                retry_rows = tl.where(row_in_tile == retry_row, BLOCK_R, retry_rows)
+                retry_row = tl.min(retry_rows, axis=0)

@@ -1,4 +1,10 @@
-"""The gradient kernel of fuseops.kernels.router. BLOCK_E holds all experts of a token."""
+"""The router's backward. Triton, sm_80 and later. BLOCK_E holds all experts of a token.
+
+A program owns BLOCK_R tokens: it stores whole rows of dlogits, then scatters the K entries of the chosen experts over
+them. A barrier between the two orders these stores to the same addresses. Tiles of the chosen (BLOCK_R, BLOCK_K) are
+loaded flat, one slot a lane, so that the reshape to a tile moves nothing; rows of a dense gradient come in pieces of
+BLOCK_P columns, whose loads are issued before the loads of experts that the gather of logits has to wait for.
+"""
 
 # Tuples grow in loops that Triton unrolls.
 # mypy: disable-error-code="assignment, misc, var-annotated"
@@ -7,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fuseops.kernels.device.reduce import row_dots
-from fuseops.kernels.device.router import TINY, exponentials, load_logits
+from fuseops.kernels.device.router import TINY, load_logits, softmax_exps
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -17,61 +23,67 @@ def router_bwd_kernel(
     E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """From all logits (T, E) if ALL; otherwise from those of the chosen (T, K), whose softmax is one
-    over those. Rows are written as if nothing were chosen, and the K of the chosen over that.
+    """Compute dlogits (T, E) of BLOCK_R tokens from dweights (T, K).
+
+    ALL: `logits` are all (T, E); otherwise those of the chosen (T, K), whose softmax is one over those. DENSE rows, of
+    a softmax over all experts, are written as -s dot everywhere, others as zeros, in both cases as if nothing were
+    chosen; the K entries of the chosen are then stored over that.
     """
-    WHOLE: tl.constexpr = SOFTMAX and ALL
+    DENSE: tl.constexpr = SOFTMAX and ALL
     PIECES: tl.constexpr = BLOCK_E // BLOCK_P
-    N: tl.constexpr = BLOCK_R * BLOCK_K
+    FLAT: tl.constexpr = BLOCK_R * BLOCK_K
     dtype = dlogits_ptr.dtype.element_ty
     start = tl.program_id(0).to(tl.int64) * BLOCK_R
     tokens = start + tl.arange(0, BLOCK_R)
-    here, place = (tokens < T)[:, None], tl.arange(0, BLOCK_P)[None, :]
-    row = dlogits_ptr + (tokens * E)[:, None]
-    rest = ()
-    if WHOLE:
+    row_mask, piece_cols = (tokens < T)[:, None], tl.arange(0, BLOCK_P)[None, :]
+    dlogits_rows = dlogits_ptr + (tokens * E)[:, None]
+    exps = ()
+    if DENSE:
         for p in tl.static_range(PIECES):
-            cols = place + p * BLOCK_P
-            at = logits_ptr + (tokens * stride_logits)[:, None] + cols
-            rest = rest + (load_logits(at, here & (cols < E), cols, E),)
-    flat = tl.arange(0, N)  # of the chosen: a lane has one slot of a token, in every tile below
+            cols = piece_cols + p * BLOCK_P
+            # pointers here, offsets below
+            offsets = logits_ptr + (tokens * stride_logits)[:, None] + cols
+            exps = exps + (load_logits(offsets, row_mask & (cols < E), cols, E),)
+    flat = tl.arange(0, FLAT)  # a lane has one slot of one token, in every tile of the chosen below
     token, slot = start + flat // BLOCK_K, flat % BLOCK_K
-    mask, at = (token < T) & (slot < K), token * K + slot
-    expert = tl.load(experts_ptr + at, mask=mask, other=0)
-    d = tl.load(dweights_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
-    if WHOLE:
-        tl.debug_barrier()  # keeps the loads of rows before the wait for the experts
+    mask, offsets = (token < T) & (slot < K), token * K + slot
+    expert = tl.load(experts_ptr + offsets, mask=mask, other=0)
+    ds = tl.load(dweights_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
+    if DENSE:
+        tl.debug_barrier()  # keeps the loads of rows ahead of the wait for the experts
     if ALL:
-        at = token * stride_logits + expert
-    chosen = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if not WHOLE:  # while the loads are on their way
+        offsets = token * stride_logits + expert
+    chosen = tl.load(logits_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if not DENSE:  # while the loads above are in flight
         cols = tl.arange(0, BLOCK_E)[None, :]
-        tl.store(row + cols, tl.zeros((BLOCK_R, BLOCK_E), dtype), mask=here & (cols < E))
+        tl.store(
+            dlogits_rows + cols, tl.zeros((BLOCK_R, BLOCK_E), dtype), mask=row_mask & (cols < E)
+        )
         tl.debug_barrier()
-    d, chosen = tl.reshape(d, (BLOCK_R, BLOCK_K)), tl.reshape(chosen, (BLOCK_R, BLOCK_K))
+    ds, chosen = tl.reshape(ds, (BLOCK_R, BLOCK_K)), tl.reshape(chosen, (BLOCK_R, BLOCK_K))
     slots = tl.arange(0, BLOCK_K)[None, :]
-    if WHOLE:
-        largest, total, rest = exponentials(rest, PIECES)
-        s = tl.where(slots < K, tl.exp(chosen - largest) / total, 0.0)
+    if DENSE:
+        row_max, row_sum, exps = softmax_exps(exps, PIECES)
+        scores = tl.where(slots < K, tl.exp(chosen - row_max) / row_sum, 0.0)
     elif SOFTMAX:
         chosen = tl.where(slots < K, chosen, float("-inf"))
-        s = tl.exp(chosen - tl.max(chosen, axis=1)[:, None])
+        scores = tl.exp(chosen - tl.max(chosen, axis=1)[:, None])
     else:
-        s = tl.where(slots < K, tl.sigmoid(chosen), 0.0)
+        scores = tl.where(slots < K, tl.sigmoid(chosen), 0.0)
     if NORMALIZE:
-        sums = tl.sum(s, axis=1)[:, None] + (0.0 if SOFTMAX and not ALL else TINY)
-        d = (d - row_dots(d, s)[:, None] / sums) / sums
-    if WHOLE:
-        dot = row_dots(d, s)[:, None]
-        d = (d - dot) * s
-        each = -dot / total
+        score_sum = tl.sum(scores, axis=1)[:, None] + (0.0 if SOFTMAX and not ALL else TINY)
+        ds = (ds - row_dots(ds, scores)[:, None] / score_sum) / score_sum
+    if DENSE:
+        dot = row_dots(ds, scores)[:, None]
+        ds = (ds - dot) * scores
+        factor = -dot / row_sum
         for p in tl.static_range(PIECES):
-            cols = place + p * BLOCK_P
-            tl.store(row + cols, (each * rest[p]).to(dtype), mask=here & (cols < E))
+            cols = piece_cols + p * BLOCK_P
+            tl.store(dlogits_rows + cols, (factor * exps[p]).to(dtype), mask=row_mask & (cols < E))
         tl.debug_barrier()
     elif SOFTMAX:
-        d = d * s
+        ds = ds * scores
     else:
-        d = d * s * (1.0 - s)
-    # after a barrier: over what is there
-    tl.store(dlogits_ptr + token * E + expert, tl.reshape(d, (N,)).to(dtype), mask=mask)
+        ds = ds * scores * (1.0 - scores)
+    # behind a barrier: over the row stored above
+    tl.store(dlogits_ptr + token * E + expert, tl.reshape(ds, (FLAT,)).to(dtype), mask=mask)

@@ -9,8 +9,8 @@ and repeats.
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.reduce import after_launch, before_launch
-from fuseops.kernels.device.select import sorted_by_threads
+from fuseops.kernels.device.reduce import pdl_trigger, pdl_wait
+from fuseops.kernels.device.select import bitonic_sort_by_threads
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def count_kernel(
     PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """counts (E, P): a histogram over experts of each chunk of BLOCK_S copies, one program and column a chunk."""
-    before_launch(PDL)
+    pdl_trigger(PDL)
     chunk, bins = tl.program_id(0), tl.arange(0, BLOCK_E)
     experts, valid = load_experts(experts_ptr, chunk * BLOCK_S + tl.arange(0, BLOCK_S), R, E)
     counts = tl.histogram(experts, BLOCK_E, mask=valid)
@@ -40,8 +40,8 @@ def scan_kernel(counts_ptr, total_ptr, P, PDL: tl.constexpr, BLOCK_P: tl.constex
 
     One program an expert.
     """
-    before_launch(PDL)
-    after_launch(PDL)
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
     expert = tl.program_id(0)
     running = tl.zeros((), dtype=tl.int32)
     for start in range(0, P, BLOCK_P):
@@ -71,7 +71,7 @@ def route_kernel(
     keys = experts * BLOCK_S + offsets
     if BLOCK_S <= 256:
         # the gather moves neighbours of the order, which one thread holds, to neighbouring lanes
-        keys = tl.gather(sorted_by_threads(keys, BLOCK_S // 8), offsets, axis=0)
+        keys = tl.gather(bitonic_sort_by_threads(keys, BLOCK_S // 8), offsets, axis=0)
     else:
         keys = tl.sort(keys)
     experts, copies = keys // BLOCK_S, program * BLOCK_S + keys % BLOCK_S
@@ -79,7 +79,7 @@ def route_kernel(
     if WEIGHTED:
         weights = tl.load(weights_ptr + copies, mask=valid, other=0.0).to(tl.float32)
     if COUNTED:
-        after_launch(PDL)
+        pdl_wait(PDL)
         count_ptrs, mask = counts_ptr + bins.to(tl.int64) * P + program, bins < E
         total = tl.load(total_ptr + bins, mask=mask, other=0)
         copies_before = tl.load(count_ptrs, mask=mask, other=0)
