@@ -109,3 +109,13 @@ def test_a_launch_sees_what_those_before_it_wrote(rows):
     for _ in range(10):
         for got, alone in zip(chain(lambda: None), want, strict=True):
             assert torch.equal(got.view(torch.uint8), alone.view(torch.uint8))
+
+
+def test_offsets_into_a_large_matrix_have_64_bits():
+    """A matrix of more than 2^31 elements: its last rows are quantized as if they were alone."""
+    w = torch.empty(139264, 16384, device="cuda", dtype=torch.bfloat16).normal_()
+    row, row_scale, col, col_scale = kernels.quantize_weight(w, E4M3)
+    alone = kernels.quantize_weight(w[-128:], E4M3)
+    last = row[-128:], row_scale[-1:], col[:, -128:], col_scale[:, -1:]
+    for got, want in zip(last, alone, strict=True):
+        assert torch.equal(got.contiguous().view(torch.uint8), want.view(torch.uint8))

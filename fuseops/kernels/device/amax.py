@@ -28,9 +28,9 @@ def decode_block(
 ):
     """Decode a block into (group, first row of the group, first row of the block, end of the group)."""
     if FORM == "groups":
-        group, begin, end = group_at_block(block, offs_ptr, E, BLOCK_R, BLOCK_E)
+        group, begin, end = group_at_block(block, offs_ptr, R, E, BLOCK_R, BLOCK_E)
         row0 = begin + (block - begin // BLOCK_R - group) * BLOCK_R
-        return group, begin, row0, tl.minimum(end, R)
+        return group, begin, row0, end
     elif FORM == "matrices":
         blocks_per_matrix = tl.cdiv(E, BLOCK_R)
         group = block // blocks_per_matrix

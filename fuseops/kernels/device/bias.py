@@ -96,7 +96,7 @@ def grouped_bias_bwd_kernel(
     num_n = tl.cdiv(N, BLOCK_N)
     chunk, block = tl.program_id(0) // num_n, tl.program_id(0) % num_n
     cols = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    group, begin, end = group_at_block(chunk, offs_ptr, E, CHUNK, BLOCK_E)
+    group, begin, end = group_at_block(chunk, offs_ptr, R, E, CHUNK, BLOCK_E)
     first_row = begin + (chunk - begin // CHUNK - group) * CHUNK
     num_rows = tl.minimum(end - first_row, CHUNK)
     dy_ptr += first_row.to(tl.int64) * stride_dy
@@ -141,8 +141,8 @@ def group_sum_kernel(
     num_n = tl.cdiv(N, BLOCK_N)
     group = (tl.program_id(0) // num_n).to(tl.int64)
     if group < E:
-        begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-        num_rows = tl.load(offs_ptr + group) - begin
+        begin = tl.minimum(tl.load(offs_ptr + group - 1, mask=group > 0, other=0), R)
+        num_rows = tl.minimum(tl.load(offs_ptr + group), R) - begin
         pdl_wait(PDL)
         if num_rows > CHUNK:
             chunk0 = begin // CHUNK + group
@@ -151,7 +151,7 @@ def group_sum_kernel(
                 partial_ptr, y_ptr + group * N, chunk0, end_chunk, block, N, N, BLOCK_S, BLOCK_N
             )
     else:
-        num_used = tl.load(offs_ptr + E - 1)
+        num_used = tl.minimum(tl.load(offs_ptr + E - 1), R)
         pdl_wait(PDL)
         block = tl.program_id(0) - num_n * E
         add_rows(dots_ptr, dprobs_ptr, 0, D, block, R, num_used, BLOCK_D, BLOCK_R)

@@ -90,8 +90,8 @@ def quantize_micro_kernel(
     num_n = tl.cdiv(K, 128) * (128 // BLOCK_N)
     block, col0 = tl.program_id(0) // num_n, tl.program_id(0) % num_n * BLOCK_N
     if GROUPS:
-        group, begin, end = group_at_block(block, offs_ptr, E, 128, BLOCK_E)
-        row0, end = begin + (block - begin // 128 - group) * 128, tl.minimum(end, R)
+        group, begin, end = group_at_block(block, offs_ptr, R, E, 128, BLOCK_E)
+        row0 = begin + (block - begin // 128 - group) * 128
         store_end = tl.where(group == E - 1, R, end)
     else:
         group, row0, end, store_end = 0, block * 128, R, R

@@ -52,9 +52,9 @@ def micro_mm_kernel(
     else:
         row0, store_end, group_end = block * 128, M, M
         if GROUPS:
-            group, group_start, group_end = group_at_block(block, offs_ptr, E, 128, BLOCK_E)
+            group, group_start, group_end = group_at_block(block, offs_ptr, M, E, 128, BLOCK_E)
             row0 = group_start + (block - group_start // 128 - group) * 128
-            store_end = tl.where(group == E - 1, M, tl.minimum(group_end, M))
+            store_end = tl.where(group == E - 1, M, group_end)
         b_block = group * num_n + n
     b_row = n * 128 + (0 if TURNED else group * N)
     scale_tiles = tl.cdiv(S, SCALE_TILE_K)

@@ -144,9 +144,9 @@ def tile_of_block(
     """
     block = pid // num_n
     if GROUPS:
-        group, group_start, group_end = group_at_block(block, offs_ptr, E, BLOCK_R, BLOCK_E)
+        group, group_start, group_end = group_at_block(block, offs_ptr, R, E, BLOCK_R, BLOCK_E)
         row0 = group_start + (block - group_start // BLOCK_R - group) * BLOCK_R
-        return block, row0, tl.minimum(group_end, R), R // BLOCK_R + E
+        return block, row0, group_end, R // BLOCK_R + E
     else:
         return block, block * BLOCK_R, R, tl.cdiv(R, BLOCK_R)
 
@@ -281,30 +281,12 @@ def permute_operand_kernel(
 
 
 @triton.jit
-def load_weight_slice(
-    w_ptr, J: tl.constexpr, base, row0, col0, N, K, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Load slice J of a square of one weight matrix (N, K), which begins at element `base`."""
-    r, c, mask = slice_mask(J, row0, N, col0, K, BLOCK_R, BLOCK_N)
-    return tl.load(w_ptr + base + r[:, None] * K + c[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
 def store_weight_slice(
-    row_ptr,
-    q,
-    J: tl.constexpr,
-    base,
-    row0,
-    col0,
-    N,
-    K,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    row_ptr, q, J: tl.constexpr, row0, col0, N, K, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Store slice J of the codes of a square of one weight matrix (N, K), which begins at element `base`."""
+    """Store slice J of the codes of a square of one weight matrix (N, K)."""
     r, c, mask = slice_mask(J, row0, N, col0, K, BLOCK_R, BLOCK_N)
-    tl.store(row_ptr + base + r[:, None] * K + c[None, :], q, mask=mask)
+    tl.store(row_ptr + r.to(tl.int64)[:, None] * K + c[None, :], q, mask=mask)
 
 
 @triton.jit
@@ -323,27 +305,29 @@ def quantize_weight_kernel(
     block_r, block_n = square // num_n, square % num_n
     row0, col0 = block_r * BLOCK_R, block_n * BLOCK_N
     base = expert.to(tl.int64) * N * K
-    a = load_weight_slice(w_ptr, 0, base, row0, col0, N, K, BLOCK_R, BLOCK_N)
-    b = load_weight_slice(w_ptr, 1, base, row0, col0, N, K, BLOCK_R, BLOCK_N)
-    c = load_weight_slice(w_ptr, 2, base, row0, col0, N, K, BLOCK_R, BLOCK_N)
-    d = load_weight_slice(w_ptr, 3, base, row0, col0, N, K, BLOCK_R, BLOCK_N)
+    w_ptr += base
+    a = load_tokens(w_ptr, 0, row0, N, col0, K, 0, K, BLOCK_R, BLOCK_N)
+    b = load_tokens(w_ptr, 1, row0, N, col0, K, 0, K, BLOCK_R, BLOCK_N)
+    c = load_tokens(w_ptr, 2, row0, N, col0, K, 0, K, BLOCK_R, BLOCK_N)
+    d = load_tokens(w_ptr, 3, row0, N, col0, K, 0, K, BLOCK_R, BLOCK_N)
     amax = tl.maximum(tl.max(amax_of(a, 1), axis=0), tl.max(amax_of(b, 1), axis=0))
     amax = tl.maximum(amax, tl.max(amax_of(c, 1), axis=0))
     inv, scale = power_of_two_scale(tl.maximum(amax, tl.max(amax_of(d, 1), axis=0)), SHIFT)
     if ROW:
         tl.store(scale_ptr + pid, scale)
         row_dtype: tl.constexpr = row_ptr.dtype.element_ty
+        row_ptr += base
         store_weight_slice(
-            row_ptr, (widened(a) * inv).to(row_dtype), 0, base, row0, col0, N, K, BLOCK_R, BLOCK_N
+            row_ptr, (widened(a) * inv).to(row_dtype), 0, row0, col0, N, K, BLOCK_R, BLOCK_N
         )
         store_weight_slice(
-            row_ptr, (widened(b) * inv).to(row_dtype), 1, base, row0, col0, N, K, BLOCK_R, BLOCK_N
+            row_ptr, (widened(b) * inv).to(row_dtype), 1, row0, col0, N, K, BLOCK_R, BLOCK_N
         )
         store_weight_slice(
-            row_ptr, (widened(c) * inv).to(row_dtype), 2, base, row0, col0, N, K, BLOCK_R, BLOCK_N
+            row_ptr, (widened(c) * inv).to(row_dtype), 2, row0, col0, N, K, BLOCK_R, BLOCK_N
         )
         store_weight_slice(
-            row_ptr, (widened(d) * inv).to(row_dtype), 3, base, row0, col0, N, K, BLOCK_R, BLOCK_N
+            row_ptr, (widened(d) * inv).to(row_dtype), 3, row0, col0, N, K, BLOCK_R, BLOCK_N
         )
     if COL:
         tl.store(col_scale_ptr + (expert * num_n + block_n) * num_r + block_r, scale)

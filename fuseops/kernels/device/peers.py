@@ -37,7 +37,7 @@ def token_slots_kernel(
     k = tl.arange(0, BLOCK_K)[None, :]
     count = 0
     for start in range(0, T, BLOCK_T):
-        tokens = start + tl.arange(0, BLOCK_T)
+        tokens = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
         mask = (tokens < T)[:, None] & (k < K)
         expert_ids = tl.load(experts_ptr + (tokens * K)[:, None] + k, mask=mask, other=-1)
         is_sent = tl.max(

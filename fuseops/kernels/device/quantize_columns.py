@@ -127,8 +127,9 @@ def store_slice(
 
 
 @triton.jit
-def group_at_block(block, offs_ptr, E, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return (g, its first row, its end) of the last group g that begins at or before this block.
+def group_at_block(block, offs_ptr, R, E, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Return (g, its first row, its end) of the last group g that begins at or before this block, inside of R rows
+    whatever `offs` says.
 
     Group g begins at block begin // BLOCK_R + g, so each group but the first costs up to one block of padding. Ends of
     32 groups are read at a time, one a lane: each warp finds the group by itself, without shared memory.
@@ -137,7 +138,7 @@ def group_at_block(block, offs_ptr, E, BLOCK_R: tl.constexpr, BLOCK_E: tl.conste
     end = tl.full((32,), BEYOND_ROWS, tl.int32)
     for first_group in tl.static_range(0, BLOCK_E, 32):
         e = first_group + tl.arange(0, 32)
-        ends = tl.load(offs_ptr + e, mask=e < E, other=BEYOND_ROWS)
+        ends = tl.minimum(tl.load(offs_ptr + e, mask=e < E, other=BEYOND_ROWS), R)
         is_before = (ends // BLOCK_R + e < block) & (e < E - 1)
         group += is_before.to(tl.int32)
         begin = tl.maximum(begin, tl.where(is_before, ends, 0))
@@ -160,7 +161,7 @@ def quantize_group_blocks_kernel(
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     block, col0 = pid // num_n, pid % num_n * BLOCK_N
-    group, begin, end = group_at_block(block, offs_ptr, E, BLOCK_R, BLOCK_E)
+    group, begin, end = group_at_block(block, offs_ptr, R, E, BLOCK_R, BLOCK_E)
     row0 = begin + (block - begin // BLOCK_R - group) * BLOCK_R
     a, b, c, d = load_slices(x_ptr, row0, col0, end, N, stride_x, BLOCK_R, BLOCK_N)
     inv, scale = vector_scales(column_amax(a, b, c, d), LIMIT, POW2, BLOCK_N)
