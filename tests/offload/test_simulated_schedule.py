@@ -250,7 +250,7 @@ def test_the_prediction_is_the_simulation(
         [k for item in leave for k in model.items[item]],
         LINK,
         settings,
-        recompute=[model.groups[g] for g in drop],
+        recompute=drop,
         coded=coded,
     )
     assert done.kept_reasons == {}
