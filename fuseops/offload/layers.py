@@ -76,6 +76,7 @@ class LayerScope(Scope):
         self._cacheable = policy is None or policy.lasting
         self._make_mover: Callable[[], Mover] | None = mover
         self._mover: Any = None  # or a Mover
+        self._decisions: Mapping[str, Decision] = {}  # by name, of a plan
         self.paused = False  # a plan is being made
         self._thread_calls = _LayersThread()
         if policy is not None:
@@ -100,6 +101,7 @@ class LayerScope(Scope):
         if self._make_mover is not None:
             # called once and dropped: it holds the scheduler, which holds this scope
             self._mover, self._make_mover = self._make_mover(), None
+            self._on_gpu = self._mover.lanes.device.type == "cuda"
         mover: Mover = self._mover
         return mover
 
@@ -174,14 +176,16 @@ class LayerScope(Scope):
         for node in {t.grad_fn for t in tensors_in(output)}:
             if node is not None:
                 node.register_prehook(begin)
-        mover.leave(call)
+        with mover.lock:
+            mover.schedule.leave(call)
 
     def apply_plan(
         self, decisions: Mapping[str, Decision], recomputed: Iterable[str], lag: int
     ) -> None:
         """Use the decisions of a plan.   recomputed: layers that are recomputed as a whole"""
         if self._mover is not None:
-            self._mover.schedule.decisions, self._mover.schedule.lag = decisions, lag
+            self._mover.schedule.lag = lag
+        self._decisions = decisions
         self._verdicts.clear()
         self._recomputed = {path: [] for path in recomputed}
         self._op_scopes = {}
@@ -242,9 +246,6 @@ class LayerScope(Scope):
             running.token = CallToken(self.mover, running.call)
         return Kept(t, entry, self._ledger, running.token)
 
-    def _moves_from_cuda(self, t: Tensor) -> bool:
-        return self.mover.on_gpu
-
     def _call_for(self, record: Record) -> LayerRun:
         call: Any = self._thread_calls.running[-1].call  # the hooks are installed only then
         of_layer: LayerRun = call
@@ -262,7 +263,7 @@ class LayerScope(Scope):
 
     def _quantize_globs(self, name: str) -> tuple[str, ...]:
         """Globs of tensors that may be rounded: all in a storage that a plan quantizes, else those of the policy."""
-        planned = self.mover.schedule.decisions.get(name)
+        planned = self._decisions.get(name)
         if planned is not None:
             return ("**",) if planned == "quantize" else ()
         return () if self._policy is None else tuple(self._policy.quantize)
@@ -289,7 +290,7 @@ class LayerScope(Scope):
         return self._why_not_chosen(t, named), "policy"
 
     def _why_not_chosen(self, t: Tensor, named: SavedName) -> str | None:
-        planned = self.mover.schedule.decisions.get(named.name)
+        planned = self._decisions.get(named.name)
         if planned is not None:
             return None if planned in ("offload", "quantize") else "planned"
         if self._policy is None or self._resident is None:
