@@ -30,7 +30,7 @@ from .codes import Coding, coding_of, exact_by_name
 from .nesting import PackHook, belongs_to_checkpoint, open_scopes, remove_hook, without_wrapper
 from .policy import Candidate, Policy, Quota
 from .records import CallToken, Handle, Kept, Mover, Record, Verdict
-from .report import KEPT, Entry, Report
+from .report import KEPT, Entry
 from .schedule import Decision, LayerRun
 from .scopes import Scope, dispatch_again, recompute
 from .storages import StorageMap
@@ -231,10 +231,6 @@ class LayerScope(Scope):
     def _flush_entries(self) -> None:
         for running in self._thread_calls.running:
             self._ledger.add_all(running.kept_entries)
-
-    def report(self) -> Report:
-        self._flush_entries()
-        return super().report()
 
     def _stay(self, t: Tensor, entry: Entry, storage: torch.UntypedStorage | None = None) -> Kept:
         running, resident = self._thread_calls.running[-1], self._resident

@@ -90,6 +90,7 @@ class Scope(NestedScope):
 
     def report(self) -> Report:
         """The report of this scope and those inside it, up to now."""
+        self._flush_entries()
         return self._ledger.report()
 
     # --- entering and leaving

@@ -85,11 +85,6 @@ class Stages:
         last = stage == self.pipeline.stages - 1
         return [Turn(FORWARD if last else BACKWARD, micro_batch, stage if last else stage + 1)]
 
-    def share(self, turn: Turn) -> float:
-        """The share of the time of its ops that a turn takes."""
-        weight = self.pipeline.weight_share
-        return {INPUT: 1 - weight, WEIGHT: weight}.get(turn.way, 1.0)
-
     def seconds(self, turn: Turn) -> float:
         """How long a turn takes."""
         ops, clock = self.ops(turn), self.profile.clock
@@ -190,7 +185,8 @@ class _RankStep:
 
     def _ops_of(self, turn: Turn) -> Iterator[ProfiledOp]:
         """The ops of a turn. Transfers between ranks belong to the input half."""
-        ops, share, first = self.stages.ops(turn), self.stages.share(turn), self.at[turn]
+        ops, first, weight = self.stages.ops(turn), self.at[turn], self.pipeline.weight_share
+        share = {INPUT: 1 - weight, WEIGHT: weight}.get(turn.way, 1.0)
         for p in ops:
             op = self.whole.ops[p]
             part = share if op.lane == "compute" else float(turn.way != WEIGHT)
