@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -302,9 +302,6 @@ class Hook:
 
     def __init__(self, callback: Callable[..., None] | None = None) -> None:
         self.callback = callback
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        return type(self)()
 
     def __reduce__(self) -> Any:
         return type(self), ()
