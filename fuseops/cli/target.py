@@ -87,6 +87,17 @@ def _user_code() -> Iterator[None]:
         raise UserCodeError from error
 
 
+@contextmanager
+def _importing_from(folder: Path) -> Iterator[None]:
+    """Run the user's code, inside, where it can import its neighbours."""
+    sys.path.insert(0, str(folder))
+    try:
+        with _user_code():
+            yield
+    finally:
+        sys.path.remove(str(folder))
+
+
 def user_error_in(error: Exception) -> BaseException | None:
     """The error of the user's code, or None for one of fuseops: decided by the innermost frame outside of torch."""
     if isinstance(error, UserCodeError):
@@ -128,19 +139,14 @@ def _from_file(path: Path) -> ModuleType:
         raise UsageError(f"{path} is not a Python file. Expected one with {EXPECTED}.")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look their module up
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        with _user_code():
-            spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.resolve().parent))
+    with _importing_from(path.resolve().parent):
+        spec.loader.exec_module(module)
     return module
 
 
 def _from_module(name: str) -> ModuleType:
-    sys.path.insert(0, str(Path.cwd()))
     try:
-        with _user_code():
+        with _importing_from(Path.cwd()):
             return importlib.import_module(name)
     except UserCodeError as user_error:
         error = user_error.__cause__
@@ -150,8 +156,6 @@ def _from_module(name: str) -> ModuleType:
         raise UsageError(
             f"no module {name!r}, and no file of that name. Expected either with {EXPECTED}."
         ) from None
-    finally:
-        sys.path.remove(str(Path.cwd()))
 
 
 def _checked(name: str, built: Any) -> Target:

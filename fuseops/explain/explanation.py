@@ -43,18 +43,17 @@ class Explanation(str):
 
     plans: tuple[FusionPlan, ...]
 
-    def __new__(cls, plans: Sequence[FusionPlan], *, whole: bool = True) -> Self:
-        """whole: a model, with a summary in the first line; else the plans only"""
-        shown = report(plans) if whole else "\n\n".join(map(text, plans))
-        explanation = super().__new__(cls, shown)
+    def __new__(cls, plans: Sequence[FusionPlan], shown: str | None = None) -> Self:
+        """shown: its text; by default that of a whole model, with a summary in the first line"""
+        explanation = super().__new__(cls, report(plans) if shown is None else shown)
         explanation.plans = tuple(plans)
         return explanation
 
     def __repr__(self) -> str:
         return str(self)
 
-    def __reduce__(self) -> Any:
-        return _unpickled, (str(self), self.plans)
+    def __getnewargs__(self) -> Any:  # of copies and pickles
+        return self.plans, str(self)
 
     @property
     def saved_bytes(self) -> int:
@@ -79,10 +78,3 @@ class Explanation(str):
 
     def _repr_html_(self) -> str:
         return fragment(self.plans)
-
-
-def _unpickled(text: str, plans: tuple[FusionPlan, ...]) -> Explanation:
-    """Restore an explanation with its text from a pickle."""
-    explanation = str.__new__(Explanation, text)
-    explanation.plans = plans
-    return explanation

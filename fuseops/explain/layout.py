@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple
 
 from fuseops.plan.records import Miss, Overlap, Planned, SavedTensor, Span
@@ -180,14 +181,8 @@ def _pattern(name: str) -> str:
 
 def _runs_of_modules(spans: Sequence[Span]) -> list[list[Span]]:
     """Groups of consecutive modules of one class; other spans are single."""
-    found: list[list[Span]] = []
-    for span in spans:
-        last = found[-1][-1] if found else None
-        if last and last.kind == span.kind == "module" and last.runs == span.runs:
-            found[-1].append(span)
-        else:
-            found.append([span])
-    return found
+    found = groupby(spans, lambda span: span.runs if span.kind == "module" else id(span))
+    return [list(same) for _, same in found]
 
 
 def span_rows(spans: Sequence[Span]) -> list[tuple[str, ...]]:

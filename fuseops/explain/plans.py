@@ -22,7 +22,13 @@ from fuseops.observe.labels import Labels
 from fuseops.observe.observer import Observer
 from fuseops.observe.rehearse import not_counted, peak_of_step
 from fuseops.observe.saved import SavedLedger, storages, tensors_by_owner
-from fuseops.observe.untouched import attribute_tensors, reshard_after, restore_rng, restore_values
+from fuseops.observe.untouched import (
+    attribute_tensors,
+    reshard_after,
+    restore_rng,
+    restore_values,
+    tables_restored,
+)
 from fuseops.ops import names, scopes
 from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of, stripped, walk
@@ -163,8 +169,7 @@ def _copied_buffers(model: nn.Module) -> Iterator[dict[int, str]]:
     copies: dict[int, Tensor] = {}
     found: dict[int, str] = {}
     sync_masters(model)  # else the copies would be updated
-    before = [(module, dict(module._buffers)) for module in model.modules()]  # a recipe makes some
-    try:
+    with tables_restored(module._buffers for module in model.modules()):  # a recipe makes some
         for path, module in model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is None:
@@ -175,10 +180,6 @@ def _copied_buffers(model: nn.Module) -> Iterator[dict[int, str]]:
                 full = _joined(stripped(path), name)
                 found.update((storage, full) for storage, _ in storages(copies[id(buffer)]))
         yield found
-    finally:
-        for module, buffers in before:
-            module._buffers.clear()
-            module._buffers.update(buffers)
 
 
 @contextmanager

@@ -123,7 +123,8 @@ class Sequential(Composed):
 
     def explain(self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any) -> Explanation:
         """`plan` as text, which a notebook shows as a page with a drawing."""
-        return Explanation([self.plan(x, *args, returns=returns, **side)], whole=False)
+        plan = self.plan(x, *args, returns=returns, **side)
+        return Explanation([plan], str(plan))
 
 
 def _enter(module: Sequential) -> tuple[str, bool]:

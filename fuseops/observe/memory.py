@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops.ops.op import Op
 from fuseops.torch_private import WeakStorage, plain_parts, storage_key
-
-
-class Meter(Protocol):
-    """Counts bytes while a step runs."""
-
-    def before(self) -> None:
-        """An op is about to run."""
-
-    def after(self, made: Iterable[Tensor]) -> int:
-        """The op ran, and returned tensors in new storages.   -> most bytes on the device since `before`"""
 
 
 def outside_bytes(model: nn.Module) -> int:
@@ -45,9 +35,10 @@ class StorageMeter:
         self.after(existing)
 
     def before(self) -> None:
-        pass
+        """An op is about to run."""
 
     def after(self, made: Iterable[Tensor]) -> int:
+        """The op ran, and returned tensors in new storages.   -> most bytes on the device since `before`"""
         for key in [key for key, (weak, _) in self._living.items() if weak.expired()]:
             self.nbytes -= self._living.pop(key)[1]
         for storage in (t.untyped_storage() for t in made):
@@ -67,6 +58,9 @@ class CudaMeter:
     def after(self, made: Iterable[Tensor]) -> int:
         stats = torch.cuda.memory_stats_as_nested_dict()  # the flat form takes 0.5 ms an op
         return int(stats["active_bytes"]["all"]["peak"])
+
+
+Meter = StorageMeter | CudaMeter
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

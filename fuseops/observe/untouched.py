@@ -62,6 +62,32 @@ def written_buffer(before: BufferVersions, after: BufferVersions) -> str | None:
 
 
 @contextmanager
+def attributes_set(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Sets attributes inside, and restores them.   values: object, name and value of each"""
+    inside = [*values]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in inside]
+    try:
+        for owner, name, value in inside:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+@contextmanager
+def tables_restored(tables: Iterable[dict[Any, Any]]) -> Iterator[None]:
+    """Restores the entries of dicts, and their order."""
+    before = [(table, dict(table)) for table in tables]
+    try:
+        yield
+    finally:
+        for table, known in before:
+            table.clear()
+            table.update(known)
+
+
+@contextmanager
 def restore_values(tensors: Iterable[Tensor], unseen: bool = False) -> Iterator[None]:
     """Restores the values of tensors that were written inside, from copies on the CPU.
 
@@ -95,18 +121,11 @@ def reshard_after(model: nn.Module) -> Iterator[None]:
                 module.reshard()
 
 
-@contextmanager
-def restore_fsdp_accumulation(model: nn.Module) -> Iterator[None]:
+def restore_fsdp_accumulation(model: nn.Module) -> AbstractContextManager[None]:
     """Sets gradients that FSDP2 has accumulated unreduced aside, and restores them; steps inside reduce theirs."""
-    fields = [each for module in fsdp_modules(model) for each in fsdp_accumulation(module)]
-    before = [getattr(owner, name) for owner, name, _ in fields]
-    for owner, name, value in fields:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for (owner, name, _), value in zip(fields, before, strict=True):
-            setattr(owner, name, value)
+    return attributes_set(
+        field for module in fsdp_modules(model) for field in fsdp_accumulation(module)
+    )
 
 
 @contextmanager
@@ -128,21 +147,12 @@ def without_grad_hooks(model: nn.Module) -> Iterator[None]:
     restores the gradients of the master weights of quantized parameters.
     """
     masters = [stored.master for m in model.modules() if (stored := stored_in(m)) is not None]
-    grads = [(master, master.grad) for master in masters if master is not None]
     hooked = [hooks for p in model.parameters() if (hooks := p._post_accumulate_grad_hooks)]
-    before = [(hooks, dict(hooks)) for hooks in hooked]
-    try:
+    grads = attributes_set((master, "grad", None) for master in masters if master is not None)
+    with tables_restored(hooked), grads:
         for hooks in hooked:
             hooks.clear()
-        for master, _ in grads:
-            master.grad = None
         yield
-    finally:
-        for hooks, known in before:
-            hooks.clear()
-            hooks.update(known)
-        for master, grad in grads:
-            master.grad = grad
 
 
 def restore_rng() -> AbstractContextManager[None]:
@@ -154,15 +164,14 @@ def restore_rng() -> AbstractContextManager[None]:
 @contextmanager
 def restore_tensors(model: nn.Module) -> Iterator[None]:
     """Restores which tensors are buffers and attributes of modules, where a step adds or replaces some."""
-    before = [(m._buffers, dict(m._buffers), vars(m)) for m in model.modules()]
-    attributes = [{n: t for n, t in own.items() if isinstance(t, Tensor)} for *_, own in before]
-    try:
-        yield
-    finally:
-        for (table, known, own), tensors in zip(before, attributes, strict=True):
-            table.clear()
-            table.update(known)
-            own.update(tensors)
+    owners = [vars(m) for m in model.modules()]
+    attributes = [{n: t for n, t in own.items() if isinstance(t, Tensor)} for own in owners]
+    with tables_restored(own["_buffers"] for own in owners):
+        try:
+            yield
+        finally:
+            for own, tensors in zip(owners, attributes, strict=True):
+                own.update(tensors)
 
 
 @contextmanager

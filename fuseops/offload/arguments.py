@@ -35,8 +35,8 @@ def whole_number(value: Any, what: str, least: int = 0) -> int:
     return value
 
 
-def instance_of(value: Any, kinds: type | tuple[type, ...], what: str, expected: str) -> Any:
-    """`value`, if it is an instance of one of the types.  Raises FuseOpsError, with `expected`, for others."""
+def instance_of(value: Any, kinds: Any, what: str, expected: str) -> Any:
+    """`value`, if it is of one of `kinds`, a type or several.  Raises FuseOpsError, with `expected`, for others."""
     if not isinstance(value, kinds):
         raise FuseOpsError(f"{what} expects {expected}, got {value!r:.80}.")
     return value

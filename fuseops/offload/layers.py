@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from .codes import Coding, coding_of, exact_by_name
 from .nesting import PackHook, belongs_to_checkpoint, open_scopes, remove_hook, without_wrapper
 from .policy import Candidate, Policy, Quota
 from .records import CallToken, Handle, Kept, Mover, Record, Verdict
-from .report import KEPT, Entry, Report
+from .report import KEPT, Entry
 from .schedule import Decision, LayerRun
 from .scopes import Scope, dispatch_again, recompute
 from .storages import StorageMap
@@ -76,6 +76,7 @@ class LayerScope(Scope):
         self._cacheable = policy is None or policy.lasting
         self._make_mover: Callable[[], Mover] | None = mover
         self._mover: Any = None  # or a Mover
+        self._decisions: Mapping[str, Decision] = {}  # by name, of a plan
         self.paused = False  # a plan is being made
         self._thread_calls = _LayersThread()
         if policy is not None:
@@ -100,6 +101,7 @@ class LayerScope(Scope):
         if self._make_mover is not None:
             # called once and dropped: it holds the scheduler, which holds this scope
             self._mover, self._make_mover = self._make_mover(), None
+            self._on_gpu = self._mover.lanes.device.type == "cuda"
         mover: Mover = self._mover
         return mover
 
@@ -174,14 +176,16 @@ class LayerScope(Scope):
         for node in {t.grad_fn for t in tensors_in(output)}:
             if node is not None:
                 node.register_prehook(begin)
-        mover.leave(call)
+        with mover.lock:
+            mover.schedule.leave(call)
 
     def apply_plan(
         self, decisions: Mapping[str, Decision], recomputed: Iterable[str], lag: int
     ) -> None:
         """Use the decisions of a plan.   recomputed: layers that are recomputed as a whole"""
         if self._mover is not None:
-            self._mover.schedule.decisions, self._mover.schedule.lag = decisions, lag
+            self._mover.schedule.lag = lag
+        self._decisions = decisions
         self._verdicts.clear()
         self._recomputed = {path: [] for path in recomputed}
         self._op_scopes = {}
@@ -228,10 +232,6 @@ class LayerScope(Scope):
         for running in self._thread_calls.running:
             self._ledger.add_all(running.kept_entries)
 
-    def report(self) -> Report:
-        self._flush_entries()
-        return super().report()
-
     def _stay(self, t: Tensor, entry: Entry, storage: torch.UntypedStorage | None = None) -> Kept:
         running, resident = self._thread_calls.running[-1], self._resident
         if storage is not None and entry.name not in self._offloaded:
@@ -241,9 +241,6 @@ class LayerScope(Scope):
         if running.token is None and running.call is not None:
             running.token = CallToken(self.mover, running.call)
         return Kept(t, entry, self._ledger, running.token)
-
-    def _moves_from_cuda(self, t: Tensor) -> bool:
-        return self.mover.on_gpu
 
     def _call_for(self, record: Record) -> LayerRun:
         call: Any = self._thread_calls.running[-1].call  # the hooks are installed only then
@@ -262,7 +259,7 @@ class LayerScope(Scope):
 
     def _quantize_globs(self, name: str) -> tuple[str, ...]:
         """Globs of tensors that may be rounded: all in a storage that a plan quantizes, else those of the policy."""
-        planned = self.mover.schedule.decisions.get(name)
+        planned = self._decisions.get(name)
         if planned is not None:
             return ("**",) if planned == "quantize" else ()
         return () if self._policy is None else tuple(self._policy.quantize)
@@ -289,7 +286,7 @@ class LayerScope(Scope):
         return self._why_not_chosen(t, named), "policy"
 
     def _why_not_chosen(self, t: Tensor, named: SavedName) -> str | None:
-        planned = self.mover.schedule.decisions.get(named.name)
+        planned = self._decisions.get(named.name)
         if planned is not None:
             return None if planned in ("offload", "quantize") else "planned"
         if self._policy is None or self._resident is None:
@@ -305,9 +302,6 @@ class Hook:
 
     def __init__(self, callback: Callable[..., None] | None = None) -> None:
         self.callback = callback
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        return type(self)()
 
     def __reduce__(self) -> Any:
         return type(self), ()

@@ -5,14 +5,14 @@ before the tensor is saved, which is before the op that reads it runs. A mark on
 copies and pickles have it.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
 from fuseops.errors import FuseOpsError
+from fuseops.observe.memory import tensors_in
 from fuseops.ops.paths import walk
 from fuseops.torch_private import plain_parts
 
@@ -32,19 +32,21 @@ def mark_offload(*tensors: Any) -> None:
     """Move these tensors (or all in these containers) to the host, however small. Parameters stay
     all the same.
     """
-    _mark(tensors, OFFLOAD)
+    for t in _tensors_in(tensors):
+        marked.set(t.untyped_storage(), OFFLOAD)
 
 
 def mark_not_offload(*tensors: Any) -> None:
     """Leave these tensors (or all in these containers) where they are."""
-    _mark(tensors, KEEP)
+    for t in _tensors_in(tensors):
+        marked.set(t.untyped_storage(), KEEP)
 
 
 def start_offload(*tensors: Any) -> None:
     """These tensors (or all in these containers) are complete now: if they are moved, their copies
     need not wait for what is launched after this, such as the GEMM that reads them.
     """
-    for t in [t for value in tensors for t in _tensors_in(value)]:
+    for t in _tensors_in(tensors):
         if t.device.type in KINDS:
             event = lanes_of(t.device).record("compute")
             complete.set(t.untyped_storage(), (t._version, event))
@@ -56,39 +58,24 @@ def ready_event(storage: UntypedStorage, version: int) -> Event | None:
     return event if known == version else None
 
 
-def _mark(values: tuple[Any, ...], mark: str) -> None:
-    found = [t for value in values for t in _tensors_in(value)]
+def _tensors_in(values: tuple[Any, ...]) -> list[Tensor]:
+    """The plain tensors in tensors (subclasses are taken apart) and in containers of them."""
+    found: list[Tensor] = []
+    for value in values:
+        parts = [part for t in tensors_in(value) for part in plain_parts(t)]
+        empty = value is None or (isinstance(value, (Mapping, tuple, list)) and not value)
+        if not parts and not empty:
+            raise FuseOpsError(
+                "a mark needs tensors, or tuples, lists, mappings or dataclasses of them; got "
+                f"{type(value).__name__}. A module is marked by mark_module."
+            )
+        found += parts
     for t in found:
-        marked.set(t.untyped_storage(), mark)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The plain tensors of a tensor (subclasses are taken apart), a tuple, a list, a mapping or a
-    dataclass.
-    """
-    if isinstance(value, Tensor):
-        for t in plain_parts(value):
-            if t.layout is not torch.strided:
-                raise FuseOpsError(
-                    f"a mark needs tensors that have a storage; got one of layout {t.layout}."
-                )
-            yield t
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            part = getattr(value, field.name)
-            if isinstance(part, (Tensor, Mapping, tuple, list)):
-                yield from _tensors_in(part)
-    elif value is not None:
-        raise FuseOpsError(
-            "a mark needs tensors, or tuples, lists, mappings or dataclasses of them; got "
-            f"{type(value).__name__}. A module is marked by mark_module."
-        )
+        if t.layout is not torch.strided:
+            raise FuseOpsError(
+                f"a mark needs tensors that have a storage; got one of layout {t.layout}."
+            )
+    return found
 
 
 def mark_module(module: nn.Module, mark: str | None) -> None:

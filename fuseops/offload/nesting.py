@@ -8,9 +8,9 @@ detects that, and raises.
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from types import FrameType, TracebackType
-from typing import Any, Protocol, Self
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -18,20 +18,10 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe import modules
 from fuseops.ops import names
-from fuseops.ops.names import SavedName
 
 from .records import Handle, Kept, Moved
 
 Pair = tuple[Any, Any]
-
-
-class Packer(Protocol):
-    """A `Packer` is a scope that packs the saved tensors of autograd."""
-
-    in_checkpoint: bool
-
-    def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]: ...
-    def pack_torch_saved(self, t: Tensor, caller: FrameType | None) -> Handle: ...
 
 
 class PackHook:
@@ -42,14 +32,13 @@ class PackHook:
 
     __slots__ = ("_scope",)
 
-    def __init__(self, scope: Packer) -> None:
+    def __init__(self, scope: "NestedScope") -> None:
         self._scope = weakref.ref(scope)
 
     @property
-    def scope(self) -> Packer:
-        scope: Any = self._scope()  # its scope is open while the hook is on a stack
-        packs: Packer = scope
-        return packs
+    def scope(self) -> Any:
+        """The scope, which is open while the hook is on a stack."""
+        return self._scope()
 
     def __call__(self, t: Tensor) -> Handle:
         """Packs a tensor. All tensors that a node of fuseops saves are packed with the first of them."""
@@ -192,14 +181,10 @@ def remove_hook(hook: PackHook) -> None:
         torch_private.push_saved_tensor_hooks(*pair)
 
 
-class CallWrapper(Protocol):
-    """A `CallWrapper` wraps the calls of a module; `inner` is what it wraps."""
-
-    inner: Any
-
-
-def without_wrapper(outer: Any, wrapper: CallWrapper) -> Any:
-    """The chain of wrappers that begins with `outer`, without `wrapper`. Below a wrapper of others it is not found."""
+def without_wrapper(outer: Any, wrapper: Any) -> Any:
+    """The chain of wrappers of a module's calls that begins with `outer`, without `wrapper`. Each has what it wraps as
+    `inner`; below a wrapper of others it is not found.
+    """
     if outer is wrapper:
         return wrapper.inner
     if isinstance(outer, type(wrapper)):
@@ -212,5 +197,5 @@ def belongs_to_checkpoint(pair: Pair | None) -> bool:
     if pair is None:
         return False
     if isinstance(pair[0], PackHook):
-        return pair[0].scope.in_checkpoint
+        return bool(pair[0].scope.in_checkpoint)
     return torch_private.is_checkpoint_hook(pair[0])

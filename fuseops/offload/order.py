@@ -7,7 +7,7 @@ step, and the report counts it.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 
 class OrderKey(NamedTuple):
@@ -20,7 +20,7 @@ class OrderKey(NamedTuple):
 class Boundary(NamedTuple):
     """A `Boundary` is the begin of the forward or backward of one call of a layer."""
 
-    way: Literal["forward", "backward"]
+    way: str  # "forward" or "backward"
     key: OrderKey
 
 

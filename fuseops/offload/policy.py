@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from types import NoneType
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs, matches
 from fuseops.ops.names import SavedName
 
-from .arguments import whole_number
+from .arguments import instance_of, whole_number
 
 DEFAULT_MIN_BYTES = 1 << 20  # smaller copies run far below the speed of the link
 
@@ -88,10 +89,8 @@ class Policy:
             whole_number(self.layer_bytes, "Policy(layer_bytes=...), in bytes,")
         if not isinstance(self.fraction, (int, float)) or not 0 <= self.fraction <= 1:
             raise FuseOpsError(f"Policy(fraction=...) expects 0 to 1, got {self.fraction!r}.")
-        if self.where is not None and not callable(self.where):
-            raise FuseOpsError(
-                f"Policy(where=...) expects a function of a Candidate, got {self.where!r}."
-            )
+        expected = "a function of a Candidate"
+        instance_of(self.where, (Callable, NoneType), "Policy(where=...)", expected)
 
     def check(self, names: Collection[str]) -> None:
         """Raise FuseOpsError for globs that match none of the names of what a step saved, where it saved anything."""

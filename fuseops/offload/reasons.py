@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fuseops.observe.labels import owners_of
 from fuseops.ops.names import SavedName
-from fuseops.torch_private import base_of, is_functorch_wrapped
+from fuseops.torch_private import base_of, is_fake, is_functorch_wrapped
 
 from . import marks
 from .storages import StorageMap
@@ -38,6 +38,11 @@ def why_not_plain(t: Tensor) -> str | None:
     return None
 
 
+def why_no_storage(t: Tensor) -> str | None:
+    """`why_not_plain`, for steps of fake tensors too: they have storages without bytes."""
+    return None if is_fake(t) and t.layout is torch.strided else why_not_plain(t)
+
+
 class ModelStorages:
     """`ModelStorages` are the storages that a model owns, so that offloading them would free nothing. They are updated
     at every call.
@@ -48,7 +53,7 @@ class ModelStorages:
 
     def add(self, tensors: Iterable[Tensor | None], what: str) -> None:
         for t in tensors:
-            if t is not None and why_not_plain(t) is None:
+            if t is not None and why_no_storage(t) is None:
                 storage = t.untyped_storage()
                 if self.storages.get(storage) != what:
                     self.storages.set(storage, what)

@@ -1,9 +1,10 @@
 """Handles, which autograd's graph holds for saved tensors, and records, which follow offloaded storages.
 
 A handle has the tensor itself (`Kept`), or its layout in a storage that was offloaded (`Moved`). A record is one
-storage at one version, moved once for all saved tensors in it; it is the schedule's item. Autograd frees handles with
-the graph. A freed handle is put into a queue, since its finalizer may run anywhere, and the schedule drops a record
-with its last handle. So exceptions, retain_graph and dropped graphs need no code of their own.
+storage at one version, moved once for all saved tensors in it; it is the schedule's item. A ledger counts both for the
+report of a scope. Autograd frees handles with the graph. A freed handle is put into a queue, since its finalizer may
+run anywhere, and the schedule drops a record with its last handle. So exceptions, retain_graph and dropped graphs need
+no code of their own.
 
 In-place guard: saved-tensor hooks switch off autograd's own check, so each handle compares the version counter that
 autograd would have compared. A counter only grows, so one check when the tensor is unpacked finds every write since it
@@ -36,7 +37,7 @@ from . import marks
 from .codes import Coding, decode, encode
 from .lanes.protocol import Buf, Event
 from .lanes.real import RealLanes
-from .report import Entry, Ledger
+from .report import KEPT, Entry, Report
 from .schedule import LAST_GROUP, Item, LayerRun, Schedule
 from .storages import StridedLayout, layout_of, rows_of, tensor_in
 
@@ -57,11 +58,86 @@ class Verdict(NamedTuple):
     coding: Coding | None = None  # how it is quantized, if it is
 
 
+class Ledger:
+    """A `Ledger` counts for one scope and those around it. Autograd's own threads report to it too."""
+
+    def __init__(self, scope: str) -> None:
+        self.scope = scope
+        self.chain: tuple[Ledger, ...] = (self,)  # with those around it, innermost first
+        self.entries: dict[Entry, int] = {}
+        self.out = self.back = (0, 0)
+        self.records: list[weakref.ref[Record]] = []
+        # a saved tensor was read, so what is saved next belongs to another step
+        self.backward_seen = False
+        self._lock = threading.Lock()
+        self._limit = 64  # length of `records` at which dead ones are removed
+
+    def nest_in(self, outer: "Ledger | None") -> None:
+        """Report to the ledger of the enclosing scope too."""
+        self.chain = (self, *(() if outer is None else outer.chain))
+
+    def add(self, entry: Entry) -> None:
+        self.add_all([entry])
+
+    def add_all(self, entries: list[Entry]) -> None:
+        """Counts entries, and empties the list."""
+        for ledger in self.chain:
+            with ledger._lock:
+                counts = ledger.entries
+                for entry in entries:
+                    counts[entry] = counts.get(entry, 0) + 1
+        entries.clear()
+
+    def add_moved(self, entry: Entry, record: "Record") -> None:
+        ref, nbytes = weakref.ref(record), record.nbytes
+        for ledger in self.chain:
+            with ledger._lock:
+                ledger.entries[entry] = ledger.entries.get(entry, 0) + 1
+                ledger.out = (ledger.out[0] + nbytes, ledger.out[1] + 1)
+                if len(ledger.records) >= ledger._limit:
+                    ledger.records = [r for r in ledger.records if r() is not None]
+                    ledger._limit = 2 * len(ledger.records) + 64
+                ledger.records.append(ref)
+
+    def move_to_kept(self, entry: Entry, nbytes: int, reason: str) -> None:
+        """A tensor that was reported as moved, with so many bytes, is kept after all."""
+        kept = entry._replace(decision=KEPT, nbytes=nbytes, reason=reason)
+        for ledger in self.chain:
+            with ledger._lock:
+                ledger.entries[entry] = ledger.entries.get(entry, 0) - 1
+                ledger.entries[kept] = ledger.entries.get(kept, 0) + 1
+                ledger.out = (ledger.out[0] - nbytes, ledger.out[1] - 1)
+
+    def add_reloaded(self, nbytes: int) -> None:
+        for ledger in self.chain:
+            with ledger._lock:
+                ledger.back = (ledger.back[0] + nbytes, ledger.back[1] + 1)
+
+    def take_backward_seen(self) -> bool:
+        """Whether a backward began since the last call of this."""
+        seen, self.backward_seen = self.backward_seen, False
+        return seen
+
+    def report(self) -> Report:
+        with self._lock:
+            records = [record for ref in self.records if (record := ref()) is not None]
+        for mover in {record.mover() for record in records}:
+            if mover is not None:
+                mover.collect_dead()
+        records = [record for record in records if record.handles]
+        with self._lock:
+            entries = tuple(e._replace(times=n) for e, n in self.entries.items() if n > 0)
+        released = [r for r in records if r.released]
+        held = tuple((r.name, r.storage_nbytes) for r in released if r.origin() is not None)
+        host = sum(r.nbytes for r in records if r.bundle is not None)
+        return Report(self.scope, entries, *self.out, *self.back, host, held)
+
+
 class Mover:
     """A `Mover` runs a schedule for tensors of one device, under a lock for all threads."""
 
     def __init__(self, schedule: Schedule, lanes: RealLanes) -> None:
-        self.schedule, self.lanes, self.on_gpu = schedule, lanes, lanes.device.type == "cuda"
+        self.schedule, self.lanes = schedule, lanes
         self.ref = weakref.ref(self)  # for records, which it must not be in a cycle with
         self.lock = threading.RLock()
         self.node_records: list[Record] = []  # to be offloaded once their node is packed
@@ -73,11 +149,6 @@ class Mover:
         with self.lock:
             self.collect_dead()
             return self.schedule.enter(layer)
-
-    def leave(self, call: LayerRun) -> None:
-        """The forward of a layer ends."""
-        with self.lock:
-            self.schedule.leave(call)
 
     def backward(self, call: LayerRun) -> None:
         """The backward of a layer begins."""
@@ -130,22 +201,6 @@ class Mover:
         for item in items:
             if item.kept_reason is not None:
                 log.warning("%s stays: %s", item.name, item.kept_reason)
-
-    def share(self, call: LayerRun | None, item: Item) -> None:
-        """One more saved tensor lies in an offloaded storage."""
-        with self.lock:
-            self.schedule.share(call, item)
-
-    def keep(self, call: LayerRun) -> None:
-        """The call has a saved tensor that is kept."""
-        with self.lock:
-            self.schedule.keep(call)
-
-    def manual_step(self, what: Literal["offload", "release", "reload"], call: LayerRun) -> None:
-        """Run one step of a manual schedule."""
-        with self.lock:
-            self.collect_dead()
-            getattr(self.schedule, what)(call)
 
     def collect_dead(self) -> None:
         """Drop the records of freed handles from the schedule."""
@@ -291,7 +346,8 @@ class CallToken:
 
     def __init__(self, mover: Mover, call: LayerRun) -> None:
         self.mover, self.call = mover, call
-        mover.keep(call)
+        with mover.lock:
+            mover.schedule.keep(call)
 
     def __del__(self) -> None:
         self.mover.dead.append((self.call, None, True))

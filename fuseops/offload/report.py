@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from fuseops.words import aligned, dtype_name, size
-
-from .transfers import Bundle
 
 SCHEMA_VERSION = 1
 MOVED, SHARED, KEPT, MISSED = "moved", "shared", "kept", "missed"
@@ -99,93 +95,3 @@ def _row(entry: Entry) -> tuple[str, ...]:
         *(name, entry.op, shape or "-", dtype_name(entry.dtype) or "-", size(entry.nbytes)),
         *(entry.decision, entry.reason, str(entry.times)),
     )
-
-
-class MovedStorage(Protocol):
-    """A `MovedStorage` is a record as the ledger sees it: `nbytes` on the link, `storage_nbytes` on the device."""
-
-    name: str
-    nbytes: int
-    storage_nbytes: int
-    handles: int
-    bundle: Bundle | None
-    origin: weakref.ref[torch.UntypedStorage]
-
-    @property
-    def released(self) -> bool: ...
-    def mover(self) -> Any: ...
-
-
-class Ledger:
-    """A `Ledger` counts for one scope and those around it. Autograd's own threads report to it too."""
-
-    def __init__(self, scope: str) -> None:
-        self.scope = scope
-        self.chain: tuple[Ledger, ...] = (self,)  # with those around it, innermost first
-        self.entries: dict[Entry, int] = {}
-        self.out = self.back = (0, 0)
-        self.records: list[weakref.ref[MovedStorage]] = []
-        # a saved tensor was read, so what is saved next belongs to another step
-        self.backward_seen = False
-        self._lock = threading.Lock()
-        self._limit = 64  # length of `records` at which dead ones are removed
-
-    def nest_in(self, outer: Ledger | None) -> None:
-        """Report to the ledger of the enclosing scope too."""
-        self.chain = (self, *(() if outer is None else outer.chain))
-
-    def add(self, entry: Entry) -> None:
-        self.add_all([entry])
-
-    def add_all(self, entries: list[Entry]) -> None:
-        """Counts entries, and empties the list."""
-        for ledger in self.chain:
-            with ledger._lock:
-                counts = ledger.entries
-                for entry in entries:
-                    counts[entry] = counts.get(entry, 0) + 1
-        entries.clear()
-
-    def add_moved(self, entry: Entry, record: MovedStorage) -> None:
-        ref, nbytes = weakref.ref(record), record.nbytes
-        for ledger in self.chain:
-            with ledger._lock:
-                ledger.entries[entry] = ledger.entries.get(entry, 0) + 1
-                ledger.out = (ledger.out[0] + nbytes, ledger.out[1] + 1)
-                if len(ledger.records) >= ledger._limit:
-                    ledger.records = [r for r in ledger.records if r() is not None]
-                    ledger._limit = 2 * len(ledger.records) + 64
-                ledger.records.append(ref)
-
-    def move_to_kept(self, entry: Entry, nbytes: int, reason: str) -> None:
-        """A tensor that was reported as moved, with so many bytes, is kept after all."""
-        kept = entry._replace(decision=KEPT, nbytes=nbytes, reason=reason)
-        for ledger in self.chain:
-            with ledger._lock:
-                ledger.entries[entry] = ledger.entries.get(entry, 0) - 1
-                ledger.entries[kept] = ledger.entries.get(kept, 0) + 1
-                ledger.out = (ledger.out[0] - nbytes, ledger.out[1] - 1)
-
-    def add_reloaded(self, nbytes: int) -> None:
-        for ledger in self.chain:
-            with ledger._lock:
-                ledger.back = (ledger.back[0] + nbytes, ledger.back[1] + 1)
-
-    def take_backward_seen(self) -> bool:
-        """Whether a backward began since the last call of this."""
-        seen, self.backward_seen = self.backward_seen, False
-        return seen
-
-    def report(self) -> Report:
-        with self._lock:
-            records = [record for ref in self.records if (record := ref()) is not None]
-        for mover in {record.mover() for record in records}:
-            if mover is not None:
-                mover.collect_dead()
-        records = [record for record in records if record.handles]
-        with self._lock:
-            entries = tuple(e._replace(times=n) for e, n in self.entries.items() if n > 0)
-        released = [r for r in records if r.released]
-        held = tuple((r.name, r.storage_nbytes) for r in released if r.origin() is not None)
-        host = sum(r.nbytes for r in records if r.bundle is not None)
-        return Report(self.scope, entries, *self.out, *self.back, host, held)

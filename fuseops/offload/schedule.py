@@ -10,7 +10,7 @@ All points are points of the host program. The lanes are never asked for the tim
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Literal, get_args
 
@@ -34,30 +34,26 @@ REGENERATED = (RECOMPUTE, DISPATCH)
 class Schedule:
     """A `Schedule` decides when the saved tensors of one device are offloaded, released and reloaded.
 
-    decisions  by name of a saved tensor; callers of `save` look them up
     lag        boundaries between the forward of a call and the release of what it sent
     ahead      boundaries between a reload and the backward that reads it
     small      storages below so many bytes share a transfer; 0: none do
-    keep_last  keep storages that a backward reads before their release is due
-    manual     storages are moved only by `offload`, `release` and `reload`
+    manual     storages are moved only by `offload`, `release` and `reload`; else those that a backward reads
+               before their release is due are kept
     """
 
     def __init__(
         self,
         lanes: Lanes,
-        decisions: Mapping[str, Decision] | None = None,
         *,
         lag: int = 2,
         ahead: int = 1,
         small: int = SMALL,
         bundle: int = BUNDLE,
-        keep_last: bool = True,
         manual: bool = False,
     ) -> None:
         self.lanes = lanes
-        self.decisions: Mapping[str, Decision] = decisions or {}
         self.lag, self.ahead, self.small, self.bundle_bytes = lag, ahead, small, bundle
-        self.keep_last, self.manual = keep_last and not manual, manual
+        self.manual = manual
         self.closed = False  # no boundary will come any more
         self.order = Order()
         self.stats = Stats()
@@ -86,7 +82,7 @@ class Schedule:
         call = LayerRun(self.order.key(layer), last, self.lanes.compute())
         self._live[call.key] = self._last = call
         self._pass_boundary("forward", call)
-        distance = self.order.distance(call.key) if self.keep_last else None
+        distance = None if self.manual else self.order.distance(call.key)
         call.keeps_all = distance is not None and distance <= self.lag + self.ahead
         return call
 
@@ -152,7 +148,7 @@ class Schedule:
         if self._offloading:
             self._release_due()
 
-    def _pass_boundary(self, way: Literal["forward", "backward"], call: LayerRun) -> None:
+    def _pass_boundary(self, way: str, call: LayerRun) -> None:
         self.order.advance(Boundary(way, call.key))
         self._now += 1
         if self.manual:
@@ -427,7 +423,7 @@ class Schedule:
 
     def _keep_last_group(self, call: LayerRun | None) -> None:
         """Retain the sources of the last call of a micro-batch, whose backward may be next."""
-        if call is not None and call.alive and not self.order.predicts and self.keep_last:
+        if call is not None and call.alive and not self.order.predicts and not self.manual:
             for bundle in self._bundles(call):
                 bundle.retained = bundle.retained or not bundle.released
 

@@ -1,10 +1,10 @@
 """The scheduler: attaches to the layers of a model, whose code stays as it is."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any, Self, cast, get_args
 
 import torch
@@ -46,7 +46,7 @@ NOT_CALLED = "not called, or only inside a compiled region, which runs no hooks:
 
 
 class Scheduler:
-    """MovedStorage what the layers of a model save to the host, and back before their backward.
+    """A `Scheduler` moves what the layers of a model save to the host, and back before their backward.
 
         with offload.Scheduler(model, layers="blocks.*") as scheduler:
             for batch in data:
@@ -90,13 +90,12 @@ class Scheduler:
             raise FuseOpsError(
                 f"Scheduler(model, ...) expects an nn.Module, got {type(model).__name__}."
             )
-        if policy is not None:
-            instance_of(policy, Policy, "Scheduler(policy=...)", "an offload.Policy")
-        if hardware is not None:
-            instance_of(hardware, Hardware, "Scheduler(hardware=...)", "an offload.Hardware")
+        instance_of(policy, (Policy, NoneType), "Scheduler(policy=...)", "an offload.Policy")
+        instance_of(
+            hardware, (Hardware, NoneType), "Scheduler(hardware=...)", "an offload.Hardware"
+        )
         instance_of(manual, bool, "Scheduler(manual=...)", "True or False")
-        if group is not None:
-            instance_of(group, dist.ProcessGroup, "Scheduler(group=...)", "a process group")
+        instance_of(group, (dist.ProcessGroup, NoneType), "Scheduler(group=...)", "a process group")
         if lag is not None:
             whole_number(lag, "Scheduler(lag=...), in layers,")
         whole_number(ahead, "Scheduler(ahead=...), in layers,", least=1)
@@ -145,9 +144,7 @@ class Scheduler:
     def _make_mover(self) -> Mover:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         lanes = make_lanes(device, self._host)
-        schedule = Schedule(
-            lanes, self._decisions, lag=self.lag, ahead=self._ahead, manual=self._manual
-        )
+        schedule = Schedule(lanes, lag=self.lag, ahead=self._ahead, manual=self._manual)
         return Mover(schedule, lanes)
 
     @property
@@ -288,34 +285,32 @@ class Scheduler:
         """Start to copy out what a call of a layer saved. layer: a path, which means its newest call,
         or what this returned.
         """
-        call = self._call(layer, newest=True)
-        self._scope.mover.manual_step("offload", call)
-        return call
+        return self._run_by_hand(Schedule.offload, layer, newest=True)
 
     def release_layer(self, layer: str | LayerRun) -> LayerRun:
         """Release the device bytes that `offload_layer` copied. A path means the newest call."""
-        call = self._call(layer, newest=True)
-        self._scope.mover.manual_step("release", call)
-        return call
+        return self._run_by_hand(Schedule.release, layer, newest=True)
 
     def reload_layer(self, layer: str | LayerRun) -> LayerRun:
         """Reload them. A path means the oldest live call."""
-        call = self._call(layer, newest=False)
-        self._scope.mover.manual_step("reload", call)
-        return call
+        return self._run_by_hand(Schedule.reload, layer, newest=False)
 
-    def _call(self, layer: str | LayerRun, newest: bool) -> LayerRun:
+    def _run_by_hand(
+        self, run: Callable[[Schedule, LayerRun], None], layer: str | LayerRun, newest: bool
+    ) -> LayerRun:
         if not self._manual:
             raise FuseOpsError("only Scheduler(manual=True) is driven layer by layer.")
-        if isinstance(layer, LayerRun):
-            return layer
-        if layer not in self.layers:
+        if not isinstance(layer, LayerRun) and layer not in self.layers:
             raise FuseOpsError(f"no layer {layer!r}; there are {', '.join(self.layers)}.")
-        self._scope.mover.collect_dead()
-        calls = self._scope.mover.schedule.calls(layer)
-        if not calls:
-            raise FuseOpsError(f"layer {layer!r} has no call whose saved tensors are alive.")
-        return calls[-1 if newest else 0]
+        mover = self._scope.mover
+        with mover.lock:
+            mover.collect_dead()
+            calls = [layer] if isinstance(layer, LayerRun) else mover.schedule.calls(layer)
+            if not calls:
+                raise FuseOpsError(f"layer {layer!r} has no call whose saved tensors are alive.")
+            call = calls[-1 if newest else 0]
+            run(mover.schedule, call)
+        return call
 
     # --- report
 

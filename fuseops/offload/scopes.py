@@ -48,8 +48,8 @@ from .reasons import (
     why_keep,
     why_not_plain,
 )
-from .records import Handle, Kept, Moved, Mover, Record, Verdict
-from .report import KEPT, MISSED, MOVED, SHARED, Entry, Ledger, Report
+from .records import Handle, Kept, Ledger, Moved, Mover, Record, Verdict
+from .report import KEPT, MISSED, MOVED, SHARED, Entry, Report
 from .schedule import LayerRun, Schedule
 from .storages import StorageMap
 
@@ -90,6 +90,7 @@ class Scope(NestedScope):
 
     def report(self) -> Report:
         """The report of this scope and those inside it, up to now."""
+        self._flush_entries()
         return self._ledger.report()
 
     # --- entering and leaving
@@ -245,14 +246,11 @@ class Scope(NestedScope):
     def _reason(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
         """Why t is kept, or None; and why it is moved in that case."""
         mark = effective_mark(t, named)
-        reason = why_keep(t, named, self._model_storages, mark, self._moves_from_cuda(t))
+        self._on_gpu = self._on_gpu or t.is_cuda
+        reason = why_keep(t, named, self._model_storages, mark, self._on_gpu)
         if reason is not None or mark == marks.OFFLOAD:
             return reason, "marked offload"
         return self._by_policy(t, named)
-
-    def _moves_from_cuda(self, t: Tensor) -> bool:
-        """Whether the scope offloads CUDA tensors, t included, so that CPU tensors are kept."""
-        raise NotImplementedError
 
     def _by_policy(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
         """`_reason` of a tensor about which neither a mark nor the model decides."""
@@ -272,7 +270,8 @@ class Scope(NestedScope):
         entry = self._entry(t, named, SHARED, why, 0)
         self._ledger.add(entry)
         mover: Any = record.mover()  # alive while a tensor of its storage is saved
-        mover.share(call, record)
+        with mover.lock:
+            mover.schedule.share(call, record)
         return Moved(t, entry, record, call, mover, self._ledger)
 
     def _keep(self, t: Tensor, named: SavedName | Entry, reason: str, nbytes: int) -> Handle:
@@ -313,13 +312,9 @@ class _ToHost(Scope):
 
     def _new_mover(self, device: torch.device) -> Mover:
         lag, lanes = IN_FLIGHT if device.type == "cuda" else 0, lanes_of(device)
-        mover = Mover(Schedule(lanes, lag=lag, keep_last=False), lanes)
+        mover = Mover(Schedule(lanes, lag=lag), lanes)
         self._movers[device] = mover
         return mover
-
-    def _moves_from_cuda(self, t: Tensor) -> bool:
-        self._on_gpu = self._on_gpu or t.is_cuda
-        return self._on_gpu
 
     def _by_policy(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
         small = too_small(t.untyped_storage().nbytes(), self._min_bytes)

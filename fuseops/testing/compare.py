@@ -70,13 +70,14 @@ def difference(
     NaN equals NaN, an infinity only itself.  labels: names of the two in the message.
     atol: absolute tolerance, say for the rounding of terms that cancel.
     """
-    if got is None or expected is None:
-        if got is expected:
-            return None
+    if got is None and expected is None:
+        return None
+    if (
+        got is None
+        or expected is None
+        or (got.shape, got.dtype) != (expected.shape, expected.dtype)
+    ):
         text = f"{labels[0]} gives {describe(got)}, {labels[1]} gives {describe(expected)}"
-        return Difference(name, text, float("inf"))
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        text = f"{labels[0]} is {describe(got)}, {labels[1]} is {describe(expected)}"
         return Difference(name, text, float("inf"))
     a, b = got.detach().to(torch.float64), expected.detach().to(torch.float64)
     unequal = (a != b) & ~(a.isnan() & b.isnan())

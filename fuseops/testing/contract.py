@@ -340,12 +340,9 @@ def _missing(
     op: Op[Any], all_saved: Any, keep: frozenset[str], vjp: Vjp, needs: frozenset[str]
 ) -> list[str]:
     """The fields that `bwd` needs and `saves_for` does not list."""
-    unlisted = [f for f in all_saved._fields if f not in keep]
-    return [
-        f
-        for f in unlisted
-        if _failure(op, _keep_only(all_saved, set(all_saved._fields) - {f}), vjp, needs)
-    ]
+    fields = {*all_saved._fields}
+    unlisted = (f for f in all_saved._fields if f not in keep)
+    return [f for f in unlisted if _failure(op, _keep_only(all_saved, fields - {f}), vjp, needs)]
 
 
 def _check_every_field_matters(case: OpCase, need: str, vjp: Vjp, results: frozenset[str]) -> None:

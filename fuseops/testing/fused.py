@@ -1,13 +1,14 @@
 """Comparison of fused and unfused training steps of a module, and the rule that makes them differ."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from fuseops.layers.sequential import Sequential
+from fuseops.observe.untouched import attributes_set
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 from fuseops.ops.paths import walk
@@ -62,11 +63,11 @@ def bisect(
         return None
     names = list(dict.fromkeys(f.rule for f in fired))
     for name in names:
-        with _disabled(model, lambda rule, name=name: rule != name):
+        with _disabled(model, name.__ne__):
             if _differences(model, inputs, side, tolerance)[0]:
                 return name
     for name in names:
-        with _disabled(model, lambda rule, name=name: rule == name):
+        with _disabled(model, name.__eq__):
             if not _differences(model, inputs, side, tolerance)[0]:
                 return name
     raise AssertionError(
@@ -75,22 +76,17 @@ def bisect(
     )
 
 
-@contextmanager
-def _disabled(model: nn.Module, which: Any) -> Iterator[None]:
+def _disabled(model: nn.Module, which: Callable[[str], bool]) -> AbstractContextManager[None]:
     """Disable the rules whose names `which` accepts, in each module: a rule may belong to one of them only."""
-    before = {}
-    for _, module in walk(model):
-        if isinstance(module, Sequential | Op):
-            token = module.__dict__.get("_settings", 0)
-            known = scopes.resolve(*scopes.tokens(token)).rules
-            names = frozenset(rule.name for rule in (*known, *BUILTIN_RULES) if which(rule.name))
-            before[module] = token
-            module.__dict__["_settings"] = scopes.intern(token, (("disable", names),))
-    try:
-        yield
-    finally:
-        for module, token in before.items():
-            module.__dict__["_settings"] = token
+
+    def settings(module: Sequential | Op[Any]) -> int:
+        token = module._settings
+        known = scopes.resolve(*scopes.tokens(token)).rules
+        names = frozenset(rule.name for rule in (*known, *BUILTIN_RULES) if which(rule.name))
+        return scopes.intern(token, (("disable", names),))
+
+    able = (m for _, m in walk(model) if isinstance(m, Sequential | Op))
+    return attributes_set((module, "_settings", settings(module)) for module in able)
 
 
 Differences = list[Difference]

@@ -1,7 +1,7 @@
 """A training step of any module without lasting effects, and the rules that fired in it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fuseops.observe import modules
-from fuseops.observe.untouched import main_grad_of, untouched
+from fuseops.observe.untouched import attributes_set, main_grad_of, untouched
 from fuseops.ops import scopes
 from fuseops.ops.weights import drop_quantized_weights
 from fuseops.run.weight_grads import run_delayed
@@ -66,15 +66,8 @@ def restored(model: nn.Module) -> Iterator[None]:
     Cached quantized weights are dropped first, since making one records its amax in a buffer.
     """
     drop_quantized_weights(model)
-    grads = {p: p.grad for p in model.parameters()}
-    try:
-        with untouched(model):
-            for p in grads:
-                p.grad = None
-            yield
-    finally:
-        for p, grad in grads.items():
-            p.grad = grad
+    with untouched(model), attributes_set((p, "grad", None) for p in model.parameters()):
+        yield
 
 
 def is_floating(t: Tensor) -> bool:
@@ -86,17 +79,12 @@ def _perturb(t: Tensor, unit: float, generator: torch.Generator) -> Tensor:
     return t * (1 + sign * max(unit, torch.finfo(t.dtype).eps)).to(t.dtype)
 
 
-@contextmanager
-def perturbed(model: nn.Module, unit: float, generator: torch.Generator) -> Iterator[None]:
+def perturbed(
+    model: nn.Module, unit: float, generator: torch.Generator
+) -> AbstractContextManager[None]:
     """Perturb every floating parameter by at most `unit` of itself, for the calls made inside."""
-    before = [(p, p.data) for p in model.parameters() if p.is_floating_point()]
-    try:
-        for p, data in before:
-            p.data = _perturb(data, unit, generator)
-        yield
-    finally:
-        for p, data in before:
-            p.data = data
+    floating = (p for p in model.parameters() if p.is_floating_point())
+    return attributes_set((p, "data", _perturb(p.data, unit, generator)) for p in floating)
 
 
 def training_step(

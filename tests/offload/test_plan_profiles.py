@@ -363,12 +363,12 @@ def test_what_moves_axes_takes_longer_and_what_does_no_work_takes_none() -> None
     x = torch.randn(64, 128, 32)
 
     def took(func: Any, *args: Any) -> float:
-        return seconds(func, [t for t in args if isinstance(t, Tensor)], [func(*args)], args, {})
+        return seconds(func, args, {}, [func(*args)])
 
     plain, moved = took(aten.clone.default, x), took(aten.clone.default, x.transpose(0, 1))
     assert moved - 1e-6 < 4.01 * (plain - 1e-6)
     contiguous = aten.clone.default(x.transpose(0, 1), memory_format=torch.contiguous_format)
-    again = seconds(aten.clone.default, [x.transpose(0, 1)], [contiguous], (), {})
+    again = seconds(aten.clone.default, (x.transpose(0, 1),), {}, [contiguous])
     assert again - 1e-6 == pytest.approx(4 * (plain - 1e-6)) and moved == plain
     assert took(aten.new_empty.default, x, [1 << 20]) == 0.0
     assert took(aten.add.Tensor, x[:0], x[:0]) == 1e-6
@@ -423,7 +423,7 @@ def test_sparse_tensors_are_left_out_of_what_is_counted(kind: str) -> None:
 def test_an_op_whose_formula_raises_counts_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, aten, x = Roofline(H200), torch.ops.aten, torch.randn(64, 64)
     monkeypatch.setitem(seconds._flops, aten.mm, lambda *_, **__: 1 // 0)
-    took = seconds(aten.mm.default, [x, x], x, (x, x), {})
+    took = seconds(aten.mm.default, (x, x), {}, x)
     assert took == H200.op_seconds(0.0, 3 * x.nbytes, "float32")
 
 

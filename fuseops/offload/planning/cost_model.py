@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fuseops.offload.lanes.arena import aligned
 
 from .hardware import Hardware
-from .profile import Profile
+from .profile import Profile, Recompute
 from .simulate import LinkSettings
 from .timetable import AGAIN, FETCH, HOST_COPY, LAST, RELEASE, SEND, Hole, Timetable
 
@@ -49,7 +49,7 @@ class CostModel:
 
     items   one for each decision: indices into `profile.saved` of the movable tensors of one name, which
             micro-batches share
-    groups  index into `profile.recompute`
+    groups  those of the profile
     immovable  saved -> why it cannot move, of what may leave
     coded   names of what leaves as codes if it leaves
     """
@@ -78,10 +78,10 @@ class CostModel:
         }
         self._link_bytes = timetable.nbytes
         self.call = [profile.saved[saved[0]].call for saved in self.items]
-        self.groups = [k for k, g in enumerate(profile.recompute) if g.saved]
+        self.groups = profile.recompute
         self.members = [
-            frozenset(self.of_saved[k] for k in profile.recompute[g].saved if k in self.of_saved)
-            for g in self.groups
+            frozenset(self.of_saved[k] for k in group.saved if k in self.of_saved)
+            for group in self.groups
         ]
         self.conflicts = self._conflicts()
         # Small tensors of one call share a transfer, and a slot: all arrive with the last.
@@ -123,10 +123,10 @@ class CostModel:
         """For each group, the others that drop some of the same tensors: at most one is chosen."""
         users: dict[int, list[int]] = defaultdict(list)
         for g, group in enumerate(self.groups):
-            for k in self.profile.recompute[group].saved:
+            for k in group.saved:
                 users[k].append(g)
         return [
-            frozenset(r for k in self.profile.recompute[group].saved for r in users[k]) - {g}
+            frozenset(r for k in group.saved for r in users[k]) - {g}
             for g, group in enumerate(self.groups)
         ]
 
@@ -156,7 +156,7 @@ class CostModel:
         for order, (kind, saved, position) in enumerate(timetable.events):
             found.append(((position, order), kind, self.of_saved[saved], saved))
         for g, group in enumerate(self.groups):
-            for call, at in self.profile.recomputed_at(self.profile.recompute[group]).items():
+            for call, at in self.profile.recomputed_at(group).items():
                 found.append(((at, len(timetable.events)), AGAIN, g, call))
         for at, op in enumerate(self.profile.ops):
             if op.from_host:
@@ -181,7 +181,7 @@ class CostModel:
         for kind, item, k, base in self.events:
             if kind == AGAIN:
                 if item in drop:
-                    recompute += self.profile.recompute[self.groups[item]].seconds_per_call
+                    recompute += self.groups[item].seconds_per_call
                 continue
             if kind == HOST_COPY:
                 wait = back_free - base - stall - recompute
@@ -238,8 +238,7 @@ class CostModel:
                     took = self.seconds_out if kind == SEND else self.seconds_back
                     free[kind] = start + took[k]
             elif kind == AGAIN:
-                each = self.profile.recompute[self.groups[item]].seconds_per_call
-                stall += each if item in choice.drop else 0.0
+                stall += self.groups[item].seconds_per_call if item in choice.drop else 0.0
             else:
                 deadline[SEND if kind == RELEASE else FETCH].setdefault(k, now)
         added = [0.0] * len(self.items)
@@ -257,9 +256,9 @@ class CostModel:
 
     # --- bytes
 
-    def _drops(self, group: int) -> list[Hole]:
+    def _drops(self, group: Recompute) -> list[Hole]:
         saved, found = self.profile.saved, []
-        for k, nbytes in self.profile.recompute[group].dropped_bytes(saved).items():
+        for k, nbytes in group.dropped_bytes(saved).items():
             end = self.profile.restored_at(k)
             if saved[k].held < end:
                 found.append(Hole(saved[k].held, end, nbytes))

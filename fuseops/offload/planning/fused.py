@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
+from fuseops.observe.untouched import attributes_set
 
 _lock = threading.RLock()
 
@@ -40,11 +41,8 @@ def fused_ops() -> Iterator[None]:
             normed: Tensor = y
             return normed
 
-        torch.rms_norm = rms_norm  # type: ignore[assignment]
-        try:
+        with attributes_set([(torch, "rms_norm", rms_norm)]):
             yield
-        finally:
-            torch.rms_norm = composed
 
 
 def _is_fake_of_cuda(x: Tensor) -> bool:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from fuseops.errors import FuseOpsError
@@ -84,11 +84,6 @@ class Stages:
             return [Turn(way, micro_batch, stage - 1)] if stage else []
         last = stage == self.pipeline.stages - 1
         return [Turn(FORWARD if last else BACKWARD, micro_batch, stage if last else stage + 1)]
-
-    def share(self, turn: Turn) -> float:
-        """The share of the time of its ops that a turn takes."""
-        weight = self.pipeline.weight_share
-        return {INPUT: 1 - weight, WEIGHT: weight}.get(turn.way, 1.0)
 
     def seconds(self, turn: Turn) -> float:
         """How long a turn takes."""
@@ -190,7 +185,8 @@ class _RankStep:
 
     def _ops_of(self, turn: Turn) -> Iterator[ProfiledOp]:
         """The ops of a turn. Transfers between ranks belong to the input half."""
-        ops, share, first = self.stages.ops(turn), self.stages.share(turn), self.at[turn]
+        ops, first, weight = self.stages.ops(turn), self.at[turn], self.pipeline.weight_share
+        share = {INPUT: 1 - weight, WEIGHT: weight}.get(turn.way, 1.0)
         for p in ops:
             op = self.whole.ops[p]
             part = share if op.lane == "compute" else float(turn.way != WEIGHT)
@@ -225,10 +221,12 @@ class _RankStep:
         saved: list[Saved] = []
         calls: list[LayerCall] = []
         forwards = [turn for turn in self.at if turn.way == FORWARD]
+        ordinals = Counter[int]()  # by stage
         for turn in sorted(forwards, key=lambda t: self.at[t]):
             part, weight = self.stages.parts[turn.stage], self.at.get(turn._replace(way=WEIGHT))
             at = self.at[turn], self._backward(turn)
-            copy = _PlacedStage(part, turn.micro_batch, *at, len(calls), weight)
+            copy = _PlacedStage(part, ordinals[turn.stage], *at, len(calls), weight)
+            ordinals[turn.stage] += 1
             calls += [copy.call(self.whole.calls[k]) for k in part.layers]
             for s in self.whole.saved:
                 if s.call in part.layers:
@@ -245,7 +243,7 @@ class _PlacedStage(NamedTuple):
     """A `_PlacedStage` is the profile of one stage, placed in the step of a rank for one micro-batch."""
 
     part: StageOps
-    micro_batch: int
+    ordinal: int  # of its calls
     forward: int  # where its turns begin
     backward: int
     first_call: int
@@ -263,7 +261,7 @@ class _PlacedStage(NamedTuple):
 
     def call(self, call: LayerCall) -> LayerCall:
         enter, leave, backward = map(self.place, (call.enter, call.leave, call.backward))
-        return LayerCall(call.layer, self.micro_batch, enter, leave, backward, call.writes)
+        return LayerCall(call.layer, self.ordinal, enter, leave, backward, call.writes)
 
     def saved(self, s: Saved) -> list[Saved]:
         """The storage, and the gradient that waits beside it for the weight half, where it is x of a product."""
@@ -310,10 +308,7 @@ def _lasting_and_temporary(profile: Profile) -> tuple[int, list[int]]:
     for s in profile.saved:
         alive[s.at] += s.nbytes
         alive[s.freed] -= s.nbytes
-    rest, now = [], 0
-    for op, difference in zip(profile.ops, alive, strict=False):
-        now += difference
-        rest.append(op.resident - now)
+    rest = [op.resident - now for op, now in zip(profile.ops, accumulate(alive), strict=False)]
     boundaries = sorted({b.position for b in profile.boundaries} | {0, len(rest)})
     temporary = [0] * len(rest)
     for position, nbytes in enumerate(rest):

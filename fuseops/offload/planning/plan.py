@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -137,19 +138,14 @@ def plan(
         None if host is None else parse_bytes(host, "plan(host=...)"),
     )
     whole_number(min_bytes, "plan(min_bytes=...), in bytes,")
-    if policy is not None:
-        instance_of(policy, Policy, "plan(policy=...)", "an offload.Policy")
-    if loss is not None and not callable(loss):
-        raise FuseOpsError(f"plan(loss=...) expects a function of the output, got {loss!r:.80}.")
-    if progress is not None and not callable(progress):
-        raise FuseOpsError(f"plan(progress=...) expects a function, got {progress!r:.80}.")
+    instance_of(policy, (Policy, NoneType), "plan(policy=...)", "an offload.Policy")
+    instance_of(loss, (Callable, NoneType), "plan(loss=...)", "a function of the output")
+    instance_of(progress, (Callable, NoneType), "plan(progress=...)", "a function")
     instance_of(record, bool, "plan(record=...)", "True or False")
     for rows in instance_of(split or (), Sequence, "plan(split=...)", "a list of numbers of rows"):
         whole_number(rows, "plan(split=...), in rows,")
-    if hardware is not None:
-        instance_of(
-            hardware, Hardware, "plan(hardware=...)", "an offload.Hardware, such as .load(path)"
-        )
+    known = "an offload.Hardware, such as .load(path)"
+    instance_of(hardware, (Hardware, NoneType), "plan(hardware=...)", known)
     globs = None if layers is None else as_globs(layers, "plan(layers=...)")
     if hardware is None:
         hardware = _this_machine() if torch.cuda.is_available() else Hardware.h200()
@@ -204,10 +200,10 @@ def plan_with_dropped(plan: OffloadPlan, dropped: Collection[tuple[str, str]]) -
     planner = _Planner(profile, plan.hardware, plan.limits, plan.settings)
     coded = frozenset(t.name for t in plan.tensors if t.decision == QUANTIZE)
     model = planner.model(coded)
-    groups = {g: profile.recompute[k] for g, k in enumerate(model.groups)}
-    drop = {g for g, group in groups.items() if (group.kind, group.name) in dropped}
+    groups = [*enumerate(profile.recompute)]
+    drop = {g for g, group in groups if (group.kind, group.name) in dropped}
     conflicts = frozenset[int]().union(*(model.conflicts[g] for g in drop))
-    drop |= {g for g, group in groups.items() if group in plan.dropped and g not in conflicts}
+    drop |= {g for g, group in groups if group in plan.dropped and g not in conflicts}
     gone = frozenset[int]().union(*(model.members[g] for g in drop))
     leaves = {k for k, t in enumerate(plan.tensors) if t.decision in (OFFLOAD, QUANTIZE)}
     leave = {n for n, saved in enumerate(model.items) if n not in gone and leaves & {*saved}}
@@ -253,10 +249,9 @@ class _Planner(NamedTuple):
     def run(self, model: CostModel, choice: Choice) -> _Simulated:
         """Simulate the step under a choice."""
         leave = [k for item in choice.leave for k in model.items[item]]
-        drop = [model.groups[g] for g in choice.drop]
         after = simulate(
             *(self.profile, leave, self.hardware, self.settings),
-            recompute=drop,
+            recompute=choice.drop,
             coded=model.coded,
         )
         excess = self.limits.excess(after.peak, after.host)
@@ -319,7 +314,7 @@ class _Planner(NamedTuple):
     def plan(self, solved: _Simulated, layers: tuple[str, ...]) -> OffloadPlan:
         """The plan of a solved choice, with a reason for every saved tensor."""
         profile, model = self.profile, solved.model
-        dropped = [profile.recompute[model.groups[g]] for g in sorted(solved.choice.drop)]
+        dropped = [profile.recompute[g] for g in sorted(solved.choice.drop)]
         result = OffloadPlan(
             *(profile, self.hardware, self.settings, self.limits),
             tuple(self._planned(solved)),
@@ -337,9 +332,7 @@ class _Planner(NamedTuple):
     def _planned(self, solved: _Simulated) -> Iterator[PlannedTensor]:
         profile = self.profile
         dropped = {
-            k: profile.recompute[solved.model.groups[g]]
-            for g in solved.choice.drop
-            for k in profile.recompute[solved.model.groups[g]].saved
+            k: profile.recompute[g] for g in solved.choice.drop for k in profile.recompute[g].saved
         }
         for k, saved in enumerate(profile.saved):
             decision, reason = self._decision(solved, k, dropped.get(k))

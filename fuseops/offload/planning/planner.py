@@ -108,7 +108,7 @@ class _Search:
         self.soft_limit = self.allowed // 4 if self.allowed > STARTS * 12 else self.allowed
         self.is_small = len(model.items) + len(model.groups) <= MAX_EXHAUSTIVE
         self.time_of = _seconds_of_calls(model)
-        self.by_slack = sorted(self._all_moves(), key=lambda m: (m.crowding, -m.nbytes))
+        self.by_slack = self._items_by_slack()
 
     def judge(self, choice: Choice) -> Solution:
         return judge(self.model, self.limits, choice)
@@ -168,8 +168,7 @@ class _Search:
                 model.nbytes[k] for k in members & choice.leave
             )
             if not choice.drop & {g, *model.conflicts[g]} and nbytes > 0:
-                seconds = model.profile.recompute[model.groups[g]].seconds
-                yield Move(None, g, nbytes, seconds / nbytes, 0.0)
+                yield Move(None, g, nbytes, model.groups[g].seconds / nbytes, 0.0)
 
     def _crowding(self, choice: Choice) -> dict[int, float]:
         """Seconds of offload copies for each second of a layer's forward, by call."""
@@ -206,8 +205,7 @@ class _Search:
             return
         start = self.model.predict(NOTHING)
         _, covering = self.model.covers(start.top)
-        kinds = {g: self.model.profile.recompute[self.model.groups[g]].kind for g in covering}
-        groups = [g for g in covering if kinds[g] == "module"]
+        groups = [g for g in covering if self.model.groups[g].kind == "module"]
         share = (self.allowed - self.soft_limit) // (2 * STARTS)
         counts = sorted({round((n + 1) * len(groups) / STARTS) for n in range(STARTS)} | {1, 2})
         for count in counts:
@@ -228,12 +226,12 @@ class _Search:
 
     def fill(self, found: Solution) -> Solution:
         """Add items that cause no stall, those where the link has most slack first."""
-        model = self.model
         pending = self.by_slack
         size = max(1, len(pending) // 8)
         while pending and (not self.exhausted or size > 1):
             batch, rest = pending[:size], pending[size:]
-            tried = self.judge(_with(found.choice, batch, model))
+            leave, drop = found.choice
+            tried = self.judge(Choice(leave.union(batch), drop))
             free = tried.prediction.stall <= found.prediction.stall + 1e-9
             if free and tried.cost[0] <= found.cost[0]:
                 found, pending = tried, rest
@@ -243,14 +241,15 @@ class _Search:
                 size = max(1, size // 4)
         return found
 
-    def _all_moves(self) -> Iterator[Move]:
-        """One move for each item; its crowding counts the larger items of its layer."""
-        model = self.model
+    def _items_by_slack(self) -> list[int]:
+        """All items, those of layers with most slack first; an item is crowded by the larger ones of its layer."""
+        model, crowding = self.model, dict[int, float]()
         load = dict.fromkeys(self.time_of, 0.0)
         for k in sorted(range(len(model.items)), key=lambda k: -model.nbytes[k]):
             call = model.call[k]
             load[call] += model.out[k] / self.time_of[call]
-            yield Move(k, None, model.nbytes[k], 0.0, load[call])
+            crowding[k] = load[call]
+        return sorted(crowding, key=lambda k: (crowding[k], -model.nbytes[k]))
 
     # --- improving
 
@@ -287,7 +286,7 @@ class _Search:
         late = found.prediction.late
         chosen = sorted(leave, key=lambda k: (-late.get(k, 0.0), model.nbytes[k]))
         taken = leave.union(*(model.members[g] for g in drop))
-        other = [m.item for m in self.by_slack if m.item is not None and m.item not in taken]
+        other = [k for k in self.by_slack if k not in taken]
         for g in drop:
             yield Choice(leave, drop - {g})
             yield Choice(leave | model.members[g], drop - {g})

@@ -6,6 +6,7 @@ forward and backward, in order.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ class Recompute(NamedTuple):
 class StepEvent(NamedTuple):
     """A `StepEvent` is one event between two ops of a profile.
 
-    what   "enter", "save", "share", "leave", "held", "backward", "read", "reread" or "freed"
+    what   "forward", "save", "share", "leave", "held", "backward", "read", "reread" or "freed"
     which  index of the call or saved storage
     call   the other call that shares or rereads
     """
@@ -187,7 +188,7 @@ class Profile:
         """All events, in the order of the step."""
         found = []
         for k, call in enumerate(self.calls):
-            found.append(((call.enter, 0, k, 0), StepEvent(call.enter, "enter", k)))
+            found.append(((call.enter, 0, k, 0), StepEvent(call.enter, "forward", k)))
             found.append(((call.leave, 0, k, 2), StepEvent(call.leave, "leave", k)))
             if call.backward >= 0:
                 found.append(((call.backward, 2, -k, 0), StepEvent(call.backward, "backward", k)))
@@ -205,7 +206,7 @@ class Profile:
     @cached_property
     def boundaries(self) -> tuple[StepEvent, ...]:
         """Where the forward or the backward of a layer begins, in the order of the step."""
-        return tuple(h for h in self.events if h.what in ("enter", "backward"))
+        return tuple(h for h in self.events if h.what in ("forward", "backward"))
 
     def restored_at(self, k: int) -> int:
         """The position at which a dropped storage is recomputed: the backward of its layer, or its first read if
@@ -225,13 +226,10 @@ class Profile:
 
     def owner_at(self, position: int) -> str:
         """Which layer's forward or backward runs there: "in the backward of blocks.3"."""
-        last = None
-        for boundary in self.boundaries:
-            if boundary.position > position:
-                break
-            last = boundary
-        if last is None:
+        passed = bisect_right(self.boundaries, position, key=lambda boundary: boundary.position)
+        if not passed:
             return "before the first layer"
+        last = self.boundaries[passed - 1]
         call = self.calls[last.which]
         layer = call.layer or "the model"
         if last.what == "backward":

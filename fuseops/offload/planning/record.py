@@ -23,7 +23,6 @@ from fuseops.observe import modules
 from fuseops.observe.memory import (
     Meter,
     OpWatcher,
-    dense_tensors,
     named_arguments,
     outside_bytes,
     storage_tensors,
@@ -33,12 +32,7 @@ from fuseops.observe.travel import TRAVEL
 from fuseops.observe.untouched import BufferVersions, buffer_versions, written_buffer
 from fuseops.offload.codes import Coding, coded_bytes, coding_of, exact_by_name
 from fuseops.offload.policy import Candidate, Policy, Quota
-from fuseops.offload.reasons import (
-    BUFFER,
-    MODEL_OWNED,
-    PARAMETER,
-    why_not_plain,
-)
+from fuseops.offload.reasons import MODEL_OWNED, why_no_storage
 from fuseops.offload.records import Handle, Kept
 from fuseops.offload.report import KEPT
 from fuseops.offload.scopes import Scope
@@ -60,7 +54,7 @@ FROM_HOST = (
 """Their kernels on CUDA read addresses and sizes, which torch copies from pinned memory for each call."""
 
 Loss = Callable[[Any], Tensor]
-Seconds = Callable[[Any, Sequence[Tensor], Any, tuple[Any, ...], Any], float]
+Seconds = Callable[[Any, tuple[Any, ...], Any, Any], float]
 
 
 class ProfiledStep(NamedTuple):
@@ -182,13 +176,12 @@ class Recorder(Scope):
         self.calls: list[LayerCall] = []
         self._timers: list[Any] = []
         self._storages: list[_Storage] = []
-        self._names = set[str]()  # of all saved tensors
+        self.names = set[str]()  # of all saved tensors
         self._watched: list[_Storage] = []
         self.dropped: deque[_Storage] = deque()  # appended by finalizers of handles, in any thread
         self._by_storage: StorageMap[_Storage] = StorageMap()
         self._made: StorageMap[int] = StorageMap()
         self._transfers: StorageMap[int] = StorageMap()  # between ranks: position of the op
-        self._model_owned: StorageMap[str] = StorageMap()  # storages of the model, fake ones too
         self.running_call = -1  # the call of a layer whose forward runs, or -1
         self._buffers: BufferVersions = {}  # of that layer at the begin of its forward
         self._wrote: str | None = None  # the name of one of them that an op wrote
@@ -206,22 +199,12 @@ class Recorder(Scope):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Record what runs inside."""
-        for tensors, what in (
-            (self.model.buffers(), BUFFER),
-            (self.model.parameters(), PARAMETER),
-        ):
-            for t in dense_tensors(list(tensors)):
-                self._model_owned.set(t.untyped_storage(), what)
         with ExitStack() as stack:
             stack.enter_context(modules.calls_watched(self._on_enter, self._on_leave))
             stack.enter_context(self)
             stack.enter_context(OpWatcher(self._on_op, self._run_op))
             yield
         self._update_watched()
-
-    def check_policy(self) -> None:
-        """Raise FuseOpsError for globs of the policy that no saved tensor matches."""
-        self.policy.check(self._names)
 
     def result(self) -> Profile:
         """The profile, once the step is over."""
@@ -245,8 +228,7 @@ class Recorder(Scope):
         return self._record_handle(t, self._labels.name_torch_saved(t, caller))
 
     def _record_handle(self, t: Tensor, named: SavedName) -> _RecordedHandle:
-        fake = torch_private.is_fake(t) and t.layout is torch.strided
-        special = None if fake else why_not_plain(t)
+        special = why_no_storage(t)
         if special is None and torch_private.in_backward():
             special = "recomputed by checkpoint"
         entry = self._entry(t, named, KEPT, special or "recorded", 0)
@@ -255,19 +237,16 @@ class Recorder(Scope):
         handle.storage = None if special is not None else self._record_storage(t, named)
         return handle
 
-    def _moves_from_cuda(self, t: Tensor) -> bool:
-        return self._on_gpu
-
     def _by_policy(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
         return self.policy.why_keep(Candidate.of(t, named), self._quotas[self.running_call]), ""
 
     def _record_storage(self, t: Tensor, named: SavedName) -> _Storage:
-        self._names.update(named.names)
+        self.names.update(named.names)
         storage = t.untyped_storage()
         known = self._by_storage.get(storage)
         if known is None:
             call = self.running_call
-            why = self._model_owned.get(storage) or self._reason(t, named)[0]
+            why = self._reason(t, named)[0]
             if why is None and call < 0:
                 why = "outside of the layers"
             known = _Storage(storage, self._first_save(t, named, call, why))
@@ -325,7 +304,7 @@ class Recorder(Scope):
         if self.seconds is None:
             self._timers.append(self._timer)
         else:
-            seconds = self.seconds(func, list(tensors_in((args, kwargs))), out, args, kwargs)
+            seconds = self.seconds(func, args, kwargs, out)
         for t in storage_tensors((args, kwargs)):
             self._join_transfer(t)
         for t in made:

@@ -27,15 +27,8 @@ class Roofline:
         register_flops()
         self._hardware, self._flops = hardware, flop_registry
 
-    def __call__(
-        self,
-        func: Any,
-        inputs: Sequence[Tensor],
-        out: Any,
-        args: tuple[Any, ...],
-        kwargs: Any,
-    ) -> float:
-        inputs, outputs = list(dense_tensors(inputs)), list(dense_tensors(out))
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> float:
+        inputs, outputs = list(dense_tensors((args, kwargs))), list(dense_tensors(out))
         if str(func) == TRAVEL:
             return self._hardware.network_seconds(args[2])
         if func._schema.name.partition("::")[2] in NO_WORK:

@@ -8,17 +8,11 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from fuseops.offload.lanes.protocol import Buf, Event
-from fuseops.offload.lanes.simulated import (
-    Busy,
-    Level,
-    SimulatedBuf,
-    SimulatedLanes,
-    Wait,
-    simulated,
-)
+from fuseops.offload.lanes.simulated import Busy, Level, SimulatedBuf, SimulatedLanes, Wait
 from fuseops.offload.schedule import BUNDLE, SMALL, Item, LayerRun, Schedule
 
 from .hardware import Hardware
@@ -132,7 +126,7 @@ class ReplayedStep:
     def replay(self, event: StepEvent) -> None:
         getattr(self, f"_{event.what}")(event.which, event.call)
 
-    def _enter(self, k: int, _: int) -> None:
+    def _forward(self, k: int, _: int) -> None:
         call = self.profile.calls[k]
         self.calls[k] = self.schedule.enter(call.layer)
         if call.backward >= 0:
@@ -144,9 +138,6 @@ class ReplayedStep:
     def _backward(self, k: int, _: int) -> None:
         self.schedule.backward(self.calls[k])
         self.schedule.drop(self.calls[k])
-
-    def _save(self, k: int, _: int) -> None:
-        raise NotImplementedError
 
     def _share(self, k: int, call: int) -> None:
         if k in self.items and self.items[k].kept_reason is None:  # else the caller keeps it
@@ -192,7 +183,7 @@ class _Step(ReplayedStep):
         self.absent = _absent_bytes(profile, self.dropped, self.offload)
         self.by_position: dict[int, list[StepEvent]] = defaultdict(list)
         for event in profile.events:
-            if event.what in ("enter", "leave", "backward") or event.which in self.offload:
+            if event.what in ("forward", "leave", "backward") or event.which in self.offload:
                 self.by_position[event.position].append(event)
         self.made: dict[int, SimulatedBuf] = {}
         self.read: dict[int, SimulatedBuf] = {}
@@ -239,7 +230,8 @@ class _Step(ReplayedStep):
                 self.schedule.drop(self.calls[call], self.items[k])
             self.reads, self.drop_after_op = [], []
         top = max(range(len(levels)), key=lambda p: levels[p].nbytes, default=0)
-        idle = [_shifted(w, started) for w in lanes.waits[waits:] if _is_stall(w)]
+        every = (_shifted(wait, started) for wait in lanes.waits[waits:])
+        idle = [w for w in every if w.lane == "compute" and w.end > w.start]
         stalls = [w for w in idle if w.on != "network"]
         return Simulation(
             seconds=lanes.now["compute"] - started,
@@ -252,9 +244,7 @@ class _Step(ReplayedStep):
             kept_reasons={k: i.kept_reason for k, i in self.items.items() if i.kept_reason},
             windows=self._windows(started),
             levels=tuple(levels),
-            busy=tuple(
-                b._replace(start=b.start - started, end=b.end - started) for b in lanes.busy[busy:]
-            ),
+            busy=tuple(_shifted(work, started) for work in lanes.busy[busy:]),
             stalls=tuple(stalls),
             network=sum(w.end - w.start for w in idle if w.on == "network"),
             coding=self.coding_seconds,
@@ -303,9 +293,9 @@ class _Step(ReplayedStep):
         coded = k in self.coded
         if item.kept_reason is not None and not coded:
             if item.source is not None:
-                self.read[k] = simulated(item.source)
+                self.read[k] = item.source
             return
-        reloaded = simulated(self.schedule.fetch(item)[0])
+        reloaded: Any = self.schedule.fetch(item)[0]
         if k not in self.read:
             arrived = getattr(item.bundle and item.bundle.h2d_done, "seconds", before)
             self.read_times[k] = (before, arrived)
@@ -353,19 +343,14 @@ def _absent_bytes(profile: Profile, dropped: Mapping[int, int], managed: set[int
         elif k in managed:
             change[saved.at] += saved.nbytes
             change[saved.freed] -= saved.nbytes
-    total = 0
-    for position, difference in enumerate(change):
-        total += difference
-        change[position] = total
-    return change
+    return list(accumulate(change))
 
 
-def _is_stall(wait: Wait) -> bool:
-    return wait.lane == "compute" and wait.end > wait.start
+Interval = TypeVar("Interval", Wait, Busy)
 
 
-def _shifted(wait: Wait, by: float) -> Wait:
-    return wait._replace(start=wait.start - by, end=wait.end - by)
+def _shifted(interval: Interval, by: float) -> Interval:
+    return interval._replace(start=interval.start - by, end=interval.end - by)
 
 
 def _work_of(event: object) -> Busy | None:

@@ -144,7 +144,7 @@ def _profile_of(
 ) -> Profile:
     """The profile of a step and its recomputable groups.   observe: runs and records the step"""
     first = observe()
-    first.check_policy()
+    first.policy.check(first.names)
     seen = first.result()
     progress("what can be made again", 3, STAGES)
     return replace(seen, recompute=recomputations(model, seen, lambda: observe().result()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from fuseops.offload.codes import BOUND
@@ -25,21 +26,16 @@ class TableRow(NamedTuple):
     tensors: tuple[PlannedTensor, ...]
 
     def line(self) -> tuple[str, ...]:
-        """Name and bytes, and TIMES."""
-        return self.name, self.bytes(), *self.times()
-
-    def bytes(self) -> str:
-        """Their bytes together, and how many they are."""
+        """Name, bytes together, and TIMES: on the way out and back, of the first tensor that moves, and the least slack
+        of all; empty where none moves.
+        """
         count = len(self.tensors)
-        return f"{_total(self.tensors)}{'' if count == 1 else f' ({count})'}"
-
-    def times(self) -> tuple[str, str, str]:
-        """Milliseconds: on the way out and back, of the first, and the least slack of all. Empty where none moves."""
+        nbytes = f"{_total(self.tensors)}{'' if count == 1 else f' ({count})'}"
         windows = [t.window for t in self.tensors if t.window is not None]
         if not windows:
-            return "", "", ""
+            return self.name, nbytes, "", "", ""
         slack = f"{min(w.slack for w in windows) * 1e3:.2f}"
-        return _ms(windows[0].out), _ms(windows[0].back), slack
+        return self.name, nbytes, _ms(windows[0].out), _ms(windows[0].back), slack
 
 
 def _total(tensors: Iterable[PlannedTensor]) -> str:
@@ -88,12 +84,7 @@ def _title(place: str, tensors: Sequence[PlannedTensor]) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """0, 1, 2, 5 -> 0-2,5"""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and runs[-1][-1] == n - 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda at: at[1] - at[0])]
     return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 

@@ -4,7 +4,6 @@ schedule itself, run on lanes that take no time.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
@@ -12,12 +11,11 @@ from fuseops.offload.lanes.protocol import Buf, Event, Lane, Lanes, Place
 from fuseops.offload.order import Boundary, Order, OrderKey
 from fuseops.offload.schedule import Item, Schedule
 
-from .profile import Profile, Saved
+from .profile import Profile
 from .simulate import LinkSettings, ReplayedStep
 
 SEND, RELEASE, FETCH, READ, LAST, AGAIN, HOST_COPY = range(7)
 """LAST: the last read. HOST_COPY: an op copies from the host, after all reloads that were started."""
-WAYS: dict[str, Literal["forward", "backward"]] = {"enter": "forward", "backward": "backward"}
 
 
 class Hole(NamedTuple):
@@ -86,7 +84,12 @@ class Timetable(ReplayedStep):
         self.lanes, self.small = TimelessLanes(), settings.small
         alone = settings._replace(bundle=1 << 62)  # small storages are sent when their call ends
         super().__init__(profile, UnbundledSchedule(self.lanes, **alone._asdict()))
-        self.schedule.order = Order(_order(profile))
+        boundaries = (
+            (boundary.what, profile.calls[boundary.which]) for boundary in profile.boundaries
+        )
+        self.schedule.order = Order(  # as known from the step before
+            Boundary(way, OrderKey(call.layer, call.ordinal)) for way, call in boundaries
+        )
         # bytes of codes, and bytes on the link
         self.codes = {
             k: s.codes for k, s in enumerate(profile.saved) if s.name in coded and s.codes
@@ -128,7 +131,7 @@ class Timetable(ReplayedStep):
 
     def _may_leave(self, k: int) -> bool:
         saved, calls = self.profile.saved[k], self.profile.calls
-        mine = (saved.call, *_others(saved))
+        mine = (saved.call, *(again.call for again in saved.again))
         return (
             saved.why is None
             and saved.nbytes > 0
@@ -164,22 +167,3 @@ class Timetable(ReplayedStep):
         # While something else holds the original, the reloaded bytes are a second copy.
         holes.append(Hole(back, min(saved.held, saved.freed), -saved.nbytes))
         return [h for h in holes if h.start < h.end]
-
-
-def _order(profile: Profile) -> list[Boundary]:
-    """The order of the step, as the schedule knows it from the one before."""
-    keys: dict[int, OrderKey] = {}
-    ordinals: dict[str, int] = defaultdict(int)
-    found = []
-    for boundary in profile.boundaries:
-        layer = profile.calls[boundary.which].layer
-        if boundary.what == "enter":
-            keys[boundary.which] = OrderKey(layer, ordinals[layer])
-            ordinals[layer] += 1
-        found.append(Boundary(WAYS[boundary.what], keys[boundary.which]))
-    return found
-
-
-def _others(saved: Saved) -> list[int]:
-    """The other calls that save it."""
-    return [again.call for again in saved.again]

@@ -58,12 +58,8 @@ def share_host(plan: OffloadPlan, group: dist.ProcessGroup) -> OffloadPlan:
     return plan_profile(plan.profile, plan.hardware, limits, plan.settings, layers=plan.layers)
 
 
-Regenerated = frozenset[tuple[str, str]]
-"""(kind, name of the layer) of groups whose recomputation sends between ranks."""
-
-
-def regenerated_by_sending(plan: OffloadPlan) -> Regenerated:
-    """The groups that a plan recomputes with transfers between ranks, or may."""
+def regenerated_by_sending(plan: OffloadPlan) -> frozenset[tuple[str, str]]:
+    """The groups that a plan recomputes with transfers between ranks, or may.   -> kind, name of the layer"""
     return frozenset((g.kind, g.name) for g in plan.dropped if g.kind in ("dispatch", "module"))
 
 

@@ -34,12 +34,13 @@ def slices(plan: PlanData) -> Iterator[TraceSlice]:
     boundaries = profile.boundaries
     for boundary, following in zip(boundaries, [*boundaries[1:], None], strict=True):
         call = profile.calls[boundary.which]
-        way = "forward" if boundary.what == "enter" else "backward"
         end = len(profile.ops) if following is None else following.position
-        if way == "forward":
+        if boundary.what == "forward":
             end = min(end, call.leave)
         if end > boundary.position:
-            yield TraceSlice("layers", f"{way} {call.layer}", at[boundary.position], at[end])
+            yield TraceSlice(
+                "layers", f"{boundary.what} {call.layer}", at[boundary.position], at[end]
+            )
     for busy in after.busy:
         nbytes = busy.nbytes if busy.lane in ("d2h", "h2d") else 0
         yield TraceSlice(busy.lane, busy.name, busy.start, busy.end, nbytes)
