@@ -1,7 +1,8 @@
 """The source of a kernel as its compiler sees it: without comments, docstrings and the names of what is local to it.
 
 A row of the ahead-of-time table is fresh while this text is the same, so a name that is made clearer needs no kernel
-compiled anew, and a check that finds nothing stale is a proof that nothing but names changed.
+compiled anew, and a check that finds nothing stale is a proof that kernels compute what they did. (Triton lists what an
+`if` or a loop carries by name, so registers may be given out in another order.)
 """
 
 from __future__ import annotations
