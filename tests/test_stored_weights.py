@@ -383,6 +383,37 @@ def test_casts_and_devices_leave_the_codes_alone() -> None:
     assert_equal(after(model), after(dense()))
 
 
+def replaced(master: nn.Parameter) -> None:
+    master.data = master.data * 3  # which moves no version
+
+
+WRITES: dict[str, Any] = {
+    "in place": lambda master: master.mul_(3),
+    "foreach": lambda master: torch._foreach_mul_([master], 3),
+    "other memory": replaced,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_codes_follow_a_master_however_it_is_written(write: str) -> None:
+    """An average of weights comes and goes: other values in the masters for an evaluation, then those before."""
+    model, expected, x = stored(dense), stored(dense), tokens()
+    with torch.no_grad():
+        for master in fo.masters(expected):
+            master.mul_(3)
+    masters = fo.masters(model)
+    for _ in range(2):
+        with fo.recipe(RECIPE), torch.no_grad():
+            before, kept = model(x), [(m, m.data, m.clone()) for m in masters]
+            for master in masters:
+                WRITES[write](master)
+            assert torch.equal(model(x), expected(x))
+            for master, memory, values in kept:
+                master.data = memory
+                master.copy_(values)
+            assert torch.equal(model(x), before)
+
+
 LOOKS = {
     "explain": fo.explain,
     "plan": lambda model, x: offload.plan(model, x, layers="0"),
