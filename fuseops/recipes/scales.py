@@ -145,7 +145,7 @@ class OptimizerSteps:
 def on_optimizer_step(callback: Callable[[torch.optim.Optimizer], None]) -> None:
     """Call `callback` after each step of any optimizer, between the graphs of a compiled step too."""
 
-    @torch.compiler.disable
+    @torch_private.dynamo_disabled
     def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         callback(optimizer)
 
