@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -372,6 +373,26 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         torch.optim.SGD(stored(dense).parameters(), lr=1.0, weight_decay=1.0)
         with torch.no_grad():
             stored(dense).get_submodule("fc1").weight.add_(1.0)  # type: ignore[operator, union-attr]
+
+
+def test_masters_whose_gradients_no_rank_would_reduce_are_refused() -> None:
+    """Gradients are moved to masters before DistributedDataParallel could reduce them."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, x = stored(dense), tokens()
+        wrapper = DDP(model, init_sync=False)
+        with fo.recipe(RECIPE):
+            wrapper(x).sum().backward()
+            fo.masters(model)
+            with pytest.raises(fo.FuseOpsError, match="DistributedDataParallel"):
+                wrapper(x)
+            names = [n for n, _ in model.named_parameters() if n.endswith("weight")]
+            DDP._set_params_and_buffers_to_ignore_for_model(model, names)
+            DDP(model, init_sync=False)(x).sum().backward()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_casts_and_devices_leave_the_codes_alone() -> None:

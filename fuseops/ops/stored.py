@@ -83,6 +83,7 @@ class StoredWeight:
         if self.master is not None:
             self.hook_master()
             if not torch_private.in_backward():  # which is that of the codes that its forward read
+                self.check_reduced()
                 self.sync_with_master()
         row = self.codes()
         if layout == "row":
@@ -98,6 +99,16 @@ class StoredWeight:
                 "a weight that lives in FP8 (fo.quantized_init) is another Parameter than the one whose codes its op "
                 "keeps: it was tied or assigned after the scope. Tie weights inside of fo.quantized_init, before it "
                 "ends: ops that share a Parameter then share its codes."
+            )
+
+    def check_reduced(self) -> None:
+        """Raise FuseOpsError where DistributedDataParallel would look for a gradient that the master has taken."""
+        if self.carrier.requires_grad and torch_private.reduced_by_ddp(self.carrier):
+            raise FuseOpsError(
+                "a weight that lives in FP8 (fo.quantized_init) has a master, which takes its gradient before "
+                "DistributedDataParallel reduces it, so that the masters of the ranks would differ. Use float32 "
+                "weights and a recipe, or have the wrapper ignore the weight and reduce the gradients of "
+                "fo.masters(model) yourself."
             )
 
     def replace(self, parameter: nn.Parameter) -> None:
