@@ -236,6 +236,11 @@ def active_ddp() -> Any:
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
+def reduced_by_ddp(parameter: torch.Tensor) -> bool:
+    """Whether the DistributedDataParallel whose forward runs here reduces the gradient of this parameter."""
+    return active_ddp() is not None and not getattr(parameter, "_ddp_ignored", False)
+
+
 def all_gather_async(x: torch.Tensor, dim: int, group: Any) -> Any:
     """Start an all-gather of the ranks' contiguous tensors along `dim`; `wait_tensor` gives its result.
 

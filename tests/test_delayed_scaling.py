@@ -250,6 +250,40 @@ def test_a_state_follows_the_optimizer_that_holds_its_parameters(make: Any) -> N
     assert advanced(mine) and advanced(other)
 
 
+def test_a_state_whose_op_has_an_optimizer_follows_no_other() -> None:
+    """The optimizer of a critic or of an embedding, without fuseops, may step between forward and backward."""
+    recipe, x = DELAYED(), filled((20, D), torch.float32, "normal", 1)
+    model, critic = dense(), nn.Linear(D, 1)
+    own, other = (torch.optim.SGD(m.parameters(), lr=0.0) for m in (model, critic))
+    critic(x).sum().backward()
+    for _ in range(2):
+        call(model, x, x, recipe)
+        own.step()
+    after = state(model)
+    call(model, 2 * x, x, recipe)
+    noted = state(model)
+    assert not same(noted.values(), after.values())
+    other.step()
+    assert same(state(model).values(), noted.values())
+
+
+@pytest.mark.parametrize("make", [dense, mlp])
+def test_the_step_of_a_compiled_optimizer_is_a_step(make: Any) -> None:
+    found = []
+    for compiles in (False, True):
+        model = make()
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = torch.compile(opt.step, backend="eager") if compiles else opt.step
+        for seed in range(3):
+            x = filled((20, D), torch.float32, "normal", seed)
+            with fo.recipe(DELAYED()):
+                model(x).square().mean().backward()
+            step()
+            opt.zero_grad()
+        found.append(model.state_dict())
+    assert same(list(found[0].values()), list(found[1].values()))
+
+
 def test_an_optimizer_of_copies_of_the_parameters_advances_every_state() -> None:
     recipe, x = DELAYED(), filled((20, D), torch.float32, "normal", 1)
     model = mlp()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -374,6 +375,26 @@ def test_what_cannot_be_honoured_is_refused() -> None:
             stored(dense).get_submodule("fc1").weight.add_(1.0)  # type: ignore[operator, union-attr]
 
 
+def test_masters_whose_gradients_no_rank_would_reduce_are_refused() -> None:
+    """Gradients are moved to masters before DistributedDataParallel could reduce them."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, x = stored(dense), tokens()
+        wrapper = DDP(model, init_sync=False)
+        with fo.recipe(RECIPE):
+            wrapper(x).sum().backward()
+            fo.masters(model)
+            with pytest.raises(fo.FuseOpsError, match="DistributedDataParallel"):
+                wrapper(x)
+            names = [n for n, _ in model.named_parameters() if n.endswith("weight")]
+            DDP._set_params_and_buffers_to_ignore_for_model(model, names)
+            DDP(model, init_sync=False)(x).sum().backward()
+    finally:
+        dist.destroy_process_group()
+
+
 def test_casts_and_devices_leave_the_codes_alone() -> None:
     model = stored(dense)
     codes = {k: v.clone() for k, v in model.state_dict().items() if "fc" in k and "bias" not in k}
@@ -381,6 +402,37 @@ def test_casts_and_devices_leave_the_codes_alone() -> None:
     for key, t in codes.items():
         assert torch.equal(model.state_dict()[key].view(torch.uint8), t.view(torch.uint8))
     assert_equal(after(model), after(dense()))
+
+
+def replaced(master: nn.Parameter) -> None:
+    master.data = master.data * 3  # which moves no version
+
+
+WRITES: dict[str, Any] = {
+    "in place": lambda master: master.mul_(3),
+    "foreach": lambda master: torch._foreach_mul_([master], 3),
+    "other memory": replaced,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_codes_follow_a_master_however_it_is_written(write: str) -> None:
+    """An average of weights comes and goes: other values in the masters for an evaluation, then those before."""
+    model, expected, x = stored(dense), stored(dense), tokens()
+    with torch.no_grad():
+        for master in fo.masters(expected):
+            master.mul_(3)
+    masters = fo.masters(model)
+    for _ in range(2):
+        with fo.recipe(RECIPE), torch.no_grad():
+            before, kept = model(x), [(m, m.data, m.clone()) for m in masters]
+            for master in masters:
+                WRITES[write](master)
+            assert torch.equal(model(x), expected(x))
+            for master, memory, values in kept:
+                master.data = memory
+                master.copy_(values)
+            assert torch.equal(model(x), before)
 
 
 LOOKS = {

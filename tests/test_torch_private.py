@@ -798,18 +798,25 @@ def test_fake_tensors_are_quiet_about_what_they_cannot_run(
 
 
 def test_the_ddp_whose_forward_runs_is_known() -> None:
-    seen = []
+    seen, reduced = [], []
 
     class Asks(torch.nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             seen.append(torch_private.active_ddp())
+            reduced.append([torch_private.reduced_by_ddp(p) for p in self.parameters()])
             return super().forward(x)
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        wrapped = torch.nn.parallel.DistributedDataParallel(Asks(2, 2))
+        asks = Asks(2, 2)
+        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            asks, ["bias"]
+        )
+        wrapped = torch.nn.parallel.DistributedDataParallel(asks)
         wrapped(torch.ones(1, 2))
-        assert seen == [wrapped] and torch_private.active_ddp() is None
+        asks(torch.ones(1, 2))
+        assert seen == [wrapped, None] and torch_private.active_ddp() is None
+        assert reduced == [[True, False], [False, False]]  # weight, bias
     finally:
         dist.destroy_process_group()
 

@@ -32,6 +32,27 @@ CODES, SCALES = "weight_codes", "weight_scales"  # buffers
 SCALE_INV, MASTER = "weight_scale_inv", "weight_master"  # keys of a state_dict, beside "weight"
 
 
+class MasterVersion:
+    """A `MasterVersion` is the memory and the version of a master at one time.
+
+    Assigning `master.data` leaves the version as it is, so memory counts. The storage is referenced weakly, so that its
+    key is not reused meanwhile.
+    """
+
+    def __init__(self, master: nn.Parameter) -> None:
+        self.storage = torch_private.WeakStorage(master.untyped_storage())
+        self.seen = self._of(master)
+
+    def still(self, master: nn.Parameter) -> bool:
+        """Whether nobody has written to the master or given it other memory since."""
+        return self._of(master) == self.seen
+
+    @staticmethod
+    def _of(master: nn.Parameter) -> tuple[Any, ...]:
+        memory = torch_private.storage_key(master.untyped_storage()), master.storage_offset()
+        return *memory, master.stride(), master._version
+
+
 class StoredWeight:
     """A `StoredWeight` is a weight (N, K) or (E, N, K) in FP8 codes with a scale for each 128 x 128.
 
@@ -45,11 +66,11 @@ class StoredWeight:
         self.carrier: Any = op._parameters["weight"] if self.owns_codes else None
         self.scaling = scaling
         self.master: nn.Parameter | None = None
-        self.version: int | None = None  # of the master, when the codes were last quantized from it
+        self.quantized: MasterVersion | None = None  # the master as it was last quantized
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the version: a copy's master has its own."""
-        return self.__dict__ | {"version": None}
+        """The state without the version of the master: a copy's master has its own."""
+        return self.__dict__ | {"quantized": None}
 
     def read(self, layout: str, source: Tensor) -> Quantized:
         """The weight in the layout "row" or "col", the transposed codes.   source: the Parameter of the reading op"""
@@ -62,6 +83,7 @@ class StoredWeight:
         if self.master is not None:
             self.hook_master()
             if not torch_private.in_backward():  # which is that of the codes that its forward read
+                self.check_reduced()
                 self.sync_with_master()
         row = self.codes()
         if layout == "row":
@@ -77,6 +99,16 @@ class StoredWeight:
                 "a weight that lives in FP8 (fo.quantized_init) is another Parameter than the one whose codes its op "
                 "keeps: it was tied or assigned after the scope. Tie weights inside of fo.quantized_init, before it "
                 "ends: ops that share a Parameter then share its codes."
+            )
+
+    def check_reduced(self) -> None:
+        """Raise FuseOpsError where DistributedDataParallel would look for a gradient that the master has taken."""
+        if self.carrier.requires_grad and torch_private.reduced_by_ddp(self.carrier):
+            raise FuseOpsError(
+                "a weight that lives in FP8 (fo.quantized_init) has a master, which takes its gradient before "
+                "DistributedDataParallel reduces it, so that the masters of the ranks would differ. Use float32 "
+                "weights and a recipe, or have the wrapper ignore the weight and reduce the gradients of "
+                "fo.masters(model) yourself."
             )
 
     def replace(self, parameter: nn.Parameter) -> None:
@@ -123,21 +155,29 @@ class StoredWeight:
     def quantize_master(self) -> None:
         """Quantize the master, if any, into the codes."""
         if self.master is not None:
-            if self.version is not None:  # else it is a copy's, or a step has said so
+            if self.quantized is not None:  # else it is a copy's, or a step has said so
                 self.mark_changed()
             self.quantize(self.master.detach())
-            self.version = self.master._version
+            self.mark_quantized()
+
+    def mark_quantized(self) -> None:
+        """Note that the codes are those of the master as it is now."""
+        self.quantized = None if self.master is None else MasterVersion(self.master)
+
+    def is_quantized(self, master: nn.Parameter) -> bool:
+        """Whether the codes are those of the master as it is now."""
+        return self.quantized is not None and self.quantized.still(master)
 
     def sync_with_master(self) -> None:
-        """Quantize the master again if its version has changed."""
-        if self.master is not None and self.master._version != self.version:
+        """Quantize the master again if it has changed."""
+        if self.master is not None and not self.is_quantized(self.master):
             self.quantize_master()
 
     def ensure_master(self) -> nn.Parameter:
         """The float32 master, created by dequantizing where there is none; gradients of the weight go to it."""
         if self.master is None:
             self.master = nn.Parameter(self.values(torch.float32), self.carrier.requires_grad)
-            self.version = self.master._version
+            self.mark_quantized()
         self.hook_master()
         return self.master
 
@@ -171,7 +211,10 @@ class StoredWeight:
         weight, device = self.carrier, cast("Tensor", self.buffers[CODES]).device
         weight.data = placeholder(weight.shape, weight.dtype, device)
         if self.master is not None and self.master.device != device:
+            same_values = self.is_quantized(self.master)
             self.master.data = self.master.data.to(device)
+            if same_values:
+                self.mark_quantized()
 
 
 _with_masters: weakref.WeakSet[StoredWeight] = weakref.WeakSet()
@@ -183,7 +226,7 @@ def _stepped(optimizer: torch.optim.Optimizer) -> None:
     for stored in _with_masters:
         master = stored.master
         if master is not None and master.grad is not None and id(master) in stepped:
-            stored.version = None
+            stored.quantized = None
             stored.mark_changed()
 
 
@@ -358,6 +401,6 @@ def load(
         with torch.no_grad():
             own = stored.ensure_master()
             own.copy_(stored.values(torch.float32) if master is None else master)
-        stored.version = own._version
+        stored.mark_quantized()
     del state[key]
     return (key,)

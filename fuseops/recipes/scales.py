@@ -43,6 +43,7 @@ class ScaleState:
     ) -> None:
         self.buffers, self.parameters = buffers, parameters
         self.recipe: StatefulRecipe | None = None  # of the last use
+        self.has_optimizer = False  # whether one has updated a parameter of the op itself
         self.order = next(_orders)
         _states.add(self)
         watch_optimizers()
@@ -142,13 +143,11 @@ class OptimizerSteps:
 
 @functools.cache
 def on_optimizer_step(callback: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Call `callback` after each step of any optimizer, except in compiled code, which bumps the versions of what it
-    writes.
-    """
+    """Call `callback` after each step of any optimizer, between the graphs of a compiled step too."""
 
+    @torch_private.dynamo_disabled
     def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            callback(optimizer)
+        callback(optimizer)
 
     register_optimizer_step_post_hook(hook)
 
@@ -171,15 +170,22 @@ def _stepped(optimizer: torch.optim.Optimizer) -> None:
 
 def _states_of(optimizer: torch.optim.Optimizer) -> list[ScaleState]:
     """The states that a step of this optimizer advances: of ops of which it updates a parameter, and of ops without
-    trained parameters. All states where it updates no op's parameter (it may update copies in another dtype).
+    trained parameters. Where it updates no op's parameter it may update copies in another dtype: then of all ops whose
+    parameters no optimizer has updated.
     """
     stepped = parameter_ids(optimizer)
     trained = {
         state: {id(p) for p in state.parameters.values() if p is not None and p.requires_grad}
         for state in _states
     }
-    known = stepped.intersection(itertools.chain.from_iterable(trained.values()))
-    return [state for state, own in trained.items() if not known or not own or own & known]
+    held = {state for state, own in trained.items() if own & stepped}
+    for state in held:
+        state.has_optimizer = True
+    return [
+        state
+        for state, own in trained.items()
+        if state in held or not own or not (held or state.has_optimizer)
+    ]
 
 
 def prepare_load(buffers: dict[str, Tensor | None], state: dict[str, Any], prefix: str) -> None:
