@@ -276,7 +276,7 @@ def _quantize_last(
     seed: Tensor | None = None,
     transform: RowTransform | None = None,
 ) -> Layout:
-    """Matrices in blocks along their last axis, by plain torch.   lay: as in `K.quantize_format`"""
+    """Matrices in blocks along their last axis, by plain torch.   transform: as in `K.quantize_format`"""
     spread, amax = (None, None) if whole is None else whole
     form = K.Format(
         scaling.data, scaling.scale, scaling.code_block, bool(scaling.powers), scaling.epsilon
