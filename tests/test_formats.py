@@ -279,16 +279,19 @@ PAIRS = [
     (micro.mxfp8(E4M3), micro.nvfp4(hadamard=True)),
     (micro.nvfp4(), Scaling(E5M2, (1, 128), COLUMN, powers=False)),
     (Scaling(E4M3, None, None), Scaling(E5M2, None, None)),
+    (micro.nvfp4(), micro.nvfp4(stochastic=True)),  # random numbers are for one of them alone
+    (micro.nvfp4(stochastic=True), micro.nvfp4(hadamard=True)),
 ]
 
 
 @pytest.mark.parametrize(("rows", "columns"), PAIRS, ids=str)
 def test_columns_may_have_another_format_than_rows(rows: Scaling, columns: Scaling) -> None:
     x, both = filled((70, 50), torch.float32, "normal", 1), replace(rows, colwise=columns)
-    offs = torch.tensor([30, 66], dtype=torch.int32)
-    q = operand(x, both, offs, row=True, col=True)
+    offs, seed = torch.tensor([30, 66], dtype=torch.int32), torch.tensor([5])
+    q = operand(x, both, offs, row=True, col=True, seed=seed)
     for layout, scaling in (("row", rows), ("col", columns)):
-        alone = operand(x, scaling, offs, row=layout == "row", col=layout == "col")
+        own = seed if scaling.stochastic else None
+        alone = operand(x, scaling, offs, row=layout == "row", col=layout == "col", seed=own)
         for mine, theirs in zip(getattr(q, layout), getattr(alone, layout), strict=True):
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
         assert torch.equal(dequantize_layout(q, layout), dequantize_layout(alone, layout))
