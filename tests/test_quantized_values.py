@@ -294,16 +294,35 @@ def test_scales_of_other_groups_are_refused(recipe: Any, trains: bool) -> None:
             grouped(q, offs=torch.tensor([70, 71, T], dtype=torch.int32))
 
 
+@pytest.mark.parametrize("recipe", [CURRENT, NV], ids=str)
+@pytest.mark.parametrize("trains", [True, False])
+def test_scales_of_groups_are_refused_where_rows_are_read_by_index(
+    recipe: Any, trains: bool
+) -> None:
+    x, (model, side) = tokens(), experts()
+    offs = torch.arange(1, E + 1, dtype=torch.int32) * (T // E)
+    with fo.recipe(recipe, strict=True), torch.set_grad_enabled(trains):
+        q = fo.quantize(x, input_of(recipe), offs)
+        with pytest.raises(fo.FuseOpsError, match="and its rows by index: quantize the tokens"):
+            model(q, **side)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_another_split_of_as_many_groups_is_refused(recipe: Any) -> None:
+@pytest.mark.parametrize("trains", [True, False])
+def test_another_split_of_as_many_groups_is_refused(recipe: Any, trains: bool) -> None:
+    """Unless rows alone are read, and a scale is of one row."""
     scaling, offs = input_of(recipe), torch.tensor([70, T], dtype=torch.int32)
-    op = fo.ops.GroupedLinear(2, D, F, bias=False, dtype=BF16)
-    with fo.recipe(recipe, strict=True):
-        q = fo.quantize(tokens(), scaling, offs)
+    op, x = fo.ops.GroupedLinear(2, D, F, bias=False, dtype=BF16), tokens()
+    with fo.recipe(recipe, strict=True), torch.set_grad_enabled(trains):
+        q = fo.quantize(x, scaling, offs)
         assert torch.equal(op(q, offs=offs), op(q, offs=offs.clone()))
-        if scaling.block is None or recipe.roles().columns:
+        other = torch.tensor([71, T], dtype=torch.int32)
+        of_groups = scaling.block is None or scaling.scale is torch.float8_e4m3fn
+        if of_groups or (trains and recipe.roles().columns):
             with pytest.raises(fo.FuseOpsError, match=r"end at \[70, 200\].*end at \[71, 200\]"):
-                op(q, offs=torch.tensor([71, T], dtype=torch.int32))
+                op(q, offs=other)
+        else:
+            assert torch.equal(op(q, offs=other), op(x, offs=other))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
