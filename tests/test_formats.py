@@ -496,6 +496,29 @@ def test_columns_of_other_blocks_meet_in_what_they_stand_for(grouped: bool) -> N
             )
 
 
+TENSOR, SQUARES = Scaling(E4M3, None, None), Scaling(E4M3, (128, 128))
+
+
+@pytest.mark.parametrize("tokens", [TENSOR, Scaling(), micro.mxfp8()], ids=str)
+@pytest.mark.parametrize("rows", [TENSOR, SQUARES, Scaling()], ids=str)
+@pytest.mark.parametrize("columns", [TENSOR, SQUARES, Scaling()], ids=str)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_weight_is_multiplied_in_the_format_of_the_layout_that_is_read(
+    tokens: Scaling, rows: Scaling, columns: Scaling, grouped: bool
+) -> None:
+    """A kernel takes it if its scales are of the kind of the other operand's, whatever those of its other layout."""
+    n, k, groups = 140, 150, (2,) if grouped else ()
+    offs = torch.tensor([20, 40], dtype=torch.int32) if grouped else None
+    w = filled((*groups, n, k), torch.float32, "normal", 1)
+    q = weight_operand(w, replace(rows, colwise=columns), row=True, col=True)
+    for layout, product, width in (("row", gemm.fprop, k), ("col", gemm.dgrad, n)):
+        t = operand(filled((40, width), torch.float32, "normal", 2), tokens, offs)
+        a, b = dequantize_layout(t, "row").double(), dequantize_layout(q, layout).double()
+        parts = zip(a.split(20), b, strict=True) if grouped else [(a, b)]
+        expected = torch.cat([left @ right.mT for left, right in parts])
+        torch.testing.assert_close(product(t, q, offs).double(), expected, rtol=1e-5, atol=1e-4)
+
+
 @given(
     recipe=RECIPES,
     counts=st.lists(st.sampled_from([0, 1, 33, 128, 130]), min_size=1, max_size=3),
