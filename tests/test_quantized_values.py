@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
@@ -206,6 +207,19 @@ def values_of_columns(q: Quantized) -> Tensor:
     from dataclasses import replace
 
     return replace(q, row=None, carrier=None).dequantize()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_what_casts_the_leaves_of_a_tree_casts_what_codes_stand_for(recipe: Any) -> None:
+    """As mixed precision of FSDP2 does, of all floating-point inputs of a module."""
+    x = tokens()
+    q = fo.quantize(x, input_of(recipe))
+    half = pytree.tree_map(lambda t: t.half() if torch.is_floating_point(t) else t, q)
+    assert half.dtype is half.dequantize().dtype is torch.float16
+    same = zip(half.components().values(), q.components().values(), strict=True)
+    assert all(a.dtype is b.dtype and torch.equal(a.float(), b.float()) for a, b in same)
+    half.dequantize().sum().backward()
+    assert x.grad is not None and x.grad.dtype is x.dtype
 
 
 def test_what_is_no_value_is_refused_in_words() -> None:

@@ -339,11 +339,23 @@ def test_a_checkpoint_saves_the_same_tensors_from_a_warm_and_a_cold_store() -> N
     assert cold == saved()
 
 
-def test_explain_has_a_line_of_what_is_kept() -> None:
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        BLOCK,
+        CURRENT,
+        DELAYED,
+        fo.recipes.MXFP8BlockScaling,
+        partial(fo.recipes.MXFP8BlockScaling, square_weights=True),
+        partial(fo.recipes.NVFP4BlockScaling, square_weights=False),
+        fo.recipes.NVFP4BlockScaling,
+    ],
+)
+def test_explain_has_a_line_of_what_is_kept(recipe: Any) -> None:
     model, x = dense(), torch.randn(T, D, requires_grad=True)
-    with fo.recipe(BLOCK(weights="step")):
+    with fo.recipe(recipe(weights="step")):
         plan = model.plan(x)
-        with fo.recipe(BLOCK()):
+        with fo.recipe(recipe()):
             bare = model.plan(x)
     assert [w.name for w in plan.weights] == ["0.weight", "2.weight"]
     assert plan.kept_bytes == kept(model) == fo.weights_changed(model)

@@ -113,7 +113,8 @@ class WeightStore:
     @property
     def nbytes(self) -> int:
         """The bytes in the cache."""
-        return sum(kept.weight.nbytes for kept in self.kept.values())
+        parts = [t for kept in self.kept.values() for t in kept.weight.components().values()]
+        return sum({t.data_ptr(): t.nbytes for t in parts}.values())  # both may have one scale
 
     def _owns(self, weight: Tensor) -> bool:
         source = self.parameters.get("weight")
