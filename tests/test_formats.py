@@ -304,6 +304,39 @@ def test_columns_may_have_another_format_than_rows(rows: Scaling, columns: Scali
     )
 
 
+@pytest.mark.parametrize("scaling", [Scaling(E4M3), Scaling(E5M2), micro.nvfp4()], ids=str)
+def test_values_up_to_half_a_step_above_the_largest_code_round_to_it(scaling: Scaling) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    raw = codes if scaling.codes_per_byte == 2 else codes.view(scaling.data)
+    values = K.codes_values(raw, scaling.data).flatten()
+    *_, before, largest = values[values.isfinite()].unique().tolist()
+    assert scaling.largest == (largest, pytest.approx(1 + (largest - before) / 2 / largest))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_fused_ops_write_no_columns_of_rows_where_those_have_another_format(grouped: bool) -> None:
+    tokens = Scaling(colwise=Scaling(E5M2, columns=COLUMN))
+    recipe = fo.recipes.ByRole(
+        lambda op, name, role: Scaling(E4M3, (128, 128)) if role == "weight" else tokens
+    )
+    x = filled((150, 128), torch.bfloat16, "normal", 1)
+    torch.manual_seed(0)
+    model: Any = fo.MoE(128, 128, 2, 1)
+    if not grouped:
+        ops = fo.ops.Linear(128, 256), fo.ops.SwiGLU(), fo.ops.Linear(128, 128)
+        model = fo.Sequential(*ops)
+    model, found = model.bfloat16(), []
+    for fuses in (True, False):
+        leaf = x.detach().requires_grad_()
+        with fo.recipe(recipe), fo.fusion(fuses):
+            y = model(leaf)
+            found.append(
+                [y, *torch.autograd.grad(y.float().square().sum(), [leaf, *model.parameters()])]
+            )
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine - theirs).float().norm() <= 5e-3 * theirs.float().norm()
+
+
 # --- the Hadamard transform, and rounding at random
 
 
