@@ -285,8 +285,11 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("rows", "columns"), PAIRS, ids=str)
-def test_columns_may_have_another_format_than_rows(rows: Scaling, columns: Scaling) -> None:
-    x, both = filled((70, 50), torch.float32, "normal", 1), replace(rows, colwise=columns)
+@pytest.mark.parametrize("odd", [0, 1])  # codes of four bits lie two in a byte
+def test_columns_may_have_another_format_than_rows(
+    rows: Scaling, columns: Scaling, odd: int
+) -> None:
+    x, both = filled((70, 50 + odd), torch.float32, "normal", 1), replace(rows, colwise=columns)
     offs, seed = torch.tensor([30, 66], dtype=torch.int32), torch.tensor([5])
     q = operand(x, both, offs, row=True, col=True, seed=seed)
     for layout, scaling in (("row", rows), ("col", columns)):
@@ -295,11 +298,13 @@ def test_columns_may_have_another_format_than_rows(rows: Scaling, columns: Scali
         for mine, theirs in zip(getattr(q, layout), getattr(alone, layout), strict=True):
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
         assert torch.equal(dequantize_layout(q, layout), dequantize_layout(alone, layout))
-    w = weight_operand(filled((2, 40, 30), torch.float32, "normal", 2), both, row=True, col=True)
-    assert dequantize_layout(w, "row").shape == (2, 40, 30) and dequantize_layout(
+    w = weight_operand(
+        filled((2, 40 + odd, 30 + odd), torch.float32, "normal", 2), both, row=True, col=True
+    )
+    assert dequantize_layout(w, "row").shape == (2, 40 + odd, 30 + odd) and dequantize_layout(
         w, "col"
-    ).shape == (2, 30, 40)
-    assert q.groups(1, 2).shape == (36, 50) and torch.equal(
+    ).shape == (2, 30 + odd, 40 + odd)
+    assert q.groups(1, 2).shape == (36, 50 + odd) and torch.equal(
         dequantize_layout(q.groups(1, 2), "col"), dequantize_layout(q, "col")[:, 128:]
     )
 
