@@ -278,6 +278,7 @@ PAIRS = [
     (micro.mxfp8(E4M3), micro.mxfp8(E5M2)),
     (micro.mxfp8(E4M3), micro.nvfp4(hadamard=True)),
     (micro.nvfp4(), Scaling(E5M2, (1, 128), COLUMN, powers=False)),
+    (Scaling(E4M3, (1, 128), COLUMN), micro.nvfp4()),
     (Scaling(E4M3, None, None), Scaling(E5M2, None, None)),
     (micro.nvfp4(), micro.nvfp4(stochastic=True)),  # random numbers are for one of them alone
     (micro.nvfp4(stochastic=True), micro.nvfp4(hadamard=True)),
