@@ -5,6 +5,7 @@ import io
 import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -410,6 +411,59 @@ def test_a_history_of_another_length_goes_on_with_what_there_is() -> None:
         other = experts()
         other.load_state_dict(state(model) | {"0.weight": other[0].weight})
         call(other, x, x, DELAYED(), offs=torch.tensor([10, 20], dtype=torch.int32))
+
+
+recipes_with_state = st.builds(
+    DELAYED,
+    fwd=st.sampled_from([E4M3, E5M2]),
+    bwd=st.sampled_from([E4M3, E5M2]),
+    margin=st.sampled_from([0, 6]),
+    amax_compute_algo=st.sampled_from(["max", "most_recent"]),
+)
+
+
+@settings(max_examples=15)
+@given(
+    before=recipes_with_state,
+    after=recipes_with_state,
+    loads=st.booleans(),
+    make=st.sampled_from([dense, experts]),
+)
+def test_another_recipe_has_scales_of_its_own_from_the_same_history(
+    before: Any, after: Any, loads: bool, make: Any
+) -> None:
+    """A scale brings an amax to the end of one format: in another one most numbers would be beyond it."""
+    side = {"offs": torch.tensor([7, 20], dtype=torch.int32)} if make is experts else {}
+    x, found = filled((20, D), torch.float32, "normal", 1), []
+    for first in (before, after):
+        model = make()
+        for turn in range(2):
+            call(model, x * 2.0**-turn, x, first, **side)
+            fo.weights_changed(model)
+        if loads:
+            model, trained = make(), model
+            call(model, x, x, after, **side)  # it has scales already
+            model.load_state_dict(trained.state_dict())
+        found.append([*call(model, x, x, after, **side), *state(model).values()])
+        fo.weights_changed(model)
+        found[-1] += state(model).values()
+    assert same(*found)
+
+
+@given(during=recipes_with_state, length=st.integers(1, 4))
+def test_an_evaluation_under_another_recipe_changes_no_training(during: Any, length: int) -> None:
+    x, found = filled((20, D), torch.float32, "normal", 1), []
+    for evaluates in (False, True):
+        model = dense()
+        for turn in range(3):
+            result = call(model, x * 2.0**-turn, x, DELAYED())
+            if evaluates:
+                with torch.no_grad(), fo.recipe(replace(during, amax_history_len=length)):
+                    model.eval()(x)
+                model.train()
+            fo.weights_changed(model)
+        found.append([*result, *state(model).values()])
+    assert same(*found)
 
 
 @pytest.mark.parametrize(

@@ -278,27 +278,69 @@ PAIRS = [
     (micro.mxfp8(E4M3), micro.mxfp8(E5M2)),
     (micro.mxfp8(E4M3), micro.nvfp4(hadamard=True)),
     (micro.nvfp4(), Scaling(E5M2, (1, 128), COLUMN, powers=False)),
+    (Scaling(E4M3, (1, 128), COLUMN), micro.nvfp4()),
     (Scaling(E4M3, None, None), Scaling(E5M2, None, None)),
+    (micro.nvfp4(), micro.nvfp4(stochastic=True)),  # random numbers are for one of them alone
+    (micro.nvfp4(stochastic=True), micro.nvfp4(hadamard=True)),
 ]
 
 
 @pytest.mark.parametrize(("rows", "columns"), PAIRS, ids=str)
-def test_columns_may_have_another_format_than_rows(rows: Scaling, columns: Scaling) -> None:
-    x, both = filled((70, 50), torch.float32, "normal", 1), replace(rows, colwise=columns)
-    offs = torch.tensor([30, 66], dtype=torch.int32)
-    q = operand(x, both, offs, row=True, col=True)
+@pytest.mark.parametrize("odd", [0, 1])  # codes of four bits lie two in a byte
+def test_columns_may_have_another_format_than_rows(
+    rows: Scaling, columns: Scaling, odd: int
+) -> None:
+    x, both = filled((70, 50 + odd), torch.float32, "normal", 1), replace(rows, colwise=columns)
+    offs, seed = torch.tensor([30, 66], dtype=torch.int32), torch.tensor([5])
+    q = operand(x, both, offs, row=True, col=True, seed=seed)
     for layout, scaling in (("row", rows), ("col", columns)):
-        alone = operand(x, scaling, offs, row=layout == "row", col=layout == "col")
+        own = seed if scaling.stochastic else None
+        alone = operand(x, scaling, offs, row=layout == "row", col=layout == "col", seed=own)
         for mine, theirs in zip(getattr(q, layout), getattr(alone, layout), strict=True):
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
         assert torch.equal(dequantize_layout(q, layout), dequantize_layout(alone, layout))
-    w = weight_operand(filled((2, 40, 30), torch.float32, "normal", 2), both, row=True, col=True)
-    assert dequantize_layout(w, "row").shape == (2, 40, 30) and dequantize_layout(
+    w = weight_operand(
+        filled((2, 40 + odd, 30 + odd), torch.float32, "normal", 2), both, row=True, col=True
+    )
+    assert dequantize_layout(w, "row").shape == (2, 40 + odd, 30 + odd) and dequantize_layout(
         w, "col"
-    ).shape == (2, 30, 40)
-    assert q.groups(1, 2).shape == (36, 50) and torch.equal(
+    ).shape == (2, 30 + odd, 40 + odd)
+    assert q.groups(1, 2).shape == (36, 50 + odd) and torch.equal(
         dequantize_layout(q.groups(1, 2), "col"), dequantize_layout(q, "col")[:, 128:]
     )
+
+
+@pytest.mark.parametrize("scaling", [Scaling(E4M3), Scaling(E5M2), micro.nvfp4()], ids=str)
+def test_values_up_to_half_a_step_above_the_largest_code_round_to_it(scaling: Scaling) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    raw = codes if scaling.codes_per_byte == 2 else codes.view(scaling.data)
+    values = K.codes_values(raw, scaling.data).flatten()
+    *_, before, largest = values[values.isfinite()].unique().tolist()
+    assert scaling.largest == (largest, pytest.approx(1 + (largest - before) / 2 / largest))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_fused_ops_write_no_columns_of_rows_where_those_have_another_format(grouped: bool) -> None:
+    tokens = Scaling(colwise=Scaling(E5M2, columns=COLUMN))
+    recipe = fo.recipes.ByRole(
+        lambda op, name, role: Scaling(E4M3, (128, 128)) if role == "weight" else tokens
+    )
+    x = filled((150, 128), torch.bfloat16, "normal", 1)
+    torch.manual_seed(0)
+    model: Any = fo.MoE(128, 128, 2, 1)
+    if not grouped:
+        ops = fo.ops.Linear(128, 256), fo.ops.SwiGLU(), fo.ops.Linear(128, 128)
+        model = fo.Sequential(*ops)
+    model, found = model.bfloat16(), []
+    for fuses in (True, False):
+        leaf = x.detach().requires_grad_()
+        with fo.recipe(recipe), fo.fusion(fuses):
+            y = model(leaf)
+            found.append(
+                [y, *torch.autograd.grad(y.float().square().sum(), [leaf, *model.parameters()])]
+            )
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine - theirs).float().norm() <= 5e-3 * theirs.float().norm()
 
 
 # --- the Hadamard transform, and rounding at random
@@ -490,6 +532,29 @@ def test_columns_of_other_blocks_meet_in_what_they_stand_for(grouped: bool) -> N
             torch.testing.assert_close(
                 mine.double(), a[:, begin:end] @ b[:, begin:end].t(), rtol=1e-5, atol=1e-4
             )
+
+
+TENSOR, SQUARES = Scaling(E4M3, None, None), Scaling(E4M3, (128, 128))
+
+
+@pytest.mark.parametrize("tokens", [TENSOR, Scaling(), micro.mxfp8()], ids=str)
+@pytest.mark.parametrize("rows", [TENSOR, SQUARES, Scaling()], ids=str)
+@pytest.mark.parametrize("columns", [TENSOR, SQUARES, Scaling()], ids=str)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_weight_is_multiplied_in_the_format_of_the_layout_that_is_read(
+    tokens: Scaling, rows: Scaling, columns: Scaling, grouped: bool
+) -> None:
+    """A kernel takes it if its scales are of the kind of the other operand's, whatever those of its other layout."""
+    n, k, groups = 140, 150, (2,) if grouped else ()
+    offs = torch.tensor([20, 40], dtype=torch.int32) if grouped else None
+    w = filled((*groups, n, k), torch.float32, "normal", 1)
+    q = weight_operand(w, replace(rows, colwise=columns), row=True, col=True)
+    for layout, product, width in (("row", gemm.fprop, k), ("col", gemm.dgrad, n)):
+        t = operand(filled((40, width), torch.float32, "normal", 2), tokens, offs)
+        a, b = dequantize_layout(t, "row").double(), dequantize_layout(q, layout).double()
+        parts = zip(a.split(20), b, strict=True) if grouped else [(a, b)]
+        expected = torch.cat([left @ right.mT for left, right in parts])
+        torch.testing.assert_close(product(t, q, offs).double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @given(

@@ -82,6 +82,47 @@ def test_more_rows_never_gain_less(
         )
 
 
+@given(
+    st.sampled_from([2, 8]), st.sampled_from([256, 4096]), st.sampled_from([512, 3072]),
+    st.integers(512, 1 << 14), st.booleans(),
+)  # fmt: skip
+def test_a_prediction_counts_groups_products_and_passes(
+    groups: int, n: int, k: int, rows: int, both: bool
+) -> None:
+    def layer(count: int, recipe: Any) -> LinearRun:
+        gemms = (Gemm(count, 2 * n, k), Gemm(count, k, n)) if both else (Gemm(count, n, k),)
+        return LinearRun(gemms, recipe.roles())
+
+    def nbytes(recipe: Any) -> float:
+        return gain.gain_of(layer(groups, recipe), (), groups * rows).nbytes
+
+    for recipe in (BLOCK(), CURRENT(weights="step")):  # as many groups of one size, as many times
+        one = gain.gain_of(layer(1, recipe), (), rows)
+        many = gain.gain_of(layer(groups, recipe), (), groups * rows)
+        assert many.nbytes == pytest.approx(groups * one.nbytes, abs=groups)
+        assert many.speedup >= one.speedup  # there are no more launches
+        high, low = (
+            [gain._gemms(layer(e, recipe), e * rows, rates) for e in (1, groups)]
+            for rates in (gain.BF16_RATES, gain.TENSOR_RATES)
+        )
+        assert high[1] == pytest.approx(groups * high[0])
+        assert low[1] == pytest.approx(groups * low[0])
+        slow = LinearRun(layer(1, recipe).gemms, BLOCK(wgrad="bf16").roles())
+        assert speedup(slow, rows) < speedup(layer(1, BLOCK()), rows)
+    kept = layer(groups, BLOCK(weights="step"))
+    products = (gain._gemms(kept, groups * rows, r) for r in (gain.BF16_RATES, gain.BLOCK_RATES))
+    assert speedup(kept, groups * rows) < next(products) / next(products)  # no pass gives time back
+    weights = groups * n * k * (3 if both else 1)
+    # rows and transpose in the forward and in the backward, from two bytes; in one pass, once a step
+    assert nbytes(BLOCK()) - nbytes(BLOCK(weights="step")) == pytest.approx(
+        weights * (6 - 4 / gain.MICRO_BATCHES), abs=1
+    )
+    # x in the forward and the backward, dy once; SwiGLU and its backward write codes for numbers
+    each = 6 * k + 4 * k - 2 * n if both else 4 * (n + k)
+    assert nbytes(BLOCK()) == pytest.approx(6 * weights + groups * rows * each, abs=1)
+    assert nbytes(CURRENT()) > nbytes(BLOCK()) + 2 * weights  # each is read for its amax too
+
+
 # --- in a model. Where there is no Hopper GPU, somebody has to say that there is one
 
 

@@ -59,6 +59,22 @@ def test_an_infinity_saturates() -> None:
 
 
 @pytest.mark.parametrize("recipe", [BLOCK(), BLOCK(wgrad="block"), CURRENT()], ids=str)
+def test_a_gradient_that_goes_into_a_main_grad_has_its_error_too(recipe: Any) -> None:
+    x, offs, errors = rows(D), torch.tensor([70, T], dtype=torch.int32), []
+    for into in (False, True):
+        torch.manual_seed(0)
+        options = {"dtype": torch.bfloat16, "accumulate_into_main_grad": into}
+        op = fo.ops.GroupedLinear(E, D, 64, bias=False, **options)
+        op.weight.main_grad = torch.ones(op.weight.shape)
+        with fo.recipe(recipe), fo.debug() as seen:
+            op(x.detach().requires_grad_(), offs=offs).backward(rows(64, seed=1))
+        errors.append({n.gemm: n.error for n in seen.gemms()})
+    assert errors[0].keys() == errors[1].keys() and "weight gradient" in errors[0]
+    # it is not rounded to bfloat16
+    assert errors[1]["weight gradient"] == pytest.approx(errors[0]["weight gradient"], rel=1e-2)
+
+
+@pytest.mark.parametrize("recipe", [BLOCK(), BLOCK(wgrad="block"), CURRENT()], ids=str)
 def test_errors_of_gemms_are_those_of_the_results(recipe: Any) -> None:
     model = dense()
     x, op = rows(D), next(m for m in model.modules() if isinstance(m, fo.ops.Linear))

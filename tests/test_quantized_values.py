@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
@@ -208,6 +209,19 @@ def values_of_columns(q: Quantized) -> Tensor:
     return replace(q, row=None, carrier=None).dequantize()
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_what_casts_the_leaves_of_a_tree_casts_what_codes_stand_for(recipe: Any) -> None:
+    """As mixed precision of FSDP2 does, of all floating-point inputs of a module."""
+    x = tokens()
+    q = fo.quantize(x, input_of(recipe))
+    half = pytree.tree_map(lambda t: t.half() if torch.is_floating_point(t) else t, q)
+    assert half.dtype is half.dequantize().dtype is torch.float16
+    same = zip(half.components().values(), q.components().values(), strict=True)
+    assert all(a.dtype is b.dtype and torch.equal(a.float(), b.float()) for a, b in same)
+    half.dequantize().sum().backward()
+    assert x.grad is not None and x.grad.dtype is x.dtype
+
+
 def test_what_is_no_value_is_refused_in_words() -> None:
     x, scaling = tokens(), fo.recipes.Scaling()
     q = fo.quantize(x, scaling)
@@ -294,16 +308,35 @@ def test_scales_of_other_groups_are_refused(recipe: Any, trains: bool) -> None:
             grouped(q, offs=torch.tensor([70, 71, T], dtype=torch.int32))
 
 
+@pytest.mark.parametrize("recipe", [CURRENT, NV], ids=str)
+@pytest.mark.parametrize("trains", [True, False])
+def test_scales_of_groups_are_refused_where_rows_are_read_by_index(
+    recipe: Any, trains: bool
+) -> None:
+    x, (model, side) = tokens(), experts()
+    offs = torch.arange(1, E + 1, dtype=torch.int32) * (T // E)
+    with fo.recipe(recipe, strict=True), torch.set_grad_enabled(trains):
+        q = fo.quantize(x, input_of(recipe), offs)
+        with pytest.raises(fo.FuseOpsError, match="and its rows by index: quantize the tokens"):
+            model(q, **side)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_another_split_of_as_many_groups_is_refused(recipe: Any) -> None:
+@pytest.mark.parametrize("trains", [True, False])
+def test_another_split_of_as_many_groups_is_refused(recipe: Any, trains: bool) -> None:
+    """Unless rows alone are read, and a scale is of one row."""
     scaling, offs = input_of(recipe), torch.tensor([70, T], dtype=torch.int32)
-    op = fo.ops.GroupedLinear(2, D, F, bias=False, dtype=BF16)
-    with fo.recipe(recipe, strict=True):
-        q = fo.quantize(tokens(), scaling, offs)
+    op, x = fo.ops.GroupedLinear(2, D, F, bias=False, dtype=BF16), tokens()
+    with fo.recipe(recipe, strict=True), torch.set_grad_enabled(trains):
+        q = fo.quantize(x, scaling, offs)
         assert torch.equal(op(q, offs=offs), op(q, offs=offs.clone()))
-        if scaling.block is None or recipe.roles().columns:
+        other = torch.tensor([71, T], dtype=torch.int32)
+        of_groups = scaling.block is None or scaling.scale is torch.float8_e4m3fn
+        if of_groups or (trains and recipe.roles().columns):
             with pytest.raises(fo.FuseOpsError, match=r"end at \[70, 200\].*end at \[71, 200\]"):
-                op(q, offs=torch.tensor([71, T], dtype=torch.int32))
+                op(q, offs=other)
+        else:
+            assert torch.equal(op(q, offs=other), op(x, offs=other))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

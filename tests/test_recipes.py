@@ -342,6 +342,36 @@ def test_only_the_layouts_that_a_product_reads_are_saved(
         )
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *(fo.recipes.Float8BlockScaling(wgrad=w) for w in ("square", "block", "bf16")),
+        fo.recipes.Float8BlockScaling(fwd=E5M2, bwd=E5M2, square_weights=False),
+        fo.recipes.MXFP8BlockScaling(),
+        fo.recipes.MXFP8BlockScaling(fwd=E5M2, bwd=E5M2, square_weights=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("where", ["x", "dy", "weight"])
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_an_infinity_stays_one_where_powers_of_two_scale_blocks(
+    recipe: Any, where: str, is_grouped: bool
+) -> None:
+    """However small what it is multiplied by: its block gets a scale that brings the largest code beyond float32."""
+    op = fo.ops.GroupedLinear(2, 96, 80) if is_grouped else fo.ops.Linear(96, 80)
+    side = {"offs": torch.tensor([30, 50], dtype=torch.int32)} if is_grouped else {}
+    x, dy = (filled((50, n), torch.float32, "normal", n) * 1e-3 for n in (96, 80))
+    weight = op.weight.detach().view(-1, 80, 96)[0]
+    {"x": x, "dy": dy, "weight": weight}[where][3, 5] = -torch.inf
+    x.requires_grad_()
+    with fo.recipe(recipe):
+        y = fo.Sequential(op)(x, **side)
+        y.backward(dy)
+    dw = op.weight.grad.view(-1, 80, 96)[0]
+    rows = {"x": (y[3], dw[:, 5]), "dy": (x.grad[3], dw[5]), "weight": (y[:30, 3], x.grad[:30, 5])}
+    assert not any(t.isfinite().any() for t in rows[where])
+
+
 def test_a_bias_gradient_reads_high_precision() -> None:
     # All that the gradient of a bias takes is a sum: quantizing dy would only add an error.
     op, x, dy = fo.ops.Linear(4, 6), torch.randn(50, 4), torch.randn(50, 6)

@@ -193,6 +193,26 @@ def test_the_same_memory_read_otherwise_is_another_weight(recipe: Any, change: A
     assert all(map(torch.equal, found, expected))
 
 
+DELAYED = fo.recipes.DelayedScaling
+
+
+@pytest.mark.parametrize("before", [DELAYED, CURRENT])
+@pytest.mark.parametrize("after", [CURRENT, DELAYED, partial(DELAYED, margin=3)])
+@pytest.mark.parametrize("make", [dense, experts])
+def test_what_is_kept_is_of_one_recipe(make: Any, before: Any, after: Any) -> None:
+    """A scale of the steps before is not that of the weight, though both are of one format."""
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(T, D)
+    gradients(model, x, plain, DELAYED())
+    fo.weights_changed(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8)  # beyond the amax of the step before
+    gradients(model, x, plain, before(weights="step"))
+    found, expected = (gradients(model, x, plain, after(weights=w)) for w in ("step", "none"))
+    assert all(map(torch.equal, found, expected))
+
+
 def test_nothing_is_kept_of_weights_that_have_no_versions() -> None:
     with torch.inference_mode(), fo.recipe(BLOCK(weights="step")):
         model, x = fo.Sequential(fo.ops.Linear(D, D)), torch.randn(T, D)
@@ -319,11 +339,23 @@ def test_a_checkpoint_saves_the_same_tensors_from_a_warm_and_a_cold_store() -> N
     assert cold == saved()
 
 
-def test_explain_has_a_line_of_what_is_kept() -> None:
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        BLOCK,
+        CURRENT,
+        DELAYED,
+        fo.recipes.MXFP8BlockScaling,
+        partial(fo.recipes.MXFP8BlockScaling, square_weights=True),
+        partial(fo.recipes.NVFP4BlockScaling, square_weights=False),
+        fo.recipes.NVFP4BlockScaling,
+    ],
+)
+def test_explain_has_a_line_of_what_is_kept(recipe: Any) -> None:
     model, x = dense(), torch.randn(T, D, requires_grad=True)
-    with fo.recipe(BLOCK(weights="step")):
+    with fo.recipe(recipe(weights="step")):
         plan = model.plan(x)
-        with fo.recipe(BLOCK()):
+        with fo.recipe(recipe()):
             bare = model.plan(x)
     assert [w.name for w in plan.weights] == ["0.weight", "2.weight"]
     assert plan.kept_bytes == kept(model) == fo.weights_changed(model)

@@ -133,7 +133,7 @@ def quantize_format(
     """(codes, scales) of matrices in blocks, piece by piece.
 
     whole: amax of the tensor, of a shape that broadcasts with the scales', where scales stand over one of it.
-    seed: (1,) int64, of random rounding.  lay: what gives, for rows of x, those that are quantized in their place.
+    seed: (1,) int64, of random rounding.  transform: what gives, for rows of x, those that take their place.
     """
     rows = form.block[0]
     made: list[Tensor] = []  # dynamo knows no list[Tensor]()

@@ -66,8 +66,8 @@ def by_pieces(cut: list[slice], make: Callable[[slice], Tensor]) -> Tensor:
 
 
 def amax_of_tokens(x: Tensor, axis: int, transform: RowTransform | None = None) -> Tensor:
-    """The largest magnitude of each token of a matrix.   axis: that of features.  lay: what gives, for rows of x, those
-    that count in their place
+    """The largest magnitude of each token of a matrix.   axis: that of features.  transform: what gives, for rows of x,
+    those that count in their place
     """
     if not x.shape[axis]:
         return x.new_zeros(x.shape[1 - axis], dtype=torch.float32)

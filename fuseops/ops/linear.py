@@ -272,7 +272,7 @@ def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
         row, col = layout == "row", layout == "col"
         q = weight_operand(weight, roles.weight, row=row, col=col, scale_fn=scale_fn)
     if call.store is not None:
-        kept = call.store.read(weight, roles.weight, layout, roles.weights, both, scale_fn)
+        kept = call.store.read(weight, roles, layout, both, scale_fn)
         if stats is None:
             return kept
         stats.record_stale_weight(call.name, kept, q)

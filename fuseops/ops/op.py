@@ -378,6 +378,8 @@ class Op(nn.Module, Generic[S]):
         fit_state_dict(self, state_dict, prefix)
         take_own_groups(self, state_dict, prefix, STATE)
         prepare_load(self._buffers, state_dict, prefix)
+        if (state := self.__dict__.get(scopes.SCALES)) is not None:
+            state.recipe = None  # the scales that are loaded may be of another one
         assign = args[0].get("assign_to_params_buffers", False)
         loaded = stored.load(self, state_dict, prefix, args[-1], assign)
         super()._load_from_state_dict(state_dict, prefix, *args, **keywords)

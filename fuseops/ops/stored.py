@@ -251,9 +251,10 @@ def store_weight(op: Any, scaling: Scaling, kept: dict[nn.Parameter, StoredWeigh
     weight = op._parameters.get("weight")
     if scaling.block != SQUARE or type(weight) is not nn.Parameter:
         what = f"a weight as {scaling}" if scaling.block != SQUARE else "no Parameter `weight`"
+        name = f"{type(op).__name__} {path_of(op) or ''}".rstrip()
         raise FuseOpsError(
-            f"quantized_init: {type(op).__name__} {path_of(op) or ''} has {what}; what lives in a format is one "
-            "Parameter in squares of 128 x 128 (Float8BlockScaling)."
+            f"quantized_init: {name} has {what}; what lives in a format is one Parameter in squares of 128 x 128 "
+            "(Float8BlockScaling)."
         )
     if weight in kept:
         op.__dict__[STORED] = kept[weight]

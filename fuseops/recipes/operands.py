@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import cast
 
 import torch
@@ -276,7 +276,7 @@ def _quantize_last(
     seed: Tensor | None = None,
     transform: RowTransform | None = None,
 ) -> Layout:
-    """Matrices in blocks along their last axis, by plain torch.   lay: as in `K.quantize_format`"""
+    """Matrices in blocks along their last axis, by plain torch.   transform: as in `K.quantize_format`"""
     spread, amax = (None, None) if whole is None else whole
     form = K.Format(
         scaling.data, scaling.scale, scaling.code_block, bool(scaling.powers), scaling.epsilon
@@ -449,8 +449,7 @@ def weight_operand(
     """
     if isinstance(weight, Quantized):
         return replace(weight, row=weight.row if row else None, col=weight.col if col else None)
-    if scaling.block == VECTOR and scaling.columns == SQUARE and scaling.colwise is None:
-        scaling = replace(scaling, columns=COLUMN)  # vectors in both directions share no codes
+    scaling = _of_weight(scaling)
     rows, columns = _quantize_weight(
         weight, scaling, row, col and scaling.colwise is None, scale_fn
     )
@@ -461,6 +460,15 @@ def weight_operand(
     if ActiveStats.current and (stats := active_stats()):
         stats.record_quantized(q, weight)
     return q
+
+
+@cache
+def _of_weight(scaling: Scaling) -> Scaling:
+    """The format that a weight has for this one: vectors in both directions share no codes."""
+    if scaling.colwise is not None:
+        return replace(scaling, colwise=_of_weight(scaling.colwise))
+    shared = scaling.block == VECTOR and scaling.columns == SQUARE
+    return replace(scaling, columns=COLUMN) if shared else scaling
 
 
 def layouts_with_odd_width(weight: Tensor, scaling: Scaling) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ fp8_amax_history  (L, 3, G)  the amaxes of the last L steps, the latest first
 fp8_scale         (3, G)     the factor of x before it is rounded; 0 before the first step
 The state advances once a step: after the step of the optimizer that has the op's parameters (`_states_of`), or at
 `fuseops.weights_changed`. An entry whose amax is zero or infinite stays as it is, so a second call in one step changes
-nothing. A recomputation reads the same scales as its forward. Everything stays on the device.
+nothing. A recomputation reads the same scales as its forward. Scales belong to the format and the options of a recipe:
+another one has its own, from the same history. Everything stays on the device.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ScaleState:
         self, buffers: dict[str, Tensor | None], parameters: dict[str, Tensor | None]
     ) -> None:
         self.buffers, self.parameters = buffers, parameters
-        self.recipe: StatefulRecipe | None = None  # of the last use
+        self.recipe: StatefulRecipe | None = None  # that the scales are of; None: unknown
         self.has_optimizer = False  # whether one has updated a parameter of the op itself
         self.order = next(_orders)
         _states.add(self)
@@ -57,33 +58,46 @@ class ScaleState:
         own = _scale(recipe, dtype, torch.where(amax == 0, torch.finfo(dtype).max, amax))
         if torch_private.is_fake(amax) or amax.is_meta:
             return own
-        self._ensure_buffers(recipe, amax)
-        amaxes, scales = self.buffers[AMAX][k], self.buffers[SCALE][k]  # type: ignore[index]
+        scales = self._scales(recipe, amax, record)[k]
         if record:
+            amaxes = self.buffers[AMAX][k]  # type: ignore[index]
             amaxes.copy_(torch.maximum(amaxes, amax.reshape(-1)))
         scales = scales.float().view(amax.shape)
         return torch.where(scales == 0, own, scales)
 
-    def _ensure_buffers(self, recipe: StatefulRecipe, like: Tensor) -> None:
-        """Create the buffers where they are missing, and fit the history to the recipe's length."""
-        self.recipe, length, groups = recipe, recipe.amax_history_len, like.numel()
-        if self.buffers.get(SCALE) is None:
-            for name, shape in (
-                (AMAX, (3, groups)),
-                (HISTORY, (length, 3, groups)),
-                (SCALE, (3, groups)),
-            ):
-                self.buffers[name] = _zeros(like, *shape)
+    def _scales(self, recipe: StatefulRecipe, like: Tensor, record: bool) -> Tensor:
+        """The scales of this recipe. Where those in the buffer are another one's, they come from the history: training
+        writes them, an evaluation leaves the state as it is.   -> (3, G)
+        """
+        self._ensure_buffers(like)
         history: Tensor = self.buffers[HISTORY]  # type: ignore[assignment]
-        if history.shape[2] != groups:
+        scale: Tensor = self.buffers[SCALE]  # type: ignore[assignment]
+        owned, length = record or self.recipe is None, recipe.amax_history_len
+        if len(history) != length:
+            history = _of_length(history, length)
+            if owned:
+                self.buffers[HISTORY] = history
+        if recipe is self.recipe or recipe == self.recipe:
+            return scale
+        found = _scales_of_history(recipe, history, scale)
+        if not owned:
+            return found
+        self.recipe = recipe
+        return scale.copy_(found)
+
+    def _ensure_buffers(self, like: Tensor) -> None:
+        """Create the buffers where they are missing, with a history of no step."""
+        groups = like.numel()
+        if self.buffers.get(SCALE) is None:
+            shapes = (3, groups), (0, 3, groups), (3, groups)
+            self.buffers.update({n: _zeros(like, *s) for n, s in zip(STATE, shapes, strict=True)})
+            self.recipe = None
+        found = self.buffers[HISTORY].shape[2]  # type: ignore[union-attr]
+        if found != groups:
             raise FuseOpsError(
-                f"the state of DelayedScaling is of {history.shape[2]} groups, the op has {groups}: it was loaded from "
+                f"the state of DelayedScaling is of {found} groups, the op has {groups}: it was loaded from "
                 "another op, or the op was changed. Delete its buffers fp8_amax, fp8_amax_history and fp8_scale."
             )
-        if len(history) != length:
-            made = _zeros(history, length, 3, groups)
-            made[: len(history)] = history[:length]
-            self.buffers[HISTORY] = made
 
     def advance(self) -> None:
         """Push the amaxes since the last step into the history, and compute the scales of the next step."""
@@ -93,11 +107,7 @@ class ScaleState:
             return
         seen = (amax > 0) & (amax < INFINITE)  # an infinity would have all else round to zero
         history.copy_(torch.where(seen, torch.cat([amax[None], history[:-1]]), history))
-        wanted = recipe.amax_of(history)
-        usable = seen & (wanted > 0) & wanted.isfinite()
-        for k, dtype in enumerate((recipe.fwd, recipe.fwd, recipe.bwd)):
-            found = _scale(recipe, dtype, wanted[k])
-            scale[k].copy_(torch.where(usable[k], found, scale[k]))
+        scale.copy_(torch.where(seen, _scales_of_history(recipe, history, scale), scale))
         amax.zero_()
 
 
@@ -105,6 +115,22 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
     """Zeros that training may write to, also when inference mode runs the op first."""
     with torch.inference_mode(False):
         return like.new_zeros(shape, dtype=torch.float32)
+
+
+def _of_length(history: Tensor, length: int) -> Tensor:
+    """The history of the last `length` steps, with zeros for those before its first."""
+    made = _zeros(history, length, *history.shape[1:])
+    made[: len(history)] = history[:length]
+    return made
+
+
+def _scales_of_history(recipe: StatefulRecipe, history: Tensor, scale: Tensor) -> Tensor:
+    """The scales that a recipe computes from the history, or those there are where it gives none.   -> (3, G)"""
+    wanted = recipe.amax_of(history)
+    usable = (wanted > 0) & wanted.isfinite()
+    formats = recipe.fwd, recipe.fwd, recipe.bwd
+    found = [_scale(recipe, dtype, amax) for dtype, amax in zip(formats, wanted, strict=True)]
+    return torch.where(usable, torch.stack(found), scale)
 
 
 def _scale(recipe: StatefulRecipe, dtype: torch.dtype, amax: Tensor) -> Tensor:

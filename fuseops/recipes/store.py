@@ -69,23 +69,24 @@ class WeightStore:
     def read(
         self,
         weight: Tensor,
-        scaling: Scaling,
+        roles: Any,
         layout: str,
-        policy: str,
         both: bool,
         scale_fn: ScaleFn | None = None,
     ) -> Quantized:
         """The quantized weight in one layout, "row" or "col", from the cache where it is valid.
 
-        policy: "step" or "unshard".  both: quantize the other layout in the same pass, since it will be read too.
+        roles: the `Roles` of the op, whose `weights` is "step" or "unshard".
+        both: quantize the other layout in the same pass, since it will be read too.
         """
+        scaling: Scaling = roles.weight
         if self.stored is not None and self._owns(weight):
             return self.stored.read(layout, self.parameters["weight"])
         source = self._live_parameter(weight)
         if source is None:
             one = {"row": layout == "row", "col": layout == "col"}
             return weight_operand(weight, scaling, **one, scale_fn=scale_fn)
-        stamp = _stamp(source, scaling)
+        stamp = _stamp(source, roles)
         if stamp != self.stamp or self.source is None or self.source() is not source:
             self.drop()
             self.source, self.stamp = weakref.ref(source), stamp
@@ -93,7 +94,7 @@ class WeightStore:
         kept = self.kept.get(layout)
         if kept is None:
             kept = self._quantize(weight, scaling, layout, both, scale_fn)
-            if policy == "unshard":
+            if roles.weights == "unshard":
                 _unshard_stores[self] = id(source)
         return kept.on_current_stream()
 
@@ -112,7 +113,8 @@ class WeightStore:
     @property
     def nbytes(self) -> int:
         """The bytes in the cache."""
-        return sum(kept.weight.nbytes for kept in self.kept.values())
+        parts = [t for kept in self.kept.values() for t in kept.weight.components().values()]
+        return sum({t.data_ptr(): t.nbytes for t in parts}.values())  # both may have one scale
 
     def _owns(self, weight: Tensor) -> bool:
         source = self.parameters.get("weight")
@@ -153,13 +155,14 @@ def kept_bytes(shape: tuple[int, ...], scaling: Scaling, layouts: int) -> int:
     return groups * sum(scaling.of(name).nbytes(*sizes[name]) for name in list(sizes)[:layouts])
 
 
-def _stamp(source: nn.Parameter, scaling: Scaling) -> tuple[Any, ...]:
-    """A key that changes whenever the parameter may have changed."""
+def _stamp(source: nn.Parameter, roles: Any) -> tuple[Any, ...]:
+    """A key that changes whenever the parameter, its format or what gives its scale may have changed."""
     # optimizers skip a frozen parameter, unless it still has a gradient
     steps = OptimizerSteps.count if source.requires_grad or source.grad is not None else None
     location = torch_private.storage_key(source.untyped_storage()), source.storage_offset()
     shard = _shards.get(source) if _shards.data else None
-    return *location, source.shape, source.stride(), source._version, steps, shard, scaling
+    made_by = roles.weight, roles.delayed
+    return *location, source.shape, source.stride(), source._version, steps, shard, made_by
 
 
 def _aliases(weight: Tensor, source: Tensor) -> bool:
