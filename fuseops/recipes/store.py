@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from .operands import weight_operand
 from .quantized import Quantized
 from .scales import OptimizerSteps, ScaleFn, watch_optimizers
 from .scaling import Scaling
+
+if TYPE_CHECKING:
+    from .recipe import Roles
 
 POLICIES = ("none", "step", "unshard")
 """How long quantized weights are kept: not at all, until the weights change, or at most until FSDP2 frees them."""
@@ -69,17 +72,17 @@ class WeightStore:
     def read(
         self,
         weight: Tensor,
-        roles: Any,
+        roles: Roles,
         layout: str,
         both: bool,
         scale_fn: ScaleFn | None = None,
     ) -> Quantized:
         """The quantized weight in one layout, "row" or "col", from the cache where it is valid.
 
-        roles: the `Roles` of the op, whose `weights` is "step" or "unshard".
+        roles: of the op, whose `weights` is "step" or "unshard".
         both: quantize the other layout in the same pass, since it will be read too.
         """
-        scaling: Scaling = roles.weight
+        scaling = cast("Scaling", roles.weight)
         if self.stored is not None and self._owns(weight):
             return self.stored.read(layout, self.parameters["weight"])
         source = self._live_parameter(weight)
@@ -155,7 +158,7 @@ def kept_bytes(shape: tuple[int, ...], scaling: Scaling, layouts: int) -> int:
     return groups * sum(scaling.of(name).nbytes(*sizes[name]) for name in list(sizes)[:layouts])
 
 
-def _stamp(source: nn.Parameter, roles: Any) -> tuple[Any, ...]:
+def _stamp(source: nn.Parameter, roles: Roles) -> tuple[Any, ...]:
     """A key that changes whenever the parameter, its format or what gives its scale may have changed."""
     # optimizers skip a frozen parameter, unless it still has a gradient
     steps = OptimizerSteps.count if source.requires_grad or source.grad is not None else None

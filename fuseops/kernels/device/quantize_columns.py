@@ -138,12 +138,14 @@ def group_at_block(block, offs_ptr, R, E, BLOCK_R: tl.constexpr, BLOCK_E: tl.con
     end = tl.full((32,), BEYOND_ROWS, tl.int32)
     for first_group in tl.static_range(0, BLOCK_E, 32):
         e = first_group + tl.arange(0, 32)
-        ends = tl.minimum(tl.load(offs_ptr + e, mask=e < E, other=BEYOND_ROWS), R)
-        is_before = (ends // BLOCK_R + e < block) & (e < E - 1)
+        ends = tl.load(offs_ptr + e, mask=e < E, other=BEYOND_ROWS)
+        is_before = (tl.minimum(ends, R) // BLOCK_R + e < block) & (e < E - 1)
         group += is_before.to(tl.int32)
         begin = tl.maximum(begin, tl.where(is_before, ends, 0))
         end = tl.minimum(end, tl.where(is_before, BEYOND_ROWS, ends))
-    return tl.sum(group, axis=0), tl.max(begin, axis=0), tl.min(end, axis=0)
+    # clamped once more, at last: all lanes' ends in the place of these cost some kernels 190 registers
+    begin, end = tl.max(begin, axis=0), tl.min(end, axis=0)
+    return tl.sum(group, axis=0), tl.minimum(begin, R), tl.minimum(end, R)
 
 
 @triton.jit(do_not_specialize=["R"])
