@@ -555,9 +555,8 @@ def test_another_thread_between_the_guard_and_the_plan(
     seq, x = model().requires_grad_(False), data()
     seq(x.detach())
     run = seq._runner.pieces[0][1]
-    other = (
-        run.plans.last_call if theirs == "an entry" else None
-    )  # of a call that wants no gradient
+    # of a call that wants no gradient
+    other = run.plans.last_call if theirs == "an entry" else None
     expected = outcome(seq, x)
     fits = KeyGuard.fits
 

@@ -35,9 +35,8 @@ from .gluon_names import load_rows, thread_barrier
 UNSWIZZLED_LAYOUT = gl.constexpr(
     gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0])
 )
-SLICE_LAYOUT = gl.constexpr(
-    gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-)  # of a slice of 8 tokens by 128 features
+# of a slice of 8 tokens by 128 features
+SLICE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 SLICE_TOKENS_LAYOUT = gl.constexpr(gl.SliceLayout(1, SLICE_LAYOUT.value))
 SLICE_FEATURES_LAYOUT = gl.constexpr(gl.SliceLayout(0, SLICE_LAYOUT.value))
 

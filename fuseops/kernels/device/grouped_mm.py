@@ -23,9 +23,8 @@ ZERO_BLOCK = tl.constexpr(1024)  # elements that a program zeroes at a time
 class HostDescriptor(TensorDescriptor):  # type: ignore[misc]
     """A `HostDescriptor` is a TMA descriptor without Triton's checks: the launcher has made them."""
 
-    one_layout = (
-        True  # all instances share a layout, so that a launch is told by dtype and block alone
-    )
+    # all instances share a layout, so that a launch is told by dtype and block alone
+    one_layout = True
 
     def __init__(self, base, shape, strides, block_shape):
         self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape

@@ -48,9 +48,8 @@ class Address:
 class Descriptor(TensorDescriptor):  # type: ignore[misc]
     """A `Descriptor` is a TMA descriptor with 128-byte swizzle, without Gluon's checks: the launcher has made them."""
 
-    one_layout = (
-        True  # all instances share a layout, so that a launch is told by dtype and block alone
-    )
+    # all instances share a layout, so that a launch is told by dtype and block alone
+    one_layout = True
 
     def __init__(self, t, shape, strides, block_shape):
         self.base, self.shape = Address(t), shape

@@ -267,9 +267,8 @@ def mma_consumer(
                     store_deferred(dw_desc, store_buffers, deferred, deferred_coords, k, TRANSPOSED)
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
                     mbarrier.arrive(empty_bars.index((first_step + k) % STAGES), count=1)
-                for k in range(
-                    overlapped_steps, num_deferred
-                ):  # of a group of fewer steps, or none
+                # of a group of fewer steps, or none
+                for k in range(overlapped_steps, num_deferred):
                     store_deferred(dw_desc, store_buffers, deferred, deferred_coords, k, TRANSPOSED)
             for k in range(overlapped_steps, k_steps):
                 step = first_step + k
@@ -330,9 +329,8 @@ def grouped_wgrad_pingpong_kernel(
     mbarrier.init(order_bars.index(1), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(empty_bars.index(i), count=2 if COOPERATIVE else 1)
-        mbarrier.init(
-            full_bars.index(i), count=129 if GATHER else 1
-        )  # cp.async of 128 threads, and TMA
+        # cp.async of 128 threads, and TMA
+        mbarrier.init(full_bars.index(i), count=129 if GATHER else 1)
     problem = tiles_ptr + 2, offs_ptr, num_tiles, R, M, N, num_m, num_n
     ring = a_ring, b_ring, empty_bars, full_bars
     # fmt: off

@@ -37,9 +37,8 @@ def e4m3_code(x):
     """
     subnormal = (x * 512.0 + ROUND_MAGIC) - ROUND_MAGIC
     bits = x.to(tl.int32, bitcast=True)
-    code = (
-        (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
-    ) - 960  # eight steps an exponent, 120 exponents less
+    # eight steps an exponent, 120 exponents less
+    code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
     normal = ((code + 960) << 20).to(tl.float32, bitcast=True)
     is_subnormal = x < 0.015625  # the smallest number that is not subnormal
     return tl.where(is_subnormal, subnormal.to(tl.int32), code), tl.where(
