@@ -167,7 +167,7 @@ def grouped_bias_bwd(
     launch(
         device("bias").group_sum_kernel,
         (groups * cdiv(n, block_n) + cdiv(len(dprobs), block_r),),
-        partial, offs, y, dots, dprobs, n, groups, *dots.shape, CHUNK=CHUNK, **then,
+        partial, offs, y, dots, dprobs, n, groups, blocks, rows, CHUNK=CHUNK, **then,
         BLOCK_S=block_s, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_R=block_r, num_warps=2,
     )  # fmt: skip
     return y, dprobs
