@@ -9,10 +9,9 @@ from typing import Any
 from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs, matches
 
-from .recipe import BACKWARDS, Recipe, Roles, option
+from .recipe import BACKWARDS, POLICIES, Recipe, Roles, option
 from .scales import ROLES
 from .scaling import Scaling
-from .store import POLICIES
 
 Choose = Callable[[Any, str, str], Scaling | None]
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 
-from .recipe import Recipe, Roles, number, option
+from .recipe import POLICIES, Recipe, Roles, number, option
 from .scaling import E4M3, E5M2, Scaling
-from .store import POLICIES
 
 ALGORITHMS = ("max", "most_recent")
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .recipe import BACKWARDS, Recipe, Roles, option
+from .recipe import BACKWARDS, POLICIES, Recipe, Roles, option
 from .scaling import E2M1, E4M3, E5M2, E8M0, Scaling
-from .store import POLICIES
 
 
 def mxfp8(data: torch.dtype = E4M3, square: bool = False) -> Scaling:

@@ -449,7 +449,8 @@ def weight_operand(
     """
     if isinstance(weight, Quantized):
         return replace(weight, row=weight.row if row else None, col=weight.col if col else None)
-    scaling = _of_weight(scaling)
+    if scaling.block == VECTOR or scaling.colwise is not None:
+        scaling = _of_weight(scaling)
     rows, columns = _quantize_weight(
         weight, scaling, row, col and scaling.colwise is None, scale_fn
     )

@@ -11,8 +11,9 @@ import torch
 from fuseops.errors import FuseOpsError
 
 from .scaling import COLUMN, E4M3, E5M2, SQUARE, VECTOR, Scaling
-from .store import POLICIES
 
+POLICIES = ("none", "step", "unshard")
+"""How long quantized weights are kept: not at all, until the weights change, or at most until FSDP2 frees them."""
 BACKWARDS = (None, "high_precision", "dequantized")
 FORMAT = {"kind": Scaling | None}  # metadata of a field that is a format
 

@@ -28,9 +28,6 @@ from .scaling import Scaling
 if TYPE_CHECKING:
     from .recipe import Roles
 
-POLICIES = ("none", "step", "unshard")
-"""How long quantized weights are kept: not at all, until the weights change, or at most until FSDP2 frees them."""
-
 
 class StoredLayout:
     """A `StoredLayout` is one layout of a quantized weight, made on one stream and safe to read on others."""

@@ -28,7 +28,7 @@ from fuseops.integrations.hf import experts as hf_experts
 from fuseops.integrations.hf import recognise, rope
 from fuseops.kernels.registry import as_if_on
 from fuseops.ops.paths import STAND_IN
-from fuseops.recipes.store import POLICIES
+from fuseops.recipes.recipe import POLICIES
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
