@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.utils import _pytree as pytree
 
 from fuseops.errors import FuseOpsError
 from fuseops.observe.memory import tensors_in
@@ -64,10 +65,11 @@ def _tensors_in(values: tuple[Any, ...]) -> list[Tensor]:
     for value in values:
         parts = [part for t in tensors_in(value) for part in plain_parts(t)]
         empty = value is None or (isinstance(value, (Mapping, tuple, list)) and not value)
-        if not parts and not empty:
+        modules = [m for m in pytree.tree_leaves(value) if isinstance(m, nn.Module)]
+        if modules or (not parts and not empty):
             raise FuseOpsError(
                 "a mark needs tensors, or tuples, lists, mappings or dataclasses of them; got "
-                f"{type(value).__name__}. A module is marked by mark_module."
+                f"{type(modules[0] if modules else value).__name__}. A module is marked by mark_module."
             )
         found += parts
     for t in found:

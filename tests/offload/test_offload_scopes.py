@@ -222,6 +222,8 @@ def test_law_16_marks_reach_modules_ops_and_containers() -> None:
 def test_law_16_marks_refuse_what_they_cannot_mark() -> None:
     with pytest.raises(FuseOpsError, match="mark_module"):
         offload.mark_offload(nn.Linear(2, 2))
+    with pytest.raises(FuseOpsError, match="got Linear"):
+        offload.mark_offload([torch.ones(2), nn.Linear(2, 2)])
     with pytest.raises(FuseOpsError, match="'keep', 'offload' or None, got 'kep'"):
         offload.mark_module(nn.Linear(2, 2), "kep")
     with pytest.raises(FuseOpsError, match="mark_offload"):
