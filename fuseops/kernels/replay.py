@@ -191,11 +191,8 @@ class Replay:
         tensor_places = [k for k, value in enumerate(args) if isinstance(value, Tensor)]
         other_places = [k for k, value in enumerate(args) if not isinstance(value, Tensor)]
         tensors = [args[k] for k in tensor_places]
-        self.count, self.tensors_of, self.rest_of = (
-            len(args),
-            _getter(tensor_places),
-            _getter(other_places),
-        )
+        self.count = len(args)
+        self.tensors_of, self.rest_of = _getter(tensor_places), _getter(other_places)
         self.check = torch_private.tensor_guard(tensors)
         self.scalars = self.rest_of(args)
         self.device, self.index = tensors[0].device, tensors[0].get_device()
@@ -302,10 +299,8 @@ class Replay:
             **{"empty": self.empty, "outputs": self.outputs, "NOT_REPLAYED": NOT_REPLAYED},
             "device": torch.cuda.device,
         }
-        all_params, address_bits = (
-            ", ".join(params),
-            " | ".join(f"p{k}" for k in range(len(tensors_of))),
-        )
+        all_params = ", ".join(params)
+        address_bits = " | ".join(f"p{k}" for k in range(len(tensors_of)))
         # None first: comparing a tensor that is given in its place with a scalar is slow
         scalars = sorted(zip(self.rest_of(params), self.scalars, strict=True), key=_is_given)
         scalar_checks = [

@@ -217,10 +217,8 @@ class Transcriber(torch_private.DispatchMode):
     ) -> None:
         if self.why or self.not_ready:
             return
-        recorded_args, named = (
-            self._slots(args),
-            {k: self._slots(value) for k, value in kwargs.items()},
-        )
+        recorded_args = self._slots(args)
+        named = {k: self._slots(value) for k, value in kwargs.items()}
         returns_tuple = isinstance(out, (tuple, list))
         results = [*out] if returns_tuple else [] if out is None else [out]
         sources = [*_tensors_in((*args, *kwargs.values()))]
@@ -381,10 +379,8 @@ class _CodeGenerator:
 
     def _guard_lines(self) -> list[str]:
         """Lines that take the addresses of operands, and return None where launches are not possible."""
-        transcriber, operands = (
-            self.transcriber,
-            sorted(self.addressed & {*range(self.transcriber.operands)}),
-        )
+        transcriber = self.transcriber
+        operands = sorted(self.addressed & {*range(transcriber.operands)})
         for number, t in transcriber.kept.items():
             self.namespace |= {f"t{number}": t, f"p{number}": t.data_ptr()}
         launches = [step.target for step in self.steps if _is_inlined(step)]
@@ -456,10 +452,8 @@ class _CodeGenerator:
 
     def _last_uses(self) -> dict[int, int]:
         """The last step that needs a tensor, by slot; -1 for none."""
-        memory, last_uses = (
-            self.transcriber.memory,
-            dict.fromkeys(range(self.transcriber.operands), -1),
-        )
+        memory = self.transcriber.memory
+        last_uses = dict.fromkeys(range(self.transcriber.operands), -1)
         for at, step in enumerate(self.steps):
             used = [slot.number for slot in _slots_in((step.args, step.kwargs))]
             if _is_inlined(step):
