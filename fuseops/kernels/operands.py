@@ -163,8 +163,14 @@ def _tile(warps: int, rows: int = BLOCK, **more: int) -> Config:
     return {"BLOCK_R": rows, "BLOCK_N": BLOCK, "num_warps": warps, **more}
 
 
-QUANTIZE = Space("quantize_operand", [_tile(8), _tile(16)])
-PERMUTE = Space("permute_operand", [_tile(4, CHUNK=chunk, maxnreg=96) for chunk in (4, 2, 64)])
+QUANTIZE = Space("quantize_operand", [_tile(8, maxnreg=128), _tile(16)])
+PERMUTE = Space(
+    "permute_operand",
+    [
+        _tile(4, CHUNK=chunk, BESIDE=beside, maxnreg=96)
+        for chunk, beside in ((2, 4), (4, 1), (64, 1))
+    ],
+)
 SWIGLU = Space("swiglu_operand", [_tile(8), _tile(16)])
 SWIGLU_ROWS = Space("swiglu_operand_rows", [_tile(4, 64), _tile(8, 64)])
 SWIGLU_ONCE = Space("swiglu_operand_once", [{"SLICES": 4}, {"SLICES": 2}])
@@ -267,11 +273,14 @@ def permute_operand(
         return _permute_operand(data, scale, index, offs, row, col)
     out, blocks = _outputs(data, rows, n, offs, data.dtype, row, col)
     groups = 1 if offs is None else len(offs)
-    parts, config = cdiv(blocks, groups), dict(PERMUTE.pick(rows, (n,), data))
+    config = dict(PERMUTE.pick(rows, (n,), data))
+    each = cdiv(blocks, groups)
+    beside = min(config.pop("BESIDE"), each)
+    parts = cdiv(each, beside) * beside
     launch(
         device("operands").permute_operand_kernel, (parts * groups * cdiv(n, BLOCK),),
         data, scale.contiguous(), data if index is None else index.contiguous(), _ends(offs, data), *out,
-        rows, tokens, n, groups, parts, data.stride(0), config.pop("CHUNK"), ROW=row, COL=col,
+        rows, tokens, n, groups, parts, data.stride(0), config.pop("CHUNK"), beside, ROW=row, COL=col,
         INDEX=index is not None, GROUPS=offs is not None, **pdl_overlap(data.device), **config,
     )  # fmt: skip
     return out

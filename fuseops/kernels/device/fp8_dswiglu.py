@@ -24,13 +24,13 @@ from .fp8_turned import (
     SUBTILES,
     TOKENS_LAYOUT,
     allocate_codes,
-    program_blocks,
     split_four,
     store_token_values,
     store_transposed,
     subtile_tokens,
 )
 from .gluon_names import load_rows, thread_barrier
+from .operands import parts_beside, program_blocks
 
 UNSWIZZLED_LAYOUT = gl.constexpr(
     gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0])
@@ -231,11 +231,10 @@ def fp8_dswiglu_kernel(
     """
     num_n = N // 128
     n_stride = (num_n + span - 1) // span
-    part_offset = gl.program_id(0) % beside
     first_n_block = gl.program_id(0) // beside % n_stride
-    rest = gl.program_id(0) // beside // n_stride
+    program = gl.program_id(0) // beside // n_stride * beside + gl.program_id(0) % beside
     begin_block, end_block, group_start, group_end, group_first_block, num_blocks = program_blocks(
-        (rest // E * beside + part_offset) * E + rest % E, offs_ptr, R, E, parts, GROUPS
+        parts_beside(program, E, beside), offs_ptr, R, E, parts, GROUPS, 128
     )
     ring = allocate_ring(h_ptr, STAGES)
     dgate_codes, dup_codes, act_codes = allocate_codes(), allocate_codes(), allocate_codes()

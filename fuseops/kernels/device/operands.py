@@ -188,7 +188,9 @@ def gather_slice(
     if INDEX:
         token = tl.load(index_ptr + r, mask=r < end, other=0).to(tl.int64)
     codes = data_ptr.to(tl.pointer_type(tl.uint8))
-    q = tl.load(codes + token[:, None] * stride + c[None, :], mask=mask, other=0)
+    # other rows are copies of the same tokens
+    ptrs = codes + token[:, None] * stride + c[None, :]
+    q = tl.load(ptrs, mask=mask, other=0, eviction_policy="evict_last")
     block = (col0 // BLOCK_N).to(tl.int64)
     scale = tl.load(scale_ptr + block * T + token, mask=r < end, other=2.0**-63)
     return q.to(data_ptr.dtype.element_ty, bitcast=True), scale
@@ -206,6 +208,15 @@ def rasterize_in_chunks(pid, num_n, programs, chunk):
     in_chunk = pid - chunk0 * programs
     chunk_width = tl.minimum(chunk, num_n - chunk0)
     return chunk0 + in_chunk % chunk_width, in_chunk // chunk_width
+
+
+@triton.jit
+def parts_beside(program, E, beside):
+    """Order programs so that `beside` neighbouring parts of a group, whose columns adjoin, run together.
+    -> program of `program_blocks`
+    """
+    rest = program // beside
+    return (rest // E * beside + program % beside) * E + rest % E
 
 
 @triton.jit
@@ -240,10 +251,10 @@ def program_blocks(program, offs_ptr, R, E, parts, GROUPS: tl.constexpr, BLOCK_R
     )
 
 
-@triton.jit(do_not_specialize=["R", "T", "parts", "chunk"])
+@triton.jit(do_not_specialize=["R", "T", "parts", "chunk", "beside"])
 def permute_operand_kernel(
     data_ptr, scale_ptr, index_ptr, offs_ptr, row_ptr, row_scale_ptr, col_ptr, square_ptr,
-    R, T, N, E, parts, stride, chunk,
+    R, T, N, E, parts, stride, chunk, beside,
     ROW: tl.constexpr, COL: tl.constexpr, INDEX: tl.constexpr, GROUPS: tl.constexpr,
     PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -253,7 +264,7 @@ def permute_operand_kernel(
     pdl_trigger_and_wait(PDL)
     block_n, program = rasterize_in_chunks(tl.program_id(0), tl.cdiv(N, BLOCK_N), parts * E, chunk)
     begin_block, end_block, group_start, group_end, group_first_block, num_blocks = program_blocks(
-        program, offs_ptr, R, E, parts, GROUPS, BLOCK_R
+        parts_beside(program, E, beside), offs_ptr, R, E, parts, GROUPS, BLOCK_R
     )
     col0 = block_n * BLOCK_N
     for block in range(begin_block, end_block):
