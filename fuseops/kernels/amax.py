@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels import tiles
-from fuseops.kernels.configs import Space
+from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.groups import BLOCK, padded_columns
 from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.permute import gather_rows
@@ -96,11 +96,14 @@ def _quantize_matrices(
 
 SPAN = 1024
 
-AMAX, QUANTIZE = (
-    Space(name, [{"BLOCK_R": BLOCK, "BLOCK_N": 64, "num_warps": n} for n in warps])
-    for name, warps in (("group_amax", (8, 4)), ("quantize_groups", (4, 8)))
-)
-"""Lines of 128 bytes on both sides: 64 columns of two bytes, 128 rows of one."""
+
+def _tile(warps: int, **more: int) -> Config:
+    """Lines of 128 bytes on both sides: 64 columns of two bytes, 128 rows of one."""
+    return {"BLOCK_R": BLOCK, "BLOCK_N": 64, "num_warps": warps, **more}
+
+
+AMAX = Space("group_amax", [_tile(8), _tile(4)])
+QUANTIZE = Space("quantize_groups", [_tile(4, maxnreg=128), _tile(8)])
 
 
 def _group_cases() -> Iterator[tuple[Any, ...]]:

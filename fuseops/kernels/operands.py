@@ -159,7 +159,9 @@ def _dswiglu_operand(
 
 
 def _tile(warps: int, rows: int = BLOCK, **more: int) -> Config:
-    """A tile with columns is a square; on an H200 the first choice was the faster one."""
+    """A tile with columns is a square; on an H200 the first choice was the faster one. `maxnreg` says how many
+    registers are worth having: left alone, ptxas may settle for fewer, and loads wait for each other.
+    """
     return {"BLOCK_R": rows, "BLOCK_N": BLOCK, "num_warps": warps, **more}
 
 
@@ -189,7 +191,14 @@ DSWIGLU_ONCE = Space(
     [{"SPAN": span, "BESIDE": beside} for span in (1, 2, 4, 8) for beside in (2, 8)],
     _dswiglu_default,
 )
-WEIGHT = Space("quantize_weight", [_tile(4), _tile(8)])
+
+
+def _weight_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """A square of float32 needs more registers than the 128 that are best for bfloat16."""
+    return [_tile(4, maxnreg=128) if itemsize == 2 else _tile(4), _tile(8)]
+
+
+WEIGHT = Space("quantize_weight", _weight_candidates)
 
 _SIZES = ((torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float32, 0))  # and the format
 
