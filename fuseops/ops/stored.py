@@ -131,19 +131,19 @@ class StoredWeight:
     def quantize(self, values: Tensor, assign: bool = False) -> None:
         """Quantize these values into the buffers.   assign: as of `set_codes`"""
         row = cast("Layout", weight_operand(values, self.scaling, row=True, col=False).row)
-        self.set_codes(*row, assign)
+        self.set_codes(row, assign)
 
     @torch.no_grad()
-    def set_codes(self, data: Tensor, scale: Tensor, assign: bool = False) -> None:
+    def set_codes(self, row: Layout, assign: bool = False) -> None:
         """Copy codes and scales into the buffers.   assign: make these tensors the buffers, on their device"""
-        for name, t, raw in ((CODES, data, torch.uint8), (SCALES, scale, torch.int32)):
+        for name, t, raw in ((CODES, row.data, torch.uint8), (SCALES, row.scale, torch.int32)):
             given = t.contiguous().view(raw)
             if assign:
                 self.buffers[name] = given
             else:
                 self.buffers[name].copy_(given)  # type: ignore[union-attr]
         if assign:  # torch's load_state_dict replaces the Parameter too
-            carrier = placeholder(self.carrier.shape, self.carrier.dtype, data.device)
+            carrier = placeholder(self.carrier.shape, self.carrier.dtype, row.data.device)
             self.replace(nn.Parameter(carrier, self.carrier.requires_grad))
             self.hook_master()
 
@@ -361,7 +361,7 @@ def save(op: nn.Module, state: dict[str, Any], prefix: str, keep_vars: bool) -> 
         return
     stored.check(op._parameters.get("weight"))
     stored.sync_with_master()
-    state[f"{prefix}weight"], state[prefix + SCALE_INV] = stored.codes()
+    state[f"{prefix}weight"], state[prefix + SCALE_INV], _ = stored.codes()
     if stored.master is not None:
         state[prefix + MASTER] = stored.master if keep_vars else stored.master.detach()
 
@@ -395,7 +395,7 @@ def load(
         return ()
     stored.mark_changed()
     if isinstance(given, Quantized) and given.scaling.data is stored.scaling.data:
-        stored.set_codes(*cast("Layout", given.row), assign)
+        stored.set_codes(cast("Layout", given.row), assign)
     else:
         stored.quantize(given.dequantize() if isinstance(given, Quantized) else given, assign)
     if master is not None or stored.master is not None:

@@ -9,7 +9,6 @@ result twice. The scale of a tensor-scaled FP8 operand is multiplied in float32.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,10 +25,10 @@ from .numerics import ActiveStats, active_stats
 from .operands import Operand
 from .quantized import (
     Factors,
+    Layout,
     Quantized,
     dequantize_columns,
     factors,
-    make_layout,
     swizzled_operand,
     unswizzle,
 )
@@ -112,7 +111,7 @@ def _matmul(
         vectors = scaling.block == VECTOR  # the kernel takes these of `a` only
         if not vectors and kind is not None and codes is not None and weight_codes is not None:
             bias = None if bias is None else bias.to(a.dtype)
-            return K.fp8_mm(*codes, *weight_codes, kind, offs, tiles, bias, a.dtype)
+            return K.fp8_mm(*codes[:2], *weight_codes[:2], kind, offs, tiles, bias, a.dtype)
     y = _matmul_fallback(a, weight, layout, offs, tiles)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -174,9 +173,9 @@ def _slice_rows(q: Operand, layout: str, chunk: slice) -> Operand:
     """A slice of the rows of one layout, with their scales."""
     if chunk.stop is None:
         return q
-    (data, scale, *whole), height = getattr(q, layout), q.scaling.of(layout).code_block[0]  # type: ignore[union-attr]
+    (data, scale, whole), height = getattr(q, layout), q.scaling.of(layout).code_block[0]  # type: ignore[union-attr]
     blocks = slice(chunk.start // height, -(-chunk.stop // height))
-    part = make_layout(data[..., chunk, :], scale[..., blocks, :], *whole)
+    part = Layout(data[..., chunk, :], scale[..., blocks, :], whole)
     return replace(q, **{layout: part})  # type: ignore[type-var]
 
 
@@ -195,10 +194,8 @@ def _global_scale(
     a: Quantized, a_name: str, b: Quantized, b_name: str, offs: Tensor | None
 ) -> Tensor | None:
     """The product of the global scales of both operands, None where they have none.   -> (1,), or (E,) over groups"""
-    scales = [*getattr(a, a_name)[2:], *getattr(b, b_name)[2:]]
-    if not scales:
-        return None
-    return math.prod(scales[1:], start=scales[0]).expand(1 if offs is None else len(offs))
+    scale = _product(getattr(a, a_name).whole, getattr(b, b_name).whole)
+    return None if scale is None else scale.expand(1 if offs is None else len(offs))
 
 
 def _dense_matmul(a: Operand, layout: str, right: Factors, dtype: torch.dtype) -> Tensor:
@@ -232,7 +229,7 @@ def _fp8_wgrad_operands(
     if kind != (x.scaling.colwise or x.scaling).gemm_kind:
         return None
     squares = kind == "block" and x.scaling.columns == SQUARE
-    return *dy.col, *x.col, "square" if squares else kind
+    return *dy.col[:2], *x.col[:2], "square" if squares else kind
 
 
 def wgrad(
@@ -369,6 +366,9 @@ def _dequantized_layout(t: Operand, layout: str) -> Factors:
 def _promote(a: Factors, b: Factors) -> tuple[Tensor, Tensor, Tensor | None]:
     """Both in the wider dtype, and the scale of their product."""
     dtype = torch.promote_types(a[0].dtype, b[0].dtype)
-    scales = [scale for scale in (a[1], b[1]) if scale is not None]
-    scale = math.prod(scales[1:], start=scales[0]) if scales else None
-    return a[0].to(dtype), b[0].to(dtype), scale
+    return a[0].to(dtype), b[0].to(dtype), _product(a[1], b[1])
+
+
+def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The product of two scales, either of which may be missing."""
+    return b if a is None else a if b is None else a * b

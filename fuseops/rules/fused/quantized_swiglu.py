@@ -95,7 +95,7 @@ def fc1_to_codes(
     """h = fc1(x), quantized by the GEMM; None if an operand is in high precision."""
     if not isinstance(x, Quantized) or not isinstance(weight, Quantized):
         return None
-    operands = *cast("Layout", x.row), *cast("Layout", weight.row)
+    operands = *cast("Layout", x.row)[:2], *cast("Layout", weight.row)[:2]
     parts = K.fp8_mm_operand(*operands, "block", offs, tiles, bias)
     return Quantized(Layout(*parts), None, GEMM_OUTPUT, None, x.dtype)
 
@@ -111,4 +111,4 @@ def _codes_and_scale(h: Operand) -> tuple[Tensor, Tensor | None]:
         return h, None
     if h.row is None or h.dtype is not torch.bfloat16:
         return h.dequantize(), None
-    return h.row
+    return h.row.data, h.row.scale
