@@ -10,13 +10,13 @@ from torch import Tensor
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops import names
+from fuseops.ops.object_table import TABLE, dedupe_inputs
 from fuseops.plan.segment import Segment, Step
 from fuseops.recipes import Quantized
 
 from . import checks, repeats, second_order, weight_grads
 from .checks import describe
 from .contract import ContractCheck
-from .object_table import TABLE, dedupe_inputs
 from .repeats import GradsIn
 from .saving import pack, saved_names, unpack
 from .steps import CallContext, write_backward, write_forward

@@ -14,6 +14,7 @@ from fuseops import kernels
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
 from fuseops.ops.local import to_local_input
+from fuseops.ops.object_table import TABLE
 from fuseops.plan.build import RunPlan
 from fuseops.plan.chain import Chain
 from fuseops.plan.key import Tokens
@@ -27,7 +28,6 @@ from .bridge import NodeState
 from .buffers import Buffers
 from .checks import describe, dtype_mismatch, failing_step
 from .contract import ContractCheck
-from .object_table import TABLE
 from .plan_lookup import PlanLookup
 from .steps import CallContext, write_forward
 
