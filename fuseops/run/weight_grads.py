@@ -79,9 +79,7 @@ def segment_for_backward(
     if steps == seg.backward:
         return seg
     key = tuple([(step.main, step.delayed is None) for step in steps])
-    if key not in seg.variants:
-        seg.variants[key] = replace(seg, backward=steps)
-    return seg.variants[key]
+    return seg.variant(key, backward=steps)
 
 
 def _is_own_gradient(op: Op[Any], name: str, node: Any) -> bool:
