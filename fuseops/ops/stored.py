@@ -25,7 +25,7 @@ from fuseops.recipes.scales import on_optimizer_step, parameter_ids
 from fuseops.recipes.scaling import E4M3, E5M2, SQUARE
 
 from . import scopes
-from .paths import path_of
+from .paths import check_module, path_of
 
 STORED = "_stored"  # in an op's __dict__
 CODES, SCALES = "weight_codes", "weight_scales"  # buffers
@@ -334,8 +334,7 @@ def masters(model: nn.Module) -> list[nn.Parameter]:
     Raises FuseOpsError for an op that adds its gradients to `main_grad`, where a master does not see them, and for
     weights that were tied after the scope.
     """
-    if not isinstance(model, nn.Module):
-        raise FuseOpsError(f"masters(model) expects an nn.Module, got {type(model).__name__}.")
+    check_module("masters(model)", model)
     stored = {}
     for name, module in model.named_modules():
         own = stored_in(module)

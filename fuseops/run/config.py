@@ -12,7 +12,7 @@ from torch import nn
 from fuseops.errors import FuseOpsError, FusionMissError
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
-from fuseops.ops.paths import path_of, set_path, stripped, walk
+from fuseops.ops.paths import check_module, path_of, set_path, stripped, walk
 from fuseops.ops.scopes import Override
 from fuseops.plan.records import Miss
 from fuseops.recipes import ByName, Recipe, Roles, Scaling
@@ -20,7 +20,6 @@ from fuseops.rules.builtin_rules import POINTWISE
 from fuseops.rules.rule import Rule
 
 from .composed import Composed
-from .sides import check_module
 
 LEVELS = ("DEBUG", "INFO", "WARNING")
 PREFERENCES = ("speed", "memory")
@@ -236,9 +235,9 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     return ExitStack(), scopes.RestoredScopes(scopes.current().layer)
 
 
-def from_environment(environ: Any = os.environ) -> None:
+def from_environment() -> None:
     """Read FUSEOPS_FUSION, FUSEOPS_DISABLE and FUSEOPS_LOG once, at import, and check FUSEOPS_NVTX."""
-    values: dict[str, Any] = {}
+    environ, values = os.environ, dict[str, Any]()
     switch = environ.get("FUSEOPS_FUSION", "1")
     if switch not in ("0", "1"):
         raise FuseOpsError(f"FUSEOPS_FUSION={switch!r}: expected 0 or 1.")
