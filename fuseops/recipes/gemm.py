@@ -21,7 +21,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.kernels.tiles import FLOATS
 
-from .numerics import ActiveStats, active_stats
+from .numerics import QuantizationStats, active_stats
 from .operands import Operand
 from .quantized import (
     Factors,
@@ -51,7 +51,7 @@ def fprop(
     name: of the op, here and below, for `fuseops.debug`.  bias: without offs
     """
     y = _matmul(x, weight, "row", offs, tiles, bias)
-    if ActiveStats.current and (stats := active_stats()):
+    if QuantizationStats.active and (stats := active_stats()):
         stats.record_gemm(name, "forward", y, partial(_exact_mm, offs=offs, bias=bias), x, weight)
     return y
 
@@ -65,7 +65,7 @@ def dgrad(
 ) -> Tensor:
     """dx = dy w.   (R, N), (N, K) or (E, N, K) -> (R, K)"""
     dx = _matmul(dy, weight, "col", offs, tiles)
-    if ActiveStats.current and (stats := active_stats()):
+    if QuantizationStats.active and (stats := active_stats()):
         stats.record_gemm(
             name, "input gradient", dx, partial(_exact_mm, offs=offs, transpose=True), dy, weight
         )
@@ -242,7 +242,7 @@ def wgrad(
 ) -> Tensor:
     """dw = dy^T x.   (R, N), (R, K) -> (N, K) or (E, N, K)      tiles_of: called where a kernel reads a tile table"""
     dw = _wgrad(dy, x, dtype, offs, tiles_of)
-    if ActiveStats.current and (stats := active_stats()):
+    if QuantizationStats.active and (stats := active_stats()):
         stats.record_gemm(name, "weight gradient", dw, partial(_exact_wgrad, offs=offs), dy, x)
     return dw
 
@@ -310,7 +310,7 @@ def wgrad_into(
 
     Without `accumulate`, and with columns in squares, main_grad may have another dtype and be a strided slice.
     """
-    if ActiveStats.current and active_stats():
+    if QuantizationStats.active and active_stats():
         wgrad(dy, x, torch.float32, offs, name)
     columns = _fp8_wgrad_operands(dy, x, main_grad.dtype)
     if columns is not None:

@@ -16,7 +16,7 @@ from fuseops.kernels.scales import RowTransform
 from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
-from .numerics import ActiveStats, active_stats
+from .numerics import QuantizationStats, active_stats
 from .quantized import Layout, Quantized, token_axis, unswizzle
 from .scales import ScaleFn
 from .scaling import COLUMN, E4M3, SQUARE, VECTOR, Scaling
@@ -100,7 +100,7 @@ def operand(
     if scaling.rounds_at_random and seed is None and isinstance(x, Tensor):
         seed = torch.randint(2**62, (1,), device=x.device)
     q = _operand(x, scaling, offs, row, col, index, seed, scale_fn, inv)
-    if ActiveStats.current and (stats := active_stats()):
+    if QuantizationStats.active and (stats := active_stats()):
         source = stats.original_of(x)
         if source is not None and index is not None:
             source = K.gather_rows(source.reshape(-1, source.shape[-1]), index, offs)  # type: ignore[arg-type]
@@ -456,7 +456,7 @@ def weight_operand(
         _, columns = _quantize_weight(weight, scaling.colwise, False, True, scale_fn)
     odd = layouts_with_odd_width(weight, scaling)
     q = Quantized(rows, columns, scaling, None, weight.dtype, odd=odd)
-    if ActiveStats.current and (stats := active_stats()):
+    if QuantizationStats.active and (stats := active_stats()):
         stats.record_quantized(q, weight)
     return q
 
