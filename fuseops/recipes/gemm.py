@@ -260,16 +260,15 @@ def _wgrad(
     if dtype in FLOATS and _micro_kernel_takes(dy, "col", x, "col") and _same_hadamard(dy, x):
         parts = *swizzled_operand(dy, "col"), *swizzled_operand(x, "col")  # type: ignore[arg-type]
         return K.micro_wgrad(*parts, offs, _global_scale(dy, "col", x, "col", offs), dtype)  # type: ignore[arg-type]
-    if offs is None and _same_hadamard(dy, x):
-        return _dense_matmul(dy, "col", factors(x, "col"), dtype)  # type: ignore[arg-type]
-    if offs is None:
-        left, right, whole, _ = _dequantized_wgrad_operands(dy, x, offs)
-        return _dense_matmul(left.t(), "row", (right.t(), whole), dtype)
     if not _have_columns(dy, x):
-        return _grouped_wgrad(*_dequantized_wgrad_operands(dy, x, offs), dtype)
-    dy = unswizzle(dy)  # type: ignore[arg-type]
-    keep_hadamard, ends = _same_hadamard(dy, x), K.column_offs(offs)
+        return _wgrad_of_rows(dy, x, dtype, offs)
+    keep_hadamard = _same_hadamard(dy, x)
+    if offs is None and keep_hadamard:
+        return _dense_matmul(dy, "col", factors(x, "col"), dtype)  # type: ignore[arg-type]
     right_columns = _dequantized_columns(x, keep_hadamard)
+    if offs is None:
+        return _dense_matmul(_dequantized_columns(dy, False)[0], "row", right_columns, dtype)
+    dy, ends = unswizzle(dy), K.column_offs(offs)  # type: ignore[arg-type]
 
     def chunk_dw(chunk: slice) -> Tensor:
         left_columns = _dequantized_columns(_slice_rows(dy, "col", chunk), keep_hadamard)
@@ -286,7 +285,7 @@ def _tile_table(columns: Tensor, offs: Tensor | None, tiles_of: TilesOf | None) 
 def _grouped_wgrad(
     left: Tensor, right: Tensor, scale: Tensor | None, ends: Any, dtype: torch.dtype
 ) -> Tensor:
-    """scale * left^T right for each group, over the results of `_dequantized_wgrad_operands`."""
+    """scale * left^T right for each group, of which the rows end at `ends`."""
     if left.dtype is dtype:
         dw = K.grouped_wgrad(left, right, ends)
     else:
@@ -321,26 +320,18 @@ def wgrad_into(
     main_grad.add_(dw) if accumulate else main_grad.copy_(dw)
 
 
-def _dequantized_wgrad_operands(
-    dy: Operand, x: Operand, offs: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Both operands dequantized, tokens first; the scale of their product; the ends of the groups. They come from the
-    columns if both have some, else from the rows.
-    """
-    if _have_columns(dy, x):
-        keep_hadamard = _same_hadamard(dy, x)
-        left, right, scale = _promote(*[_dequantized_columns(q, keep_hadamard) for q in (dy, x)])
-        return left.t(), right.t(), scale, None if offs is None else K.column_offs(offs)
+def _wgrad_of_rows(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None) -> Tensor:
+    """`_wgrad` where an operand has no columns: both are dequantized from their rows."""
     left, right, scale = _promote(_dequantized_layout(dy, "row"), _dequantized_layout(x, "row"))
-    if scale is not None and offs is not None and scale.dim() == 0:
+    if offs is None:
+        return _dense_matmul(left.t(), "row", (right.t(), scale), dtype)
+    if scale is not None and scale.dim() == 0:
         scale = scale.expand(len(offs))
-    return left, right, scale, offs
+    return _grouped_wgrad(left, right, scale, offs, dtype)
 
 
 def _same_hadamard(dy: Operand, x: Operand) -> bool:
     """Whether the columns of both went through a Hadamard transform, which cancels in the product, or of neither."""
-    if not _have_columns(dy, x):
-        return False
     return dy.scaling.of("col").hadamard == x.scaling.of("col").hadamard  # type: ignore[union-attr]
 
 
