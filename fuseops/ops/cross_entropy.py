@@ -15,7 +15,7 @@ from fuseops.errors import FuseOpsError, ShapeError
 from .checks import check_flags, check_integers, check_targets, check_tensors, check_width
 from .loss_options import CHUNK_BYTES, IGNORED, ROWS, LossOptions
 from .object_table import ObjectTable
-from .op import Call, Grads, Op, Out, Shape
+from .op import Call, Grads, Op, Out, Shape, changed_options
 from .vocab_parallel import (
     ChunkedStep,
     PartialSoftmax,
@@ -169,10 +169,8 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
 
     def extra_repr(self) -> str:
         said = f"{self.in_features}, {self.vocab_size}, bias={self.bias is not None}"
-        for name, plain in LossOptions()._asdict().items():
-            value = getattr(self._options, name)
-            said += "" if value == plain else f", {name}={value!r}"
-        return ", ".join([said, *self.renamed()])
+        options = changed_options(self._options, **LossOptions()._asdict())
+        return ", ".join([said, *options, *self.renamed()])
 
     def out_shape(self, shape: Shape) -> Shape:
         check_width(self, shape, self.in_features)
