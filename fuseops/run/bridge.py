@@ -14,7 +14,7 @@ from fuseops.ops.object_table import TABLE, dedupe_inputs
 from fuseops.plan.segment import Segment, Step
 from fuseops.recipes import Quantized
 
-from . import checks, repeats, second_order, weight_grads
+from . import checks, data_parallel, repeats, second_order, weight_grads
 from .checks import describe
 from .contract import ContractCheck
 from .repeats import GradsIn
@@ -75,7 +75,7 @@ class Node(torch.autograd.Function):
         seed = torch.randint(2**62, (1,), device=x.device) if seg.random else None
         ctx.state = seg, state, rows, x_dtypes, seed
         if seg.bypasses_autograd:
-            weight_grads.remember_wrappers(seg)
+            data_parallel.remember_wrappers(seg.ops)
             ctx.has_input = [i is not None for i in inputs]
         if state is not None and state.frame is not None:
             state.frame.fill(
