@@ -335,11 +335,8 @@ class _Builder:
 
     def _store(self, op: Op[Any], roles: Roles) -> WeightStore | None:
         """The cache of the op's quantized weight; None in compiled code, which quantizes it in each call."""
-        if stored_in(op) is not None:
-            return store_of(op)
-        if roles.weights == "none" or roles.weight is None or self.call.compiling:
-            return None
-        return store_of(op)
+        none = roles.weights == "none" or roles.weight is None or self.call.compiling
+        return None if none and stored_in(op) is None else store_of(op)
 
     def _scales(self, op: Op[Any], i: int) -> ScaleState:
         if self.call.compiling:
