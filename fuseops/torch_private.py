@@ -9,7 +9,7 @@ import logging
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -57,6 +57,19 @@ def on_backward_end(call: Callable[[], Any]) -> None:
 def in_backward() -> bool:
     """Whether autograd executes a backward in this thread. A forward for which it does is a recomputation."""
     return current_backward() != NO_BACKWARD
+
+
+def leaves_behind(results: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The leaf tensors that want a gradient and that these results were computed from."""
+    edge_of, seen = torch.autograd.graph.get_gradient_edge, set[Any]()
+    pending: list[Any] = [edge_of(t).node for t in results if t.requires_grad]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                yield node.variable
+            pending += [previous for previous, _ in node.next_functions]
 
 
 def will_accumulate(node: Any) -> bool:

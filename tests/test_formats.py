@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import kernels as K
 from fuseops.kernels import scales
-from fuseops.recipes import Scaling, gemm, micro, operands
+from fuseops.recipes import Layout, Scaling, gemm, micro, operands
 from fuseops.recipes.operands import operand, weight_operand
 from fuseops.recipes.quantized import dequantize_columns, dequantize_layout, factors
 from fuseops.recipes.recipe import BACKWARDS
@@ -42,13 +42,18 @@ def coded(x: Array, scaling: Scaling, columns: bool = False) -> Coded:
 
 def same(found: Any, wanted: Coded) -> None:
     """The same bits; of NaN, that it is one."""
-    data, scale, *whole = found
+    data, scale, whole = found
     for mine, theirs in ((data, wanted.codes), (scale, wanted.scale)):
         wide = theirs.astype(np.float32)
         assert np.array_equal(np.isnan(mine.float().numpy()), np.isnan(wide))
         bits = mine.contiguous().view(torch.uint8).numpy()
         assert np.array_equal(bits[~np.isnan(wide)], theirs.view(np.uint8)[~np.isnan(wide)])
-    assert [t.item() for t in whole] == ([] if wanted.whole is None else [wanted.whole])
+    assert (None if whole is None else whole.item()) == wanted.whole
+
+
+def of_matrix(layout: Layout, k: int) -> Layout:
+    """One of the matrices of a weight (E, N, K)."""
+    return Layout(*[t if t is None else t[k] for t in layout])  # type: ignore[arg-type]
 
 
 def turned(x: Array, count: int) -> Array:
@@ -108,16 +113,16 @@ def test_rows_and_columns_are_those_of_the_oracle(
     assert grouped.row is not None and grouped.col is not None
     step, packs = scaling.code_block[1], scaling.codes_per_byte
     for group, (begin, end, at) in enumerate([(0, 3, 0), (3, 3, 128), (3, 33, 256)]):
-        data, scale, *whole = grouped.col
+        data, scale, whole = grouped.col
         parts = (
             data[:, at // packs : (at + 128) // packs],
             scale[:, at // step : (at + 128) // step],
         )
-        own = [t[group] for t in whole]
-        same((*parts, *own), coded(turned(wide[begin:end], 128), scaling, columns=True))
-        data, scale, *whole = grouped.row
-        own = [t[group] for t in whole]
-        same((data[begin:end], scale[begin:end], *own), coded(wide[begin:end], scaling))
+        own = None if whole is None else whole[group]
+        same((*parts, own), coded(turned(wide[begin:end], 128), scaling, columns=True))
+        data, scale, whole = grouped.row
+        own = None if whole is None else whole[group]
+        same((data[begin:end], scale[begin:end], own), coded(wide[begin:end], scaling))
 
 
 @pytest.mark.parametrize("scaling", [*ROWS, *SQUARES], ids=str)
@@ -128,8 +133,8 @@ def test_weights_are_those_of_the_oracle(scaling: Scaling) -> None:
     q = weight_operand(weight, scaling, row=True, col=True)
     assert q.row is not None and q.col is not None
     for k, matrix in enumerate(weight.numpy()):
-        same([t[k] for t in q.row], coded(matrix, scaling))
-        same([t[k] for t in q.col], coded(np.ascontiguousarray(matrix.T), scaling))
+        same(of_matrix(q.row, k), coded(matrix, scaling))
+        same(of_matrix(q.col, k), coded(np.ascontiguousarray(matrix.T), scaling))
     if scaling.is_square:  # one set of codes for both directions
         mine, theirs = (
             dequantize_layout(replace(q, dtype=torch.float32), "row"),
@@ -258,7 +263,8 @@ def test_float32_scales_of_weights_are_those_of_the_oracle(options: Any, block: 
         for layout, m in ((q.row, matrix), (q.col, np.ascontiguousarray(matrix.T))):
             found = by_float32(m, scaling, block or m.shape)
             scale = found.scale[0, 0] if block is None else found.scale
-            like([t[k] for t in layout], found.codes, scale.T if block == (1, 128) else scale)
+            scale = scale.T if block == (1, 128) else scale
+            like(of_matrix(layout, k), found.codes, scale)
 
 
 @pytest.mark.parametrize("data", [E4M3, E5M2], ids=str)
@@ -296,8 +302,10 @@ def test_columns_may_have_another_format_than_rows(
     for layout, scaling in (("row", rows), ("col", columns)):
         own = seed if scaling.stochastic else None
         alone = operand(x, scaling, offs, row=layout == "row", col=layout == "col", seed=own)
-        for mine, theirs in zip(getattr(q, layout), getattr(alone, layout), strict=True):
-            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+        mine, theirs = (t.only(layout == "row", layout == "col").components() for t in (q, alone))
+        assert mine.keys() == theirs.keys()
+        for name, t in mine.items():
+            assert torch.equal(t.view(torch.uint8), theirs[name].view(torch.uint8))
         assert torch.equal(dequantize_layout(q, layout), dequantize_layout(alone, layout))
     w = weight_operand(
         filled((2, 40 + odd, 30 + odd), torch.float32, "normal", 2), both, row=True, col=True

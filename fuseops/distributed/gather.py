@@ -85,7 +85,7 @@ class GatheredAsCodes(torch.Tensor):
         with torch._C._DisableTorchDispatch():
             values = Tensor._make_subclass(Tensor, self).to(mp_policy.param_dtype or self.dtype)
         q = weight_operand(values, self._weight.scaling, row=True, col=False)
-        data, scale = cast("Layout", q.row)
+        data, scale, _ = cast("Layout", q.row)
         return (data.view(torch.uint8), scale), None
 
     def fsdp_post_all_gather(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.ops.collectives import AllGather, CollectiveSaved, ReduceScatter, Way
+from fuseops.ops.collectives import AllGather, ReduceScatter
 from fuseops.ops.linear import Linear, LinearSaved, linear_bwd
 from fuseops.ops.op import Call, Calls, FusedOp, Grads, MemberTensors, Out
 from fuseops.rules.rule import Conditions, Rule, require
@@ -29,17 +29,17 @@ class AllGatherLinear(FusedOp):
     def fwd(self, x: Tensor, t: MemberTensors, calls: Calls) -> Out:
         weight, bias = t[1]["weight"], t[1]["bias"]
         w = calls[1].precision.cast(weight)
-        way: Way = self.members[0].way()  # type: ignore[operator]
-        rows, y = torch_private.all_gather_matmul(x.to(w.dtype), w.t(), way.ranks.group)  # type: ignore[union-attr]
+        s = self.members[0].settings()  # type: ignore[operator]
+        rows, y = torch_private.all_gather_matmul(x.to(w.dtype), w.t(), s.ranks.group)  # type: ignore[union-attr]
         if bias is not None:
             y = y + bias.to(y.dtype)
-        return Out(y, (CollectiveSaved(way), LinearSaved(rows, weight)))
+        return Out(y, (s, LinearSaved(rows, weight)))
 
     def bwd(self, saved: Any, dy: Tensor, calls: Calls, dside: Any) -> tuple[Grads, ...]:
-        (way,), linear = saved
+        s, linear = saved
         dx = None
         if "x" in calls[0].needs:
-            group = way.ranks.group
+            group = s.ranks.group
             dx = torch_private.matmul_reduce_scatter(dy, linear.weight.to(dy.dtype), group)
         return Grads(dx), Grads(None, _weight_grads(linear, dy, calls[1]))
 
@@ -50,14 +50,14 @@ class LinearReduceScatter(FusedOp):
     def fwd(self, x: Tensor, t: MemberTensors, calls: Calls) -> Out:
         weight = t[0]["weight"]
         w = calls[0].precision.cast(weight)
-        way: Way = self.members[1].way()  # type: ignore[operator]
+        s = self.members[1].settings()  # type: ignore[operator]
         x = x.to(w.dtype)  # type: ignore[union-attr]
-        y = torch_private.matmul_reduce_scatter(x, w.t(), way.ranks.group)  # type: ignore[union-attr]
-        return Out(y, (LinearSaved(x, weight), CollectiveSaved(way)))
+        y = torch_private.matmul_reduce_scatter(x, w.t(), s.ranks.group)  # type: ignore[union-attr]
+        return Out(y, (LinearSaved(x, weight), s))
 
     def bwd(self, saved: Any, dy: Tensor, calls: Calls, dside: Any) -> tuple[Grads, ...]:
-        linear, (way,) = saved
-        needs, group = calls[0].needs, way.ranks.group
+        linear, s = saved
+        needs, group = calls[0].needs, s.ranks.group
         dx = None
         if "x" in needs:
             weight = linear.weight.to(dy.dtype)

@@ -31,12 +31,12 @@ from fuseops.observe.untouched import (
 )
 from fuseops.ops import names, scopes
 from fuseops.ops.op import Op
-from fuseops.ops.paths import path_of, stripped, walk
+from fuseops.ops.paths import check_module, path_of, stripped, walk
 from fuseops.ops.stored import sync_masters
 from fuseops.plan.records import Planned, SavedTensor
 from fuseops.run.composed import Composed
 from fuseops.run.config import set_root
-from fuseops.run.sides import check_module, returned_names
+from fuseops.run.sides import returned_names
 
 from .assemble import plan_from
 from .explanation import Explanation, FusionPlan

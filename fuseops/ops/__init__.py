@@ -5,7 +5,8 @@ families          linear, grouped_linear, norms, activations, glu, elementwise, 
 the head's loss   cross_entropy (and its loss_options), vocab_parallel (weights over ranks), linear_loss (one's own)
 tokens, experts   routing, router, permute, inject
 what ops share    checks, splits (are the ends of groups right), tiles (of a call's grouped GEMMs), local (of DTensors,
-                  what an op computes with), halves (of gated MLPs that are sharded), code (what a `fwd` names)
+                  what an op computes with), halves (of gated MLPs that are sharded), code (what a `fwd` names),
+                  object_table (objects that traced code refers to)
 weights           packing (one Parameter a group), grouped_state_dict, weights (quantized ones that a recipe keeps),
                   stored (those that live in a format)
 """

@@ -24,20 +24,12 @@ from .local import Ranks, with_backward
 from .op import Grads, Op, Out, Shape
 
 
-class Way(NamedTuple):
-    """A `Way` holds the settings of a collective in its forward, which its backward reads.
-
-    ranks, dim  the ranks and the axis
-    sums        whether the backward sums the ranks' gradients
-    """
+class CollectiveSaved(NamedTuple):
+    """A `CollectiveSaved` holds the settings of a collective in its forward: no tensor, so it costs no memory."""
 
     ranks: Ranks
-    dim: int = -2
-    sums: bool = True
-
-
-class CollectiveSaved(NamedTuple):
-    way: Way | None  # no tensor: it costs no memory
+    dim: int = -2  # the axis
+    sums: bool = True  # whether the backward sums the ranks' gradients
 
 
 class Collective(Op[CollectiveSaved]):
@@ -46,7 +38,7 @@ class Collective(Op[CollectiveSaved]):
     group: a ProcessGroup, a DeviceMesh of one dimension, or None for one rank.
     """
 
-    saves_for = {"x": ("way",)}
+    saves_for = {"x": CollectiveSaved._fields}
 
     def __init__(self, group: Any = None) -> None:
         super().__init__()
@@ -67,34 +59,29 @@ class Collective(Op[CollectiveSaved]):
     def extra_repr(self) -> str:
         return repr(self._ranks)
 
-    def way(self) -> Way:
+    def settings(self) -> CollectiveSaved:
         """The settings of the collective in this call."""
-        return Way(self._ranks)
+        return CollectiveSaved(self._ranks)
 
-    def all_ranks_fwd(self, x: Tensor, way: Way) -> Tensor:
+    def all_ranks_fwd(self, x: Tensor, s: CollectiveSaved) -> Tensor:
         """The collective of the forward, over two ranks or more."""
         raise NotImplementedError
 
-    def all_ranks_bwd(self, dy: Tensor, way: Way) -> Tensor:
+    def all_ranks_bwd(self, dy: Tensor, s: CollectiveSaved) -> Tensor:
         """The collective of the backward, over two ranks or more."""
         raise NotImplementedError
 
     def fwd(self, x: Tensor) -> Out:
-        way = self.way()
-        saved = CollectiveSaved(way)
-        if way.ranks.size == 1:
-            return Out(x, saved)
+        s = self.settings()
+        if s.ranks.size == 1:
+            return Out(x, s)
         if torch.is_grad_enabled() and x.requires_grad:
-            fwd, bwd = (
-                (lambda t: self.all_ranks_fwd(t, way)),
-                (lambda d: self.all_ranks_bwd(d, way)),
-            )
-            return Out(with_backward(x, fwd, bwd), saved)
-        return Out(self.all_ranks_fwd(x, way), saved)
+            bwd = lambda dy: self.all_ranks_bwd(dy, s)  # noqa: E731
+            return Out(with_backward(x, lambda t: self.all_ranks_fwd(t, s), bwd), s)
+        return Out(self.all_ranks_fwd(x, s), s)
 
     def bwd(self, saved: CollectiveSaved, dy: Tensor) -> Grads:
-        way: Way = saved.way  # type: ignore[assignment]
-        return Grads(dy if way.ranks.size == 1 else self.all_ranks_bwd(dy, way))
+        return Grads(dy if saved.ranks.size == 1 else self.all_ranks_bwd(dy, saved))
 
 
 class _AxisCollective(Collective):
@@ -108,8 +95,8 @@ class _AxisCollective(Collective):
     def extra_repr(self) -> str:
         return f"{self._ranks}, dim={self.dim}"
 
-    def way(self) -> Way:
-        return Way(self._ranks, self.dim)
+    def settings(self) -> CollectiveSaved:
+        return CollectiveSaved(self._ranks, self.dim)
 
     def _resized(self, shape: Shape, grows: bool) -> Shape:
         """The shape with this axis multiplied, or divided, by the number of ranks."""
@@ -140,21 +127,21 @@ def _check_divides(shape: Shape, axis: int, parts: int) -> None:
         )
 
 
-def _all_gather(x: Tensor, way: Way) -> Tensor:
+def _all_gather(x: Tensor, s: CollectiveSaved) -> Tensor:
     """The ranks' shards, concatenated in rank order."""
-    return torch_private.all_gather(x.contiguous(), _axis(x.shape, way.dim), way.ranks.group)
+    return torch_private.all_gather(x.contiguous(), _axis(x.shape, s.dim), s.ranks.group)
 
 
-def _reduce_scatter(x: Tensor, way: Way) -> Tensor:
+def _reduce_scatter(x: Tensor, s: CollectiveSaved) -> Tensor:
     """This rank's shard of the sum."""
-    axis = _axis(x.shape, way.dim)
-    _check_divides(x.shape, axis, way.ranks.size)
-    return torch_private.reduce_scatter(x.contiguous(), axis, way.ranks.group)
+    axis = _axis(x.shape, s.dim)
+    _check_divides(x.shape, axis, s.ranks.size)
+    return torch_private.reduce_scatter(x.contiguous(), axis, s.ranks.group)
 
 
-def _own_part(x: Tensor, way: Way) -> Tensor:
+def _own_part(x: Tensor, s: CollectiveSaved) -> Tensor:
     """This rank's shard of a tensor that all ranks have."""
-    return x.chunk(way.ranks.size, _axis(x.shape, way.dim))[way.ranks.rank].contiguous()
+    return x.chunk(s.ranks.size, _axis(x.shape, s.dim))[s.ranks.rank].contiguous()
 
 
 class AllGather(_AxisCollective):
@@ -177,14 +164,14 @@ class AllGather(_AxisCollective):
     def out_shape(self, shape: Shape) -> Shape:
         return self._resized(shape, grows=True)
 
-    def way(self) -> Way:
-        return Way(self._ranks, self.dim, self.grad == "partial")
+    def settings(self) -> CollectiveSaved:
+        return CollectiveSaved(self._ranks, self.dim, self.grad == "partial")
 
-    def all_ranks_fwd(self, x: Tensor, way: Way) -> Tensor:
-        return _all_gather(x, way)
+    def all_ranks_fwd(self, x: Tensor, s: CollectiveSaved) -> Tensor:
+        return _all_gather(x, s)
 
-    def all_ranks_bwd(self, dy: Tensor, way: Way) -> Tensor:
-        return _reduce_scatter(dy, way) if way.sums else _own_part(dy, way)
+    def all_ranks_bwd(self, dy: Tensor, s: CollectiveSaved) -> Tensor:
+        return _reduce_scatter(dy, s) if s.sums else _own_part(dy, s)
 
 
 class ReduceScatter(_AxisCollective):
@@ -197,11 +184,11 @@ class ReduceScatter(_AxisCollective):
     def out_shape(self, shape: Shape) -> Shape:
         return self._resized(shape, grows=False)
 
-    def all_ranks_fwd(self, x: Tensor, way: Way) -> Tensor:
-        return _reduce_scatter(x, way)
+    def all_ranks_fwd(self, x: Tensor, s: CollectiveSaved) -> Tensor:
+        return _reduce_scatter(x, s)
 
-    def all_ranks_bwd(self, dy: Tensor, way: Way) -> Tensor:
-        return _all_gather(dy, way)
+    def all_ranks_bwd(self, dy: Tensor, s: CollectiveSaved) -> Tensor:
+        return _all_gather(dy, s)
 
 
 class AllReduce(Collective):
@@ -229,11 +216,11 @@ class AllReduce(Collective):
     def extra_repr(self) -> str:
         return f"{self._ranks}, forward={self.sums}, backward={self.sums_grad}"
 
-    def way(self) -> Way:
-        return Way(self._ranks, sums=self.sums_grad)
+    def settings(self) -> CollectiveSaved:
+        return CollectiveSaved(self._ranks, sums=self.sums_grad)
 
-    def all_ranks_fwd(self, x: Tensor, way: Way) -> Tensor:
-        return torch_private.all_reduce(x, way.ranks.group) if self.sums else x.view_as(x)
+    def all_ranks_fwd(self, x: Tensor, s: CollectiveSaved) -> Tensor:
+        return torch_private.all_reduce(x, s.ranks.group) if self.sums else x.view_as(x)
 
-    def all_ranks_bwd(self, dy: Tensor, way: Way) -> Tensor:
-        return torch_private.all_reduce(dy, way.ranks.group) if way.sums else dy
+    def all_ranks_bwd(self, dy: Tensor, s: CollectiveSaved) -> Tensor:
+        return torch_private.all_reduce(dy, s.ranks.group) if s.sums else dy

@@ -3,7 +3,6 @@
 Shapes: x (..., D), weight (V, D), bias (V,), targets (...) int64 -> () or, with reduction="none", (...) float32.
 """
 
-import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,8 @@ from fuseops.errors import FuseOpsError, ShapeError
 
 from .checks import check_flags, check_integers, check_targets, check_tensors, check_width
 from .loss_options import CHUNK_BYTES, IGNORED, ROWS, LossOptions
-from .op import Call, Grads, Op, Out, Shape
+from .object_table import ObjectTable
+from .op import Call, Grads, Op, Out, Shape, changed_options
 from .vocab_parallel import (
     ChunkedStep,
     PartialSoftmax,
@@ -169,10 +169,8 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
 
     def extra_repr(self) -> str:
         said = f"{self.in_features}, {self.vocab_size}, bias={self.bias is not None}"
-        for name, plain in LossOptions()._asdict().items():
-            value = getattr(self._options, name)
-            said += "" if value == plain else f", {name}={value!r}"
-        return ", ".join([said, *self.renamed()])
+        options = changed_options(self._options, **LossOptions()._asdict())
+        return ", ".join([said, *options, *self.renamed()])
 
     def out_shape(self, shape: Shape) -> Shape:
         check_width(self, shape, self.in_features)
@@ -465,7 +463,7 @@ def linear_cross_entropy(
         linear_weight, linear_bias = w.to_local(), None if b is None else b.to_local()
     given = {"weight": linear_weight, "bias": linear_bias, "class_weights": weight}
     side = {name: t for name, t in given.items() if t is not None}
-    op = getattr(_OP_CACHE, _cached_op(tuple(side), mesh, total, *options))
+    op = _OPS[_cached_op(tuple(side), mesh, total, *options)]
     return op(input, targets=target, **side)
 
 
@@ -491,26 +489,17 @@ class _OnGivenWeight(LinearCrossEntropy):
 MAX_CACHED_OPS = 64  # an option may be another in each step
 
 
-class _OpCache:
-    """An `_OpCache` holds the ops of `linear_cross_entropy` as attributes, which traced code can look up."""
-
-    def __init__(self) -> None:
-        self.names: dict[tuple[Any, ...], str] = {}
-        self.numbers = itertools.count()
-
-
-_OP_CACHE = _OpCache()
+_OPS = ObjectTable()  # of `linear_cross_entropy`
+_numbers: dict[tuple[Any, ...], int] = {}  # of these ops, by their options
 
 
 @torch_private.assume_constant_result
-def _cached_op(reads: tuple[str, ...], mesh: Any, classes: int, *options: Any) -> str:
-    """The attribute name of the op with these options. Dynamo cannot create modules, so it does not trace this."""
+def _cached_op(reads: tuple[str, ...], mesh: Any, classes: int, *options: Any) -> int:
+    """The number of the op with these options. Dynamo cannot create modules, so it does not trace this."""
     key = reads, mesh, classes, *options
-    if key not in _OP_CACHE.names:
-        if len(_OP_CACHE.names) >= MAX_CACHED_OPS:
-            delattr(_OP_CACHE, _OP_CACHE.names.pop(next(iter(_OP_CACHE.names))))
-        name = f"op{next(_OP_CACHE.numbers)}"
+    if key not in _numbers:
+        if len(_numbers) >= MAX_CACHED_OPS:
+            _OPS.drop([_numbers.pop(next(iter(_numbers)))])
         vocabulary = None if mesh is None else vocabulary_over(mesh, classes)
-        setattr(_OP_CACHE, name, _OnGivenWeight(reads, vocabulary, LossOptions(*options)))
-        _OP_CACHE.names[key] = name
-    return _OP_CACHE.names[key]
+        _numbers[key] = _OPS.add(_OnGivenWeight(reads, vocabulary, LossOptions(*options)))
+    return _numbers[key]

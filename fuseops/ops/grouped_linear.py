@@ -131,7 +131,9 @@ def grouped_linear_bwd(
             q, index = dy, dy_index
         params["weight"] = weight_gradient(q, x, offs, call, x_index, index)
     if saved.down is not None or saved.up is not None:
-        dx = _low_rank_bwd(saved, to_high_precision(dy), call, needs, params, dx, x_index, dy_index)
+        part, made = _low_rank_bwd(saved, to_high_precision(dy), call, needs, x_index, dy_index)
+        params |= made
+        dx = dx if dx is None or part is None else _accumulate(dx, part)
     return Grads(dx, params, side)
 
 
@@ -140,28 +142,27 @@ def _low_rank_bwd(
     dy: Tensor,
     call: Call,
     needs: frozenset[str],
-    params: dict[str, Tensor | None],
-    dx: Tensor | None,
     x_index: Tensor | None,
     dy_index: Tensor | None,
-) -> Tensor | None:
-    """Put the gradients of down and up into `params`.   -> dx plus their part of it"""
+) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+    """-> the part of dx that goes through down and up, and their gradients."""
+    params: dict[str, Tensor | None] = {}
     offs: Tensor = saved.offs  # type: ignore[assignment]
     tiles = tiles_of(call, offs, (dy if dy_index is None else dy_index).shape[0])
     if "up" in needs:
         through = _project_down(saved.x, saved.down, offs, tiles, call, x_index)  # type: ignore[arg-type]
         params["up"] = K.grouped_wgrad(dy, through, offs, tiles, dy_index)
     if needs.isdisjoint(("x", "down")):
-        return dx
+        return None, params
     up: Tensor = saved.up  # type: ignore[assignment]
     back = K.grouped_mm(dy, _cast_factor(up, dy, call).transpose(1, 2), offs, tiles, index=dy_index)
     if "down" in needs:
         x = to_high_precision(saved.x)  # type: ignore[arg-type]
         params["down"] = K.grouped_wgrad(back, x, offs, tiles, None, x_index)
-    if dx is None:
-        return None
+    if "x" not in needs:
+        return None, params
     down = _cast_factor(saved.down, dy, call).transpose(1, 2)  # type: ignore[arg-type]
-    return _accumulate(dx, K.grouped_mm(back, down, offs, tiles))
+    return K.grouped_mm(back, down, offs, tiles), params
 
 
 def _project_down(

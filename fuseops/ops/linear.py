@@ -20,7 +20,7 @@ from fuseops.recipes import (
     operand,
     weight_operand,
 )
-from fuseops.recipes.numerics import ActiveStats, active_stats
+from fuseops.recipes.numerics import QuantizationStats, active_stats
 from fuseops.recipes.operands import check_codes, columns_match
 from fuseops.recipes.scales import ScaleFn
 
@@ -142,7 +142,7 @@ def input_operand(
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     col = columns and "weight" in call.needs and index is None and roles.columns
     q = _operand(x, call, "input", offs, True, col, index)
-    if ActiveStats.current and (stats := active_stats()):
+    if QuantizationStats.active and (stats := active_stats()):
         stats.record_operand(call.name, "input", q)
     return q
 
@@ -161,7 +161,7 @@ def grad_operand(
     if not (row or col):
         return dy
     q = _operand(dy, call, "grad_output", offs, row, col, index)
-    if ActiveStats.current and (stats := active_stats()):
+    if QuantizationStats.active and (stats := active_stats()):
         stats.record_operand(call.name, "grad_output", q)
     return q
 
@@ -266,7 +266,7 @@ def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     if roles.weight is None:
         return call.precision.cast(weight)  # type: ignore[return-value]
-    stats = ActiveStats.current and active_stats()
+    stats = QuantizationStats.active and active_stats()
     scale_fn = None if call.scales is None else _scale_source(call, "weight")
     if call.store is None or stats is not None:
         row, col = layout == "row", layout == "col"

@@ -219,17 +219,10 @@ def _gradient(loss: Tensor, logits: Tensor) -> Tensor | None:
     """
     if not loss.requires_grad:
         return None
-    seen, todo = set[Any](), [torch.autograd.graph.get_gradient_edge(loss).node]
-    while todo:
-        node = todo.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and leaf is not logits:
+    for leaf in torch_private.leaves_behind([loss]):
+        if leaf is not logits:
             raise FuseOpsError(
                 f"linear_loss: loss reads a tensor of shape {tuple(leaf.shape)} that wants a gradient, and would get "
                 "none: only input, linear_weight and linear_bias do. Detach it."
             )
-        for behind, _ in node.next_functions:
-            if behind is not None and behind not in seen:
-                seen.add(behind)
-                todo.append(behind)
     return torch.autograd.grad(loss, logits, allow_unused=True)[0]

@@ -560,6 +560,12 @@ def run_alone(op: Op[Any], x: Any, *args: Any, **side: Any) -> Any:
     raise NotImplementedError("import fuseops before calling an op")
 
 
+def changed_options(owner: Any, **defaults: Any) -> list[str]:
+    """The attributes whose values are not these defaults, as a constructor takes them."""
+    values = ((name, getattr(owner, name)) for name in defaults)
+    return [f"{name}={value!r}" for name, value in values if value != defaults[name]]
+
+
 def check_names(op: str, **names: Any) -> None:
     """Raise FuseOpsError for a name, as of a side tensor, that is not a string or empty."""
     for what, name in names.items():

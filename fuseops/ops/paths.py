@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from fuseops.errors import FuseOpsError
+
 # keys of `__dict__`
 # of a module: the module that runs instead of its forward, with its parameters
 STAND_IN = "_stand_in"
@@ -30,6 +32,12 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         stand_in = module.__dict__.get(STAND_IN)
         if stand_in is not None:
             yield from stand_in.named_modules(prefix=path)
+
+
+def check_module(caller: str, model: object) -> None:
+    """Raise FuseOpsError for a model that is no module.   caller: the call, for the message"""
+    if not isinstance(model, nn.Module):
+        raise FuseOpsError(f"{caller} expects an nn.Module, got {type(model).__name__}.")
 
 
 def set_path(module: nn.Module, path: str, prefix: str) -> None:

@@ -17,7 +17,7 @@ class RoPESaved(NamedTuple):
     x: Tensor | None  # (..., T, H, D)
     cos: Tensor | None  # (T, P) or (..., T, P)
     sin: Tensor | None  # the same
-    pairing: str | None  # that of the forward
+    interleaved: bool | None  # of the forward: the attribute may change before the backward
 
 
 class RoPE(Op[RoPESaved]):
@@ -34,9 +34,9 @@ class RoPE(Op[RoPESaved]):
 
     reads = ("cos", "sin")
     saves_for = {
-        "x": ("cos", "sin", "pairing"),
-        "cos": ("x", "cos", "pairing"),
-        "sin": ("x", "sin", "pairing"),
+        "x": ("cos", "sin", "interleaved"),
+        "cos": ("x", "cos", "interleaved"),
+        "sin": ("x", "sin", "interleaved"),
     }
     floats = True
 
@@ -53,16 +53,14 @@ class RoPE(Op[RoPESaved]):
         angles_of_x = shared_angles(x, cos), shared_angles(x, sin)
         _check(x, *angles_of_x)
         y = K.apply_rope(x, *angles_of_x, self.interleaved)
-        pairing = "neighbours" if self.interleaved else "halves"
-        return Out(y, RoPESaved(x, cos, sin, pairing))
+        return Out(y, RoPESaved(x, cos, sin, self.interleaved))
 
     def bwd(self, saved: RoPESaved, dy: Tensor, *, call: Call) -> Grads:
-        x, cos, sin, pairing = saved
-        interleaved = {"neighbours": True, "halves": False}[pairing]  # type: ignore[index]
+        x, cos, sin, interleaved = saved
         dx = None
         if "x" in call.needs:
             angles_of_x = shared_angles(dy, cos), shared_angles(dy, sin)  # type: ignore[arg-type]
-            dx = K.apply_rope(dy, *angles_of_x, interleaved, True)
+            dx = K.apply_rope(dy, *angles_of_x, interleaved, True)  # type: ignore[arg-type]
         wanted = call.needs & {"cos", "sin"}
         if not wanted:
             return Grads(dx)

@@ -35,7 +35,7 @@ from .checks import (
     check_width,
     is_number,
 )
-from .op import Call, Grads, Op, Out, Shape
+from .op import Call, Grads, Op, Out, Shape, changed_options
 
 WITHOUT_LOSS = ("experts", "weights")
 WITH_LOSS = (*WITHOUT_LOSS, "router_loss")
@@ -189,20 +189,12 @@ class Router(Op[RouterSaved]):
             nn.init.zeros_(self.tokens_per_expert)
 
     def extra_repr(self) -> str:
-        said = f"{self.dim}, {self.num_experts}, top_k={self.top_k}, score={self.score!r}"
-        for name, plain in (
-            ("normalize", True),
-            ("scale", 1.0),
-            ("groups", 1),
-            ("top_groups", 1),
-            ("balance_loss", None),
-            ("z_loss", None),
-        ):
-            value = getattr(self, name)
-            said += "" if value == plain else f", {name}={value}"
-        said += "" if self.bias is None else ", bias=True"
-        said += "" if self.expert_bias is None else ", expert_bias=True"
-        return said + (", replay=True" if self.reads else "")
+        said = [f"{self.dim}, {self.num_experts}, top_k={self.top_k}, score={self.score!r}"]
+        said += changed_options(self, normalize=True, scale=1.0, groups=1, top_groups=1)
+        said += changed_options(self, balance_loss=None, z_loss=None)
+        said += ["bias=True"] * (self.bias is not None)
+        said += ["expert_bias=True"] * (self.expert_bias is not None)
+        return ", ".join(said + ["replay=True"] * bool(self.reads))
 
     def out_shape(self, shape: Shape) -> Shape:
         check_width(self, shape, self.dim)

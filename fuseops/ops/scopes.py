@@ -224,9 +224,13 @@ class scope(ContextDecorator):
         # of each call of a function that it decorates, whichever thread calls
         return scope(self.override)
 
+    @property
+    def shown_as(self) -> str:
+        """The override, in its repr."""
+        return ", ".join(f"{name}={_shown(value)}" for name, value in self.override)
+
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={_shown(value)}" for name, value in self.override)
-        return f"<fuseops scope: {shown}>"
+        return f"<fuseops scope: {self.shown_as}>"
 
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from fuseops.recipes.scales import on_optimizer_step, parameter_ids
 from fuseops.recipes.scaling import E4M3, E5M2, SQUARE
 
 from . import scopes
-from .paths import path_of
+from .paths import check_module, path_of
 
 STORED = "_stored"  # in an op's __dict__
 CODES, SCALES = "weight_codes", "weight_scales"  # buffers
@@ -131,19 +131,19 @@ class StoredWeight:
     def quantize(self, values: Tensor, assign: bool = False) -> None:
         """Quantize these values into the buffers.   assign: as of `set_codes`"""
         row = cast("Layout", weight_operand(values, self.scaling, row=True, col=False).row)
-        self.set_codes(*row, assign)
+        self.set_codes(row, assign)
 
     @torch.no_grad()
-    def set_codes(self, data: Tensor, scale: Tensor, assign: bool = False) -> None:
+    def set_codes(self, row: Layout, assign: bool = False) -> None:
         """Copy codes and scales into the buffers.   assign: make these tensors the buffers, on their device"""
-        for name, t, raw in ((CODES, data, torch.uint8), (SCALES, scale, torch.int32)):
+        for name, t, raw in ((CODES, row.data, torch.uint8), (SCALES, row.scale, torch.int32)):
             given = t.contiguous().view(raw)
             if assign:
                 self.buffers[name] = given
             else:
                 self.buffers[name].copy_(given)  # type: ignore[union-attr]
         if assign:  # torch's load_state_dict replaces the Parameter too
-            carrier = placeholder(self.carrier.shape, self.carrier.dtype, data.device)
+            carrier = placeholder(self.carrier.shape, self.carrier.dtype, row.data.device)
             self.replace(nn.Parameter(carrier, self.carrier.requires_grad))
             self.hook_master()
 
@@ -334,8 +334,7 @@ def masters(model: nn.Module) -> list[nn.Parameter]:
     Raises FuseOpsError for an op that adds its gradients to `main_grad`, where a master does not see them, and for
     weights that were tied after the scope.
     """
-    if not isinstance(model, nn.Module):
-        raise FuseOpsError(f"masters(model) expects an nn.Module, got {type(model).__name__}.")
+    check_module("masters(model)", model)
     stored = {}
     for name, module in model.named_modules():
         own = stored_in(module)
@@ -361,7 +360,7 @@ def save(op: nn.Module, state: dict[str, Any], prefix: str, keep_vars: bool) -> 
         return
     stored.check(op._parameters.get("weight"))
     stored.sync_with_master()
-    state[f"{prefix}weight"], state[prefix + SCALE_INV] = stored.codes()
+    state[f"{prefix}weight"], state[prefix + SCALE_INV], _ = stored.codes()
     if stored.master is not None:
         state[prefix + MASTER] = stored.master if keep_vars else stored.master.detach()
 
@@ -395,7 +394,7 @@ def load(
         return ()
     stored.mark_changed()
     if isinstance(given, Quantized) and given.scaling.data is stored.scaling.data:
-        stored.set_codes(*cast("Layout", given.row), assign)
+        stored.set_codes(cast("Layout", given.row), assign)
     else:
         stored.quantize(given.dequantize() if isinstance(given, Quantized) else given, assign)
     if master is not None or stored.master is not None:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from fuseops.errors import ShapeError
 
 from .checks import check_integers
-from .op import Call, Grads, NothingSaved, Op, Out, Shape, check_names, numel
+from .op import Call, Grads, NothingSaved, Op, Out, S, Shape, check_names, numel
 
 
-class Alias(Op[NothingSaved]):
+class Alias(Op[S]):
     """An `Alias` is an op whose y is (a view of) x. It runs outside the autograd node, so y may be written in place."""
 
     saves_for = {"x": ()}
@@ -22,7 +22,7 @@ class Alias(Op[NothingSaved]):
         return True
 
 
-class Identity(Alias, nn.Identity):
+class Identity(Alias[NothingSaved], nn.Identity):
     """y = x."""
 
     takes_quantized = True
@@ -34,7 +34,7 @@ class Identity(Alias, nn.Identity):
         return Grads(dy)
 
 
-class Tap(Alias):
+class Tap(Alias[NothingSaved]):
     """y = x, and x is published as a side tensor under `name`, for an `Add` (or any reader) further down."""
 
     cut_before = True
@@ -106,7 +106,7 @@ class Add(Op[AddSaved]):
         return Grads(dy.to(own), side={self.reads[0]: dy.to(others)})
 
 
-class Swap(Alias):
+class Swap(Alias[NothingSaved]):
     """y = the side tensor `read`, and x is published as `write`: between two branches of one tensor in one sequence.
 
     Tap("tokens"), one branch, Swap("tokens", "first"), the other branch, Add("first").
@@ -141,7 +141,7 @@ class ReshapeSaved(NamedTuple):
     shape: torch.Size | None  # of x; not a tensor, so it costs no memory
 
 
-class Reshape(Op[ReshapeSaved]):
+class Reshape(Alias[ReshapeSaved]):
     """y = x.reshape(shape), with at most one -1."""
 
     saves_for = {"x": ("shape",)}
@@ -154,10 +154,6 @@ class Reshape(Op[ReshapeSaved]):
         self.shape = tuple(map(int, sizes))
         if self.shape.count(-1) > 1:
             raise ShapeError(f"Reshape{self.shape}: at most one size may be -1.")
-
-    @property
-    def alias(self) -> bool:
-        return True
 
     def extra_repr(self) -> str:
         return ", ".join(map(str, self.shape))

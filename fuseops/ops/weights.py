@@ -6,12 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from fuseops.errors import FuseOpsError
 from fuseops.recipes.scales import ScaleState, advance
 from fuseops.recipes.store import WeightStore
 
 from .op import Op
-from .paths import PARAMETER_SOURCE, walk
+from .paths import PARAMETER_SOURCE, check_module, walk
 from .scopes import SCALES, STORE
 from .stored import stored_in
 
@@ -50,10 +49,7 @@ def weights_changed(model: nn.Module) -> int:
     again. Weights that are stored in a format are quantized from their masters at once, in place.
     Raises FuseOpsError for something that is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise FuseOpsError(
-            f"weights_changed(model) expects an nn.Module, got {type(model).__name__}."
-        )
+    check_module("weights_changed(model)", model)
     modules = [module for _, module in walk(model)]
     states = (module.__dict__.get(SCALES) for module in modules)
     advance([state for state in states if state is not None])

@@ -185,6 +185,7 @@ class _Builder:
         self.forward = {u.start: u for u in forward}
         self.backward = {u.start: u for u in backward}
         self.last = {name: i for i, sides in enumerate(chain.reads) for _, name in sides}
+        self.calls = tuple(map(self._call, range(len(chain.ops))))
 
     def segment(self, start: int, stop: int) -> Segment:
         ops, chain = self.ops[start:stop], self.chain
@@ -194,14 +195,11 @@ class _Builder:
         mode = "node" if fused else self.facts.modes[start] or "node"
         reads = outside_reads(zip(chain.reads[start:stop], chain.writes[start:stop], strict=True))
         params = [(i, name) for i in range(len(ops)) for name in chain.parameters[start + i]]
-        position: dict[Any, int] = {("side", name): k for k, name in enumerate(reads)}
-        position |= {("param", i, name): len(reads) + k for k, (i, name) in enumerate(params)}
-        size = len(position)
-        for sides in chain.writes[start:stop]:
-            for _, name in sides:
-                position[("side", name)] = size
-                size += 1
         written = [name for sides in chain.writes[start:stop] for _, name in sides]
+        keys: list[Any] = [("side", name) for name in reads]
+        keys += [("param", i, name) for i, name in params]
+        keys += [("side", name) for name in written]
+        position = {key: k for k, key in enumerate(keys)}
         exports = tuple(name for name in written if self._outlives(name, stop))
         needed = any(self.needs[start:stop]) and mode == "node"
         forward_steps = [self._forward_step(u, start, position) for u in forward]
@@ -220,7 +218,7 @@ class _Builder:
             forward=tuple(forward_steps),
             backward=tuple(s for s in backward_steps if s.delayed or any(c.needs for c in s.calls)),
             slots=tuple(slot for slot in self._slots(start, forward) if slot.kept),
-            size=size,
+            size=len(keys),
             needs_grad=needed,
             device=self.call.device.type,
             autocast=self.call.autocast is not None and not (mode == "plain" and ops[0].pure),
@@ -234,12 +232,10 @@ class _Builder:
 
     def _forward_step(self, u: _Unit, base: int, position: dict[Any, int]) -> ForwardStep:
         first = self.ops[u.start]
-        args = tuple(self._args(i, base, position) for i in range(u.start, u.stop))
-        calls = tuple(self._call(i) for i in range(u.start, u.stop))
         return ForwardStep(
             **self._common_fields(u, base, position),
-            args=args,
-            calls=calls,
+            args=tuple(self._args(i, base, position) for i in range(u.start, u.stop)),
+            calls=self.calls[u.start : u.stop],
             takes_call=first.signature.fwd_call,
             keep=self._joint_keep(u) if u.kind == "joint" else NOTHING,
             cast=self.call.compute if first.autocast and not first.pure else None,
@@ -251,9 +247,8 @@ class _Builder:
     def _backward_step(self, u: _Unit, base: int, position: dict[Any, int]) -> BackwardStep:
         members = range(u.start, u.stop)
         last = self.ops[u.stop - 1]
-        calls, delayed = _without_delayed(
-            self.ops[u.start : u.stop], tuple(self._call(i) for i in members)
-        )
+        ops = self.ops[u.start : u.stop]
+        calls, delayed = _without_delayed(ops, self.calls[u.start : u.stop])
         wanted = [(i - u.start, i, name) for i in members for name in self.chain.parameters[i]]
         step = BackwardStep(
             **self._common_fields(u, base, position),
@@ -261,7 +256,7 @@ class _Builder:
             pure=u.kind == "op" and last.pure,
             empty=tuple(
                 saver.Saved._make([None] * len(saver.Saved._fields))
-                for saver in ([u.target] if u.kind == "joint" else self.ops[u.start : u.stop])
+                for saver in ([u.target] if u.kind == "joint" else ops)
             ),
             takes_call=last.signature.bwd_call,
             takes_dside=last.signature.bwd_dside,
@@ -340,11 +335,8 @@ class _Builder:
 
     def _store(self, op: Op[Any], roles: Roles) -> WeightStore | None:
         """The cache of the op's quantized weight; None in compiled code, which quantizes it in each call."""
-        if stored_in(op) is not None:
-            return store_of(op)
-        if roles.weights == "none" or roles.weight is None or self.call.compiling:
-            return None
-        return store_of(op)
+        none = roles.weights == "none" or roles.weight is None or self.call.compiling
+        return None if none and stored_in(op) is None else store_of(op)
 
     def _scales(self, op: Op[Any], i: int) -> ScaleState:
         if self.call.compiling:
@@ -433,7 +425,7 @@ class _Builder:
             for i in range(u.start, u.stop):
                 op = self.ops[i]
                 names = [f"{self.names[i]}.{f}" for f in op.Saved._fields]
-                yield _slot(i - start, op, self._call(i).keep, names)
+                yield _slot(i - start, op, self.calls[i].keep, names)
 
     def _saved_name(self, u: _Unit, name: str) -> str:
         member, field = name.split(".", 1)

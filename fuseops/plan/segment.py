@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -208,6 +208,13 @@ class Segment:
         self.aliases = all(op.alias for op in self.ops)
         alone = self.kind == "plain" and len(self.exports) == 1 and len(self.ops) == 1
         self.tap = self.exports[0] if alone and type(self.ops[0]) is Tap else None
+
+    def variant(self, key: Any, **changes: Any) -> Segment:
+        """The copy of it with these changes, which is made once for a key."""
+        found = self.variants.get(key)
+        if found is None:
+            found = self.variants[key] = replace(self, **changes)
+        return found
 
     def _local_reads(self) -> tuple[tuple[int, Local], ...]:
         result: dict[int, Local] = {}

@@ -9,7 +9,6 @@ result twice. The scale of a tensor-scaled FP8 operand is multiplied in float32.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,14 +21,14 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.kernels.tiles import FLOATS
 
-from .numerics import ActiveStats, active_stats
+from .numerics import QuantizationStats, active_stats
 from .operands import Operand
 from .quantized import (
     Factors,
+    Layout,
     Quantized,
     dequantize_columns,
     factors,
-    make_layout,
     swizzled_operand,
     unswizzle,
 )
@@ -52,7 +51,7 @@ def fprop(
     name: of the op, here and below, for `fuseops.debug`.  bias: without offs
     """
     y = _matmul(x, weight, "row", offs, tiles, bias)
-    if ActiveStats.current and (stats := active_stats()):
+    if QuantizationStats.active and (stats := active_stats()):
         stats.record_gemm(name, "forward", y, partial(_exact_mm, offs=offs, bias=bias), x, weight)
     return y
 
@@ -66,7 +65,7 @@ def dgrad(
 ) -> Tensor:
     """dx = dy w.   (R, N), (N, K) or (E, N, K) -> (R, K)"""
     dx = _matmul(dy, weight, "col", offs, tiles)
-    if ActiveStats.current and (stats := active_stats()):
+    if QuantizationStats.active and (stats := active_stats()):
         stats.record_gemm(
             name, "input gradient", dx, partial(_exact_mm, offs=offs, transpose=True), dy, weight
         )
@@ -112,7 +111,7 @@ def _matmul(
         vectors = scaling.block == VECTOR  # the kernel takes these of `a` only
         if not vectors and kind is not None and codes is not None and weight_codes is not None:
             bias = None if bias is None else bias.to(a.dtype)
-            return K.fp8_mm(*codes, *weight_codes, kind, offs, tiles, bias, a.dtype)
+            return K.fp8_mm(*codes[:2], *weight_codes[:2], kind, offs, tiles, bias, a.dtype)
     y = _matmul_fallback(a, weight, layout, offs, tiles)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -174,9 +173,9 @@ def _slice_rows(q: Operand, layout: str, chunk: slice) -> Operand:
     """A slice of the rows of one layout, with their scales."""
     if chunk.stop is None:
         return q
-    (data, scale, *whole), height = getattr(q, layout), q.scaling.of(layout).code_block[0]  # type: ignore[union-attr]
+    (data, scale, whole), height = getattr(q, layout), q.scaling.of(layout).code_block[0]  # type: ignore[union-attr]
     blocks = slice(chunk.start // height, -(-chunk.stop // height))
-    part = make_layout(data[..., chunk, :], scale[..., blocks, :], *whole)
+    part = Layout(data[..., chunk, :], scale[..., blocks, :], whole)
     return replace(q, **{layout: part})  # type: ignore[type-var]
 
 
@@ -195,10 +194,8 @@ def _global_scale(
     a: Quantized, a_name: str, b: Quantized, b_name: str, offs: Tensor | None
 ) -> Tensor | None:
     """The product of the global scales of both operands, None where they have none.   -> (1,), or (E,) over groups"""
-    scales = [*getattr(a, a_name)[2:], *getattr(b, b_name)[2:]]
-    if not scales:
-        return None
-    return math.prod(scales[1:], start=scales[0]).expand(1 if offs is None else len(offs))
+    scale = _product(getattr(a, a_name).whole, getattr(b, b_name).whole)
+    return None if scale is None else scale.expand(1 if offs is None else len(offs))
 
 
 def _dense_matmul(a: Operand, layout: str, right: Factors, dtype: torch.dtype) -> Tensor:
@@ -232,7 +229,7 @@ def _fp8_wgrad_operands(
     if kind != (x.scaling.colwise or x.scaling).gemm_kind:
         return None
     squares = kind == "block" and x.scaling.columns == SQUARE
-    return *dy.col, *x.col, "square" if squares else kind
+    return *dy.col[:2], *x.col[:2], "square" if squares else kind
 
 
 def wgrad(
@@ -245,7 +242,7 @@ def wgrad(
 ) -> Tensor:
     """dw = dy^T x.   (R, N), (R, K) -> (N, K) or (E, N, K)      tiles_of: called where a kernel reads a tile table"""
     dw = _wgrad(dy, x, dtype, offs, tiles_of)
-    if ActiveStats.current and (stats := active_stats()):
+    if QuantizationStats.active and (stats := active_stats()):
         stats.record_gemm(name, "weight gradient", dw, partial(_exact_wgrad, offs=offs), dy, x)
     return dw
 
@@ -263,16 +260,15 @@ def _wgrad(
     if dtype in FLOATS and _micro_kernel_takes(dy, "col", x, "col") and _same_hadamard(dy, x):
         parts = *swizzled_operand(dy, "col"), *swizzled_operand(x, "col")  # type: ignore[arg-type]
         return K.micro_wgrad(*parts, offs, _global_scale(dy, "col", x, "col", offs), dtype)  # type: ignore[arg-type]
-    if offs is None and _same_hadamard(dy, x):
-        return _dense_matmul(dy, "col", factors(x, "col"), dtype)  # type: ignore[arg-type]
-    if offs is None:
-        left, right, whole, _ = _dequantized_wgrad_operands(dy, x, offs)
-        return _dense_matmul(left.t(), "row", (right.t(), whole), dtype)
     if not _have_columns(dy, x):
-        return _grouped_wgrad(*_dequantized_wgrad_operands(dy, x, offs), dtype)
-    dy = unswizzle(dy)  # type: ignore[arg-type]
-    keep_hadamard, ends = _same_hadamard(dy, x), K.column_offs(offs)
+        return _wgrad_of_rows(dy, x, dtype, offs)
+    keep_hadamard = _same_hadamard(dy, x)
+    if offs is None and keep_hadamard:
+        return _dense_matmul(dy, "col", factors(x, "col"), dtype)  # type: ignore[arg-type]
     right_columns = _dequantized_columns(x, keep_hadamard)
+    if offs is None:
+        return _dense_matmul(_dequantized_columns(dy, False)[0], "row", right_columns, dtype)
+    dy, ends = unswizzle(dy), K.column_offs(offs)  # type: ignore[arg-type]
 
     def chunk_dw(chunk: slice) -> Tensor:
         left_columns = _dequantized_columns(_slice_rows(dy, "col", chunk), keep_hadamard)
@@ -289,7 +285,7 @@ def _tile_table(columns: Tensor, offs: Tensor | None, tiles_of: TilesOf | None) 
 def _grouped_wgrad(
     left: Tensor, right: Tensor, scale: Tensor | None, ends: Any, dtype: torch.dtype
 ) -> Tensor:
-    """scale * left^T right for each group, over the results of `_dequantized_wgrad_operands`."""
+    """scale * left^T right for each group, of which the rows end at `ends`."""
     if left.dtype is dtype:
         dw = K.grouped_wgrad(left, right, ends)
     else:
@@ -313,7 +309,7 @@ def wgrad_into(
 
     Without `accumulate`, and with columns in squares, main_grad may have another dtype and be a strided slice.
     """
-    if ActiveStats.current and active_stats():
+    if QuantizationStats.active and active_stats():
         wgrad(dy, x, torch.float32, offs, name)
     columns = _fp8_wgrad_operands(dy, x, main_grad.dtype)
     if columns is not None:
@@ -324,26 +320,18 @@ def wgrad_into(
     main_grad.add_(dw) if accumulate else main_grad.copy_(dw)
 
 
-def _dequantized_wgrad_operands(
-    dy: Operand, x: Operand, offs: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Both operands dequantized, tokens first; the scale of their product; the ends of the groups. They come from the
-    columns if both have some, else from the rows.
-    """
-    if _have_columns(dy, x):
-        keep_hadamard = _same_hadamard(dy, x)
-        left, right, scale = _promote(*[_dequantized_columns(q, keep_hadamard) for q in (dy, x)])
-        return left.t(), right.t(), scale, None if offs is None else K.column_offs(offs)
+def _wgrad_of_rows(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None) -> Tensor:
+    """`_wgrad` where an operand has no columns: both are dequantized from their rows."""
     left, right, scale = _promote(_dequantized_layout(dy, "row"), _dequantized_layout(x, "row"))
-    if scale is not None and offs is not None and scale.dim() == 0:
+    if offs is None:
+        return _dense_matmul(left.t(), "row", (right.t(), scale), dtype)
+    if scale is not None and scale.dim() == 0:
         scale = scale.expand(len(offs))
-    return left, right, scale, offs
+    return _grouped_wgrad(left, right, scale, offs, dtype)
 
 
 def _same_hadamard(dy: Operand, x: Operand) -> bool:
     """Whether the columns of both went through a Hadamard transform, which cancels in the product, or of neither."""
-    if not _have_columns(dy, x):
-        return False
     return dy.scaling.of("col").hadamard == x.scaling.of("col").hadamard  # type: ignore[union-attr]
 
 
@@ -369,6 +357,9 @@ def _dequantized_layout(t: Operand, layout: str) -> Factors:
 def _promote(a: Factors, b: Factors) -> tuple[Tensor, Tensor, Tensor | None]:
     """Both in the wider dtype, and the scale of their product."""
     dtype = torch.promote_types(a[0].dtype, b[0].dtype)
-    scales = [scale for scale in (a[1], b[1]) if scale is not None]
-    scale = math.prod(scales[1:], start=scales[0]) if scales else None
-    return a[0].to(dtype), b[0].to(dtype), scale
+    return a[0].to(dtype), b[0].to(dtype), _product(a[1], b[1])
+
+
+def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The product of two scales, either of which may be missing."""
+    return b if a is None else a if b is None else a * b

@@ -9,7 +9,7 @@ is read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,13 @@ class GemmError(NamedTuple):
 
 
 class QuantizationStats:
-    """`QuantizationStats` collect the statistics of operands and GEMMs, by the path of the op."""
+    """`QuantizationStats` collect the statistics of operands and GEMMs, by the path of the op.
+
+    active  those that are collected now, process-wide: CUDA backwards run in their own thread. Mostly None, so hot
+            paths test it before they call `active_stats`
+    """
+
+    active: ClassVar[QuantizationStats | None] = None
 
     def __init__(self) -> None:
         self.operand_stats: dict[tuple[str, str], Tensor] = {}
@@ -144,26 +150,11 @@ def _update_max(maxima: dict[Any, Tensor], key: Any, measured: Tensor) -> None:
     maxima[key] = torch.maximum(maxima[key], measured) if key in maxima else measured
 
 
-class ActiveStats:
-    """`ActiveStats` hold the statistics that are collected now, process-wide: CUDA backwards run in their own thread.
-
-    Hot paths test `ActiveStats.current` before they call `active_stats`: it is mostly None.
-    """
-
-    current: QuantizationStats | None = None
-
-
 def active_stats() -> QuantizationStats | None:
     """The statistics to update; None in compiled code and in a CUDA graph, which collect none."""
-    stats = ActiveStats.current
+    stats = QuantizationStats.active
     if stats is None or torch.compiler.is_compiling():
         return None
     if torch.cuda.is_available() and torch_private.is_capturing():
         return None
     return stats
-
-
-def set_active_stats(stats: QuantizationStats | None) -> QuantizationStats | None:
-    """Collect `stats` from now on.   -> those that were collected before"""
-    before, ActiveStats.current = ActiveStats.current, stats
-    return before

@@ -16,8 +16,8 @@ from fuseops.kernels.scales import RowTransform
 from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
-from .numerics import ActiveStats, active_stats
-from .quantized import Layout, Quantized, make_layout, token_axis, unswizzle
+from .numerics import QuantizationStats, active_stats
+from .quantized import Layout, Quantized, token_axis, unswizzle
 from .scales import ScaleFn
 from .scaling import COLUMN, E4M3, SQUARE, VECTOR, Scaling
 
@@ -100,7 +100,7 @@ def operand(
     if scaling.rounds_at_random and seed is None and isinstance(x, Tensor):
         seed = torch.randint(2**62, (1,), device=x.device)
     q = _operand(x, scaling, offs, row, col, index, seed, scale_fn, inv)
-    if ActiveStats.current and (stats := active_stats()):
+    if QuantizationStats.active and (stats := active_stats()):
         source = stats.original_of(x)
         if source is not None and index is not None:
             source = K.gather_rows(source.reshape(-1, source.shape[-1]), index, offs)  # type: ignore[arg-type]
@@ -194,7 +194,8 @@ def _quantize_blocks(
     elif row or from_rows:
         rows = _quantize_last(x, scaling, _broadcast_amax(amax, offs, 1, len(x), scaling), seed)
     if from_rows:
-        columns = Layout(*K.permute_operand(*cast("Layout", rows), None, offs, False, True)[2:])
+        parts = K.permute_operand(*cast("Layout", rows)[:2], None, offs, False, True)
+        columns = Layout(*parts[2:])
     elif col and small and not hadamard:
         columns = _quantize_micro(x, scaling, "col", offs, amax)
     elif col:
@@ -211,8 +212,7 @@ def _quantize_micro(
     ends = offs if layout == "col" or amax is not None or swizzle else None
     codes, scale = K.quantize_micro(x, scaling.data, layout, ends, amax, swizzle)
     whole = None if amax is None else 1 / K.whole_inverse(amax)
-    found: Layout = make_layout(codes, scale.view(scaling.scale), whole)
-    return found
+    return Layout(codes, scale.view(scaling.scale), whole)
 
 
 def _quantize_columns(
@@ -284,8 +284,7 @@ def _quantize_last(
     codes, scale = K.quantize_format(x, form, spread, seed, transform)
     if scaling.family.has_gemm and not scaling.is_square:  # as kernels read them
         scale = scale.mT.contiguous()
-    found: Layout = make_layout(codes, scale, None if amax is None else 1 / K.whole_inverse(amax))
-    return found
+    return Layout(codes, scale, None if amax is None else 1 / K.whole_inverse(amax))
 
 
 def _from_codes(
@@ -311,7 +310,8 @@ def _from_codes(
     if not scaling.family.has_gemm:  # check_codes lets only rows through
         gathered = _gather_codes(x, cast("Tensor", index), offs)
         return Quantized(gathered, None, scaling, offs, x.dtype, odd=x.odd)
-    parts = K.permute_operand(*cast("Layout", x.row), index, offs, row and index is not None, col)
+    codes = cast("Layout", x.row)[:2]
+    parts = K.permute_operand(*codes, index, offs, row and index is not None, col)
     rows = x.row if index is None else Layout(*parts[:2])
     columns = Layout(*parts[2:]) if col else None
     return Quantized(rows if row else None, columns, scaling, offs, x.dtype)
@@ -321,7 +321,7 @@ def _from_tensor_scaled_codes(
     x: Quantized, scaling: Scaling, offs: Tensor | None, row: bool, col: bool, index: Tensor | None
 ) -> Quantized:
     """`_from_codes` for a format with one scale a tensor or a group, which both layouts share."""
-    _, scale = cast("Layout", x.row or x.col)
+    scale = cast("Layout", x.row or x.col).scale
     if offs is not None and scale.dim() == 0:
         scale = scale.expand(len(offs)).contiguous()
     rows = None if x.row is None else x.row.data
@@ -346,8 +346,7 @@ def _from_tensor_scaled_codes(
 def _gather_codes(x: Quantized, index: Tensor, offs: Tensor | None) -> Layout:
     """The codes of rows by index, with their block scales; padding is zero."""
     ends = offs if offs is not None else index.new_full((1,), len(index), dtype=torch.int32)
-    layout = cast("Layout", x.row)
-    (data, scale), whole = layout[:2], cast("tuple[Tensor, ...]", layout[2:])
+    data, scale, whole = cast("Layout", x.row)
     codes = K.gather_rows.twin(data.view(torch.uint8), index, ends).view(data.dtype)
     if x.scaling.block is None:
         return Layout(codes, scale)
@@ -355,8 +354,7 @@ def _gather_codes(x: Quantized, index: Tensor, offs: Tensor | None) -> Layout:
     by_row = scale.transpose(0, axis)
     raw = by_row.view(torch.uint8) if scale.itemsize == 1 else by_row
     gathered_scale = K.gather_rows.twin(raw, index, ends).view(scale.dtype)
-    found: Layout = make_layout(codes, gathered_scale.transpose(0, axis).contiguous(), *whole)
-    return found
+    return Layout(codes, gathered_scale.transpose(0, axis).contiguous(), whole)
 
 
 def columns_match(x: Quantized, scaling: Scaling, offs: Tensor | None) -> bool:
@@ -458,7 +456,7 @@ def weight_operand(
         _, columns = _quantize_weight(weight, scaling.colwise, False, True, scale_fn)
     odd = layouts_with_odd_width(weight, scaling)
     q = Quantized(rows, columns, scaling, None, weight.dtype, odd=odd)
-    if ActiveStats.current and (stats := active_stats()):
+    if QuantizationStats.active and (stats := active_stats()):
         stats.record_quantized(q, weight)
     return q
 
@@ -498,7 +496,10 @@ def _quantize_weight(
         return Layout(*parts[:2]) if row else None, Layout(*parts[2:]) if col else None
     rows, columns = _quantize_matrices(weight.reshape(-1, *weight.shape[-2:]), scaling, row, col)
     if weight.dim() == 2:
-        rows, columns = (t and make_layout(*[part[0] for part in t]) for t in (rows, columns))
+        rows, columns = (
+            t and Layout(*[part if part is None else part[0] for part in t])  # type: ignore[arg-type]
+            for t in (rows, columns)
+        )
     return rows, columns
 
 

@@ -27,18 +27,14 @@ SWIZZLED_DIMS = 5  # axes of scales in the order in which tensor cores of Blackw
 
 
 class Layout(NamedTuple):
-    """A `Layout` holds codes and their scales: value = code * scale."""
+    """A `Layout` holds codes and their scales: value = code * scale * whole.
+
+    whole: a second, global float32 scale a tensor or a group; None where the format has none
+    """
 
     data: Tensor
     scale: Tensor
-
-
-class TwoLevelLayout(NamedTuple):
-    """A `TwoLevelLayout` has a second, global float32 scale (`whole`) a tensor or a group: code * scale * whole."""
-
-    data: Tensor
-    scale: Tensor
-    whole: Tensor
+    whole: Tensor | None = None
 
 
 ROW = "row", "row_scale", "row_whole"
@@ -140,19 +136,13 @@ class Quantized:
 
     def components(self) -> Mapping[str, Tensor]:
         """The component tensors that are present, by name."""
-        found: dict[str, Tensor] = {}
-        if self.row is not None:
-            found.update(zip(ROW, self.row, strict=False))
-        if self.col is not None:
-            found.update(zip(COL, self.col, strict=False))
-        if self.offs is not None:
-            found["offs"] = self.offs
-        return found
+        layouts = *zip(ROW, self.row or (), strict=False), *zip(COL, self.col or (), strict=False)
+        return {name: t for name, t in (*layouts, ("offs", self.offs)) if t is not None}
 
     def of(self, components: Mapping[str, Tensor]) -> Quantized:
         """A copy with these component tensors, as after saving and restoring them."""
-        row = make_layout(*map(components.get, ROW)) if "row" in components else None  # type: ignore[arg-type]
-        col = make_layout(*map(components.get, COL)) if "col" in components else None  # type: ignore[arg-type]
+        row = Layout(*map(components.get, ROW)) if "row" in components else None  # type: ignore[arg-type]
+        col = Layout(*map(components.get, COL)) if "col" in components else None  # type: ignore[arg-type]
         offs = components.get("offs")
         return Quantized(row, col, self.scaling, offs, self.dtype, self.carrier, self.odd)
 
@@ -234,19 +224,17 @@ class Quantized:
 
     def _rows_of(self, begin: int, end: int, first: int, last: int) -> Layout:
         """The row layout of groups first, ..., last - 1."""
-        data, scale, *whole = self.row  # type: ignore[misc]
-        one = [t[first:last] if t.dim() else t for t in whole]
+        data, scale, whole = cast("Layout", self.row)
         if self.scaling.block is None:
-            return Layout(data[begin:end], scale[first:last] if scale.dim() else scale)
+            return Layout(data[begin:end], _of_groups(scale, first, last))
         axis, _ = token_axis(self.scaling, "row")
-        parts = data[begin:end], scale.narrow(axis, begin, end - begin).contiguous()
-        return make_layout(*parts, *one)
+        scales = scale.narrow(axis, begin, end - begin).contiguous()
+        return Layout(data[begin:end], scales, _of_groups(whole, first, last))
 
     def _columns_of(self, ends: list[int], first: int) -> Layout:
         """The column layout of consecutive groups from `first`, which end at `ends`."""
-        data, scale, *whole = self.col  # type: ignore[misc]
+        data, scale, whole = cast("Layout", self.col)
         groups, rows = len(ends) - 1, ends[-1] - ends[0]
-        one = [t[first : first + groups] if t.dim() else t for t in whole]
         blocks = rows // BLOCK + groups
         moves = []  # (source, target, count) in blocks of 128
         for k, (begin, end) in enumerate(itertools.pairwise(ends)):
@@ -255,16 +243,15 @@ class Quantized:
         scaling = self.scaling.of("col")
         codes = _copy_blocks(data, 1, BLOCK // scaling.codes_per_byte, blocks, moves)
         if scaling.block is None:
-            return Layout(codes, scale[first : first + groups] if scale.dim() else scale)
+            return Layout(codes, _of_groups(scale, first, first + groups))
         axis, step = token_axis(scaling, "col")
-        return make_layout(codes, _copy_blocks(scale, axis, BLOCK // step, blocks, moves), *one)
+        scales = _copy_blocks(scale, axis, BLOCK // step, blocks, moves)
+        return Layout(codes, scales, _of_groups(whole, first, first + groups))
 
 
-def make_layout(data: Tensor, scale: Tensor, whole: Tensor | None = None) -> Any:
-    """The `Layout`, or with `whole` the `TwoLevelLayout`, of these components. It is typed Any, since code for formats
-    without a global scale takes it for a `Layout`.
-    """
-    return Layout(data, scale) if whole is None else TwoLevelLayout(data, scale, whole)
+def _of_groups(scale: Any, first: int, last: int) -> Any:
+    """The scales of groups first, ..., last - 1; one of the whole tensor, or None, stays."""
+    return scale[first:last] if scale is not None and scale.dim() else scale
 
 
 def token_axis(scaling: Scaling, layout: str) -> tuple[int, int]:
@@ -339,7 +326,7 @@ def factors(q: Quantized, layout: str) -> Factors:
     found: Layout | None = getattr(q, layout)
     if found is None:
         raise FuseOpsError(f"an operand in {q.scaling} has no {layout} layout, which is read.")
-    (data, scale), whole = found[:2], cast("tuple[Tensor, ...]", found[2:])
+    data, scale, whole = found
     scaling = q.scaling.of(layout)
     if scaling.block is None:
         return data.float() * _broadcast_scale(q, layout, data, scale), None
@@ -349,7 +336,7 @@ def factors(q: Quantized, layout: str) -> Factors:
         scale = scale.mT
     dtype = product_dtype(scaling, q.dtype)
     codes = K.dequantize_format(data, scale, scaling.data, (block[0], block[1]), dtype)
-    return codes[..., : codes.shape[-1] - (layout in q.odd)], whole[0] if whole else None
+    return codes[..., : codes.shape[-1] - (layout in q.odd)], whole
 
 
 def is_swizzled(layout: Layout | None) -> bool:
@@ -362,12 +349,12 @@ def _unswizzled(q: Quantized, layout: str) -> Layout:
     found: Layout = getattr(q, layout)
     if not is_swizzled(found):
         return found
-    (data, scale), whole = found[:2], found[2:]
+    data, scale, whole = found
     scaling, rows = q.scaling.of(layout), len(data)
     count = -(-data.shape[1] * scaling.codes_per_byte // scaling.code_block[1])
     offs = q.offs if layout == "row" else None
     plain = K.unswizzled(scale.view(torch.uint8), rows, count, offs)
-    return make_layout(data, plain.view(scale.dtype), *whole)
+    return Layout(data, plain.view(scale.dtype), whole)
 
 
 def slice_features(q: Tensor | Quantized, begin: int, size: int) -> Tensor | Quantized:
@@ -377,7 +364,7 @@ def slice_features(q: Tensor | Quantized, begin: int, size: int) -> Tensor | Qua
     """
     if isinstance(q, Tensor):
         return q.narrow(-1, begin, size)
-    data, scale = cast("Layout", q.row)
+    data, scale, _ = cast("Layout", q.row)
     if q.scaling.block is None:
         return replace(q, row=Layout(data.narrow(1, begin, size), scale), col=None, carrier=None)
     blocks = scale.narrow(0, begin // BLOCK, -(-size // BLOCK))
@@ -394,7 +381,7 @@ def unswizzle(q: Quantized) -> Quantized:
 
 def swizzled_operand(q: Quantized, layout: str) -> tuple[Tensor, Tensor]:
     """The codes of a micro format and their swizzled scales, with one scale for each row."""
-    data, scale = getattr(q, layout)[:2]
+    data, scale, _ = getattr(q, layout)
     raw = scale.view(torch.uint8)
     if is_swizzled(getattr(q, layout)):
         return data, raw

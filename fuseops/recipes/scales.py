@@ -25,11 +25,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 
+from .delayed import DelayedScaling
+
 INFINITE = torch.finfo(torch.float32).max  # the amax of a tensor with an infinity: see `magnitude`
 ROLES = ("input", "weight", "grad_output")
 STATE = AMAX, HISTORY, SCALE = "fp8_amax", "fp8_amax_history", "fp8_scale"
-StatefulRecipe = Any
-"""A recipe whose scales come from the amaxes of earlier steps: a `DelayedScaling`."""
 ScaleFn = Callable[[Tensor], Tensor]
 """Maps the amax of a tensor, () or of groups (G,), to the factor that x is multiplied by before it is rounded."""
 
@@ -43,17 +43,17 @@ class ScaleState:
         self, buffers: dict[str, Tensor | None], parameters: dict[str, Tensor | None]
     ) -> None:
         self.buffers, self.parameters = buffers, parameters
-        self.recipe: StatefulRecipe | None = None  # that the scales are of; None: unknown
+        self.recipe: DelayedScaling | None = None  # that the scales are of; None: unknown
         self.has_optimizer = False  # whether one has updated a parameter of the op itself
         self.order = next(_orders)
         _states.add(self)
         watch_optimizers()
 
-    def scale_fn(self, recipe: StatefulRecipe, role: str, record: bool) -> ScaleFn:
+    def scale_fn(self, recipe: DelayedScaling, role: str, record: bool) -> ScaleFn:
         """The function that gives an operand in this role its scale.   record: its amax enters the state"""
         return functools.partial(self._update_scale, recipe, ROLES.index(role), record)
 
-    def _update_scale(self, recipe: StatefulRecipe, k: int, record: bool, amax: Tensor) -> Tensor:
+    def _update_scale(self, recipe: DelayedScaling, k: int, record: bool, amax: Tensor) -> Tensor:
         dtype = recipe.bwd if k == 2 else recipe.fwd
         own = _scale(recipe, dtype, torch.where(amax == 0, torch.finfo(dtype).max, amax))
         if torch_private.is_fake(amax) or amax.is_meta:
@@ -65,7 +65,7 @@ class ScaleState:
         scales = scales.float().view(amax.shape)
         return torch.where(scales == 0, own, scales)
 
-    def _scales(self, recipe: StatefulRecipe, like: Tensor, record: bool) -> Tensor:
+    def _scales(self, recipe: DelayedScaling, like: Tensor, record: bool) -> Tensor:
         """The scales of this recipe. Where those in the buffer are another one's, they come from the history: training
         writes them, an evaluation leaves the state as it is.   -> (3, G)
         """
@@ -101,9 +101,9 @@ class ScaleState:
 
     def advance(self) -> None:
         """Push the amaxes since the last step into the history, and compute the scales of the next step."""
-        recipe: StatefulRecipe = self.recipe
+        recipe = self.recipe
         amax, history, scale = (self.buffers[name] for name in STATE)
-        if amax is None or history is None or scale is None:
+        if recipe is None or amax is None or history is None or scale is None:
             return
         seen = (amax > 0) & (amax < INFINITE)  # an infinity would have all else round to zero
         history.copy_(torch.where(seen, torch.cat([amax[None], history[:-1]]), history))
@@ -124,7 +124,7 @@ def _of_length(history: Tensor, length: int) -> Tensor:
     return made
 
 
-def _scales_of_history(recipe: StatefulRecipe, history: Tensor, scale: Tensor) -> Tensor:
+def _scales_of_history(recipe: DelayedScaling, history: Tensor, scale: Tensor) -> Tensor:
     """The scales that a recipe computes from the history, or those there are where it gives none.   -> (3, G)"""
     wanted = recipe.amax_of(history)
     usable = (wanted > 0) & wanted.isfinite()
@@ -133,7 +133,7 @@ def _scales_of_history(recipe: StatefulRecipe, history: Tensor, scale: Tensor) -
     return torch.where(usable, torch.stack(found), scale)
 
 
-def _scale(recipe: StatefulRecipe, dtype: torch.dtype, amax: Tensor) -> Tensor:
+def _scale(recipe: DelayedScaling, dtype: torch.dtype, amax: Tensor) -> Tensor:
     largest = torch.full_like(amax, torch.finfo(dtype).max)
     return (largest / amax * 2.0**-recipe.margin).clamp(max=torch.finfo(torch.float32).max)
 

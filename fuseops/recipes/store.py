@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,9 @@ from fuseops.kernels.registry import PLAIN
 
 from .operands import weight_operand
 from .quantized import Quantized
+from .recipe import Roles
 from .scales import OptimizerSteps, ScaleFn, watch_optimizers
 from .scaling import Scaling
-
-if TYPE_CHECKING:
-    from .recipe import Roles
 
 
 class StoredLayout:

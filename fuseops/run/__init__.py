@@ -5,7 +5,7 @@ a sequence     composed (its children), splice (nested Sequentials), runner (run
 a run of ops   run (executes the plan of a call), plan_lookup (finds it, or builds it), plan_cache, modes (how an op
                runs outside of a span), gate (whether a recipe pays)
 compiled code  compiled (a call as dynamo traces it), guard_free (no guards on names), trace_queries (answers of the
-               planner), object_table (objects by number)
+               planner)
 execution      bridge (the autograd Function), steps (generates the code of a segment), repeats (replays transcripts of
                calls), saving (saved tensors), pure (level-1 ops), generators (random state), ranges (for the profiler)
 gradients      weight_grads (main_grad, backward_dw), data_parallel (reduces delayed gradients), buffers (of the

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.kernels import registry
 from fuseops.ops import names
+from fuseops.ops.object_table import TABLE, dedupe_inputs
 from fuseops.plan.segment import Segment, Step
 from fuseops.recipes import Quantized
 
-from . import checks, repeats, second_order, weight_grads
+from . import checks, data_parallel, repeats, second_order, weight_grads
 from .checks import describe
 from .contract import ContractCheck
-from .object_table import TABLE, dedupe_inputs
+from .repeats import GradsIn
 from .saving import pack, saved_names, unpack
 from .steps import CallContext, write_backward, write_forward
 
@@ -50,9 +50,9 @@ class Node(torch.autograd.Function):
         # traced code passes a constant that stands for the segment
         seg: Segment = TABLE[segment] if isinstance(segment, int) else segment
         rows: Sequence[Any]
-        t, forward = list(inputs), seg.fwd or write_forward(seg)
+        t = list(inputs)
         if state is None:
-            y, kept, x_dtypes = forward(x, t, CallContext())
+            y, kept, x_dtypes = (seg.fwd or write_forward(seg))(x, t, CallContext())
             y = y.dequantize() if type(y) is Quantized else y
             # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
             y = y.view_as(y)
@@ -60,16 +60,8 @@ class Node(torch.autograd.Function):
         else:
             if not seg.checked_backward:
                 state.context = state.context._replace(contract=ContractCheck(seg, inputs))
-            thread = registry.thread
-            before, unseen = thread.replay_mode, registry.may_replay()
-            thread.replay_mode = seg.quiet and unseen
             quantized_x, state.quantized = state.quantized, None
-            try:
-                y, flat, rows, x_dtypes = repeats.forward(
-                    seg, forward, quantized_x or x, t, state.context, unseen
-                )
-            finally:
-                thread.replay_mode = before
+            y, flat, rows, x_dtypes = repeats.forward(seg, quantized_x or x, t, state.context)
             if type(y) is Quantized:
                 state.quantized, y = y, y.carrier
             elif type(y) is Tensor and y._base is not None and torch_private.is_only_view(y):
@@ -83,7 +75,7 @@ class Node(torch.autograd.Function):
         seed = torch.randint(2**62, (1,), device=x.device) if seg.random else None
         ctx.state = seg, state, rows, x_dtypes, seed
         if seg.bypasses_autograd:
-            weight_grads.remember_wrappers(seg)
+            data_parallel.remember_wrappers(seg.ops)
             ctx.has_input = [i is not None for i in inputs]
         if state is not None and state.frame is not None:
             state.frame.fill(
@@ -102,15 +94,17 @@ class Node(torch.autograd.Function):
         seg, state, rows, x_dtypes, seed = ctx.state
         if seg.bypasses_autograd:
             seg = weight_grads.segment_for_backward(seg, ctx.has_input, ctx.next_functions)
+        context = CallContext() if state is None else state.context
+        given = dy, dsides, x_dtypes, context if seed is None else context._replace(seed=seed)
         tensors = ctx.saved_tensors
         saved = [*tensors]
         if not torch.is_grad_enabled():
             del tensors
             if state is not None:
                 torch_private.release_saved(ctx)
-            return _run_backward(seg, state, rows, saved, dy, dsides, x_dtypes, seed)
+            return _run_backward(seg, state, rows, saved, given)
         with torch.no_grad():
-            grads = _run_backward(seg, state, rows, saved, dy, dsides, x_dtypes, seed)
+            grads = _run_backward(seg, state, rows, saved, given)
         ties = [
             *state.ties,
             *second_order.leaves(ctx),
@@ -121,14 +115,7 @@ class Node(torch.autograd.Function):
 
 
 def _run_backward(
-    seg: Segment,
-    state: NodeState | None,
-    rows: Any,
-    saved: list[Tensor],
-    dy: Any,
-    dsides: Any,
-    x_dtypes: Any,
-    seed: Any,
+    seg: Segment, state: NodeState | None, rows: Any, saved: list[Tensor], given: GradsIn
 ) -> tuple[Any, ...]:
     """Run the backward of a segment with autocast off. An error gets a note that names the op.
 
@@ -136,31 +123,20 @@ def _run_backward(
     """
     if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
         with torch.autocast(seg.device, enabled=False):
-            return _run_backward(seg, state, rows, saved, dy, dsides, x_dtypes, seed)
-    backward = seg.bwd or write_backward(seg)
-    context = CallContext() if state is None else state.context
-    if seed is not None:
-        context = context._replace(seed=seed)
+            return _run_backward(seg, state, rows, saved, given)
     if state is None:
-        kept = unpack(rows, saved)
+        backward, kept = seg.bwd or write_backward(seg), unpack(rows, saved)
         if torch.compiler.is_dynamo_compiling():  # torch 2.11 cannot trace what sets the flag
-            return backward(kept, dy, dsides, x_dtypes, context)
+            return backward(kept, *given)
         with torch_private.compiling():
-            return backward(kept, dy, dsides, x_dtypes, context)
-    thread = registry.thread
-    before, unseen = thread.replay_mode, registry.may_replay()
-    thread.replay_mode = seg.quiet and unseen
-    given = dy, dsides, x_dtypes
+            return backward(kept, *given)
     try:
-        return repeats.backward(seg, backward, rows, saved, given, context, unseen)
+        return repeats.backward(seg, rows, saved, given)
     except Exception as error:
-        unsaved = checks.unsaved_fields(checks.failing_step(error))
-        error.add_note(
-            f"in the backward of fuseops {where(seg, state.path, error)}; dy {describe(dy)}{unsaved}"
-        )
+        step = checks.failing_step(error)
+        about = f"dy {describe(given[0])}{checks.unsaved_fields(step)}"
+        error.add_note(f"in the backward of fuseops {where(seg, state.path, step)}; {about}")
         raise
-    finally:
-        thread.replay_mode = before
 
 
 _apply = torch_private.direct_apply(Node)
@@ -208,13 +184,8 @@ def run_traced_node(number: int, x: Any, inputs: Sequence[Any]) -> Any:
 # --- messages ------------------------------------------------------------------------------------------------------
 
 
-def where(seg: Segment, path: str, step: Step | BaseException | None = None) -> str:
-    """Describe a segment, or one step of it, for a message: path and classes of its ops.
-
-    step: or an error, for the step that raised it
-    """
-    if isinstance(step, BaseException):
-        step = checks.failing_step(step)
+def where(seg: Segment, path: str, step: Step | None = None) -> str:
+    """Describe a segment, or one step of it, for a message: path and classes of its ops."""
     members = range(len(seg.ops)) if step is None else step.members
     names = [seg.names[i] for i in members]
     inner = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"

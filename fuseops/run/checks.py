@@ -195,17 +195,13 @@ def as_out(step: Step, y: Any) -> Out:
     """Wrap a tensor that an op returned into an Out.  Raises FuseOpsError where its bwd needs a Saved too."""
     if not isinstance(y, Tensor):
         raise no_tensor_error(step, y)
-    if not step.pure and step.target.Saved._fields:
-        raise bare_tensor_error(step)
-    return Out(y)
-
-
-def bare_tensor_error(step: Step) -> FuseOpsError:
     op = type(step.target)
-    return FuseOpsError(
-        f"{op.__name__}.fwd returned a bare tensor, but its bwd reads what {op.Saved.__name__} holds: "
-        f"return Out(y, {op.Saved.__name__}(...)), or write a bwd for this fwd."
-    )
+    if not step.pure and op.Saved._fields:
+        raise FuseOpsError(
+            f"{op.__name__}.fwd returned a bare tensor, but its bwd reads what {op.Saved.__name__} holds: "
+            f"return Out(y, {op.Saved.__name__}(...)), or write a bwd for this fwd."
+        )
+    return Out(y)
 
 
 def check_member_saved(step: Step, out: Any) -> Out:

@@ -25,6 +25,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
 from fuseops.ops.local import to_local_input
+from fuseops.ops.object_table import TABLE, object_at
 from fuseops.plan.key import (
     Tokens,
     autocast_of,
@@ -38,9 +39,8 @@ from fuseops.recipes import Quantized
 from . import bridge
 from .composed import Composed
 from .guard_free import guard_free
-from .object_table import TABLE, object_at
 from .run import call_op, run_segment
-from .runner import Runner, prepare
+from .runner import runner_of
 from .sides import check_input, returned_names, side_inputs
 from .steps import CallContext, write_forward
 from .trace_queries import UNREAD, query
@@ -124,7 +124,7 @@ def _run(
     for k in range(query(runner, "segments", plan)):
         mode = query(runner, "segment_mode", plan, k, tuple(unchanged))
         if mode == "tap":
-            env[query(runner, "tap_name", plan, k)] = x
+            env[query(runner, "segment_field", plan, k, "tap")] = x
         elif mode == "call":
             x = _run_called(plan, k, x, env)
         elif mode == "traced":
@@ -171,12 +171,12 @@ def _run_opaque(
     runner: int, piece: int, plan: int, k: int, ops: Sequence[Any], x: Any, env: dict[str, Any]
 ) -> Any:
     """Run a segment as one call in dynamo's graph."""
-    inputs = [env[name] for name in _split_words(query(runner, "segment_reads", plan, k))]
+    inputs = [env[name] for name in _split_words(query(runner, "segment_field", plan, k, "reads"))]
     for i, name in _pairs(_split_words(query(runner, "segment_params", plan, k))):
         owner = query(runner, "owner_dict", piece, int(i), name)
         inputs.append(getattr(ops[int(i)], owner)[name] if owner else getattr(ops[int(i)], name))
-    y = in_graph(query(runner, "segment_number", plan, k), x, *inputs)
-    exports = _split_words(query(runner, "segment_exports", plan, k))
+    y = in_graph(query(runner, "segment_field", plan, k, "number"), x, *inputs)
+    exports = _split_words(query(runner, "segment_field", plan, k, "exports"))
     if not exports:
         return y
     for name, t in zip(exports, y[1:], strict=True):
@@ -263,10 +263,10 @@ def _attributes_unchanged(runner: int, piece: int, i: int, op: Any) -> bool:
             return False
     for name in _split_words(query(runner, "attributes_of_kind", piece, i, "mixed")):
         for k, item in _enumerate(getattr(op, name)):
-            if item != query(runner, "attribute_item", piece, i, name, k):
+            if item != query(runner, "attribute", piece, i, name, k):
                 return False
     for name in _split_words(query(runner, "attributes_of_kind", piece, i, "mapping")):
-        if not query(runner, "mapping_equals", piece, i, name, tuple(getattr(op, name).items())):
+        if not query(runner, "attribute_equals", piece, i, name, tuple(getattr(op, name).items())):
             return False
     for name in _split_words(query(runner, "attributes_of_kind", piece, i, "object")):
         if not query(runner, "attribute_is", piece, i, name, id(getattr(op, name))):
@@ -318,8 +318,7 @@ def forward_class() -> type:
 def _prepared(module: int, identities: tuple[Any, ...]) -> int:
     """The address of a module's runner, valid for these `identities` of its children."""
     found = object_at(module)
-    prepare(found)
-    runner: Runner = found._runner
+    runner = runner_of(found)
     if not runner.places:
         runner.places = _positions(_flat_children(found, []))
         torch_private.allow_in_graph(in_graph)

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from fuseops.errors import FuseOpsError, FusionMissError
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
-from fuseops.ops.paths import path_of, set_path, stripped, walk
+from fuseops.ops.paths import check_module, path_of, set_path, stripped, walk
 from fuseops.ops.scopes import Override
 from fuseops.plan.records import Miss
 from fuseops.recipes import ByName, Recipe, Roles, Scaling
@@ -19,7 +20,6 @@ from fuseops.rules.builtin_rules import POINTWISE
 from fuseops.rules.rule import Rule
 
 from .composed import Composed
-from .sides import check_module
 
 LEVELS = ("DEBUG", "INFO", "WARNING")
 PREFERENCES = ("speed", "memory")
@@ -158,7 +158,7 @@ def fusion(
     *,
     disable: Iterable[str] = (),
     strict: bool | Iterable[str] = False,
-) -> scopes.scope:
+) -> scopes.scope | scopes.GeneratorScope[None]:
     """Switch fusion off (or on), disable rules by name, or require that rules fire, for the calls made inside.
 
     enabled: without it `fusion()` switches fusion on, and with `disable` or `strict` fusion stays as it is outside.
@@ -174,34 +174,15 @@ def fusion(
     wanted: bool | frozenset[str] = strict if isinstance(strict, bool) else _names("strict", strict)
     if wanted:
         override += (("strict", wanted),)
-    return scopes.scope(override) if isinstance(wanted, bool) else _Strict(override, wanted)
-
-
-class _Strict(scopes.scope):
-    """A `_Strict` is a scope that raises on leaving unless each of these rules has fired."""
-
-    def __init__(self, override: Override, wanted: frozenset[str]) -> None:
-        super().__init__(override)
-        self.wanted = wanted
-        self.checks: list[AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self.checks.append(_require_fired(self.wanted))
-        self.checks[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            self.checks.pop().__exit__(*error)
-        finally:
-            super().__exit__(*error)
-
-    def _recreate_cm(self) -> "_Strict":
-        return _Strict(self.override, self.wanted)
+    scope = scopes.scope(override)
+    if isinstance(wanted, bool):
+        return scope
+    return scopes.GeneratorScope(scope.shown_as, partial(_require_fired, scope, wanted))
 
 
 @contextmanager
-def _require_fired(wanted: frozenset[str]) -> Iterator[None]:
+def _require_fired(scope: scopes.scope, wanted: frozenset[str]) -> Iterator[None]:
+    """A scope that raises FusionMissError on leaving unless each of these rules has fired."""
     fired: set[str] = set()
     misses: dict[str, Miss] = {}
 
@@ -209,7 +190,7 @@ def _require_fired(wanted: frozenset[str]) -> Iterator[None]:
         fired.update(s.rule for s in (*plan.forward, *plan.backward) if s.rule)
         misses.update({m.rule: m for m in plan.misses})
 
-    with scopes.watch_plans(watch):
+    with scope, scopes.watch_plans(watch):
         yield
     unfired = sorted(wanted - fired)
     if unfired:
@@ -254,9 +235,9 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     return ExitStack(), scopes.RestoredScopes(scopes.current().layer)
 
 
-def from_environment(environ: Any = os.environ) -> None:
+def from_environment() -> None:
     """Read FUSEOPS_FUSION, FUSEOPS_DISABLE and FUSEOPS_LOG once, at import, and check FUSEOPS_NVTX."""
-    values: dict[str, Any] = {}
+    environ, values = os.environ, dict[str, Any]()
     switch = environ.get("FUSEOPS_FUSION", "1")
     if switch not in ("0", "1"):
         raise FuseOpsError(f"FUSEOPS_FUSION={switch!r}: expected 0 or 1.")

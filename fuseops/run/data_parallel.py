@@ -5,6 +5,7 @@ reduced here.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -17,11 +18,11 @@ from fuseops.ops.op import Op
 _wrappers: weakref.WeakKeyDictionary[Op[Any], weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
-def remember_wrapper(op: Op[Any]) -> None:
-    """Record the DistributedDataParallel, if any, in whose forward this op runs."""
-    found = torch_private.active_ddp()
-    if found is not None:
-        _wrappers[op] = weakref.ref(found)
+def remember_wrappers(ops: Iterable[Op[Any]]) -> None:
+    """Record the DistributedDataParallel, if any, in whose forward those of these ops run that delay gradients."""
+    for op in ops:
+        if op.delays and (found := torch_private.active_ddp()) is not None:
+            _wrappers[op] = weakref.ref(found)
 
 
 def _wrapper(op: Op[Any]) -> Any:

@@ -13,7 +13,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops import scopes
 from fuseops.ops.splits import bad_end_message, bad_ends, group_starts
-from fuseops.recipes.numerics import GemmError, OperandNumbers, QuantizationStats, set_active_stats
+from fuseops.recipes.numerics import GemmError, OperandNumbers, QuantizationStats
 
 from . import bridge, checks, run
 
@@ -109,7 +109,7 @@ def debug() -> Iterator[Debug]:
         yield scope.debug
         return
     scope.debug = checks = Debug()
-    before = set_active_stats(checks.stats)
+    before, QuantizationStats.active = QuantizationStats.active, checks.stats
     try:
         yield checks
         if checks.reports:
@@ -123,7 +123,7 @@ def debug() -> Iterator[Debug]:
         raise
     finally:
         scope.debug = None
-        set_active_stats(before)
+        QuantizationStats.active = before
         checks.stats.originals.clear()
     checks.raise_failed(wait=True)
     checks.check_kept_weights()

@@ -7,7 +7,7 @@ every split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,6 +33,10 @@ class GatedRun(NamedTuple):
         if self.min_rows is None:
             return "FP8 pays for no number of rows"
         return f"FP8 pays from {self.min_rows} rows on" if rows < self.min_rows else None
+
+    def gain(self, names: Sequence[str], rows: int) -> Gain:
+        """The predicted gain of a call with this number of rows.   names: of the ops of the run"""
+        return gain_of(self.layer, tuple(names[i] for i in self.ops), rows)
 
 
 def gated_runs(chain: Chain, scanned: Scan, facts: Facts) -> tuple[GatedRun, ...]:
@@ -83,12 +87,3 @@ def _joint_linears(scanned: Scan, ops: Sequence[Op[Any]]) -> Iterator[tuple[int,
             continue
         if getattr(c.rule.build(*ops[c.start : c.stop]), "recipes", False):
             yield linear(c)
-
-
-def gains(
-    layers: Sequence[GatedRun], names: Sequence[str], rows: Callable[[int], int]
-) -> tuple[Gain, ...]:
-    """The predicted gains of a call.   rows: function from the index of an op to its number of rows"""
-    return tuple(
-        gain_of(run.layer, tuple(names[i] for i in run.ops), rows(run.ops[0])) for run in layers
-    )

@@ -38,7 +38,7 @@ from fuseops.torch_private import is_nested
 
 from . import checks
 from .checks import check_dtype, check_meta, describe
-from .gate import gains, gated_runs
+from .gate import gated_runs
 from .modes import mode_of
 from .plan_cache import MAX_SHAPES, CacheEntry, LastCall, PlanCache
 
@@ -104,8 +104,8 @@ class PlanLookup:
             plan = plan if misses == plan.misses else plan._replace(misses=misses)
         if entry.gated and scopes.current().watchers:
             shapes = [*self.shapes_of(x, side)]
-            rows = lambda i: numel(shapes[i][:-1])  # noqa: E731
-            plan = plan._replace(gains=gains(entry.gated, self.names, rows))
+            gains = [j.gain(self.names, numel(shapes[j.ops[0]][:-1])) for j in entry.gated]
+            plan = plan._replace(gains=tuple(gains))
         return plan
 
     def _reasons_under_recipe(
@@ -161,40 +161,29 @@ class PlanLookup:
         linear ops, why it stays in high precision.
         """
         sides = {name: tuple(side[name].shape) for name in self.chain.outside}
-        shapes = [*self.chain.shapes(tuple(x.shape), sides)]
+        shapes, call = [*self.chain.shapes(tuple(x.shape), sides)], entry.facts.key.call
 
         def conditions(start: int, stop: int) -> Conditions:
-            return self._conditions(entry, x, start, stop, shapes, sides)
+            shape, out = shapes[start], shapes[stop]
+            return Conditions(
+                shape=shape,
+                k=shape[-1] if shape else 1,
+                n=out[-1] if out else 1,
+                rows=numel(shape[:-1]),
+                dtype=call.compute or x.dtype,
+                device=x.device,
+                recipe=entry.facts.settings.recipe,
+                needs=entry.facts.needs[start:stop],
+                training=self.ops[start].training,
+                reads=self.chain.reads[start:stop],
+                sides=sides,
+                compiling=call.compiling,
+            )
 
         against = reasons_against(entry.scan, self.chain, entry.facts.settings, conditions)
         if not entry.gated:
             return against
         return (*against, *[j.reason(numel(shapes[j.ops[0]][:-1])) for j in entry.gated])
-
-    def _conditions(
-        self,
-        entry: CacheEntry,
-        x: Tensor,
-        start: int,
-        stop: int,
-        shapes: Sequence[Shape],
-        sides: Mapping[str, Shape],
-    ) -> Conditions:
-        call, shape, out = entry.facts.key.call, shapes[start], shapes[stop]
-        return Conditions(
-            shape=shape,
-            k=shape[-1] if shape else 1,
-            n=out[-1] if out else 1,
-            rows=numel(shape[:-1]),
-            dtype=call.compute or x.dtype,
-            device=x.device,
-            recipe=entry.facts.settings.recipe,
-            needs=entry.facts.needs[start:stop],
-            training=self.ops[start].training,
-            reads=self.chain.reads[start:stop],
-            sides=sides,
-            compiling=call.compiling,
-        )
 
     def entry_of_key(self, key: PlanKey) -> CacheEntry:
         """The cache entry of a key, added if it is new."""

@@ -155,21 +155,13 @@ def _rerun_fwd(op: Any, saved: Any, call: Any) -> tuple[dict[str, Any], Out]:
 def _check_leaves(op: Any, results: Iterable[Tensor], leaves: Iterable[Any]) -> None:
     """Raise FuseOpsError where results depend on leaves other than these, which would get no gradient."""
     known = {*map(id, leaves)}
-    nodes = [t.grad_fn for t in results]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
+    for leaf in torch_private.leaves_behind(results):
+        if id(leaf) not in known:
             raise FuseOpsError(
                 f"{type(op).__name__}.fwd reads a tensor of shape {tuple(leaf.shape)} that wants a gradient and does "
                 "not come by keyword: it would get none. Register it as a parameter, or name it in `reads`, and add "
                 "it to fwd(self, x, *, ...)."
             )
-        nodes += [previous for previous, _ in node.next_functions]
 
 
 def _check_deterministic(op: Any, saved: Any, call: Any, out: Out) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -31,14 +30,7 @@ def ranged(label: str) -> AbstractContextManager[Any]:
 
 def in_ranges(segments: Sequence[Segment], path: str) -> list[Segment]:
     """Copies of segments whose steps run inside profiler ranges."""
-    return [seg if seg.kind == "call" else _ranged(seg, path) for seg in segments]
-
-
-def _ranged(seg: Segment, path: str) -> Segment:
-    found: Segment | None = seg.variants.get(path)
-    if found is None:
-        found = seg.variants[path] = replace(seg, path=path)
-    return found
+    return [seg if seg.kind == "call" else seg.variant(path, path=path) for seg in segments]
 
 
 def label(seg: Segment, step: Step, path: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fuseops.kernels import registry
 from fuseops.kernels.replay import active_replays
 from fuseops.kernels.transcript import Repeat, transcribable, transcribing
 from fuseops.ops import scopes
@@ -23,7 +24,7 @@ from fuseops.torch_private import dict_version
 
 from .checks import running_step
 from .saving import pack, unpack
-from .steps import CallContext, GeneratedFunction
+from .steps import CallContext, write_backward, write_forward
 
 # of a kind, before one is recorded; the call that checks the contract is not counted
 WARMUP_CALLS = 1
@@ -95,81 +96,84 @@ def transcripts_of(seg: Segment, context: CallContext, unseen: bool) -> SegmentT
 
 
 def forward(
-    seg: Segment,
-    run_steps: GeneratedFunction,
-    x: Any,
-    t: list[Any],
-    context: CallContext,
-    unseen: bool,
+    seg: Segment, x: Any, t: list[Any], context: CallContext
 ) -> tuple[Any, Sequence[Tensor], Sequence[Any], Any]:
     """Run, or replay, the forward of a segment.
 
-    run_steps: made by `steps.write_forward`.
     -> y, the tensors to save for the backward, where each kept field is among them, dtypes of x
     """
-    transcripts = transcripts_of(seg, context, unseen)
-    if transcripts is not None:
-        operands = [x, *[tensor for tensor in t if tensor is not None]]
-        known = transcripts.kinds.get(x.shape) or transcripts.add(x.shape)
-        try:
-            for transcript, (rows, x_dtypes) in known.transcripts:
-                out = transcript(operands, context.scratch)
-                if out is not None:
-                    y, flat, exported = out
-                    t += [None] * (seg.size - len(t))
-                    for position, side in zip(seg.export_positions, exported, strict=True):
-                        t[position] = side
-                    return y, flat, rows, x_dtypes
-        except Exception:
-            # the steps run once this handler has freed its tensors; their error names the op
-            transcripts = None
-    if transcripts is None or not known.should_record(operands):
-        y, kept, x_dtypes = run_steps(x, t, context)
-        return y, *pack(seg, kept), x_dtypes
-    with transcribing(operands, context.scratch) as seen:
-        y, kept, x_dtypes = run_steps(x, t, context)
-    flat, rows = pack(seg, kept)
-    exported = tuple([t[position] for position in seg.export_positions])
-    if type(rows) is SlotMap:
-        new = seen.generate((y, (*flat,), exported))
-        if new is not None:
-            known.transcripts.append((new, (rows, x_dtypes)))
-    return y, flat, rows, x_dtypes
+    run_steps = seg.fwd or write_forward(seg)
+    thread, unseen = registry.thread, registry.may_replay()
+    before, thread.replay_mode = thread.replay_mode, seg.quiet and unseen
+    try:
+        transcripts = transcripts_of(seg, context, unseen)
+        if transcripts is not None:
+            operands = [x, *[tensor for tensor in t if tensor is not None]]
+            known = transcripts.kinds.get(x.shape) or transcripts.add(x.shape)
+            try:
+                for transcript, (rows, x_dtypes) in known.transcripts:
+                    out = transcript(operands, context.scratch)
+                    if out is not None:
+                        y, flat, exported = out
+                        t += [None] * (seg.size - len(t))
+                        for position, side in zip(seg.export_positions, exported, strict=True):
+                            t[position] = side
+                        return y, flat, rows, x_dtypes
+            except Exception:
+                # the steps run once this handler has freed its tensors; their error names the op
+                transcripts = None
+        if transcripts is None or not known.should_record(operands):
+            y, kept, x_dtypes = run_steps(x, t, context)
+            return y, *pack(seg, kept), x_dtypes
+        with transcribing(operands, context.scratch) as seen:
+            y, kept, x_dtypes = run_steps(x, t, context)
+        flat, rows = pack(seg, kept)
+        exported = tuple([t[position] for position in seg.export_positions])
+        if type(rows) is SlotMap:
+            new = seen.generate((y, (*flat,), exported))
+            if new is not None:
+                known.transcripts.append((new, (rows, x_dtypes)))
+        return y, flat, rows, x_dtypes
+    finally:
+        thread.replay_mode = before
 
 
-def backward(
-    seg: Segment,
-    run_steps: GeneratedFunction,
-    rows: Sequence[Any],
-    saved: list[Tensor],
-    given: tuple[Any, Any, Any],
-    context: CallContext,
-    unseen: bool,
-) -> Any:
+GradsIn = tuple[Any, Any, Any, CallContext]
+"""What a backward is given besides saved tensors: dy, dsides, dtypes of x, the context."""
+
+
+def backward(seg: Segment, rows: Sequence[Any], saved: list[Tensor], given: GradsIn) -> Any:
     """Run, or replay, the backward of a segment.
 
-    run_steps: made by `steps.write_backward`.  rows: where the kept fields are among the `saved` tensors.
-    saved: what autograd saved; the list is emptied, so that tensors are freed early.  given: dy, dsides, dtypes of x.
+    rows: where the kept fields are among the `saved` tensors.
+    saved: what autograd saved; the list is emptied, so that tensors are freed early.
     """
-    transcripts, (dy, dsides, x_dtypes) = transcripts_of(seg, context, unseen), given
-    if transcripts is None or type(rows) is not SlotMap or dy is None:
-        return run_steps(_unpack_and_clear(rows, saved), *given, context)
-    grads_in = [d for d in (dy, *dsides) if d is not None]
-    kind = dy.shape, tuple([d is None for d in dsides]), id(rows), x_dtypes
-    known = transcripts.kinds.get(kind) or transcripts.add(kind)
-    saved[:0] = grads_in
-    for transcript, _ in known.transcripts:
-        out = transcript(saved, context.scratch)
-        if out is not None:
-            return out
-    record = known.should_record(saved)
-    with transcribing(saved, context.scratch, running_step) if record else nullcontext() as seen:
-        del saved[: len(grads_in)]
-        grads = run_steps(_unpack_and_clear(rows, saved), *given, context)
-    new = None if seen is None else seen.generate(grads)
-    if new is not None:
-        known.transcripts.append((new, rows))  # `kind` has the id of rows: keep them alive
-    return grads
+    run_steps, (dy, dsides, x_dtypes, context) = seg.bwd or write_backward(seg), given
+    thread, unseen = registry.thread, registry.may_replay()
+    before, thread.replay_mode = thread.replay_mode, seg.quiet and unseen
+    try:
+        transcripts = transcripts_of(seg, context, unseen)
+        if transcripts is None or type(rows) is not SlotMap or dy is None:
+            return run_steps(_unpack_and_clear(rows, saved), *given)
+        grads_in = [d for d in (dy, *dsides) if d is not None]
+        kind = dy.shape, tuple([d is None for d in dsides]), id(rows), x_dtypes
+        known = transcripts.kinds.get(kind) or transcripts.add(kind)
+        saved[:0] = grads_in
+        for transcript, _ in known.transcripts:
+            out = transcript(saved, context.scratch)
+            if out is not None:
+                return out
+        record = known.should_record(saved)
+        recorder = transcribing(saved, context.scratch, running_step) if record else nullcontext()
+        with recorder as seen:
+            del saved[: len(grads_in)]
+            grads = run_steps(_unpack_and_clear(rows, saved), *given)
+        new = None if seen is None else seen.generate(grads)
+        if new is not None:
+            known.transcripts.append((new, rows))  # `kind` has the id of rows: keep them alive
+        return grads
+    finally:
+        thread.replay_mode = before
 
 
 def _unpack_and_clear(rows: Sequence[Any], saved: list[Tensor]) -> list[Any]:

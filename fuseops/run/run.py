@@ -12,9 +12,9 @@ from torch.nn.utils import parametrize
 
 from fuseops import kernels
 from fuseops.errors import FuseOpsError
-from fuseops.kernels import registry
 from fuseops.ops import scopes
 from fuseops.ops.local import to_local_input
+from fuseops.ops.object_table import TABLE
 from fuseops.plan.build import RunPlan
 from fuseops.plan.chain import Chain
 from fuseops.plan.key import Tokens
@@ -26,9 +26,8 @@ from fuseops.torch_private import is_dtensor
 from . import bridge, buffers, ranges, repeats
 from .bridge import NodeState
 from .buffers import Buffers
-from .checks import describe, dtype_mismatch
+from .checks import describe, dtype_mismatch, failing_step
 from .contract import ContractCheck
-from .object_table import TABLE
 from .plan_lookup import PlanLookup
 from .steps import CallContext, write_forward
 
@@ -128,7 +127,7 @@ def run_segments(
                 del env[name]
         return x
     except Exception as error:
-        where = bridge.where(seg, path, error)
+        where = bridge.where(seg, path, failing_step(error))
         note = f"in the forward of fuseops {where}; x {describe(x)}{_describe_others(seg, env)}"
         clearer = dtype_mismatch(seg, path, error)
         if clearer is None:
@@ -170,12 +169,12 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], state: NodeState | No
             y, *exported = y
             env.update(zip(seg.exports, exported, strict=True))
         return y
-    forward = seg.fwd or write_forward(seg)
     context = CallContext() if state is None else state.context
     if state is not None and not seg.checked_forward:
         context = context._replace(contract=ContractCheck(seg, inputs))
+    forward = seg.fwd or write_forward(seg)
     if seg.kind == "node" and state is not None:
-        y, *_ = repeats.forward(seg, forward, x, inputs, context, registry.may_replay())
+        y, *_ = repeats.forward(seg, x, inputs, context)
     elif seg.kind == "node" or seg.aliases:
         # alias ops call no kernel; traced code writes nothing, since checkpoint refuses to trace a write
         y, _, _ = forward(x, inputs, context)

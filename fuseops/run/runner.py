@@ -170,18 +170,12 @@ def _first_class(module: Any) -> str:
 
 
 def runner_of(module: Any) -> Runner:
-    """The current runner of a Sequential."""
-    prepare(module)
-    runner: Runner = module._runner
-    return runner
-
-
-def prepare(module: Any) -> None:
-    """Build the runner of a module, unless it has a current one."""
+    """The current runner of a Sequential, or of an op that is called alone; built where it has none."""
     runner: Runner | None = module._runner
     if runner is None or not runner.is_current(module):
         runner = module.__dict__["_runner"] = Runner(splice(module), isinstance(module, Op))
         runner.children = [*module._modules.items()]
+    return runner
 
 
 def tokens_of(module: Any, runner: Runner) -> Tokens:
@@ -204,5 +198,5 @@ def tokens_of(module: Any, runner: Runner) -> Tokens:
 
 
 # after a graph break in a call, dynamo would try to trace these
-for _function in (runner_of, Runner.is_current, prepare, tokens_of, Run.__call__):
+for _function in (runner_of, Runner.is_current, tokens_of, Run.__call__):
     torch_private.never_compile(_function)

@@ -33,11 +33,6 @@ def describe_module(module: Any) -> str:
     return f"{type(module).__name__} {path!r}" if path else type(module).__name__
 
 
-def check_module(caller: str, model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise FuseOpsError(f"{caller} expects an nn.Module, got {type(model).__name__}.")
-
-
 def check_input(module: nn.Module, x: Any) -> None:
     if isinstance(x, Quantized):
         if x.carrier is None or x.row is None:

@@ -14,13 +14,13 @@ import torch
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.ops.object_table import TABLE, object_at
 from fuseops.ops.op import NON_CONFIG_ATTRS
 from fuseops.ops.router import Router
 from fuseops.plan.key import CallFacts, OpFacts, ParameterFacts, PlanKey, op_facts
 from fuseops.plan.segment import Segment, is_builtin
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 
-from .object_table import TABLE, object_at
 from .run import Run
 from .runner import Runner
 from .steps import write_backward, write_forward
@@ -179,17 +179,15 @@ class TraceQueries:
             n for n, value in self._own_attributes(piece, op).items() if _kind(value) == kind
         )
 
-    def attribute_item(self, piece: int, op: int, name: str, place: int) -> Any:
-        return self._own_attributes(piece, op)[name][place]
-
-    def mapping_equals(self, piece: int, op: int, name: str, items: tuple[Any, ...]) -> bool:
-        return tuple(self._own_attributes(piece, op)[name].items()) == items
-
-    def attribute(self, piece: int, op: int, name: str) -> Any:
-        return self._own_attributes(piece, op)[name]
+    def attribute(self, piece: int, op: int, name: str, place: int | None = None) -> Any:
+        """An attribute, or the item at a place of one."""
+        found = self._own_attributes(piece, op)[name]
+        return found if place is None else found[place]
 
     def attribute_equals(self, piece: int, op: int, name: str, value: Any) -> bool:
-        return bool(self._own_attributes(piece, op)[name] == value)
+        """Whether an attribute is this constant.   value: of a mapping its items, which traced code can hold"""
+        found = self._own_attributes(piece, op)[name]
+        return bool((tuple(found.items()) if isinstance(found, dict) else found) == value)
 
     def attribute_is(self, piece: int, op: int, name: str, address: int) -> bool:
         return id(self._own_attributes(piece, op)[name]) == address
@@ -274,24 +272,15 @@ class TraceQueries:
             else "traced"
         )
 
-    def segment_number(self, plan: int, k: int) -> int:
-        number: int = TABLE[plan].segments[k].number
-        return number
-
-    def tap_name(self, plan: int, k: int) -> str:
-        return str(TABLE[plan].segments[k].tap)
-
-    def segment_reads(self, plan: int, k: int) -> str:
-        """The side inputs of a segment."""
-        return _words(TABLE[plan].segments[k].reads)
+    def segment_field(self, plan: int, k: int, name: str) -> Any:
+        """A number or a name in a field of a segment, or a list of names."""
+        found = getattr(TABLE[plan].segments[k], name)
+        return _words(found) if isinstance(found, tuple) else found
 
     def segment_params(self, plan: int, k: int) -> str:
         """The parameters of a segment: index of the op in the run, and name, alternate."""
         seg: Segment = TABLE[plan].segments[k]
         return _words(word for i, name in seg.params for word in (seg.start + i, name))
-
-    def segment_exports(self, plan: int, k: int) -> str:
-        return _words(TABLE[plan].segments[k].exports)
 
 
 def _width(run: Run) -> int | None:

@@ -48,13 +48,6 @@ class RunBackward(Protocol):
     ) -> Sequence[Grads]: ...
 
 
-def remember_wrappers(seg: Segment) -> None:
-    """Record the data-parallel wrapper of every op of a segment that delays gradients."""
-    for op in seg.ops:
-        if op.delays:
-            data_parallel.remember_wrapper(op)
-
-
 def segment_for_backward(
     seg: Segment, given: Sequence[bool], edges: Sequence[tuple[Any, int]]
 ) -> Segment:
@@ -79,9 +72,7 @@ def segment_for_backward(
     if steps == seg.backward:
         return seg
     key = tuple([(step.main, step.delayed is None) for step in steps])
-    if key not in seg.variants:
-        seg.variants[key] = replace(seg, backward=steps)
-    return seg.variants[key]
+    return seg.variant(key, backward=steps)
 
 
 def _is_own_gradient(op: Op[Any], name: str, node: Any) -> bool:
@@ -364,16 +355,18 @@ def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
 
 def take_delayed(module: nn.Module) -> Callable[[], int]:
     """Take the gradients that are delayed now out of the ops of `module`.   -> a function that computes them, once"""
-    queues = [
-        (path, op, _take_queue(op))
-        for path, op in reversed(list(module.named_modules()))
-        if op.__dict__.get(DELAYED)
-    ]
+    queues = [(path, op, _take_queue(op)) for path, op in _delaying(module)]
 
     def run() -> int:
         return sum(_run_queue(path, op, queue) for path, op, queue in queues)
 
     return run
+
+
+def _delaying(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The ops of `module` whose gradients wait, by path, the last first."""
+    ops = reversed(list(module.named_modules()))
+    return [(path, op) for path, op in ops if op.__dict__.get(DELAYED)]
 
 
 def _take_queue(op: nn.Module) -> list[DelayedGrad]:
@@ -388,10 +381,7 @@ def run_delayed(module: nn.Module) -> int:
     -> the number of gradients.  Raises FuseOpsError for a parameter that is sharded by now. After an error the rest
     stays in the queue.
     """
-    return sum(
-        _run_queue(path, op, op.__dict__.get(DELAYED, []))
-        for path, op in reversed(list(module.named_modules()))
-    )
+    return sum(_run_queue(path, op, op.__dict__[DELAYED]) for path, op in _delaying(module))
 
 
 def _run_queue(path: str, op: Any, queue: list[DelayedGrad]) -> int:

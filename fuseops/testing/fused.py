@@ -11,10 +11,9 @@ from fuseops.layers.sequential import Sequential
 from fuseops.observe.untouched import attributes_set
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
-from fuseops.ops.paths import walk
+from fuseops.ops.paths import check_module, walk
 from fuseops.recipes import Recipe
 from fuseops.rules.builtin_rules import BUILTIN_RULES
-from fuseops.run.sides import check_module
 
 from .compare import Difference, difference, tolerance, ulp
 from .step import FiredRule, StepResult, training_step

@@ -33,7 +33,7 @@ def is_transportable(scaling: Scaling) -> bool:
 
 def pack_rows(q: Quantized) -> Tensor:
     """The rows of q, packed into words.   -> (R, ceil(bytes of a row / 4))"""
-    data, scale = cast("Layout", q.row)
+    data, scale, _ = cast("Layout", q.row)
     axis, _ = token_axis(q.scaling, "row")
     scales = _contiguous_copy(scale.transpose(0, axis)).view(torch.uint8)
     row = torch.cat([data.contiguous().view(torch.uint8), scales], 1)
@@ -42,7 +42,7 @@ def pack_rows(q: Quantized) -> Tensor:
 
 def unpack_rows(rows: Tensor, like: Quantized) -> Quantized:
     """The inverse of `pack_rows`, with the format and width of `like`."""
-    data, scale = cast("Layout", like.row)
+    data, scale, _ = cast("Layout", like.row)
     axis, _ = token_axis(like.scaling, "row")
     width, blocks = data.shape[1], scale.shape[1 - axis]
     raw = rows.view(torch.uint8)

@@ -261,7 +261,7 @@ def _wait_pending(call: Call) -> None:
         ready()
 
 
-class ExpertArrive(Alias):
+class ExpertArrive(Alias[NothingSaved]):
     """y = x, the tokens of an earlier `ExpertDispatch`, once they have arrived."""
 
     takes_quantized = True

@@ -174,7 +174,7 @@ def evaluate(predicate: Callable[..., Any], owner: nn.Module, *args: Any) -> boo
 
 @assume_constant_result
 def _evaluate_untraced(predicate: Callable[..., Any], owner: int, *args: Any) -> int:
-    from fuseops.run.object_table import object_at
+    from fuseops.ops.object_table import object_at
 
     return int(bool(predicate(object_at(owner), *args)))
 
@@ -182,7 +182,7 @@ def _evaluate_untraced(predicate: Callable[..., Any], owner: int, *args: Any) ->
 @assume_constant_result
 def _guarded_names(owner: int) -> str:
     """Names, separated by spaces, of the constants, callables and parameterless children of a module."""
-    from fuseops.run.object_table import object_at
+    from fuseops.ops.object_table import object_at
 
     module: nn.Module = object_at(owner)
     snapshot = ConfigSnapshot.of(module)

@@ -16,7 +16,7 @@ from fuseops.ops.norms import LayerNorm, Normed, RMSNorm
 from fuseops.ops.op import Call, Grads, MemberTensors, Op, SideGrads
 from fuseops.ops.structure import Add, AddSaved, Tap, tap_gradient
 from fuseops.recipes import Layout, Quantized, Scaling
-from fuseops.recipes.numerics import ActiveStats, active_stats
+from fuseops.recipes.numerics import QuantizationStats, active_stats
 from fuseops.recipes.scaling import SQUARE, VECTOR
 
 
@@ -118,7 +118,7 @@ class NormPrologue:
         if (
             roles is None
             or not isinstance(self.norm, RMSNorm)
-            or (ActiveStats.current and active_stats())
+            or (QuantizationStats.active and active_stats())
         ):
             return None
         vectors = (

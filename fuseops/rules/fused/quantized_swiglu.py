@@ -16,7 +16,7 @@ from fuseops import kernels as K
 from fuseops.kernels.activation import Form
 from fuseops.ops.op import Call
 from fuseops.recipes import Layout, Operand, Quantized, Roles, Scaling, operand
-from fuseops.recipes.numerics import ActiveStats, active_stats
+from fuseops.recipes.numerics import QuantizationStats, active_stats
 from fuseops.recipes.quantized import BLOCK
 
 GEMM_OUTPUT = Scaling()  # the format of the codes that a GEMM writes
@@ -39,7 +39,7 @@ def unfused_reason(
     fc1_roles, fc2_roles = fc1_call.precision.roles, fc2_call.precision.roles
     if not all(roles is not None and roles.square_columns for roles in (fc1_roles, fc2_roles)):
         return "the recipe has other columns than squares"
-    if ActiveStats.current and active_stats():
+    if QuantizationStats.active and active_stats():
         return "fo.debug() compares codes with tensors"
     return None
 
@@ -86,7 +86,7 @@ def halves_fit_squares(da: Tensor) -> bool:
 def gemm_quantizes_hidden(roles: Roles, dtype: torch.dtype, width: int) -> bool:
     """Whether fc1's GEMM writes h in the format in which the recipe saves it.   width: of h; dtype: of x"""
     fits = roles.hidden == GEMM_OUTPUT and width % (2 * BLOCK) == 0
-    return fits and dtype is torch.bfloat16 and not (ActiveStats.current and active_stats())
+    return fits and dtype is torch.bfloat16 and not (QuantizationStats.active and active_stats())
 
 
 def fc1_to_codes(
@@ -95,7 +95,7 @@ def fc1_to_codes(
     """h = fc1(x), quantized by the GEMM; None if an operand is in high precision."""
     if not isinstance(x, Quantized) or not isinstance(weight, Quantized):
         return None
-    operands = *cast("Layout", x.row), *cast("Layout", weight.row)
+    operands = *cast("Layout", x.row)[:2], *cast("Layout", weight.row)[:2]
     parts = K.fp8_mm_operand(*operands, "block", offs, tiles, bias)
     return Quantized(Layout(*parts), None, GEMM_OUTPUT, None, x.dtype)
 
@@ -111,4 +111,4 @@ def _codes_and_scale(h: Operand) -> tuple[Tensor, Tensor | None]:
         return h, None
     if h.row is None or h.dtype is not torch.bfloat16:
         return h.dequantize(), None
-    return h.row
+    return h.row.data, h.row.scale

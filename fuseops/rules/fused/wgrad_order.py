@@ -18,7 +18,7 @@ from fuseops.ops.linear import WEIGHT, Indexed, columns_from_codes, grad_operand
 from fuseops.ops.op import Call, Calls
 from fuseops.ops.tiles import tiles_of_columns
 from fuseops.recipes import Operand, Roles, Scaling, gemm, operand
-from fuseops.recipes.numerics import ActiveStats
+from fuseops.recipes.numerics import QuantizationStats
 from fuseops.recipes.operands import inv_scale_of_rows
 from fuseops.recipes.quantized import BLOCK, slice_features
 
@@ -103,7 +103,7 @@ def _can_split(dy: Tensor, calls: Calls, copies: bool) -> bool:
     squares, or columns from copies that kernels multiply. A gradient that is added to main_grad is not split.
     """
     first, _, last = calls
-    if dy.dtype not in FLOATS or ActiveStats.current or "weight" in (first.out or {}):
+    if dy.dtype not in FLOATS or QuantizationStats.active or "weight" in (first.out or {}):
         return False
     if copies:
         same = map(_same_blocks, (first.precision.roles, last.precision.roles))
