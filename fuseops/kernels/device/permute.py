@@ -9,11 +9,7 @@ SCALED.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def num_used_rows(offs_ptr, E, R):
-    """Load the number of rows that hold a copy; those behind are padding."""
-    return tl.minimum(tl.load(offs_ptr + E - 1), R)
+from fuseops.kernels.device.groups import load_group_rows, num_used_rows
 
 
 @triton.jit
@@ -79,12 +75,12 @@ def gather_rows_kernel(
     program = pid // num_n
     part, group = program // E, program % E
     num_used = num_used_rows(offs_ptr, E, R)
-    begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0).to(tl.int64)
-    size = tl.minimum(tl.load(offs_ptr + group), R) - begin
-    first_row, end_row = begin + size * part // parts, begin + size * (part + 1) // parts
+    start, size = load_group_rows(offs_ptr, group, R)
+    start, size = start.to(tl.int64), size.to(tl.int64)
+    first_row, end_row = start + size * part // parts, start + size * (part + 1) // parts
     cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    for start in range(first_row, end_row, BLOCK_R):
-        rows = start + tl.arange(0, BLOCK_R)
+    for row in range(first_row, end_row, BLOCK_R):
+        rows = row + tl.arange(0, BLOCK_R)
         row_mask = rows < end_row
         token = tl.load(index_ptr + rows, mask=row_mask, other=0).to(tl.int64)
         mask = row_mask[:, None] & (cols < N)
