@@ -46,7 +46,7 @@ from fuseops.kernels.scales import (
     columns_in_groups,
     inverse_scale,
 )
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_spec
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_spec, pointers
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -71,13 +71,13 @@ def _quantize_groups(
     row: bool = True,
     col: bool = False,
     index: Tensor | None = None,
-    up: Tensor | None = None,
+    inv_scale: Tensor | None = None,
 ) -> Three:
-    if up is None:
-        up = inverse_scale(_group_amax(x, offs, index), dtype, False)
-    data = codes_of_rows(_rows(x, index, offs), up, offs, dtype)
+    if inv_scale is None:
+        inv_scale = inverse_scale(_group_amax(x, offs, index), dtype, False)
+    data = codes_of_rows(_rows(x, index, offs), inv_scale, offs, dtype)
     columns = columns_in_groups(data, offs) if col else data.new_empty(0)
-    return data if row else data.new_empty(0), columns, 1 / up
+    return data if row else data.new_empty(0), columns, 1 / inv_scale
 
 
 def _quantize_matrices(
@@ -85,13 +85,13 @@ def _quantize_matrices(
     dtype: torch.dtype,
     row: bool = True,
     col: bool = True,
-    up: Tensor | None = None,
+    inv_scale: Tensor | None = None,
 ) -> Three:
-    if up is None:
-        up = inverse_scale(amax_of_matrices(weight), dtype, False)
-    data = codes_of_matrices(weight, up, dtype)
+    if inv_scale is None:
+        inv_scale = inverse_scale(amax_of_matrices(weight), dtype, False)
+    data = codes_of_matrices(weight, inv_scale, dtype)
     turned = data.mT.contiguous() if col else data.new_empty(0)
-    return data if row else data.new_empty(0), turned, 1 / up
+    return data if row else data.new_empty(0), turned, 1 / inv_scale
 
 
 SPAN = 1024
@@ -111,8 +111,8 @@ def _group_cases() -> Iterator[tuple[Any, ...]]:
         for offs in (None, ints(64)):
             yield on_meta(8190, 4096, dtype=dtype), offs, FORMATS[fmt], True, True
     x, index = on_meta(8190, 4096), on_meta(65530, dtype=torch.int64)
-    for up in (None, floats(64)):
-        yield x, ints(64), FORMATS[1], True, up is None, index, up
+    for inv_scale in (None, floats(64)):
+        yield x, ints(64), FORMATS[1], True, inv_scale is None, index, inv_scale
 
 
 def _weight_cases() -> Iterator[tuple[Any, ...]]:
@@ -148,10 +148,9 @@ class _ScaleGroups:
     offs: Tensor | None = None
     index: Tensor | None = None
 
-    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+    def operands(self) -> tuple[Tensor, ...]:
         """(x, index, offs) for kernels, with x in place of None."""
-        index, offs = (self.x if t is None else t.contiguous() for t in (self.index, self.offs))
-        return self.x, index, offs
+        return self.x, *pointers(self.x, self.index, self.offs)
 
     def sizes(self) -> tuple[int, int, int, int]:
         return self.rows, self.x.shape[1], self.size, self.x.stride(0)
@@ -190,7 +189,7 @@ def _amax(of: _ScaleGroups, shape: Sequence[int]) -> Tensor:
     amax = of.x.new_empty(shape, dtype=torch.float32)
     constants, kernels = of.constants(), device("amax")
     launch(
-        kernels.no_amax_kernel, (1,), amax, of.count,
+        kernels.zero_amax_kernel, (1,), amax, of.count,
         BLOCK_E=constants["BLOCK_E"], num_warps=1, **pdl_overlap(of.x.device),
     )  # fmt: skip
     launch(
@@ -201,19 +200,24 @@ def _amax(of: _ScaleGroups, shape: Sequence[int]) -> Tensor:
 
 
 def _codes(
-    of: _ScaleGroups, out: Three, row: bool, col: bool, up: Tensor | None, align: int = BLOCK
+    of: _ScaleGroups,
+    out: Three,
+    row: bool,
+    col: bool,
+    inv_scale: Tensor | None,
+    align: int = BLOCK,
 ) -> Three:
     """Launch the kernel that writes codes and scales to `out`."""
     n, scale = of.x.shape[1], out[2]
-    if up is not None:
-        check_spec(
-            {"up": up}, "up (E,) float32" if scale.dim() else "up () float32", E=scale.numel()
-        )
+    if inv_scale is not None:
+        axes = "(E,)" if scale.dim() else "()"
+        check_spec({"inv_scale": inv_scale}, f"inv_scale {axes} float32", E=scale.numel())
+    amax_or_inv = _amax(of, scale.shape) if inv_scale is None else inv_scale.contiguous()
     config = QUANTIZE.pick(of.rows, (n,), of.x)
     launch(
         device("amax").quantize_groups_kernel, (of.blocks * cdiv(n, config["BLOCK_N"]),),
-        *of.operands(), _amax(of, scale.shape) if up is None else up.contiguous(), *out, *of.sizes(),
-        LIMIT=torch.finfo(out[0].dtype).max, UP=up is not None, ROW=row, COL=col, ALIGN=align,
+        *of.operands(), amax_or_inv, *out, *of.sizes(),
+        LIMIT=torch.finfo(out[0].dtype).max, HAS_INV_SCALE=inv_scale is not None, ROW=row, COL=col, ALIGN=align,
         **of.constants(), **config,
     )  # fmt: skip
     return out
@@ -236,9 +240,9 @@ def matrix_amax(weight: Tensor) -> Tensor:
     return amax_of_matrices(weight) if of is None else _amax(of, weight.shape[:-2])
 
 
-def _bytes(x: Tensor, count: int, row: bool, col: bool, up: Tensor | None) -> int:
-    """The bytes of quantizing to `count` codes a layout; without `up` x is read for its amax too."""
-    return (1 + (up is None)) * tensor_bytes(x) + count * (row + col)
+def _bytes(x: Tensor, count: int, row: bool, col: bool, inv_scale: Tensor | None) -> int:
+    """The bytes of quantizing to `count` codes a layout; without `inv_scale` x is read for its amax too."""
+    return (1 + (inv_scale is None)) * tensor_bytes(x) + count * (row + col)
 
 
 def _group_bytes(
@@ -248,9 +252,9 @@ def _group_bytes(
     row: bool = True,
     col: bool = False,
     index: Tensor | None = None,
-    up: Tensor | None = None,
+    inv_scale: Tensor | None = None,
 ) -> int:
-    return _bytes(x, x.numel() if index is None else len(index) * x.shape[1], row, col, up)
+    return _bytes(x, x.numel() if index is None else len(index) * x.shape[1], row, col, inv_scale)
 
 
 @fp8_op(twin=_quantize_groups, cases=_group_cases, nbytes=_group_bytes)
@@ -261,29 +265,29 @@ def quantize_groups(
     row: bool = True,
     col: bool = False,
     index: Tensor | None = None,
-    up: Tensor | None = None,
+    inv_scale: Tensor | None = None,
 ) -> Three:
     """(rows, columns, scale) of x, or of its rows index[r], one scale a group, or one for all.
 
-    up: (E,), or (), float32, what the numbers of a group are multiplied by; found from its amax if not given.
+    inv_scale: (E,), or (), float32, what the numbers of a group are multiplied by; found from its amax if not given.
     """
     of = _of_tensor(fp8_rows(x, dtype), offs, index)
     if of is None:
-        return _quantize_groups(x, offs, dtype, row, col, index, up)
+        return _quantize_groups(x, offs, dtype, row, col, index, inv_scale)
     n = x.shape[1]
     out = (
         x.new_empty((of.rows, n) if row else 0, dtype=dtype),
         x.new_empty((n, of.blocks * BLOCK) if col else 0, dtype=dtype),
         x.new_empty(() if offs is None else len(offs), dtype=torch.float32),
     )
-    return _codes(of, out, row, col, up)
+    return _codes(of, out, row, col, inv_scale)
 
 
 @fp8_op(
     twin=_quantize_matrices,
     cases=_weight_cases,
-    nbytes=lambda weight, dtype, row=True, col=True, up=None: _bytes(
-        weight, weight.numel(), row, col, up
+    nbytes=lambda weight, dtype, row=True, col=True, inv_scale=None: _bytes(
+        weight, weight.numel(), row, col, inv_scale
     ),
 )
 def quantize_matrices(
@@ -291,20 +295,20 @@ def quantize_matrices(
     dtype: torch.dtype,
     row: bool = True,
     col: bool = True,
-    up: Tensor | None = None,
+    inv_scale: Tensor | None = None,
 ) -> Three:
     """(codes, codes transposed, scale) with one scale a matrix.   (N, K) or (E, N, K)
 
-    up: (E,), or (), float32, what the numbers of a matrix are multiplied by; found from its amax if not given.
+    inv_scale: (E,), or (), float32, what the numbers of a matrix are multiplied by; found from its amax if not given.
     """
     *lead, n, k = matrix_shape(weight)
     check_format(dtype)
     of = _of_matrices(weight)
     if of is None:
-        return _quantize_matrices(weight, dtype, row, col, up)
+        return _quantize_matrices(weight, dtype, row, col, inv_scale)
     out = (
         of.x.new_empty((*lead, n, k) if row else 0, dtype=dtype),
         of.x.new_empty((*lead, k, n) if col else 0, dtype=dtype),
         of.x.new_empty(lead, dtype=torch.float32),
     )
-    return _codes(of, out, row, col, up, 16)
+    return _codes(of, out, row, col, inv_scale, 16)

@@ -19,7 +19,16 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.groups import group_of_row
 from fuseops.kernels.launch import device, launch, pdl_chain, pdl_overlap
 from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta
-from fuseops.kernels.tiles import accumulator, as_rows, cdiv, check_axes, check_shape, pow2, upcast
+from fuseops.kernels.tiles import (
+    accumulator,
+    as_rows,
+    cdiv,
+    check_axes,
+    check_shape,
+    pointers,
+    pow2,
+    upcast,
+)
 
 
 def _bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
@@ -154,7 +163,7 @@ def grouped_bias_bwd(
     first, then = pdl_chain(dy.device)
     launch(
         device("bias").grouped_bias_bwd_kernel, (blocks * chunks,),
-        dy, offs, row_factors(probs, dy), dy if bias is None else bias.contiguous(),
+        dy, offs, row_factors(probs, dy), *pointers(dy, bias),
         partial, y, dots, rows, n, groups, dy.stride(0),
         SCALED=probs is not None, NEED_DPROBS=bias is not None, CHUNK=CHUNK, **first,
         BLOCK_E=pow2(groups, least=32), AT_ONCE=tiles.rows_at_once(config, dy.itemsize), **config,

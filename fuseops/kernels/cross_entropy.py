@@ -36,7 +36,7 @@ from fuseops.kernels.grouped_paths import wgrad_choice
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import Arguments, of_fields
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
-from fuseops.kernels.tiles import accumulator, cdiv, check_spec, pow2, upcast
+from fuseops.kernels.tiles import accumulator, cdiv, check_spec, pointers, pow2, upcast
 
 
 class Loss(NamedTuple):
@@ -612,14 +612,13 @@ def _launch(
     loss, width = Loss(*c.options), logits.shape[1]
     loss_rows, lse, logp, expected = rows
     dloss, dlse, dlogp, dexpected = [*grads, *(lse,) * (4 - len(grads))]
-    weights = lse if c.class_weights is None else c.class_weights.contiguous()
     launch(
         device("cross_entropy").cross_entropy_kernel, (len(logits),),
-        logits, targets.contiguous(), weights, total,
+        logits, *pointers(lse, targets, c.class_weights), total,
         loss_rows, lse, logp, expected, dloss, dlse, dlogp, dexpected,
         first, width, vocab or width, logits.stride(0), c.ignore_index,
         float(loss.smoothing), float(loss.z_loss), float(loss.soft_cap), 1.0 / loss.temperature,
         WEIGHTED=c.class_weights is not None, SMOOTHED=loss.smoothing != 0, CAPPED=loss.soft_cap != 0,
-        STATISTICS=vocab is None, GRADIENT=bool(grads), OTHERS=len(grads) > 1,
+        STATISTICS=vocab is None, GRADIENT=bool(grads), STATISTICS_GRADS=len(grads) > 1,
         **SPACE.pick(len(logits), (width,), logits),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from fuseops.kernels.grouped import checked_groups, group_tiles, groups_of
 from fuseops.kernels.grouped_launch import count_place, first_entry
 from fuseops.kernels.launch import device, launch, num_sms
 from fuseops.kernels.records import Arguments
-from fuseops.kernels.tiles import cdiv, check_spec
+from fuseops.kernels.tiles import cdiv, check_spec, pointers
 
 
 @dataclass
@@ -82,8 +82,8 @@ def launch_mm(
     """Write the product to y (R, N), of FP8 dtype as codes with their scales in y_scale (N / 128, R)."""
     (rows, k), n = p.x.shape, p.weight.shape[-2]
     groups = 1 if p.offs is None else len(p.offs)
-    in_place = fast and p.scaling != "block"
-    space = fp8_paths.MM_FAST if in_place else fp8_paths.MM
+    fast_accum = fast and p.scaling != "block"
+    space = fp8_paths.MM_FAST if fast_accum else fp8_paths.MM
     config = space.pick(rows, (groups, n, k), p.x)
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     if p.offs is None:
@@ -96,9 +96,9 @@ def launch_mm(
         config, min(num_sms(y.device), num_m * cdiv(n, block_n)), y,
         module.describe_codes(p.x, block_m), module.describe_codes(p.weight, block_n),
         y if y.dtype == torch.float32 else module.describe_rows(y), p.x_scale, p.weight_scale,
-        *(y if t is None else t for t in (p.bias, y_scale, p.offs, p.tiles)), *table,
+        *pointers(y, p.bias, y_scale, p.offs, p.tiles), *table,
         rows, groups, rows, n, cdiv(k, 128), int(p.x_scale.numel() > 1), int(p.weight_scale.numel() > 1),
-        WGRAD=False, GROUPED=p.offs is not None, SCALING=p.scaling, IN_PLACE=in_place,
+        WGRAD=False, GROUPED=p.offs is not None, SCALING=p.scaling, FAST_ACCUM=fast_accum,
         HAS_BIAS=p.bias is not None, ACCUMULATE=False,
     )  # fmt: skip
 
@@ -118,9 +118,9 @@ def launch_wgrad(dw: Tensor, g: ScaledColumns, accumulate: bool) -> None:
         config, min(num_sms(dw.device), groups * cdiv(n, block_m) * cdiv(k, block_n)), dw,
         module.describe_codes(g.dy, block_m), module.describe_codes(g.x, block_n),
         module.describe_sums(dw) if dw.dtype == torch.float32 else module.describe_weight(dw), left, right,
-        *(dw if t is None else t for t in (None, None, g.offs, g.tiles)), 2, 0,
+        *pointers(dw, None, None, g.offs, g.tiles), 2, 0,
         columns, groups, n, k, cdiv(columns, 128), *(int(s.numel() > 1) for s in scales),
-        WGRAD=True, GROUPED=g.offs is not None, SCALING=g.scaling, IN_PLACE=False,
+        WGRAD=True, GROUPED=g.offs is not None, SCALING=g.scaling, FAST_ACCUM=False,
         HAS_BIAS=False, ACCUMULATE=accumulate,
     )  # fmt: skip
 

@@ -113,8 +113,8 @@ def launch_rings(
         module.grouped_mm_pingpong_kernel, grid, y, x_operand, index, w_desc, y_desc, *given, h_desc,
         given[-1] if sums is None else sums, p.offs, p.tiles, *sizes,
         GATHER=path == "gather", TRANSPOSED=transposed, HAS_BIAS=p.bias is not None,
-        ACT=kind, PAIRS=interleave == 1, **shape_constants(kind, *options),
-        HAS_PROBS=p.probs is not None, KEEPS=y is not act, **config, num_warps=4, maxnreg=168,
+        ACT=kind, INTERLEAVED=interleave == 1, **shape_constants(kind, *options),
+        HAS_PROBS=p.probs is not None, NEED_Y=y is not act, **config, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 

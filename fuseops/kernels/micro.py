@@ -37,7 +37,7 @@ from fuseops.kernels.quantize import FORMATS, fp8_op, too_large
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import floats, ints, on_meta
 from fuseops.kernels.scales import spread_over_groups
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pointers, pow2
 
 
 class MicroLayout(NamedTuple):
@@ -136,10 +136,9 @@ def quantize_micro(p: MicroLayout) -> tuple[Tensor, Tensor]:
     columns = padded_columns(rows, groups)
     codes, scale = _outputs(p)
     config = (NVFP4 if four else MXFP8).pick(rows, (k,), x)
-    ends, whole = (scale if t is None else t.contiguous() for t in (offs, amax))
     launch(
         device("micro").quantize_micro_kernel, (columns // 128 * cdiv(k, 128) * (128 // config["BLOCK_N"]),),
-        x, ends, whole, codes, scale, rows, k, columns, groups, x.stride(0),
+        x, *pointers(scale, offs, amax), codes, scale, rows, k, columns, groups, x.stride(0),
         COL=turned, GROUPS=bool(groups), FP4=four, SWIZZLE=swizzle, LARGEST=LARGEST.get(data, 0),
         BLOCK_E=pow2(groups, least=32), **config,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from fuseops.kernels.groups import column_offs, padded_columns
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import DTYPES, Cases, arch_of, floats, ints, kernel_op, on_meta
-from fuseops.kernels.tiles import cdiv, check_shape, pow2
+from fuseops.kernels.tiles import cdiv, check_shape, pointers, pow2
 
 
 def _micro_values(codes: Tensor, scale: Tensor, offs: Tensor | None = None) -> Tensor:
@@ -37,7 +37,7 @@ def _micro_values(codes: Tensor, scale: Tensor, offs: Tensor | None = None) -> T
 class MicroProduct(NamedTuple):
     """A `MicroProduct` has the operands of a product in small blocks: rows and a weight, or columns of dy and of x.
 
-    whole  (E,) or (1,) float32
+    global_scale  (E,) or (1,) float32
     """
 
     a: Tensor
@@ -45,7 +45,7 @@ class MicroProduct(NamedTuple):
     b: Tensor
     b_scale: Tensor
     offs: Tensor | None = None
-    whole: Tensor | None = None
+    global_scale: Tensor | None = None
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -54,19 +54,20 @@ def _micro_mm(p: MicroProduct) -> Tensor:
     left, right = _micro_values(p.a, p.a_scale, p.offs), _micro_values(p.b, p.b_scale)
     if p.offs is None:
         y = left @ right.t()
-        return (y if p.whole is None else y * p.whole).to(p.dtype)
-    right = right if p.whole is None else right * p.whole[:, None, None]
+        return (y if p.global_scale is None else y * p.global_scale).to(p.dtype)
+    right = right if p.global_scale is None else right * p.global_scale[:, None, None]
     return grouped_mm.twin(left, right, p.offs).to(p.dtype)
 
 
 @of_fields(MicroProduct)
 def _micro_wgrad(p: MicroProduct) -> Tensor:
-    left, right, whole = _micro_values(p.a, p.a_scale), _micro_values(p.b, p.b_scale), p.whole
+    left, right = _micro_values(p.a, p.a_scale), _micro_values(p.b, p.b_scale)
+    global_scale = p.global_scale
     if p.offs is None:
         dw = left @ right.t()
-        return (dw if whole is None else dw * whole).to(p.dtype)
+        return (dw if global_scale is None else dw * global_scale).to(p.dtype)
     dw = grouped_wgrad.twin(left.t(), right.t(), column_offs(p.offs))
-    return (dw if whole is None else dw * whole[:, None, None]).to(p.dtype)
+    return (dw if global_scale is None else dw * global_scale[:, None, None]).to(p.dtype)
 
 
 SM_100 = 100
@@ -86,18 +87,18 @@ def _operands(rows: int, width: int, data: torch.dtype, groups: int = 0) -> tupl
     return codes, on_meta(*shape, dtype=torch.uint8)
 
 
-def _cases(turned: bool) -> Cases:
+def _cases(wgrad: bool) -> Cases:
     for a, b in ((E4M3, E4M3), (E5M2, E4M3), (E2M1, E2M1)):
         for groups in (0, 64):
             offs = ints(64) if groups else None
-            whole = floats(max(groups, 1)) if a is E2M1 else None
-            if turned:
-                yield *_operands(4096, 16384, a), *_operands(2048, 16384, b), offs, whole
+            global_scale = floats(max(groups, 1)) if a is E2M1 else None
+            if wgrad:
+                yield *_operands(4096, 16384, a), *_operands(2048, 16384, b), offs, global_scale
                 continue
             x, weight = _operands(16384, 4096, a, groups), _operands(2048, 4096, b)
             if groups:
                 weight = tuple(t.expand(groups, *t.shape).contiguous() for t in weight)  # type: ignore[assignment]
-            yield *x, *weight, offs, whole
+            yield *x, *weight, offs, global_scale
 
 
 @of_fields(MicroProduct)
@@ -122,7 +123,7 @@ micro_op = functools.partial(
 @micro_op(twin=_micro_mm, fake=of_fields(MicroProduct)(_product), cases=lambda: _cases(False))
 @of_fields(MicroProduct)
 def micro_mm(p: MicroProduct) -> Tensor:
-    """x[rows of e] @ weight[e].T times whole[e], rows behind the last group zero.   (R, K), (E, N, K) -> (R, N)"""
+    """x[rows of e] @ weight[e].T * global_scale[e], rows behind the last group zero.   (R, K), (E, N, K) -> (R, N)"""
     (rows, width), n = p.a.shape, p.b.shape[-2]
     groups = 0 if p.offs is None else len(p.offs)
     check_shape("weight", p.b, (groups, n, width) if groups else (n, width))
@@ -135,7 +136,7 @@ def micro_mm(p: MicroProduct) -> Tensor:
 @micro_op(twin=_micro_wgrad, fake=of_fields(MicroProduct)(_weight_grad), cases=lambda: _cases(True))
 @of_fields(MicroProduct)
 def micro_wgrad(p: MicroProduct) -> Tensor:
-    """dy[:, columns of e] @ x[:, columns of e].T times whole[e].   (N, C), (K, C) -> (N, K) or (E, N, K)"""
+    """dy[:, columns of e] @ x[:, columns of e].T times global_scale[e].   (N, C), (K, C) -> (N, K) or (E, N, K)"""
     n, width = p.a.shape
     check_shape("x", p.b, (len(p.b), width))
     _check(p.a, p.a_scale, cdiv(n, 128))
@@ -155,23 +156,23 @@ def _check(codes: Tensor, scale: Tensor, blocks: int) -> None:
         raise FuseOpsError(f"codes are {codes.dtype}, expected e4m3, e5m2, or e2m1 in bytes.")
 
 
-def _launched(y: Tensor, p: MicroProduct, blocks: int, turned: bool) -> Tensor:
+def _launched(y: Tensor, p: MicroProduct, blocks: int, wgrad: bool) -> Tensor:
     """Launch a program for each tile of y (..., M, N)."""
-    a, a_scale, b, b_scale, offs, whole, _ = p
+    a, a_scale, b, b_scale, offs, global_scale, _ = p
     count = 1 if offs is None else len(offs)
-    check_shape("whole", whole, (count,))
+    check_shape("global_scale", global_scale, (count,))
     if not (y.numel() and a.numel() and b.numel()):
         return y.zero_()
     module, (m, n) = device("micro_gemm"), y.shape[-2:]
     groups, pack = 0 if offs is None else len(offs), 2 if a.dtype == torch.uint8 else 1
     width = a.shape[1]
     a_desc, b_desc = (_described(module, t, 128 // pack) for t in (a, b.reshape(-1, width)))
-    ends, over = (y if t is None else t.contiguous() for t in (offs, whole))
     launch(
         module.micro_mm_kernel, (blocks * cdiv(n, 128),),
-        y, a_desc, a_scale.contiguous(), b_desc, b_scale.contiguous(), over, ends, m, n, width * pack, groups,
-        GROUPS=bool(groups), TURNED=turned, WHOLE=whole is not None, A_FORM=NAMES[a.dtype], B_FORM=NAMES[b.dtype],
-        BLOCK_E=pow2(groups, least=32), BLOCK_K=128,
+        y, a_desc, a_scale.contiguous(), b_desc, b_scale.contiguous(), *pointers(y, global_scale, offs),
+        m, n, width * pack, groups,
+        GROUPS=bool(groups), WGRAD=wgrad, HAS_GLOBAL_SCALE=global_scale is not None,
+        A_FORM=NAMES[a.dtype], B_FORM=NAMES[b.dtype], BLOCK_E=pow2(groups, least=32), BLOCK_K=128,
         num_warps=8, num_stages=3,  # what the shared memory of sm_120 holds
     )  # fmt: skip
     return y

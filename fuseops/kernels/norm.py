@@ -30,7 +30,16 @@ from fuseops.kernels.bias import bias_bwd, sum_all_partials
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, pdl_chain, pdl_overlap
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
-from fuseops.kernels.tiles import as_heads, as_rows, cdiv, check_shape, pow2, require, upcast
+from fuseops.kernels.tiles import (
+    as_heads,
+    as_rows,
+    cdiv,
+    check_shape,
+    pointers,
+    pow2,
+    require,
+    upcast,
+)
 
 
 def _rmsnorm_fwd(
@@ -353,8 +362,7 @@ def _forward(
     config = space.pick(rows, (n,), x)
     launch(
         device("norm").norm_fwd_kernel, (cdiv(rows, config["BLOCK_R"]),),
-        x3, residual2, x3 if weight is None else weight.contiguous(), x3 if bias is None else bias.contiguous(),
-        y, h, mean, rstd,
+        x3, residual2, *pointers(x3, weight, bias), y, h, mean, rstd,
         rows, n, x3.shape[1], *x3.stride()[:2], residual2.stride(0), float(eps), float(offset),
         HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, FORM=form,
         **pdl_overlap(x.device), **config,
@@ -378,7 +386,7 @@ def _backward(
     sums = torch.empty(sum(needs), programs, n, dtype=torch.float32, device=x.device)
     launch(
         device("norm").norm_bwd_kernel, (programs,),
-        dy3, x3, x3 if weight is None else weight.contiguous(), mean.contiguous(), rstd.contiguous(), dres2, dx, sums,
+        dy3, x3, *pointers(x3, weight, mean, rstd), dres2, dx, sums,
         rows, n, dy3.shape[1], x3.shape[1], *dy3.stride()[:2], *x3.stride()[:2], dres2.stride(0), float(offset),
         HAS_WEIGHT=weight is not None, HAS_DRES=dres is not None, NEED_DW=needs[0], NEED_DB=needs[1], FORM=form,
         **pdl_chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,

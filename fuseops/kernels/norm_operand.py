@@ -25,7 +25,7 @@ from fuseops.kernels.norm import MAX_WIDTH, RMS_FWD, add_rmsnorm_fwd, rmsnorm_fw
 from fuseops.kernels.operands import is_unaligned, quantize_operand
 from fuseops.kernels.quantize import fp8_op, quantize_vectors
 from fuseops.kernels.registry import floats, on_meta, tensor_bytes
-from fuseops.kernels.tiles import as_rows, cdiv, check_shape, require, upcast
+from fuseops.kernels.tiles import as_rows, cdiv, check_shape, pointers, require, upcast
 
 
 def _rmsnorm_operand(
@@ -111,7 +111,7 @@ def rmsnorm_operand(
     config = _config(rows, n, x)
     launch(
         device("norm_operand").rmsnorm_operand_kernel, (cdiv(rows, config["BLOCK_R"]),),
-        x2, added, x2 if weight is None else weight.contiguous(), data, scale, h, rstd,
+        x2, added, *pointers(x2, weight), data, scale, h, rstd,
         rows, n, x2.stride(0), added.stride(0), float(eps), float(weight_offset), SHIFT=LARGEST[dtype],
         HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, **pdl_overlap(x.device), **config,
     )  # fmt: skip
@@ -137,7 +137,7 @@ def rmsnorm_columns(
     squares = x.new_empty(blocks[1], blocks[0], dtype=torch.float32)
     launch(
         device("norm_operand").rmsnorm_columns_kernel, (blocks[0] * blocks[1],),
-        x2, rstd.contiguous(), x2 if weight is None else weight.contiguous(), columns, squares,
+        x2, *pointers(x2, rstd, weight), columns, squares,
         rows, n, x2.stride(0), float(weight_offset), SHIFT=LARGEST[dtype], HAS_WEIGHT=weight is not None,
         **pdl_overlap(x.device), **COLUMNS.pick(rows, (n,), x),
     )  # fmt: skip

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.registry import INTERPRET, Cases, floats, ints, kernel_op, on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, upcast
+from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pointers, pow2, upcast
 
 
 def _token_slots(experts: Tensor, num_experts: int, world: int) -> tuple[Tensor, Tensor]:
@@ -78,11 +78,11 @@ def _take_tokens(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rank, capacity, *_ = place
     buffer = _PeerBuffer(table, rank, uses, place, like, weights)
-    heads = arrivals is None
+    metadata = arrivals is None
     counts = buffer.counts.clone() if arrivals is None else arrivals
     filled = (torch.arange(capacity)[None, :] < counts[:, None]).flatten()[:, None]
     x = torch.where(filled, buffer.rows, 0)
-    if not heads or weights is None:
+    if not metadata or weights is None:
         return x, counts.new_empty(0), like.new_empty(0), counts.new_empty(0)
     return x, torch.where(filled, buffer.ids, -1), torch.where(filled, buffer.weights, 0), counts
 
@@ -282,20 +282,15 @@ def send_tokens(
 ) -> None:  # fmt: skip
     """Every token into the buffers of the ranks that it goes to; with experts, their ids and weights beside it."""
     rank, capacity, num_experts, k, half, ids_at, weights_at, counts_at = place
-    x2, (tokens, n), heads = as_rows(x), x.shape, experts is not None
+    x2, (tokens, n), metadata = as_rows(x), x.shape, experts is not None
     config = PEERS.pick(tokens, (n,), x)
     blocks = max(cdiv(tokens, config["BLOCK_R"]), 1)
     launch(
         device("peers").send_tokens_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
-        x2, slots, table, uses, flag, *_given(slots, counts, experts, weights),
+        x2, slots, table, uses, flag, *pointers(slots, counts, experts, weights),
         tokens, n, num_experts, x2.stride(0), rank, capacity, half, ids_at, weights_at, counts_at,
-        W=len(table), K=k, BLOCK_K=pow2(k), HEADS=heads, **config,
+        W=len(table), K=k, BLOCK_K=pow2(k), METADATA=metadata, **config,
     )  # fmt: skip
-
-
-def _given(like: Tensor, *tensors: Tensor | None) -> Iterator[Tensor]:
-    """A kernel takes a tensor for every pointer, which it may not read."""
-    return (like if t is None else t.contiguous() for t in tensors)
 
 
 @peer_kernel(twin=_take_tokens, cases=lambda: _cases("take"))
@@ -309,18 +304,18 @@ def take_tokens(
     like, weights: tensors of their dtypes and widths. arrivals: how many, where x alone was sent, and comes back alone.
     """
     rank, capacity, _, k, half, ids_at, weights_at, counts_at = place
-    heads, rows, n = arrivals is None, len(table) * capacity, like.shape[1]
+    metadata, rows, n = arrivals is None, len(table) * capacity, like.shape[1]
     y = like.new_empty(rows, n)
-    ids = torch.empty((rows, k) if heads else 0, dtype=torch.int32, device=like.device)
+    ids = torch.empty((rows, k) if metadata else 0, dtype=torch.int32, device=like.device)
     got = like.new_empty(0) if weights is None else weights.new_empty(rows, k)
-    counts = torch.empty(len(table) if heads else 0, dtype=torch.int32, device=like.device)
+    counts = torch.empty(len(table) if metadata else 0, dtype=torch.int32, device=like.device)
     config = PEERS.pick(len(y), (n,), like)
     blocks = cdiv(capacity, config["BLOCK_R"])
     launch(
         device("peers").take_tokens_kernel, (len(table) * blocks * cdiv(n, config["BLOCK_N"]),),
         y, table, uses, ids, got, counts if arrivals is None else arrivals,
         n, rank, capacity, half, ids_at, weights_at, counts_at, blocks,
-        K=k, BLOCK_K=pow2(k), HEADS=heads, **config,
+        K=k, BLOCK_K=pow2(k), METADATA=metadata, **config,
     )  # fmt: skip
     return y, ids, got, counts
 
@@ -337,9 +332,9 @@ def return_sums(
     blocks = cdiv(capacity, config["BLOCK_R"])
     launch(
         device("peers").return_sums_kernel, (len(table) * blocks * cdiv(n, config["BLOCK_N"]),),
-        x2, table, uses, flag, arrivals, *_given(arrivals, dweights),
+        x2, table, uses, flag, arrivals, *pointers(arrivals, dweights),
         n, x2.stride(0), rank, capacity, half, weights_at, blocks,
-        K=k, BLOCK_K=pow2(k), HEADS=dweights is not None, **config,
+        K=k, BLOCK_K=pow2(k), METADATA=dweights is not None, **config,
     )  # fmt: skip
 
 
@@ -356,9 +351,9 @@ def add_sums(
     config = PEERS.pick(tokens, (n,), like)
     launch(
         device("peers").add_sums_kernel, (cdiv(tokens, config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"]),),
-        y, slots, table, uses, flag, *_given(slots, experts), copies,
+        y, slots, table, uses, flag, *pointers(slots, experts), copies,
         tokens, n, num_experts, rank, capacity, half, weights_at,
-        W=len(table), K=k, BLOCK_K=pow2(k), HEADS=experts is not None, **config,
+        W=len(table), K=k, BLOCK_K=pow2(k), METADATA=experts is not None, **config,
     )  # fmt: skip
     return y, copies
 

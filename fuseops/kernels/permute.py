@@ -27,7 +27,16 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.registry import floats, ints, kernel_op, on_meta, tensor_bytes
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require, upcast
+from fuseops.kernels.tiles import (
+    as_rows,
+    cdiv,
+    check_axes,
+    check_shape,
+    pointers,
+    pow2,
+    require,
+    upcast,
+)
 
 
 def _scatter_rows(
@@ -153,7 +162,7 @@ def scatter_rows(
     blocks = max(cdiv(len(x), config["BLOCK_R"]), 1)
     launch(
         device("permute").scatter_rows_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
-        x2, pos.contiguous(), offs.contiguous(), x2 if probs is None else probs.contiguous(), y,
+        x2, *pointers(x2, pos, offs, probs), y,
         len(x), rows, n, len(offs), blocks, x2.stride(0), **_form(k), SCALED=probs is not None, **config,
     )  # fmt: skip
     return y
@@ -172,7 +181,7 @@ def gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = N
     parts = cdiv(rows, len(offs) * (block_r - block_r // 4))
     launch(
         device("permute").gather_rows_kernel, (parts * len(offs) * cdiv(n, config["BLOCK_N"]),),
-        x2, index.contiguous(), offs.contiguous(), x2 if probs is None else probs.contiguous(), y,
+        x2, *pointers(x2, index, offs, probs), y,
         rows, n, len(offs), parts, x2.stride(0), SCALED=probs is not None, **config,
     )  # fmt: skip
     return y
@@ -194,7 +203,7 @@ def combine_fwd(
     config = COMBINE.pick(tokens, (n,), x)
     launch(
         device("permute").combine_fwd_kernel, tiles.tile_grid(tokens, n, config),
-        x2, pos.contiguous(), offs.contiguous(), x2 if probs is None else probs.contiguous(), y,
+        x2, *pointers(x2, pos, offs, probs), y,
         tokens, len(x), n, len(offs), x2.stride(0), **_form(k), SCALED=probs is not None, **config,
     )  # fmt: skip
     return y

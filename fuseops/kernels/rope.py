@@ -112,14 +112,15 @@ def _rotate(
     rows = [_rows(each) for each in xs]
     cos3, sin3 = (_angles(angles, t, p) for angles in (cos, sin))
     ys = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in xs]
-    first, last, pair = rows[0], rows[-1], len(xs) == 2
+    first, last = rows[0], rows[-1]
     config = SPACE.pick(first.shape[0] * t * h, (p,), x)
     blocks = sum(cdiv(each.shape[2], config["BLOCK_H"]) for each in rows)
     launch(
         device("rope").rope_kernel, (first.shape[0] * t, blocks),
         first, last, cos3, sin3, ys[0], ys[-1], t, h, last.shape[2], d, p,
         *first.stride()[:3], *last.stride()[:3], *_strides(cos3), *_strides(sin3),
-        INTERLEAVED=interleaved, INVERSE=inverse, REST=2 * p < d, PAIR=pair, **pdl_overlap(x.device), **config,
+        INTERLEAVED=interleaved, INVERSE=inverse, PARTIAL=2 * p < d, HAS_K=len(xs) == 2,
+        **pdl_overlap(x.device), **config,
     )  # fmt: skip
     return ys
 

@@ -22,7 +22,16 @@ from torch import Tensor
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require, upcast
+from fuseops.kernels.tiles import (
+    as_rows,
+    cdiv,
+    check_axes,
+    check_shape,
+    pointers,
+    pow2,
+    require,
+    upcast,
+)
 
 TINY = 1e-20  # scores that are all zero give weights of zero
 
@@ -198,7 +207,7 @@ def router_fwd(
     divisor = num_experts if stride == num_experts else 1 if stride % 4 else 4
     launch(
         device("router").router_fwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
-        logits, logits if bias is None else bias.contiguous(), weights, experts, chosen,
+        logits, *pointers(logits, bias), weights, experts, chosen,
         tokens, stride // divisor, float(scale), K=k, SOFTMAX=score == "softmax", NORMALIZE=normalize,
         BIASED=bias is not None, GROUPS=groups, TOP_GROUPS=top_groups, E=num_experts, WIDE=divisor,
         BLOCK_K=pow2(k), BLOCK_E=pow2(num_experts, least=4), **config,
@@ -236,7 +245,7 @@ def router_bwd(
         device("router_bwd").router_bwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
         dweights.contiguous(), logits if not num_experts else logits.contiguous(),
         experts.contiguous(), dlogits, tokens, logits.stride(0), float(scale), K=k,
-        SOFTMAX=score == "softmax", NORMALIZE=normalize, ALL=not num_experts, E=width,
+        SOFTMAX=score == "softmax", NORMALIZE=normalize, ALL_LOGITS=not num_experts, E=width,
         BLOCK_K=pow2(k), BLOCK_E=pow2(width), **config,
         enable_fp_fusion=False,  # a score of 1 has a gradient of 0: d - sum(d s) rounds both products
     )  # fmt: skip

@@ -21,7 +21,16 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, pdl_chain
 from fuseops.kernels.registry import Cases, floats, ints, kernel_op
 from fuseops.kernels.router import MAX_EXPERTS, SCORES, TINY, scores_of
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_shape, pow2, require, upcast
+from fuseops.kernels.tiles import (
+    as_rows,
+    cdiv,
+    check_axes,
+    check_shape,
+    pointers,
+    pow2,
+    require,
+    upcast,
+)
 
 
 def _router_loss(
@@ -104,17 +113,14 @@ def router_loss(
     config = dict(FWD.pick(tokens, (experts,), logits))
     programs, rows_each = tiles.row_splits(tokens, config, logits)
     partial, loss = logits.new_empty(programs, experts + 1), logits.new_empty(())
-    (leads, follows), kernels, block_e = (
-        pdl_chain(logits.device),
-        device("router_losses"),
-        pow2(experts),
-    )
+    leads, follows = pdl_chain(logits.device)
+    kernels, block_e = device("router_losses"), pow2(experts)
     launch(
         kernels.router_loss_kernel, (programs,), logits, partial, tokens, experts, rows_each,
         logits.stride(0), SOFTMAX=score == "softmax", **leads, BLOCK_E=block_e, **config,
     )  # fmt: skip
     launch(
-        kernels.sum_loss_kernel, (1,), partial, logits if counts is None else counts.contiguous(), loss,
+        kernels.sum_loss_kernel, (1,), partial, *pointers(logits, counts), loss,
         programs, experts, *_loss_factors(tokens, experts, k, balance, z), BALANCED=counts is not None,
         **follows, BLOCK_P=max(4096 // block_e, 1), BLOCK_E=block_e, num_warps=8,
     )  # fmt: skip
@@ -138,7 +144,7 @@ def router_loss_bwd(
     config = BWD.pick(tokens, (experts,), logits)
     launch(
         device("router_losses").router_loss_bwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
-        dlogits, logits, logits if counts is None else counts.contiguous(), dloss, y, tokens, experts,
+        dlogits, logits, *pointers(logits, counts), dloss, y, tokens, experts,
         logits.stride(0), *_loss_factors(tokens, experts, k, balance, z), SOFTMAX=score == "softmax",
         BALANCED=counts is not None, BLOCK_E=pow2(experts), **config,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from fuseops import torch_private
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, pdl_chain
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
-from fuseops.kernels.tiles import cdiv, check_shape, pow2, require, upcast
+from fuseops.kernels.tiles import cdiv, check_shape, pointers, pow2, require, upcast
 
 
 def _route(
@@ -115,7 +115,7 @@ def route(
         )  # fmt: skip
     launch(
         kernels.route_kernel, (chunks,),
-        experts, offs if weights is None else weights.contiguous(), counts, total, offs, index, pos,
+        experts, *pointers(offs, weights), counts, total, offs, index, pos,
         probs, rows, num_experts, chunks, K=k, COUNTED=counted, WEIGHTED=weights is not None,
         **(follows if counted else {"PDL": False}), BLOCK_E=block_e, **config,
     )  # fmt: skip

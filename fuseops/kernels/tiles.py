@@ -66,6 +66,11 @@ def as_heads(x: Tensor, dims: int = 1) -> Tensor:
     return as_rows(x).unsqueeze(1)
 
 
+def pointers(like: Tensor, *given: Tensor | None) -> list[Tensor]:
+    """Contiguous tensors for the pointers of a kernel; `like`, which it does not read, in place of None."""
+    return [like if t is None else t.contiguous() for t in given]
+
+
 def require(condition: bool, message: str) -> None:
     """Raise a FuseOpsError unless the condition holds."""
     if not condition:

@@ -48,10 +48,10 @@ def test_some_features_under_the_scales_of_all(rows, cut, dtype, values, fmt, se
     x = varied((rows, 144), dtype, values, seed)
     offs = splits(rows, groups, seed, min(rows, seed % 3)) if groups else None
     end = rows if offs is None else int(offs[-1])
-    up = K.inverse_scale(k.group_amax.twin(x, offs), fmt, False)
+    inv_scale = K.inverse_scale(k.group_amax.twin(x, offs), fmt, False)
     data, columns, scale = K.quantize_groups.twin(x, offs, fmt, *wanted)
     for part in (slice(0, cut), slice(cut, 144)):
-        got, twin = both(k.quantize_groups, x[:, part], offs, fmt, *wanted, None, up)
+        got, twin = both(k.quantize_groups, x[:, part], offs, fmt, *wanted, None, inv_scale)
         rows_of, columns_of = (
             t if t.dim() == 1 else t[at] for t, at in ((data, (..., part)), (columns, part))
         )
@@ -61,8 +61,10 @@ def test_some_features_under_the_scales_of_all(rows, cut, dtype, values, fmt, se
 
 def test_scales_that_do_not_fit_are_named():
     x, offs = torch.ones(4, 16), torch.tensor([1, 4], dtype=torch.int32)
-    with pytest.raises(FuseOpsError, match=r"up is torch.float32\(3,\), expected float32\(2,\)"):
-        k.quantize_groups.launcher(x, offs, torch.float8_e4m3fn, up=torch.ones(3))
+    with pytest.raises(
+        FuseOpsError, match=r"inv_scale is torch.float32\(3,\), expected float32\(2,\)"
+    ):
+        k.quantize_groups.launcher(x, offs, torch.float8_e4m3fn, inv_scale=torch.ones(3))
 
 
 @given(
@@ -77,8 +79,8 @@ def test_matrices(groups, n, k_, dtype, values, fmt, seed, wanted):
     same(one, tuple(t[0] for t in of_one))
     same(run(k.quantize_matrices, w[0], fmt), one)
     assert torch.equal(*both(k.matrix_amax, w)) and torch.equal(*both(k.matrix_amax, w[0]))
-    up = torch.exp2(torch.arange(groups) - 2.0)
-    same(*both(k.quantize_matrices, w, fmt, *wanted, up))
+    inv_scale = torch.exp2(torch.arange(groups) - 2.0)
+    same(*both(k.quantize_matrices, w, fmt, *wanted, inv_scale))
 
 
 def test_a_wide_tensor_has_one_amax():

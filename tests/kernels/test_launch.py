@@ -25,8 +25,8 @@ TENSORS = [
 
 
 def descriptors():
-    rings, codes, plain = (device(name) for name in ("grouped_rings", "fp8_rings", "grouped_mm"))
-    kinds = rings.Descriptor, codes.CodesDescriptor, codes.ScalesDescriptor, plain.HostDescriptor
+    gemm, codes, plain = (device(name) for name in ("gluon_gemm", "fp8_rings", "grouped_mm"))
+    kinds = gemm.Descriptor, codes.CodesDescriptor, codes.ScalesDescriptor, plain.HostDescriptor
     blocks = itertools.product(
         kinds, (torch.bfloat16, torch.float32), ([64, 64], [64, 128], [1, 8, 8])
     )
@@ -43,7 +43,7 @@ def test_descriptors_of_one_variant_have_one_type():
         assert found.setdefault(variant_of((d,)), said) == said
     assert len(found) == 24
     t = torch.empty(256, 512)[:, ::2].bfloat16()
-    kind = device("grouped_rings").Descriptor
+    kind = device("gluon_gemm").Descriptor
     assert variant_of((kind(t, t.shape, t.stride(), [64, 64]),)) in found
 
 

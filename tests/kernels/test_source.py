@@ -2,12 +2,15 @@
 
 import importlib.util
 import itertools
+import pkgutil
 import re
 import textwrap
 
 import pytest
 
-from fuseops.kernels.source import source_of
+import fuseops.kernels
+from fuseops.kernels.launch import device
+from fuseops.kernels.source import _digest_of, source_of
 
 PROGRAM = """
     from types import SimpleNamespace
@@ -82,3 +85,16 @@ def test_what_is_compiled_changes_it(tmp_path, monkeypatch, old, new):
         changed += "\n    kernel = kernel_of_another_name\n"
     monkeypatch.setitem(globals(), "PROGRAM", changed)
     assert source(tmp_path) != before
+
+
+def test_device_functions_and_constants_have_one_home():
+    """No two device functions are the same but for names, and no constant stands in two modules."""
+    functions, constants = {}, {"FLT_MAX": None}  # which operands has too
+    for info in pkgutil.iter_modules([f"{fuseops.kernels.__path__[0]}/device"]):
+        for name, value in vars(device(info.name)).items():
+            if hasattr(value, "fn") and "fuseops" in value.fn.__module__:
+                home = functions.setdefault(_digest_of(value), value.fn)
+                assert home is value.fn, f"{info.name}.{name} is {home.__module__}.{home.__name__}"
+            elif hasattr(value, "value") and constants.setdefault(name, value) is not None:
+                same = constants[name] is value or constants[name].value != value.value
+                assert same, f"{info.name}.{name} stands elsewhere too"

@@ -24,8 +24,10 @@ from sm_80 on unless this list says more; Gluon modules are of sm_90 alone.
     reduce              PDL (`pdl_trigger`, `pdl_wait`), sums whose bits are the same in every lane and run, column sums
     act                 values and slopes of activations, gate and up columns
     select              selection and sorting networks
+    groups              rows of groups, and groups in blocks of rows
     quantize            amax, inverse scales, saturating conversion
-    quantize_columns    transposed stores, blocks of groups
+    quantize_columns    transposed stores
+    gluon_gemm          descriptors, tile order, parts of accumulators: what GEMMs in Gluon share
     sums                TMA stores and reductions of float32 weight gradients
     gluon_names         Gluon's functions under one name for all supported Tritons
 

@@ -1,7 +1,7 @@
 """Quantization to FP8 with one scale a group of rows, or one a matrix of a weight: amax, then codes in both layouts.
 
 A program owns BLOCK_R (128) rows of one group (FORM "groups"), of the tensor ("one") or of one matrix ("matrices",
-where E is the rows of a matrix), and some columns. Blocks of groups are numbered without a table: see `group_at_block`.
+where E is the rows of a matrix), and some columns. Blocks of groups are those of `groups`.
 With INDEX row r is row index[r] of x.
 
 Codes are stored row-major and transposed. Four codes of a column make a 32-bit word of the transposed layout, so a tile
@@ -12,13 +12,9 @@ transposition exchanges words between threads, not bytes.
 import triton
 import triton.language as tl
 
+from fuseops.kernels.device.groups import rows_of_block
 from fuseops.kernels.device.quantize import FLT_MAX, inverse_scale
-from fuseops.kernels.device.quantize_columns import (
-    group_at_block,
-    load_slices,
-    store_columns,
-    store_slices,
-)
+from fuseops.kernels.device.quantize_columns import load_slices, store_columns, store_slices
 from fuseops.kernels.device.reduce import pdl_trigger_and_wait
 
 
@@ -28,9 +24,7 @@ def decode_block(
 ):
     """Decode a block into (group, first row of the group, first row of the block, end of the group)."""
     if FORM == "groups":
-        group, begin, end = group_at_block(block, offs_ptr, R, E, BLOCK_R, BLOCK_E)
-        row0 = begin + (block - begin // BLOCK_R - group) * BLOCK_R
-        return group, begin, row0, end
+        return rows_of_block(block, offs_ptr, R, E, BLOCK_R, BLOCK_E)
     elif FORM == "matrices":
         blocks_per_matrix = tl.cdiv(E, BLOCK_R)
         group = block // blocks_per_matrix
@@ -53,7 +47,7 @@ def gather_slice(
 
 
 @triton.jit
-def no_amax_kernel(amax_ptr, E, PDL: tl.constexpr, BLOCK_E: tl.constexpr):
+def zero_amax_kernel(amax_ptr, E, PDL: tl.constexpr, BLOCK_E: tl.constexpr):
     """Zero amax (E,) before the atomics: by a kernel, so that the whole chain of launches can be replayed."""
     pdl_trigger_and_wait(PDL)
     groups = tl.arange(0, BLOCK_E)
@@ -90,22 +84,22 @@ def group_amax_kernel(
 
 @triton.jit(do_not_specialize=["R"])
 def quantize_groups_kernel(
-    x_ptr, index_ptr, offs_ptr, by_ptr, row_ptr, col_ptr, scale_ptr, R, N, E, stride_x,
-    LIMIT: tl.constexpr, FORM: tl.constexpr, INDEX: tl.constexpr, UP: tl.constexpr, ROW: tl.constexpr,
+    x_ptr, index_ptr, offs_ptr, amax_or_inv_ptr, row_ptr, col_ptr, scale_ptr, R, N, E, stride_x,
+    LIMIT: tl.constexpr, FORM: tl.constexpr, INDEX: tl.constexpr, HAS_INV_SCALE: tl.constexpr, ROW: tl.constexpr,
     COL: tl.constexpr, PDL: tl.constexpr, ALIGN: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tile with its group's scale to row-major codes (ROW) and to transposed codes (COL).
 
     In the transposed layout each group begins at a multiple of 128 columns; matrices lie each by itself, with rows that
-    ALIGN divides. by_ptr holds each group's amax, or with UP its inverse scale.
+    ALIGN divides. amax_or_inv_ptr holds each group's amax, or with HAS_INV_SCALE its inverse scale.
     """
     pdl_trigger_and_wait(PDL)
     num_n = tl.cdiv(N, BLOCK_N)
     block, col0 = tl.program_id(0) // num_n, tl.program_id(0) % num_n * BLOCK_N
     group, begin, row0, end = decode_block(block, offs_ptr, R, E, FORM, BLOCK_E, BLOCK_R)
-    inv_scale = tl.load(by_ptr + group)
-    if not UP:
+    inv_scale = tl.load(amax_or_inv_ptr + group)
+    if not HAS_INV_SCALE:
         inv_scale = inverse_scale(inv_scale, LIMIT, False)
     if (row0 == begin) & (col0 == 0):
         tl.store(scale_ptr + group, tl.div_rn(1.0, inv_scale))

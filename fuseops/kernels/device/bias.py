@@ -9,7 +9,12 @@ between threads before the end; the second stage (`reduce.column_sums_kernel`, `
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.quantize_columns import group_at_block
+from fuseops.kernels.device.groups import (
+    group_of_rows,
+    load_group_rows,
+    num_used_rows,
+    rows_of_block,
+)
 from fuseops.kernels.device.reduce import (
     add_rows,
     fold,
@@ -18,16 +23,6 @@ from fuseops.kernels.device.reduce import (
     pdl_wait,
     row_dots,
 )
-
-INT32_MAX = tl.constexpr(2147483647)
-
-
-@triton.jit
-def find_group(rows, offs_ptr, E, BLOCK_E: tl.constexpr):
-    """Find the group of every row: how many groups end at or before it (E for padding rows)."""
-    groups = tl.arange(0, BLOCK_E)
-    ends = tl.load(offs_ptr + groups, mask=groups < E, other=INT32_MAX)
-    return tl.sum((ends[None, :] <= rows[:, None]).to(tl.int32), axis=1)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -44,7 +39,7 @@ def bias_fwd_kernel(
     cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     mask = (rows < R)[:, None] & (cols < N)
     if GROUPED:
-        group = find_group(rows, offs_ptr, E, BLOCK_E)
+        group = group_of_rows(rows, offs_ptr, E, BLOCK_E)
         x_mask = mask & (group < E)[:, None]
         bias = tl.load(
             bias_ptr + (group.to(tl.int64) * N)[:, None] + cols, mask=x_mask, other=0.0
@@ -88,16 +83,15 @@ def grouped_bias_bwd_kernel(
 ):  # fmt: skip
     """First stage of groups: a program sums one chunk of a group, one block of columns, of dy (* probs).
 
-    Chunks are numbered without a table: those of group g begin at begin // CHUNK + g, each of up to CHUNK rows. The
-    sums of a group of one chunk go to its row of y, others to row `chunk` of partial. With NEED_DPROBS, dots (column
+    A chunk is a block of up to CHUNK rows, as `groups` numbers them. The sums of a group of one chunk go to its row of
+    y, others to row `chunk` of partial. With NEED_DPROBS, dots (column
     blocks, R) gets what these columns add to each row's dprobs.
     """
     pdl_trigger(PDL)
     num_n = tl.cdiv(N, BLOCK_N)
     chunk, block = tl.program_id(0) // num_n, tl.program_id(0) % num_n
     cols = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    group, begin, end = group_at_block(chunk, offs_ptr, R, E, CHUNK, BLOCK_E)
-    first_row = begin + (chunk - begin // CHUNK - group) * CHUNK
+    group, begin, first_row, end = rows_of_block(chunk, offs_ptr, R, E, CHUNK, BLOCK_E)
     num_rows = tl.minimum(end - first_row, CHUNK)
     dy_ptr += first_row.to(tl.int64) * stride_dy
     probs_ptr += first_row
@@ -141,8 +135,7 @@ def group_sum_kernel(
     num_n = tl.cdiv(N, BLOCK_N)
     group = (tl.program_id(0) // num_n).to(tl.int64)
     if group < E:
-        begin = tl.minimum(tl.load(offs_ptr + group - 1, mask=group > 0, other=0), R)
-        num_rows = tl.minimum(tl.load(offs_ptr + group), R) - begin
+        begin, num_rows = load_group_rows(offs_ptr, group, R)
         pdl_wait(PDL)
         if num_rows > CHUNK:
             chunk0 = begin // CHUNK + group
@@ -151,7 +144,7 @@ def group_sum_kernel(
                 partial_ptr, y_ptr + group * N, chunk0, end_chunk, block, N, N, BLOCK_S, BLOCK_N
             )
     else:
-        num_used = tl.minimum(tl.load(offs_ptr + E - 1), R)
+        num_used = num_used_rows(offs_ptr, E, R)
         pdl_wait(PDL)
         block = tl.program_id(0) - num_n * E
         add_rows(dots_ptr, dprobs_ptr, 0, D, block, R, num_used, BLOCK_D, BLOCK_R)

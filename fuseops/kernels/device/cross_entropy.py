@@ -91,22 +91,22 @@ def _row_statistics(
     return lse, mean_logit, tl.sum(lane_smooth, axis=0) * inverse_temperature
 
 
-@triton.jit(do_not_specialize=["ignore_index", "first"])
+@triton.jit(do_not_specialize=["ignore_index", "first_class"])
 def cross_entropy_kernel(
-    logits_ptr, targets_ptr, class_weights_ptr, total_ptr,
+    logits_ptr, targets_ptr, class_weights_ptr, weight_sum_ptr,
     loss_ptr, lse_ptr, logp_ptr, expected_ptr, dloss_ptr, dlse_ptr, dlogp_ptr, dexpected_ptr,
-    first, width, V, stride, ignore_index, smoothing, z_loss, soft_cap, inverse,
+    first_class, width, V, stride, ignore_index, smoothing, z_loss, soft_cap, inverse_temperature,
     WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr,
-    STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, OTHERS: tl.constexpr,
+    STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, STATISTICS_GRADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the statistics and losses of a row, then its gradient in place of the logits.
 
     The gradient reads the row once more, its end first: that is still cached. Of V classes the logits are those of
-    `width` from `first` on; statistics need all of them. dlogits = p_coef * p - class_coef * (class weight) -
+    `width` from `first_class` on; statistics need all of them. dlogits = p_coef * p - class_coef * (class weight) -
     target_coef at the target.
 
-    OTHERS: gradients of lse, logp and expected are given too. inverse: 1 / temperature
+    STATISTICS_GRADS: gradients of lse, logp and expected are given too.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
@@ -118,14 +118,13 @@ def cross_entropy_kernel(
     weight_sum = 1.0 * V
     if WEIGHTED:
         target_weight = tl.load(class_weights_ptr + target_class).to(tl.float32)
-        weight_sum = tl.load(total_ptr)
+        weight_sum = tl.load(weight_sum_ptr)
 
     if STATISTICS:
-        target_logit = (
-            _apply_soft_cap(tl.load(logits_ptr + target_class), soft_cap, CAPPED) * inverse
-        )
+        target_raw = tl.load(logits_ptr + target_class)
+        target_logit = _apply_soft_cap(target_raw, soft_cap, CAPPED) * inverse_temperature
         lse, expected, smooth = _row_statistics(
-            logits_ptr, class_weights_ptr, width, soft_cap, inverse,
+            logits_ptr, class_weights_ptr, width, soft_cap, inverse_temperature,
             WEIGHTED, SMOOTHED, CAPPED, not GRADIENT, BLOCK,
         )  # fmt: skip
         logp = target_logit - lse
@@ -146,20 +145,18 @@ def cross_entropy_kernel(
         class_coef = dloss * (smoothing / V)
         target_coef = dloss * (1 - smoothing) * target_weight
         p_coef = target_coef + class_coef * weight_sum + 2 * z_loss * lse * dloss
-        if OTHERS:
+        if STATISTICS_GRADS:
             dlogp = tl.load(dlogp_ptr + row)
             dlogp = tl.where(invalid, float("nan"), tl.where(counted, dlogp, 0.0))
             p_coef += tl.load(dlse_ptr + row) - dlogp
             target_coef -= dlogp
-            dexpected = tl.load(dexpected_ptr + row) * inverse
+            dexpected = tl.load(dexpected_ptr + row) * inverse_temperature
             expected = tl.load(expected_ptr + row)
         # from here on by the logits before the temperature
-        p_coef, class_coef, target_coef = (
-            p_coef * inverse,
-            class_coef * inverse,
-            target_coef * inverse,
-        )
-        scale, shift = inverse * LOG2E, lse * LOG2E
+        p_coef *= inverse_temperature
+        class_coef *= inverse_temperature
+        target_coef *= inverse_temperature
+        scale, shift = inverse_temperature * LOG2E, lse * LOG2E
         cols = tl.arange(0, BLOCK)
         for block in range(tl.cdiv(width, BLOCK)):
             start = (tl.cdiv(width, BLOCK) - 1 - block) * BLOCK
@@ -167,19 +164,21 @@ def cross_entropy_kernel(
             raw = tl.load(logits_ptr + start + cols, mask=mask, other=0.0)
             logits = _apply_soft_cap(raw, soft_cap, CAPPED)
             p = tl.exp2(logits * scale - shift)
-            if OTHERS:
-                dlogits = p * (p_coef + dexpected * (1 + logits * inverse - expected))
+            if STATISTICS_GRADS:
+                dlogits = p * (p_coef + dexpected * (1 + logits * inverse_temperature - expected))
                 dlogits = tl.where(p > 0, dlogits, p * 0.0)
             else:
                 dlogits = p * p_coef
             if SMOOTHED:
                 if WEIGHTED:
                     dlogits -= class_coef * tl.load(
-                        class_weights_ptr + first + start + cols, mask=mask, other=0.0
+                        class_weights_ptr + first_class + start + cols, mask=mask, other=0.0
                     ).to(tl.float32)
                 else:
                     dlogits -= class_coef
-            dlogits = tl.where(cols == target_class - first - start, dlogits - target_coef, dlogits)
+            dlogits = tl.where(
+                cols == target_class - first_class - start, dlogits - target_coef, dlogits
+            )
             if CAPPED:
                 tanh = logits / soft_cap
                 dlogits *= 1 - tanh * tanh

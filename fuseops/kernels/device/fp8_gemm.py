@@ -11,7 +11,7 @@ keeps the second subtile's MMA behind the first one's FMAs: ptxas hoists it othe
 accumulator, and spills in the loop.
 
 Consumers take turns, subtile by subtile, at two named barriers (ping-pong): while one adds, the other multiplies. With
-IN_PLACE (fast accumulation) there are neither partials nor turns: the tensor cores accumulate over all of K.
+FAST_ACCUM there are neither partials nor turns: the tensor cores accumulate over all of K.
 
 Parameters of the kernel:
     M, N         rows of a, of all groups, and of b, of one group
@@ -44,10 +44,9 @@ from .fp8_rings import (
 from .fp8_rings import describe_codes as describe_codes
 from .fp8_rings import describe_rows as describe_rows
 from .fp8_rings import describe_vectors as describe_vectors
-from .fp8_rings import describe_weight as describe_weight
 from .fp8_stores import store_subtile, zero_padding_scales
-from .grouped_dswiglu import column_halves
-from .grouped_pingpong import zero_padding
+from .gluon_gemm import column_halves, zero_padding
+from .gluon_gemm import describe_weight as describe_weight
 from .sums import F32_BOX_COLS
 from .sums import describe_sums as describe_sums
 
@@ -271,7 +270,7 @@ def mma_fast_accum(coords, ring, first_step, CONSUMER: gl.constexpr):
 def multiply_tiles(
     out, epilogue, a_scale, b_scale, M, N, problem, ring,
     WGRAD: gl.constexpr, GROUPED: gl.constexpr, A_SCALE: gl.constexpr, B_SCALE: gl.constexpr,
-    IN_PLACE: gl.constexpr, SCALING: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    FAST_ACCUM: gl.constexpr, SCALING: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
     GROUP: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Consume: run the mainloop and the epilogue of this consumer's half of each tile of the program.
@@ -290,7 +289,7 @@ def multiply_tiles(
         next_tile = tile + gl.num_programs(0)
         entry = load_tile_entry(next_tile, problem, GROUPED)
         group, group_start, group_rows, block_m, block_n, _, k_steps = coords
-        if IN_PLACE:
+        if FAST_ACCUM:
             acc0, acc1 = mma_fast_accum(coords, ring, first_step, CONSUMER)
         else:
             acc0, acc1 = mma_promoted(
@@ -313,7 +312,7 @@ def multiply_tiles(
                 out, epilogue, acc1, bounds, row, col + BLOCK,
                 WGRAD, SCALING, HAS_BIAS, ACCUMULATE, 1,
             )  # fmt: skip
-    if not IN_PLACE and CONSUMER == 0:
+    if not FAST_ACCUM and CONSUMER == 0:
         if first_step > 0:  # the last arrival of consumer 1, which leaves the barrier balanced
             named_barrier(WAIT_TURN_ASM, CONSUMER)
     tma.store_wait(0)
@@ -325,7 +324,7 @@ def multiply_tiles(
 def fp8_gemm_kernel(
     out_ptr, a, b, out, a_scale, b_scale, bias_ptr, out_scale_ptr, offs_ptr, tiles_ptr,
     first_entry, count_at, rows, E, M, N, blocks, a_step, b_step,
-    WGRAD: gl.constexpr, GROUPED: gl.constexpr, SCALING: gl.constexpr, IN_PLACE: gl.constexpr,
+    WGRAD: gl.constexpr, GROUPED: gl.constexpr, SCALING: gl.constexpr, FAST_ACCUM: gl.constexpr,
     HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -372,7 +371,7 @@ def fp8_gemm_kernel(
     else:
         # Staging buffers of a consumer, one for each MMA of a tile. Tiles of empty groups have no products and follow
         # each other at once: with one buffer, each waits for the store before it.
-        SUBTILES: gl.constexpr = 1 if IN_PLACE or BLOCK_M * BLOCK_N == BLOCK * BLOCK else 2
+        SUBTILES: gl.constexpr = 1 if FAST_ACCUM or BLOCK_M * BLOCK_N == BLOCK * BLOCK else 2
         F32_OUT: gl.constexpr = out.dtype == gl.float32
         BUFFER_SHAPE: gl.constexpr = [2 * SUBTILES, 64, F32_BOX_COLS] if F32_OUT else [SUBTILES, 64, BLOCK]
         buffers0 = gl.allocate_shared_memory(out.dtype, BUFFER_SHAPE, out.layout)
@@ -381,9 +380,9 @@ def fp8_gemm_kernel(
     gl.warp_specialize(
         [
             (multiply_tiles, (out0, epilogue, a_scale, b_scale, M, N, problem, ring, WGRAD, GROUPED, A_SCALE, B_SCALE,
-                              IN_PLACE, SCALING, HAS_BIAS, ACCUMULATE, GROUP, 0)),
+                              FAST_ACCUM, SCALING, HAS_BIAS, ACCUMULATE, GROUP, 0)),
             (multiply_tiles, (out1, epilogue, a_scale, b_scale, M, N, problem, ring, WGRAD, GROUPED, A_SCALE, B_SCALE,
-                              IN_PLACE, SCALING, HAS_BIAS, ACCUMULATE, GROUP, 1)),
+                              FAST_ACCUM, SCALING, HAS_BIAS, ACCUMULATE, GROUP, 1)),
             (load_tiles, (a, b, a_scale, b_scale, N, problem, ring, WGRAD, GROUPED, A_SCALE, B_SCALE, GROUP)),
         ],
         [4, 1],

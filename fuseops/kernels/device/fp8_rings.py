@@ -14,11 +14,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from . import gluon_gemm
+from .gluon_gemm import Descriptor, load_group_rows, swizzle
 from .gluon_names import load_tile
-from .grouped_rings import Descriptor, swizzle
+from .grouped_mm import MAX_GROUPS, ragged_shape
 
-MAX_GROUPS = gl.constexpr(2048)  # a table entry is group + MAX_GROUPS * row block in the group
-RAGGED_ROWS = gl.constexpr(1 << 30)
 BLOCK = gl.constexpr(128)  # K of a step, and side of the blocks that have one scale
 CODES_SMEM_LAYOUT = gl.NVMMASharedLayout.get_default_for([128, 128], gl.float8e4nv)
 SCALES_SMEM_LAYOUT = gl.NVMMASharedLayout.get_default_for([1, 128], gl.float32)
@@ -56,38 +56,10 @@ def describe_vectors(t, box_rows):
 
 
 def describe_rows(t):
-    """Make the ragged descriptor of a result (R, N) whose rows form groups, in boxes of 64 x 64, of codes 64 x 128.
-
-    `ragged_coords` gives its coordinates.
-    """
-    stride = t.stride(0)
-    shape, strides = (
-        [0x7FFF0000, 0x7FFF0000, 1 << 30, t.shape[1]],
-        [2**34 - stride, stride, stride, 1],
-    )
+    """Make the ragged descriptor of a result (R, N) whose rows form groups, in boxes of 64 x 64, of codes 64 x 128."""
     if t.itemsize == 1:
-        return CodesDescriptor(t, shape, strides, [1, 1, 64, 128])
-    return Descriptor(t, shape, strides, [1, 1, 64, 64])
-
-
-def describe_weight(t):
-    """Make the descriptor of a weight gradient (E, N, K) or (N, K), in boxes of 64 x 64.
-
-    It may be a view of some rows or columns of larger matrices.
-    """
-    n, k = t.shape[-2:]
-    strides = t.stride() if t.dim() == 3 else (n * k, *t.stride())
-    return Descriptor(t, (t.numel() // (n * k), n, k), strides, [1, 64, 64])
-
-
-@gluon.jit
-def ragged_coords(group_start, group_rows, row, col):
-    """Return coordinates in a ragged descriptor, where a store drops rows at or beyond `group_rows`.
-
-    Row `group_rows` is the end of the third dimension; addresses that wrap around at 64 bits take the shift back. See
-    `describe_ragged` of `grouped_mm`.
-    """
-    return [RAGGED_ROWS, group_start + group_rows, RAGGED_ROWS - group_rows + row, col]
+        return CodesDescriptor(t, *ragged_shape(t), [1, 1, 64, 128])
+    return gluon_gemm.describe_rows(t)
 
 
 @gluon.jit
@@ -115,8 +87,7 @@ def tile_coords(
     group_start = gl.to_tensor(0)
     group_rows = total_rows
     if GROUPED:
-        group_start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-        group_rows = gl.maximum(gl.minimum(gl.load(offs_ptr + group), total_rows) - group_start, 0)
+        group_start, group_rows = load_group_rows(offs_ptr, group, total_rows)
     first_k_block = gl.to_tensor(0)
     k_steps = k_blocks
     if WGRAD:

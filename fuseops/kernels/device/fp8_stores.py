@@ -14,12 +14,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .fp8_rings import ragged_coords
+from . import operands
+from .gluon_gemm import column_halves, ragged_coords
 from .gluon_names import store_tile
-from .grouped_dswiglu import column_halves
 from .sums import F32_BOX_COLS, store_float32_grad
 
 BOX_COLS = gl.constexpr(64)  # columns of a TMA box of 16-bit numbers, 128 bytes
+# that of `quantize_operand`, bit for bit
+power_of_two_scale = gluon.jit(operands.power_of_two_scale.fn)
 
 
 @gluon.jit
@@ -64,16 +66,11 @@ def store_float32_rows(out_ptr, acc, bounds, row, col):
 def quantize_rows(acc):
     """Return (acc, rounded to bf16, times the inverse scales, scales), one power of two for each row, for e4m3.
 
-    The scale is amax / 448, rounded up to a power of two, at least 2^-63, found in integers: 448 is 1.75 * 2^8, so a
-    mantissa above 1.75 carries into the exponent. It is that of `quantize_operand`, bit for bit.
+    The scale is amax / 448, rounded up to a power of two, at least 2^-63; 448 is 1.75 * 2^8.
     """
     acc = acc.to(gl.bfloat16).to(gl.float32)
-    amax = gl.maximum(gl.max(gl.abs(acc), axis=1), 0.0)
-    bits = gl.minimum(amax, 3.4028234663852886e38).to(gl.int32, bitcast=True)
-    carry = ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
-    inv_exponent = gl.minimum(262 - (bits >> 23) - carry, 190)
-    inv = (inv_exponent << 23).to(gl.float32, bitcast=True)
-    return acc * inv[:, None], ((254 - inv_exponent) << 23).to(gl.float32, bitcast=True)
+    inv, scale = power_of_two_scale(gl.maximum(gl.max(gl.abs(acc), axis=1), 0.0), 8)
+    return acc * inv[:, None], scale
 
 
 @gluon.jit

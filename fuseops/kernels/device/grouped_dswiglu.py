@@ -19,17 +19,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .gluon_gemm import split_columns
 from .gluon_names import load_tile, reinterpret
 
 SUBTILE_N = gl.constexpr(64)  # columns of a subtile: a line of 128 bytes
-
-
-@gluon.jit
-def column_halves(acc):
-    """Split (M, N) in registers into its left and its right (M, N / 2)."""
-    M: gl.constexpr = acc.shape[0]
-    N: gl.constexpr = acc.shape[1]
-    return acc.reshape((M, 2, N // 2)).permute((0, 2, 1)).split()
 
 
 @gluon.jit
@@ -46,11 +39,8 @@ def split_64x64(acc):
     if acc.shape[0] > 64:
         upper, lower = row_halves(acc)
         blocks = split_64x64(upper) + split_64x64(lower)
-    elif acc.shape[1] > 64:
-        left, right = column_halves(acc)
-        blocks = split_64x64(left) + split_64x64(right)
     else:
-        blocks = (acc,)
+        blocks = split_columns(acc, 64)
     return blocks
 
 

@@ -8,7 +8,7 @@ small programs that keep stores in flight. Rows of both operands may be given by
 import triton
 import triton.language as tl
 
-from .grouped_mm import group_rows
+from .groups import load_group_rows
 from .reduce import pdl_trigger_and_wait
 
 
@@ -45,7 +45,7 @@ def grouped_wgrad_few_kernel(
     num_m, num_n = tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N)
     program, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     group, block_m = program // num_m, program % num_m
-    start, size = group_rows(offs_ptr, group, R)
+    start, size = load_group_rows(offs_ptr, group, R)
     first_block, end_block = num_n * split // SPLITS, num_n * (split + 1) // SPLITS
     dw_rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     ks, col_offsets = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
@@ -67,11 +67,9 @@ def grouped_wgrad_few_kernel(
             tail_x_ptrs = row_ptrs(
                 x_ptr, x_index_ptr, start + k + ks, tail_mask, stride_x, X_INDEXED
             )
-            a, b = (
-                load_columns(tail_dy_ptrs, tail_mask, dw_rows, N),
-                load_columns(tail_x_ptrs, tail_mask, cols, K),
-            )
-            acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+            tail_dy = load_columns(tail_dy_ptrs, tail_mask, dw_rows, N)
+            tail_x = load_columns(tail_x_ptrs, tail_mask, cols, K)
+            acc = tl.dot(tail_dy.T, tail_x, acc, input_precision=PRECISION)
         mask = (dw_rows < N)[:, None] & (cols < K)[None, :]
         if ACCUMULATE:
             acc += tl.load(dw_ptrs + cols[None, :], mask=mask, other=0.0)

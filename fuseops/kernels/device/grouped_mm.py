@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .groups import load_group_rows
+
 MAX_GROUPS = tl.constexpr(2048)  # a table entry is group + MAX_GROUPS * row block in the group
 RAGGED_ROWS = tl.constexpr(1 << 30)  # the row dimension of a ragged descriptor
 ZERO_BLOCK = tl.constexpr(1024)  # elements that a program zeroes at a time
@@ -36,23 +38,21 @@ def describe(t, block):
     return HostDescriptor(t, t.shape, t.stride(), block)
 
 
-def describe_ragged(t, block):
-    """Make a TMA descriptor (4-D) of a row-major matrix (R, N), whose boxes end where a group of rows does.
+def ragged_shape(t):
+    """Return the shape and strides of a ragged TMA descriptor (4-D) of a row-major matrix (R, N), whose boxes end where
+    a group of rows does.
 
     Its coordinates are those of `ragged_coords`. The trick, and its proof by 64-bit wraparound of addresses, is
     triton.tools.ragged_tma's.
     """
-    rows = 1 << 30
     stride = t.stride(0)
-    strides = [2**34 - stride, stride, stride, 1]
-    return HostDescriptor(t, [0x7FFF0000, 0x7FFF0000, rows, t.shape[1]], strides, [1, 1, *block])
+    shape = [0x7FFF0000, 0x7FFF0000, RAGGED_ROWS.value, t.shape[1]]
+    return shape, [2**34 - stride, stride, stride, 1]
 
 
-@triton.jit
-def group_rows(offs_ptr, group, R):
-    """Load (start, size) of a group, its first row and number of rows, clamped to R whatever `offs` says."""
-    start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-    return start, tl.maximum(tl.minimum(tl.load(offs_ptr + group), R) - start, 0)
+def describe_ragged(t, block):
+    """Make a ragged TMA descriptor of a matrix (R, N), in boxes of `block`."""
+    return HostDescriptor(t, *ragged_shape(t), [1, 1, *block])
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def grouped_mm_kernel(
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=TMA):
         entry = tl.load(tiles_ptr + first_entry + tile // num_n)
         group = entry % MAX_GROUPS
-        start, size = group_rows(offs_ptr, group, R)
+        start, size = load_group_rows(offs_ptr, group, R)
         tile_in_group = (entry // MAX_GROUPS) * num_n + tile % num_n
         block_m, block_n = swizzle(tile_in_group, tl.cdiv(size, BLOCK_M), num_n, GROUP)
         rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -227,7 +227,7 @@ def grouped_wgrad_kernel(
     num_m, num_n = tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N)
     for tile in range(tl.program_id(0), E * num_m * num_n, tl.num_programs(0)):
         group = tl.load(tiles_ptr + 2 + tile // (num_m * num_n))
-        start, size = group_rows(offs_ptr, group, R)
+        start, size = load_group_rows(offs_ptr, group, R)
         block_m, block_n = swizzle(tile % (num_m * num_n), num_m, num_n, GROUP)
         rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
         cols = block_n * BLOCK_N + tl.arange(0, BLOCK_N)

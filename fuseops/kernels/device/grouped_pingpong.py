@@ -30,19 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .gluon_gemm import Descriptor as Descriptor
+from .gluon_gemm import split_columns, zero_padding
 from .gluon_names import store_tile
-from .grouped_dswiglu import (
-    act_bwd_epilogue,
-    alloc_act_bwd,
-    column_halves,
-    prefetch_h,
-    stage_row_scales,
-)
-from .grouped_rings import Descriptor as Descriptor
+from .grouped_dswiglu import act_bwd_epilogue, alloc_act_bwd, prefetch_h, stage_row_scales
 from .grouped_rings import decode_tile, gather_producer, load_tile_entry, tma_producer
 from .grouped_swiglu import act_epilogue, alloc_act_buffers, load_row_scale
-
-ZERO_BLOCK = gl.constexpr(1024)  # elements that a program zeroes at a time
 
 
 @gluon.jit
@@ -85,8 +78,8 @@ def store_subtile(
 @gluon.jit
 def mma_consumer(
     out, act_ptr, probs_ptr, act_bwd, problem, ring, order_bars, TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    ACT: gl.constexpr, PAIRS: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr,
-    HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr, GATHER: gl.constexpr, COOPERATIVE: gl.constexpr,
+    ACT: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr,
+    HAS_PROBS: gl.constexpr, NEED_Y: gl.constexpr, GATHER: gl.constexpr, COOPERATIVE: gl.constexpr,
     GROUP: gl.constexpr, SLOTS: gl.constexpr, CONSUMER: gl.constexpr,
 ):
     """Run mainloop and epilogue of the tiles of consumer warpgroup CONSUMER. act_bwd: see `alloc_act_bwd`."""
@@ -114,19 +107,19 @@ def mma_consumer(
         row, col = block_m * BLOCK_M, block_n * BLOCK_N
         if COOPERATIVE:
             row += CONSUMER * WG_M
+        group_info = group, start, size, N
         if SLOTS:
             dprobs_ptr, h_ring, acc_smem, row_scales = act_bwd
-            group_info = group, start, size, N
             for i in gl.static_range(SLOTS):
                 prefetch_h(h_ring, group_info, row, col, i, ACT, BLOCK_N // SUBTILE_N)
             if HAS_PROBS:
                 stage_row_scales(row_scales, probs_ptr, group_info, row)
         acc = gl.zeros((WG_M, BLOCK_N), dtype=gl.float32, layout=layout)
-        if not COOPERATIVE:
-            mbarrier.wait(order_bars.index(CONSUMER), (order_phase + 1 - CONSUMER) & 1)
-        own_steps = k_steps
         if COOPERATIVE:
             own_steps = gl.where(row < size, k_steps, 0)  # the lower half may lie beyond the group
+        else:
+            own_steps = k_steps
+            mbarrier.wait(order_bars.index(CONSUMER), (order_phase + 1 - CONSUMER) & 1)
         for k in range(own_steps):
             step = first_step + k
             mbarrier.wait(full_bars.index(step % STAGES), (step // STAGES) & 1)
@@ -145,35 +138,27 @@ def mma_consumer(
                 step = first_step + k
                 mbarrier.wait(full_bars.index(step % STAGES), (step // STAGES) & 1)
                 mbarrier.arrive(empty_bars.index(step % STAGES), count=1)
+            # the next tile, beside the last WGMMA
+            tile_coords = decode_tile(tile + tile_stride, entry, problem, BLOCK_M, GROUP)
         else:
             mbarrier.arrive(order_bars.index(1 - CONSUMER), count=1)
-        if COOPERATIVE:  # decode the next tile beside the last WGMMA
-            tile_coords = decode_tile(tile + tile_stride, entry, problem, BLOCK_M, GROUP)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty_bars.index((first_step + k_steps - 1) % STAGES), count=1, pred=row < size)
-        group_info = group, start, size, N
         if SLOTS:
             outs = out[1], act_ptr
             dprobs_ptr += block_n * R
             act_bwd_epilogue(acc, h_ring, acc_smem, row_scales, outs, dprobs_ptr, group_info, row, col, ACT, HAS_PROBS)
         elif ACT != "":
-            if ACT != "srelu" and not PAIRS:
+            if ACT != "srelu" and not INTERLEAVED:
                 col = block_n * (BLOCK_N // 2)
             act_out = act_ptr, probs_ptr, group_info, row, col
-            act_epilogue(acc, out, act_out, HAS_BIAS, ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS)
-        elif BLOCK_N == 2 * SUBTILE_N:
-            left, right = column_halves(acc)
-            store_subtile(out, probs_ptr, group_info, left, row, col, HAS_BIAS, HAS_PROBS, 0)
-            store_subtile(out, probs_ptr, group_info, right, row, col + SUBTILE_N, HAS_BIAS, HAS_PROBS, 1)
+            act_epilogue(acc, out, act_out, HAS_BIAS, ACT, INTERLEAVED, ALPHA, LIMIT, OFFSET, HAS_PROBS, NEED_Y)
         else:
-            left, right = column_halves(acc)
-            sub0, sub1 = column_halves(left)
-            sub2, sub3 = column_halves(right)
-            store_subtile(out, probs_ptr, group_info, sub0, row, col, HAS_BIAS, HAS_PROBS, 0)
-            store_subtile(out, probs_ptr, group_info, sub1, row, col + SUBTILE_N, HAS_BIAS, HAS_PROBS, 1)
-            store_subtile(out, probs_ptr, group_info, sub2, row, col + 2 * SUBTILE_N, HAS_BIAS, HAS_PROBS, 0)
-            store_subtile(out, probs_ptr, group_info, sub3, row, col + 3 * SUBTILE_N, HAS_BIAS, HAS_PROBS, 1)
-        if not COOPERATIVE:  # decode it beside the other consumer's mainloop
+            subtiles = split_columns(acc, SUBTILE_N)
+            for i in gl.static_range(BLOCK_N // SUBTILE_N):
+                sub_col = col + i * SUBTILE_N
+                store_subtile(out, probs_ptr, group_info, subtiles[i], row, sub_col, HAS_BIAS, HAS_PROBS, i)
+        if not COOPERATIVE:  # the next tile, beside the other consumer's mainloop
             tile_coords = decode_tile(tile + tile_stride, entry, problem, BLOCK_M, GROUP)
         first_step += TILES_PER_ROUND * k_steps
         order_phase += 1
@@ -181,36 +166,24 @@ def mma_consumer(
 # fmt: on
 
 
-@gluon.jit
-def zero_padding(y_ptr, offs_ptr, R, E, N):
-    """Zero the padding rows of y (R, N), those at and beyond offs[-1]; all programs of the grid share them."""
-    offsets = gl.arange(0, ZERO_BLOCK, layout=gl.BlockedLayout([8], [32], [4], [0]))
-    end = R.to(gl.int64) * N
-    begin = gl.load(offs_ptr + E - 1).to(gl.int64) * N + gl.program_id(0) * ZERO_BLOCK
-    for i in range(begin, end, gl.num_programs(0) * ZERO_BLOCK):
-        gl.store(
-            y_ptr + i + offsets, (0 * offsets).to(y_ptr.dtype.element_ty), mask=i + offsets < end
-        )
-
-
 @gluon.jit(do_not_specialize=["R", "E", "first_entry"])
 def grouped_mm_pingpong_kernel(
-    y_ptr, x, index_ptr, weight, y, bias_ptr, act_ptr, probs_ptr, h, sums_ptr, offs_ptr,
+    y_ptr, x, index_ptr, weight, y, bias_ptr, act_ptr, probs_ptr, h, dprobs_ptr, offs_ptr,
     tiles_ptr, first_entry, R, E, N, K, stride_x,
     GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    ACT: gl.constexpr, PAIRS: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    OFFSET: gl.constexpr, HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr,
+    ACT: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    OFFSET: gl.constexpr, HAS_PROBS: gl.constexpr, NEED_Y: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e] (* probs)), or y and act = ACT(y) * probs.
 
-    64 divides K, and 256 N where gate and up are halves of it (not PAIRS). Without KEEPS y is not written. With GATHER
-    row r of x is its row index[r]. With SLOTS the product is da: y becomes dh and act is ACT(h) * probs; sums (column
-    blocks, R) are the parts of dprobs, and each consumer prefetches h through a ring of SLOTS subtiles.
+    64 divides K, and 256 N where gate and up are halves of it (not INTERLEAVED). Without NEED_Y y is not written. With
+    GATHER row r of x is its row index[r]. With SLOTS the product is da: y becomes dh, act is ACT(h) * probs, dprobs
+    (column blocks, R) gets partial sums, and each consumer prefetches h through a ring of SLOTS subtiles.
     """
     GATED: gl.constexpr = ACT != "" and ACT != "srelu"
-    GATE_UP_SPLIT: gl.constexpr = GATED and SLOTS == 0 and not PAIRS
+    GATE_UP_SPLIT: gl.constexpr = GATED and SLOTS == 0 and not INTERLEAVED
     H_PER_ACT: gl.constexpr = 2 if GATED else 1
     BLOCK_K: gl.constexpr = 64
     NUM_BUFFERS: gl.constexpr = SLOTS if SLOTS else 2 if COOPERATIVE else 1
@@ -238,18 +211,22 @@ def grouped_mm_pingpong_kernel(
         mbarrier.init(full_bars.index(i), count=129 if GATHER else 1)
 
     if SLOTS:
-        act_bwd0 = alloc_act_bwd(h, buffers0, sums_ptr, ACT, BLOCK_M // (1 + COOPERATIVE), BLOCK_N)
-        act_bwd1 = alloc_act_bwd(h, buffers1, sums_ptr, ACT, BLOCK_M // (1 + COOPERATIVE), BLOCK_N)
+        act_bwd0 = alloc_act_bwd(
+            h, buffers0, dprobs_ptr, ACT, BLOCK_M // (1 + COOPERATIVE), BLOCK_N
+        )
+        act_bwd1 = alloc_act_bwd(
+            h, buffers1, dprobs_ptr, ACT, BLOCK_M // (1 + COOPERATIVE), BLOCK_N
+        )
     else:
         act_bwd0, act_bwd1 = order_bars, order_bars
 
-    if KEEPS:
+    if NEED_Y:
         zero_padding(y_ptr, offs_ptr, R, E, H_PER_ACT * N if SLOTS else N)
     if SLOTS:
         zero_padding(act_ptr, offs_ptr, R, E, N)
         if HAS_PROBS:
             for i in range(gl.cdiv(N, BLOCK_N)):
-                zero_padding(sums_ptr + i * R, offs_ptr, R, E, 1)
+                zero_padding(dprobs_ptr + i * R, offs_ptr, R, E, 1)
     elif ACT != "":
         zero_padding(act_ptr, offs_ptr, R, E, N // H_PER_ACT)
     num_n = gl.cdiv(N, BLOCK_N)
@@ -258,33 +235,18 @@ def grouped_mm_pingpong_kernel(
     ring = x_ring, w_ring, empty_bars, full_bars
     out0, out1 = (y, y_ptr, bias_ptr, buffers0), (y, y_ptr, bias_ptr, buffers1)
     # fmt: off
-    if GATHER:
-        gl.warp_specialize(
-            [
-                (mma_consumer, (out0, act_ptr, probs_ptr, act_bwd0, problem, ring, order_bars, TRANSPOSED, HAS_BIAS,
-                                  ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS, GATHER, COOPERATIVE,
-                                  GROUP, SLOTS, 0)),
-                (mma_consumer, (out1, act_ptr, probs_ptr, act_bwd1, problem, ring, order_bars, TRANSPOSED, HAS_BIAS,
-                                  ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS, GATHER, COOPERATIVE,
-                                  GROUP, SLOTS, 1)),
-                (gather_producer, (x, index_ptr, stride_x, weight, problem, ring, TRANSPOSED, GATE_UP_SPLIT,
-                                GROUP)),
-            ],
-            [4, 4],  # warps of the second consumer and of the producer
-            [224, 56],  # and their registers a thread
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (mma_consumer, (out0, act_ptr, probs_ptr, act_bwd0, problem, ring, order_bars, TRANSPOSED, HAS_BIAS,
-                                  ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS, GATHER, COOPERATIVE,
-                                  GROUP, SLOTS, 0)),
-                (mma_consumer, (out1, act_ptr, probs_ptr, act_bwd1, problem, ring, order_bars, TRANSPOSED, HAS_BIAS,
-                                  ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS, GATHER, COOPERATIVE,
-                                  GROUP, SLOTS, 1)),
-                (tma_producer, (x, weight, problem, ring, TRANSPOSED, GATE_UP_SPLIT, GROUP)),
-            ],
-            [4, 1],
-            [232, 40],
-        )
+    gl.warp_specialize(
+        [
+            (mma_consumer, (out0, act_ptr, probs_ptr, act_bwd0, problem, ring, order_bars, TRANSPOSED, HAS_BIAS,
+                            ACT, INTERLEAVED, ALPHA, LIMIT, OFFSET, HAS_PROBS, NEED_Y, GATHER, COOPERATIVE, GROUP,
+                            SLOTS, 0)),
+            (mma_consumer, (out1, act_ptr, probs_ptr, act_bwd1, problem, ring, order_bars, TRANSPOSED, HAS_BIAS,
+                            ACT, INTERLEAVED, ALPHA, LIMIT, OFFSET, HAS_PROBS, NEED_Y, GATHER, COOPERATIVE, GROUP,
+                            SLOTS, 1)),
+            (gather_producer, (x, index_ptr, stride_x, weight, problem, ring, TRANSPOSED, GATE_UP_SPLIT, GROUP))
+            if GATHER else (tma_producer, (x, weight, problem, ring, TRANSPOSED, GATE_UP_SPLIT, GROUP)),
+        ],
+        [4, 4 if GATHER else 1],  # warps of the second consumer and of the producer
+        [224 if GATHER else 232, 56 if GATHER else 40],  # and their registers a thread
+    )
     # fmt: on

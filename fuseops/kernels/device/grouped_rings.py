@@ -24,43 +24,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import grouped_mm
+from .gluon_gemm import load_group_rows, swizzle
 from .gluon_names import load_rows, load_tile
-
-MAX_GROUPS = gl.constexpr(2048)
-swizzle = gluon.jit(grouped_mm.swizzle.fn)  # the same tile order in Triton and Gluon
-SWIZZLE_128B = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
-
-
-class Address:
-    """An `Address` is what a descriptor needs of its tensor, dtype and pointer, without keeping its memory alive."""
-
-    def __init__(self, t):
-        self.dtype, self._address = t.dtype, t.data_ptr()
-        self.rehearsed = t if t.is_meta else None  # meta tensors have no memory to keep alive
-
-    def data_ptr(self):
-        return self._address
-
-
-class Descriptor(TensorDescriptor):  # type: ignore[misc]
-    """A `Descriptor` is a TMA descriptor with 128-byte swizzle, without Gluon's checks: the launcher has made them."""
-
-    # all instances share a layout, so that a launch is told by dtype and block alone
-    one_layout = True
-
-    def __init__(self, t, shape, strides, block_shape):
-        self.base, self.shape = Address(t), shape
-        self.strides, self.block_shape = strides, block_shape
-        self.layout, self.padding = SWIZZLE_128B, "zero"
+from .grouped_mm import MAX_GROUPS
 
 
 @gluon.jit
 def load_tile_entry(tile, problem):
-    """Load the tile table's entry (group | row block << 11) of a tile, 0 beyond the last; issued one tile early, so
-    that its latency is hidden.
+    """Load the tile table's entry of a tile, group + MAX_GROUPS * row block, 0 beyond the last; issued one tile early,
+    so that its latency is hidden.
     """
     entries_ptr, _, num_tiles, _, _, _, num_n = problem
     return gl.load(entries_ptr + tile // num_n, mask=tile < num_tiles, other=0)
@@ -71,8 +44,7 @@ def decode_tile(tile, entry, problem, BLOCK_M: gl.constexpr, GROUP: gl.constexpr
     """Decode a tile into (group, its first row, its number of rows, row block, column block), as grouped_mm_kernel."""
     _, offs_ptr, _, R, _, _, num_n = problem
     group = entry % MAX_GROUPS
-    start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-    size = gl.maximum(gl.minimum(gl.load(offs_ptr + group), R) - start, 0)
+    start, size = load_group_rows(offs_ptr, group, R)
     tile_in_group = (entry // MAX_GROUPS) * num_n + tile % num_n
     block_m, block_n = swizzle(tile_in_group, (size + BLOCK_M - 1) // BLOCK_M, num_n, GROUP)
     return group, start, size, block_m, block_n

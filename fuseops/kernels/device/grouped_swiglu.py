@@ -7,14 +7,15 @@ accumulator the code does not fit the instruction cache. Slices of 64 columns wo
 fifth stage, without which the mainloop stalls for a tenth of its time.
 
 Gate and up are halves of h's columns (GATE_UP_SPLIT: the tile holds as many of both, side by side), or alternate
-(PAIRS). `group_info` is (group, start, size, N), N the columns of h.
+(INTERLEAVED). `group_info` is (group, start, size, N), N the columns of h.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .gluon_gemm import split_columns
 from .gluon_names import reinterpret
-from .grouped_dswiglu import column_halves, sigmoid
+from .grouped_dswiglu import sigmoid
 
 SUBTILE = gl.constexpr(32)  # rows of a subtile, and columns
 
@@ -24,17 +25,6 @@ def alloc_act_buffers(dtype: gl.constexpr, NUM_HALVES: gl.constexpr, WG_M: gl.co
     """Allocate the smem buffers of one consumer, (NUM_HALVES, WG_M, SUBTILE): of gate and up where these are halves."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WG_M, SUBTILE], dtype)
     return gl.allocate_shared_memory(dtype, [NUM_HALVES, WG_M, SUBTILE], layout)
-
-
-@gluon.jit
-def split_columns(acc):
-    """Split the accumulator (M, N) into a tuple of (M, SUBTILE), from left to right."""
-    if acc.shape[1] > SUBTILE:
-        left, right = column_halves(acc)
-        slices = split_columns(left) + split_columns(right)
-    else:
-        slices = (acc,)
-    return slices
 
 
 @gluon.jit
@@ -81,10 +71,10 @@ def add_bias(acc, bias_ptr, group_info, col, HAS_BIAS: gl.constexpr):
 
 @gluon.jit
 def act_epilogue(
-    acc, out, act_out, HAS_BIAS: gl.constexpr, ACT: gl.constexpr, PAIRS: gl.constexpr, ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr, OFFSET: gl.constexpr, HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr,
+    acc, out, act_out, HAS_BIAS: gl.constexpr, ACT: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr, OFFSET: gl.constexpr, HAS_PROBS: gl.constexpr, NEED_H: gl.constexpr,
 ):  # fmt: skip
-    """Write h if KEEPS, and act(h) * probs, of a tile whose accumulator is h.
+    """Write h if NEED_H, and act(h) * probs, of a tile whose accumulator is h.
 
     out is (y_desc, h_ptr, bias_ptr, smem buffers); act_out is (act_ptr, probs_ptr, group_info, row, col), the tile's
     corner: its first gate column if GATE_UP_SPLIT, else its first column of h. The activation is that of h as rounded
@@ -93,7 +83,7 @@ def act_epilogue(
     _, h_ptr, bias_ptr, buffers = out
     act_ptr, probs_ptr, group_info, row, col = act_out
     _, start, size, N = group_info
-    GATE_UP_SPLIT: gl.constexpr = ACT != "srelu" and not PAIRS
+    GATE_UP_SPLIT: gl.constexpr = ACT != "srelu" and not INTERLEAVED
     dtype: gl.constexpr = buffers.dtype
     SUBTILES_M: gl.constexpr = acc.shape[0] // SUBTILE
     SUBTILES_N: gl.constexpr = acc.shape[1] // SUBTILE // (2 if GATE_UP_SPLIT else 1)
@@ -102,7 +92,7 @@ def act_epilogue(
     act_layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     subtile_rows = row + gl.arange(0, SUBTILE, layout=gl.SliceLayout(1, layout))
     subtile_cols = col + gl.arange(0, SUBTILE, layout=gl.SliceLayout(0, layout))[None, :]
-    col_slices = split_columns(acc)
+    col_slices = split_columns(acc, SUBTILE)
     subtiles = reinterpret(
         buffers, dtype, [buffers.shape[0] * SUBTILES_M, SUBTILE, SUBTILE], buffers.layout
     )
@@ -125,16 +115,16 @@ def act_epilogue(
             row_id, mask = (start + rows).to(gl.int64)[:, None], (rows < size)[:, None]
             if not GATE_UP_SPLIT:  # the last tile may extend beyond N
                 mask = mask & (cols < N)
-            if KEEPS:
+            if NEED_H:
                 gl.store(h_ptr + row_id * N + cols, h, mask=mask)
             if GATE_UP_SPLIT:
                 up = subtiles.index(SUBTILES_M + sub_m).load(layout)
-                if KEEPS:
+                if NEED_H:
                     gl.store(h_ptr + row_id * N + N // 2 + cols, up, mask=mask)
                 act = gated_act(h.to(gl.float32), up.to(gl.float32), ACT, ALPHA, LIMIT, OFFSET)
                 act *= scale[:, None]
                 gl.store(act_ptr + row_id * (N // 2) + cols, act.to(dtype), mask=mask)
-            elif PAIRS:
+            elif INTERLEAVED:
                 gate, up = h.to(gl.float32).reshape((SUBTILE, SUBTILE // 2, 2)).split()
                 act = gl.convert_layout(gated_act(gate, up, ACT, ALPHA, LIMIT, OFFSET), act_layout)
                 act *= gl.convert_layout(scale, gl.SliceLayout(1, act_layout))[:, None]

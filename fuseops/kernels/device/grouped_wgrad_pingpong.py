@@ -27,26 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .gluon_gemm import describe_rows as describe_rows
+from .gluon_gemm import describe_weight as describe_weight
+from .gluon_gemm import load_group_rows, ragged_coords, split_columns, swizzle
 from .gluon_names import load_rows, load_tile, store_tile
-from .grouped_dswiglu import column_halves
-from .grouped_rings import Descriptor, swizzle
 from .sums import F32_BOX_COLS, store_float32_grad
 from .sums import describe_sums as describe_sums
-
-RAGGED_ROWS = gl.constexpr(1 << 30)
-RAGGED_SHAPE = [0x7FFF0000, 0x7FFF0000, 1 << 30]
-
-
-def describe_rows(t, rows):
-    """Make a ragged TMA descriptor of a (R, N), as grouped_mm.describe_ragged: boxes of `rows` by 64 columns."""
-    stride = t.stride(0)
-    strides = [2**34 - stride, stride, stride, 1]
-    return Descriptor(t, [*RAGGED_SHAPE, t.shape[1]], strides, [1, 1, rows, 64])
-
-
-def describe_weight(t):
-    """Make a TMA descriptor of a weight (E, N, K): boxes of 64 by 64."""
-    return Descriptor(t, t.shape, t.stride(), [1, 64, 64])
 
 
 @gluon.jit
@@ -63,8 +49,7 @@ def decode_tile(tile, group, problem, GROUP: gl.constexpr):
     """Decode a tile into (first row of its group, number of rows, row block of dw, column block of dw)."""
     _, offs_ptr, _, R, _, _, num_m, num_n = problem
     tiles_per_group = num_m * num_n
-    start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-    size = gl.maximum(gl.minimum(gl.load(offs_ptr + group), R) - start, 0)
+    start, size = load_group_rows(offs_ptr, group, R)
     block_m, block_n = swizzle(tile % tiles_per_group, num_m, num_n, GROUP)
     return start, size, block_m, block_n
 
@@ -77,9 +62,8 @@ def load_panels(desc, start, size, k, col, last_panel_col, full_bar, slot_buffer
     """
     for i in gl.static_range(slot_buffer.shape[1] // 64):
         panel_col = gl.minimum(col + i * 64, last_panel_col)
-        row = RAGGED_ROWS - size + k
         panel = slot_buffer.slice(i * 64, 64, 1)
-        load_tile(desc, [RAGGED_ROWS, start + size, row, panel_col], full_bar, panel)
+        load_tile(desc, ragged_coords(start, size, k, panel_col), full_bar, panel)
 
 
 @gluon.jit
@@ -185,19 +169,12 @@ def store_subtile(
 
 
 @gluon.jit
-def column_quarters(tile):
-    """Split (M, N) in registers into four (M, N / 4), from left to right."""
-    left, right = column_halves(tile)
-    return column_halves(left) + column_halves(right)
-
-
-@gluon.jit
 def store_deferred(
     dw_desc, store_buffers, deferred, deferred_coords, index, TRANSPOSED: gl.constexpr
 ):
     """Store one of the four subtiles of the tile that stays in registers; index is known at run time alone."""
     group, row, col = deferred_coords
-    subtiles = column_quarters(deferred)
+    subtiles = split_columns(deferred, 64)
     for i in gl.static_range(4):
         if index == i:
             store_subtile(
@@ -291,7 +268,7 @@ def mma_consumer(
                     dw_desc, store_buffers, acc, group, row, col, TRANSPOSED, ACCUMULATE, 0
                 )
             else:
-                subtiles = column_quarters(acc)
+                subtiles = split_columns(acc, 64)
                 for i in gl.static_range(4):
                     store_subtile(
                         dw_desc, store_buffers, subtiles[i], group, row, col + 64 * i, TRANSPOSED, i
@@ -334,28 +311,16 @@ def grouped_wgrad_pingpong_kernel(
     problem = tiles_ptr + 2, offs_ptr, num_tiles, R, M, N, num_m, num_n
     ring = a_ring, b_ring, empty_bars, full_bars
     # fmt: off
-    if GATHER:
-        gl.warp_specialize(
-            [
-                (mma_consumer, (dw, problem, ring, buffers0, order_bars, TRANSPOSED,
-                                  ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 0)),
-                (mma_consumer, (dw, problem, ring, buffers1, order_bars, TRANSPOSED,
-                                  ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 1)),
-                (gather_producer, (a, index_ptr, stride_a, b, problem, ring, GROUP, STAGES)),
-            ],
-            [4, 4],
-            [232, 40],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (mma_consumer, (dw, problem, ring, buffers0, order_bars, TRANSPOSED,
-                                  ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 0)),
-                (mma_consumer, (dw, problem, ring, buffers1, order_bars, TRANSPOSED,
-                                  ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 1)),
-                (tma_producer, (a, b, problem, ring, GROUP, STAGES)),
-            ],
-            [4, 1],
-            [232, 40],
-        )
+    gl.warp_specialize(
+        [
+            (mma_consumer, (dw, problem, ring, buffers0, order_bars, TRANSPOSED, ACCUMULATE, GATHER, COOPERATIVE,
+                            GROUP, STAGES, 0)),
+            (mma_consumer, (dw, problem, ring, buffers1, order_bars, TRANSPOSED, ACCUMULATE, GATHER, COOPERATIVE,
+                            GROUP, STAGES, 1)),
+            (gather_producer, (a, index_ptr, stride_a, b, problem, ring, GROUP, STAGES)) if GATHER
+            else (tma_producer, (a, b, problem, ring, GROUP, STAGES)),
+        ],
+        [4, 4 if GATHER else 1],
+        [232, 40],
+    )
     # fmt: on

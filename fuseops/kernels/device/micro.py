@@ -11,8 +11,8 @@ row r and scale s are at (r % 32) * 16 + r // 32 * 4 + s.
 import triton
 import triton.language as tl
 
+from fuseops.kernels.device.groups import group_at_block
 from fuseops.kernels.device.quantize import FLT_MAX, amax_of
-from fuseops.kernels.device.quantize_columns import group_at_block
 
 ROUND_MAGIC: tl.constexpr = tl.constexpr(8388608.0)
 """2^23: (x + 2^23) - 2^23 rounds x, 0 <= x < 2^22, to the nearest integer, ties to even."""

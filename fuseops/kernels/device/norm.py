@@ -100,8 +100,8 @@ def norm_bwd_kernel(
     db_acc = tl.zeros((AT_ONCE, BLOCK_N), dtype=tl.float32)
     CENTRED: tl.constexpr = FORM == "layer"
     # wider weights would spill: read again for every row
-    KEEP: tl.constexpr = HAS_WEIGHT and BLOCK_N <= (4096 if CENTRED else 8192)
-    if KEEP:
+    WEIGHT_FITS: tl.constexpr = HAS_WEIGHT and BLOCK_N <= (4096 if CENTRED else 8192)
+    if WEIGHT_FITS:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset
     for block in tl.range(pid, tl.cdiv(R, BLOCK_R), tl.num_programs(0), num_stages=STAGES):
         rows = (block * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
@@ -118,7 +118,7 @@ def norm_bwd_kernel(
             dw_acc += fold(dy * x_hat, AT_ONCE)
         if NEED_DB:
             db_acc += fold(dy, AT_ONCE)
-        if KEEP:
+        if WEIGHT_FITS:
             dy = mul_rn(dy, weight) if CENTRED else dy * weight
         elif HAS_WEIGHT:
             dy *= (

@@ -9,11 +9,7 @@ SCALED.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def num_used_rows(offs_ptr, E, R):
-    """Load the number of rows that hold a copy; those behind are padding."""
-    return tl.minimum(tl.load(offs_ptr + E - 1), R)
+from fuseops.kernels.device.groups import num_used_rows
 
 
 @triton.jit
@@ -79,6 +75,7 @@ def gather_rows_kernel(
     program = pid // num_n
     part, group = program // E, program % E
     num_used = num_used_rows(offs_ptr, E, R)
+    # by itself, in 64 bits at once: after `load_group_rows` it took six registers more
     begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0).to(tl.int64)
     size = tl.minimum(tl.load(offs_ptr + group), R) - begin
     first_row, end_row = begin + size * part // parts, begin + size * (part + 1) // parts

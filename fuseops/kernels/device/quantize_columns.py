@@ -8,16 +8,10 @@ words, and each thread stores 16 bytes of a column.
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.quantize import (
-    amax_of,
-    quantize_like,
-    vector_scales,
-    widened,
-)
+from fuseops.kernels.device.groups import group_at_block as group_at_block
+from fuseops.kernels.device.groups import rows_of_block
+from fuseops.kernels.device.quantize import amax_of, quantize_like, vector_scales, widened
 from fuseops.kernels.device.reduce import pdl_trigger_and_wait
-
-BEYOND_ROWS: tl.constexpr = tl.constexpr(0x7FFFFFFF)
-"""The largest int32, beyond every row."""
 
 
 @triton.jit
@@ -126,28 +120,6 @@ def store_slice(
     tl.store(base + (r * N + c), codes, mask=(r < rows) & (c < cols))
 
 
-@triton.jit
-def group_at_block(block, offs_ptr, R, E, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return (g, its first row, its end) of the last group g that begins at or before this block, inside of R rows
-    whatever `offs` says.
-
-    Group g begins at block begin // BLOCK_R + g, so each group but the first costs up to one block of padding. Ends of
-    32 groups are read at a time, one a lane: each warp finds the group by itself, without shared memory.
-    """
-    group, begin = tl.zeros((32,), tl.int32), tl.zeros((32,), tl.int32)
-    end = tl.full((32,), BEYOND_ROWS, tl.int32)
-    for first_group in tl.static_range(0, BLOCK_E, 32):
-        e = first_group + tl.arange(0, 32)
-        ends = tl.load(offs_ptr + e, mask=e < E, other=BEYOND_ROWS)
-        is_before = (tl.minimum(ends, R) // BLOCK_R + e < block) & (e < E - 1)
-        group += is_before.to(tl.int32)
-        begin = tl.maximum(begin, tl.where(is_before, ends, 0))
-        end = tl.minimum(end, tl.where(is_before, BEYOND_ROWS, ends))
-    # clamped once more, at last: all lanes' ends in the place of these cost some kernels 190 registers
-    begin, end = tl.max(begin, axis=0), tl.min(end, axis=0)
-    return tl.sum(group, axis=0), tl.minimum(begin, R), tl.minimum(end, R)
-
-
 @triton.jit(do_not_specialize=["R"])
 def quantize_group_blocks_kernel(
     x_ptr, offs_ptr, col_ptr, scale_ptr, R, N, E, stride_x,
@@ -156,15 +128,13 @@ def quantize_group_blocks_kernel(
 ):  # fmt: skip
     """Quantize one block: 128 rows of a group as 128 columns of the transpose, with a scale for each feature.
 
-    Block b belongs to the last group g that begins at or before it, at block begin // 128 + g. Beyond the rows of g its
-    columns are zeros, up to where those of the next group begin.
+    Beyond the rows of the group its columns are zeros, up to where those of the next group begin.
     """
     pdl_trigger_and_wait(PDL)
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     block, col0 = pid // num_n, pid % num_n * BLOCK_N
-    group, begin, end = group_at_block(block, offs_ptr, R, E, BLOCK_R, BLOCK_E)
-    row0 = begin + (block - begin // BLOCK_R - group) * BLOCK_R
+    _, _, row0, end = rows_of_block(block, offs_ptr, R, E, BLOCK_R, BLOCK_E)
     a, b, c, d = load_slices(x_ptr, row0, col0, end, N, stride_x, BLOCK_R, BLOCK_N)
     inv, scale = vector_scales(column_amax(a, b, c, d), LIMIT, POW2, BLOCK_N)
     cols = col0 + tl.arange(0, BLOCK_N)

@@ -382,14 +382,11 @@ def router_fwd_kernel(
     else:
         PIECES: tl.constexpr = BLOCK_E // BLOCK_P
         LANES: tl.constexpr = BLOCK_P // 4
-        row_in_tile = tl.arange(0, BLOCK_R)
+        row = tl.arange(0, BLOCK_R)
         # rows beyond the last one read it again
-        last_row = tl.minimum(T - 1 - start, BLOCK_R - 1).to(tl.int32)
-        tile_ptr, row_offset = (
-            logits_ptr + start * stride,
-            tl.minimum(row_in_tile, last_row).to(tl.int64) * stride,
-        )
-        pieces, columns = load_pieces(tile_ptr, row_offset, E, BLOCK_P, PIECES)
+        last = tl.minimum(T - 1 - start, BLOCK_R - 1).to(tl.int32)
+        tile_ptr, offset = logits_ptr + start * stride, tl.minimum(row, last).to(tl.int64) * stride
+        pieces, columns = load_pieces(tile_ptr, offset, E, BLOCK_P, PIECES)
         keys, row_max, row_sum = keys_of_pieces(
             pieces, columns, bias_ptr, SOFTMAX, NORMALIZE, BIASED, GROUPS, TOP_GROUPS, E,
             BLOCK_R, BLOCK_P, PIECES,
@@ -398,7 +395,7 @@ def router_fwd_kernel(
         OUT_LANES: tl.constexpr = 1 if QUADS and LANES > BLOCK_K else LANES
         if QUADS:
             keys, first_experts, rejected_quad, quad_tied = select_best_quads(
-                tile_ptr, row_offset, pieces, K, PIECES, E, BLOCK_R, LANES, BLOCK_K, OUT_LANES
+                tile_ptr, offset, pieces, K, PIECES, E, BLOCK_R, LANES, BLOCK_K, OUT_LANES
             )
             NUM_KEYS: tl.constexpr = 4 * BLOCK_K // OUT_LANES
         else:
@@ -411,7 +408,7 @@ def router_fwd_kernel(
         top = top + (max_rejected,)
         if TOP_LOGITS and not EXACT:
             logits, experts, ambiguous = resolve_ties_by_logits(
-                tile_ptr, row_offset, keys, top, NUM_KEYS, K, E, EXPERT_MASK, BLOCK_R
+                tile_ptr, offset, keys, top, NUM_KEYS, K, E, EXPERT_MASK, BLOCK_R
             )
             chosen = stack_tile(logits, K, BLOCK_R, BLOCK_K)
             experts = stack_tile(experts, K, BLOCK_R, BLOCK_K)
@@ -430,7 +427,7 @@ def router_fwd_kernel(
             scale, K, SOFTMAX, NORMALIZE, TOP_LOGITS, BLOCK_R, BLOCK_K,
         )  # fmt: skip
         if not EXACT:
-            retry_rows = tl.where(ambiguous & (row_in_tile <= last_row), row_in_tile, BLOCK_R)
+            retry_rows = tl.where(ambiguous & (row <= last), row, BLOCK_R)
             retry_row = tl.min(retry_rows, axis=0)
             while retry_row < BLOCK_R:
                 tl.debug_barrier()  # the stores below come after those above
@@ -439,5 +436,5 @@ def router_fwd_kernel(
                     T, stride, scale, K, SOFTMAX, NORMALIZE, BIASED, GROUPS, TOP_GROUPS, E, 1,
                     BLOCK_K, BLOCK_E,
                 )  # fmt: skip
-                retry_rows = tl.where(row_in_tile == retry_row, BLOCK_R, retry_rows)
+                retry_rows = tl.where(row == retry_row, BLOCK_R, retry_rows)
                 retry_row = tl.min(retry_rows, axis=0)

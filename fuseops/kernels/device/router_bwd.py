@@ -19,17 +19,17 @@ from fuseops.kernels.device.router import TINY, load_logits, softmax_exps
 @triton.jit(do_not_specialize=["T"])
 def router_bwd_kernel(
     dweights_ptr, logits_ptr, experts_ptr, dlogits_ptr, T, stride_logits, scale,
-    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, ALL: tl.constexpr,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, ALL_LOGITS: tl.constexpr,
     E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Compute dlogits (T, E) of BLOCK_R tokens from dweights (T, K).
 
-    ALL: `logits` are all (T, E); otherwise those of the chosen (T, K), whose softmax is one over those. DENSE rows, of
-    a softmax over all experts, are written as -s dot everywhere, others as zeros, in both cases as if nothing were
-    chosen; the K entries of the chosen are then stored over that.
+    ALL_LOGITS: `logits` are all (T, E); otherwise those of the chosen (T, K), whose softmax is one over those. DENSE
+    rows, of a softmax over all experts, are written as -s dot everywhere, others as zeros, in both cases as if nothing
+    were chosen; the K entries of the chosen are then stored over that.
     """
-    DENSE: tl.constexpr = SOFTMAX and ALL
+    DENSE: tl.constexpr = SOFTMAX and ALL_LOGITS
     PIECES: tl.constexpr = BLOCK_E // BLOCK_P
     FLAT: tl.constexpr = BLOCK_R * BLOCK_K
     dtype = dlogits_ptr.dtype.element_ty
@@ -51,7 +51,7 @@ def router_bwd_kernel(
     ds = tl.load(dweights_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
     if DENSE:
         tl.debug_barrier()  # keeps the loads of rows ahead of the wait for the experts
-    if ALL:
+    if ALL_LOGITS:
         offsets = token * stride_logits + expert
     chosen = tl.load(logits_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if not DENSE:  # while the loads above are in flight
@@ -71,7 +71,7 @@ def router_bwd_kernel(
     else:
         scores = tl.where(slots < K, tl.sigmoid(chosen), 0.0)
     if NORMALIZE:
-        score_sum = tl.sum(scores, axis=1)[:, None] + (0.0 if SOFTMAX and not ALL else TINY)
+        score_sum = tl.sum(scores, axis=1)[:, None] + (0.0 if SOFTMAX and not ALL_LOGITS else TINY)
         ds = (ds - row_dots(ds, scores)[:, None] / score_sum) / score_sum
     if DENSE:
         dot = row_dots(ds, scores)[:, None]

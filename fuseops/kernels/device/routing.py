@@ -9,7 +9,7 @@ and repeats.
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.reduce import pdl_trigger, pdl_wait
+from fuseops.kernels.device.reduce import pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from fuseops.kernels.device.select import bitonic_sort_by_threads
 
 
@@ -40,8 +40,7 @@ def scan_kernel(counts_ptr, total_ptr, P, PDL: tl.constexpr, BLOCK_P: tl.constex
 
     One program an expert.
     """
-    pdl_trigger(PDL)
-    pdl_wait(PDL)
+    pdl_trigger_and_wait(PDL)
     expert = tl.program_id(0)
     running = tl.zeros((), dtype=tl.int32)
     for start in range(0, P, BLOCK_P):

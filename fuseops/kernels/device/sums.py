@@ -9,9 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from .gluon_gemm import Descriptor, column_halves
 from .gluon_names import add_tile, store_tile
-from .grouped_dswiglu import column_halves
-from .grouped_rings import Descriptor
 
 F32_BOX_COLS = gl.constexpr(32)  # columns of a TMA box, 128 bytes
 F32_SMEM_LAYOUT = gl.NVMMASharedLayout.get_default_for([64, 32], gl.float32)
