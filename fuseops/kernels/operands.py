@@ -31,7 +31,7 @@ from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, matrix_shape, qu
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import floats, ints, on_meta, tensor_bytes
 from fuseops.kernels.scales import SMALLEST, saturate
-from fuseops.kernels.tiles import cdiv, check_shape, require
+from fuseops.kernels.tiles import cdiv, check_shape, pointers, require
 
 RowsAndColumns = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -252,7 +252,7 @@ def quantize_operand(
     out, blocks = _outputs(x, rows, n, offs, dtype, row, True)
     launch(
         device("operands").quantize_operand_kernel, (blocks * cdiv(n, BLOCK),),
-        x, _ends(offs, x), *out, rows, n, _groups(offs), x.stride(0),
+        x, *pointers(x, offs), *out, rows, n, _groups(offs), x.stride(0),
         SHIFT=LARGEST[dtype], ROW=row, **_by_group(offs), **pdl_overlap(x.device), **QUANTIZE.pick(rows, (n,), x),
     )  # fmt: skip
     return out
@@ -288,7 +288,7 @@ def permute_operand(
     parts = cdiv(each, beside) * beside
     launch(
         device("operands").permute_operand_kernel, (parts * groups * cdiv(n, BLOCK),),
-        data, scale.contiguous(), data if index is None else index.contiguous(), _ends(offs, data), *out,
+        data, *pointers(data, scale, index, offs), *out,
         rows, tokens, n, groups, parts, data.stride(0), config.pop("CHUNK"), beside, ROW=row, COL=col,
         INDEX=index is not None, GROUPS=offs is not None, **pdl_overlap(data.device), **config,
     )  # fmt: skip
@@ -309,7 +309,7 @@ def swiglu_operand(p: HiddenOperand) -> RowsAndColumns:
         config = SWIGLU_ONCE.pick(rows, (n,), h)
         launch(
             device("fp8_dswiglu").fp8_swiglu_kernel, (cdiv(rows, 8 * config["SLICES"]) * (n // BLOCK),),
-            h, h if h_scale is None else h_scale.contiguous(), row_factors(probs, h), *out[:2], rows, n, h.stride(0),
+            h, *pointers(h, h_scale, row_factors(probs, h)), *out[:2], rows, n, h.stride(0),
             SCALED=probs is not None, **config, num_warps=4,
         )  # fmt: skip
         return out
@@ -318,7 +318,7 @@ def swiglu_operand(p: HiddenOperand) -> RowsAndColumns:
         offs, blocks = None, cdiv(rows, config["BLOCK_R"])
     launch(
         device("fp8_swiglu").swiglu_operand_kernel, (blocks * cdiv(n, BLOCK),),
-        h, h if h_scale is None else h_scale.contiguous(), row_factors(probs, h), _ends(offs, h), *out,
+        h, *pointers(h, h_scale, row_factors(probs, h), offs), *out,
         rows, n, _groups(offs), h.stride(0), SHIFT=LARGEST[dtype], SCALED=probs is not None, ROW=row, COL=col,
         **_by_group(offs), **pdl_overlap(h.device), **config,
     )  # fmt: skip
@@ -346,13 +346,7 @@ def dswiglu_operand(
         partial = h.new_empty(0, dtype=torch.float32)
     else:
         partial = h.new_zeros(n // BLOCK, rows, dtype=torch.float32)
-    operands = (
-        da,
-        h,
-        h if h_scale is None else h_scale.contiguous(),
-        row_factors(probs, h),
-        _ends(offs, h),
-    )
+    operands = da, h, *pointers(h, h_scale, row_factors(probs, h), offs)
     flags = {
         "SCALED": probs is not None,
         "ROW": row,
@@ -423,10 +417,6 @@ def _outputs(
     columns = like.new_empty((n, blocks * BLOCK) if col else 0, dtype=dtype)
     squares = like.new_empty((features, blocks) if col else 0, dtype=torch.float32)
     return (data, scale, columns, squares), blocks
-
-
-def _ends(offs: Tensor | None, x: Tensor) -> Tensor:
-    return x if offs is None else offs.contiguous()
 
 
 def _groups(offs: Tensor | None) -> int:

@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from .fp8_stores import power_of_two_scale
 from .fp8_turned import (
     SUBTILE_ROWS,
     SUBTILES,
@@ -62,19 +63,6 @@ def silu_slope(x):
     sigmoid = ptx_unary("rcp.approx.ftz.f32 $0, $1;", 1.0 + exp_neg_x)
     y = x * sigmoid
     return y, sigmoid + y * (1.0 - sigmoid)
-
-
-@gluon.jit
-def power_of_two_scale(amax, SHIFT: gl.constexpr):
-    """Return (inverse scales, scales) of amax: powers of two, the scale at least amax / (1.75 * 2^SHIFT) and 2^-63.
-
-    In integers: a mantissa above 1.75 carries into the exponent. Bit for bit the same as in `operands`.
-    """
-    bits = gl.minimum(amax, 3.4028234663852886e38).to(gl.int32, bitcast=True)
-    carry = ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
-    inv_exponent = gl.minimum(254 + SHIFT - (bits >> 23) - carry, 190)
-    inv = (inv_exponent << 23).to(gl.float32, bitcast=True)
-    return inv, ((254 - inv_exponent) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit

@@ -12,11 +12,10 @@ beyond the end of a group have the smallest scale, 2^-63, and so never set that 
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.quantize import amax_of, widened
-from fuseops.kernels.device.quantize_columns import group_at_block, store_columns
+from fuseops.kernels.device.groups import rows_of_block
+from fuseops.kernels.device.quantize import FLT_MAX, amax_of, widened
+from fuseops.kernels.device.quantize_columns import store_columns
 from fuseops.kernels.device.reduce import pdl_trigger_and_wait
-
-FLT_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
@@ -144,8 +143,7 @@ def tile_of_block(
     """
     block = pid // num_n
     if GROUPS:
-        group, group_start, group_end = group_at_block(block, offs_ptr, R, E, BLOCK_R, BLOCK_E)
-        row0 = group_start + (block - group_start // BLOCK_R - group) * BLOCK_R
+        _, _, row0, group_end = rows_of_block(block, offs_ptr, R, E, BLOCK_R, BLOCK_E)
         return block, row0, group_end, R // BLOCK_R + E
     else:
         return block, block * BLOCK_R, R, tl.cdiv(R, BLOCK_R)

@@ -8,7 +8,6 @@ words, and each thread stores 16 bytes of a column.
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.groups import group_at_block as group_at_block
 from fuseops.kernels.device.groups import rows_of_block
 from fuseops.kernels.device.quantize import amax_of, quantize_like, vector_scales, widened
 from fuseops.kernels.device.reduce import pdl_trigger_and_wait
