@@ -18,7 +18,7 @@ from fuseops.recipes.store import WeightStore, kept_bytes
 from .chain import Chain, outside_reads
 from .cover import Cover, RuleMatch
 from .facts import NOTHING, Facts, kept_fields
-from .records import HIGH, KeptWeight, Miss, Operand, Span
+from .records import HIGH, KeptWeight, Miss, Operand, Span, StaysHigh
 from .segment import Args, BackwardStep, ForwardStep, Segment, Slot
 
 
@@ -31,6 +31,7 @@ class RunPlan(NamedTuple):
     misses: tuple[Miss, ...]
     operands: tuple[Operand, ...]
     weights: tuple[KeptWeight, ...]
+    high: tuple[StaysHigh, ...] = ()  # the ops that no recipe quantizes, under one
     gains: tuple[Gain, ...] = ()  # predicted for the call that `explain` observes
 
 
@@ -60,6 +61,7 @@ def build(chain: Chain, cover: Cover, facts: Facts, high: frozenset[int] = froze
         cover.misses,
         tuple(builder.operands()),
         tuple(builder.weights()),
+        tuple(builder.unquantized()),
     )
     _verify(plan, range(facts.offset, facts.offset + len(ops)))
     return plan
@@ -406,6 +408,13 @@ class _Builder:
                         yield Operand(name, role, HIGH, False)
                     else:
                         yield Operand(name, role, str(scaling), scaling.gemm_kind is not None)
+
+    def unquantized(self) -> Iterator[StaysHigh]:
+        """The ops whose GEMMs the recipe leaves in high precision, whatever it says."""
+        recipe = self.facts.settings.recipe
+        for name, op in zip(self.names, self.ops, strict=True):
+            if recipe is not None and op.stays_high:
+                yield StaysHigh(name, type(op).__name__, type(recipe).__name__, op.stays_high)
 
     def weights(self) -> Iterator[KeptWeight]:
         """The quantized weights that are kept from call to call."""
