@@ -2,13 +2,16 @@
 
 import contextlib
 import copy
+import itertools
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
@@ -375,24 +378,49 @@ def test_what_cannot_be_honoured_is_refused() -> None:
             stored(dense).get_submodule("fc1").weight.add_(1.0)  # type: ignore[operator, union-attr]
 
 
-def test_masters_whose_gradients_no_rank_would_reduce_are_refused() -> None:
-    """Gradients are moved to masters before DistributedDataParallel could reduce them."""
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
+@pytest.fixture
+def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["", "unpickled"])
+@pytest.mark.usefixtures("one_rank")
+def test_masters_whose_gradients_no_rank_would_reduce_are_refused(copied: bool) -> None:
+    """Gradients are moved to masters before DistributedDataParallel could reduce them."""
+    for late, init_sync in itertools.product((False, True), (False, True)):
         model, x = stored(dense), tokens()
-        wrapper = DDP(model, init_sync=False)
+        model = pickle.loads(pickle.dumps(model)) if copied else model
+        if not late:
+            fo.masters(model)
+        with pytest.raises(
+            fo.FuseOpsError, match=r"2 weights .* 'fc1.weight', .* fo.masters\(model\)"
+        ):
+            DDP(model, init_sync=init_sync)
+        model.requires_grad_(not late)  # what is frozen when it is wrapped is not reduced later
+        names = ["fc2.weight"] if late else ["fc1.weight", "fc2.weight"]
+        model.get_submodule("norm").requires_grad_()
+        DDP._set_params_and_buffers_to_ignore_for_model(model, names)
+        wrapper = DDP(model, init_sync=init_sync)
         with fo.recipe(RECIPE):
             wrapper(x).sum().backward()
-            fo.masters(model)
-            with pytest.raises(fo.FuseOpsError, match="DistributedDataParallel"):
-                wrapper(x)
-            names = [n for n, _ in model.named_parameters() if n.endswith("weight")]
-            DDP._set_params_and_buffers_to_ignore_for_model(model, names)
-            DDP(model, init_sync=False)(x).sum().backward()
-    finally:
-        dist.destroy_process_group()
+            if late:
+                model.requires_grad_()
+                fo.masters(model)
+                with pytest.raises(fo.FuseOpsError, match="DistributedDataParallel"):
+                    wrapper(x)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_frozen_weights_in_fp8_are_wrapped_as_others_are() -> None:
+    found = []
+    for wrap in (nn.Identity, DDP):
+        model = stored(dense)
+        for fc in ("fc1", "fc2"):
+            model.get_submodule(fc).weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+        found.append(after(wrap(model), lambda m, x: m(x)) if wrap is DDP else after(model))
+    assert_equal(*found)
 
 
 def test_casts_and_devices_leave_the_codes_alone() -> None:

@@ -23,6 +23,7 @@ from fuseops.recipes import Layout, Quantized, Recipe, Scaling, weight_operand
 from fuseops.recipes.carrier import placeholder
 from fuseops.recipes.scales import on_optimizer_step, parameter_ids
 from fuseops.recipes.scaling import E4M3, E5M2, SQUARE
+from fuseops.words import plural
 
 from . import scopes
 from .paths import path_of
@@ -65,12 +66,17 @@ class StoredWeight:
         self.parameter_dicts, self.buffers = [op._parameters], op._buffers
         self.carrier: Any = op._parameters["weight"] if self.owns_codes else None
         self.scaling = scaling
+        torch_private.on_ddp_wrap(_wrapped)
         self.master: nn.Parameter | None = None
         self.quantized: MasterVersion | None = None  # the master as it was last quantized
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the version of the master: a copy's master has its own."""
         return self.__dict__ | {"quantized": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        torch_private.on_ddp_wrap(_wrapped)
 
     def read(self, layout: str, source: Tensor) -> Quantized:
         """The weight in the layout "row" or "col", the transposed codes.   source: the Parameter of the reading op"""
@@ -106,9 +112,7 @@ class StoredWeight:
         if self.carrier.requires_grad and torch_private.reduced_by_ddp(self.carrier):
             raise FuseOpsError(
                 "a weight that lives in FP8 (fo.quantized_init) has a master, which takes its gradient before "
-                "DistributedDataParallel reduces it, so that the masters of the ranks would differ. Use float32 "
-                "weights and a recipe, or have the wrapper ignore the weight and reduce the gradients of "
-                "fo.masters(model) yourself."
+                f"DistributedDataParallel reduces it, so that the masters of the ranks would differ. {_INSTEAD_OF_DDP}"
             )
 
     def replace(self, parameter: nn.Parameter) -> None:
@@ -215,6 +219,32 @@ class StoredWeight:
             self.master.data = self.master.data.to(device)
             if same_values:
                 self.mark_quantized()
+
+
+_INSTEAD_OF_DDP = (
+    "Use weights in high precision and a recipe; or have the wrapper ignore these weights "
+    "(DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names), before it wraps), and average "
+    "the gradients of fo.masters(model) over the ranks before each step."
+)
+
+
+def _wrapped(model: nn.Module, ignored: set[str]) -> None:
+    """Have DistributedDataParallel leave the carriers of frozen weights alone: there is nothing to send or reduce.
+
+    Raises FuseOpsError for those whose gradients it would reduce.
+    """
+    carriers = {
+        id(own.carrier) for m in model.modules() if (own := stored_in(m)) and own.owns_codes
+    }
+    found = {n: p for n, p in model.named_parameters(remove_duplicate=False) if id(p) in carriers}
+    trained = [n for n, p in found.items() if p.requires_grad and n not in ignored]
+    if trained:
+        raise FuseOpsError(
+            f"DistributedDataParallel: {plural(len(trained), 'weight')} of the model, such as {trained[0]!r}, live in "
+            "FP8 (fo.quantized_init). A float32 master takes the gradient of each before the wrapper reduces it, so "
+            f"that the masters of the ranks would differ. {_INSTEAD_OF_DDP}"
+        )
+    ignored.update(found)
 
 
 _with_masters: weakref.WeakSet[StoredWeight] = weakref.WeakSet()
