@@ -9,6 +9,7 @@ of 128 x 128, as DeepSeek's checkpoints do; both are loaded and saved bit for bi
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
@@ -26,8 +27,9 @@ from fuseops.recipes.scaling import E4M3, E5M2, SQUARE
 from fuseops.words import plural
 
 from . import scopes
-from .paths import path_of
+from .paths import PARAMETER_SOURCE, path_of
 
+log = logging.getLogger("fuseops")
 STORED = "_stored"  # in an op's __dict__
 CODES, SCALES = "weight_codes", "weight_scales"  # buffers
 SCALE_INV, MASTER = "weight_scale_inv", "weight_master"  # keys of a state_dict, beside "weight"
@@ -278,6 +280,8 @@ def store_weight(op: Any, scaling: Scaling, kept: dict[nn.Parameter, StoredWeigh
 
     kept: the stored weights by Parameter, which ops with one Parameter share
     """
+    if PARAMETER_SOURCE in op.__dict__:
+        raise lent_error(f"op {type(op).__name__}")
     weight = op._parameters.get("weight")
     if scaling.block != SQUARE or type(weight) is not nn.Parameter:
         what = f"a weight as {scaling}" if scaling.block != SQUARE else "no Parameter `weight`"
@@ -302,6 +306,15 @@ def store_weight(op: Any, scaling: Scaling, kept: dict[nn.Parameter, StoredWeigh
     stored.blank_carrier()
 
 
+def lent_error(what: str) -> FuseOpsError:
+    """The error for ops inside of `quantized_init` that run on the weights of other modules."""
+    return FuseOpsError(
+        f"{what} inside of fo.quantized_init: weights stay those of the modules that they are read from, which would "
+        "not live in FP8. Call hf.apply, and the model, outside of the scope. Layers that are to live in FP8 are "
+        "fo.MoE or a fo.Sequential, made inside of it, in the place of those modules (docs/adopt.md)."
+    )
+
+
 @scopes.generator_scope
 def quantized_init(recipe: Recipe) -> Iterator[None]:
     """Ops that are created inside store their weights in the recipe's format for weights: 1 byte a parameter.
@@ -318,14 +331,18 @@ def quantized_init(recipe: Recipe) -> Iterator[None]:
             f"fo.quantized_init: recipe is {recipe!r:.80}, expected a fuseops.recipes.Recipe."
         )
     created: dict[nn.Module, None] = {}
+    here = scopes.current()
 
     def on_registration(module: nn.Module, name: str, parameter: Any) -> None:
-        created[module] = None
+        if scopes.current() is here:  # other threads make models of their own
+            created[module] = None
 
     hook = register_module_parameter_registration_hook(on_registration)
+    before, here.storing = here.storing, recipe
     try:
         yield
     finally:
+        here.storing = before
         hook.remove()
     ops = [op for op in created if getattr(op, "multiplies", False) and stored_in(op) is None]
     formats = {op: recipe.checked_roles_of(op, path_of(op) or "").weight for op in ops}
@@ -334,6 +351,14 @@ def quantized_init(recipe: Recipe) -> Iterator[None]:
     for op, scaling in formats.items():
         if scaling is not None:
             store_weight(op, scaling, kept)
+    others = [m for m in created if isinstance(m, nn.Linear) and not hasattr(m, "multiplies")]
+    if others and not ops:
+        log.warning(
+            "fo.quantized_init: no weight lives in FP8. No op of fuseops that multiplies was made inside, and %s of "
+            "torch or of another library (%r) keep their values.",
+            plural(len(others), "module"),
+            others[0],
+        )
 
 
 def _check_shared(modules: Iterable[nn.Module], formats: dict[nn.Module, Scaling | None]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import SIZES, agree, step, stock, tokens
+from families import FAMILIES, MOE, SIZES, agree, step, stock, tokens
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
@@ -27,7 +27,8 @@ from fuseops.integrations import hf
 from fuseops.integrations.hf import experts as hf_experts
 from fuseops.integrations.hf import recognise, rope
 from fuseops.kernels.registry import as_if_on
-from fuseops.ops.paths import STAND_IN
+from fuseops.ops.op import Op
+from fuseops.ops.paths import STAND_IN, walk
 from fuseops.recipes.recipe import POLICIES
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -459,6 +460,41 @@ def test_callers_find_the_parameters_of_forward() -> None:
     known = list(inspect.signature(model.forward).parameters)
     hf.apply(model)
     assert list(inspect.signature(model.forward).parameters) == known
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stand_ins_follow_a_recipe_or_say_why_not(name: str) -> None:
+    model, x = stock(name).train(), tokens()
+    hf.apply(model)
+    with fo.recipe(fo.recipes.Float8BlockScaling()):
+        text = fo.explain(model, x, labels=x)
+    ops = [op for _, op in walk(model) if isinstance(op, Op)]
+    weights = {
+        op: [n for n in op.parameter_names() if (p := getattr(op, n)) is not None and p.dim() > 1]
+        for op in ops
+    }
+    silent = [op for op, own in weights.items() if own and not op.multiplies and not op.stays_high]
+    assert not silent
+    assert all(type(op).__name__ in text and op.stays_high in text for op in ops if op.stays_high)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_weight_of_a_stock_model_is_said_to_live_in_fp8(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = fo.recipes.Float8BlockScaling()
+    model, x = stock(name), tokens()
+    with fo.quantized_init(recipe), pytest.raises(fo.FuseOpsError, match=r"hf.apply .* outside"):
+        hf.apply(model)
+    assert not any(STAND_IN in vars(module) for module in model.modules())
+    if name in MOE:
+        model.set_experts_implementation("fuseops")
+        with pytest.raises(fo.FuseOpsError, match="outside"), fo.quantized_init(recipe):
+            model(x)
+    with fo.quantized_init(recipe):
+        AutoModelForCausalLM.from_config(model.config)
+    (said,) = caplog.messages
+    assert "no weight lives in FP8" in said and "Linear" in said
 
 
 def test_a_hook_that_comes_later_is_run() -> None:
