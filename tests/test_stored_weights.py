@@ -378,6 +378,32 @@ def test_what_cannot_be_honoured_is_refused() -> None:
             stored(dense).get_submodule("fc1").weight.add_(1.0)  # type: ignore[operator, union-attr]
 
 
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("with_masters", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_optimizer_of_what_holds_no_values_is_refused(
+    copied: bool, with_masters: bool, options: dict[str, bool]
+) -> None:
+    """Where masters take the gradients it would pass their weights over, and train nothing, without a word."""
+    model = stored(dense)
+    model = copy.deepcopy(model) if copied else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.0, **options)
+    if with_masters:
+        fo.masters(model)
+    for frozen, refused in (("fc1", "1 weight"), ("fc2", None)):
+        with fo.recipe(RECIPE):
+            model(tokens()).float().square().sum().backward()
+        model.get_submodule(frozen).requires_grad_(False).zero_grad()
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        if refused:
+            with pytest.raises(fo.FuseOpsError, match=rf"AdamW has {refused} .* fo.masters"):
+                optimizer.step()
+            assert_equal([*model.state_dict().values()], [*before.values()])
+        else:
+            optimizer.step()
+            assert not torch.equal(model.state_dict()["norm.weight"], before["norm.weight"])
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -68,7 +68,7 @@ class StoredWeight:
         self.parameter_dicts, self.buffers = [op._parameters], op._buffers
         self.carrier: Any = op._parameters["weight"] if self.owns_codes else None
         self.scaling = scaling
-        torch_private.on_ddp_wrap(_wrapped)
+        self._refuse_misuse()
         self.master: nn.Parameter | None = None
         self.quantized: MasterVersion | None = None  # the master as it was last quantized
 
@@ -78,14 +78,21 @@ class StoredWeight:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._refuse_misuse()
+
+    def _refuse_misuse(self) -> None:
+        """Have whoever would train the carrier as a weight raise an error of ours."""
+        _alive.add(self)
         torch_private.on_ddp_wrap(_wrapped)
+        on_optimizer_step(_check_step, before=True)
 
     def read(self, layout: str, source: Tensor) -> Quantized:
         """The weight in the layout "row" or "col", the transposed codes.   source: the Parameter of the reading op"""
         if any(source.stride()):
             raise FuseOpsError(
-                "a weight that lives in FP8 was copied as if it had values: wrappers that shard or flatten parameters "
-                "(FSDP, DTensor) do not take it. Shard first, and let a recipe quantize what is gathered."
+                "a weight that lives in FP8 (fo.quantized_init) was copied or replaced as if it had values, by a "
+                "wrapper that shards or flattens parameters (FSDP, DTensor) or by functional_call. Do that to a model "
+                "in high precision, and let a recipe quantize what its calls get."
             )
         self.check(source)
         if self.master is not None:
@@ -230,6 +237,18 @@ _INSTEAD_OF_DDP = (
 )
 
 
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise FuseOpsError for an optimizer that would update carriers, or pass them over while masters wait."""
+    given = parameter_ids(optimizer)
+    wrong = [s for s in _alive if id(s.carrier) in given and s.carrier.requires_grad]
+    if wrong:
+        raise FuseOpsError(
+            f"{type(optimizer).__name__} has {plural(len(wrong), 'weight')} that live in FP8 (fo.quantized_init), "
+            f"such as one of shape {tuple(wrong[0].carrier.shape)}: they hold no values to update. Give it "
+            "fo.masters(model) instead of model.parameters()."
+        )
+
+
 def _wrapped(model: nn.Module, ignored: set[str]) -> None:
     """Have DistributedDataParallel leave the carriers of frozen weights alone: there is nothing to send or reduce.
 
@@ -249,6 +268,7 @@ def _wrapped(model: nn.Module, ignored: set[str]) -> None:
     ignored.update(found)
 
 
+_alive: weakref.WeakSet[StoredWeight] = weakref.WeakSet()
 _with_masters: weakref.WeakSet[StoredWeight] = weakref.WeakSet()
 
 

@@ -330,14 +330,19 @@ class _Builder:
         high = roles is not None and roles.backward == "high_precision" and "x" in self.needs[i]
         if weight is None or (given == weight.scaling and not self.call.compiling and not high):
             return
+        where = path_of(self.ops[i]) or self.names[i]
+        lives = f"op {where!r}: its weight lives as {weight.scaling} (fo.quantized_init)"
+        if self.call.compiling:
+            raise FuseOpsError(
+                f"{lives}, and torch.compile does not read codes. Compile around the op (torch.compiler.disable), or "
+                "make it outside of fo.quantized_init: compiled code quantizes weights in high precision in each call."
+            )
         wanted = "high precision" if given is None else str(given)
         if high and given is not None:
             wanted = f'{wanted}, and in its backward in high precision (backward="dequantized" reads the codes)'
-        wanted = f"{wanted} under torch.compile" if self.call.compiling else wanted
         raise FuseOpsError(
-            f"op {path_of(self.ops[i]) or self.names[i]!r}: its weight lives as {weight.scaling} "
-            f"(fo.quantized_init), and this call multiplies it as {wanted}. Run it under the recipe that it was made "
-            "with: fo.configure(model, recipe=...), or with fo.recipe(..., strict=True)."
+            f"{lives}, and this call multiplies it as {wanted}. Run it under the recipe that it was made with: "
+            "fo.configure(model, recipe=...), or with fo.recipe(..., strict=True)."
         )
 
     def _store(self, op: Op[Any], roles: Roles) -> WeightStore | None:

@@ -20,7 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
@@ -168,14 +171,17 @@ class OptimizerSteps:
 
 
 @functools.cache
-def on_optimizer_step(callback: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Call `callback` after each step of any optimizer, between the graphs of a compiled step too."""
+def on_optimizer_step(
+    callback: Callable[[torch.optim.Optimizer], None], *, before: bool = False
+) -> None:
+    """Call `callback` after (or before) each step of any optimizer, between the graphs of a compiled step too."""
 
     @torch_private.dynamo_disabled
     def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         callback(optimizer)
 
-    register_optimizer_step_post_hook(hook)
+    register = register_optimizer_step_pre_hook if before else register_optimizer_step_post_hook
+    register(hook)
 
 
 def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
