@@ -404,6 +404,43 @@ def test_an_optimizer_of_what_holds_no_values_is_refused(
             assert not torch.equal(model.state_dict()["norm.weight"], before["norm.weight"])
 
 
+ZEROING: dict[str, Any] = {
+    "none": lambda optimizer, model: optimizer.zero_grad(),
+    "zeros": lambda optimizer, model: optimizer.zero_grad(set_to_none=False),
+    "data": lambda optimizer, model: [p.grad.data.zero_() for p in fo.masters(model)],
+    "model": lambda optimizer, model: model.zero_grad(),
+    "nothing": lambda optimizer, model: None,
+}
+
+
+@pytest.mark.parametrize("zero", ZEROING)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_zeroing_reaches_masters_or_is_refused(zero: str, steps: int) -> None:
+    """`model.zero_grad()` does not: gradients of all steps would be added up in silence."""
+
+    def micro_batches(model: nn.Module) -> None:
+        for seed in range(2):
+            with fo.recipe(RECIPE):
+                model(tokens(seed)).float().square().mean().backward()
+
+    model = stored(dense)
+    optimizer = torch.optim.SGD(fo.masters(model), lr=1e-3)
+    for _ in range(steps):
+        micro_batches(model)
+        optimizer.step()
+        ZEROING[zero](optimizer, model)
+        if zero == "model":
+            with pytest.raises(fo.FuseOpsError, match=r"optimizer.zero_grad\(\), and clip"):
+                micro_batches(model)
+            return
+        alone = copy.deepcopy(model)
+        for mine, theirs in zip(fo.masters(alone), fo.masters(model), strict=True):
+            mine.grad = theirs.grad.clone() if zero == "nothing" else None
+        micro_batches(alone)
+    micro_batches(model)
+    assert_equal(*([p.grad for p in fo.masters(m)] for m in (model, alone)))
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

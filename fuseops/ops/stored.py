@@ -35,25 +35,43 @@ CODES, SCALES = "weight_codes", "weight_scales"  # buffers
 SCALE_INV, MASTER = "weight_scale_inv", "weight_master"  # keys of a state_dict, beside "weight"
 
 
-class MasterVersion:
-    """A `MasterVersion` is the memory and the version of a master at one time.
+class TensorVersion:
+    """A `TensorVersion` is the memory and the version of a tensor at one time.
 
-    Assigning `master.data` leaves the version as it is, so memory counts. The storage is referenced weakly, so that its
-    key is not reused meanwhile.
+    Assigning `t.data` leaves the version as it is, so memory counts. The storage is referenced weakly, so that its key
+    is not reused meanwhile.
     """
 
-    def __init__(self, master: nn.Parameter) -> None:
-        self.storage = torch_private.WeakStorage(master.untyped_storage())
-        self.seen = self._of(master)
+    def __init__(self, t: Tensor) -> None:
+        self.storage = torch_private.WeakStorage(t.untyped_storage())
+        self.seen = (*self._memory(t), t._version)
 
-    def still(self, master: nn.Parameter) -> bool:
-        """Whether nobody has written to the master or given it other memory since."""
-        return self._of(master) == self.seen
+    def still(self, t: Tensor) -> bool:
+        """Whether nobody has written to the tensor or given it other memory since."""
+        return (*self._memory(t), t._version) == self.seen
+
+    def same_memory(self, t: Tensor) -> bool:
+        """Whether this is the same memory, written to or not."""
+        return self._memory(t) == self.seen[:-1]
 
     @staticmethod
-    def _of(master: nn.Parameter) -> tuple[Any, ...]:
-        memory = torch_private.storage_key(master.untyped_storage()), master.storage_offset()
-        return *memory, master.stride(), master._version
+    def _memory(t: Tensor) -> tuple[Any, ...]:
+        return torch_private.storage_key(t.untyped_storage()), t.storage_offset(), t.stride()
+
+
+class UsedGradient:
+    """A `UsedGradient` is the gradient of a master as a step used it, beside that of a parameter that is no master."""
+
+    def __init__(self, grad: Tensor, other: Tensor) -> None:
+        self.grad, self.other = TensorVersion(grad), weakref.ref(other)
+        self.beside = TensorVersion(cast("Tensor", other.grad))
+
+    def outlives(self, grad: Tensor) -> bool:
+        """Whether the gradient of the other parameter was dropped since, and that of the master was not."""
+        other = self.other()
+        if other is None or not self.grad.still(grad):
+            return False
+        return other.grad is None or not self.beside.same_memory(other.grad)
 
 
 class StoredWeight:
@@ -70,11 +88,12 @@ class StoredWeight:
         self.scaling = scaling
         self._refuse_misuse()
         self.master: nn.Parameter | None = None
-        self.quantized: MasterVersion | None = None  # the master as it was last quantized
+        self.quantized: TensorVersion | None = None  # the master as it was last quantized
+        self.used: UsedGradient | None = None  # its gradient as an optimizer last used it
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the version of the master: a copy's master has its own."""
-        return self.__dict__ | {"quantized": None}
+        """The state without versions: a copy's master has its own, and its gradient."""
+        return self.__dict__ | {"quantized": None, "used": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -175,7 +194,7 @@ class StoredWeight:
 
     def mark_quantized(self) -> None:
         """Note that the codes are those of the master as it is now."""
-        self.quantized = None if self.master is None else MasterVersion(self.master)
+        self.quantized = None if self.master is None else TensorVersion(self.master)
 
     def is_quantized(self, master: nn.Parameter) -> bool:
         """Whether the codes are those of the master as it is now."""
@@ -215,7 +234,18 @@ class StoredWeight:
         if master.grad is None:
             master.grad = grad.float()
         else:
+            self.check_zeroed(master.grad)
             master.grad += grad
+
+    def check_zeroed(self, grad: Tensor) -> None:
+        """Raise FuseOpsError where the gradient of the master is still that of the last step, and others are not."""
+        if self.used is not None and self.used.outlives(grad) and bool(grad.any()):
+            raise FuseOpsError(
+                "the master of a weight that lives in FP8 (fo.quantized_init) would add a gradient to that of the "
+                "last step, while other gradients have been dropped. model.zero_grad() and "
+                "clip_grad_norm_(model.parameters()) do not reach masters: zero the gradients by "
+                "optimizer.zero_grad(), and clip those of fo.masters(model)."
+            )
 
     def blank_carrier(self, before: Any = None, now: Any = None) -> None:
         """Free the values of the Parameter, on the device of its codes.   before, now: of an op that was moved"""
@@ -274,11 +304,16 @@ _with_masters: weakref.WeakSet[StoredWeight] = weakref.WeakSet()
 
 def _stepped(optimizer: torch.optim.Optimizer) -> None:
     """Mark the codes of stepped masters as stale: fused optimizers do not increment versions."""
-    stepped = parameter_ids(optimizer) if _with_masters else set()
-    for stored in _with_masters:
-        master = stored.master
-        if master is not None and master.grad is not None and id(master) in stepped:
+    if not _with_masters:
+        return
+    by_master = {id(stored.master): stored for stored in _with_masters}
+    given = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    others = (p for p in given if id(p) not in by_master and type(p.grad) is Tensor)
+    other = next((p for p in others if p.grad.layout is torch.strided), None)
+    for p in given:
+        if (stored := by_master.get(id(p))) is not None:
             stored.quantized = None
+            stored.used = None if other is None else UsedGradient(p.grad, other)
             stored.mark_changed()
 
 
