@@ -54,8 +54,7 @@ class Node(torch.autograd.Function):
         if state is None:
             y, kept, x_dtypes = forward(x, t, CallContext())
             y = y.dequantize() if type(y) is Quantized else y
-            # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
-            y = y.view_as(y)
+            y = _traced_output(y)
             flat, rows = pack(seg, kept, traced=True)
         else:
             if not seg.checked_backward:
@@ -72,9 +71,8 @@ class Node(torch.autograd.Function):
                 thread.replay_mode = before
             if type(y) is Quantized:
                 state.quantized, y = y, y.carrier
-            elif type(y) is Tensor and y._base is not None and torch_private.is_only_view(y):
-                # a GEMM's rows in the shape of x, say: torch forbids writes to views that leave a Function
-                y = torch_private.unsafe_view(y, y.shape)
+            else:
+                y = _writable(y)
         ctx.save_for_backward(*flat)
         if state is not None:
             state.ties = second_order.ties_of(x, inputs, flat)
@@ -118,6 +116,25 @@ class Node(torch.autograd.Function):
         ]
         ties += [t for t in tensors if t.requires_grad]
         return tuple(second_order.guard(grads, ties, _second_derivative_message(seg, state)))
+
+
+def _writable(y: Any) -> Any:
+    """y as its reader may write to it: torch forbids writes to views that leave a Function (a GEMM's rows in the shape
+    of x, say). A view of what has another reader stays one.
+    """
+    if type(y) is Tensor and y._base is not None and torch_private.is_only_view(y):
+        return torch_private.unsafe_view(y, y.shape)
+    return y
+
+
+def _traced_output(y: Any) -> Any:
+    """y of compiled code: another tensor, since torch 2.11 drops the gradient of one that a no-op `.to` gave, and no
+    view. Compiled code writes to a copy, so that it needs no other readers; a backend that runs the graph as it is has
+    plain tensors.
+    """
+    if torch.compiler.is_dynamo_compiling() or type(y) is not Tensor:
+        return torch_private.unsafe_view(y, y.shape)
+    return _writable(y)
 
 
 def _run_backward(
