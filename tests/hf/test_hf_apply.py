@@ -29,7 +29,9 @@ from fuseops.integrations.hf import recognise, rope
 from fuseops.kernels.registry import as_if_on
 from fuseops.ops.op import Op
 from fuseops.ops.paths import STAND_IN, walk
+from fuseops.ops.scopes import SCALES
 from fuseops.recipes.recipe import POLICIES
+from fuseops.recipes.scales import ScaleState
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -476,6 +478,28 @@ def test_stand_ins_follow_a_recipe_or_say_why_not(name: str) -> None:
     silent = [op for op, own in weights.items() if own and not op.multiplies and not op.stays_high]
     assert not silent
     assert all(type(op).__name__ in text and op.stays_high in text for op in ops if op.stays_high)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_scales_of_lent_experts_move_with_the_optimizer_of_the_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advanced: list[ScaleState] = []
+    monkeypatch.setattr(ScaleState, "advance", lambda state: advanced.append(state))
+    model, x = stock(name).float().train(), tokens()
+    hf.apply(model)
+    for path, p in model.named_parameters():
+        p.requires_grad_(not path.endswith("_bias"))  # GPT-OSS's weights are views, transposed
+    fo.configure(model, recipe=fo.recipes.DelayedScaling())
+    model(x, labels=x).loss.backward()
+    apart = nn.Parameter(torch.zeros(1))
+    apart.grad = torch.ones(1)
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    known = [op.__dict__[SCALES] for _, op in walk(model) if SCALES in op.__dict__]
+    assert len(known) == 2 * sum(hasattr(m, "has_gate") for m in model.modules())
+    assert sorted(map(id, advanced)) == sorted(map(id, known))
+    torch.optim.SGD([apart], lr=0.0).step()
+    assert len(advanced) == len(known)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
