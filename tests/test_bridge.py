@@ -538,6 +538,36 @@ def test_in_place_on_the_result_is_legal(backend: str | None, head: list, tail: 
     torch.testing.assert_close(torch.autograd.grad(run(x).sum(), x), expected)
 
 
+class SigmoidSaved(NamedTuple):
+    y: Tensor
+
+
+class Sigmoid(fo.Op[SigmoidSaved]):
+    """Its backward reads its result."""
+
+    saves_for = {"x": ("y",)}
+
+    def fwd(self, x: Tensor) -> fo.Out:
+        y = torch.sigmoid(x)
+        return fo.Out(y, SigmoidSaved(y))
+
+    def bwd(self, saved: SigmoidSaved, dy: Tensor) -> fo.Grads:
+        return fo.Grads(dy * saved.y * (1 - saved.y))
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+def test_a_write_to_what_the_backward_reads_is_refused(backend: str | None) -> None:
+    seq, x = fo.Sequential(Linear(4, 4), Sigmoid()), data()
+
+    def written(x: Tensor) -> Tensor:
+        return seq(x).mul_(3)
+
+    torch.compiler.reset()
+    run = written if backend is None else torch.compile(written, backend=backend, fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace|being modified inplace"):
+        run(x).sum().backward()
+
+
 # --- hooks and overrides ----------------------------------------------------------------------
 
 

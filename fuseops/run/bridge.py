@@ -54,7 +54,7 @@ class Node(torch.autograd.Function):
         if state is None:
             y, kept, x_dtypes = forward(x, t, CallContext())
             y = y.dequantize() if type(y) is Quantized else y
-            y = _traced_output(y)
+            y = _traced_output(y, kept)
             flat, rows = pack(seg, kept, traced=True)
         else:
             if not seg.checked_backward:
@@ -71,8 +71,9 @@ class Node(torch.autograd.Function):
                 thread.replay_mode = before
             if type(y) is Quantized:
                 state.quantized, y = y, y.carrier
-            else:
-                y = _writable(y)
+            elif type(y) is Tensor and y._base is not None and torch_private.is_only_view(y):
+                # a GEMM's rows in the shape of x, say: torch forbids writes to views that leave a Function
+                y = torch_private.unsafe_view(y, y.shape)
         ctx.save_for_backward(*flat)
         if state is not None:
             state.ties = second_order.ties_of(x, inputs, flat)
@@ -118,23 +119,18 @@ class Node(torch.autograd.Function):
         return tuple(second_order.guard(grads, ties, _second_derivative_message(seg, state)))
 
 
-def _writable(y: Any) -> Any:
-    """y as its reader may write to it: torch forbids writes to views that leave a Function (a GEMM's rows in the shape
-    of x, say). A view of what has another reader stays one.
+def _traced_output(y: Any, kept: Sequence[Any]) -> Any:
+    """y of compiled code: another tensor, since torch 2.11 drops the gradient of one that a no-op `.to` gave. It is a
+    view, to which torch forbids writes, only where the backward reads y: a backend that runs the graph as it is would
+    not notice them.
     """
-    if type(y) is Tensor and y._base is not None and torch_private.is_only_view(y):
+    for saved in kept:
+        if saved is y:
+            return y.view_as(y)
+    traced = torch.compiler.is_dynamo_compiling() or type(y) is not Tensor
+    if traced or (y._base is not None and torch_private.is_only_view(y)):
         return torch_private.unsafe_view(y, y.shape)
     return y
-
-
-def _traced_output(y: Any) -> Any:
-    """y of compiled code: another tensor, since torch 2.11 drops the gradient of one that a no-op `.to` gave, and no
-    view. Compiled code writes to a copy, so that it needs no other readers; a backend that runs the graph as it is has
-    plain tensors.
-    """
-    if torch.compiler.is_dynamo_compiling() or type(y) is not Tensor:
-        return torch_private.unsafe_view(y, y.shape)
-    return _writable(y)
 
 
 def _run_backward(
