@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import pickle
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -439,6 +440,23 @@ def test_zeroing_reaches_masters_or_is_refused(zero: str, steps: int) -> None:
         micro_batches(alone)
     micro_batches(model)
     assert_equal(*([p.grad for p in fo.masters(m)] for m in (model, alone)))
+
+
+def test_a_model_that_another_thread_makes_meanwhile_is_its_own() -> None:
+    made: list[nn.Module] = []
+    with fo.quantized_init(RECIPE):
+        thread = threading.Thread(target=lambda: made.append(dense()))
+        thread.start()
+        thread.join()
+        mine = dense()
+    stores = [[stored_in(op) is not None for op in m.children()] for m in (mine, *made)]
+    assert any(stores[0]) and not any(stores[1])
+
+
+def test_compiled_code_refuses_codes_and_says_what_to_do() -> None:
+    model = torch.compile(stored(dense), backend="eager")
+    with fo.recipe(RECIPE), pytest.raises(Exception, match=r"Compile around the op .* or make it"):
+        model(tokens())
 
 
 @pytest.fixture
