@@ -254,6 +254,20 @@ def reduced_by_ddp(parameter: torch.Tensor) -> bool:
     return active_ddp() is not None and not getattr(parameter, "_ddp_ignored", False)
 
 
+@functools.cache
+def on_ddp_wrap(callback: Callable[[torch.nn.Module, set[str]], None]) -> None:
+    """Call `callback(model, ignored)` when a model is wrapped in DistributedDataParallel, before anything is sent.
+
+    ignored: the names of the tensors that the wrapper leaves alone, which the callback may add to
+    """
+
+    def hook(wrapper: torch.nn.Module, name: str, model: Any) -> None:
+        if isinstance(wrapper, torch.nn.parallel.DistributedDataParallel) and name == "module":
+            callback(model, wrapper.parameters_to_ignore)
+
+    torch.nn.modules.module.register_module_module_registration_hook(hook)
+
+
 def all_gather_async(x: torch.Tensor, dim: int, group: Any) -> Any:
     """Start an all-gather of the ranks' contiguous tensors along `dim`; `wait_tensor` gives its result.
 

@@ -107,10 +107,10 @@ class Pair:
         )
         make, lanes = self.scheduler._make_mover, self.lanes
 
-        def with_lanes() -> Any:
+        def with_lanes(inputs: Any = ()) -> Any:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("fuseops.offload.scheduler.make_lanes", lambda *_: lanes)
-                mover = make()
+                mover = make(inputs)
             mover.schedule.small = small
             return mover
 

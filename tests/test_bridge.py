@@ -522,14 +522,50 @@ def test_vmap_without_gradients_is_the_loop_and_refused_where_every_example_has_
     ids=repr,
 )
 @pytest.mark.parametrize("head", [[Linear(4, 4)], [Linear(4, 4), SiLU()], [nn.SiLU()]], ids=repr)
-def test_in_place_on_the_result_is_legal(head: list, tail: list) -> None:
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+def test_in_place_on_the_result_is_legal(backend: str | None, head: list, tail: list) -> None:
     seq, x = fo.Sequential(*head, *tail), data()
     returns = ("a",) if any(isinstance(op, Tap) for op in tail) else ()
     expected = torch.autograd.grad(fo.Sequential(*head)(x).mul(3).sum(), x)
-    y = seq(x, returns=returns)
-    y = y[0] if returns else y
-    y.mul_(3)
-    torch.testing.assert_close(torch.autograd.grad(y.sum(), x), expected)
+
+    def written(x: Tensor) -> Tensor:
+        y = seq(x, returns=returns)
+        y = y[0] if returns else y
+        return y.mul_(3)
+
+    torch.compiler.reset()
+    run = written if backend is None else torch.compile(written, backend=backend, fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(run(x).sum(), x), expected)
+
+
+class SigmoidSaved(NamedTuple):
+    y: Tensor
+
+
+class Sigmoid(fo.Op[SigmoidSaved]):
+    """Its backward reads its result."""
+
+    saves_for = {"x": ("y",)}
+
+    def fwd(self, x: Tensor) -> fo.Out:
+        y = torch.sigmoid(x)
+        return fo.Out(y, SigmoidSaved(y))
+
+    def bwd(self, saved: SigmoidSaved, dy: Tensor) -> fo.Grads:
+        return fo.Grads(dy * saved.y * (1 - saved.y))
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+def test_a_write_to_what_the_backward_reads_is_refused(backend: str | None) -> None:
+    seq, x = fo.Sequential(Linear(4, 4), Sigmoid()), data()
+
+    def written(x: Tensor) -> Tensor:
+        return seq(x).mul_(3)
+
+    torch.compiler.reset()
+    run = written if backend is None else torch.compile(written, backend=backend, fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace|being modified inplace"):
+        run(x).sum().backward()
 
 
 # --- hooks and overrides ----------------------------------------------------------------------

@@ -359,6 +359,30 @@ def test_one_op_alone_is_no_sign_that_a_rule_is_wanted(op: type, data: st.DataOb
     assert not model.plan(case.x, returns=published, **case.side).not_fused
 
 
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"}
+
+
+@pytest.mark.parametrize("op", exported(), ids=lambda op: op.__name__)
+@given(data=st.data())
+@settings(max_examples=2)
+def test_an_op_that_has_products_follows_a_recipe_or_says_why_not(
+    op: type, data: st.DataObject
+) -> None:
+    case = data.draw(op_cases(op, torch.float32, kinds=["normal"]))
+    with torch.autograd.profiler.profile() as seen:
+        case.model(case.x, **case.side)
+    multiplies = any(event.name in PRODUCTS for event in seen.function_events)
+    with fo.recipe(fo.recipes.Float8BlockScaling()):
+        (alone,) = fo.plans(case.model, case.x, **case.side) or (None,)
+        published = case.model.writes
+        plan = fo.Sequential({"it": case.model}).plan(case.x, returns=published, **case.side)
+    said = [
+        p is not None and any("under every recipe" in n for n in p.notes) for p in (alone, plan)
+    ]
+    assert said == [bool(case.model.stays_high)] * 2
+    assert not multiplies or bool(plan.operands) != said[0]
+
+
 def test_positions_count_the_whole_sequential() -> None:
     model = fo.Sequential(
         nn.Identity(),

@@ -2,13 +2,17 @@
 
 import contextlib
 import copy
+import itertools
 import pickle
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
@@ -375,24 +379,129 @@ def test_what_cannot_be_honoured_is_refused() -> None:
             stored(dense).get_submodule("fc1").weight.add_(1.0)  # type: ignore[operator, union-attr]
 
 
-def test_masters_whose_gradients_no_rank_would_reduce_are_refused() -> None:
-    """Gradients are moved to masters before DistributedDataParallel could reduce them."""
-    from torch.nn.parallel import DistributedDataParallel as DDP
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("with_masters", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_optimizer_of_what_holds_no_values_is_refused(
+    copied: bool, with_masters: bool, options: dict[str, bool]
+) -> None:
+    """Where masters take the gradients it would pass their weights over, and train nothing, without a word."""
+    model = stored(dense)
+    model = copy.deepcopy(model) if copied else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.0, **options)
+    if with_masters:
+        fo.masters(model)
+    for frozen, refused in (("fc1", "1 weight"), ("fc2", None)):
+        with fo.recipe(RECIPE):
+            model(tokens()).float().square().sum().backward()
+        model.get_submodule(frozen).requires_grad_(False).zero_grad()
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        if refused:
+            with pytest.raises(fo.FuseOpsError, match=rf"AdamW has {refused} .* fo.masters"):
+                optimizer.step()
+            assert_equal([*model.state_dict().values()], [*before.values()])
+        else:
+            optimizer.step()
+            assert not torch.equal(model.state_dict()["norm.weight"], before["norm.weight"])
 
+
+ZEROING: dict[str, Any] = {
+    "none": lambda optimizer, model: optimizer.zero_grad(),
+    "zeros": lambda optimizer, model: optimizer.zero_grad(set_to_none=False),
+    "data": lambda optimizer, model: [p.grad.data.zero_() for p in fo.masters(model)],
+    "model": lambda optimizer, model: model.zero_grad(),
+    "nothing": lambda optimizer, model: None,
+}
+
+
+@pytest.mark.parametrize("zero", ZEROING)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_zeroing_reaches_masters_or_is_refused(zero: str, steps: int) -> None:
+    """`model.zero_grad()` does not: gradients of all steps would be added up in silence."""
+
+    def micro_batches(model: nn.Module) -> None:
+        for seed in range(2):
+            with fo.recipe(RECIPE):
+                model(tokens(seed)).float().square().mean().backward()
+
+    model = stored(dense)
+    optimizer = torch.optim.SGD(fo.masters(model), lr=1e-3)
+    for _ in range(steps):
+        micro_batches(model)
+        optimizer.step()
+        ZEROING[zero](optimizer, model)
+        if zero == "model":
+            with pytest.raises(fo.FuseOpsError, match=r"optimizer.zero_grad\(\), and clip"):
+                micro_batches(model)
+            return
+        alone = copy.deepcopy(model)
+        for mine, theirs in zip(fo.masters(alone), fo.masters(model), strict=True):
+            mine.grad = theirs.grad.clone() if zero == "nothing" else None
+        micro_batches(alone)
+    micro_batches(model)
+    assert_equal(*([p.grad for p in fo.masters(m)] for m in (model, alone)))
+
+
+def test_a_model_that_another_thread_makes_meanwhile_is_its_own() -> None:
+    made: list[nn.Module] = []
+    with fo.quantized_init(RECIPE):
+        thread = threading.Thread(target=lambda: made.append(dense()))
+        thread.start()
+        thread.join()
+        mine = dense()
+    stores = [[stored_in(op) is not None for op in m.children()] for m in (mine, *made)]
+    assert any(stores[0]) and not any(stores[1])
+
+
+def test_compiled_code_refuses_codes_and_says_what_to_do() -> None:
+    model = torch.compile(stored(dense), backend="eager")
+    with fo.recipe(RECIPE), pytest.raises(Exception, match=r"Compile around the op .* or make it"):
+        model(tokens())
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["", "unpickled"])
+@pytest.mark.usefixtures("one_rank")
+def test_masters_whose_gradients_no_rank_would_reduce_are_refused(copied: bool) -> None:
+    """Gradients are moved to masters before DistributedDataParallel could reduce them."""
+    for late, init_sync in itertools.product((False, True), (False, True)):
         model, x = stored(dense), tokens()
-        wrapper = DDP(model, init_sync=False)
+        model = pickle.loads(pickle.dumps(model)) if copied else model
+        if not late:
+            fo.masters(model)
+        with pytest.raises(
+            fo.FuseOpsError, match=r"2 weights .* 'fc1.weight', .* fo.masters\(model\)"
+        ):
+            DDP(model, init_sync=init_sync)
+        model.requires_grad_(not late)  # what is frozen when it is wrapped is not reduced later
+        names = ["fc2.weight"] if late else ["fc1.weight", "fc2.weight"]
+        model.get_submodule("norm").requires_grad_()
+        DDP._set_params_and_buffers_to_ignore_for_model(model, names)
+        wrapper = DDP(model, init_sync=init_sync)
         with fo.recipe(RECIPE):
             wrapper(x).sum().backward()
-            fo.masters(model)
-            with pytest.raises(fo.FuseOpsError, match="DistributedDataParallel"):
-                wrapper(x)
-            names = [n for n, _ in model.named_parameters() if n.endswith("weight")]
-            DDP._set_params_and_buffers_to_ignore_for_model(model, names)
-            DDP(model, init_sync=False)(x).sum().backward()
-    finally:
-        dist.destroy_process_group()
+            if late:
+                model.requires_grad_()
+                fo.masters(model)
+                with pytest.raises(fo.FuseOpsError, match="DistributedDataParallel"):
+                    wrapper(x)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_frozen_weights_in_fp8_are_wrapped_as_others_are() -> None:
+    found = []
+    for wrap in (nn.Identity, DDP):
+        model = stored(dense)
+        for fc in ("fc1", "fc2"):
+            model.get_submodule(fc).weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+        found.append(after(wrap(model), lambda m, x: m(x)) if wrap is DDP else after(model))
+    assert_equal(*found)
 
 
 def test_casts_and_devices_leave_the_codes_alone() -> None:

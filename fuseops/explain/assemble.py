@@ -121,6 +121,7 @@ def _run_notes(plan: RunPlan) -> Iterator[str]:
         if span.kind in _HOW_CALLED and span.note != "alias":
             how = f"{_HOW_CALLED[span.kind]}, and no rule matches it: {span.note}"
             yield f"{span.ops[0]} ({span.runs}) {how}"
+    yield from (f"{each.op} ({each.type}): {each.note}" for each in plan.high)
     yield from map(_gain_note, plan.gains)
     if any(operand.kernels for operand in plan.operands):
         yield "FP8 tensor cores multiply quantized operands on Hopper; elsewhere GEMMs multiply what they stand for"

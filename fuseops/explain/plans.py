@@ -147,15 +147,30 @@ _NONE = "no fuseops.Sequential ran, and nothing is saved"
 
 
 def _plan_outside(path: str, saved: list[SavedTensor], observer: Observer) -> FusionPlan | None:
-    alone: dict[str, list[str]] = {}
-    for at, op in observer.alone.items():
-        alone.setdefault(type(op).__name__, []).append(at)
-    ops = ", ".join(
-        f"{at[0]} ({kind})".strip() if len(at) == 1 else f"{len(at)} {kind}"
-        for kind, at in alone.items()
-    )
-    notes = (f"{ops}: called alone; rules match only inside a fuseops.Sequential",) if alone else ()
+    notes = tuple(_notes_alone(observer))
     return FusionPlan(path, (), (), saved=tuple(saved), notes=notes) if saved or notes else None
+
+
+def _notes_alone(observer: Observer) -> Iterator[str]:
+    """Notes on the ops that are called outside of any Sequential."""
+    alone: dict[str, list[str]] = {}
+    high: dict[str, dict[str, list[str]]] = {}
+    for at, (op, plan) in observer.alone.items():
+        kind = type(op).__name__
+        alone.setdefault(kind, []).append(at)
+        for each in plan.high:
+            high.setdefault(each.note, {}).setdefault(kind, []).append(at)
+    if alone:
+        yield f"{_counted(alone)}: called alone; rules match only inside a fuseops.Sequential"
+    yield from (f"{_counted(ops)}: {note}" for note, ops in high.items())
+
+
+def _counted(ops: Mapping[str, list[str]]) -> str:
+    """Ops by class: the path of one, the number of many."""
+    return ", ".join(
+        f"{at[0]} ({kind})".strip() if len(at) == 1 else f"{len(at)} {kind}"
+        for kind, at in ops.items()
+    )
 
 
 # --- restoring the model --------------------------------------------------------------------------

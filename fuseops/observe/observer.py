@@ -54,7 +54,7 @@ class Observer:
     def __init__(self, root: nn.Module, paths: Mapping[int, str]) -> None:
         self.paths = paths
         self.calls: list[SequentialCall] = []  # the outermost ones
-        self.alone: dict[str, Op[Any]] = {}  # ops called outside of any Sequential
+        self.alone: dict[str, tuple[Op[Any], RunPlan]] = {}  # ops called outside of any Sequential
         self._open: list[SequentialCall] = []  # whose forward runs, outermost first
         self._last: SequentialCall | None = None  # whose run of ops began last
         self._owners = {
@@ -129,7 +129,7 @@ class Observer:
         call, module = self._call(), (modules.thread.running or ops)[-1]
         if isinstance(module, Op):
             if call is None:
-                self.alone[modules.path_in(self.paths, modules.thread.running)] = module
+                self.alone[modules.path_in(self.paths, modules.thread.running)] = module, plan
             return
         if call is None or not call.continues_with(ops):
             call = self._call_without_hook(ops, call)

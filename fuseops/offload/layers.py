@@ -69,12 +69,12 @@ class LayerScope(Scope):
         model: nn.Module,
         layers: dict[int, str],
         policy: Policy | None,
-        mover: Callable[[], Mover],
+        mover: Callable[..., Mover],
     ) -> None:
         super().__init__(model)
         self._policy, self._layers = policy, layers
         self._cacheable = policy is None or policy.lasting
-        self._make_mover: Callable[[], Mover] | None = mover
+        self._make_mover: Callable[..., Mover] | None = mover
         self._mover: Any = None  # or a Mover
         self._decisions: Mapping[str, Decision] = {}  # by name, of a plan
         self.paused = False  # a plan is being made
@@ -98,9 +98,13 @@ class LayerScope(Scope):
     @property
     def mover(self) -> Mover:
         """The mover, made when the first layer runs: before, the model may still change its device."""
+        return self._mover_for(())
+
+    def _mover_for(self, inputs: Any) -> Mover:
+        """The mover.   inputs: of the layer that runs"""
         if self._make_mover is not None:
             # called once and dropped: it holds the scheduler, which holds this scope
-            self._mover, self._make_mover = self._make_mover(), None
+            self._mover, self._make_mover = self._make_mover(inputs), None
             self._on_gpu = self._mover.lanes.device.type == "cuda"
         mover: Mover = self._mover
         return mover
@@ -121,7 +125,8 @@ class LayerScope(Scope):
         self.called.add(path)
         bypassed = self._why_bypassed()
         if bypassed is None:
-            call, schedule = self.mover.enter(path), self.mover.schedule
+            mover = self._mover_for(args)
+            call, schedule = mover.enter(path), mover.schedule
             self._capture_reason = None if schedule.order.predicts else BEFORE_A_STEP
             if self._step != schedule.stats.steps:
                 self._step = schedule.stats.steps
@@ -281,6 +286,13 @@ class LayerScope(Scope):
             names = (named.name, *named.also)
             why = exact_by_name(names, self._quantize_globs(record.name))
         return None if why is None else f"its storage leaves as codes; {why}"
+
+    def _reason(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
+        reason, why = super()._reason(t, named)
+        here = self._mover.lanes.device
+        if reason is None and t.device != here:
+            reason = f"on {t.device}, in a scheduler that moves from {here}"
+        return reason, why
 
     def _by_policy(self, t: Tensor, named: SavedName) -> tuple[str | None, str]:
         return self._why_not_chosen(t, named), "policy"

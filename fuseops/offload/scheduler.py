@@ -18,6 +18,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs
 from fuseops.observe import modules
 from fuseops.observe.labels import matching_modules
+from fuseops.observe.memory import tensors_in
 from fuseops.words import plural
 
 from .arguments import instance_of, parse_bytes, whole_number
@@ -68,7 +69,8 @@ class Scheduler:
     ahead    how many layers before their backward they are reloaded
     manual   nothing moves but by offload_layer, release_layer and reload_layer
 
-    Raises FuseOpsError for a value of the wrong kind, and when a glob matches no module.
+    Raises FuseOpsError for a value of the wrong kind, and when a glob matches no module; the first forward raises it
+    for layers on several GPUs.
     """
 
     def __init__(
@@ -141,11 +143,26 @@ class Scheduler:
             "Keep it outside of the model, and make one for the copy."
         )
 
-    def _make_mover(self) -> Mover:
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        lanes = make_lanes(device, self._host)
+    def _make_mover(self, inputs: Any = ()) -> Mover:
+        lanes = make_lanes(self._device(inputs), self._host)
         schedule = Schedule(lanes, lag=self.lag, ahead=self._ahead, manual=self._manual)
         return Mover(schedule, lanes)
+
+    def _device(self, inputs: Any) -> torch.device:
+        """The device that saved tensors leave: the GPU of the layers, or the CPU.
+
+        inputs: of the layer that runs first. They tell the GPU where parameters are kept on the CPU between forwards
+        """
+        found = {p.device: path for path, m in self.layers.items() for p in m.parameters()}
+        gpus = {device: path for device, path in found.items() if device.type == "cuda"}
+        if len(gpus) > 1:
+            where = ", ".join(f"{path} on {device}" for device, path in gpus.items())
+            raise FuseOpsError(
+                f"{self!r}: its layers are on several GPUs ({where}), and a scheduler moves tensors of one: make one "
+                "for the layers of each."
+            )
+        others = (t.device for t in (*tensors_in(inputs), *self.model.parameters()) if t.is_cuda)
+        return next(iter(gpus), None) or next(others, torch.device("cpu"))
 
     @property
     def lag(self) -> int:

@@ -13,7 +13,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 
 from .checks import check_flags, check_integers, check_targets, check_tensors, check_width
-from .loss_options import CHUNK_BYTES, IGNORED, ROWS, LossOptions
+from .loss_options import CHUNK_BYTES, IGNORED, LOGITS_STAY_HIGH, ROWS, LossOptions
 from .object_table import ObjectTable
 from .op import Call, Grads, Op, Out, Shape, changed_options
 from .vocab_parallel import (
@@ -84,6 +84,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
     floats = True
     autocast = True
     live_call = True
+    stays_high = LOGITS_STAY_HIGH
 
     vocabulary: Vocabulary | None = None
     """The sharding of the classes, where weight and bias are this rank's shard."""

@@ -21,7 +21,7 @@ from fuseops.kernels.cross_entropy import add_weight_grad, row_chunks
 
 from .checks import check_integers, check_tensors
 from .cross_entropy import check_operands
-from .loss_options import CHUNK_BYTES
+from .loss_options import CHUNK_BYTES, LOGITS_STAY_HIGH
 from .op import Call, Grads, Op, Out, Shape
 
 Loss = Callable[..., Any]
@@ -105,6 +105,7 @@ class _LinearLoss(Op[LinearLossSaved]):
 
     floats = True
     autocast = True
+    stays_high = LOGITS_STAY_HIGH
 
     def __init__(self, loss: Loss, given: tuple[str, ...], count: int, chunk_bytes: int) -> None:
         super().__init__()

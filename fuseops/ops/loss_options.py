@@ -8,6 +8,7 @@ from .checks import check_integers, is_number
 
 CHUNK_BYTES = 512 << 20
 IGNORED = -100  # the default ignore_index of torch's losses
+LOGITS_STAY_HIGH = "what is rounded in logits is an error of every probability and gradient"
 ROWS = ("lse", "log_probs", "entropy")
 """The numbers of each token that the loss publishes on request."""
 

@@ -172,6 +172,7 @@ class Op(nn.Module, Generic[S]):
     cut_before   a segment (one autograd node) may end before this op: norms, Tap
     autocast     its input is cast to the autocast dtype, as torch does for GEMMs
     multiplies   it has GEMMs whose operands a recipe quantizes, through `fuseops.ops.linear` and its like
+    stays_high   why its GEMMs are in high precision under every recipe, for `explain()`
     quantizes    it has no GEMMs, but its call has the formats of the recipe
     sends        it has no GEMMs, but its call has the formats of the next op that does
     takes_quantized   its fwd accepts a `Quantized` x, where it multiplies in the formats of a recipe, or has no GEMMs;
@@ -194,6 +195,7 @@ class Op(nn.Module, Generic[S]):
     cut_before: ClassVar[bool] = False
     autocast: ClassVar[bool] = False
     multiplies: ClassVar[bool] = False
+    stays_high: ClassVar[str] = ""
     quantizes: ClassVar[bool] = False
     sends: ClassVar[bool] = False
     takes_quantized: ClassVar[bool] = False

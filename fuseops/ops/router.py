@@ -39,6 +39,7 @@ from .op import Call, Grads, Op, Out, Shape, changed_options
 
 WITHOUT_LOSS = ("experts", "weights")
 WITH_LOSS = (*WITHOUT_LOSS, "router_loss")
+CHOICE_STAYS_HIGH = "a small error of a logit chooses another expert"
 
 
 class RouterForm(NamedTuple):
@@ -97,6 +98,7 @@ class Router(Op[RouterSaved]):
 
     integers = frozenset({"experts"})
     floats = True
+    stays_high = CHOICE_STAYS_HIGH
     saves_for = {
         "x": ("weight", "logits", "experts", "load", "share", "form"),
         "weight": ("x", "logits", "experts", "load", "share", "form"),

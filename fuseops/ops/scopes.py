@@ -164,6 +164,7 @@ class ThreadScopes:
         self.recomputing: bool = False  # the layer is that of the forward that is recomputed
         self.watchers: list[Callable[[Any], None]] = []  # see `watch_plans`
         self.debug: Any = None  # a run.debug.Debug, inside `fo.debug()`
+        self.storing: Any = None  # the recipe, inside `fo.quantized_init()`
 
 
 class _ScopesThread(threading.local):

@@ -9,6 +9,7 @@ of 128 x 128, as DeepSeek's checkpoints do; both are loaded and saved bit for bi
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
@@ -23,34 +24,54 @@ from fuseops.recipes import Layout, Quantized, Recipe, Scaling, weight_operand
 from fuseops.recipes.carrier import placeholder
 from fuseops.recipes.scales import on_optimizer_step, parameter_ids
 from fuseops.recipes.scaling import E4M3, E5M2, SQUARE
+from fuseops.words import plural
 
 from . import scopes
-from .paths import check_module, path_of
+from .paths import PARAMETER_SOURCE, check_module, path_of
 
+log = logging.getLogger("fuseops")
 STORED = "_stored"  # in an op's __dict__
 CODES, SCALES = "weight_codes", "weight_scales"  # buffers
 SCALE_INV, MASTER = "weight_scale_inv", "weight_master"  # keys of a state_dict, beside "weight"
 
 
-class MasterVersion:
-    """A `MasterVersion` is the memory and the version of a master at one time.
+class TensorVersion:
+    """A `TensorVersion` is the memory and the version of a tensor at one time.
 
-    Assigning `master.data` leaves the version as it is, so memory counts. The storage is referenced weakly, so that its
-    key is not reused meanwhile.
+    Assigning `t.data` leaves the version as it is, so memory counts. The storage is referenced weakly, so that its key
+    is not reused meanwhile.
     """
 
-    def __init__(self, master: nn.Parameter) -> None:
-        self.storage = torch_private.WeakStorage(master.untyped_storage())
-        self.seen = self._of(master)
+    def __init__(self, t: Tensor) -> None:
+        self.storage = torch_private.WeakStorage(t.untyped_storage())
+        self.seen = (*self._memory(t), t._version)
 
-    def still(self, master: nn.Parameter) -> bool:
-        """Whether nobody has written to the master or given it other memory since."""
-        return self._of(master) == self.seen
+    def still(self, t: Tensor) -> bool:
+        """Whether nobody has written to the tensor or given it other memory since."""
+        return (*self._memory(t), t._version) == self.seen
+
+    def same_memory(self, t: Tensor) -> bool:
+        """Whether this is the same memory, written to or not."""
+        return self._memory(t) == self.seen[:-1]
 
     @staticmethod
-    def _of(master: nn.Parameter) -> tuple[Any, ...]:
-        memory = torch_private.storage_key(master.untyped_storage()), master.storage_offset()
-        return *memory, master.stride(), master._version
+    def _memory(t: Tensor) -> tuple[Any, ...]:
+        return torch_private.storage_key(t.untyped_storage()), t.storage_offset(), t.stride()
+
+
+class UsedGradient:
+    """A `UsedGradient` is the gradient of a master as a step used it, beside that of a parameter that is no master."""
+
+    def __init__(self, grad: Tensor, other: Tensor) -> None:
+        self.grad, self.other = TensorVersion(grad), weakref.ref(other)
+        self.beside = TensorVersion(cast("Tensor", other.grad))
+
+    def outlives(self, grad: Tensor) -> bool:
+        """Whether the gradient of the other parameter was dropped since, and that of the master was not."""
+        other = self.other()
+        if other is None or not self.grad.still(grad):
+            return False
+        return other.grad is None or not self.beside.same_memory(other.grad)
 
 
 class StoredWeight:
@@ -65,19 +86,32 @@ class StoredWeight:
         self.parameter_dicts, self.buffers = [op._parameters], op._buffers
         self.carrier: Any = op._parameters["weight"] if self.owns_codes else None
         self.scaling = scaling
+        self._refuse_misuse()
         self.master: nn.Parameter | None = None
-        self.quantized: MasterVersion | None = None  # the master as it was last quantized
+        self.quantized: TensorVersion | None = None  # the master as it was last quantized
+        self.used: UsedGradient | None = None  # its gradient as an optimizer last used it
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the version of the master: a copy's master has its own."""
-        return self.__dict__ | {"quantized": None}
+        """The state without versions: a copy's master has its own, and its gradient."""
+        return self.__dict__ | {"quantized": None, "used": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._refuse_misuse()
+
+    def _refuse_misuse(self) -> None:
+        """Have whoever would train the carrier as a weight raise an error of ours."""
+        _alive.add(self)
+        torch_private.on_ddp_wrap(_wrapped)
+        on_optimizer_step(_check_step, before=True)
 
     def read(self, layout: str, source: Tensor) -> Quantized:
         """The weight in the layout "row" or "col", the transposed codes.   source: the Parameter of the reading op"""
         if any(source.stride()):
             raise FuseOpsError(
-                "a weight that lives in FP8 was copied as if it had values: wrappers that shard or flatten parameters "
-                "(FSDP, DTensor) do not take it. Shard first, and let a recipe quantize what is gathered."
+                "a weight that lives in FP8 (fo.quantized_init) was copied or replaced as if it had values, by a "
+                "wrapper that shards or flattens parameters (FSDP, DTensor) or by functional_call. Do that to a model "
+                "in high precision, and let a recipe quantize what its calls get."
             )
         self.check(source)
         if self.master is not None:
@@ -106,9 +140,7 @@ class StoredWeight:
         if self.carrier.requires_grad and torch_private.reduced_by_ddp(self.carrier):
             raise FuseOpsError(
                 "a weight that lives in FP8 (fo.quantized_init) has a master, which takes its gradient before "
-                "DistributedDataParallel reduces it, so that the masters of the ranks would differ. Use float32 "
-                "weights and a recipe, or have the wrapper ignore the weight and reduce the gradients of "
-                "fo.masters(model) yourself."
+                f"DistributedDataParallel reduces it, so that the masters of the ranks would differ. {_INSTEAD_OF_DDP}"
             )
 
     def replace(self, parameter: nn.Parameter) -> None:
@@ -162,7 +194,7 @@ class StoredWeight:
 
     def mark_quantized(self) -> None:
         """Note that the codes are those of the master as it is now."""
-        self.quantized = None if self.master is None else MasterVersion(self.master)
+        self.quantized = None if self.master is None else TensorVersion(self.master)
 
     def is_quantized(self, master: nn.Parameter) -> bool:
         """Whether the codes are those of the master as it is now."""
@@ -202,7 +234,18 @@ class StoredWeight:
         if master.grad is None:
             master.grad = grad.float()
         else:
+            self.check_zeroed(master.grad)
             master.grad += grad
+
+    def check_zeroed(self, grad: Tensor) -> None:
+        """Raise FuseOpsError where the gradient of the master is still that of the last step, and others are not."""
+        if self.used is not None and self.used.outlives(grad) and bool(grad.any()):
+            raise FuseOpsError(
+                "the master of a weight that lives in FP8 (fo.quantized_init) would add a gradient to that of the "
+                "last step, while other gradients have been dropped. model.zero_grad() and "
+                "clip_grad_norm_(model.parameters()) do not reach masters: zero the gradients by "
+                "optimizer.zero_grad(), and clip those of fo.masters(model)."
+            )
 
     def blank_carrier(self, before: Any = None, now: Any = None) -> None:
         """Free the values of the Parameter, on the device of its codes.   before, now: of an op that was moved"""
@@ -217,16 +260,60 @@ class StoredWeight:
                 self.mark_quantized()
 
 
+_INSTEAD_OF_DDP = (
+    "Use weights in high precision and a recipe; or have the wrapper ignore these weights "
+    "(DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names), before it wraps), and average "
+    "the gradients of fo.masters(model) over the ranks before each step."
+)
+
+
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise FuseOpsError for an optimizer that would update carriers, or pass them over while masters wait."""
+    given = parameter_ids(optimizer)
+    wrong = [s for s in _alive if id(s.carrier) in given and s.carrier.requires_grad]
+    if wrong:
+        raise FuseOpsError(
+            f"{type(optimizer).__name__} has {plural(len(wrong), 'weight')} that live in FP8 (fo.quantized_init), "
+            f"such as one of shape {tuple(wrong[0].carrier.shape)}: they hold no values to update. Give it "
+            "fo.masters(model) instead of model.parameters()."
+        )
+
+
+def _wrapped(model: nn.Module, ignored: set[str]) -> None:
+    """Have DistributedDataParallel leave the carriers of frozen weights alone: there is nothing to send or reduce.
+
+    Raises FuseOpsError for those whose gradients it would reduce.
+    """
+    carriers = {
+        id(own.carrier) for m in model.modules() if (own := stored_in(m)) and own.owns_codes
+    }
+    found = {n: p for n, p in model.named_parameters(remove_duplicate=False) if id(p) in carriers}
+    trained = [n for n, p in found.items() if p.requires_grad and n not in ignored]
+    if trained:
+        raise FuseOpsError(
+            f"DistributedDataParallel: {plural(len(trained), 'weight')} of the model, such as {trained[0]!r}, live in "
+            "FP8 (fo.quantized_init). A float32 master takes the gradient of each before the wrapper reduces it, so "
+            f"that the masters of the ranks would differ. {_INSTEAD_OF_DDP}"
+        )
+    ignored.update(found)
+
+
+_alive: weakref.WeakSet[StoredWeight] = weakref.WeakSet()
 _with_masters: weakref.WeakSet[StoredWeight] = weakref.WeakSet()
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> None:
     """Mark the codes of stepped masters as stale: fused optimizers do not increment versions."""
-    stepped = parameter_ids(optimizer) if _with_masters else set()
-    for stored in _with_masters:
-        master = stored.master
-        if master is not None and master.grad is not None and id(master) in stepped:
+    if not _with_masters:
+        return
+    by_master = {id(stored.master): stored for stored in _with_masters}
+    given = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    others = (p for p in given if id(p) not in by_master and type(p.grad) is Tensor)
+    other = next((p for p in others if p.grad.layout is torch.strided), None)
+    for p in given:
+        if (stored := by_master.get(id(p))) is not None:
             stored.quantized = None
+            stored.used = None if other is None else UsedGradient(p.grad, other)
             stored.mark_changed()
 
 
@@ -248,6 +335,8 @@ def store_weight(op: Any, scaling: Scaling, kept: dict[nn.Parameter, StoredWeigh
 
     kept: the stored weights by Parameter, which ops with one Parameter share
     """
+    if PARAMETER_SOURCE in op.__dict__:
+        raise lent_error(f"op {type(op).__name__}")
     weight = op._parameters.get("weight")
     if scaling.block != SQUARE or type(weight) is not nn.Parameter:
         what = f"a weight as {scaling}" if scaling.block != SQUARE else "no Parameter `weight`"
@@ -272,6 +361,15 @@ def store_weight(op: Any, scaling: Scaling, kept: dict[nn.Parameter, StoredWeigh
     stored.blank_carrier()
 
 
+def lent_error(what: str) -> FuseOpsError:
+    """The error for ops inside of `quantized_init` that run on the weights of other modules."""
+    return FuseOpsError(
+        f"{what} inside of fo.quantized_init: weights stay those of the modules that they are read from, which would "
+        "not live in FP8. Call hf.apply, and the model, outside of the scope. Layers that are to live in FP8 are "
+        "fo.MoE or a fo.Sequential, made inside of it, in the place of those modules (docs/adopt.md)."
+    )
+
+
 @scopes.generator_scope
 def quantized_init(recipe: Recipe) -> Iterator[None]:
     """Ops that are created inside store their weights in the recipe's format for weights: 1 byte a parameter.
@@ -288,14 +386,18 @@ def quantized_init(recipe: Recipe) -> Iterator[None]:
             f"fo.quantized_init: recipe is {recipe!r:.80}, expected a fuseops.recipes.Recipe."
         )
     created: dict[nn.Module, None] = {}
+    here = scopes.current()
 
     def on_registration(module: nn.Module, name: str, parameter: Any) -> None:
-        created[module] = None
+        if scopes.current() is here:  # other threads make models of their own
+            created[module] = None
 
     hook = register_module_parameter_registration_hook(on_registration)
+    before, here.storing = here.storing, recipe
     try:
         yield
     finally:
+        here.storing = before
         hook.remove()
     ops = [op for op in created if getattr(op, "multiplies", False) and stored_in(op) is None]
     formats = {op: recipe.checked_roles_of(op, path_of(op) or "").weight for op in ops}
@@ -304,6 +406,14 @@ def quantized_init(recipe: Recipe) -> Iterator[None]:
     for op, scaling in formats.items():
         if scaling is not None:
             store_weight(op, scaling, kept)
+    others = [m for m in created if isinstance(m, nn.Linear) and not hasattr(m, "multiplies")]
+    if others and not ops:
+        log.warning(
+            "fo.quantized_init: no weight lives in FP8. No op of fuseops that multiplies was made inside, and %s of "
+            "torch or of another library (%r) keep their values.",
+            plural(len(others), "module"),
+            others[0],
+        )
 
 
 def _check_shared(modules: Iterable[nn.Module], formats: dict[nn.Module, Scaling | None]) -> None:

@@ -18,7 +18,7 @@ from fuseops.recipes.store import WeightStore, kept_bytes
 from .chain import Chain, outside_reads
 from .cover import Cover, RuleMatch
 from .facts import NOTHING, Facts, kept_fields
-from .records import HIGH, KeptWeight, Miss, Operand, Span
+from .records import HIGH, KeptWeight, Miss, Operand, Span, StaysHigh
 from .segment import Args, BackwardStep, ForwardStep, Segment, Slot
 
 
@@ -31,6 +31,7 @@ class RunPlan(NamedTuple):
     misses: tuple[Miss, ...]
     operands: tuple[Operand, ...]
     weights: tuple[KeptWeight, ...]
+    high: tuple[StaysHigh, ...] = ()  # the ops that no recipe quantizes, under one
     gains: tuple[Gain, ...] = ()  # predicted for the call that `explain` observes
 
 
@@ -60,6 +61,7 @@ def build(chain: Chain, cover: Cover, facts: Facts, high: frozenset[int] = froze
         cover.misses,
         tuple(builder.operands()),
         tuple(builder.weights()),
+        tuple(builder.unquantized()),
     )
     _verify(plan, range(facts.offset, facts.offset + len(ops)))
     return plan
@@ -323,14 +325,19 @@ class _Builder:
         high = roles is not None and roles.backward == "high_precision" and "x" in self.needs[i]
         if weight is None or (given == weight.scaling and not self.call.compiling and not high):
             return
+        where = path_of(self.ops[i]) or self.names[i]
+        lives = f"op {where!r}: its weight lives as {weight.scaling} (fo.quantized_init)"
+        if self.call.compiling:
+            raise FuseOpsError(
+                f"{lives}, and torch.compile does not read codes. Compile around the op (torch.compiler.disable), or "
+                "make it outside of fo.quantized_init: compiled code quantizes weights in high precision in each call."
+            )
         wanted = "high precision" if given is None else str(given)
         if high and given is not None:
             wanted = f'{wanted}, and in its backward in high precision (backward="dequantized" reads the codes)'
-        wanted = f"{wanted} under torch.compile" if self.call.compiling else wanted
         raise FuseOpsError(
-            f"op {path_of(self.ops[i]) or self.names[i]!r}: its weight lives as {weight.scaling} "
-            f"(fo.quantized_init), and this call multiplies it as {wanted}. Run it under the recipe that it was made "
-            "with: fo.configure(model, recipe=...), or with fo.recipe(..., strict=True)."
+            f"{lives}, and this call multiplies it as {wanted}. Run it under the recipe that it was made with: "
+            "fo.configure(model, recipe=...), or with fo.recipe(..., strict=True)."
         )
 
     def _store(self, op: Op[Any], roles: Roles) -> WeightStore | None:
@@ -398,6 +405,13 @@ class _Builder:
                         yield Operand(name, role, HIGH, False)
                     else:
                         yield Operand(name, role, str(scaling), scaling.gemm_kind is not None)
+
+    def unquantized(self) -> Iterator[StaysHigh]:
+        """The ops whose GEMMs the recipe leaves in high precision, whatever it says."""
+        recipe = self.facts.settings.recipe
+        for name, op in zip(self.names, self.ops, strict=True):
+            if recipe is not None and op.stays_high:
+                yield StaysHigh(name, type(op).__name__, type(recipe).__name__, op.stays_high)
 
     def weights(self) -> Iterator[KeptWeight]:
         """The quantized weights that are kept from call to call."""

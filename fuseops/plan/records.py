@@ -59,6 +59,19 @@ class SavedTensor(NamedTuple):
 HIGH = "high precision"
 
 
+class StaysHigh(NamedTuple):
+    """A `StaysHigh` is an op whose GEMMs stay in high precision under every recipe, with the reason."""
+
+    op: str
+    type: str
+    recipe: str
+    reason: str
+
+    @property
+    def note(self) -> str:
+        return f"{HIGH} under {self.recipe}, as under every recipe: {self.reason}"
+
+
 class Operand(NamedTuple):
     """An `Operand` is a quantized input of a GEMM, or the high-precision input beside one."""
 

@@ -16,11 +16,14 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
@@ -34,20 +37,31 @@ ScaleFn = Callable[[Tensor], Tensor]
 """Maps the amax of a tensor, () or of groups (G,), to the factor that x is multiplied by before it is rounded."""
 
 
+class NamedTensors(Protocol):
+    """`NamedTensors` are the parameters of an op: its own dict, or those that another module lends."""
+
+    def get(self, name: str, /) -> Tensor | None: ...
+
+    def values(self) -> Iterable[Tensor | None]: ...
+
+
 class ScaleState:
     """A `ScaleState` reads and updates the scaling state of one op. It looks buffers and parameters up by name at each
     use, since they may be replaced.
     """
 
-    def __init__(
-        self, buffers: dict[str, Tensor | None], parameters: dict[str, Tensor | None]
-    ) -> None:
+    def __init__(self, buffers: dict[str, Tensor | None], parameters: NamedTensors) -> None:
         self.buffers, self.parameters = buffers, parameters
         self.recipe: DelayedScaling | None = None  # that the scales are of; None: unknown
         self.has_optimizer = False  # whether one has updated a parameter of the op itself
         self.order = next(_orders)
         _states.add(self)
         watch_optimizers()
+
+    def trained_ids(self) -> set[int]:
+        """The ids of the trained parameters: of a view of one, as of transposed experts, that of the parameter."""
+        found = (p for p in self.parameters.values() if p is not None and p.requires_grad)
+        return {id(p if p._base is None else p._base) for p in found}
 
     def scale_fn(self, recipe: DelayedScaling, role: str, record: bool) -> ScaleFn:
         """The function that gives an operand in this role its scale.   record: its amax enters the state"""
@@ -168,14 +182,17 @@ class OptimizerSteps:
 
 
 @functools.cache
-def on_optimizer_step(callback: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Call `callback` after each step of any optimizer, between the graphs of a compiled step too."""
+def on_optimizer_step(
+    callback: Callable[[torch.optim.Optimizer], None], *, before: bool = False
+) -> None:
+    """Call `callback` after (or before) each step of any optimizer, between the graphs of a compiled step too."""
 
     @torch_private.dynamo_disabled
     def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         callback(optimizer)
 
-    register_optimizer_step_post_hook(hook)
+    register = register_optimizer_step_pre_hook if before else register_optimizer_step_post_hook
+    register(hook)
 
 
 def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
@@ -200,10 +217,7 @@ def _states_of(optimizer: torch.optim.Optimizer) -> list[ScaleState]:
     parameters no optimizer has updated.
     """
     stepped = parameter_ids(optimizer)
-    trained = {
-        state: {id(p) for p in state.parameters.values() if p is not None and p.requires_grad}
-        for state in _states
-    }
+    trained = {state: state.trained_ids() for state in _states}
     held = {state for state, own in trained.items() if own & stepped}
     for state in held:
         state.has_optimizer = True

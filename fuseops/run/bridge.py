@@ -54,8 +54,7 @@ class Node(torch.autograd.Function):
         if state is None:
             y, kept, x_dtypes = (seg.fwd or write_forward(seg))(x, t, CallContext())
             y = y.dequantize() if type(y) is Quantized else y
-            # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
-            y = y.view_as(y)
+            y = _traced_output(y, kept)
             flat, rows = pack(seg, kept, traced=True)
         else:
             if not seg.checked_backward:
@@ -112,6 +111,20 @@ class Node(torch.autograd.Function):
         ]
         ties += [t for t in tensors if t.requires_grad]
         return tuple(second_order.guard(grads, ties, _second_derivative_message(seg, state)))
+
+
+def _traced_output(y: Any, kept: Sequence[Any]) -> Any:
+    """y of compiled code: another tensor, since torch 2.11 drops the gradient of one that a no-op `.to` gave. It is a
+    view, to which torch forbids writes, only where the backward reads y: a backend that runs the graph as it is would
+    not notice them.
+    """
+    for saved in kept:
+        if saved is y:
+            return y.view_as(y)
+    traced = torch.compiler.is_dynamo_compiling() or type(y) is not Tensor
+    if traced or (y._base is not None and torch_private.is_only_view(y)):
+        return torch_private.unsafe_view(y, y.shape)
+    return y
 
 
 def _run_backward(

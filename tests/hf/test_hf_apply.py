@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import SIZES, agree, step, stock, tokens
+from families import FAMILIES, MOE, SIZES, agree, step, stock, tokens
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
@@ -27,8 +27,11 @@ from fuseops.integrations import hf
 from fuseops.integrations.hf import experts as hf_experts
 from fuseops.integrations.hf import recognise, rope
 from fuseops.kernels.registry import as_if_on
-from fuseops.ops.paths import STAND_IN
+from fuseops.ops.op import Op
+from fuseops.ops.paths import STAND_IN, walk
+from fuseops.ops.scopes import SCALES
 from fuseops.recipes.recipe import POLICIES
+from fuseops.recipes.scales import ScaleState
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -459,6 +462,63 @@ def test_callers_find_the_parameters_of_forward() -> None:
     known = list(inspect.signature(model.forward).parameters)
     hf.apply(model)
     assert list(inspect.signature(model.forward).parameters) == known
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stand_ins_follow_a_recipe_or_say_why_not(name: str) -> None:
+    model, x = stock(name).train(), tokens()
+    hf.apply(model)
+    with fo.recipe(fo.recipes.Float8BlockScaling()):
+        text = fo.explain(model, x, labels=x)
+    ops = [op for _, op in walk(model) if isinstance(op, Op)]
+    weights = {
+        op: [n for n in op.parameter_names() if (p := getattr(op, n)) is not None and p.dim() > 1]
+        for op in ops
+    }
+    silent = [op for op, own in weights.items() if own and not op.multiplies and not op.stays_high]
+    assert not silent
+    assert all(type(op).__name__ in text and op.stays_high in text for op in ops if op.stays_high)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_scales_of_lent_experts_move_with_the_optimizer_of_the_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advanced: list[ScaleState] = []
+    monkeypatch.setattr(ScaleState, "advance", lambda state: advanced.append(state))
+    model, x = stock(name).float().train(), tokens()
+    hf.apply(model)
+    for path, p in model.named_parameters():
+        p.requires_grad_(not path.endswith("_bias"))  # GPT-OSS's weights are views, transposed
+    fo.configure(model, recipe=fo.recipes.DelayedScaling())
+    model(x, labels=x).loss.backward()
+    apart = nn.Parameter(torch.zeros(1))
+    apart.grad = torch.ones(1)
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    known = [op.__dict__[SCALES] for _, op in walk(model) if SCALES in op.__dict__]
+    assert len(known) == 2 * sum(hasattr(m, "has_gate") for m in model.modules())
+    assert sorted(map(id, advanced)) == sorted(map(id, known))
+    torch.optim.SGD([apart], lr=0.0).step()
+    assert len(advanced) == len(known)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_weight_of_a_stock_model_is_said_to_live_in_fp8(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = fo.recipes.Float8BlockScaling()
+    model, x = stock(name), tokens()
+    with fo.quantized_init(recipe), pytest.raises(fo.FuseOpsError, match=r"hf.apply .* outside"):
+        hf.apply(model)
+    assert not any(STAND_IN in vars(module) for module in model.modules())
+    if name in MOE:
+        model.set_experts_implementation("fuseops")
+        with pytest.raises(fo.FuseOpsError, match="outside"), fo.quantized_init(recipe):
+            model(x)
+    with fo.quantized_init(recipe):
+        AutoModelForCausalLM.from_config(model.config)
+    (said,) = caplog.messages
+    assert "no weight lives in FP8" in said and "Linear" in said
 
 
 def test_a_hook_that_comes_later_is_run() -> None:

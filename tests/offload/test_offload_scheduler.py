@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lazy_lanes import LazyLanes
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
@@ -1178,6 +1179,61 @@ def test_start_offload_is_an_earlier_point_and_exact(monkeypatch: pytest.MonkeyP
             assert all(map(torch.equal, grads(model), grads(plain)))
             first = said[: 4 if step == 0 else 3]  # the last layer stays, once that is known
             assert None not in first and {e.serial for e in first} <= {e.serial for e in waited}
+
+
+PLACES: dict[
+    str, tuple[list[str], str, Any]
+] = {  # of head, layers and the inputs of the first -> of the lanes
+    "one GPU": (["cuda:1", "cuda:1", "cuda:1"], "cuda:1", "cuda:1"),
+    "no GPU": (["cpu", "cpu", "cpu"], "cpu", "cpu"),
+    "a head on the CPU": (["cpu", "cuda:0", "cuda:0"], "cuda:0", "cuda:0"),
+    "a layer on the CPU": (["cpu", "cpu", "cuda:0"], "cuda:0", "cuda:0"),
+    "parameters on the CPU": (["cpu", "cpu", "cpu"], "cuda:0", "cuda:0"),
+    "a head on another GPU": (["cuda:0", "cuda:1", "cuda:1"], "cuda:1", "cuda:1"),
+    "layers on two GPUs": (["cuda:0", "cuda:0", "cuda:1"], "cuda:0", None),
+    "inputs of another GPU": (["cuda:0", "cuda:1", "cuda:1"], "cuda:0", "cuda:1"),
+    "nothing on a device": (["meta", "meta", "meta"], "meta", "cpu"),
+}
+
+
+@pytest.mark.parametrize("places, inputs, expected", PLACES.values(), ids=PLACES)
+def test_the_lanes_are_of_the_device_that_the_layers_run_on(
+    places: list[str], inputs: str, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lanes(CpuLanes):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__()
+            self.device = device
+
+    monkeypatch.setattr("fuseops.offload.scheduler.make_lanes", lambda device, host: Lanes(device))
+    with FakeTensorMode():
+        model = nn.Sequential(*(nn.LayerNorm(2, device=place) for place in places))
+        x = torch.empty(2, 2, device=inputs)
+    scheduler = offload.Scheduler(model, ["1", "2"])
+    if expected is None:
+        with pytest.raises(FuseOpsError, match=r"1 on cuda:0, 2 on cuda:1\), and a"):
+            scheduler._scope._mover_for((x,))
+    else:
+        assert scheduler._scope._mover_for((x,)).lanes.device == torch.device(expected)
+
+
+def test_a_tensor_of_another_device_stays_whatever_is_said_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Elsewhere(CpuLanes):
+        def __init__(self) -> None:
+            super().__init__()
+            self.device = torch.device("cpu", 1)
+
+    monkeypatch.setattr("fuseops.offload.scheduler.make_lanes", lambda *_: Elsewhere())
+    model = nn.Sequential(Block(), Block())
+    with offload.Scheduler(model, "*", policy=ALL) as scheduler:
+        x = inputs()
+        offload.mark_offload(x)
+        model(x).sum().backward()
+    report = scheduler.report()
+    assert report.moved_bytes == 0
+    assert "on cpu, in a scheduler that moves from cpu:1" in {e.reason for e in report.entries}
 
 
 @pytest.mark.parametrize("small", [0, 1 << 22])

@@ -207,6 +207,7 @@ class AdaptedLinear(Op[AdaptedLinearSaved]):
     }
     floats = True
     autocast = True
+    stays_high = "low-rank products are not quantized"
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from fuseops.errors import FuseOpsError
+from fuseops.ops import scopes
 from fuseops.ops.paths import STAND_IN
+from fuseops.ops.stored import lent_error
 
 from . import adapters, experts, loss, mlp, norm, packing, recognise, rope, router, stand_ins
 from .report import ApplyReport, ReportEntry
@@ -39,10 +41,12 @@ def apply(model: nn.Module, *, pack: bool = False, dry_run: bool = False) -> App
     pack: hold gate_proj and up_proj of gated MLPs as one parameter, `gate_up_proj`, for one GEMM; before an optimizer
     is made. `save_pretrained` writes, and `load_state_dict` reads, the names of the stock model all the same.
     dry_run: report only.  Calling it again looks at everything anew.  -> what was replaced, what was not and why
-    Raises FuseOpsError for what is no module.
+    Raises FuseOpsError for what is no module, and inside of `fo.quantized_init`.
     """
     if not isinstance(model, nn.Module):
         raise FuseOpsError(f"hf.apply expects a model, got {type(model).__name__}.")
+    if scopes.current().storing is not None:
+        raise lent_error("hf.apply")
     entries = []
     tied_ids = packing.tied_parameters(model)
     for path, part, module in _candidates(model):

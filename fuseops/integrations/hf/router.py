@@ -11,6 +11,7 @@ from fuseops import kernels as K
 from fuseops.errors import ShapeError
 from fuseops.ops.op import Call, Grads, Op, Out, Shape, SideGrads
 from fuseops.ops.paths import STAND_IN
+from fuseops.ops.router import CHOICE_STAYS_HIGH
 
 from . import stand_ins
 from .recognise import Route, route_of
@@ -33,6 +34,7 @@ class LentRouter(Op[LentRouterSaved]):
     writes = ("weights", "experts")
     integers = frozenset({"experts"})
     floats = True
+    stays_high = CHOICE_STAYS_HIGH
     saves_for = {
         "x": ("weight", "logits", "experts"),
         "weight": ("x", "logits", "experts"),

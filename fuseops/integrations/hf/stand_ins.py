@@ -43,6 +43,10 @@ class ParameterSource(NamedTuple):
             return source(self.owner)
         return None if source is None else getattr(self.owner, source)
 
+    def values(self) -> list[Tensor | None]:
+        """The current values of all parameters."""
+        return [self.get(name) for name in self.sources]
+
 
 def owner_parameters(*names: str) -> Callable[[C], C]:
     """A class decorator that makes these parameters of an op properties, read from the owner."""
