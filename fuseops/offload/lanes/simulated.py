@@ -69,11 +69,11 @@ class Wait(NamedTuple):
 class Busy(NamedTuple):
     """A `Busy` is one op or copy on a lane of the simulation, in seconds."""
 
-    lane: Lane
+    lane: str
     name: str
     start: float
     end: float
-    nbytes: int
+    nbytes: int = 0  # that were copied
 
 
 class SimulatedEvent(Event):
@@ -165,7 +165,7 @@ class SimulatedLanes(Lanes):
         start = max(self.now[lane], self.now["host"])  # not before the host issued it
         other: Lane = "h2d" if lane == "d2h" else "d2h"
         self.now[lane] = start + self._cost(lane, cost, self.now[other] > start)
-        nbytes = sum(buf.nbytes for buf in writes)
+        nbytes = sum(buf.nbytes for buf in writes) if lane in ("d2h", "h2d") else 0
         self._last[lane] = Busy(lane, name, start, self.now[lane], nbytes)
         self.busy.append(self._last[lane])
 
