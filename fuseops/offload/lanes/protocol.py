@@ -7,14 +7,13 @@ clock; `cpu`, with copies in host memory; `cuda`, with streams.
 
 import itertools
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fuseops.errors import FuseOpsError
 
-Lane = Literal["host", "compute", "d2h", "h2d", "network"]
+Lane = Literal["compute", "d2h", "h2d", "network"]  # the last in simulations only
+LANES: tuple[Lane, ...] = get_args(Lane)
 Place = Literal["device", "host"]
-# "network" in simulations only
-LANES: tuple[Lane, ...] = ("host", "compute", "d2h", "h2d", "network")
 
 _serials = itertools.count()
 

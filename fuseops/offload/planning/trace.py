@@ -20,7 +20,9 @@ LANES = {lane: number for number, lane in enumerate(TITLES, 1)} | {"stalls": 2} 
 
 
 def intervals(plan: PlanData) -> Iterator[Busy]:
-    """What every lane does, beside "layers" and "stalls". A layer's backward ends at the next boundary, its forward at its end or the next boundary."""
+    """What every lane does, beside "layers" and "stalls". A layer's backward ends at the next boundary, its forward at
+    its end or the next boundary.
+    """
     profile, after = plan.profile, plan.after
     at = [level.seconds for level in after.levels] + [after.seconds]
     boundaries = profile.boundaries
