@@ -98,6 +98,8 @@ class SimulatedLanes(Lanes):
     cost  (lane, cost of the op, whether the other copy lane is busy at its start) -> seconds; by default the cost
     """
 
+    synchronous = False
+
     def __init__(self, cost: Cost = lambda lane, cost, duplex: cost) -> None:
         self.arena = Arena(lambda nbytes: None)
         self.now: dict[Lane, float] = dict.fromkeys(LANES, 0.0)

@@ -4,10 +4,10 @@ schedule itself, run on lanes that take no time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Literal, NamedTuple
 
-from fuseops.offload.lanes.protocol import Buf, Event, Lane, Lanes, Place
+from fuseops.offload.lanes.protocol import Lanes
 from fuseops.offload.order import Boundary, Order, OrderKey
 from fuseops.offload.schedule import Item, Schedule
 
@@ -24,26 +24,6 @@ class Hole(NamedTuple):
     start: int
     end: int
     nbytes: int
-
-
-class TimelessLanes(Lanes):
-    """`TimelessLanes` copy nothing and take no time."""
-
-    synchronous = True
-
-    def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
-        return Buf(name, nbytes, device, owner=self.compute())
-
-    def free(self, buf: Buf) -> None:
-        """It has no memory."""
-
-    def move(
-        self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
-    ) -> Event | None:
-        return None
-
-    def record(self, lane: Lane) -> Event:
-        return Event(lane)
 
 
 class UnbundledSchedule(Schedule):
@@ -81,7 +61,7 @@ class Timetable(ReplayedStep):
     def __init__(
         self, profile: Profile, settings: LinkSettings, coded: Collection[str] = ()
     ) -> None:
-        self.lanes, self.small = TimelessLanes(), settings.small
+        self.lanes, self.small = Lanes(), settings.small
         alone = settings._replace(bundle=1 << 62)  # small storages are sent when their call ends
         super().__init__(profile, UnbundledSchedule(self.lanes, **alone._asdict()))
         boundaries = (
