@@ -23,7 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from operator import methodcaller
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -38,7 +38,7 @@ from .codes import Coding, decode, encode
 from .lanes.protocol import Buf, Event
 from .lanes.real import RealLanes
 from .report import KEPT, Entry, Report
-from .schedule import LAST_GROUP, Item, LayerRun, Schedule
+from .schedule import LAST_GROUP, Item, LayerRun, MoveStep, Schedule
 from .storages import StridedLayout, layout_of, rows_of, tensor_in
 
 log = logging.getLogger("fuseops.offload")
@@ -254,21 +254,21 @@ class Record(Item):
         point: Event = frame.ready
         return point
 
-    def on_offload(self, point: Literal["copy", "release"]) -> None:
+    def on_move(self, what: MoveStep) -> None:
+        if what == "reload":
+            self.ledger.add_reloaded(self.nbytes)
+            return
         if self.guard._version != self.version and not self.write_seen:
-            self.write_seen = f", before its {point}"
+            self.write_seen = f", before its {what}"
         if self.source is None:
             return  # its bytes are in a buffer of the schedule
         storage, mover = self.source.data, self.mover()
-        if point == "copy":
+        if what == "copy":
             self._address = storage.data_ptr()
             if storage.nbytes() != self.nbytes:
                 self.kept_reason = RESIZED
         elif mover is None or not mover.lanes.synchronous:
             self.replaced = (storage.data_ptr(), storage.nbytes()) != (self._address, self.nbytes)
-
-    def on_reload(self) -> None:
-        self.ledger.add_reloaded(self.nbytes)
 
     def on_keep(self, reason: str) -> None:
         self.ledger.move_to_kept(self.entry, self.nbytes, reason)

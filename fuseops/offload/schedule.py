@@ -20,6 +20,7 @@ from .order import Boundary, Order, OrderKey
 from .transfers import Bundle as Bundle
 from .transfers import Item as Item
 from .transfers import LayerRun as LayerRun
+from .transfers import MoveStep as MoveStep
 from .transfers import Stats as Stats
 
 SMALL = 4 << 20  # bytes; smaller storages of a call share transfers
@@ -214,7 +215,7 @@ class Schedule:
     def _send_late(self, items: list[Item]) -> None:
         """Start the copies of storages that were saved earlier. One that was resized since is kept."""
         for item in items:
-            item.on_offload("copy")
+            item.on_move("copy")
         intact = [item for item in items if item.kept_reason is None]
         if intact:
             self._send(intact)
@@ -269,7 +270,7 @@ class Schedule:
             released.append(bundle)
             for item in bundle.items:
                 if item.handles:
-                    item.on_offload("release")
+                    item.on_move("release")
             done = bundle.d2h_done
             if done is not None:
                 later = last.setdefault(done.captured, done)
@@ -327,7 +328,7 @@ class Schedule:
         )
         bundle.waited = False
         for item in bundle.items:
-            item.on_reload()
+            item.on_move("reload")
             self.stats.back_bytes += item.nbytes
         self.stats.back_count += 1
 

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from .lanes.protocol import Buf, Event
 from .order import OrderKey
 
+MoveStep = Literal["copy", "release", "reload"]
+
 
 class Item:
     """An `Item` is one storage, at one version, that was chosen to be offloaded.
@@ -39,11 +41,8 @@ class Item:
         """The point of compute at which its bytes are complete, while it is being saved; None: now."""
         return None
 
-    def on_offload(self, point: Literal["copy", "release"]) -> None:
-        """Its copy starts, unless this sets `kept_reason`, or its bytes on the device are released."""
-
-    def on_reload(self) -> None:
-        """Its reload starts."""
+    def on_move(self, what: MoveStep) -> None:
+        """Its copy starts, unless this sets `kept_reason`; its bytes on the device are released; its reload starts."""
 
     def on_keep(self, reason: str) -> None:
         """It is kept after all."""
