@@ -12,7 +12,7 @@ All points are points of the host program. The lanes are never asked for the tim
 from collections import deque
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from .lanes.arena import aligned
 from .lanes.protocol import Buf, Event, Lanes, NoRoomError
@@ -23,8 +23,6 @@ from .transfers import LayerRun as LayerRun
 from .transfers import MoveStep as MoveStep
 from .transfers import Stats as Stats
 
-SMALL = 4 << 20  # bytes; smaller storages of a call share transfers
-BUNDLE = 32 << 20  # ... in transfers of about this size
 LAST_GROUP = "last group before backward begins"
 
 Decision = Literal["keep", "offload", "quantize", "recompute", "dispatch"]
@@ -32,29 +30,36 @@ KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, DISPATCH = get_args(Decision)
 REGENERATED = (RECOMPUTE, DISPATCH)
 
 
+class LinkSettings(NamedTuple):
+    """`LinkSettings` are the constants of a schedule, which a plan is made for.
+
+    lag     boundaries between the forward of a call and the release of what it sent
+    ahead   boundaries between a reload and the backward that reads it
+    small   storages below so many bytes share a transfer; 0: none do
+    bundle  bytes of such a transfer, about
+    """
+
+    lag: int = 2
+    ahead: int = 1
+    small: int = 4 << 20
+    bundle: int = 32 << 20
+
+
+DEFAULT = LinkSettings()
+
+
 class Schedule:
     """A `Schedule` decides when the saved tensors of one device are offloaded, released and reloaded.
 
-    lag        boundaries between the forward of a call and the release of what it sent
-    ahead      boundaries between a reload and the backward that reads it
-    small      storages below so many bytes share a transfer; 0: none do
     manual     storages are moved only by `offload`, `release` and `reload`; else those that a backward reads
                before their release is due are kept
     """
 
     def __init__(
-        self,
-        lanes: Lanes,
-        *,
-        lag: int = 2,
-        ahead: int = 1,
-        small: int = SMALL,
-        bundle: int = BUNDLE,
-        manual: bool = False,
+        self, lanes: Lanes, settings: LinkSettings = DEFAULT, *, manual: bool = False
     ) -> None:
-        self.lanes = lanes
-        self.lag, self.ahead, self.small, self.bundle_bytes = lag, ahead, small, bundle
-        self.manual = manual
+        self.lanes, self.manual = lanes, manual
+        self.lag, self.ahead, self.small, self.bundle_bytes = settings
         self.closed = False  # no boundary will come any more
         self.order = Order()
         self.stats = Stats()

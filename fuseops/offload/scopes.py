@@ -50,7 +50,7 @@ from .reasons import (
 )
 from .records import Handle, Kept, Ledger, Moved, Mover, Record, Verdict
 from .report import KEPT, MISSED, MOVED, SHARED, Entry, Report
-from .schedule import LayerRun, Schedule
+from .schedule import DEFAULT, LayerRun, Schedule
 from .storages import StorageMap
 
 log = logging.getLogger("fuseops.offload")
@@ -312,7 +312,7 @@ class _ToHost(Scope):
 
     def _new_mover(self, device: torch.device) -> Mover:
         lag, lanes = IN_FLIGHT if device.type == "cuda" else 0, lanes_of(device)
-        mover = Mover(Schedule(lanes, lag=lag), lanes)
+        mover = Mover(Schedule(lanes, DEFAULT._replace(lag=lag)), lanes)
         self._movers[device] = mover
         return mover
 

@@ -23,8 +23,9 @@ from fuseops.offload.planning.pipeline import (
 )
 from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.profile import Profile
-from fuseops.offload.planning.simulate import LinkSettings, simulate
+from fuseops.offload.planning.simulate import simulate
 from fuseops.offload.planning.turns import BACKWARD, FORWARD, INPUT, WEIGHT, Pipeline, Turn, turns
+from fuseops.offload.schedule import LinkSettings
 
 BASE = 100 * MB
 

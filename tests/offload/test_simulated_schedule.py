@@ -22,8 +22,8 @@ from fuseops.offload.lanes.simulated import (
 )
 from fuseops.offload.planning.cost_model import Choice, CostModel, Prediction
 from fuseops.offload.planning.profile import Profile
-from fuseops.offload.planning.simulate import LinkSettings, Simulation, simulate
-from fuseops.offload.schedule import LAST_GROUP, Item, Schedule
+from fuseops.offload.planning.simulate import Simulation, simulate
+from fuseops.offload.schedule import LAST_GROUP, Item, LinkSettings, Schedule
 
 settings_drawn = st.builds(
     LinkSettings,
@@ -179,7 +179,7 @@ def test_law_21_no_wait_can_be_spared(small: int) -> None:
 def test_law_06_host_bytes_wait_for_their_reader_however_early_the_next_is_ready() -> None:
     """`start_offload` says that a tensor is complete: its copy waits for little else."""
     lanes = SimulatedLanes()
-    schedule = Schedule(lanes, lag=0, small=0)
+    schedule = Schedule(lanes, LinkSettings(lag=0, small=0))
 
     def made(name: str) -> SimulatedBuf:
         buf = lanes.alloc(MB, "device", name)
@@ -216,7 +216,7 @@ def test_what_is_let_go_together_is_waited_for_once_for_each_kind_of_event() -> 
 
     for captured, times in ((False, 1), (True, 2)):
         lanes = Noting()
-        schedule = Schedule(lanes, lag=9, small=0)
+        schedule = Schedule(lanes, LinkSettings(lag=9, small=0))
         items = [Item(name, lanes.alloc(MB, "device", name)) for name in "abc"]
         schedule.send_node(items)
         assert items[1].bundle is not None and items[1].bundle.d2h_done is not None

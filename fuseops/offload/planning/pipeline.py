@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from fuseops.errors import FuseOpsError
 from fuseops.offload.arguments import instance_of
+from fuseops.offload.schedule import DEFAULT, LinkSettings
 
 from .hardware import Hardware
 from .plan import OffloadPlan, plan_profile
 from .planner import UNLIMITED, Limits
 from .profile import LayerCall, Profile, ProfiledOp, Saved
-from .simulate import DEFAULT, LinkSettings
 from .turns import BACKWARD, FORWARD, INPUT, WEIGHT, Pipeline, Turn, turns
 
 PRODUCTS = ("Linear", "GroupedLinear")  # ops whose weight gradients a stage may delay

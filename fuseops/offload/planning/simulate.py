@@ -12,22 +12,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from fuseops.offload.lanes.protocol import Buf, Event
 from fuseops.offload.lanes.simulated import Busy, Level, SimulatedBuf, SimulatedLanes, Wait
-from fuseops.offload.schedule import BUNDLE, SMALL, Item, LayerRun, MoveStep, Schedule
+from fuseops.offload.schedule import DEFAULT, Item, LayerRun, LinkSettings, MoveStep, Schedule
 
 from .hardware import Hardware
 from .profile import Profile, StepEvent
-
-
-class LinkSettings(NamedTuple):
-    """`LinkSettings` are the constants of the schedule that a plan is made for."""
-
-    lag: int = 2
-    ahead: int = 1
-    small: int = SMALL
-    bundle: int = BUNDLE
-
-
-DEFAULT = LinkSettings()
 
 
 class Window(NamedTuple):
@@ -83,7 +71,7 @@ def simulate(
     coded      names of those that are offloaded as codes
     """
     lanes = lanes or SimulatedLanes(hardware.lane_seconds)
-    schedule = Schedule(lanes, **settings._asdict())
+    schedule = Schedule(lanes, settings)
     saved = profile.saved
     coding = {
         k: hardware.coding_seconds(saved[k].nbytes, saved[k].codes)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from fuseops.offload.lanes.protocol import Lanes
 from fuseops.offload.order import Boundary, Order, OrderKey
-from fuseops.offload.schedule import Item, MoveStep, Schedule
+from fuseops.offload.schedule import Item, LinkSettings, MoveStep, Schedule
 
 from .profile import Profile
-from .simulate import LinkSettings, ReplayedItem, ReplayedStep
+from .simulate import ReplayedItem, ReplayedStep
 
 SEND, RELEASE, FETCH, READ, LAST, AGAIN, HOST_COPY = range(7)
 """LAST: the last read. HOST_COPY: an op copies from the host, after all reloads that were started."""
@@ -48,7 +48,7 @@ class Timetable(ReplayedStep):
     ) -> None:
         self.lanes, self.small = Lanes(), settings.small
         alone = settings._replace(bundle=1 << 62)  # small storages are sent when their call ends
-        super().__init__(profile, UnbundledSchedule(self.lanes, **alone._asdict()))
+        super().__init__(profile, UnbundledSchedule(self.lanes, alone))
         boundaries = (
             (boundary.what, profile.calls[boundary.which]) for boundary in profile.boundaries
         )
