@@ -331,7 +331,6 @@ class Schedule:
         bundle.h2d_done = self.lanes.copy(
             "h2d", (bundle.host,), bundle.target, ready=ready, after=bundle.d2h_done
         )
-        bundle.waited = False
         for item in bundle.items:
             item.on_move("reload")
             self.stats.back_bytes += item.nbytes
@@ -353,9 +352,9 @@ class Schedule:
             target = self.lanes.alloc(bundle.nbytes, "device", bundle.items[0].name)
             bundle.target = target
             self._start_reload(bundle)
-        if not bundle.waited and bundle.h2d_done is not None:
-            self.lanes.wait("compute", bundle.h2d_done)
-            bundle.waited = True
+        done = bundle.h2d_done
+        if done is not None and done.known_to != target.owner:
+            self.lanes.wait("compute", done)
         return target, item.offset
 
     def mark_read(self, item: Item, *, again: bool = False) -> None:
@@ -372,9 +371,9 @@ class Schedule:
             self._free_target(bundle, bundle.target)
 
     def _free_target(self, bundle: Bundle, target: Buf) -> None:
-        if not bundle.waited and bundle.h2d_done is not None:
-            self.lanes.wait("compute", bundle.h2d_done)  # nobody has read it
-            bundle.waited = True
+        done = bundle.h2d_done
+        if done is not None and done.known_to != target.owner:
+            self.lanes.wait("compute", done)  # nobody has read it
         self.lanes.free(target)
         bundle.target = None
 

@@ -57,7 +57,6 @@ class Bundle:
     handles         how many items have handles; unread: how many have unread tensors
     target          the device buffer of the reload, until all is read
     h2d_done        the end of the reload; None: it is over
-    waited          the owner of the target has waited for h2d_done
     retained        a backward comes before the release, so the sources are kept
     previous        outside of layers: the bundle that was sent before it
     backward_begun  outside of layers: a backward has read from it
@@ -67,7 +66,7 @@ class Bundle:
     previous: "Bundle | None" = None
     target: Any = None  # or a Buf
     h2d_done: Event | None = None
-    waited = released = retained = backward_begun = False
+    released = retained = backward_begun = False
 
     def __init__(
         self,
