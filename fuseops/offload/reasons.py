@@ -114,11 +114,11 @@ def why_keep(
 
 def effective_mark(t: Tensor, named: SavedName) -> str | None:
     """The mark of a tensor, else that of the modules that save it, where "keep" wins."""
-    mark = marks.mark_of(t) if marks.marked.entries else None
+    mark = marks.marked.get(t.untyped_storage()) if marks.marked.entries else None
     if mark is not None:
         return mark
     for module in owners_of(named):
-        mark = marks.mark_of_module(module) or mark
+        mark = module.__dict__.get(marks.ATTRIBUTE, mark)
         if mark == marks.KEEP:
             break
     return mark
