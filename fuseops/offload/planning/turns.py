@@ -97,7 +97,7 @@ def turns(pipeline: Pipeline, rank: int) -> list[Turn]:
 def _turn(pipeline: Pipeline, rank: int, way: str, k: int) -> Turn:
     """The k-th forward or backward of a rank: groups of micro-batches go through chunk after chunk."""
     ranks, _, chunks = pipeline[:3]
-    group, place = divmod(k, ranks * chunks) if chunks > 1 else (0, k)
-    chunk, micro_batch = divmod(place, ranks) if chunks > 1 else (0, place)
+    group, place = divmod(k, ranks * chunks)
+    chunk, micro_batch = divmod(place, ranks)
     chunk = chunk if way == FORWARD else chunks - 1 - chunk
     return Turn(way, group * ranks + micro_batch, chunk * ranks + rank)
