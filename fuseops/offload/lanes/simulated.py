@@ -81,14 +81,6 @@ class SimulatedEvent(Event):
         self.seconds, self.clock, self.work = seconds, clock, work
 
 
-class Level(NamedTuple):
-    """A `Level` is the bytes of memory in use from a time on, and the name of what changed them."""
-
-    seconds: float
-    nbytes: int
-    name: str
-
-
 Cost = Callable[[Lane, float, bool], float]
 
 
@@ -105,7 +97,7 @@ class SimulatedLanes(Lanes):
         self.now: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
         self.waits: list[Wait] = []
         self.busy: list[Busy] = []
-        self.levels = [Level(0.0, 0, "at the start")]
+        self.nbytes = 0  # on the device now
         self._cost = cost
         self._last: dict[Lane, Busy] = {}
         self._clocks: dict[Lane, list[int]] = {lane: [0] * len(LANES) for lane in LANES}
@@ -122,7 +114,7 @@ class SimulatedLanes(Lanes):
             buf.before = self._earlier_accesses(slab)
         else:
             self._access("compute", (), (buf,), f"alloc {name}")
-            self._count(nbytes, name)
+            self.nbytes += nbytes
         return buf
 
     def hold(self, buf: SimulatedBuf) -> None:
@@ -140,7 +132,7 @@ class SimulatedLanes(Lanes):
         if not buf.holders:
             self._access("compute", (), (buf,), f"free {buf.name}")
             buf.freed = True
-            self._count(-buf.nbytes, buf.name)
+            self.nbytes -= buf.nbytes
 
     def op(
         self,
@@ -237,7 +229,3 @@ class SimulatedLanes(Lanes):
                 if slab.offset <= old.offset and old.offset + old.capacity <= end:
                     self._ghosts.remove(ghost)
         return found
-
-    def _count(self, change: int, name: str) -> None:
-        total = self.levels[-1].nbytes + change
-        self.levels.append(Level(self.now["compute"], total, name))

@@ -10,10 +10,10 @@ from html import escape
 
 from fuseops.explain.charts import ticks
 from fuseops.explain.html import STYLE, breakable, cell, document, table, tiles
-from fuseops.offload.lanes.simulated import Level
 from fuseops.words import size
 
 from .plan_data import PlanData
+from .simulate import Level
 from .text import TIMES, facts, ranks, rows
 from .trace import intervals
 

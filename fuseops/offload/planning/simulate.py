@@ -11,11 +11,18 @@ from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 from fuseops.offload.lanes.protocol import Buf, Event
-from fuseops.offload.lanes.simulated import Busy, Level, SimulatedBuf, SimulatedLanes, Wait
+from fuseops.offload.lanes.simulated import Busy, SimulatedBuf, SimulatedLanes, Wait
 from fuseops.offload.schedule import DEFAULT, Item, LayerRun, LinkSettings, MoveStep, Schedule
 
 from .hardware import Hardware
 from .profile import Profile, StepEvent
+
+
+class Level(NamedTuple):
+    """A `Level` is the bytes on the device at the begin of an op, and when that is."""
+
+    seconds: float
+    nbytes: int
 
 
 class Window(NamedTuple):
@@ -198,8 +205,8 @@ class _Step(ReplayedStep):
                     lanes.wait("compute", lanes.record("network"))
                 break
             op = profile.ops[position]
-            nbytes = op.resident - self.absent[position] + lanes.levels[-1].nbytes
-            levels.append(Level(lanes.now["compute"] - started, nbytes, op.name))
+            nbytes = op.resident - self.absent[position] + lanes.nbytes
+            levels.append(Level(lanes.now["compute"] - started, nbytes))
             for k in profile.joins.get(position, ()):
                 lanes.wait("compute", travelling[k])
             if op.from_host:
