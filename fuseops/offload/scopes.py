@@ -183,7 +183,7 @@ class Scope(NestedScope):
             self._ledger.add_all(kept_entries)
             return self._keep(t, named, reason, _storage_bytes(t))
         storage = t.untyped_storage()
-        if self._shares_storages and storage_key(storage) in records.thread.records:
+        if self._shares_storages and storage_key(storage) in records.thread.last.entries:
             record = records.find_record(t)
             if record is not None:
                 self._ledger.add_all(kept_entries)
