@@ -198,7 +198,7 @@ class Scope(NestedScope):
             which,
             mark,
             marks.module_changes,
-            self._model_storages.storages.get(storage),
+            self._model_storages.get(storage),
             self._on_gpu,
             resident and resident.get(storage),
             type(t),
