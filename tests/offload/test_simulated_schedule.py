@@ -198,7 +198,7 @@ def test_law_06_host_bytes_wait_for_their_reader_however_early_the_next_is_ready
     reserved = lanes.arena.reserved
     following = schedule.enter("b")
     again = Item("b.x", early)
-    again.ready = lambda: ready  # type: ignore[method-assign]
+    again.ready_event = lambda: ready  # type: ignore[method-assign]
     schedule.save(following, again)  # the same host bytes
     schedule.leave(following)
     assert lanes.arena.reserved == reserved and schedule.stats.out_count == 2
