@@ -226,6 +226,41 @@ def test_what_is_let_go_together_is_waited_for_once_for_each_kind_of_event() -> 
         assert len(waited) == times and {item.released for item in items} == {True}
 
 
+def sent(lag: int, names: str) -> tuple[Schedule, list[Item]]:
+    """One storage for each node, outside of layers."""
+    lanes = SimulatedLanes()
+    schedule = Schedule(lanes, LinkSettings(lag=lag, small=0))
+    items = [Item(name, lanes.alloc(MB, "device", name)) for name in names]
+    for item in items:
+        schedule.send_node([item])
+    return schedule, items
+
+
+def read(schedule: Schedule, item: Item) -> None:
+    schedule.fetch(item)
+    schedule.mark_read(item)
+    if item.bundle is not None and not item.bundle.backward_begun:
+        schedule.begin_backward(item.bundle)
+
+
+def test_a_read_is_a_boundary_which_lets_go_what_is_due() -> None:
+    schedule, items = sent(3, "abcd")
+    assert [item.released for item in items] == [True, False, False, False]
+    read(schedule, items[3])  # "c" is the next to be read
+    assert [item.released for item in items] == [True, True, False, False]
+    assert schedule.stats.back_count == 0
+
+
+def test_what_is_read_next_comes_back_ahead_unless_it_was_read() -> None:
+    schedule, items = sent(0, "abc")
+    read(schedule, items[1])  # and "a" comes back for the next
+    assert schedule.stats.back_count == 2
+    read(schedule, items[2])
+    assert schedule.stats.back_count == 3
+    read(schedule, items[0])
+    assert schedule.stats.back_count == 3 and schedule.stats.misses == 2
+
+
 # --- the planner's prediction
 
 
