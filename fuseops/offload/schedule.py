@@ -161,7 +161,7 @@ class Schedule:
             return
         for boundary in self.order.upcoming(self.ahead):
             other = self._live.get(boundary.key)
-            if boundary.way == "backward" and other is not None:
+            if other is not None:  # which has run its forward
                 self._reload_for(other)
         if way == "backward" and not self.order.predicts:
             previous = call.previous

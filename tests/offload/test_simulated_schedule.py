@@ -261,6 +261,38 @@ def test_what_is_read_next_comes_back_ahead_unless_it_was_read() -> None:
     assert schedule.stats.back_count == 3 and schedule.stats.misses == 2
 
 
+def stepped(schedule: Schedule, backwards: str) -> list[list[str]]:
+    """A step of layers "a", "b" and "c" with a storage each, and their backwards in some order.   -> what is back on
+    the device when each of them has begun
+    """
+    calls, items, back = {}, {}, []
+    for name in "abc":
+        calls[name] = schedule.enter(name)
+        items[name] = Item(name, schedule.lanes.alloc(MB, "device", name))
+        if not schedule.save(calls[name], items[name]):
+            schedule.keep(calls[name])
+        schedule.leave(calls[name])
+    for name in backwards:
+        schedule.backward(calls[name])
+        bundles = {other: item.bundle for other, item in items.items()}
+        back.append([other for other, bundle in bundles.items() if bundle and bundle.target])
+        schedule.fetch(items[name])
+        schedule.mark_read(items[name])
+        schedule.drop(calls[name], items[name])
+    return back
+
+
+def test_the_first_step_reloads_along_the_chain_of_calls_and_later_ones_in_the_order_of_the_last() -> (
+    None
+):
+    schedule = Schedule(SimulatedLanes(), LinkSettings(lag=0, small=0))
+    assert stepped(schedule, "cba") == [["b", "c"], ["a", "b"], ["a"]]
+    assert schedule.stats.misses == 1  # of "c"
+    schedule = Schedule(SimulatedLanes(), LinkSettings(lag=0, small=0))
+    stepped(schedule, "cab")
+    assert stepped(schedule, "cab")[0] == ["a"]  # "c" stays: its backward is next
+
+
 # --- the planner's prediction
 
 
