@@ -60,6 +60,7 @@ MAX_VERDICTS = 1 << 15
 MAX_SCOPE_KINDS = 16  # whose verdicts are cached
 INSIDE_BACKWARD = ("inside backward", "recomputed by checkpoint")  # in a checkpoint
 IN_FLIGHT = 6  # copies under way before compute waits for the oldest, to reuse its memory (CUDA)
+SETTINGS = {"cuda": DEFAULT._replace(lag=IN_FLIGHT), "cpu": DEFAULT._replace(lag=0)}
 
 
 # verdicts that scopes of one kind share, as each step may open a new scope
@@ -311,8 +312,8 @@ class _ToHost(Scope):
         super()._close()
 
     def _new_mover(self, device: torch.device) -> Mover:
-        lag, lanes = IN_FLIGHT if device.type == "cuda" else 0, lanes_of(device)
-        mover = Mover(Schedule(lanes, DEFAULT._replace(lag=lag)), lanes)
+        lanes = lanes_of(device)
+        mover = Mover(Schedule(lanes, SETTINGS[device.type]), lanes)
         self._movers[device] = mover
         return mover
 
