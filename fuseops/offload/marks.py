@@ -22,7 +22,7 @@ from .lanes.protocol import Event
 from .storages import StorageMap
 
 OFFLOAD, KEEP = "offload", "keep"
-_ATTRIBUTE = "_offload_mark"
+ATTRIBUTE = "_offload_mark"
 marked: StorageMap[str] = StorageMap()
 module_changes = 0  # how often modules were marked: invalidates cached decisions
 # storage -> version, and the event at which it was complete
@@ -94,17 +94,6 @@ def mark_module(module: nn.Module, mark: str | None) -> None:
     module_changes += 1
     for _, child in walk(module):
         if mark is None:
-            child.__dict__.pop(_ATTRIBUTE, None)
+            child.__dict__.pop(ATTRIBUTE, None)
         else:
-            child.__dict__[_ATTRIBUTE] = mark
-
-
-def mark_of(t: Tensor) -> str | None:
-    """The mark on the storage of t."""
-    return marked.get(t.untyped_storage())
-
-
-def mark_of_module(module: nn.Module) -> str | None:
-    """The mark on a module."""
-    mark: str | None = module.__dict__.get(_ATTRIBUTE)
-    return mark
+            child.__dict__[ATTRIBUTE] = mark

@@ -43,20 +43,17 @@ def why_no_storage(t: Tensor) -> str | None:
     return None if is_fake(t) and t.layout is torch.strided else why_not_plain(t)
 
 
-class ModelStorages:
+class ModelStorages(StorageMap[str]):
     """`ModelStorages` are the storages that a model owns, so that offloading them would free nothing. They are updated
     at every call.
     """
-
-    def __init__(self) -> None:
-        self.storages: StorageMap[str] = StorageMap()
 
     def add(self, tensors: Iterable[Tensor | None], what: str) -> None:
         for t in tensors:
             if t is not None and why_no_storage(t) is None:
                 storage = t.untyped_storage()
-                if self.storages.get(storage) != what:
-                    self.storages.set(storage, what)
+                if self.get(storage) != what:
+                    self.set(storage, what)
 
     def add_model(self, root: nn.Module) -> None:
         self.add(root.buffers(), BUFFER)
@@ -67,7 +64,7 @@ class ModelStorages:
         if is_param or isinstance(t, nn.Parameter) or isinstance(base_of(t), nn.Parameter):
             self.add((t,), PARAMETER)  # so that aliases without a base are found too
             return PARAMETER
-        return self.storages.get(t.untyped_storage())
+        return self.get(t.untyped_storage())
 
 
 def is_cast_of_parameter(t: Tensor, owned: ModelStorages) -> bool:
@@ -114,11 +111,11 @@ def why_keep(
 
 def effective_mark(t: Tensor, named: SavedName) -> str | None:
     """The mark of a tensor, else that of the modules that save it, where "keep" wins."""
-    mark = marks.mark_of(t) if marks.marked.entries else None
+    mark = marks.marked.get(t.untyped_storage()) if marks.marked.entries else None
     if mark is not None:
         return mark
     for module in owners_of(named):
-        mark = marks.mark_of_module(module) or mark
+        mark = module.__dict__.get(marks.ATTRIBUTE, mark)
         if mark == marks.KEEP:
             break
     return mark

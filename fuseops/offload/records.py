@@ -23,7 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from operator import methodcaller
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -38,8 +38,8 @@ from .codes import Coding, decode, encode
 from .lanes.protocol import Buf, Event
 from .lanes.real import RealLanes
 from .report import KEPT, Entry, Report
-from .schedule import LAST_GROUP, Item, LayerRun, Schedule
-from .storages import StridedLayout, layout_of, rows_of, tensor_in
+from .schedule import LAST_GROUP, Item, LayerRun, MoveStep, Schedule
+from .storages import StorageMap, StridedLayout, layout_of, rows_of, tensor_in
 
 log = logging.getLogger("fuseops.offload")
 
@@ -186,7 +186,7 @@ class Mover:
                 if not self.schedule.save(call, record):
                     return str(record.kept_reason)
                 record.call = call
-        thread.note(storage_key(t.untyped_storage()), record)
+        thread.last.set(t.untyped_storage(), weakref.ref(record))
         ledger.add_moved(verdict.entry, record)
         return Moved(t, verdict.entry, record, call, self, ledger)
 
@@ -254,21 +254,21 @@ class Record(Item):
         point: Event = frame.ready
         return point
 
-    def on_offload(self, point: Literal["copy", "release"]) -> None:
+    def on_move(self, what: MoveStep) -> None:
+        if what == "reload":
+            self.ledger.add_reloaded(self.nbytes)
+            return
         if self.guard._version != self.version and not self.write_seen:
-            self.write_seen = f", before its {point}"
+            self.write_seen = f", before its {what}"
         if self.source is None:
             return  # its bytes are in a buffer of the schedule
         storage, mover = self.source.data, self.mover()
-        if point == "copy":
+        if what == "copy":
             self._address = storage.data_ptr()
             if storage.nbytes() != self.nbytes:
                 self.kept_reason = RESIZED
         elif mover is None or not mover.lanes.synchronous:
             self.replaced = (storage.data_ptr(), storage.nbytes()) != (self._address, self.nbytes)
-
-    def on_reload(self) -> None:
-        self.ledger.add_reloaded(self.nbytes)
 
     def on_keep(self, reason: str) -> None:
         self.ledger.move_to_kept(self.entry, self.nbytes, reason)
@@ -305,18 +305,8 @@ class Record(Item):
 
 
 class _RecordsThread(threading.local):
-    """A `_RecordsThread` has the last record of each storage in this thread, by a key that may be reused."""
-
     def __init__(self) -> None:
-        self.records: dict[int, weakref.ref[Record]] = {}
-        self._limit = 64
-
-    def note(self, key: int, record: Record) -> None:
-        if len(self.records) >= self._limit:
-            for expired in [k for k, r in self.records.items() if r() is None]:
-                del self.records[expired]  # in place: packing a node holds the dict
-            self._limit = 2 * len(self.records) + 64
-        self.records[key] = weakref.ref(record)
+        self.last: StorageMap[weakref.ref[Record]] = StorageMap()  # of each storage in this thread
 
 
 thread = _RecordsThread()
@@ -325,8 +315,8 @@ thread = _RecordsThread()
 def find_record(t: Tensor) -> Record | None:
     """The record that has the bytes of t, or None."""
     storage = t.untyped_storage()
-    known = thread.records.get(storage_key(storage))
-    record = None if known is None else known()
+    entry = thread.last.entries.get(storage_key(storage))  # without a call: most storages are new
+    record = None if entry is None else entry[1]()
     if record is None or record.origin() is not storage or not record.holds_bytes_of(t):
         return None
     mover = record.mover()

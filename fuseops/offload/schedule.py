@@ -12,7 +12,7 @@ All points are points of the host program. The lanes are never asked for the tim
 from collections import deque
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from .lanes.arena import aligned
 from .lanes.protocol import Buf, Event, Lanes, NoRoomError
@@ -20,10 +20,9 @@ from .order import Boundary, Order, OrderKey
 from .transfers import Bundle as Bundle
 from .transfers import Item as Item
 from .transfers import LayerRun as LayerRun
+from .transfers import MoveStep as MoveStep
 from .transfers import Stats as Stats
 
-SMALL = 4 << 20  # bytes; smaller storages of a call share transfers
-BUNDLE = 32 << 20  # ... in transfers of about this size
 LAST_GROUP = "last group before backward begins"
 
 Decision = Literal["keep", "offload", "quantize", "recompute", "dispatch"]
@@ -31,29 +30,36 @@ KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, DISPATCH = get_args(Decision)
 REGENERATED = (RECOMPUTE, DISPATCH)
 
 
+class LinkSettings(NamedTuple):
+    """`LinkSettings` are the constants of a schedule, which a plan is made for.
+
+    lag     boundaries between the forward of a call and the release of what it sent
+    ahead   boundaries between a reload and the backward that reads it
+    small   storages below so many bytes share a transfer; 0: none do
+    bundle  bytes of such a transfer, about
+    """
+
+    lag: int = 2
+    ahead: int = 1
+    small: int = 4 << 20
+    bundle: int = 32 << 20
+
+
+DEFAULT = LinkSettings()
+
+
 class Schedule:
     """A `Schedule` decides when the saved tensors of one device are offloaded, released and reloaded.
 
-    lag        boundaries between the forward of a call and the release of what it sent
-    ahead      boundaries between a reload and the backward that reads it
-    small      storages below so many bytes share a transfer; 0: none do
     manual     storages are moved only by `offload`, `release` and `reload`; else those that a backward reads
                before their release is due are kept
     """
 
     def __init__(
-        self,
-        lanes: Lanes,
-        *,
-        lag: int = 2,
-        ahead: int = 1,
-        small: int = SMALL,
-        bundle: int = BUNDLE,
-        manual: bool = False,
+        self, lanes: Lanes, settings: LinkSettings = DEFAULT, *, manual: bool = False
     ) -> None:
-        self.lanes = lanes
-        self.lag, self.ahead, self.small, self.bundle_bytes = lag, ahead, small, bundle
-        self.manual = manual
+        self.lanes, self.manual = lanes, manual
+        self.lag, self.ahead, self.small, self.bundle_bytes = settings
         self.closed = False  # no boundary will come any more
         self.order = Order()
         self.stats = Stats()
@@ -155,7 +161,7 @@ class Schedule:
             return
         for boundary in self.order.upcoming(self.ahead):
             other = self._live.get(boundary.key)
-            if boundary.way == "backward" and other is not None:
+            if other is not None:  # which has run its forward
                 self._reload_for(other)
         if way == "backward" and not self.order.predicts:
             previous = call.previous
@@ -214,7 +220,7 @@ class Schedule:
     def _send_late(self, items: list[Item]) -> None:
         """Start the copies of storages that were saved earlier. One that was resized since is kept."""
         for item in items:
-            item.on_offload("copy")
+            item.on_move("copy")
         intact = [item for item in items if item.kept_reason is None]
         if intact:
             self._send(intact)
@@ -269,7 +275,7 @@ class Schedule:
             released.append(bundle)
             for item in bundle.items:
                 if item.handles:
-                    item.on_offload("release")
+                    item.on_move("release")
             done = bundle.d2h_done
             if done is not None:
                 later = last.setdefault(done.captured, done)
@@ -325,9 +331,8 @@ class Schedule:
         bundle.h2d_done = self.lanes.copy(
             "h2d", (bundle.host,), bundle.target, ready=ready, after=bundle.d2h_done
         )
-        bundle.waited = False
         for item in bundle.items:
-            item.on_reload()
+            item.on_move("reload")
             self.stats.back_bytes += item.nbytes
         self.stats.back_count += 1
 
@@ -347,9 +352,9 @@ class Schedule:
             target = self.lanes.alloc(bundle.nbytes, "device", bundle.items[0].name)
             bundle.target = target
             self._start_reload(bundle)
-        if not bundle.waited and bundle.h2d_done is not None:
-            self.lanes.wait("compute", bundle.h2d_done)
-            bundle.waited = True
+        done = bundle.h2d_done
+        if done is not None and done.known_to != target.owner:
+            self.lanes.wait("compute", done)
         return target, item.offset
 
     def mark_read(self, item: Item, *, again: bool = False) -> None:
@@ -366,9 +371,9 @@ class Schedule:
             self._free_target(bundle, bundle.target)
 
     def _free_target(self, bundle: Bundle, target: Buf) -> None:
-        if not bundle.waited and bundle.h2d_done is not None:
-            self.lanes.wait("compute", bundle.h2d_done)  # nobody has read it
-            bundle.waited = True
+        done = bundle.h2d_done
+        if done is not None and done.known_to != target.owner:
+            self.lanes.wait("compute", done)  # nobody has read it
         self.lanes.free(target)
         bundle.target = None
 

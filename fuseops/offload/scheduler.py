@@ -28,7 +28,6 @@ from .nesting import belongs_to_checkpoint
 from .planning.hardware import Hardware
 from .planning.plan import OffloadPlan, plan
 from .planning.recompute import process_groups_of
-from .planning.simulate import DEFAULT
 from .planning.together import (
     check_same_decisions,
     gather_on_machine,
@@ -39,7 +38,7 @@ from .policy import Policy
 from .recompute import RecomputedForward
 from .records import Mover
 from .report import MISSED, Entry, Report
-from .schedule import DISPATCH, RECOMPUTE, REGENERATED, Decision, LayerRun, Schedule
+from .schedule import DEFAULT, DISPATCH, RECOMPUTE, REGENERATED, Decision, LayerRun, Schedule
 
 log = logging.getLogger("fuseops.offload")
 
@@ -145,7 +144,8 @@ class Scheduler:
 
     def _make_mover(self, inputs: Any = ()) -> Mover:
         lanes = make_lanes(self._device(inputs), self._host)
-        schedule = Schedule(lanes, lag=self.lag, ahead=self._ahead, manual=self._manual)
+        settings = DEFAULT._replace(lag=self.lag, ahead=self._ahead)
+        schedule = Schedule(lanes, settings, manual=self._manual)
         return Mover(schedule, lanes)
 
     def _device(self, inputs: Any) -> torch.device:

@@ -50,7 +50,7 @@ from .reasons import (
 )
 from .records import Handle, Kept, Ledger, Moved, Mover, Record, Verdict
 from .report import KEPT, MISSED, MOVED, SHARED, Entry, Report
-from .schedule import LayerRun, Schedule
+from .schedule import DEFAULT, LayerRun, Schedule
 from .storages import StorageMap
 
 log = logging.getLogger("fuseops.offload")
@@ -60,6 +60,7 @@ MAX_VERDICTS = 1 << 15
 MAX_SCOPE_KINDS = 16  # whose verdicts are cached
 INSIDE_BACKWARD = ("inside backward", "recomputed by checkpoint")  # in a checkpoint
 IN_FLIGHT = 6  # copies under way before compute waits for the oldest, to reuse its memory (CUDA)
+SETTINGS = {"cuda": DEFAULT._replace(lag=IN_FLIGHT), "cpu": DEFAULT._replace(lag=0)}
 
 
 # verdicts that scopes of one kind share, as each step may open a new scope
@@ -183,7 +184,7 @@ class Scope(NestedScope):
             self._ledger.add_all(kept_entries)
             return self._keep(t, named, reason, _storage_bytes(t))
         storage = t.untyped_storage()
-        if self._shares_storages and storage_key(storage) in records.thread.records:
+        if self._shares_storages and storage_key(storage) in records.thread.last.entries:
             record = records.find_record(t)
             if record is not None:
                 self._ledger.add_all(kept_entries)
@@ -198,7 +199,7 @@ class Scope(NestedScope):
             which,
             mark,
             marks.module_changes,
-            self._model_storages.storages.get(storage),
+            self._model_storages.get(storage),
             self._on_gpu,
             resident and resident.get(storage),
             type(t),
@@ -311,8 +312,8 @@ class _ToHost(Scope):
         super()._close()
 
     def _new_mover(self, device: torch.device) -> Mover:
-        lag, lanes = IN_FLIGHT if device.type == "cuda" else 0, lanes_of(device)
-        mover = Mover(Schedule(lanes, lag=lag), lanes)
+        lanes = lanes_of(device)
+        mover = Mover(Schedule(lanes, SETTINGS[device.type]), lanes)
         self._movers[device] = mover
         return mover
 

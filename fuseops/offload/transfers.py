@@ -9,6 +9,8 @@ from typing import Any, Literal
 from .lanes.protocol import Buf, Event
 from .order import OrderKey
 
+MoveStep = Literal["copy", "release", "reload"]
+
 
 class Item:
     """An `Item` is one storage, at one version, that was chosen to be offloaded.
@@ -39,11 +41,8 @@ class Item:
         """The point of compute at which its bytes are complete, while it is being saved; None: now."""
         return None
 
-    def on_offload(self, point: Literal["copy", "release"]) -> None:
-        """Its copy starts, unless this sets `kept_reason`, or its bytes on the device are released."""
-
-    def on_reload(self) -> None:
-        """Its reload starts."""
+    def on_move(self, what: MoveStep) -> None:
+        """Its copy starts, unless this sets `kept_reason`; its bytes on the device are released; its reload starts."""
 
     def on_keep(self, reason: str) -> None:
         """It is kept after all."""
@@ -58,7 +57,6 @@ class Bundle:
     handles         how many items have handles; unread: how many have unread tensors
     target          the device buffer of the reload, until all is read
     h2d_done        the end of the reload; None: it is over
-    waited          the owner of the target has waited for h2d_done
     retained        a backward comes before the release, so the sources are kept
     previous        outside of layers: the bundle that was sent before it
     backward_begun  outside of layers: a backward has read from it
@@ -68,7 +66,7 @@ class Bundle:
     previous: "Bundle | None" = None
     target: Any = None  # or a Buf
     h2d_done: Event | None = None
-    waited = released = retained = backward_begun = False
+    released = retained = backward_begun = False
 
     def __init__(
         self,

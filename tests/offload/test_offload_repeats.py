@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fuseops as fo
 from fuseops import offload
 from fuseops.offload import records, scopes
+from fuseops.offload.storages import StorageMap
 from fuseops.ops.names import SavedName
 
 D = 8
@@ -338,12 +339,12 @@ def test_a_step_with_a_scope_of_its_own_costs_few_calls(min_bytes: int, most: in
     assert calls_in(scoped) - calls_in(plain) <= most
 
 
-def test_records_that_are_gone_are_forgotten_in_the_dict_that_a_node_is_packed_by() -> None:
-    """What a node saves in a storage that has just left goes along with it, however many have left in this thread."""
-    thread = records._RecordsThread()
-    known, alive = thread.records, [nn.Module() for _ in range(8)]
-    for key in range(1000):
-        record: Any = alive[key] if key < len(alive) else nn.Module()
-        thread.note(key, record)
-        assert thread.records is known and known[key]() is record
-    assert {*range(len(alive))} <= {*known} and len(known) <= 2 * len(alive) + 64
+def test_storages_that_are_gone_are_forgotten() -> None:
+    """What is known of others stays, however many have left in this thread."""
+    known, alive = StorageMap[int](), [torch.empty(1).untyped_storage() for _ in range(8)]
+    for k in range(1000):
+        storage = alive[k] if k < len(alive) else torch.empty(1).untyped_storage()
+        known.set(storage, k)
+        assert known.get(storage) == k
+    assert [*map(known.get, alive)] == [*range(len(alive))]
+    assert len(known.entries) <= 2 * len(alive) + 64

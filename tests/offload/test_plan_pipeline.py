@@ -16,15 +16,16 @@ from profiles_drawn import LINK, MB, profile_of, with_network
 from fuseops.errors import FuseOpsError
 from fuseops.offload.planning.pipeline import (
     RECEIVED,
+    RankStep,
+    Stages,
     plan_pipeline,
-    rank_profile,
     split_stages,
-    starts,
 )
 from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.profile import Profile
-from fuseops.offload.planning.simulate import LinkSettings, simulate
+from fuseops.offload.planning.simulate import simulate
 from fuseops.offload.planning.turns import BACKWARD, FORWARD, INPUT, WEIGHT, Pipeline, Turn, turns
+from fuseops.offload.schedule import LinkSettings
 
 BASE = 100 * MB
 
@@ -45,7 +46,7 @@ def profile_for(pipeline: Pipeline, layers: int = 1, size: int = 10 * MB) -> Pro
 
 
 def profile_of_rank(profile: Profile, pipeline: Pipeline, rank: int) -> Profile:
-    return rank_profile(profile, pipeline, rank, starts(profile, pipeline))
+    return RankStep(Stages(profile, pipeline), rank).profile()
 
 
 @given(pipelines())
@@ -64,7 +65,7 @@ def test_every_micro_batch_goes_through_every_stage_and_back(pipeline: Pipeline)
 
 @given(pipelines())
 def test_nothing_begins_before_what_it_needs(pipeline: Pipeline) -> None:
-    began = starts(profile_for(pipeline), pipeline)
+    began = Stages(profile_for(pipeline), pipeline).began
     for turn, at in began.items():
         if turn.way == FORWARD and turn.stage:
             assert at >= began[turn._replace(stage=turn.stage - 1)] + 1e-3 - 1e-9
@@ -188,10 +189,20 @@ def test_stages_cover_the_step() -> None:
     assert [len(part.layers) for part in split] == [2, 3, 2]
 
 
-@pytest.mark.parametrize("wrong", [Pipeline(0, 1), Pipeline(2, 3, 2), Pipeline(2, 0)])
-def test_pipelines_that_there_are_not(wrong: Pipeline) -> None:
-    with pytest.raises(FuseOpsError, match="micro_batches"):
-        turns(wrong, 0)
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        *((Pipeline(ranks, 1), "ranks") for ranks in (0, -1, "2")),
+        (Pipeline(2, 0), "micro_batches"),
+        (Pipeline(2, 2, 0), "chunks"),
+        (Pipeline(2, 3, 2), "multiple of the ranks"),
+        (Pipeline(2, 1, 1, ((Turn(FORWARD, 0, 0),),)), "turns of 1 ranks"),
+        ((2, 2), "an offload.Pipeline"),
+    ],
+)
+def test_pipelines_that_there_are_not(wrong: Any, what: str) -> None:
+    with pytest.raises(FuseOpsError, match=what):
+        plan_pipeline(profile_for(Pipeline(2, 2)), LINK, wrong)
 
 
 def test_too_few_layers_are_refused() -> None:
@@ -235,7 +246,7 @@ def test_halves_of_a_backward_take_together_what_it_takes(pipeline: Pipeline, la
         ran = profile_of_rank(profile, split, rank)
         work = sum(op.seconds for op in ran.ops if op.name != "bubble")
         assert work == pytest.approx(3e-3 * pipeline.micro_batches * pipeline.chunks)
-        began = starts(profile, split)
+        began = Stages(profile, split).began
         for turn, at in began.items():
             if turn.way == WEIGHT:
                 assert at >= began[turn._replace(way=INPUT)] + 1e-3 - 1e-9
@@ -285,4 +296,4 @@ def test_an_order_that_waits_for_itself_is_refused() -> None:
     order = ((Turn(BACKWARD, 0, 0), Turn(FORWARD, 0, 0)),)
     pipeline = Pipeline(1, 1, 1, order)
     with pytest.raises(FuseOpsError, match="waits for itself"):
-        starts(profile_for(pipeline), pipeline)
+        Stages(profile_for(pipeline), pipeline)

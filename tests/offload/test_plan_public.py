@@ -29,8 +29,9 @@ from fuseops.offload.lanes.simulated import SimulatedLanes
 from fuseops.offload.planning.hardware import Curve, Hardware
 from fuseops.offload.planning.plan import OffloadPlan, plan_profile
 from fuseops.offload.planning.planner import Limits
-from fuseops.offload.planning.simulate import LinkSettings, simulate
+from fuseops.offload.planning.simulate import simulate
 from fuseops.offload.planning.trace import trace
+from fuseops.offload.schedule import LinkSettings
 from fuseops.torch_private import storage_key
 
 D = 64

@@ -22,9 +22,10 @@ from fuseops.offload.planning.hardware import Hardware
 from fuseops.offload.planning.plan import plan_profile
 from fuseops.offload.planning.planner import NOTHING, Limits, Solution, judge, solve
 from fuseops.offload.planning.profile import Profile, Resave
-from fuseops.offload.planning.simulate import LinkSettings, simulate
+from fuseops.offload.planning.simulate import simulate
 from fuseops.offload.planning.timetable import Timetable
 from fuseops.offload.planning.together import shares
+from fuseops.offload.schedule import LinkSettings
 
 
 def subsets(values: Iterable[int]) -> Iterator[tuple[int, ...]]:

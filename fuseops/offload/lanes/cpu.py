@@ -15,8 +15,6 @@ CPU = torch.device("cpu")
 class CpuLanes(RealLanes):
     """`CpuLanes` copy on the CPU.   budget: bytes of host memory, None for no limit"""
 
-    synchronous = True
-
     def __init__(self, budget: int | None = None) -> None:
         super().__init__(CPU, self.make, budget)
 
@@ -32,9 +30,3 @@ class CpuLanes(RealLanes):
         for source, offset in zip(sources, offsets, strict=True):
             ctypes.memmove(base + offset, source.at or source.data.data_ptr(), source.nbytes)
         return None
-
-    def record(self, lane: Lane) -> Event:
-        return Event(lane)
-
-    def wait(self, lane: Lane, event: Event) -> None:
-        """Nothing to wait for: copies are synchronous."""

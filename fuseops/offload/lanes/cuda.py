@@ -58,6 +58,8 @@ class CudaLanes(RealLanes):
     stream gets other work.
     """
 
+    synchronous = False
+
     def __init__(self, device: torch.device, budget: int | None = None) -> None:
         super().__init__(device, pinned, budget)
         self._copies = copy_streams(device)

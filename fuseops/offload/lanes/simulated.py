@@ -52,28 +52,23 @@ class SimulatedBuf(Buf):
 
 
 class Wait(NamedTuple):
-    """A `Wait` is the time that one lane waited for another.
-
-    implied  earlier events implied this order already
-    what     the work that the lane waited for
-    """
+    """A `Wait` is the time that one lane waited for another.   what: the work that it waited for"""
 
     lane: Lane
     on: Lane
     start: float
     end: float
-    implied: bool
     what: str
 
 
 class Busy(NamedTuple):
     """A `Busy` is one op or copy on a lane of the simulation, in seconds."""
 
-    lane: Lane
+    lane: str
     name: str
     start: float
     end: float
-    nbytes: int
+    nbytes: int = 0  # that were copied
 
 
 class SimulatedEvent(Event):
@@ -86,36 +81,23 @@ class SimulatedEvent(Event):
         self.seconds, self.clock, self.work = seconds, clock, work
 
 
-class Level(NamedTuple):
-    """A `Level` is the bytes of memory in use from a time on, and the name of what changed them."""
-
-    seconds: float
-    nbytes: int
-    name: str
-
-
 Cost = Callable[[Lane, float, bool], float]
 
 
 class SimulatedLanes(Lanes):
     """`SimulatedLanes` run a schedule on simulated clocks.
 
-    cost      (lane, cost of the op, whether the other copy lane is busy at its start) -> seconds; by default the cost
-    resident  bytes on the device before the schedule begins
-    budget    bytes of host memory, None for no limit
+    cost  (lane, cost of the op, whether the other copy lane is busy at its start) -> seconds; by default the cost
     """
 
-    def __init__(
-        self,
-        cost: Cost = lambda lane, cost, duplex: cost,
-        resident: int = 0,
-        budget: int | None = None,
-    ) -> None:
-        self.arena = Arena(lambda nbytes: None, budget)
+    synchronous = False
+
+    def __init__(self, cost: Cost = lambda lane, cost, duplex: cost) -> None:
+        self.arena = Arena(lambda nbytes: None)
         self.now: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
         self.waits: list[Wait] = []
         self.busy: list[Busy] = []
-        self.levels = [Level(0.0, resident, "at the start")]
+        self.nbytes = 0  # on the device now
         self._cost = cost
         self._last: dict[Lane, Busy] = {}
         self._clocks: dict[Lane, list[int]] = {lane: [0] * len(LANES) for lane in LANES}
@@ -132,7 +114,7 @@ class SimulatedLanes(Lanes):
             buf.before = self._earlier_accesses(slab)
         else:
             self._access("compute", (), (buf,), f"alloc {name}")
-            self._count(nbytes, name)
+            self.nbytes += nbytes
         return buf
 
     def hold(self, buf: SimulatedBuf) -> None:
@@ -150,7 +132,7 @@ class SimulatedLanes(Lanes):
         if not buf.holders:
             self._access("compute", (), (buf,), f"free {buf.name}")
             buf.freed = True
-            self._count(-buf.nbytes, buf.name)
+            self.nbytes -= buf.nbytes
 
     def op(
         self,
@@ -162,15 +144,14 @@ class SimulatedLanes(Lanes):
     ) -> None:
         name = name or ", ".join(dict.fromkeys(buf.name for buf in (*writes, *reads)))
         self._access(lane, reads, writes, name)
-        start = max(self.now[lane], self.now["host"])  # not before the host issued it
+        start = self.now[lane]
         other: Lane = "h2d" if lane == "d2h" else "d2h"
         self.now[lane] = start + self._cost(lane, cost, self.now[other] > start)
-        nbytes = sum(buf.nbytes for buf in writes)
+        nbytes = sum(buf.nbytes for buf in writes) if lane in ("d2h", "h2d") else 0
         self._last[lane] = Busy(lane, name, start, self.now[lane], nbytes)
         self.busy.append(self._last[lane])
 
     def record(self, lane: Lane) -> SimulatedEvent:
-        self._issue(lane)
         clock, work = tuple(self._clocks[lane]), self._last.get(lane)
         event = SimulatedEvent(lane, self.now[lane], clock, work)
         if lane == "compute":
@@ -178,12 +159,11 @@ class SimulatedLanes(Lanes):
         return event
 
     def wait(self, lane: Lane, event: Any) -> None:
-        clock = self._clocks[lane]
-        implied = all(known >= new for known, new in zip(clock, event.clock, strict=True))
-        self._clocks[lane] = [max(pair) for pair in zip(clock, event.clock, strict=True)]
+        known = self._clocks[lane]
+        self._clocks[lane] = [max(pair) for pair in zip(known, event.clock, strict=True)]
         if lane == "compute":
             event.mark_waited(self.compute())
-        self._stall(lane, event.lane, event.seconds, implied, event.work)
+        self._stall(lane, event.lane, event.seconds, event.work)
 
     def move(
         self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
@@ -195,21 +175,16 @@ class SimulatedLanes(Lanes):
         """Stall compute, which needs the copy engine, until the copies of the lane are over. This is no ordering by an
         event.
         """
-        self._stall("compute", lane, self.now[lane], False, self._last.get(lane))
+        self._stall("compute", lane, self.now[lane], self._last.get(lane))
 
     # --- inside
 
-    def _stall(self, lane: Lane, on: Lane, until: float, implied: bool, work: Busy | None) -> None:
+    def _stall(self, lane: Lane, on: Lane, until: float, work: Busy | None) -> None:
         """A lane waits until a time."""
         before = self.now[lane]
         self.now[lane] = max(before, until)
         what = "" if work is None else work.name
-        self.waits.append(Wait(lane, on, before, self.now[lane], implied, what))
-
-    def _issue(self, lane: Lane) -> None:
-        """Order a lane after all that the host did before it issued the work."""
-        host, clock = self._clocks["host"], self._clocks[lane]
-        self._clocks[lane] = [max(pair) for pair in zip(clock, host, strict=True)]
+        self.waits.append(Wait(lane, on, before, self.now[lane], what))
 
     def _access(
         self,
@@ -220,7 +195,6 @@ class SimulatedLanes(Lanes):
     ) -> None:
         if lane not in _INDEX:
             raise FuseOpsError(f"no lane {lane!r}; there are {', '.join(LANES)}.")
-        self._issue(lane)
         clock = self._clocks[lane]
         clock[_INDEX[lane]] += 1
         stamp = Stamp(lane, clock[_INDEX[lane]], what)
@@ -255,7 +229,3 @@ class SimulatedLanes(Lanes):
                 if slab.offset <= old.offset and old.offset + old.capacity <= end:
                     self._ghosts.remove(ghost)
         return found
-
-    def _count(self, change: int, name: str) -> None:
-        total = self.levels[-1].nbytes + change
-        self.levels.append(Level(self.now["compute"], total, name))

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fuseops.offload.lanes.arena import aligned
+from fuseops.offload.schedule import LinkSettings
 
 from .hardware import Hardware
 from .profile import Profile, Recompute
-from .simulate import LinkSettings
 from .timetable import AGAIN, FETCH, HOST_COPY, LAST, RELEASE, SEND, Hole, Timetable
 
 

@@ -10,12 +10,12 @@ from html import escape
 
 from fuseops.explain.charts import ticks
 from fuseops.explain.html import STYLE, breakable, cell, document, table, tiles
-from fuseops.offload.lanes.simulated import Level
 from fuseops.words import size
 
 from .plan_data import PlanData
+from .simulate import Level
 from .text import TIMES, facts, ranks, rows
-from .trace import slices
+from .trace import intervals
 
 WIDTH, LEFT, CHART, LANE = 1020, 76, 180, 26
 LEAST = 640  # narrower, the drawing scrolls
@@ -246,10 +246,10 @@ def _lanes(plan: PlanData, scale: _Scale) -> Iterator[str]:
         yield f'<text class="label" x="{LEFT - 8}" y="{y:.1f}">{title}</text>'
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 28}" y1="{top + LANE - 3}" y2="{top + LANE - 3}"/>'
     styles = {"stalls": "stall", "d2h": "d2h", "h2d": "h2d", "network": "h2d"}
-    for piece in slices(plan):
+    for piece in intervals(plan):
         if piece.lane in tops:
-            tip = f"{piece.title}, {size(piece.nbytes)}" if piece.nbytes else piece.title
-            style = styles.get(piece.lane, piece.title[0])  # f and b of the ways of layers
+            tip = f"{piece.name}, {size(piece.nbytes)}" if piece.nbytes else piece.name
+            style = styles.get(piece.lane, piece.name[0])  # f and b of the ways of layers
             yield _bar(scale, tops[piece.lane], piece.start, piece.end, style, tip)
 
 

@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 from fuseops.errors import FuseOpsError
 from fuseops.offload.arguments import instance_of
+from fuseops.offload.schedule import DEFAULT, LinkSettings
 
 from .hardware import Hardware
 from .plan import OffloadPlan, plan_profile
 from .planner import UNLIMITED, Limits
 from .profile import LayerCall, Profile, ProfiledOp, Saved
-from .simulate import DEFAULT, LinkSettings
-from .turns import BACKWARD, FORWARD, INPUT, WEIGHT, Pipeline, Turn, turns
+from .turns import BACKWARD, FORWARD, INPUT, WEIGHT, Pipeline, Turn, check_pipeline, turns
 
 PRODUCTS = ("Linear", "GroupedLinear")  # ops whose weight gradients a stage may delay
 # a name by a grad_fn: a tensor that a stage received is a leaf there
@@ -64,11 +64,19 @@ def split_stages(profile: Profile, stages: int) -> list[StageOps]:
 
 
 class Stages:
-    """`Stages` are a whole model's step over a pipeline: the ops of a turn, what it waits for, how long it takes."""
+    """`Stages` are a whole model's step over a pipeline: the ops of a turn, what it waits for, how long it takes.
+
+    began  when each turn begins
+
+    Raises FuseOpsError for a pipeline that there is not, that waits for itself, or that the profile has too few layers
+    for.
+    """
 
     def __init__(self, profile: Profile, pipeline: Pipeline) -> None:
+        check_pipeline(pipeline)
         self.profile, self.pipeline = profile, pipeline
         self.parts = split_stages(profile, pipeline.stages)
+        self.began = self._starts()
 
     def ops(self, turn: Turn) -> range:
         """Positions in the whole step."""
@@ -97,61 +105,53 @@ class Stages:
         )
         return weights if turn.way == WEIGHT else took - weights
 
-
-def starts(profile: Profile, pipeline: Pipeline) -> dict[Turn, float]:
-    """When each turn begins: as soon as its rank is free and the turns that it needs are over."""
-    order = {rank: turns(pipeline, rank) for rank in range(pipeline.ranks)}
-    stages = Stages(profile, pipeline)
-    done: dict[Turn, float] = {}
-    began: dict[Turn, float] = {}
-    free = dict.fromkeys(order, 0.0)
-    while any(order.values()):
-        ready = []
-        for rank, waiting in order.items():
-            needed = stages.needs(waiting[0]) if waiting else []
-            if waiting and all(turn in done for turn in needed):
-                ready.append((max([free[rank], *(done[turn] for turn in needed)]), rank))
-        if not ready:
-            heads = ", ".join(f"rank {rank}: {left[0]}" for rank, left in order.items() if left)
-            raise FuseOpsError(f"the order of this pipeline waits for itself: {heads}.")
-        start, rank = min(ready)
-        turn = order[rank].pop(0)
-        began[turn] = start
-        done[turn] = free[rank] = start + stages.seconds(turn)
-        if turn.way == INPUT:  # it gives the gradient that other stages wait for
-            done[turn._replace(way=BACKWARD)] = done[turn]
-    return began
+    def _starts(self) -> dict[Turn, float]:
+        """A turn begins as soon as its rank is free and the turns that it needs are over."""
+        order = {rank: turns(self.pipeline, rank) for rank in range(self.pipeline.ranks)}
+        done: dict[Turn, float] = {}
+        began: dict[Turn, float] = {}
+        free = dict.fromkeys(order, 0.0)
+        while any(order.values()):
+            ready = []
+            for rank, waiting in order.items():
+                needed = self.needs(waiting[0]) if waiting else []
+                if waiting and all(turn in done for turn in needed):
+                    ready.append((max([free[rank], *(done[turn] for turn in needed)]), rank))
+            if not ready:
+                heads = ", ".join(f"rank {rank}: {left[0]}" for rank, left in order.items() if left)
+                raise FuseOpsError(f"the order of this pipeline waits for itself: {heads}.")
+            start, rank = min(ready)
+            turn = order[rank].pop(0)
+            began[turn] = start
+            done[turn] = free[rank] = start + self.seconds(turn)
+            if turn.way == INPUT:  # it gives the gradient that other stages wait for
+                done[turn._replace(way=BACKWARD)] = done[turn]
+        return began
 
 
 # --- the step of a rank
 
 
-def rank_profile(
-    profile: Profile, pipeline: Pipeline, rank: int, began: dict[Turn, float]
-) -> Profile:
-    """The step of one rank: its turns, and the bubbles between.  began: the `starts` of all turns."""
-    return _RankStep(Stages(profile, pipeline), rank, began).profile()
-
-
-class _RankStep:
-    """A `_RankStep` is the step of one rank of a pipeline: its turns, one after another.
+class RankStep:
+    """A `RankStep` is the step of one rank of a pipeline: its turns, and the bubbles between.
 
     ops  with bytes beside saved ones
     at   turn -> position at which it begins
     """
 
-    def __init__(self, stages: Stages, rank: int, began: dict[Turn, float]) -> None:
+    def __init__(self, stages: Stages, rank: int) -> None:
         self.stages, self.whole, self.pipeline = stages, stages.profile, stages.pipeline
         self.rank, (self.lasting, self.temporary) = rank, _lasting_and_temporary(self.whole)
         self.ops: list[ProfiledOp] = []
         self.at: dict[Turn, int] = {}
         now = 0.0
         for turn in turns(self.pipeline, rank):
-            if began[turn] > now:
-                self.ops.append(ProfiledOp("bubble", began[turn] - now, 0))
+            began = stages.began[turn]
+            if began > now:
+                self.ops.append(ProfiledOp("bubble", began - now, 0))
             self.at[turn] = len(self.ops)
             self.ops += self._ops_of(turn)
-            now = began[turn] + stages.seconds(turn)
+            now = began + stages.seconds(turn)
 
     def profile(self) -> Profile:
         """The profile of the step."""
@@ -331,8 +331,8 @@ def plan_pipeline(
     instance_of(
         profile, Profile, "plan_pipeline(profile, ...)", "a step's profile, such as plan.profile"
     )
-    began = starts(profile, pipeline)
+    stages = Stages(profile, pipeline)
     return tuple(
-        plan_profile(rank_profile(profile, pipeline, rank, began), hardware, limits, settings)
+        plan_profile(RankStep(stages, rank).profile(), hardware, limits, settings)
         for rank in range(pipeline.ranks)
     )

@@ -24,7 +24,15 @@ from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs
 from fuseops.offload.arguments import instance_of, parse_bytes, whole_number
 from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
-from fuseops.offload.schedule import DISPATCH, KEEP, OFFLOAD, QUANTIZE, RECOMPUTE
+from fuseops.offload.schedule import (
+    DEFAULT,
+    DISPATCH,
+    KEEP,
+    OFFLOAD,
+    QUANTIZE,
+    RECOMPUTE,
+    LinkSettings,
+)
 from fuseops.ops import scopes
 from fuseops.ops.permute import Permute
 from fuseops.words import size
@@ -36,7 +44,7 @@ from .plan_data import PlanData, PlannedTensor
 from .planner import NOTHING, UNLIMITED, Limits, solve
 from .profile import Profile, Recompute
 from .record import ProfiledStep
-from .simulate import DEFAULT, LinkSettings, Simulation, simulate
+from .simulate import Simulation, simulate
 from .step import STAGES, dry_run, layers_of, silent
 from .step import record as recorded
 

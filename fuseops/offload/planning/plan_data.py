@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from fuseops.offload.schedule import OFFLOAD, QUANTIZE
+from fuseops.offload.schedule import OFFLOAD, QUANTIZE, LinkSettings
 
 from .hardware import Hardware
 from .planner import Limits
 from .profile import Profile, Recompute
-from .simulate import LinkSettings, Simulation, Window
+from .simulate import Simulation, Window
 
 
 class PlannedTensor(NamedTuple):

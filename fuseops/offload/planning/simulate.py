@@ -4,31 +4,25 @@ that runs on CUDA; only the lanes differ.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fuseops.offload.lanes.protocol import Buf, Event
-from fuseops.offload.lanes.simulated import Busy, Level, SimulatedBuf, SimulatedLanes, Wait
-from fuseops.offload.schedule import BUNDLE, SMALL, Item, LayerRun, Schedule
+from fuseops.offload.lanes.simulated import Busy, SimulatedBuf, SimulatedLanes, Wait
+from fuseops.offload.schedule import DEFAULT, Item, LayerRun, LinkSettings, MoveStep, Schedule
 
 from .hardware import Hardware
 from .profile import Profile, StepEvent
 
 
-class LinkSettings(NamedTuple):
-    """`LinkSettings` are the constants of the schedule that a plan is made for."""
+class Level(NamedTuple):
+    """A `Level` is the bytes on the device at the begin of an op, and when that is."""
 
-    lag: int = 2
-    ahead: int = 1
-    small: int = SMALL
-    bundle: int = BUNDLE
-
-
-DEFAULT = LinkSettings()
+    seconds: float
+    nbytes: int
 
 
 class Window(NamedTuple):
@@ -84,7 +78,7 @@ def simulate(
     coded      names of those that are offloaded as codes
     """
     lanes = lanes or SimulatedLanes(hardware.lane_seconds)
-    schedule = Schedule(lanes, **settings._asdict())
+    schedule = Schedule(lanes, settings)
     saved = profile.saved
     coding = {
         k: hardware.coding_seconds(saved[k].nbytes, saved[k].codes)
@@ -95,24 +89,15 @@ def simulate(
     return _Step(profile, schedule, lanes, set(offload), set(recompute), coding).run()
 
 
-class _TimedItem(Item):
-    """A `_TimedItem` records when compute would have released it, and when compute first needed it."""
+class ReplayedItem(Item):
+    """A `ReplayedItem` tells a step what the schedule does with a saved storage."""
 
-    __slots__ = ("at_release", "lanes", "needed_at", "returning")
+    def __init__(self, step: ReplayedStep, k: int, source: Buf) -> None:
+        super().__init__(source.name, source)
+        self.step, self.k = step, k
 
-    def __init__(
-        self, name: str, source: Buf, lanes: SimulatedLanes, returning: list[_TimedItem]
-    ) -> None:
-        super().__init__(name, source)
-        self.lanes, self.at_release = lanes, 0.0
-        self.returning, self.needed_at = returning, math.inf
-
-    def on_offload(self, point: Literal["copy", "release"]) -> None:
-        if point == "release":
-            self.at_release = self.lanes.now["compute"]
-
-    def on_reload(self) -> None:
-        self.returning.append(self)
+    def on_move(self, what: MoveStep) -> None:
+        self.step.on_move(self.k, what)
 
 
 class ReplayedStep:
@@ -121,10 +106,14 @@ class ReplayedStep:
     def __init__(self, profile: Profile, schedule: Schedule) -> None:
         self.profile, self.schedule = profile, schedule
         self.calls: dict[int, LayerRun] = {}
-        self.items: dict[int, Any] = {}  # by saved index
+        self.items: dict[int, ReplayedItem] = {}  # by saved index
 
     def replay(self, event: StepEvent) -> None:
         getattr(self, f"_{event.what}")(event.which, event.call)
+
+    def on_move(self, k: int, what: MoveStep) -> None:
+        """What the schedule does with a saved storage."""
+        raise NotImplementedError
 
     def _forward(self, k: int, _: int) -> None:
         call = self.profile.calls[k]
@@ -188,9 +177,12 @@ class _Step(ReplayedStep):
         self.made: dict[int, SimulatedBuf] = {}
         self.read: dict[int, SimulatedBuf] = {}
         self.coded: set[int] = set()
-        # when each storage was first read, and when its reload ended
+        # by saved index: when it was first read, and when its reload ended; when compute would have released it; when
+        # an op that copies from the host waited for it
         self.read_times: dict[int, tuple[float, float]] = {}
-        self.returning: list[_TimedItem] = []  # no op has waited for these yet
+        self.released_at: dict[int, float] = {}
+        self.needed_at: dict[int, float] = {}
+        self.returning: list[int] = []  # no op has waited for these yet
         self.reads: list[int] = []  # saved storages that the next op reads
         self.drop_after_op: list[tuple[int, int]] = []  # (call, saved) of handles freed after it
 
@@ -213,8 +205,8 @@ class _Step(ReplayedStep):
                     lanes.wait("compute", lanes.record("network"))
                 break
             op = profile.ops[position]
-            nbytes = op.resident - self.absent[position] + lanes.levels[-1].nbytes
-            levels.append(Level(lanes.now["compute"] - started, nbytes, op.name))
+            nbytes = op.resident - self.absent[position] + lanes.nbytes
+            levels.append(Level(lanes.now["compute"] - started, nbytes))
             for k in profile.joins.get(position, ()):
                 lanes.wait("compute", travelling[k])
             if op.from_host:
@@ -252,12 +244,18 @@ class _Step(ReplayedStep):
 
     def _stall_behind(self) -> None:
         """The next op copies from the host, after all reloads that were started."""
-        for item in self.returning:
-            item.needed_at = min(item.needed_at, self.lanes.now["compute"])
+        for k in self.returning:
+            self.needed_at.setdefault(k, self.lanes.now["compute"])
         self.returning.clear()
         self.lanes.stall_behind("h2d")
 
     # --- events
+
+    def on_move(self, k: int, what: MoveStep) -> None:
+        if what == "release":
+            self.released_at[k] = self.lanes.now["compute"]
+        elif what == "reload":
+            self.returning.append(k)
 
     def _save(self, k: int, _: int) -> None:
         saved = self.profile.saved[k]
@@ -266,12 +264,12 @@ class _Step(ReplayedStep):
         self.made[k] = source
         call = self.calls[saved.call]
         if k not in self.coding or call.keeps_all:
-            self.items[k] = _TimedItem(saved.name, source, self.lanes, self.returning)
+            self.items[k] = ReplayedItem(self, k, source)
             self.schedule.save(call, self.items[k])
             return
         codes = self.lanes.alloc(saved.codes, "device", saved.name)
         self._code(self.coding[k][0], source, codes)
-        self.items[k] = _TimedItem(saved.name, codes, self.lanes, self.returning)
+        self.items[k] = ReplayedItem(self, k, codes)
         self.schedule.save(call, self.items[k])
         if self.items[k].kept_reason is None:
             self.lanes.free(source)
@@ -328,7 +326,10 @@ class _Step(ReplayedStep):
             found[k] = Window(
                 (out.start - started, out.end - started),
                 (back.start - started, back.end - started),
-                min(min(before, item.needed_at) - arrived, item.at_release - out.end),
+                min(
+                    min(before, self.needed_at.get(k, before)) - arrived,
+                    self.released_at[k] - out.end,
+                ),
             )
         return found
 

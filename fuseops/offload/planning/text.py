@@ -13,6 +13,7 @@ from fuseops.offload.schedule import DISPATCH, KEEP, OFFLOAD, QUANTIZE, RECOMPUT
 from fuseops.words import size
 
 from .plan_data import PlanData, PlannedTensor
+from .simulate import Simulation
 
 SCHEMA_VERSION = 1
 ORDER = (OFFLOAD, QUANTIZE, RECOMPUTE, DISPATCH, KEEP)
@@ -177,8 +178,8 @@ def as_json(plan: PlanData) -> dict[str, Any]:
         "fits": plan.fits,
         "free_bytes": plan.free,
         "lean_peak_bytes": plan.lean,
-        "before": _outcome(plan, "before"),
-        "after": _outcome(plan, "after"),
+        "before": _outcome(plan, plan.before),
+        "after": _outcome(plan, plan.after),
         "layers": list(plan.layers),
         "recomputed": list(plan.recomputed),
         "warnings": list(plan.warnings),
@@ -190,8 +191,7 @@ def as_json(plan: PlanData) -> dict[str, Any]:
     }
 
 
-def _outcome(plan: PlanData, which: str) -> dict[str, Any]:
-    simulation = plan.before if which == "before" else plan.after
+def _outcome(plan: PlanData, simulation: Simulation) -> dict[str, Any]:
     return {
         "seconds": simulation.seconds,
         "stall_seconds": simulation.stall,

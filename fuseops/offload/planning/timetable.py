@@ -4,15 +4,15 @@ schedule itself, run on lanes that take no time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Collection
+from typing import NamedTuple
 
-from fuseops.offload.lanes.protocol import Buf, Event, Lane, Lanes, Place
+from fuseops.offload.lanes.protocol import Lanes
 from fuseops.offload.order import Boundary, Order, OrderKey
-from fuseops.offload.schedule import Item, Schedule
+from fuseops.offload.schedule import Item, LinkSettings, MoveStep, Schedule
 
 from .profile import Profile
-from .simulate import LinkSettings, ReplayedStep
+from .simulate import ReplayedItem, ReplayedStep
 
 SEND, RELEASE, FETCH, READ, LAST, AGAIN, HOST_COPY = range(7)
 """LAST: the last read. HOST_COPY: an op copies from the host, after all reloads that were started."""
@@ -26,26 +26,6 @@ class Hole(NamedTuple):
     nbytes: int
 
 
-class TimelessLanes(Lanes):
-    """`TimelessLanes` copy nothing and take no time."""
-
-    synchronous = True
-
-    def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
-        return Buf(name, nbytes, device, owner=self.compute())
-
-    def free(self, buf: Buf) -> None:
-        """It has no memory."""
-
-    def move(
-        self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
-    ) -> Event | None:
-        return None
-
-    def record(self, lane: Lane) -> Event:
-        return Event(lane)
-
-
 class UnbundledSchedule(Schedule):
     """An `UnbundledSchedule` sends the small storages of a call when it ends, as ever, but each by itself: which of
     them share a transfer is what a plan chooses, and one that is read soon would hold back the others.
@@ -54,21 +34,6 @@ class UnbundledSchedule(Schedule):
     def _send_late(self, items: list[Item]) -> None:
         for item in items:
             super()._send_late([item])
-
-
-class TracedItem(Item):
-    """A `TracedItem` tells a timetable what the schedule does with a saved storage."""
-
-    def __init__(self, table: Timetable, k: int) -> None:
-        name, nbytes = table.profile.saved[k].name, table.nbytes[k]
-        super().__init__(name, table.lanes.alloc(nbytes, "device", name))
-        self.table, self.k = table, k
-
-    def on_offload(self, point: Literal["copy", "release"]) -> None:
-        self.table.note(SEND if point == "copy" else RELEASE, self.k)
-
-    def on_reload(self) -> None:
-        self.table.note(FETCH, self.k)
 
 
 class Timetable(ReplayedStep):
@@ -81,9 +46,9 @@ class Timetable(ReplayedStep):
     def __init__(
         self, profile: Profile, settings: LinkSettings, coded: Collection[str] = ()
     ) -> None:
-        self.lanes, self.small = TimelessLanes(), settings.small
+        self.lanes, self.small = Lanes(), settings.small
         alone = settings._replace(bundle=1 << 62)  # small storages are sent when their call ends
-        super().__init__(profile, UnbundledSchedule(self.lanes, **alone._asdict()))
+        super().__init__(profile, UnbundledSchedule(self.lanes, alone))
         boundaries = (
             (boundary.what, profile.calls[boundary.which]) for boundary in profile.boundaries
         )
@@ -107,8 +72,11 @@ class Timetable(ReplayedStep):
             self._find_holes(k)
         self.events = [event for event in self.events if event[1] in self.holes]
 
-    def note(self, kind: int, k: int) -> None:
-        """Record that the schedule does this with a saved storage at the current position."""
+    def on_move(self, k: int, what: MoveStep) -> None:
+        self._note({"copy": SEND, "release": RELEASE, "reload": FETCH}[what], k)
+
+    def _note(self, kind: int, k: int) -> None:
+        """Record what happens to a saved storage at the current position."""
         self.events.append((kind, k, self._position))
         self._at[kind, k] = self._position
 
@@ -117,17 +85,19 @@ class Timetable(ReplayedStep):
 
     def _save(self, k: int, _: int) -> None:
         if self._may_leave(k):
-            self.items[k] = TracedItem(self, k)
-            sent = self.schedule.save(self.calls[self.profile.saved[k].call], self.items[k])
+            saved = self.profile.saved[k]
+            source = self.lanes.alloc(self.nbytes[k], "device", saved.name)
+            self.items[k] = ReplayedItem(self, k, source)
+            sent = self.schedule.save(self.calls[saved.call], self.items[k])
             if sent and not self.is_small(k):
-                self.note(SEND, k)
+                self._note(SEND, k)
 
     def _reread(self, k: int, call: int) -> None:
         if k in self.items and self.items[k].kept_reason is None:
             self.schedule.fetch(self.items[k])
             self.schedule.mark_read(self.items[k])
             self.schedule.drop(self.calls[call], self.items[k])
-            self.note(LAST if self._position == max(self.profile.saved[k].reads) else READ, k)
+            self._note(LAST if self._position == max(self.profile.saved[k].reads) else READ, k)
 
     def _may_leave(self, k: int) -> bool:
         saved, calls = self.profile.saved[k], self.profile.calls

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
+
+from fuseops.offload.lanes.simulated import Busy
 
 from .plan_data import PlanData
 
@@ -17,18 +19,10 @@ TITLES = {
 LANES = {lane: number for number, lane in enumerate(TITLES, 1)} | {"stalls": 2}  # of compute
 
 
-class TraceSlice(NamedTuple):
-    """A `TraceSlice` is an interval of a lane, of the layers or of the stalls, in seconds of the simulated step."""
-
-    lane: str
-    title: str
-    start: float
-    end: float
-    nbytes: int = 0  # that were copied
-
-
-def slices(plan: PlanData) -> Iterator[TraceSlice]:
-    """All intervals. A layer's backward ends at the next boundary, its forward at its end or the next boundary."""
+def intervals(plan: PlanData) -> Iterator[Busy]:
+    """What every lane does, beside "layers" and "stalls". A layer's backward ends at the next boundary, its forward at
+    its end or the next boundary.
+    """
     profile, after = plan.profile, plan.after
     at = [level.seconds for level in after.levels] + [after.seconds]
     boundaries = profile.boundaries
@@ -38,14 +32,11 @@ def slices(plan: PlanData) -> Iterator[TraceSlice]:
         if boundary.what == "forward":
             end = min(end, call.leave)
         if end > boundary.position:
-            yield TraceSlice(
-                "layers", f"{boundary.what} {call.layer}", at[boundary.position], at[end]
-            )
-    for busy in after.busy:
-        nbytes = busy.nbytes if busy.lane in ("d2h", "h2d") else 0
-        yield TraceSlice(busy.lane, busy.name, busy.start, busy.end, nbytes)
+            name = f"{boundary.what} {call.layer}"
+            yield Busy("layers", name, at[boundary.position], at[end])
+    yield from after.busy
     for wait in after.stalls:
-        yield TraceSlice("stalls", f"waits for {wait.what} on {wait.on}", wait.start, wait.end)
+        yield Busy("stalls", f"waits for {wait.what} on {wait.on}", wait.start, wait.end)
 
 
 def trace(plan: PlanData) -> dict[str, Any]:
@@ -68,12 +59,12 @@ def _names(plan: PlanData) -> Iterator[dict[str, Any]]:
 
 
 def _events(plan: PlanData) -> Iterator[dict[str, Any]]:
-    for piece in slices(plan):
+    for piece in intervals(plan):
         yield {
             "ph": "X",
             "pid": 1,
             "tid": LANES[piece.lane],
-            "name": piece.title,
+            "name": piece.name,
             "ts": piece.start * 1e6,
             "dur": (piece.end - piece.start) * 1e6,
             "args": {"bytes": piece.nbytes} if piece.nbytes else {},

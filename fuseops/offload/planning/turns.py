@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from fuseops.errors import FuseOpsError
+from fuseops.offload.arguments import instance_of, whole_number
 
 FORWARD, BACKWARD = "forward", "backward"
 INPUT, WEIGHT = "input", "weight"  # the halves of a backward
@@ -71,20 +72,31 @@ def _turns_of(actions: Iterable[Any]) -> Iterator[Turn]:
             yield Turn(way, action.microbatch_index, action.stage_index)
 
 
+def check_pipeline(pipeline: Pipeline) -> None:
+    """Raise FuseOpsError for a pipeline that there is not."""
+    instance_of(pipeline, Pipeline, "plan_pipeline(pipeline=...)", "an offload.Pipeline")
+    ranks, count, chunks, order, _ = pipeline
+    for name, value in zip(Pipeline._fields, (ranks, count, chunks), strict=False):
+        whole_number(value, f"Pipeline({name}=...)", least=1)
+    if order and len(order) != ranks:
+        raise FuseOpsError(
+            f"Pipeline(order=...) has the turns of {len(order)} ranks, and there are {ranks}."
+        )
+    if not order and chunks > 1 and count % ranks:
+        raise FuseOpsError(
+            f"Pipeline{ranks, count, chunks}: with several chunks the micro-batches are a multiple of the ranks."
+        )
+
+
 def turns(pipeline: Pipeline, rank: int) -> list[Turn]:
     """The turns of a rank, in order.
 
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM (2021), section 2.2. Raises FuseOpsError for an invalid pipeline.
+    Megatron-LM (2021), section 2.2.
     """
     ranks, count, chunks = pipeline[:3]
     if pipeline.order:
         return list(pipeline.order[rank])
-    if min(ranks, count, chunks) < 1 or (chunks > 1 and count % ranks):
-        raise FuseOpsError(
-            f"Pipeline{ranks, count, chunks}: ranks, micro_batches and chunks are at least 1, and with several chunks "
-            "the micro-batches are a multiple of the ranks."
-        )
     total = count * chunks
     ahead = ranks - rank - 1 if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks
     ahead = min(ahead, total)
@@ -97,7 +109,7 @@ def turns(pipeline: Pipeline, rank: int) -> list[Turn]:
 def _turn(pipeline: Pipeline, rank: int, way: str, k: int) -> Turn:
     """The k-th forward or backward of a rank: groups of micro-batches go through chunk after chunk."""
     ranks, _, chunks = pipeline[:3]
-    group, place = divmod(k, ranks * chunks) if chunks > 1 else (0, k)
-    chunk, micro_batch = divmod(place, ranks) if chunks > 1 else (0, place)
+    group, place = divmod(k, ranks * chunks)
+    chunk, micro_batch = divmod(place, ranks)
     chunk = chunk if way == FORWARD else chunks - 1 - chunk
     return Turn(way, group * ranks + micro_batch, chunk * ranks + rank)
