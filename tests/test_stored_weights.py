@@ -38,6 +38,13 @@ def dense() -> nn.Module:
     )
 
 
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    first, second = (fo.ops.Linear(D, D, bias=False, dtype=BF16) for _ in "ab")
+    second.weight = first.weight
+    return fo.Sequential(first, fo.ops.SiLU(), second)
+
+
 def stored(make: Any) -> nn.Module:
     with fo.quantized_init(RECIPE):
         model: nn.Module = make()
@@ -178,6 +185,44 @@ def test_other_codes_between_a_forward_and_its_backward_are_an_error(how: str) -
         second.backward()
 
 
+@pytest.mark.parametrize("whose", ["of others", "without gradients"])
+def test_a_step_that_writes_no_master_leaves_a_pending_backward(whose: str) -> None:
+    model, other = stored(dense), stored(dense)
+    stepped = other if whose == "of others" else model
+    optimizer = torch.optim.SGD(fo.masters(stepped), lr=0.1)
+    fo.masters(model)
+    for seed in (1, 2):  # of which the first leaves gradients
+        with fo.recipe(RECIPE):
+            y = model(tokens(seed))
+        if whose == "of others":
+            after(other)
+        else:
+            optimizer.zero_grad()
+        optimizer.step()
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("make", [moe, dense, tied])
+def test_masters_add_up_the_gradients_of_several_backwards(make: Any) -> None:
+    model = stored(make)
+    masters = fo.masters(model)
+
+    def gradients(*seeds: int) -> list[Tensor]:
+        for master in masters:
+            master.grad = None
+        for seed in seeds:
+            with fo.recipe(RECIPE):
+                y = model(tokens(seed))
+            y.float().square().sum().backward()
+        return [master.grad for master in masters]  # type: ignore[misc]
+
+    first, second, both = gradients(1), gradients(2), gradients(1, 2)
+    assert_equal(both, [a + b for a, b in zip(first, second, strict=True)])
+    for module in model.modules():
+        if (weight := stored_in(module)) is not None:
+            assert len(weight.carrier._post_accumulate_grad_hooks) == 1
+
+
 @pytest.mark.parametrize("make", [moe, dense])
 def test_a_checkpoint_with_scales_goes_in_and_out_bit_for_bit(make: Any) -> None:
     """As DeepSeek's have them: any float32 scale, codes of any size."""
@@ -218,13 +263,6 @@ def test_a_checkpoint_with_scales_goes_in_and_out_bit_for_bit(make: Any) -> None
     fresh = stored(make)
     fresh.load_state_dict(make().state_dict())  # from high precision
     assert_equal(after(fresh), after(make()))
-
-
-def tied() -> nn.Module:
-    torch.manual_seed(0)
-    first, second = (fo.ops.Linear(D, D, bias=False, dtype=BF16) for _ in "ab")
-    second.weight = first.weight
-    return fo.Sequential(first, fo.ops.SiLU(), second)
 
 
 @pytest.mark.parametrize("call", [None, recomputed, moved, unfused, copied])
