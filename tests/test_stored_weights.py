@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import offload
 from fuseops.ops.stored import stored_in
+from fuseops.recipes import Scaling
+from fuseops.recipes.scaling import SQUARE
 from fuseops.testing.strategies import filled
 
 RECIPE = fo.recipes.Float8BlockScaling()
@@ -221,6 +223,44 @@ def test_masters_add_up_the_gradients_of_several_backwards(make: Any) -> None:
     for module in model.modules():
         if (weight := stored_in(module)) is not None:
             assert len(weight.carrier._post_accumulate_grad_hooks) == 1
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "filed"),
+    [(E4M3, False), (E4M3, True), (E5M2, False), (E5M2, True), (torch.float32, False)],
+)
+def test_a_weight_of_any_form_is_loaded_as_what_it_stands_for(
+    dtype: torch.dtype, filed: bool, held: bool
+) -> None:
+    """filed: the file has a master.  held: the model has one"""
+    model = stored(lambda: fo.Sequential(fo.ops.Linear(160, 160, bias=False)))
+    weight: Any = stored_in(model[0])
+    if held:
+        fo.masters(model)
+    values = torch.randn(160, 160)
+    state = {"0.weight": values}
+    if dtype is not torch.float32:
+        given: Any = fo.quantize(values, Scaling(dtype, SQUARE, SQUARE), col=False)
+        state = {"0.weight": given.row.data, "0.weight_scale_inv": given.row.scale}
+        values = given.dequantize()
+    if filed:
+        state["0.weight_master"] = torch.randn(160, 160)
+    model.load_state_dict({**state})
+    want = fo.quantize(values, weight.scaling, col=False).dequantize()
+    assert torch.equal(weight.values(torch.float32), want)
+    expected = state["0.weight_master"] if filed else want if held else None
+    assert_equal([weight.master], [expected])
+    if weight.master is not None:
+        assert not model.state_dict()["0.weight_master"].requires_grad
+        assert model.state_dict(keep_vars=True)["0.weight_master"] is weight.master
+    before = [t.clone() for t in weight.codes()]
+    with pytest.raises(RuntimeError, match="size mismatch for 0"):
+        model.load_state_dict({"0.weight": torch.randn(2, 160)})
+    assert_equal([t.float() for t in weight.codes()], [t.float() for t in before])
 
 
 @pytest.mark.parametrize("make", [moe, dense])
