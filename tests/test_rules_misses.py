@@ -19,6 +19,7 @@ from fuseops.ops.structure import Add
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.fused.bias_act import BiasAct
 from fuseops.rules.fused.linear_act import LinearAct
+from fuseops.rules.rule import OneOrMore
 from fuseops.testing.catalogue import Wanted, entry
 from fuseops.testing.shadowed import expansions
 from fuseops.testing.strategies import Case, chains, with_readers
@@ -273,6 +274,23 @@ def test_what_is_switched_off_is_a_miss(scope: Callable[[], Any], why: str) -> N
     with scope():
         found = planned(model, torch.randn(3, 4))
     assert "linear_act" not in found.fired and found.misses["linear_act"] == [why]
+
+
+SPANS = {"off": [(0, 3)], "alike": [(0, 2), (1, 3)], "by length": [(0, 2), (0, 3), (1, 3)]}
+
+
+@pytest.mark.parametrize("why", SPANS)
+def test_a_refused_span_is_told_of_by_what_shows_most(why: str) -> None:
+    """By the longest where a setting refuses all, by the shortest of one reason where a condition does."""
+    rule = fo.Rule(
+        "chain",
+        OneOrMore(fo.ops.SiLU),
+        LinearAct,
+        when=lambda ops, c: f"{len(ops)} ops" if why == "by length" else "never",
+    )
+    with fo.rules(rule), fo.fusion(disable=["chain"] if why == "off" else []):
+        plan = fo.Sequential(*(fo.ops.SiLU() for _ in range(3))).plan(torch.ones(2, 4))
+    assert sorted(m.span for m in plan.misses if m.rule == "chain") == SPANS[why]
 
 
 def test_an_overlap_is_what_would_have_fired_alone_and_the_first_line_counts_the_others() -> None:
