@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fuseops as fo
 from fuseops.integrations import hf, te
+from fuseops.integrations.graphs import Positional
 
 
 def dense(prefix: str, hidden: int, width: int) -> dict[str, Tensor]:
@@ -260,3 +261,16 @@ def test_peft_adapts_the_weights_of_experts() -> None:
     torch.testing.assert_close(got, expected)
     grads = torch.autograd.grad(got.square().sum(), factors)
     torch.testing.assert_close(grads, torch.autograd.grad(expected.square().sum(), factors))
+
+
+def test_side_inputs_by_position_are_those_by_name() -> None:
+    adds = [fo.ops.Add(name) for name in ("first", "second", "h")]
+    model = fo.Sequential(fo.ops.Tap("h"), *adds)
+    x, first, second = torch.randn(3, 2, 4).unbind()
+    expected = model(x, first=first, second=second)
+    assert torch.equal(Positional(model, "first", "second")(x, first, second), expected)
+    assert torch.equal(Positional(model, "second", "first")(x, second, first), expected)
+    y, h = Positional(model, "first", "second", returns=("h",))(x, first, second)
+    assert torch.equal(y, expected) and torch.equal(h, x)
+    with pytest.raises(fo.SideInputError, match=r"\['first', 'second'\].* got x and 1 tensors"):
+        Positional(model, "first", "second")(x, first)

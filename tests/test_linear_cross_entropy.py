@@ -22,27 +22,48 @@ def operands(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor
     torch.manual_seed(0)
     x, weight, bias = torch.randn(2, 9, D), torch.randn(V, D), torch.randn(V)
     targets = torch.randint(0, V, (2, 9))
-    targets[0, :3] = -100
+    targets[0, :3], targets[1, :2] = -100, torch.tensor([0, V - 1])
     return x.to(dtype), weight.to(dtype), bias.to(dtype), targets
 
 
 @given(
     reduction=st.sampled_from(["mean", "sum", "none"]),
-    smoothing=st.sampled_from([0.0, 0.2]),
+    smoothing=st.sampled_from([0.0, 0.2, 1.0]),
     weighted=st.booleans(),
     biased=st.booleans(),
     gradients=st.sampled_from([None, "backward"]),
     chunk=st.sampled_from([1 << 20, V * 8 * 4, 1]),
+    more=st.fixed_dictionaries(
+        {
+            "soft_cap": st.sampled_from([None, 3.0]),
+            "temperature": st.sampled_from([1.0, 0.7]),
+            "z_loss": st.sampled_from([0.0, 0.1]),
+        }
+    ),
 )
-def test_it_is_torchs_loss(
-    reduction: str, smoothing: float, weighted: bool, biased: bool, gradients: Any, chunk: int
+def test_it_is_torchs_loss_of_capped_logits_and_a_penalty(
+    reduction: str,
+    smoothing: float,
+    weighted: bool,
+    biased: bool,
+    gradients: Any,
+    chunk: int,
+    more: dict[str, Any],
 ) -> None:
     x, weight, bias, targets = operands()
     class_weights = torch.rand(V, dtype=x.dtype) if weighted else None
     leaves = [t.requires_grad_() for t in ((x, weight, bias) if biased else (x, weight))]
-    logits = F.linear(x, weight, bias if biased else None)
+    logits = F.linear(x, weight, bias if biased else None).view(-1, V)
+    if (cap := more["soft_cap"]) is not None:
+        logits = cap * (logits / cap).tanh()
+    logits, at = logits / more["temperature"], targets.view(-1)
     options: dict[str, Any] = dict(reduction=reduction, label_smoothing=smoothing)
-    want = F.cross_entropy(logits.view(-1, V), targets.view(-1), class_weights, **options)
+    want = F.cross_entropy(logits, at, class_weights, **options)
+    counts = at != -100
+    penalty = more["z_loss"] * logits.logsumexp(-1).square() * counts
+    own = counts if class_weights is None else counts * class_weights[at.where(counts, 0)]
+    reduced = {"none": penalty, "sum": penalty.sum(), "mean": penalty.sum() / own.sum()}
+    want = want + reduced[reduction]
     got = fo.linear_cross_entropy(
         x,
         weight,
@@ -52,6 +73,7 @@ def test_it_is_torchs_loss(
         gradients=gradients,
         chunk_bytes=chunk,
         **options,
+        **more,
     )
     torch.testing.assert_close(got, want.view(got.shape))
     dy = torch.rand_like(got)
@@ -103,17 +125,48 @@ def test_what_is_published_can_be_differentiated() -> None:
 
 
 @pytest.mark.parametrize("gradients", ["forward", "backward"])
-def test_the_weights_gradient_goes_to_main_grad(gradients: str) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_weights_gradient_goes_to_main_grad(gradients: str, overwrite: bool) -> None:
     x, weight, _, targets = operands(torch.float32)
     head = fo.ops.LinearCrossEntropy(D, V, gradients=gradients, chunk_bytes=V * 4 * 5)
     head.weight.data.copy_(weight)
     head.accumulate_into_main_grad = True
-    head.weight.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
+    before = torch.full_like(weight, torch.nan if overwrite else 1.0)
+    head.weight.main_grad, head.weight.overwrite_main_grad = before, overwrite  # type: ignore[attr-defined]
     (3 * head(x, targets=targets)).backward()
     assert head.weight.grad is None
     want = weight.requires_grad_()
     (3 * F.cross_entropy(F.linear(x, want).view(-1, V), targets.view(-1))).backward()
-    torch.testing.assert_close(head.weight.main_grad - 1, want.grad, rtol=1e-4, atol=1e-5)  # type: ignore[operator]
+    found = head.weight.main_grad - (0 if overwrite else 1)  # type: ignore[operator]
+    torch.testing.assert_close(found, want.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gradients", ["forward", "backward"])
+def test_a_main_grad_in_halves_gets_the_sum_over_chunks_rounded_once(gradients: str) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(256, D).bfloat16(), torch.randn(V, D).bfloat16()
+    targets = torch.randint(0, V, (256,))
+
+    def made(into_main_grad: bool) -> Any:
+        head = fo.ops.LinearCrossEntropy(D, V, gradients=gradients, chunk_bytes=1).bfloat16()
+        head.weight.data.copy_(weight)
+        head.accumulate_into_main_grad = into_main_grad
+        if into_main_grad:
+            head.weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+        head(x, targets=targets).backward()
+        return head.weight.main_grad if into_main_grad else head.weight.grad
+
+    assert torch.equal(made(True), made(False))
+
+
+@pytest.mark.parametrize("gradients", [None, "forward", "backward"])
+def test_gradients_are_made_in_the_pass_that_was_asked_for(gradients: Any) -> None:
+    x, _, _, targets = operands(torch.float32)
+    head = fo.ops.LinearCrossEntropy(D, V, gradients=gradients)
+    plan = fo.Sequential(head).plan(x.requires_grad_(), targets=targets)
+    saved = {t.name.removeprefix("0.") for t in plan.saved}
+    forward, backward = {"dx", "dweight", "unit"}, {"x", "targets", "total", "lse"}
+    assert saved - {"weight"} == (backward if gradients == "backward" else forward)
 
 
 def test_nothing_is_made_that_nobody_needs() -> None:
@@ -212,15 +265,16 @@ def test_the_function_is_traced_without_a_break() -> None:
         ({"weight": torch.ones(5)}, r"class weights of a float dtype and shape \(37,\)"),
         ({"weight": torch.ones(V, dtype=torch.int64)}, "class weights of a float dtype"),
         ({"weight": torch.ones(V, requires_grad=True)}, "wants a gradient"),
+        ({"input": torch.ones(()), "linear_weight": torch.ones(V)}, r"got \(\) and \(37,\)"),
         ({"linear_weight": None}, "linear_weight to be a tensor, got NoneType"),
         ({"weight": [1.0] * V}, "weight to be a tensor, got list"),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
     x, weight, _, targets = operands()
-    given = {"linear_weight": weight, **change}
+    given = {"input": x, "linear_weight": weight, **change}
     with pytest.raises(fo.FuseOpsError, match=message):
-        fo.linear_cross_entropy(x, target=targets, **given)
+        fo.linear_cross_entropy(target=targets, **given)
 
 
 @pytest.mark.parametrize("gradients", [None, "backward"])
@@ -290,8 +344,10 @@ def test_a_step_holds_no_whole_logits() -> None:
         ({"label_smoothing": 2.0}, "label_smoothing=2.0"),
         ({"publishes": ("logits",)}, "names among"),
         ({"publishes": "lse"}, "names among"),
+        ({"publishes": 5}, "names among"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"soft_cap": -1.0}, "soft_cap=-1.0"),
+        ({"soft_cap": 0.0}, "soft_cap=0.0"),
         ({"gradients": "forward", "reduction": "none"}, "one number"),
         ({"chunk_bytes": 0}, "chunk_bytes is 0"),
         ({"chunk_bytes": 1e9}, "chunk_bytes is 1000000000.0, expected an integer from 1 on"),

@@ -16,9 +16,11 @@ from fuseops.explain import FusionPlan
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 from fuseops.ops.structure import Add
+from fuseops.plan.cover import RuleMatch, Scan, choose
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.fused.bias_act import BiasAct
 from fuseops.rules.fused.linear_act import LinearAct
+from fuseops.rules.rule import OneOrMore
 from fuseops.testing.catalogue import Wanted, entry
 from fuseops.testing.shadowed import expansions
 from fuseops.testing.strategies import Case, chains, with_readers
@@ -273,6 +275,42 @@ def test_what_is_switched_off_is_a_miss(scope: Callable[[], Any], why: str) -> N
     with scope():
         found = planned(model, torch.randn(3, 4))
     assert "linear_act" not in found.fired and found.misses["linear_act"] == [why]
+
+
+SPANS = {"off": [(0, 3)], "alike": [(0, 2), (1, 3)], "by length": [(0, 2), (0, 3), (1, 3)]}
+
+
+@pytest.mark.parametrize("why", SPANS)
+def test_a_refused_span_is_told_of_by_what_shows_most(why: str) -> None:
+    """By the longest where a setting refuses all, by the shortest of one reason where a condition does."""
+    rule = fo.Rule(
+        "chain",
+        OneOrMore(fo.ops.SiLU),
+        LinearAct,
+        when=lambda ops, c: f"{len(ops)} ops" if why == "by length" else "never",
+    )
+    with fo.rules(rule), fo.fusion(disable=["chain"] if why == "off" else []):
+        plan = fo.Sequential(*(fo.ops.SiLU() for _ in range(3))).plan(torch.ones(2, 4))
+    assert sorted(m.span for m in plan.misses if m.rule == "chain") == SPANS[why]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_rule_that_goes_last_leaves_ops_to_the_built_in_ones(last: bool) -> None:
+    """Of what it is left without, the longest span alone is an overlap."""
+    own = fo.Rule("own", OneOrMore(fo.ops.SiLU), LinearAct, last=last)
+    other = next(rule for rule in BUILTIN_RULES if rule.kind == own.kind)
+    candidates = (
+        *(RuleMatch(own, *span) for span in [(0, 3), (0, 2), (1, 3)]),
+        RuleMatch(other, 1, 3),
+    )
+    found = choose(Scan(candidates, (), offset=4), [None] * len(candidates))
+    assert found.forward == (candidates[-1 if last else 0],)
+    told = {
+        True: ("own", (4, 7), "overlaps 5:7 of"),
+        False: (other.name, (5, 7), "overlaps 4:7 of"),
+    }
+    ((rule, span, why),) = found.misses
+    assert (rule, span) == told[last][:2] and why.startswith(told[last][2])
 
 
 def test_an_overlap_is_what_would_have_fired_alone_and_the_first_line_counts_the_others() -> None:

@@ -463,6 +463,8 @@ def test_from_topk_cannot_count_experts_that_nobody_chose() -> None:
         ("from_multihot", ([[True]], torch.ones(1, 1))),
         ("from_multihot", (torch.ones(1, 1), torch.ones(1, 1))),
         ("from_multihot", (torch.ones(1, 1, dtype=torch.bool), torch.tensor([[1]]))),
+        ("from_multihot", (torch.ones(1, 2, dtype=torch.bool), torch.ones(2, 1))),
+        ("from_multihot", (torch.ones(2, dtype=torch.bool), torch.ones(2))),
     ],
 )
 def test_a_routing_of_the_wrong_kind_says_what_is_wanted(builder: str, given: Any) -> None:

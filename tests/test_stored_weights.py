@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import offload
 from fuseops.ops.stored import stored_in
+from fuseops.recipes import Scaling
+from fuseops.recipes.scaling import SQUARE
 from fuseops.testing.strategies import filled
 
 RECIPE = fo.recipes.Float8BlockScaling()
@@ -40,6 +42,13 @@ def dense() -> nn.Module:
             "fc2": fo.ops.Linear(F, D, bias=False, dtype=BF16),
         }
     )
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    first, second = (fo.ops.Linear(D, D, bias=False, dtype=BF16) for _ in "ab")
+    second.weight = first.weight
+    return fo.Sequential(first, fo.ops.SiLU(), second)
 
 
 def stored(make: Any) -> nn.Module:
@@ -182,6 +191,82 @@ def test_other_codes_between_a_forward_and_its_backward_are_an_error(how: str) -
         second.backward()
 
 
+@pytest.mark.parametrize("whose", ["of others", "without gradients"])
+def test_a_step_that_writes_no_master_leaves_a_pending_backward(whose: str) -> None:
+    model, other = stored(dense), stored(dense)
+    stepped = other if whose == "of others" else model
+    optimizer = torch.optim.SGD(fo.masters(stepped), lr=0.1)
+    fo.masters(model)
+    for seed in (1, 2):  # of which the first leaves gradients
+        with fo.recipe(RECIPE):
+            y = model(tokens(seed))
+        if whose == "of others":
+            after(other)
+        else:
+            optimizer.zero_grad()
+        optimizer.step()
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("make", [moe, dense, tied])
+def test_masters_add_up_the_gradients_of_several_backwards(make: Any) -> None:
+    model = stored(make)
+    masters = fo.masters(model)
+
+    def gradients(*seeds: int) -> list[Tensor]:
+        for master in masters:
+            master.grad = None
+        for seed in seeds:
+            with fo.recipe(RECIPE):
+                y = model(tokens(seed))
+            y.float().square().sum().backward()
+        return [master.grad for master in masters]  # type: ignore[misc]
+
+    first, second, both = gradients(1), gradients(2), gradients(1, 2)
+    assert_equal(both, [a + b for a, b in zip(first, second, strict=True)])
+    for module in model.modules():
+        if (weight := stored_in(module)) is not None:
+            assert len(weight.carrier._post_accumulate_grad_hooks) == 1
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "filed"),
+    [(E4M3, False), (E4M3, True), (E5M2, False), (E5M2, True), (torch.float32, False)],
+)
+def test_a_weight_of_any_form_is_loaded_as_what_it_stands_for(
+    dtype: torch.dtype, filed: bool, held: bool
+) -> None:
+    """filed: the file has a master.  held: the model has one"""
+    model = stored(lambda: fo.Sequential(fo.ops.Linear(160, 160, bias=False)))
+    weight: Any = stored_in(model[0])
+    if held:
+        fo.masters(model)
+    values = torch.randn(160, 160)
+    state = {"0.weight": values}
+    if dtype is not torch.float32:
+        given: Any = fo.quantize(values, Scaling(dtype, SQUARE, SQUARE), col=False)
+        state = {"0.weight": given.row.data, "0.weight_scale_inv": given.row.scale}
+        values = given.dequantize()
+    if filed:
+        state["0.weight_master"] = torch.randn(160, 160)
+    model.load_state_dict({**state})
+    want = fo.quantize(values, weight.scaling, col=False).dequantize()
+    assert torch.equal(weight.values(torch.float32), want)
+    expected = state["0.weight_master"] if filed else want if held else None
+    assert_equal([weight.master], [expected])
+    if weight.master is not None:
+        assert not model.state_dict()["0.weight_master"].requires_grad
+        assert model.state_dict(keep_vars=True)["0.weight_master"] is weight.master
+    before = [t.clone() for t in weight.codes()]
+    with pytest.raises(RuntimeError, match="size mismatch for 0"):
+        model.load_state_dict({"0.weight": torch.randn(2, 160)})
+    assert_equal([t.float() for t in weight.codes()], [t.float() for t in before])
+
+
 @pytest.mark.parametrize("make", [moe, dense])
 def test_a_checkpoint_with_scales_goes_in_and_out_bit_for_bit(make: Any) -> None:
     """As DeepSeek's have them: any float32 scale, codes of any size."""
@@ -222,13 +307,6 @@ def test_a_checkpoint_with_scales_goes_in_and_out_bit_for_bit(make: Any) -> None
     fresh = stored(make)
     fresh.load_state_dict(make().state_dict())  # from high precision
     assert_equal(after(fresh), after(make()))
-
-
-def tied() -> nn.Module:
-    torch.manual_seed(0)
-    first, second = (fo.ops.Linear(D, D, bias=False, dtype=BF16) for _ in "ab")
-    second.weight = first.weight
-    return fo.Sequential(first, fo.ops.SiLU(), second)
 
 
 @pytest.mark.parametrize("call", [None, recomputed, moved, unfused, copied])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 import types
@@ -152,6 +153,7 @@ def test_feed_forward_computes_what_the_stock_one_does(titan: Any) -> None:
     config = titan.FeedForward.Config(dim=D, hidden_dim=HIDDEN)
     stock, ours = pair(titan.FeedForward, config, titan.feed_forward)
     check(stock, ours, torch.randn(2, 5, D), tol=1e-5)
+    assert titan._CACHE in ours.__dict__
     assert [n for n, _ in ours.named_children()] == [n for n, _ in stock.named_children()]
 
 
@@ -205,12 +207,76 @@ def test_routed_experts_compute_what_the_stock_ones_do(
     assert whole == (way is None and dispatcher == "LocalTokenDispatcher")
 
 
+def test_experts_whose_weights_have_got_another_width_are_planned_anew(today: Any) -> None:
+    def made(make: Any, width: int) -> Any:
+        return make(
+            today.RoutedExperts.Config(
+                w13=(EXPERTS, width, HIDDEN, 2),
+                w2=(EXPERTS, HIDDEN, width),
+                token_dispatcher=torchtitan_stand_ins.LocalTokenDispatcher(EXPERTS, 1),
+            )
+        )
+
+    torch.manual_seed(0)
+    ids = torch.arange(9)[:, None] % EXPERTS
+    rest = torch.rand(9, 1), ids, torch.bincount(ids.view(-1))
+    ours = made(lambda config: today.FusedRoutedExperts(today.routed_experts(config)), D)
+    ours(torch.randn(9, D), *rest)  # planned for D
+    wide = made(today.RoutedExperts, 2 * D)
+    ours.w13, ours.w2 = copy.deepcopy((wide.w13, wide.w2))
+    check(wide, ours, torch.randn(9, 2 * D), *rest, tol=3e-2)
+
+
 def test_stacked_feed_forward_is_read_without_a_copy(today: Any) -> None:
     config = today.FeedForward.Config(width=D, hidden=HIDDEN)
     stock = today.FeedForward(config)
     ours = twin(stock, today.FusedFeedForward(today.feed_forward(config)))
     check(stock, ours, torch.randn(2, 5, D), tol=1e-5)
     assert ours.w13.weight.flatten(0, 1).data_ptr() == ours.w13.weight.data_ptr()
+
+
+class Twice(torchtitan_stand_ins.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def hold_a_tensor(layer: Any) -> None:
+    weight = layer.w2.weight.detach().requires_grad_()
+    del layer.w2.weight
+    layer.w2.weight = weight
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "w2 is a Twice": lambda layer: setattr(layer.w2, "__class__", Twice),
+    "w2 has hooks": lambda layer: layer.w2.register_forward_hook(lambda _, x, y: 2 * y),
+    "w13 has hooks": lambda layer: layer.w13.register_forward_pre_hook(lambda _, x: (2 * x[0],)),
+    "w2 has a weight that is a Tensor": hold_a_tensor,
+    "w2 has no weight": lambda layer: setattr(layer, "w2", nn.Identity()),
+    "w13 has no weight": lambda layer: setattr(layer, "w13", nn.Unflatten(-1, (2, D // 2))),
+}
+
+
+@pytest.mark.parametrize("reason", CHANGES)
+def test_a_changed_layer_runs_as_the_stock_one(
+    today: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    config = today.FeedForward.Config(width=D, hidden=D // 2)
+    stock = today.FeedForward(config)
+    ours = twin(stock, today.FusedFeedForward(today.feed_forward(config)))
+    for layer in (stock, ours):
+        CHANGES[reason](layer)
+    check(stock, ours, torch.randn(5, D), tol=1e-6)
+    assert reason in caplog.text
+
+
+def test_a_layer_whose_weights_have_got_another_width_is_planned_anew(today: Any) -> None:
+    config = today.FeedForward.Config(width=D, hidden=HIDDEN)
+    ours = today.FusedFeedForward(today.feed_forward(config))
+    ours(torch.randn(5, D))  # planned for D
+    wide = today.FeedForward(today.FeedForward.Config(width=2 * D, hidden=HIDDEN))
+    ours.w13, ours.w2 = copy.deepcopy((wide.w13, wide.w2))
+    check(wide, ours, torch.randn(5, 2 * D), tol=1e-5)
 
 
 def test_another_activation_runs_as_the_stock_one(
@@ -249,12 +315,84 @@ def test_the_loss_of_the_head_is_what_the_chunks_give(today: Any) -> None:
     assert "forward" not in head.__dict__
 
 
-def test_experts_without_a_mesh_say_so(today: Any) -> None:
+class ScaledLoss(torchtitan_stand_ins.CrossEntropyLoss):
+    def __call__(self, pred: Tensor, labels: Tensor, valid: Any = None) -> Any:
+        loss, metrics = super().__call__(pred, labels, valid)
+        return 2 * loss, metrics
+
+
+class Scale(nn.Module):
+    """A head that is no Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Marked(Tensor):
+    pass
+
+
+def plain_head() -> nn.Module:
+    return torchtitan_stand_ins.Linear(D, D)
+
+
+OTHER_LOSSES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "the loss of a chunk is a ScaledLoss": (ScaledLoss, plain_head, Tensor, {}),
+    "the head is a Scale, or has a bias": (None, Scale, Tensor, {}),
+    "the head is a Linear, or has a bias": (None, lambda: nn.Linear(D, D), Tensor, {}),
+    "more than one plain tensor of hidden states": (None, plain_head, Marked, {}),
+    "more than one plain tensor": (None, plain_head, Tensor, {"extra": 1}),
+}
+
+
+@pytest.mark.parametrize("reason", OTHER_LOSSES)
+def test_another_loss_of_the_head_runs_as_the_stock_one(
+    today: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    loss_fn, head, kind, more = OTHER_LOSSES[reason]
+    config = today.ChunkedLossWrapper.Config(
+        loss_fn=(loss_fn or torchtitan_stand_ins.CrossEntropyLoss)()
+    )
+    own = head()
+    x, labels = torch.randn(6, D).as_subclass(kind), torch.randint(0, D, (6,))
+    found = []
+    for loss in (
+        today.ChunkedLossWrapper(config),
+        today.FusedChunkedLoss(today.chunked_loss(config)),
+    ):
+        loss.set_lm_head(own)
+        found.append(loss(x, labels, torch.tensor(5.0), **more)[0])
+    assert torch.equal(*found)
+    assert reason in caplog.text
+
+
+class MeshOf(int):
+    """A mesh of so many ranks of experts."""
+
+    def __getitem__(self, axis: str) -> MeshOf:
+        return self
+
+    def size(self) -> int:
+        return int(self)
+
+
+@pytest.mark.parametrize(("ranks", "why"), [(None, "is not there"), (3, "has 3 ranks of experts")])
+def test_experts_without_a_mesh_of_their_ranks_say_so(
+    today: Any, monkeypatch: pytest.MonkeyPatch, ranks: int | None, why: str
+) -> None:
+    types_of_mesh = sys.modules["torchtitan.distributed.spmd_types"]
+    mesh = None if ranks is None else MeshOf(ranks)
+    monkeypatch.setattr(types_of_mesh, "spmd_sparse_mesh", lambda: mesh)
     dispatcher = torchtitan_stand_ins.AllToAllTokenDispatcher(4, 2)
     config = today.RoutedExperts.Config(
         w13=(2, D, HIDDEN, 2), w2=(2, HIDDEN, D), token_dispatcher=dispatcher
     )
     ours = today.FusedRoutedExperts(today.routed_experts(config))
     ids = torch.zeros(3, 2, dtype=torch.int64)
-    with pytest.raises(fo.FuseOpsError, match="has 2 of 4 experts on this rank"):
+    with pytest.raises(fo.FuseOpsError, match=f"has 2 of 4 experts on this rank, .*{why}"):
         ours(torch.randn(3, D), torch.rand(3, 2), ids, torch.tensor([6, 0, 0, 0]))

@@ -378,18 +378,14 @@ def check_operands(
 ) -> None:
     """Raise ShapeError unless x and the weight are equally wide, and bias and class weights have one number a class.
 
-    classes: of the whole vocabulary, where weight and bias are a shard
+    classes: of the whole vocabulary, which class weights cover where weight and bias are a shard
     """
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
         raise ShapeError(
             f"{who} expects x (..., D) and a weight (V, D), got {tuple(x.shape)} and "
             f"{tuple(weight.shape)}."
         )
-    own = len(weight)
-    for name, t, count in (
-        ("bias", bias, own),
-        ("class weights", class_weights, own if classes is None else classes),
-    ):
+    for name, t, count in (("bias", bias, len(weight)), ("class weights", class_weights, classes)):
         if t is not None and (t.shape != (count,) or not t.is_floating_point()):
             raise ShapeError(
                 f"{who} expects {name} of a float dtype and shape ({count},), got {t.dtype} of "
