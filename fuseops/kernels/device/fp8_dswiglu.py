@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from . import operands
 from .fp8_stores import power_of_two_scale
 from .fp8_turned import (
     SUBTILE_ROWS,
@@ -31,7 +32,9 @@ from .fp8_turned import (
     subtile_tokens,
 )
 from .gluon_names import load_rows, thread_barrier
-from .operands import parts_beside, program_blocks
+
+parts_beside = gluon.jit(operands.parts_beside.fn)
+program_blocks = gluon.jit(operands.program_blocks.fn)
 
 UNSWIZZLED_LAYOUT = gl.constexpr(
     gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0])

@@ -228,7 +228,7 @@ def program_blocks(program, offs_ptr, R, E, parts, GROUPS: tl.constexpr, BLOCK_R
     """
     part, group = program, 0
     group_start, group_end, group_first_block = R * 0, R, R * 0
-    group_end_block = tl.cdiv(R, BLOCK_R)
+    group_end_block = (R + BLOCK_R - 1) // BLOCK_R
     num_blocks = group_end_block
     if GROUPS:
         part, group = program // E, program % E
