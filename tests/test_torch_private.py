@@ -77,6 +77,12 @@ def test_who_made_a_tensor_is_known_behind_fsdp() -> None:
     assert torch_private.producer(second) is None and torch_private.producer(leaf) is None
 
 
+def test_leaves_behind_results_are_those_that_want_a_gradient():
+    a, b, c = (torch.ones(2, requires_grad=wants) for wants in (True, True, False))
+    found = torch_private.leaves_behind([(a + c) * a, b, c, b.exp()])
+    assert {*map(id, found)} == {id(a), id(b)}
+
+
 class Doubled(torch.autograd.Function):
     """y = 2x; says in which state its methods ran."""
 
