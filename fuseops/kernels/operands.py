@@ -283,9 +283,7 @@ def permute_operand(
     out, blocks = _outputs(data, rows, n, offs, data.dtype, row, col)
     groups = 1 if offs is None else len(offs)
     config = dict(PERMUTE.pick(rows, (n,), data))
-    each = cdiv(blocks, groups)
-    beside = min(config.pop("BESIDE"), each)
-    parts = cdiv(each, beside) * beside
+    parts, beside = _parts(blocks, groups, config.pop("BESIDE"))
     launch(
         device("operands").permute_operand_kernel, (parts * groups * cdiv(n, BLOCK),),
         data, *pointers(data, scale, index, offs), *out,
@@ -356,9 +354,8 @@ def dswiglu_operand(
     }
     if fp8_paths.act_path(da, h, dtype, a_dtype) == "once":
         groups, config = 1 if offs is None else len(offs), DSWIGLU_ONCE.pick(rows, (n,), h)
-        each = cdiv(blocks, groups)
-        span, beside = config["SPAN"], min(config["BESIDE"], each)
-        parts = cdiv(each, beside) * beside
+        parts, beside = _parts(blocks, groups, config["BESIDE"])
+        span = config["SPAN"]
         launch(
             device("fp8_dswiglu").fp8_dswiglu_kernel, (parts * groups * cdiv(n // BLOCK, span),),
             *operands, *out, a, a_scale, partial, rows, n, groups, parts, da.stride(0), h.stride(0), span, beside,
@@ -417,6 +414,13 @@ def _outputs(
     columns = like.new_empty((n, blocks * BLOCK) if col else 0, dtype=dtype)
     squares = like.new_empty((features, blocks) if col else 0, dtype=torch.float32)
     return (data, scale, columns, squares), blocks
+
+
+def _parts(blocks: int, groups: int, beside: int) -> tuple[int, int]:
+    """(the parts that each group's blocks of tokens are split into, how many neighbours run together)."""
+    each = cdiv(blocks, groups)
+    beside = min(beside, each)
+    return cdiv(each, beside) * beside, beside
 
 
 def _groups(offs: Tensor | None) -> int:

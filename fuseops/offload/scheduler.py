@@ -19,6 +19,7 @@ from fuseops.globs import as_globs
 from fuseops.observe import modules
 from fuseops.observe.labels import matching_modules
 from fuseops.observe.memory import tensors_in
+from fuseops.ops.paths import check_module
 from fuseops.words import plural
 
 from .arguments import instance_of, parse_bytes, whole_number
@@ -87,10 +88,7 @@ class Scheduler:
         ahead: int = 1,
         manual: bool = False,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise FuseOpsError(
-                f"Scheduler(model, ...) expects an nn.Module, got {type(model).__name__}."
-            )
+        check_module("Scheduler(model, ...)", model)
         instance_of(policy, (Policy, NoneType), "Scheduler(policy=...)", "an offload.Policy")
         instance_of(
             hardware, (Hardware, NoneType), "Scheduler(hardware=...)", "an offload.Hardware"

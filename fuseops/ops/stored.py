@@ -269,7 +269,7 @@ _INSTEAD_OF_DDP = (
 
 def _check_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise FuseOpsError for an optimizer that would update carriers, or pass them over while masters wait."""
-    given = parameter_ids(optimizer)
+    given = parameter_ids(optimizer) if _alive else ()
     wrong = [s for s in _alive if id(s.carrier) in given and s.carrier.requires_grad]
     if wrong:
         raise FuseOpsError(

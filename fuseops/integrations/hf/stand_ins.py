@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from fuseops.ops.object_table import object_at
 from fuseops.ops.op import NON_CONFIG_ATTRS, Op
 from fuseops.ops.paths import PARAMETER_SOURCE, STAND_IN
 from fuseops.plan.key import has_hooks
@@ -178,16 +179,12 @@ def evaluate(predicate: Callable[..., Any], owner: nn.Module, *args: Any) -> boo
 
 @assume_constant_result
 def _evaluate_untraced(predicate: Callable[..., Any], owner: int, *args: Any) -> int:
-    from fuseops.ops.object_table import object_at
-
     return int(bool(predicate(object_at(owner), *args)))
 
 
 @assume_constant_result
 def _guarded_names(owner: int) -> str:
     """Names, separated by spaces, of the constants, callables and parameterless children of a module."""
-    from fuseops.ops.object_table import object_at
-
     module: nn.Module = object_at(owner)
     snapshot = ConfigSnapshot.of(module)
     current = zip((*snapshot.names, *snapshot.children), snapshot.values, strict=True)

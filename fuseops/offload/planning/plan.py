@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs
 from fuseops.offload.arguments import instance_of, parse_bytes, whole_number
 from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
@@ -34,6 +33,7 @@ from fuseops.offload.schedule import (
     LinkSettings,
 )
 from fuseops.ops import scopes
+from fuseops.ops.paths import check_module
 from fuseops.ops.permute import Permute
 from fuseops.words import size
 
@@ -139,8 +139,7 @@ def plan(
     Raises FuseOpsError for values of the wrong kind, globs that match nothing, a step without a
     backward, and in a dry run for shapes that depend on data when no split is given.
     """
-    if not isinstance(model, nn.Module):
-        raise FuseOpsError(f"plan(model, ...) expects an nn.Module, got {type(model).__name__}.")
+    check_module("plan(model, ...)", model)
     limits = Limits(
         None if peak is None else parse_bytes(peak, "plan(peak=...)"),
         None if host is None else parse_bytes(host, "plan(host=...)"),
