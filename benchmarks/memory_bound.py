@@ -38,8 +38,8 @@ from common import floors, measure, runs
 from common.memory_cases import Call, Case, cases
 from torch.utils._pytree import tree_leaves
 
-from fuseops.kernels.launch import Launch, recording
-from fuseops.kernels.registry import arch_of
+from fuseops.kernels.launch import Launch, arch_of
+from fuseops.kernels.replay import recording
 
 SMALL_ROWS = (64, 256, 1024)
 SMALL_CASES = (

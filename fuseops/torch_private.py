@@ -3,7 +3,6 @@
 `tests/test_torch_private.py` fails when one of them is gone.
 """
 
-import contextlib
 import functools
 import logging
 import operator
@@ -20,6 +19,8 @@ from torch.autograd import forward_ad as forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules import module as nn_module
 from torch.utils import _python_dispatch
+
+from fuseops import attributes
 
 # hooks on every module of the process, by their handles
 GLOBAL_HOOKS: tuple[dict[int, Callable[..., Any]], ...] = (
@@ -116,9 +117,11 @@ def is_batched(t: torch.Tensor) -> bool:
     return bool(private.is_batchedtensor(t) or private.is_legacy_batchedtensor(t))
 
 
-def inside_forward_ad() -> bool:
-    """True inside `torch.autograd.forward_ad.dual_level()`, where any tensor may carry a tangent."""
-    return forward_ad._current_level >= 0
+def inside_transform() -> bool:
+    """Whether a transform may have wrapped tensors with a batch axis or a tangent: one of `torch.func`, or
+    `torch.autograd.forward_ad.dual_level()`.
+    """
+    return inside_functorch() or forward_ad._current_level >= 0
 
 
 def has_tangent(t: torch.Tensor | None) -> bool:
@@ -150,22 +153,12 @@ def has_autograd(op: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, "Autograd")
 
 
-def allow_in_graph(function: Callable[..., Any]) -> None:
-    """`torch.compiler.allow_in_graph`, to be called in a trace: it imports dynamo."""
-    torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
-
-
-@contextlib.contextmanager
-def compiling() -> Iterator[None]:
+def compiling() -> AbstractContextManager[None]:
     """Make `torch.compiler.is_compiling()` true inside if a dispatch mode traces. (In torch 2.11 it is true only while
     dynamo traces.)
     """
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = before or num_dispatch_modes() > 0
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    compiles = torch.compiler._is_compiling_flag or num_dispatch_modes() > 0
+    return attributes.attributes_set([(torch.compiler, "_is_compiling_flag", compiles)])
 
 
 def replace_overload(op: torch._ops.OpOverload, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -423,15 +416,10 @@ def inductor_unsupported_reason(device: torch.device) -> str | None:
     return None if has_triton() else "there is no Triton for inductor"
 
 
-@contextlib.contextmanager
-def quiet_fake_tensors() -> Iterator[None]:
+def quiet_fake_tensors() -> AbstractContextManager[None]:
     """Keep torch from logging forty lines before it raises the error of an op that fake tensors cannot run."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
+    return attributes.attributes_set([(log, "disabled", True)])
 
 
 def is_fake(t: torch.Tensor) -> bool:

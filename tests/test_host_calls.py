@@ -14,7 +14,8 @@ from torch import nn
 
 import fuseops as fo
 from fuseops import offload
-from fuseops.kernels.registry import HAS_TRITON, KernelOp
+from fuseops.kernels.launch import HAS_TRITON
+from fuseops.kernels.registry import KernelOp
 from fuseops.offload import marks
 from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.offload.storages import StorageMap

@@ -232,14 +232,15 @@ def test_the_innermost_pair_of_hooks_is_the_top_one() -> None:
         assert torch_private.top_saved_tensor_hooks() == (second, second)
 
 
-def test_inside_forward_ad_is_true_inside_a_level_only() -> None:
-    assert not torch_private.inside_forward_ad()
+def test_inside_transform_is_true_inside_a_level_or_a_transform_only() -> None:
+    assert not torch_private.inside_transform()
     x = torch.ones(2)
+    torch.func.vmap(lambda row: row if torch_private.inside_transform() else 1 / 0)(x)
     with torch.autograd.forward_ad.dual_level():
-        assert torch_private.inside_forward_ad()
+        assert torch_private.inside_transform()
         assert torch_private.has_tangent(torch.autograd.forward_ad.make_dual(x, x))
         assert not torch_private.has_tangent(x) and not torch_private.has_tangent(None)
-    assert not torch_private.inside_forward_ad()
+    assert not torch_private.inside_transform()
 
 
 def test_any_autocast_is_true_inside_one_only() -> None:
@@ -917,16 +918,6 @@ def test_watch_fsdp_tells_of_gathered_and_freed_parameters(monkeypatch: pytest.M
     first, second = told[1], told[3]
     assert first != second and told[0] == told[2] == told[5] == "original"
     assert told[4] is Param._unsharded_param
-
-
-def test_what_is_allowed_in_a_graph_is_not_looked_into() -> None:
-    def reads(x: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.graph_break()  # an error of fullgraph, where dynamo sees it
-        return x + 1
-
-    torch_private.allow_in_graph(reads)
-    compiled = torch.compile(lambda x: reads(x), backend="eager", fullgraph=True)
-    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
 
 
 def test_a_mode_that_traces_is_said_to_compile() -> None:

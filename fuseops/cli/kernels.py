@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from fuseops.kernels import aot, configs
-from fuseops.kernels.registry import HAS_TRITON
+from fuseops.kernels.launch import HAS_TRITON
 
 from .target import UsageError
 from .terminal import number_option, print_json, print_table

@@ -28,10 +28,10 @@ import torch
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import configs
-from fuseops.kernels.launch import COMPILER, recording
+from fuseops.kernels.launch import COMPILER, INTERPRET, Launch
 from fuseops.kernels.peers import PEER_KERNELS, PeerKernel
-from fuseops.kernels.registry import INTERPRET, KERNEL_OPS, KernelOp
-from fuseops.kernels.replay import Launch
+from fuseops.kernels.registry import KERNEL_OPS, KernelOp
+from fuseops.kernels.replay import recording
 from fuseops.kernels.source import source_of
 
 PINNED = "3.6"

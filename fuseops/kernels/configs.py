@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from fuseops.attributes import attributes_set
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.launch import current_arch
 from fuseops.kernels.replay import forget_replays, separate_replays
@@ -245,12 +246,9 @@ def tune(
 @contextmanager
 def forced(space: Space, config: Config) -> Iterator[None]:
     """Inside, the space always picks this configuration (for tuning and tests)."""
-    space.forced = config
-    try:
-        with separate_replays((space.name, *config.items())):
-            yield
-    finally:
-        space.forced = None
+    key = (space.name, *config.items())
+    with attributes_set([(space, "forced", config)]), separate_replays(key):
+        yield
 
 
 @contextmanager

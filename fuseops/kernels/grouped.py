@@ -29,9 +29,9 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.bias import grouped_bias_bwd
 from fuseops.kernels.grouped_launch import Gradient, Product, launch_mm, launch_wgrad, table_size
 from fuseops.kernels.groups import bounds_of
-from fuseops.kernels.launch import device, launch
+from fuseops.kernels.launch import device, launch, thread
 from fuseops.kernels.records import of_fields
-from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta, thread
+from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta
 from fuseops.kernels.tiles import FLOATS, as_rows, check_spec, pow2, upcast
 
 

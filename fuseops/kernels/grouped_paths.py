@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels.configs import Config, Space, triton_release
-from fuseops.kernels.launch import current_arch
-from fuseops.kernels.registry import INTERPRET
+from fuseops.kernels.launch import INTERPRET, current_arch
 from fuseops.kernels.replay import separate_replays
 from fuseops.torch_private import is_fake
 from fuseops.words import dtype_name

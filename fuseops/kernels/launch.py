@@ -1,4 +1,5 @@
-"""`launch` runs every Triton kernel: with a device guard, by the interpreter, or recorded for the ahead-of-time table.
+"""`launch` runs every Triton kernel: with a device guard, by the interpreter, or recorded for a replay or the
+ahead-of-time table.
 
 Device code is in ``fuseops.kernels.device``, the only modules that import Triton; ``device("norm")`` imports one at the
 first launch, so that fuseops imports without Triton.
@@ -8,21 +9,60 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import importlib.util
+import os
+import threading
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.registry import INTERPRET, arch_of
-from fuseops.kernels.replay import Launch, LaunchRecorder, record_launches, separate_replays, thread
 from fuseops.kernels.triton_private import Launcher, enter_context, launcher_of
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
 NUM_SMS_INTERPRETED = 3
+
+
+class Launch(NamedTuple):
+    """A `Launch` is recorded instead of run: to be replayed, or for the ahead-of-time table."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class LaunchRecorder:
+    """A `LaunchRecorder` collects launches instead of running them, as if on a GPU of this architecture and size.
+
+    rehearses: they are for a replay, and may depend on operands alone
+    """
+
+    def __init__(self, arch: int, num_sms: int = 132, rehearses: bool = False) -> None:
+        self.arch, self.num_sms, self.rehearses = arch, num_sms, rehearses
+        self.launches: list[Launch] = []
+
+
+class _KernelsThread(threading.local):
+    """A `_KernelsThread` holds what scopes of this thread have set: another may launch while this one records."""
+
+    def __init__(self) -> None:
+        # set here, not on the class: dynamo also guards on keys that a dict lacks
+        self.reference_only = False
+        self.as_arch = 0
+        # True: calls are replayed without asking `may_replay`; or the `Transcriber` that records them
+        self.replay_mode: Any = False
+        self.in_fake = False  # inside of a fake, where temporaries take no memory
+        self.recorder: LaunchRecorder | None = None
+
+
+thread = _KernelsThread()
 
 
 def _interpreter() -> ModuleType:
@@ -54,7 +94,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
     recorder = thread.recorder
     if recorder is not None:
         recorder.launches.append(Launch(kernel, grid, args, options))
-        recorder.launch = launch_and_bind
         return None
     if 0 in grid:
         return None
@@ -155,30 +194,30 @@ def _relaunch(launcher: Launcher, grid: tuple[int, ...], args: tuple[Any, ...]) 
         launcher.raw(*blocks, stream, *launcher.head, *operands)
 
 
-@contextmanager
-def recording(arch: int) -> Iterator[LaunchRecorder]:
-    """Inside, launches of this thread are recorded and not run, as if on a GPU of the given architecture."""
-    with record_launches(LaunchRecorder(arch)) as recorder, separate_replays():
-        yield recorder
+_archs: dict[torch.device, int] = {}
+
+
+@torch_private.assume_constant_result
+def arch_of(device: torch.device) -> int:
+    """Compute capability as one number: 90 on Hopper."""
+    arch = _archs.get(device)
+    if arch is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = _archs[device] = 10 * major + minor
+    return arch
 
 
 def current_arch(where: torch.device) -> int:
     """The architecture of a launch on this device; the interpreter counts as Hopper."""
-    recorder = thread.recorder
-    if recorder is not None:
-        if recorder.target_device is None:
-            return recorder.arch
-        where = recorder.target_device
+    if thread.recorder is not None:
+        return thread.recorder.arch
     return 90 if where.type != "cuda" else arch_of(where)
 
 
 def num_sms(where: torch.device) -> int:
     """The number of multiprocessors, the unit of persistent grids."""
-    recorder = thread.recorder
-    if recorder is not None:
-        if recorder.target_device is None:
-            return recorder.num_sms
-        where = recorder.target_device
+    if thread.recorder is not None:
+        return thread.recorder.num_sms
     return NUM_SMS_INTERPRETED if where.type != "cuda" else _num_sms(where)
 
 

@@ -19,9 +19,9 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.formats import E2M1, E4M3, E5M2, dequantize_format, micro_format, unswizzled
 from fuseops.kernels.grouped import grouped_mm, grouped_wgrad
 from fuseops.kernels.groups import column_offs, padded_columns
-from fuseops.kernels.launch import device, launch
+from fuseops.kernels.launch import arch_of, device, launch
 from fuseops.kernels.records import of_fields
-from fuseops.kernels.registry import DTYPES, Cases, arch_of, floats, ints, kernel_op, on_meta
+from fuseops.kernels.registry import DTYPES, Cases, floats, ints, kernel_op, on_meta
 from fuseops.kernels.tiles import cdiv, check_shape, pointers, pow2
 
 

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import device, launch
-from fuseops.kernels.registry import INTERPRET, Cases, floats, ints, kernel_op, on_meta
+from fuseops.kernels.launch import INTERPRET, device, launch
+from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta
 from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pointers, pow2, upcast
 
 

@@ -20,14 +20,11 @@ see the registered op.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
-import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -35,7 +32,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad, profiler
 
 from fuseops import torch_private
+from fuseops.attributes import attributes_set
 from fuseops.errors import FuseOpsError
+from fuseops.kernels.launch import HAS_TRITON, INTERPRET, arch_of, thread
 from fuseops.kernels.replay import (
     ALIGNED,
     NOT_REPLAYED,
@@ -47,8 +46,6 @@ from fuseops.kernels.replay import (
 P = ParamSpec("P")
 R = TypeVar("R")
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
 DTYPES = frozenset(
     {
         *(torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64),
@@ -70,21 +67,6 @@ _on_launch: Callable[[Call], object] | None = None
 def library(namespace: str = OWN_NAMESPACE) -> torch.library.Library:
     """The torch library that defines the kernel ops of a namespace."""
     return torch.library.Library(namespace, "FRAGMENT")
-
-
-class _RegistryThread(threading.local):
-    """A `_RegistryThread` holds the registry's settings that scopes of this thread have set."""
-
-    def __init__(self) -> None:
-        # set here, not on the class: dynamo also guards on keys that a dict lacks
-        self.reference_only = False
-        self.as_arch = 0
-        # True: calls are replayed without asking `may_replay`; or the `Transcriber` that records them
-        self.replay_mode: Any = False
-        self.in_fake = False  # inside of a fake, where temporaries take no memory
-
-
-thread = _RegistryThread()
 
 
 @contextmanager
@@ -112,17 +94,11 @@ def watch_launches(on_launch: Callable[[Call], object] | None = None) -> Iterato
         _on_launch = outer
 
 
-@contextmanager
-def as_if_on(arch: int) -> Iterator[None]:
+def as_if_on(arch: int) -> AbstractContextManager[None]:
     """Inside, fake CPU tensors count as CUDA tensors of an architecture, so that calls of its kernels go to the
     registered ops and their fakes. For dry runs.
     """
-    outer = thread.as_arch
-    thread.as_arch = arch
-    try:
-        yield
-    finally:
-        thread.as_arch = outer
+    return attributes_set([(thread, "as_arch", arch)])
 
 
 class KernelOp(Generic[P, R]):
@@ -271,7 +247,7 @@ class KernelOp(Generic[P, R]):
         first = args[0]
         if thread.reference_only or not first.dim() or not self._on_device(first):
             return False
-        if _in_transform() and not torch.compiler.is_compiling():
+        if torch_private.inside_transform() and not torch.compiler.is_compiling():
             return False
         grad, device = torch.is_grad_enabled(), first.device
         for value in self._values(args, kwargs) if kwargs or self._takes_lists else args:
@@ -451,19 +427,6 @@ def meta(value: Any) -> Any:
     return type(value)(map(meta, value)) if isinstance(value, (tuple, list)) else value
 
 
-_archs: dict[torch.device, int] = {}
-
-
-@torch_private.assume_constant_result
-def arch_of(device: torch.device) -> int:
-    """Compute capability as one number: 90 on Hopper."""
-    arch = _archs.get(device)
-    if arch is None:
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = _archs[device] = 10 * major + minor
-    return arch
-
-
 PLAIN = frozenset((Tensor, nn.Parameter))  # torch's own types: no subclass sees their operations
 PLAIN_OR_NONE = PLAIN | {type(None)}
 _PLAIN_TYPES = PLAIN_OR_NONE | {bool, int, float, str, torch.dtype}
@@ -573,11 +536,6 @@ def cached_decision(decide: Callable[..., R], tensors: Sequence[Any], *facts: An
     decision = decide(*tensors, *facts)
     active_replays.current.cache_decision(key, tensors_given, decision)
     return decision
-
-
-def _in_transform() -> bool:
-    """Whether a transform may have wrapped tensors with a batch axis or a tangent, which a kernel would drop."""
-    return torch_private.inside_functorch() or torch_private.inside_forward_ad()
 
 
 def _contiguous(out: Any) -> Any:

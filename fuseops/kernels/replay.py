@@ -12,9 +12,8 @@ replays (`registry.cached_decision`); a change of a setting clears both.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -22,7 +21,16 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
+from fuseops.attributes import attributes_set
 from fuseops.errors import FuseOpsError
+from fuseops.kernels.launch import (
+    Launch,
+    LaunchRecorder,
+    current_arch,
+    launch_and_bind,
+    num_sms,
+    thread,
+)
 from fuseops.kernels.triton_private import Launcher
 
 ALIGNED = 16
@@ -30,47 +38,6 @@ MAX_KINDS = 8  # of one op and shape of its first operand
 MAX_SHAPES = 4096
 NOT_REPLAYED = object()
 MAX_TENSOR_MAPS = 1024  # tensor maps of an operand: of all layers of a model
-
-
-class Launch(NamedTuple):
-    """A `Launch` is recorded instead of run: to be replayed, or for the ahead-of-time table."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-class LaunchRecorder:
-    """A `LaunchRecorder` collects launches instead of running them.
-
-    target_device: the device whose architecture and multiprocessors launchers see; None for `arch` and `num_sms`.
-    launch: runs one of them and returns its `Launcher`: `launch.launch_and_bind`.
-    """
-
-    def __init__(
-        self, arch: int = 0, num_sms: int = 132, target_device: torch.device | None = None
-    ) -> None:
-        self.arch, self.num_sms, self.target_device = arch, num_sms, target_device
-        self.launches: list[Launch] = []
-        self.launch: Callable[..., Any] | None = None
-
-
-class _RecorderThread(threading.local):
-    recorder: LaunchRecorder | None = None
-
-
-thread = _RecorderThread()  # an autograd thread may launch while another one records
-
-
-@contextmanager
-def record_launches(recorder: LaunchRecorder) -> Iterator[LaunchRecorder]:
-    """Inside, launches of this thread are recorded and not run."""
-    outer, thread.recorder = thread.recorder, recorder
-    try:
-        yield recorder
-    finally:
-        thread.recorder = outer
 
 
 def bump_versions(written: Sequence[Tensor]) -> None:
@@ -86,7 +53,7 @@ class ReplayError(FuseOpsError):
 
 def not_replayable(reason: str) -> None:
     """A launcher calls this where its launches depend on something else than operands, so are not replayed."""
-    if thread.recorder is not None and thread.recorder.target_device is not None:
+    if thread.recorder is not None and thread.recorder.rehearses:
         raise ReplayError(f"it depends on {reason}")
 
 
@@ -122,7 +89,7 @@ class OperandAddress:
 
 
 class TensorMapCache(dict[int, Any]):
-    """A `TensorMapCache` holds the tensor maps of one operand of a kernel, by address."""
+    """A `TensorMapCache` holds the tensor maps of one operand of a launch, a descriptor, by the address of its slot."""
 
     def __init__(
         self, launcher: Launcher, number: int, described: DescriptorOperand, dtype: Any
@@ -139,13 +106,6 @@ class TensorMapCache(dict[int, Any]):
             self.clear()
         encoded = self[address] = self.encode(address)[0]
         return encoded
-
-
-class TensorMapOperand(NamedTuple):
-    """A `TensorMapOperand` is an operand of a launch that is the tensor map of a slot."""
-
-    slot: int
-    maps: TensorMapCache
 
 
 STREAM = object()  # placeholder for the stream among the operands of a launch
@@ -168,8 +128,9 @@ class Program(NamedTuple):
             return "stream"
         if type(value) is OperandPlace:
             return addresses[value.slot]
-        if type(value) is TensorMapOperand:
-            return f"{bind_constant(value.maps, namespace)}[{addresses[value.slot]}]"
+        if type(value) is TensorMapCache:
+            slot = value.described.place.slot
+            return f"{bind_constant(value, namespace)}[{addresses[slot]}]"
         return bind_constant(value, namespace)
 
 
@@ -212,9 +173,10 @@ class Replay:
             self.programs, self.call = None, self._run_launcher
 
     def _rehearse(self, args: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
-        mode, recorder = _RehearsalMode(tensors), LaunchRecorder(target_device=self.device)
+        mode, where = _RehearsalMode(tensors), self.device
+        recorder = LaunchRecorder(current_arch(where), num_sms(where), rehearses=True)
         metas = iter(mode.operands)
-        with torch.no_grad(), record_launches(recorder), mode:
+        with torch.no_grad(), attributes_set([(thread, "recorder", recorder)]), mode:
             out = self.launcher(*(next(metas) if isinstance(v, Tensor) else v for v in args))
         self.returns_tuple = isinstance(out, tuple)
         self.returns_value = out is not None  # an op may write to its operands alone
@@ -222,7 +184,6 @@ class Replay:
         outputs = [mode.place(t) for t in returned]
         self.allocations, self.outputs = _output_layout(mode.allocations, outputs, len(tensors))
         self.contiguous = all(t.is_contiguous() for t in returned)
-        self.launch = recorder.launch
         self.programs = [
             recorded._replace(args=tuple([mode.operand(a) for a in recorded.args]))
             for recorded in recorder.launches
@@ -275,7 +236,7 @@ class Replay:
         programs = self.programs or []
         for kernel, grid, args, options in programs:
             launch_args = [_argument(a, tensors) for a in args]
-            launchers.append(self.launch(kernel, grid, launch_args, options))  # type: ignore[misc]
+            launchers.append(launch_and_bind(kernel, grid, launch_args, options))
         self.launchable = bool(launchers) and None not in launchers
         if self.launchable and self.call == self._run_checked:
             self.call = self._generate_call(programs, launchers, tensors)
@@ -302,7 +263,8 @@ class Replay:
         all_params = ", ".join(params)
         address_bits = " | ".join(f"p{k}" for k in range(len(tensors_of)))
         # None first: comparing a tensor that is given in its place with a scalar is slow
-        scalars = sorted(zip(self.rest_of(params), self.scalars, strict=True), key=_is_given)
+        given = zip(self.rest_of(params), self.scalars, strict=True)
+        scalars = sorted(given, key=lambda parameter: parameter[1] is not None)
         scalar_checks = [
             f" and {name} " + ("is None" if v is None else f"== {bind_constant(v, namespace)}")
             for name, v in scalars
@@ -356,10 +318,6 @@ class Replay:
         return [*lines, *[program.line(addresses, namespace) for program in self.launch_code]]
 
 
-def _is_given(parameter: tuple[str, Any]) -> bool:
-    return parameter[1] is not None
-
-
 def _program(launcher: Launcher, recorded: Launch, tensors: Sequence[Tensor]) -> Program:
     """A recorded launch with its operands as numbers, places and tensor maps, on the current stream."""
     operands: list[Any] = [*(*recorded.grid, 1, 1)[:3], STREAM, *launcher.head]
@@ -368,7 +326,7 @@ def _program(launcher: Launcher, recorded: Launch, tensors: Sequence[Tensor]) ->
         if type(value) is DescriptorOperand:
             t = tensors[value.place.slot]
             maps = TensorMapCache(launcher, number, value, t.dtype)
-            operands += [TensorMapOperand(value.place.slot, maps), *maps.encode(t.data_ptr())[1:]]
+            operands += [maps, *maps.encode(t.data_ptr())[1:]]
             number += 1
         else:
             operands.append(value)
@@ -539,16 +497,19 @@ class _ActiveReplays:
 active_replays = _ActiveReplays()
 
 
-@contextmanager
-def separate_replays(under: Any = None) -> Iterator[None]:
+def separate_replays(under: Any = None) -> AbstractContextManager[None]:
     """Inside, other replays are used: those of the override `under`, or new ones."""
-    outer = active_replays.current
-    inner = Replays() if under is None else outer.under.setdefault(under, Replays())
-    active_replays.current = inner
-    try:
-        yield
-    finally:
-        active_replays.current = outer
+    overrides = active_replays.current.under
+    inner = Replays() if under is None else overrides.setdefault(under, Replays())
+    return attributes_set([(active_replays, "current", inner)])
+
+
+@contextmanager
+def recording(arch: int) -> Iterator[LaunchRecorder]:
+    """Inside, launches of this thread are recorded and not run, as if on a GPU of the given architecture."""
+    recorder = LaunchRecorder(arch)
+    with attributes_set([(thread, "recorder", recorder)]), separate_replays():
+        yield recorder
 
 
 def forget_replays() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuseops.kernels.groups import column_of_row, group_of_row, padded_columns, padding_mask
-from fuseops.kernels.registry import thread
+from fuseops.kernels.launch import thread
 
 RowTransform = Callable[[Tensor], Tensor]
 PIECES, LEAST_PIECE = 32, 1 << 20

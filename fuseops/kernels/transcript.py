@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.kernels.registry import PLAIN, KernelOp, thread
+from fuseops.attributes import attributes_set
+from fuseops.kernels.launch import thread
+from fuseops.kernels.registry import PLAIN, KernelOp
 from fuseops.kernels.replay import ALIGNED, Replay, active_replays, bind_constant
 
 R = TypeVar("R")
@@ -192,12 +194,8 @@ class Transcriber(torch_private.DispatchMode):
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
         """Inside, nothing is recorded."""
-        thread.replay_mode = True
-        try:
-            with torch_private.without_modes():
-                yield
-        finally:
-            thread.replay_mode = self
+        with attributes_set([(thread, "replay_mode", True)]), torch_private.without_modes():
+            yield
 
     def keep(self, *tensors: Tensor | None) -> None:
         """Register tensors that the function caches for this stream; their values do not change."""
@@ -527,9 +525,5 @@ def transcribing(
 ) -> Iterator[Transcriber]:
     """Inside, the calls of a function of these tensors are recorded. Nothing else may have to observe them."""
     transcriber = Transcriber(operands, shared, running_step)
-    outer, thread.replay_mode = thread.replay_mode, transcriber
-    try:
-        with transcriber:
-            yield transcriber
-    finally:
-        thread.replay_mode = outer
+    with attributes_set([(thread, "replay_mode", transcriber)]), transcriber:
+        yield transcriber

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fuseops.attributes import attributes_set
 from fuseops.ops.op import Op
 from fuseops.ops.scopes import DELAYED
 from fuseops.ops.stored import stored_in, sync_masters
@@ -59,20 +60,6 @@ def written_buffer(before: BufferVersions, after: BufferVersions) -> str | None:
         if (new is not old or now != count) and new.shape == old.shape:
             return name
     return None
-
-
-@contextmanager
-def attributes_set(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Sets attributes inside, and restores them.   values: object, name and value of each"""
-    inside = [*values]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in inside]
-    try:
-        for owner, name, value in inside:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from fuseops.kernels.registry import INTERPRET
+from fuseops.kernels.launch import INTERPRET
 from fuseops.ops.local import Local
 from fuseops.ops.op import Call, Op
 from fuseops.ops.structure import Tap

@@ -321,5 +321,5 @@ def _prepared(module: int, identities: tuple[Any, ...]) -> int:
     runner = runner_of(found)
     if not runner.places:
         runner.places = _positions(_flat_children(found, []))
-        torch_private.allow_in_graph(in_graph)
+        torch.compiler.allow_in_graph(in_graph)  # type: ignore[no-untyped-call]
     return id(runner)

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fuseops.kernels import registry
+from fuseops.kernels.launch import thread
+from fuseops.kernels.registry import may_replay
 from fuseops.kernels.replay import active_replays
 from fuseops.kernels.transcript import Repeat, transcribable, transcribing
 from fuseops.ops import scopes
@@ -103,7 +104,7 @@ def forward(
     -> y, the tensors to save for the backward, where each kept field is among them, dtypes of x
     """
     run_steps = seg.fwd or write_forward(seg)
-    thread, unseen = registry.thread, registry.may_replay()
+    unseen = may_replay()
     before, thread.replay_mode = thread.replay_mode, seg.quiet and unseen
     try:
         transcripts = transcripts_of(seg, context, unseen)
@@ -149,7 +150,7 @@ def backward(seg: Segment, rows: Sequence[Any], saved: list[Tensor], given: Grad
     saved: what autograd saved; the list is emptied, so that tensors are freed early.
     """
     run_steps, (dy, dsides, x_dtypes, context) = seg.bwd or write_backward(seg), given
-    thread, unseen = registry.thread, registry.may_replay()
+    unseen = may_replay()
     before, thread.replay_mode = thread.replay_mode, seg.quiet and unseen
     try:
         transcripts = transcripts_of(seg, context, unseen)

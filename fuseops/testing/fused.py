@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fuseops.attributes import attributes_set
 from fuseops.layers.sequential import Sequential
-from fuseops.observe.untouched import attributes_set
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 from fuseops.ops.paths import check_module, walk

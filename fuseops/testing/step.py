@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fuseops.attributes import attributes_set
 from fuseops.observe import modules
-from fuseops.observe.untouched import attributes_set, main_grad_of, untouched
+from fuseops.observe.untouched import main_grad_of, untouched
 from fuseops.ops import scopes
 from fuseops.ops.weights import drop_quantized_weights
 from fuseops.run.weight_grads import run_delayed

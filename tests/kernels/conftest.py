@@ -10,7 +10,7 @@ GPU = torch.cuda.is_available()
 
 
 def pytest_collection_modifyitems(items):
-    from fuseops.kernels.registry import INTERPRET
+    from fuseops.kernels.launch import INTERPRET
 
     for item in items:
         needs_kernels = "kernels" in item.fixturenames

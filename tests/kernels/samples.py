@@ -2,7 +2,8 @@
 
 import torch
 
-from fuseops.kernels.registry import KERNEL_OPS, arch_of
+from fuseops.kernels.launch import arch_of
+from fuseops.kernels.registry import KERNEL_OPS
 
 E4M3 = torch.float8_e4m3fn
 

@@ -33,7 +33,7 @@ def test_table_is_fresh_and_a_sample_compiles():
 ONE_ELEMENT_A_LANE = r"""
 import torch
 from fuseops.kernels import aot, bias, norm
-from fuseops.kernels.launch import recording
+from fuseops.kernels.replay import recording
 x, w = torch.empty(64, 100, device="meta"), torch.empty(3, 100, device="meta")
 offs, probs = torch.empty(3, dtype=torch.int32, device="meta"), torch.empty(64, device="meta")
 few, scale = torch.empty(64, 7, device="meta"), torch.empty(7, device="meta")
@@ -90,7 +90,7 @@ def test_tables_of_other_tritons_are_of_these_kernels():
 LOADER = r"""
 import re, torch
 from fuseops.kernels import aot, fp8
-from fuseops.kernels.launch import recording
+from fuseops.kernels.replay import recording
 with recording(90) as recorder:
     fp8.fp8_wgrad.launcher(*next(iter(fp8.fp8_wgrad.cases())))
 ttgir = aot.compiled(recorder.launches[-1], 90).asm["ttgir"]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import configs
-from fuseops.kernels.registry import INTERPRET, KERNEL_OPS
+from fuseops.kernels.launch import INTERPRET
+from fuseops.kernels.registry import KERNEL_OPS
 
 WIDTHS = (1, 3, 64, 100, 768, 2048, 4096, 5120, 7168, 14336, 16384)
 

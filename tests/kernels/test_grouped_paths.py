@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fuseops as fo
 from fuseops.kernels import configs, grouped_paths
 from fuseops.kernels.grouped_paths import mm_choice, wgrad_choice
-from fuseops.kernels.launch import recording
+from fuseops.kernels.replay import recording
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from fuseops.kernels import registry
+from fuseops.kernels.launch import INTERPRET
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
-if registry.INTERPRET:
+if INTERPRET:
     import triton
     import triton.language as tl
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from samples import samples
 
-from fuseops.kernels.launch import device, recording, variant_of
+from fuseops.kernels.launch import device, variant_of
 from fuseops.kernels.registry import KERNEL_OPS
+from fuseops.kernels.replay import recording
 
 # the package has a function of this name
 launching = importlib.import_module("fuseops.kernels.launch")

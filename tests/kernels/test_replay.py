@@ -10,9 +10,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fuseops import torch_private
 from fuseops.kernels import configs, grouped_paths, norm, registry
 from fuseops.kernels.activation import act_bwd, act_fwd
-from fuseops.kernels.launch import recording
 from fuseops.kernels.registry import KERNEL_OPS
-from fuseops.kernels.replay import NOT_REPLAYED, Replay, Replays, active_replays, separate_replays
+from fuseops.kernels.replay import (
+    NOT_REPLAYED,
+    Replay,
+    Replays,
+    active_replays,
+    recording,
+    separate_replays,
+)
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.registry import HAS_TRITON, arch_of
+from fuseops.kernels.launch import HAS_TRITON, arch_of
 
 from .bounded import Bounded
 from .device_counts import DeviceCounts

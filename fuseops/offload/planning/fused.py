@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.observe.untouched import attributes_set
+from fuseops.attributes import attributes_set
 
 _lock = threading.RLock()
 
@@ -49,7 +49,7 @@ def _is_fake_of_cuda(x: Tensor) -> bool:
     """Whether x stands for a CUDA tensor: fakes on CUDA run its kernel themselves."""
     if not torch_private.is_fake(x) or x.device.type != "cpu":
         return False
-    if torch_private.inside_functorch() or torch_private.inside_forward_ad():
+    if torch_private.inside_transform():
         return False
     return x.dim() not in (4, 5) or x.is_contiguous()  # no channels-last images
 
