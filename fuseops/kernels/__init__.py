@@ -76,9 +76,9 @@ from .grouped_glu import grouped_swiglu as grouped_swiglu
 from .grouped_glu_bwd import grouped_dswiglu as grouped_dswiglu
 from .grouped_glu_bwd import grouped_dswiglu_into as grouped_dswiglu_into
 from .groups import column_offs as column_offs
+from .groups import num_groups as num_groups
 from .groups import padded_columns as padded_columns
 from .groups import padding_mask as padding_mask
-from .groups import scale_of_row as scale_of_row
 from .launch import launch as launch
 from .micro import quantize_micro as quantize_micro
 from .micro_gemm import micro_mm as micro_mm

@@ -16,7 +16,7 @@ Hardware: sm_89 and later convert; older ones run the twin, as sizes and strides
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.groups import BLOCK, padded_columns
+from fuseops.kernels.groups import BLOCK, num_groups, padded_columns
 from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.quantize import (
@@ -36,7 +36,7 @@ from fuseops.kernels.quantize import (
     matrix_shape,
     too_large,
 )
-from fuseops.kernels.registry import floats, ints, kernel_op, on_meta, tensor_bytes
+from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta, tensor_bytes
 from fuseops.kernels.scales import (
     amax_of_groups,
     amax_of_matrices,
@@ -46,7 +46,7 @@ from fuseops.kernels.scales import (
     columns_in_groups,
     inverse_scale,
 )
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, check_spec, pointers
+from fuseops.kernels.tiles import as_rows, cdiv, check_spec, pointers
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -106,7 +106,7 @@ AMAX = Space("group_amax", [_tile(8), _tile(4)])
 QUANTIZE = Space("quantize_groups", [_tile(4, maxnreg=128), _tile(8)])
 
 
-def _group_cases() -> Iterator[tuple[Any, ...]]:
+def _group_cases() -> Cases:
     for dtype, fmt in ((torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float32, 0)):
         for offs in (None, ints(64)):
             yield on_meta(8190, 4096, dtype=dtype), offs, FORMATS[fmt], True, True
@@ -115,19 +115,19 @@ def _group_cases() -> Iterator[tuple[Any, ...]]:
         yield x, ints(64), FORMATS[1], True, inv_scale is None, index, inv_scale
 
 
-def _weight_cases() -> Iterator[tuple[Any, ...]]:
+def _weight_cases() -> Cases:
     for dtype in (torch.bfloat16, torch.float32):
         yield on_meta(8, 1024, 4096, dtype=dtype), FORMATS[0], True, True
 
 
-def _amax_cases() -> Iterator[tuple[Any, ...]]:
+def _amax_cases() -> Cases:
     x, offs = on_meta(8190, 4096), ints(64)
     yield x, None
     yield x, offs
     yield x, offs, on_meta(65530, dtype=torch.int64)
 
 
-def _matrix_cases() -> Iterator[tuple[Any, ...]]:
+def _matrix_cases() -> Cases:
     yield (on_meta(8, 1024, 4096),)
 
 
@@ -177,7 +177,7 @@ def _of_tensor(x: Tensor, offs: Tensor | None, index: Tensor | None) -> _ScaleGr
     rows = x.shape[0] if index is None else index.shape[0]
     if not x.numel() or not rows or too_large(x) or rows >= 1 << 24:
         return None
-    groups = 0 if offs is None else len(offs)
+    groups = num_groups(offs)
     blocks = padded_columns(rows, groups) // BLOCK
     if offs is None:
         return _ScaleGroups(x, "one", blocks, rows, 0, 1, None, index)
@@ -226,7 +226,7 @@ def _codes(
 @kernel_op(twin=_group_amax, cases=_amax_cases)
 def group_amax(x: Tensor, offs: Tensor | None, index: Tensor | None = None) -> Tensor:
     """The largest magnitude of x, or of each group of its rows, or of rows index[r].   (R, N) -> () or (E,) float32"""
-    check_axes("x", x, "(R, N)")
+    check_spec({"x": x}, "x (R, N)")
     of = _of_tensor(x, offs, index)
     if of is None:
         return _group_amax(x, offs, index)

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.groups import group_of_row
+from fuseops.kernels.groups import group_of_row, num_groups
 from fuseops.kernels.launch import device, launch, pdl_chain, pdl_overlap
 from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta
 from fuseops.kernels.tiles import (
     accumulator,
     as_rows,
     cdiv,
-    check_axes,
     check_shape,
+    check_spec,
     pointers,
     pow2,
     upcast,
@@ -125,7 +125,7 @@ def bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
 @kernel_op(twin=_grouped_bias_fwd, cases=lambda: _cases(grouped=True, backward=False))
 def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
     """x + bias[group] (* probs); padding rows become zero."""
-    check_axes("x", x, "(R, N)")
+    check_spec({"x": x}, "x (R, N)")
     check_shape("bias", bias, (len(offs), x.shape[1]))
     return _forward(x, bias.contiguous(), offs.contiguous(), probs)
 
@@ -152,7 +152,7 @@ def grouped_bias_bwd(
     dy: Tensor, offs: Tensor, probs: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(dbias (E, N) float32, dprobs (R,) float32 if bias is given, else empty)."""
-    check_axes("dy", dy, "(R, N)")
+    check_spec({"dy": dy}, "dy (R, N)")
     dy, offs = as_rows(dy), offs.contiguous()
     (rows, n), groups = dy.shape, len(offs)
     config = GROUPED_BWD.pick(rows, (n,), dy)
@@ -216,7 +216,7 @@ def row_factors(probs: Tensor | None, x: Tensor) -> Tensor:
 def _forward(x: Tensor, bias: Tensor, offs: Tensor | None, probs: Tensor | None) -> Tensor:
     x2, n = as_rows(x), x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    groups = 1 if offs is None else len(offs)
+    groups = num_groups(offs) or 1
     config = (FWD if offs is None else GROUPED_FWD).pick(len(x2), (n,), x)
     launch(
         device("bias").bias_fwd_kernel, tiles.tile_grid(len(x2), n, config),

@@ -11,7 +11,6 @@ An amax is that of `scales.magnitude`: NaN does not count, infinity counts as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuseops.kernels.dropout import BITS, draws
-from fuseops.kernels.groups import column_of_row, padded_columns
+from fuseops.kernels.groups import column_of_row, num_groups, padded_columns
 from fuseops.kernels.scales import FLT_MAX, RowTransform, inverse_scale, magnitude, pieces, saturate
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
@@ -33,12 +32,22 @@ LARGEST = {E4M3: 8, E5M2: 15}
 """Exponents of the largest codes, each of which is 1.75 times a power of two."""
 
 
-def e8m0_scale(amax: Tensor, data: torch.dtype, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+class Format(NamedTuple):
+    """A `Format` describes how matrices are quantized along their last axis: see `fuseops.recipes.Scaling`."""
+
+    data: torch.dtype
+    scale: torch.dtype
+    block: Block
+    powers: bool  # of two are the scales; always for E8M0, and never for E4M3
+    epsilon: float = 0.0
+
+
+def e8m0_scale(amax: Tensor, form: Format, whole: Tensor | None) -> tuple[Tensor, Tensor]:
     """(scale, its inverse in float32): the smallest power of two from 2^-127 on with amax <= scale * largest code.
 
     Adding what 2 is above 1.75 carries into the exponent where the mantissa is beyond 1.75.
     """
-    exponent = (amax.view(torch.int32) + 0x1FFFFF >> 23) - LARGEST[data]
+    exponent = (amax.view(torch.int32) + 0x1FFFFF >> 23) - LARGEST[form.data]
     exponent = exponent.clamp(min=0)  # biased by 127
     inverse = (254 - exponent << 23).view(torch.float32)
     return exponent.to(torch.uint8).view(E8M0), inverse
@@ -50,7 +59,7 @@ def whole_inverse(amax: Tensor) -> Tensor:
     return torch.where(amax == 0, 1.0, (largest / amax).clamp(max=FLT_MAX))
 
 
-def e4m3_scale(amax: Tensor, data: torch.dtype, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+def e4m3_scale(amax: Tensor, form: Format, whole: Tensor | None) -> tuple[Tensor, Tensor]:
     """(scale, the inverse of it and the one of the whole tensor).   whole: amax of the tensor, as amax broadcasts"""
     inverse_of_whole = whole_inverse(whole)  # type: ignore[arg-type]
     # by a tensor: GPUs multiply by the inverse of a number, which rounds twice
@@ -60,36 +69,14 @@ def e4m3_scale(amax: Tensor, data: torch.dtype, whole: Tensor | None) -> tuple[T
     return scale, torch.where(scale.float() == 0, 0.0, inverse.clamp(max=FLT_MAX))
 
 
-def float32_scale(amax: Tensor, data: torch.dtype, whole: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(scale, its inverse), any float32 number."""
-    inverse = inverse_scale(amax, data, False)
+def float32_scale(amax: Tensor, form: Format, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(scale, its inverse), any float32 numbers, or powers of two."""
+    inverse = inverse_scale(amax, form.data, form.powers)
     return 1 / inverse, inverse
 
 
-def float32_power(amax: Tensor, data: torch.dtype, whole: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(scale, its inverse), powers of two in float32."""
-    inverse = inverse_scale(amax, data, True)
-    return 1 / inverse, inverse
-
-
-Scale = Callable[[Tensor, torch.dtype, Tensor | None], tuple[Tensor, Tensor]]
-SCALES: Mapping[tuple[torch.dtype, bool], Scale] = {
-    (E8M0, True): e8m0_scale,
-    (E4M3, False): e4m3_scale,
-    (torch.float32, False): float32_scale,
-    (torch.float32, True): float32_power,
-}
-"""By dtype, and whether scales are powers of two."""
-
-
-class Format(NamedTuple):
-    """A `Format` describes how matrices are quantized along their last axis: see `fuseops.recipes.Scaling`."""
-
-    data: torch.dtype
-    scale: torch.dtype
-    block: Block
-    powers: bool
-    epsilon: float = 0.0
+SCALES = {E8M0: e8m0_scale, E4M3: e4m3_scale, torch.float32: float32_scale}
+"""By dtype: what gives the scales of blocks with an amax, and their inverse."""
 
 
 def e2m1_codes(x: Tensor, draws: Tensor | None) -> Tensor:
@@ -169,7 +156,7 @@ def _quantize_piece(
         whole = whole.unsqueeze(-1).unsqueeze(-3)
     amax = magnitude(tiles).amax((-3, -1), keepdim=True)
     amax = amax.clamp(min=form.epsilon) if form.epsilon else amax
-    scales, inverse = SCALES[form.scale, form.powers](amax, data, whole)
+    scales, inverse = SCALES[form.scale](amax, form, whole)
     scaled = tiles * inverse
     if data is E2M1:
         scales = torch.where(tiles.isnan().any(-1, True).any(-3, True), torch.nan, scales.float())
@@ -242,7 +229,7 @@ def signs(width: int, like: Tensor) -> Tensor:
 def transpose_in_groups(x: Tensor, offs: Tensor | None) -> Tensor:
     """The transpose over tokens that begin anew in each group at a multiple of 128, zeros between.   -> (K, C)"""
     rows, k = x.shape
-    width = padded_columns(rows, None if offs is None else len(offs))
+    width = padded_columns(rows, num_groups(offs))
     if offs is None:
         return F.pad(x, (0, 0, 0, width - rows)).t() if width > rows else x.t()
     full = x.new_zeros(width + 1, k).index_copy_(0, column_of_row(offs, rows, x), x)

@@ -24,7 +24,7 @@ multiply them. No look at `offs` on the host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ from fuseops.kernels.grouped_launch import table_size
 from fuseops.kernels.groups import BLOCK, column_bounds, column_offs
 from fuseops.kernels.quantize import quantize_vectors
 from fuseops.kernels.records import of_fields
-from fuseops.kernels.registry import floats, ints, on_meta
+from fuseops.kernels.registry import Cases, floats, ints, on_meta
 from fuseops.kernels.scales import spread_over_groups
 from fuseops.kernels.tiles import FLOATS, cdiv
 
@@ -152,7 +152,7 @@ def _wgrad_flops(dy: Tensor, dy_scale: Tensor, x: Tensor, *_: Any) -> int:
 _codes = functools.partial(on_meta, dtype=torch.float8_e4m3fn)
 
 
-def _mm_cases() -> Iterator[tuple[Any, ...]]:
+def _mm_cases() -> Cases:
     e, rows, n, k = 8, 16384, 4096, 2048
     offs, tiles = ints(e), ints(table_size(rows, e))
     x, w = _codes(rows, k), _codes(e, n, k)
@@ -173,7 +173,7 @@ def _mm_cases() -> Iterator[tuple[Any, ...]]:
         yield x, floats(rows), w, floats(e, n), "row", offs, tiles, None, torch.bfloat16, fast
 
 
-def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
+def _wgrad_cases() -> Cases:
     e, columns, n, k = 8, 17408, 4096, 2048
     offs, tiles = ints(e), ints(4096)
     dy, x, blocks = _codes(n, columns), _codes(k, columns), columns // 128
@@ -186,7 +186,7 @@ def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
     yield _codes(n, columns, dtype=torch.float8_e5m2), *squares[1:], offs, tiles
 
 
-def _into_cases() -> Iterator[tuple[Any, ...]]:
+def _into_cases() -> Cases:
     for case in _wgrad_cases():
         main_grad, g = floats(*_weight_grad(RoundedColumns(*case)).shape), ScaledColumns(*case)
         yield main_grad, *g, True
@@ -194,7 +194,7 @@ def _into_cases() -> Iterator[tuple[Any, ...]]:
             yield main_grad, *g, False
 
 
-def _codes_cases() -> Iterator[tuple[Any, ...]]:
+def _codes_cases() -> Cases:
     for case in _mm_cases():
         *operands, dtype, fast = RoundedProduct(*case)
         if operands[4] == "block" and dtype == torch.bfloat16 and not fast:

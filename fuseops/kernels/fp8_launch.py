@@ -16,6 +16,7 @@ from fuseops.kernels import fp8_paths
 from fuseops.kernels.configs import Config
 from fuseops.kernels.grouped import checked_groups, group_tiles, groups_of
 from fuseops.kernels.grouped_launch import count_place, first_entry
+from fuseops.kernels.groups import num_groups
 from fuseops.kernels.launch import device, launch, num_sms
 from fuseops.kernels.records import Arguments
 from fuseops.kernels.tiles import cdiv, check_spec, pointers
@@ -81,7 +82,7 @@ def launch_mm(
 ) -> None:
     """Write the product to y (R, N), of FP8 dtype as codes with their scales in y_scale (N / 128, R)."""
     (rows, k), n = p.x.shape, p.weight.shape[-2]
-    groups = 1 if p.offs is None else len(p.offs)
+    groups = num_groups(p.offs) or 1
     fast_accum = fast and p.scaling != "block"
     space = fp8_paths.MM_FAST if fast_accum else fp8_paths.MM
     config = space.pick(rows, (groups, n, k), p.x)
@@ -106,7 +107,7 @@ def launch_mm(
 def launch_wgrad(dw: Tensor, g: ScaledColumns, accumulate: bool) -> None:
     """Write or add the weight gradient to dw."""
     (n, columns), k = g.dy.shape, g.x.shape[0]
-    groups = 1 if g.offs is None else len(g.offs)
+    groups = num_groups(g.offs) or 1
     space = fp8_paths.WGRAD_VECTORS if g.scaling == "block" else fp8_paths.WGRAD
     config = space.pick(columns, (groups, n, k), g.x)
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]

@@ -23,38 +23,25 @@ from fuseops.kernels.grouped import checked_product, gemm_op, grouped_mm
 from fuseops.kernels.grouped_launch import Product, launch_mm, launch_rings, table_size
 from fuseops.kernels.grouped_paths import EPILOGUE_ACTS, SWIGLU_SPACES, act_path
 from fuseops.kernels.groups import padding_mask
-from fuseops.kernels.records import Arguments, of_fields
+from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import Cases, floats, ints, on_meta
 
 
 @dataclass
-class ActivatedProduct(Arguments):
-    """An `ActivatedProduct` has the operands of a `Product` that ends in an activation, and its form.
+class ActivatedProduct(Product):
+    """An `ActivatedProduct` is a `Product` that ends in an activation of this form.
 
     need_h  False gives an h of no rows
     kind    "swiglu", "clamped_swiglu" or "srelu"
     interleave, alpha, limit, offset: as of `act_fwd`; gate and up are halves, or alternate (1)
     """
 
-    x: Tensor
-    weight: Tensor
-    offs: Tensor
-    tiles: Tensor | None = None
-    probs: Tensor | None = None
-    index: Tensor | None = None
     need_h: bool = True
-    bias: Tensor | None = None
     kind: str = "swiglu"
     interleave: int = 0
     alpha: float = 1.702
     limit: float = 7.0
     offset: float = 1.0
-
-    @property
-    def product(self) -> Product:
-        return Product(
-            self.x, self.weight, self.offs, self.tiles, self.bias, self.index, self.probs
-        )
 
     @property
     def form(self) -> Form:
@@ -73,14 +60,14 @@ def _grouped_swiglu(p: ActivatedProduct) -> tuple[Tensor, Tensor]:
 
 
 def _outputs(p: ActivatedProduct) -> tuple[Tensor, Tensor]:
-    rows, n = p.product.rows, p.weight.shape[1]
+    rows, n = p.rows, p.weight.shape[1]
     h, width = p.x.new_empty(rows if p.need_h else 0, n), n // 2 if p.kind in GATES else n
     return h, p.x.new_empty(rows, width)
 
 
 @of_fields(ActivatedProduct)
 def _flops(p: ActivatedProduct) -> int:
-    return 2 * p.product.rows * p.x.shape[1] * p.weight.shape[1]
+    return 2 * p.rows * p.x.shape[1] * p.weight.shape[1]
 
 
 def _cases() -> Cases:
@@ -90,13 +77,13 @@ def _cases() -> Cases:
     for dtype in (torch.bfloat16, torch.float16):
         x = on_meta(rows, k, dtype=dtype)
         narrow, wide = (on_meta(groups, n, k, dtype=dtype) for n in (2048, 4096))
-        yield x, wide, offs, tiles, probs
-        yield x, narrow, offs, tiles, probs, index
-        yield x, narrow, offs, tiles, probs, index, False
+        yield x, wide, offs, tiles, None, None, probs
+        yield x, narrow, offs, tiles, None, index, probs
+        yield x, narrow, offs, tiles, None, index, probs, False
         for need_h in (True, False):
-            rest = offs, tiles, probs, None, need_h
-            yield x, narrow, *rest, None, "srelu"
-            yield x, narrow, *rest, on_meta(groups, 2048, dtype=dtype), "clamped_swiglu", 1
+            bias, rest = on_meta(groups, 2048, dtype=dtype), (None, probs, need_h)
+            yield x, narrow, offs, tiles, None, *rest, "srelu"
+            yield x, narrow, offs, tiles, bias, *rest, "clamped_swiglu", 1
     yield x, wide, offs, tiles
 
 
@@ -110,7 +97,7 @@ def grouped_swiglu(given: ActivatedProduct) -> tuple[Tensor, Tensor]:
     n = weight.shape[1]
     if kind not in EPILOGUE_ACTS:
         raise FuseOpsError(f"a product ends in one of {', '.join(EPILOGUE_ACTS)}, not in {kind!r}.")
-    p = checked_product(given.product)
+    p = checked_product(given)
     if n % (1 + (kind in GATES)):
         raise FuseOpsError(f"weight is {tuple(weight.shape)}, expected (E, 2F, D).")
     path = act_path(p.x, p.weight, p.index, kind, given.interleave)

@@ -27,8 +27,13 @@ def bounds_of(offs: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def padded_columns(rows: int, groups: int | None) -> int:
-    """C, the columns for `rows` rows: each group begins at a multiple of 128.   groups: None or 0 without `offs`"""
+def num_groups(offs: Tensor | None) -> int:
+    """The number of groups that end at `offs`; 0 without."""
+    return 0 if offs is None else len(offs)
+
+
+def padded_columns(rows: int, groups: int) -> int:
+    """C, the columns for `rows` rows: each group begins at a multiple of 128.   groups: 0 without `offs`"""
     return (rows // BLOCK + groups) * BLOCK if groups else -(-rows // BLOCK) * BLOCK
 
 
@@ -43,11 +48,6 @@ def column_of_row(offs: Tensor | None, rows: int, like: Tensor) -> Tensor:
     begin = ends[group]
     place = (begin // BLOCK + group) * BLOCK + row - begin
     return torch.where(group == groups, padded_columns(rows, groups), place)
-
-
-def scale_of_row(scale: Tensor, offs: Tensor, rows: int) -> Tensor:
-    """The scale of every row's group, 0 for padding rows.   (E,) -> (R,)"""
-    return F.pad(scale, (0, 1))[group_of_row(offs, rows)]
 
 
 def column_offs(offs: Tensor) -> Tensor:

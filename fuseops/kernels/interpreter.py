@@ -43,28 +43,24 @@ def install() -> None:
     """Put the functions of this file in the place of the interpreter's, once a process."""
     builder = tri.InterpreterBuilder
     builder.cast_impl = _cast
-    builder.create_fp_to_fp = functools.partialmethod(_fp_to_fp, original=builder.create_fp_to_fp)
     builder.create_dot = _dot
     builder.create_inline_asm = _inline_asm
     builder.create_dot_scaled = _dot_scaled
     builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
     builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
-    tri.ReduceOps.apply_impl = functools.partialmethod(_reduce, original=tri.ReduceOps.apply_impl)
-    tri.ReduceOps.min_max = functools.partialmethod(_min_max, original=tri.ReduceOps.min_max)
-    tri.TritonSemantic.dot_scaled = functools.partialmethod(
-        _semantic_dot_scaled, original=tri.TritonSemantic.dot_scaled
-    )
-    for name in ("create_masked_load", "create_masked_store"):
-        setattr(builder, name, functools.partialmethod(_masked, original=getattr(builder, name)))
-    semantic = tri.TritonSemantic
-    semantic._convert_elem_to_ir_value = functools.partialmethod(
-        _convert_elem, original=semantic._convert_elem_to_ir_value
-    )
+    for owner, name, method in (
+        (builder, "create_fp_to_fp", _fp_to_fp),
+        (builder, "create_masked_load", _masked),
+        (builder, "create_masked_store", _masked),
+        (tri.ReduceOps, "apply_impl", _reduce),
+        (tri.ReduceOps, "min_max", _min_max),
+        (tri.TritonSemantic, "dot_scaled", _semantic_dot_scaled),
+        (tri.TritonSemantic, "_convert_elem_to_ir_value", _convert_elem),
+        (tri._LangPatchScope, "restore", _restore),
+    ):
+        setattr(owner, name, functools.partialmethod(method, original=getattr(owner, name)))
     tri._patch_lang_tensor = functools.partial(_patch_lang_tensor, original=tri._patch_lang_tensor)
     tri._patch_lang = functools.partial(_patch_lang, original=tri._patch_lang)
-    tri._LangPatchScope.restore = functools.partialmethod(
-        _restore, original=tri._LangPatchScope.restore
-    )
     builder = tri.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
 

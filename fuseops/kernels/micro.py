@@ -14,8 +14,7 @@ Hardware: sm_89 and later, which convert to FP8; others run the twin, as sizes a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,13 +30,13 @@ from fuseops.kernels.formats import (
     transpose_in_groups,
     whole_of_blocks,
 )
-from fuseops.kernels.groups import column_offs, padded_columns, padding_mask
+from fuseops.kernels.groups import column_offs, num_groups, padded_columns, padding_mask
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.quantize import FORMATS, fp8_op, too_large
 from fuseops.kernels.records import of_fields
-from fuseops.kernels.registry import floats, ints, on_meta
+from fuseops.kernels.registry import Cases, floats, ints, on_meta
 from fuseops.kernels.scales import spread_over_groups
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pointers, pow2
+from fuseops.kernels.tiles import as_rows, cdiv, check_spec, pointers, pow2
 
 
 class MicroLayout(NamedTuple):
@@ -62,7 +61,7 @@ def _quantize_micro(p: MicroLayout) -> tuple[Tensor, Tensor]:
     rows, form, turn = x.shape[0], micro_format(data), layout == "col"
     tokens = rows
     if turn:
-        x, tokens = x.t(), padded_columns(rows, None if offs is None else len(offs))
+        x, tokens = x.t(), padded_columns(rows, num_groups(offs))
     elif offs is not None:
         x = x.masked_fill(padding_mask(offs, rows), 0.0)
     whole = None
@@ -88,7 +87,7 @@ MXFP8, NVFP4 = (
 """128 tokens and so many features, fewer where what a thread holds of them would spill."""
 
 
-def _cases() -> Iterator[tuple[Any, ...]]:
+def _cases() -> Cases:
     offs, one, many = ints(64), floats(), floats(64)
     for data in (*FORMATS, E2M1):
         four = data is E2M1
@@ -104,7 +103,7 @@ def _cases() -> Iterator[tuple[Any, ...]]:
 def _outputs(p: MicroLayout) -> tuple[Tensor, Tensor]:
     x, data, layout, offs, _, swizzle = p
     (rows, k), form, four, turned = x.shape, micro_format(data), data is E2M1, layout == "col"
-    columns = padded_columns(rows, None if offs is None else len(offs))
+    columns = padded_columns(rows, num_groups(offs))
     outer, inner = (k, columns) if turned else (rows, k)
     scale: tuple[int, ...] = outer, cdiv(inner, form.block[1])
     if swizzle:
@@ -118,8 +117,8 @@ def _outputs(p: MicroLayout) -> tuple[Tensor, Tensor]:
 def quantize_micro(p: MicroLayout) -> tuple[Tensor, Tensor]:
     """(codes, scales) of one layout, "row" or "col"; scales as bytes, in their format E8M0 or E4M3."""
     x, data, layout, offs, amax, swizzle = p
-    four, groups = data is E2M1, 0 if offs is None else len(offs)
-    check_axes("x", x, "(R, K)")
+    four, groups = data is E2M1, num_groups(offs)
+    check_spec({"x": x}, "x (R, K)")
     if layout not in LAYOUTS:
         raise FuseOpsError(f"layout is '{layout}', expected one of {', '.join(LAYOUTS)}.")
     if not four and data not in FORMATS:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.formats import E2M1, E4M3, E5M2, dequantize_format, micro_format, unswizzled
 from fuseops.kernels.grouped import grouped_mm, grouped_wgrad
-from fuseops.kernels.groups import column_offs, padded_columns
+from fuseops.kernels.groups import column_offs, num_groups, padded_columns
 from fuseops.kernels.launch import arch_of, device, launch
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import DTYPES, Cases, floats, ints, kernel_op, on_meta
@@ -125,7 +125,7 @@ micro_op = functools.partial(
 def micro_mm(p: MicroProduct) -> Tensor:
     """x[rows of e] @ weight[e].T * global_scale[e], rows behind the last group zero.   (R, K), (E, N, K) -> (R, N)"""
     (rows, width), n = p.a.shape, p.b.shape[-2]
-    groups = 0 if p.offs is None else len(p.offs)
+    groups = num_groups(p.offs)
     check_shape("weight", p.b, (groups, n, width) if groups else (n, width))
     blocks = padded_columns(rows, groups) // 128
     _check(p.a, p.a_scale, blocks)
@@ -141,7 +141,7 @@ def micro_wgrad(p: MicroProduct) -> Tensor:
     check_shape("x", p.b, (len(p.b), width))
     _check(p.a, p.a_scale, cdiv(n, 128))
     _check(p.b, p.b_scale, cdiv(len(p.b), 128))
-    blocks = cdiv(n, 128) * (1 if p.offs is None else len(p.offs))
+    blocks = cdiv(n, 128) * (num_groups(p.offs) or 1)
     return _launched(_weight_grad(p), p, blocks, True)
 
 
@@ -159,12 +159,12 @@ def _check(codes: Tensor, scale: Tensor, blocks: int) -> None:
 def _launched(y: Tensor, p: MicroProduct, blocks: int, wgrad: bool) -> Tensor:
     """Launch a program for each tile of y (..., M, N)."""
     a, a_scale, b, b_scale, offs, global_scale, _ = p
-    count = 1 if offs is None else len(offs)
+    count = num_groups(offs) or 1
     check_shape("global_scale", global_scale, (count,))
     if not (y.numel() and a.numel() and b.numel()):
         return y.zero_()
     module, (m, n) = device("micro_gemm"), y.shape[-2:]
-    groups, pack = 0 if offs is None else len(offs), 2 if a.dtype == torch.uint8 else 1
+    groups, pack = num_groups(offs), 2 if a.dtype == torch.uint8 else 1
     width = a.shape[1]
     a_desc, b_desc = (_described(module, t, 128 // pack) for t in (a, b.reshape(-1, width)))
     launch(

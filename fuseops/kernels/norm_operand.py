@@ -11,9 +11,6 @@ that 16 does not divide do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,7 +21,7 @@ from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.norm import MAX_WIDTH, RMS_FWD, add_rmsnorm_fwd, rmsnorm_fwd
 from fuseops.kernels.operands import is_unaligned, quantize_operand
 from fuseops.kernels.quantize import fp8_op, quantize_vectors
-from fuseops.kernels.registry import floats, on_meta, tensor_bytes
+from fuseops.kernels.registry import Cases, floats, on_meta, tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, check_shape, pointers, require, upcast
 
 
@@ -67,7 +64,7 @@ def _config(rows: int, n: int, x: Tensor) -> Config:
     return {**config, "BLOCK_N": max(config["BLOCK_N"], BLOCK)}
 
 
-def _cases(*, columns: bool = False) -> Iterator[tuple[Any, ...]]:
+def _cases(*, columns: bool = False) -> Cases:
     for dtype, n, fmt in (
         (torch.bfloat16, 4096, FORMAT),
         (torch.bfloat16, 2048, torch.float8_e5m2),

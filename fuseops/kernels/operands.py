@@ -13,8 +13,7 @@ Hardware: sm_89 and later convert; older ones run the twin, as sizes and strides
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +24,11 @@ from fuseops.kernels.bias import row_factors
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.formats import LARGEST, Format, quantize_format
 from fuseops.kernels.fp8 import dequantize
-from fuseops.kernels.groups import BLOCK, column_of_row, padded_columns, padding_mask
+from fuseops.kernels.groups import BLOCK, column_of_row, num_groups, padded_columns, padding_mask
 from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, matrix_shape, quantize_vectors
 from fuseops.kernels.records import of_fields
-from fuseops.kernels.registry import floats, ints, on_meta, tensor_bytes
+from fuseops.kernels.registry import Cases, floats, ints, on_meta, tensor_bytes
 from fuseops.kernels.scales import SMALLEST, saturate
 from fuseops.kernels.tiles import cdiv, check_shape, pointers, require
 
@@ -67,7 +66,7 @@ def _permute_operand(
 def _columns(data: Tensor, scale: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor]:
     """(codes, scales) of columns, by shifting exponents of row codes."""
     rows, k = data.shape
-    width = padded_columns(rows, _groups(offs))
+    width = padded_columns(rows, num_groups(offs))
     place = column_of_row(offs, rows, data)
     codes = data.new_zeros(width + 1, k, dtype=torch.float32).index_copy(0, place, data.float())
     scales = scale.new_zeros(len(scale), width + 1).index_copy(1, place, scale)[:, :width]
@@ -203,20 +202,20 @@ WEIGHT = Space("quantize_weight", _weight_candidates)
 _SIZES = ((torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float32, 0))  # and the format
 
 
-def _quantize_cases() -> Iterator[tuple[Any, ...]]:
+def _quantize_cases() -> Cases:
     for dtype, fmt in _SIZES:
         for offs in (None, ints(64)):
             yield on_meta(8190, 4096, dtype=dtype), offs, FORMATS[fmt], True
 
 
-def _permute_cases() -> Iterator[tuple[Any, ...]]:
+def _permute_cases() -> Cases:
     data, scale = on_meta(8190, 4096, dtype=FORMATS[0]), floats(32, 8190)
     index = ints(65530)
     for by, row, col in ((index, True, True), (index, True, False), (None, False, True)):
         yield data, scale, by, ints(64), row, col
 
 
-def _swiglu_cases() -> Iterator[tuple[Any, ...]]:
+def _swiglu_cases() -> Cases:
     for dtype, fmt in _SIZES:
         h, probs = on_meta(8190, 8192, dtype=dtype), floats(8190)
         yield h, probs, None, FORMATS[fmt], True, False
@@ -225,7 +224,7 @@ def _swiglu_cases() -> Iterator[tuple[Any, ...]]:
     yield codes, probs, None, FORMATS[0], True, False, floats(64, 8190)
 
 
-def _dswiglu_cases() -> Iterator[tuple[Any, ...]]:
+def _dswiglu_cases() -> Cases:
     da, h, probs = on_meta(8190, 4096), on_meta(8190, 8192), floats(8190)
     for fmt in FORMATS:
         yield da, h, probs, ints(64), fmt, FORMATS[0]
@@ -234,7 +233,7 @@ def _dswiglu_cases() -> Iterator[tuple[Any, ...]]:
     yield da, codes, probs, ints(64), FORMATS[0], FORMATS[0], True, True, True, scale
 
 
-def _weight_cases() -> Iterator[tuple[Any, ...]]:
+def _weight_cases() -> Cases:
     for dtype, fmt in _SIZES:
         for row in (True, False):
             yield on_meta(8, 1024, 4096, dtype=dtype), FORMATS[fmt], row, True
@@ -252,7 +251,7 @@ def quantize_operand(
     out, blocks = _outputs(x, rows, n, offs, dtype, row, True)
     launch(
         device("operands").quantize_operand_kernel, (blocks * cdiv(n, BLOCK),),
-        x, *pointers(x, offs), *out, rows, n, _groups(offs), x.stride(0),
+        x, *pointers(x, offs), *out, rows, n, num_groups(offs), x.stride(0),
         SHIFT=LARGEST[dtype], ROW=row, **_by_group(offs), **pdl_overlap(x.device), **QUANTIZE.pick(rows, (n,), x),
     )  # fmt: skip
     return out
@@ -281,7 +280,7 @@ def permute_operand(
     if not (data.numel() and rows and (row or col)) or is_unaligned(n, data):
         return _permute_operand(data, scale, index, offs, row, col)
     out, blocks = _outputs(data, rows, n, offs, data.dtype, row, col)
-    groups = 1 if offs is None else len(offs)
+    groups = num_groups(offs) or 1
     config = dict(PERMUTE.pick(rows, (n,), data))
     parts, beside = _parts(blocks, groups, config.pop("BESIDE"))
     launch(
@@ -317,7 +316,7 @@ def swiglu_operand(p: HiddenOperand) -> RowsAndColumns:
     launch(
         device("fp8_swiglu").swiglu_operand_kernel, (blocks * cdiv(n, BLOCK),),
         h, *pointers(h, h_scale, row_factors(probs, h), offs), *out,
-        rows, n, _groups(offs), h.stride(0), SHIFT=LARGEST[dtype], SCALED=probs is not None, ROW=row, COL=col,
+        rows, n, num_groups(offs), h.stride(0), SHIFT=LARGEST[dtype], SCALED=probs is not None, ROW=row, COL=col,
         **_by_group(offs), **pdl_overlap(h.device), **config,
     )  # fmt: skip
     return out
@@ -353,7 +352,7 @@ def dswiglu_operand(
         "GROUPS": offs is not None,
     }
     if fp8_paths.act_path(da, h, dtype, a_dtype) == "once":
-        groups, config = 1 if offs is None else len(offs), DSWIGLU_ONCE.pick(rows, (n,), h)
+        groups, config = num_groups(offs) or 1, DSWIGLU_ONCE.pick(rows, (n,), h)
         parts, beside = _parts(blocks, groups, config["BESIDE"])
         span = config["SPAN"]
         launch(
@@ -364,8 +363,8 @@ def dswiglu_operand(
     else:
         launch(
             device("fp8_swiglu").dswiglu_operand_kernel, (blocks * (n // BLOCK) * (2 + act),),
-            *operands, *out, a, a_scale, partial, rows, n, _groups(offs), da.stride(0), h.stride(0),
-            SHIFT=LARGEST[dtype], A_SHIFT=LARGEST[a_dtype], BLOCK_E=tiles.pow2(_groups(offs), least=32), **flags,
+            *operands, *out, a, a_scale, partial, rows, n, num_groups(offs), da.stride(0), h.stride(0),
+            SHIFT=LARGEST[dtype], A_SHIFT=LARGEST[a_dtype], BLOCK_E=tiles.pow2(num_groups(offs), least=32), **flags,
             **pdl_overlap(h.device), **DSWIGLU.pick(rows, (n,), h),
         )  # fmt: skip
     return *out, a, a_scale, partial if probs is None else partial.sum(0)
@@ -407,7 +406,7 @@ def _outputs(
     col: bool,
 ) -> tuple[RowsAndColumns, int]:
     """(rows, scales, columns, scales), and the number of blocks of tokens."""
-    blocks = padded_columns(rows, _groups(offs)) // BLOCK
+    blocks = padded_columns(rows, num_groups(offs)) // BLOCK
     features = cdiv(n, BLOCK)
     data = like.new_empty((rows, n) if row else 0, dtype=dtype)
     scale = like.new_empty((features, rows) if row else 0, dtype=torch.float32)
@@ -423,12 +422,8 @@ def _parts(blocks: int, groups: int, beside: int) -> tuple[int, int]:
     return cdiv(each, beside) * beside, beside
 
 
-def _groups(offs: Tensor | None) -> int:
-    return 0 if offs is None else len(offs)
-
-
 def _by_group(offs: Tensor | None) -> dict[str, int | bool]:
-    return {"GROUPS": offs is not None, "BLOCK_E": tiles.pow2(_groups(offs), least=32)}
+    return {"GROUPS": offs is not None, "BLOCK_E": tiles.pow2(num_groups(offs), least=32)}
 
 
 def _split(h: Tensor, h_scale: Tensor | None) -> bool:

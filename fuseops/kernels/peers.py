@@ -30,7 +30,7 @@ from torch import Tensor
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import INTERPRET, device, launch
 from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pointers, pow2, upcast
+from fuseops.kernels.tiles import as_rows, cdiv, check_spec, pointers, pow2, upcast
 
 
 def _token_slots(experts: Tensor, num_experts: int, world: int) -> tuple[Tensor, Tensor]:
@@ -231,15 +231,15 @@ class PeerKernel:
     """A `PeerKernel` is a launcher that reaches memory by addresses, unseen by dispatchers, fakes and compilers.
 
     Its twin reaches that of the host; it runs for tensors of the CPU, outside of the interpreter.
+    what: of `_cases`, the arguments to compile it for ahead of time
     """
 
     min_arch = 80
 
-    def __init__(
-        self, launcher: Callable[..., Any], twin: Callable[..., Any], cases: Callable[[], Any]
-    ) -> None:
+    def __init__(self, launcher: Callable[..., Any], twin: Callable[..., Any], what: str) -> None:
         functools.update_wrapper(self, launcher)
-        self.name, self.launcher, self.twin, self.cases = launcher.__name__, launcher, twin, cases
+        self.name, self.launcher, self.twin = launcher.__name__, launcher, twin
+        self.cases = functools.partial(_cases, what)
         PEER_KERNELS.append(self)
 
     def __call__(self, *args: Any) -> Any:
@@ -251,20 +251,13 @@ class PeerKernel:
 PEER_KERNELS: list[PeerKernel] = []
 
 
-def peer_kernel(
-    *, twin: Callable[..., Any], cases: Callable[[], Any]
-) -> Callable[[Callable[..., Any]], PeerKernel]:
-    """Make a `PeerKernel` of the decorated launcher.   cases: arguments to compile it for ahead of time"""
-    return lambda launcher: PeerKernel(launcher, twin, cases)
-
-
 @kernel_op(twin=_token_slots, cases=lambda: _cases("slots"))
 def token_slots(experts: Tensor, num_experts: int, world: int) -> tuple[Tensor, Tensor]:
     """slots (T, W) int32: the how manieth a token is of those that go to a rank, -1 where it does not; counts (W,)
 
     experts (T, K) int of num_experts, of which every rank has as many; -1 goes nowhere.
     """
-    check_axes("experts", experts, "(T, K)")
+    check_spec({"experts": experts}, "experts (T, K)")
     tokens, k = experts.shape
     slots = torch.empty(tokens, world, dtype=torch.int32, device=experts.device)
     counts = torch.empty(world, dtype=torch.int32, device=experts.device)
@@ -275,7 +268,7 @@ def token_slots(experts: Tensor, num_experts: int, world: int) -> tuple[Tensor, 
     return slots, counts
 
 
-@peer_kernel(twin=_send_tokens, cases=lambda: _cases("send"))
+@functools.partial(PeerKernel, twin=_send_tokens, what="send")
 def send_tokens(
     x: Tensor, slots: Tensor, table: Tensor, uses: Tensor, flag: Tensor, place: list[int],
     counts: Tensor | None = None, experts: Tensor | None = None, weights: Tensor | None = None,
@@ -293,7 +286,7 @@ def send_tokens(
     )  # fmt: skip
 
 
-@peer_kernel(twin=_take_tokens, cases=lambda: _cases("take"))
+@functools.partial(PeerKernel, twin=_take_tokens, what="take")
 def take_tokens(
     like: Tensor, table: Tensor, uses: Tensor, place: list[int],
     arrivals: Tensor | None = None, weights: Tensor | None = None,
@@ -320,7 +313,7 @@ def take_tokens(
     return y, ids, got, counts
 
 
-@peer_kernel(twin=_return_sums, cases=lambda: _cases("return"))
+@functools.partial(PeerKernel, twin=_return_sums, what="return")
 def return_sums(
     x: Tensor, table: Tensor, uses: Tensor, flag: Tensor, place: list[int], arrivals: Tensor,
     dweights: Tensor | None = None,
@@ -338,7 +331,7 @@ def return_sums(
     )  # fmt: skip
 
 
-@peer_kernel(twin=_add_sums, cases=lambda: _cases("add"))
+@functools.partial(PeerKernel, twin=_add_sums, what="add")
 def add_sums(
     like: Tensor, slots: Tensor, table: Tensor, uses: Tensor, flag: Tensor, place: list[int],
     experts: Tensor | None = None, weights: Tensor | None = None,
@@ -358,7 +351,7 @@ def add_sums(
     return y, copies
 
 
-@peer_kernel(twin=_bound_rows, cases=lambda: _cases("bound"))
+@functools.partial(PeerKernel, twin=_bound_rows, what="bound")
 def bound_rows(offs: Tensor, flag: Tensor, rows: int) -> None:
     """Clamp group ends to `rows`, and set flag where one was beyond."""
     launch(

@@ -16,9 +16,6 @@ Hardware: sm_80 and later.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -26,12 +23,12 @@ from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.groups import padding_mask
 from fuseops.kernels.launch import device, launch
-from fuseops.kernels.registry import floats, ints, kernel_op, on_meta, tensor_bytes
+from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta, tensor_bytes
 from fuseops.kernels.tiles import (
     as_rows,
     cdiv,
-    check_axes,
     check_shape,
+    check_spec,
     pointers,
     pow2,
     require,
@@ -117,7 +114,7 @@ COMBINE = Space("combine_fwd", _candidates)
 TOKENS, EXPERTS = 8192, 64
 
 
-def _cases(what: str) -> Iterator[tuple[Any, ...]]:
+def _cases(what: str) -> Cases:
     sizes = [(torch.bfloat16, 2048, 8), (torch.bfloat16, 4096, 2), (torch.bfloat16, 100, 4)]
     # the last: probs
     sizes += [(torch.float16, 2048, 8), (torch.float32, 2048, 8), (torch.float32, 1, 1)]
@@ -172,7 +169,7 @@ def scatter_rows(
 def gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
     """y[r] = x[index[r]] (* probs[r]), zeros at padding rows.   x (T, N), index (R,) -> y (R, N)"""
     x2 = _checked(x)
-    check_axes("index", index, "(R,)")
+    check_spec({"index": index}, "index (R,)")
     _check_rest(offs, probs, len(index))
     rows, n = len(index), x.shape[1]
     y = x.new_empty(rows, n)
@@ -212,7 +209,7 @@ def combine_fwd(
 @kernel_op(twin=_values_of_copies, cases=lambda: _cases("values"))
 def values_of_copies(values: Tensor, pos: Tensor, offs: Tensor) -> Tensor:
     """values[pos[t, k]], zero where there is no such copy.   values (R,), pos (T, K) -> (T, K)"""
-    check_axes("values", values, "(R,)")
+    check_spec({"values": values}, "values (R,)")
     _check_pos(pos, None)
     found = combine_fwd.launcher(values[:, None], pos.reshape(-1, 1), offs)
     return found.view(pos.shape)

@@ -12,8 +12,6 @@ Hardware: sm_89 and later convert; older ones run the twin, as sizes and strides
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +21,8 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.formats import Format, quantize_format, transpose_in_groups
 from fuseops.kernels.groups import BLOCK, padded_columns
 from fuseops.kernels.launch import device, launch, pdl_overlap
-from fuseops.kernels.registry import ints, kernel_op, on_meta
-from fuseops.kernels.tiles import as_rows, cdiv, check_axes, pow2, require
+from fuseops.kernels.registry import Cases, ints, kernel_op, on_meta
+from fuseops.kernels.tiles import as_rows, cdiv, check_spec, pow2, require
 
 
 def _quantize_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -58,7 +56,7 @@ VECTORS = Space("quantize_vectors", _vector_candidates)
 GROUP_BLOCKS = Space("quantize_group_blocks", _group_candidates)
 
 
-def _cases() -> Iterator[tuple[Any, ...]]:
+def _cases() -> Cases:
     sizes = [
         (torch.bfloat16, 4096),
         (torch.bfloat16, 100),
@@ -70,7 +68,7 @@ def _cases() -> Iterator[tuple[Any, ...]]:
             yield on_meta(8192 - (n == 100), n, dtype=dtype), fmt
 
 
-def _group_cases() -> Iterator[tuple[Any, ...]]:
+def _group_cases() -> Cases:
     for x, fmt in _cases():
         yield x, ints(64), fmt
 
@@ -124,7 +122,7 @@ def quantize_group_blocks(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[
 
 def fp8_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x (R, N) with contiguous columns.  Raises FuseOpsError for another shape, or a format that is not FP8."""
-    check_axes("x", x, "(R, N)")
+    check_spec({"x": x}, "x (R, N)")
     check_format(dtype)
     return as_rows(x)
 

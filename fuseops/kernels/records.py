@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields, is_dataclass
 from typing import (
     Any,
     Concatenate,
@@ -38,7 +37,6 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
-KIND, EMPTY = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
 
 
 class Arguments:
@@ -68,17 +66,8 @@ class _OfFields(Protocol[P]):
 @functools.cache
 def _parameters(record: Any) -> tuple[inspect.Parameter, ...]:
     """The fields of a record as parameters, with resolved types."""
-    types = get_type_hints(record)
-    if is_dataclass(record):
-        given = {f.name: EMPTY if f.default is MISSING else f.default for f in fields(record)}
-    else:
-        given = {name: record._field_defaults.get(name, EMPTY) for name in record._fields}
-    return tuple(
-        [
-            inspect.Parameter(name, KIND, default=default, annotation=types[name])
-            for name, default in given.items()
-        ]
-    )
+    types, given = get_type_hints(record), inspect.signature(record).parameters.values()
+    return tuple([field.replace(annotation=types[field.name]) for field in given])
 
 
 def of_fields(record: Callable[P, Arguments | NamedTuple]) -> _OfFields[P]:
@@ -95,7 +84,8 @@ def of_fields(record: Callable[P, Arguments | NamedTuple]) -> _OfFields[P]:
         def flat(*args: Any, **kwargs: Any) -> Any:
             return function(*args[:before], record(*args[before:], **kwargs))
 
-        tensors = [inspect.Parameter(name, KIND, annotation=Tensor) for name in own]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        tensors = [inspect.Parameter(name, kind, annotation=Tensor) for name in own]
         returns = function.__annotations__["return"]
         flat.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [*tensors, *_parameters(record)],

@@ -107,7 +107,7 @@ class KernelOp(Generic[P, R]):
     def __init__(self, launcher: Callable[P, R], options: kernel_op) -> None:
         functools.update_wrapper(self, launcher)
         self.name: str = launcher.__name__
-        namespace = options.namespace or _namespace_of(launcher)
+        namespace = options.namespace or launcher.__module__.partition(".")[0].strip("_")
         self.label = f"{namespace}::{self.name}"
         self.twin = options.twin
         signature = inspect.signature(launcher)
@@ -159,11 +159,7 @@ class KernelOp(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if not args:
-            name = self._names[0]
-            if name not in kwargs:
-                return self.launcher(*args, **kwargs)  # raises what Python does
-            others = {key: value for key, value in kwargs.items() if key != name}
-            return self(kwargs[name], **others)  # type: ignore[arg-type]
+            return self(*self._positional(args, kwargs))  # type: ignore[call-arg]
         mode = thread.replay_mode
         if mode:
             if kwargs:
@@ -228,7 +224,7 @@ class KernelOp(Generic[P, R]):
                 break
             keywords_left -= name in kwargs
             positional.append(value)
-        if keywords_left:
+        if keywords_left or not positional:
             inspect.signature(self.launcher).bind(*args, **kwargs)  # raises what Python does
         return tuple(positional)
 
@@ -349,7 +345,7 @@ class KernelOp(Generic[P, R]):
             out = active_replays.current.run(self, args)
             if out is not NOT_REPLAYED:
                 return _contiguous(out)
-        runs = self._on_device(args[0]) and self.launches(args, kwargs)
+        runs = self.launches(args, kwargs)
         out = _contiguous((self.launcher if runs else self.twin)(*args, **kwargs))
         if replayable and runs:
             active_replays.current.record(self, args)
@@ -397,11 +393,6 @@ class kernel_op(NamedTuple):
 
     def __call__(self, launcher: Callable[P, R]) -> KernelOp[P, R]:
         return KernelOp(launcher, self)
-
-
-def _namespace_of(launcher: Callable[..., Any]) -> str:
-    """The package that defines a launcher, as a namespace of torch."""
-    return launcher.__module__.partition(".")[0].strip("_")
 
 
 def tensor_bytes(value: Any) -> int:

@@ -25,8 +25,8 @@ from fuseops.kernels.registry import Cases, floats, ints, kernel_op, on_meta
 from fuseops.kernels.tiles import (
     as_rows,
     cdiv,
-    check_axes,
     check_shape,
+    check_spec,
     pointers,
     pow2,
     require,
@@ -253,6 +253,6 @@ def router_bwd(
 
 
 def _check(logits: Tensor, k: int, score: str) -> None:
-    check_axes("logits", logits, "(T, E)")
+    check_spec({"logits": logits}, "logits (T, E)")
     require(score in SCORES, f"unknown score '{score}'. Known: {', '.join(SCORES)}.")
     require(1 <= k <= logits.shape[1], f"k is {k}, expected 1 to {logits.shape[1]}.")

@@ -24,8 +24,8 @@ from fuseops.kernels.router import MAX_EXPERTS, SCORES, TINY, scores_of
 from fuseops.kernels.tiles import (
     as_rows,
     cdiv,
-    check_axes,
     check_shape,
+    check_spec,
     pointers,
     pow2,
     require,
@@ -160,6 +160,6 @@ def _loss_factors(
 
 
 def _check(logits: Tensor, counts: Tensor | None, score: str) -> None:
-    check_axes("logits", logits, "(T, E)")
+    check_spec({"logits": logits}, "logits (T, E)")
     require(score in SCORES, f"unknown score '{score}'. Known: {', '.join(SCORES)}.")
     check_shape("counts", counts, logits.shape[1:])

@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fuseops.kernels.groups import column_of_row, group_of_row, padded_columns, padding_mask
+from fuseops.kernels.groups import (
+    column_of_row,
+    group_of_row,
+    num_groups,
+    padded_columns,
+    padding_mask,
+)
 from fuseops.kernels.launch import thread
 
 RowTransform = Callable[[Tensor], Tensor]
@@ -96,11 +102,13 @@ def amax_of_matrices(weight: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).amax(0)
 
 
-def spread_over_groups(of_group: Tensor, ends: Tensor | None, count: int) -> Tensor:
-    """() or (E,) -> () or (T,), with 1 where a token is in no group."""
+def spread_over_groups(
+    of_group: Tensor, ends: Tensor | None, count: int, of_none: float = 1.0
+) -> Tensor:
+    """() or (E,) -> () or (T,), with `of_none` where a token is in no group."""
     if ends is None:
         return of_group
-    return F.pad(of_group, (0, 1), value=1.0)[group_of_row(ends, count)]
+    return F.pad(of_group, (0, 1), value=of_none)[group_of_row(ends, count)]
 
 
 def codes_of_rows(x: Tensor, up: Tensor, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -126,7 +134,7 @@ def codes_of_matrices(weight: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 def columns_in_groups(data: Tensor, offs: Tensor | None) -> Tensor:
     """Codes transposed, with groups at multiples of 128 and zeros between.   (R, K) -> (K, C)"""
     rows = data.shape[0]
-    width = padded_columns(rows, None if offs is None else len(offs))
+    width = padded_columns(rows, num_groups(offs))
     place, raw = column_of_row(offs, rows, data), data.view(torch.uint8).t()
 
     def laid(piece: slice) -> Tensor:

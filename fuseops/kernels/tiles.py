@@ -83,12 +83,6 @@ def check_shape(name: str, t: Tensor | None, shape: Sequence[int]) -> None:
         raise FuseOpsError(f"{name} is {tuple(t.shape)}, expected {tuple(shape)}.")
 
 
-def check_axes(name: str, t: Tensor, axes: str) -> None:
-    """Raise a FuseOpsError unless a tensor has as many axes as a text like "(T, E)"."""
-    if t.dim() != len(axes.strip("(,)").split(",")):
-        raise FuseOpsError(f"{name} is {tuple(t.shape)}, expected {axes}.")
-
-
 SPEC_PATTERN = r"(\w+) \(([^)]*)\)(?: (\w+))?"  # a name, axes and maybe a dtype
 SPEC_DTYPES = {"int": (torch.int32, torch.int64), "int32": (torch.int32,), "int64": (torch.int64,)}
 SPEC_DTYPES["float32"] = (torch.float32,)

@@ -21,8 +21,12 @@ class Launcher:
 
     raw       (x, y, z, stream, *head, *operands): the launcher in C; pointers are numbers, descriptors are encoded
     head      the arguments before the operands: the function, launch flags, no scratch and no hooks
+    HOOKS_AT  where in them are what hooks are told, and two hooks
+    UNUSED_ARGS  arguments of the encoder of descriptors that it does not read
     """
 
+    HOOKS_AT = 6
+    UNUSED_ARGS: ClassVar[tuple[Any, ...]] = ()
     __slots__ = ("compiled", "constants", "head", "hooks", "metas", "raw", "stream_of")
 
     def __init__(self, compiled: Any, constants: tuple[Any, ...]) -> None:
@@ -45,9 +49,13 @@ class Launcher:
     def launch_with_hooks(
         self, grid: tuple[int, ...], stream: int, operands: Sequence[Any]
     ) -> None:
-        metadata = self.compiled.launch_metadata(grid, stream)
-        hooks = self.hooks.launch_enter_hook, self.hooks.launch_exit_hook
-        self.raw(*grid, stream, *self.head[:6], metadata, *hooks, *operands)
+        head = [*self.head]
+        head[self.HOOKS_AT : self.HOOKS_AT + 3] = (
+            self.compiled.launch_metadata(grid, stream),
+            self.hooks.launch_enter_hook,
+            self.hooks.launch_exit_hook,
+        )
+        self.raw(*grid, stream, *head, *operands)
 
     def encode_descriptor(self, descriptor: Any, number: int) -> list[Any]:
         """The operands of the kernel for its descriptor of this number."""
@@ -57,14 +65,13 @@ class Launcher:
         found: list[Any] = make_tensordesc_arg(descriptor, self.metas[number], *self.UNUSED_ARGS)
         return found
 
-    UNUSED_ARGS: ClassVar[tuple[Any, ...]] = ()  # arguments of the encoder that it does not read
-
 
 class TupleLauncher(Launcher):
     """A `TupleLauncher` launches one compiled kernel, as Triton 3.9 does: operands are one tuple, after their types."""
 
-    __slots__ = ()
+    HOOKS_AT = 4
     UNUSED_ARGS = ((),)
+    __slots__ = ()
 
     def __init__(self, compiled: Any, constants: tuple[Any, ...]) -> None:
         super().__init__(compiled, constants)
@@ -74,13 +81,6 @@ class TupleLauncher(Launcher):
         launched = compiled.function, False, run.launch_pdl, compiled.packed_metadata
         types = run.arg_annotations, run.kernel_signature
         self.head = (*launched, None, None, None, None, None, *types)
-
-    def launch_with_hooks(
-        self, grid: tuple[int, ...], stream: int, operands: Sequence[Any]
-    ) -> None:
-        metadata = self.compiled.launch_metadata(grid, stream)
-        hooks = self.hooks.launch_enter_hook, self.hooks.launch_exit_hook
-        self.raw(*grid, stream, *self.head[:4], metadata, *hooks, *self.head[7:], *operands)
 
 
 LAUNCHERS = {"3.6": Launcher, "3.9": TupleLauncher}

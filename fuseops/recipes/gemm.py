@@ -151,7 +151,9 @@ def _grouped_matmul(
             y = K.grouped_mm(rows, right, ends, table)
             if scale is not None:
                 by_row = (
-                    scale.expand(1) if scale.dim() == 0 else K.scale_of_row(scale, ends, len(y))
+                    scale.expand(1)
+                    if scale.dim() == 0
+                    else K.spread_over_groups(scale, ends, len(y), 0.0)
                 )
                 y.mul_(by_row[:, None])
             parts.append(y.to(a.dtype))
@@ -195,7 +197,7 @@ def _global_scale(
 ) -> Tensor | None:
     """The product of the global scales of both operands, None where they have none.   -> (1,), or (E,) over groups"""
     scale = _product(getattr(a, a_name).whole, getattr(b, b_name).whole)
-    return None if scale is None else scale.expand(1 if offs is None else len(offs))
+    return None if scale is None else scale.expand(K.num_groups(offs) or 1)
 
 
 def _dense_matmul(a: Operand, layout: str, right: Factors, dtype: torch.dtype) -> Tensor:

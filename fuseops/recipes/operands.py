@@ -231,7 +231,7 @@ def _quantize_columns(
     if len(K.pieces(rows)) == 1:  # else each pass transposes again
         rows, transform = to_columns(rows), None
     amax = _amax_of_groups(rows, scaling, ends, 0, transform)
-    tokens = padded_columns(len(x), None if offs is None else len(offs))
+    tokens = padded_columns(len(x), K.num_groups(offs))
     whole = _broadcast_amax(amax, ends, 0, tokens, scaling)
     return _quantize_last(rows, scaling, whole, None if seed is None else seed + 1, transform)
 

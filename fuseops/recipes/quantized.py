@@ -416,5 +416,5 @@ def _broadcast_scale(q: Quantized, layout: str, data: Tensor, scale: Tensor) -> 
     if scale.dim() == 0 or q.offs is None:
         return scale[:, None, None] if scale.dim() else scale
     ends = K.column_offs(q.offs) if layout == "col" else q.offs
-    by_group = K.scale_of_row(scale, ends, width if layout == "col" else rows)
+    by_group = K.spread_over_groups(scale, ends, width if layout == "col" else rows, 0.0)
     return by_group if layout == "col" else by_group[:, None]

@@ -75,7 +75,7 @@ def samples() -> dict[str, tuple]:
         "grouped_bias_bwd": (y, offs, probs, bias),
         "grouped_mm": (y, torch.randn(3, 8, 16), offs),
         "grouped_mm_into": (torch.randn(6, 8), y, torch.randn(3, 8, 16), offs),
-        "grouped_swiglu": (y, torch.randn(3, 8, 16), offs, None, probs),
+        "grouped_swiglu": (y, torch.randn(3, 8, 16), offs, None, None, None, probs),
         "grouped_dswiglu": (x, y, torch.randn(3, 16, 16), offs, None, probs),
         "grouped_dswiglu_into": (x, y, torch.randn(3, 16, 16), offs, None, probs),
         "grouped_wgrad": (dy, y, offs),

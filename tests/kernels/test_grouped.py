@@ -91,7 +91,7 @@ def test_an_activation_at_the_end(problem, seed, with_probs, gather, need_h, wit
     if gather:
         x, index = gathered(len(x), x.shape[1], x.dtype, seed)
     bias = tensor(weight.shape[:2], x.dtype, "normal", 7) if with_bias else None
-    args = x, weight, offs, None, probs, index, need_h, bias, *form
+    args = x, weight, offs, None, bias, index, probs, need_h, *form
     assert_matches(grouped_glu.grouped_swiglu, *args, sums=True)
 
 

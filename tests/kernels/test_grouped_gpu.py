@@ -117,12 +117,12 @@ def test_many_tiles_with_an_activation(path, number, with_probs, form, width):
     space = grouped_paths.SWIGLU_SPACES[path]
     config = space.candidates((40, 2048, 1024), 2)[number]
     with grouped_paths.on_path(path), forced(space, config):
-        given = x, weight, offs, None, probs, index, True, bias, *form
+        given = x, weight, offs, None, bias, index, probs, True, *form
         h, a = grouped_glu.grouped_swiglu(*given)
         for _ in range(3):
             again = grouped_glu.grouped_swiglu(*given)
             assert torch.equal(h, again[0]) and torch.equal(a, again[1])
-        none, alone = grouped_glu.grouped_swiglu(*given[:6], False, bias, *form)
+        none, alone = grouped_glu.grouped_swiglu(*given[:7], False, *form)
     assert len(none) == 0 and torch.equal(alone, a)
     assert torch.equal(h, k.grouped_mm(full, weight, offs, None, bias))
     want = act_fwd.twin(h.double(), *form) * (1 if probs is None else probs[:, None])

@@ -74,7 +74,7 @@ def test_rows_times_a_weight(rows, n, k, seed, forms, groups, dtype):
 
 
 def by_row(whole, offs, rows):
-    return whole if offs is None else K.scale_of_row(whole, offs, rows)[:, None]
+    return whole if offs is None else K.spread_over_groups(whole, offs, rows, 0.0)[:, None]
 
 
 @given(rows=ROWS, n=SIZES, k=SIZES, seed=SEEDS, forms=FORMS, groups=GROUPS, dtype=OUT)

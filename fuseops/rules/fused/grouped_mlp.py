@@ -223,7 +223,7 @@ class GroupedMLP(FusedOp):
         ):
             check_splits(offs, rows, x.device)
             tiles, bias = tiles_of(call, offs, rows), call.precision.cast(s.bias1)
-            return K.grouped_swiglu(x, weight, offs, tiles, probs, index, need_h, bias, *form)
+            return K.grouped_swiglu(x, weight, offs, tiles, bias, index, probs, need_h, *form)
         h = self.hidden(s, call, index)
         return h if need_h else None, self.activation(h, s)  # type: ignore[arg-type]
 
