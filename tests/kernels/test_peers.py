@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.kernels.peers import PEER_KERNELS, layout
+from fuseops.kernels.peers import PEER_KERNELS, PeerUse, layout
 
 TWINS = SimpleNamespace(**{op.name: op.twin for op in PEER_KERNELS})
 
@@ -23,34 +23,31 @@ class Group:
         self.kernels, self.world, self.experts = kernels, world, experts
         *at, half = layout(world, room, k, n * dtype.itemsize, 4)
         self.memory = [torch.full((2 * half,), 255, dtype=torch.uint8) for _ in range(world)]
-        self.table = torch.tensor([m.data_ptr() for m in self.memory])
+        table = torch.tensor([m.data_ptr() for m in self.memory])
         self.uses = torch.zeros(1, dtype=torch.int64)
         self.flags = [torch.zeros(1, dtype=torch.int32) for _ in range(world)]
-        self.places = [[rank, room, experts, k, half, *at] for rank in range(world)]
+        self.of = [
+            PeerUse(table, self.uses, self.flags[rank], rank, room, experts, k, half, *at)
+            for rank in range(world)
+        ]
 
     def __iter__(self):
         return iter(range(self.world))
 
     def there(self, xs, slots, heads=None, arrivals=None):
-        args = self.table, self.uses
         for r in self:
             more = () if heads is None else heads[r]
-            self.kernels.send_tokens(xs[r], slots[r], *args, self.flags[r], self.places[r], *more)
+            self.kernels.send_tokens(xs[r], slots[r], self.of[r], *more)
         rest = [(None, heads[r][2]) if heads else (arrivals[r],) for r in self]
-        got = [self.kernels.take_tokens(xs[r], *args, self.places[r], *rest[r]) for r in self]
+        got = [self.kernels.take_tokens(xs[r], self.of[r], *rest[r]) for r in self]
         self.uses += 1
         return got
 
     def home(self, ys, xs, slots, arrivals, experts, dweights):
-        args = self.table, self.uses
         for r in self:
-            self.kernels.return_sums(
-                ys[r], *args, self.flags[r], self.places[r], arrivals[r], dweights[r]
-            )
+            self.kernels.return_sums(ys[r], self.of[r], arrivals[r], dweights[r])
         got = [
-            self.kernels.add_sums(
-                xs[r], slots[r], *args, self.flags[r], self.places[r], experts[r], dweights[r]
-            )
+            self.kernels.add_sums(xs[r], slots[r], self.of[r], experts[r], dweights[r])
             for r in self
         ]
         self.uses += 1

@@ -72,7 +72,7 @@ def by_address(monkeypatch):
         launches.launch(kernel, grid, *args, **options)
         return Addressed(kernel, [*args], options, seen)
 
-    monkeypatch.setattr(launches, "launch_and_bind", launched)
+    monkeypatch.setattr("fuseops.kernels.replay.launch_and_bind", launched)
     monkeypatch.setattr(torch_private, "current_device", lambda: -1)
     with separate_replays():
         yield seen

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.peers import layout
+from fuseops.kernels.peers import PeerUse, layout
 
 from .bounded import Bounded
 from .exchange import ReceivedTokens
@@ -89,13 +89,12 @@ class PeerMemory(Bounded):
                 f"ExpertDispatch: x is {x.dtype}, which the kernels that write to peers do not take: "
                 "ExpertParallel(way='host_counts') does."
             )
-        peers, place = self._ensure_buffers(x, weights.dtype)
+        peers, use = self._ensure_buffers(x, weights.dtype)
         self.agree_on_tokens(x)
         slots, counts = K.token_slots(experts, self.num_experts, self.world)
-        args = (peers.table, peers.uses)
-        K.send_tokens(x, slots, *args, peers.flag, place, counts, experts, weights)
+        K.send_tokens(x, slots, use, counts, experts, weights)
         peers.barrier()
-        x, ids, weights, arrivals = K.take_tokens(x, *args, place, None, weights)
+        x, ids, weights, arrivals = K.take_tokens(x, use, None, weights)
         peers.uses += 1
         return ReceivedTokens(x, ids, weights, self.rows, slots, arrivals)
 
@@ -121,30 +120,25 @@ class PeerMemory(Bounded):
         return dx, None if dweights is None else copies
 
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
-        peers, place = self._ensure_buffers(dy, torch.float32)
-        args = (peers.table, peers.uses)
-        K.send_tokens(dy, slots, *args, peers.flag, place)
+        peers, use = self._ensure_buffers(dy, torch.float32)
+        K.send_tokens(dy, slots, use)
         peers.barrier()
-        got = K.take_tokens(dy, *args, place, arrivals)[0]
+        got = K.take_tokens(dy, use, arrivals)[0]
         peers.uses += 1
         return got
 
     def _return_sums(
         self, y: Tensor, dweights: Any, experts: Any, slots: Tensor, arrivals: Tensor
     ) -> tuple[Tensor, Tensor]:
-        peers, place = self._ensure_buffers(
-            y, torch.float32 if dweights is None else dweights.dtype
-        )
-        args = (peers.table, peers.uses)
-        K.return_sums(y, *args, peers.flag, place, arrivals, dweights)
+        peers, use = self._ensure_buffers(y, torch.float32 if dweights is None else dweights.dtype)
+        K.return_sums(y, use, arrivals, dweights)
         peers.barrier()
-        chosen = None if dweights is None else experts
-        summed = K.add_sums(y, slots, *args, peers.flag, place, chosen, dweights)
+        summed = K.add_sums(y, slots, use, None if dweights is None else experts, dweights)
         peers.uses += 1
         return summed
 
-    def _ensure_buffers(self, x: Tensor, weight: torch.dtype) -> tuple[PeerBuffers, list[int]]:
-        """The buffers, large enough for this use, and the layout arguments of its kernels."""
+    def _ensure_buffers(self, x: Tensor, weight: torch.dtype) -> tuple[PeerBuffers, PeerUse]:
+        """The buffers, large enough for this use, and what its kernels are told."""
         peers = self.peers
         if peers is None:
             self.agree_on_tokens(x)
@@ -156,4 +150,5 @@ class PeerMemory(Bounded):
         self.peers = peers
         # fixed halves, whatever their use takes: the other may still hold the use before
         half = peers.nbytes // 2
-        return peers, [self.rank, self.pair_capacity, self.num_experts, self.top_k, half, *at]
+        sizes = self.rank, self.pair_capacity, self.num_experts, self.top_k, half
+        return peers, PeerUse(peers.table, peers.uses, peers.flag, *sizes, *at)
