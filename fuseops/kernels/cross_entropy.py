@@ -155,7 +155,6 @@ Criterion = Head | LocalClasses
 """A record with the class weights, the options and the ignore_index of the loss."""
 
 
-@of_fields(ChunkedHead)
 def _linear_cross_entropy_fwd(p: ChunkedHead) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parts = [
         _results_of(_logits(p, s), p.targets[s], p)
@@ -165,16 +164,13 @@ def _linear_cross_entropy_fwd(p: ChunkedHead) -> tuple[Tensor, Tensor, Tensor, T
     return loss, lse, logp, expected
 
 
-@of_fields(HeadGradient)
 def _linear_cross_entropy_bwd(p: HeadGradient) -> tuple[Tensor, Tensor, Tensor]:
     dx, dweight, dbias = _gradients(p, p.lse, p.expected, p.grads, p.main_grad)
     return dx, dweight.to(p.weight.dtype) if p.main_grad is None else p.x.new_empty(0), dbias
 
 
-@of_fields(HeadAtOnce)
 def _linear_cross_entropy_grads(p: HeadAtOnce) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *head, _, _ = p
-    loss, lse, _, expected = _linear_cross_entropy_fwd(*head)
+    loss, lse, _, expected = _linear_cross_entropy_fwd(p)
     with torch.no_grad():
         return loss, *_gradients(p, lse, expected, [p.dloss])
 
@@ -208,14 +204,12 @@ def _accumulate(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total.add_(part)
 
 
-@of_fields(Head)
 def _logits_with_rows(p: Head) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     logits = logits_buffer(p.x, len(p.weight))
     logits.copy_(F.linear(p.x, p.weight, None if p.bias is None else p.bias.to(p.x.dtype)))
     return logits, *_results_of(_cap_and_scale(logits, p.options), p.targets, p)
 
 
-@of_fields(LocalClasses)
 def _logit_grads_into(logits: Tensor, p: LocalClasses) -> Tensor:
     divided, rows = _cap_and_scale(logits, p.options), (p.lse, p.lse, [p.dloss])
     logits.copy_(_dlogits(divided, p.targets, p, *rows))
@@ -363,12 +357,10 @@ def _fake_gradients(
     )
 
 
-@of_fields(HeadGradient)
 def _fake_bwd(p: HeadGradient) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_gradients(p, p.weight.dtype, p.needs[1] and p.main_grad is None)
 
 
-@of_fields(HeadAtOnce)
 def _fake_grads(p: HeadAtOnce) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss, *_ = _fake_rows(p.x)
     return loss, *_fake_gradients(p, loss.dtype, p.needs[1])
@@ -452,7 +444,6 @@ def _part_cases() -> Cases:
         yield x.new_empty(len(x), held), x, weight, *rows, True, *sums, True
 
 
-@of_fields(LocalClasses)
 def _fake_dx(logits: Tensor, p: LocalClasses) -> Tensor:
     return _empty(p.x, p.need_dx, p.x.dtype)
 

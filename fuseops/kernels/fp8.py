@@ -92,18 +92,15 @@ def weight_scaling(scaling: str) -> str:
     return "square" if scaling == "block" else scaling
 
 
-@of_fields(RoundedProduct)
 def _fp8_mm(p: RoundedProduct) -> Tensor:
     return _dequantized_mm(p, p.dtype, torch.float32, grouped_mm.twin)
 
 
-@of_fields(ScaledProduct)
 def _fp8_mm_operand(p: ScaledProduct) -> tuple[Tensor, Tensor]:
-    data, scale = quantize_vectors.twin(_fp8_mm(*p), E4M3)
+    data, scale = quantize_vectors.twin(_fp8_mm(RoundedProduct(*p)), E4M3)
     return data, scale
 
 
-@of_fields(RoundedColumns)
 def _fp8_wgrad(g: RoundedColumns) -> Tensor:
     by_tensor = g.scaling == "tensor"
     left, right = (
@@ -120,10 +117,9 @@ def _fp8_wgrad(g: RoundedColumns) -> Tensor:
     return dw.to(g.dtype)
 
 
-@of_fields(AddedColumns)
 def _fp8_wgrad_into(main_grad: Tensor, g: AddedColumns) -> None:
-    operands = g.dy, g.dy_scale, g.x, g.x_scale, g.scaling, g.offs, None
-    add_or_write(main_grad, _fp8_wgrad(*operands, torch.float32), g.accumulate)
+    *columns, accumulate = g
+    add_or_write(main_grad, _fp8_wgrad(RoundedColumns(*columns, torch.float32)), accumulate)
 
 
 def _product(p: RoundedProduct) -> Tensor:
@@ -201,7 +197,7 @@ def _codes_cases() -> Cases:
             yield tuple(operands)
 
 
-@gemm_op(twin=_fp8_mm, fake=of_fields(RoundedProduct)(_product), flops=_mm_flops, cases=_mm_cases)
+@gemm_op(twin=_fp8_mm, fake=_product, flops=_mm_flops, cases=_mm_cases)
 @of_fields(RoundedProduct)
 def fp8_mm(given: RoundedProduct) -> Tensor:
     """x[rows of e] @ weight[e].T (+ bias[e]), padding rows zero.   -> (R, N) of `dtype`"""
@@ -213,12 +209,7 @@ def fp8_mm(given: RoundedProduct) -> Tensor:
     return y
 
 
-@gemm_op(
-    twin=_fp8_mm_operand,
-    fake=of_fields(ScaledProduct)(_codes_of),
-    flops=_mm_flops,
-    cases=_codes_cases,
-)
+@gemm_op(twin=_fp8_mm_operand, fake=_codes_of, flops=_mm_flops, cases=_codes_cases)
 @of_fields(ScaledProduct)
 def fp8_mm_operand(p: ScaledProduct) -> tuple[Tensor, Tensor]:
     """`fp8_mm` in bf16, as e4m3 codes (R, N) with a power of two for 128 columns of a row (ceil(N/128), R)."""
@@ -232,12 +223,7 @@ def fp8_mm_operand(p: ScaledProduct) -> tuple[Tensor, Tensor]:
     return y, y_scale
 
 
-@gemm_op(
-    twin=_fp8_wgrad,
-    fake=of_fields(RoundedColumns)(_weight_grad),
-    flops=_wgrad_flops,
-    cases=_wgrad_cases,
-)
+@gemm_op(twin=_fp8_wgrad, fake=_weight_grad, flops=_wgrad_flops, cases=_wgrad_cases)
 @of_fields(RoundedColumns)
 def fp8_wgrad(g: RoundedColumns) -> Tensor:
     """dy[:, columns of e] @ x[:, columns of e].T.   (N, C), (K, C) -> (E, N, K), or (N, K) without offs"""

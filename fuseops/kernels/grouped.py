@@ -62,7 +62,6 @@ def _group_tiles(offs: Tensor, rows: int) -> Tensor:
     return torch.cat([head, *table, last]).to(torch.int32)
 
 
-@of_fields(Product)
 def _grouped_mm(p: Product) -> Tensor:
     bounds, x, weight = bounds_of(p.offs), _gathered(p.x, p.index, p.offs), p.weight
     if p.bias is None:
@@ -77,9 +76,8 @@ def _grouped_mm(p: Product) -> Tensor:
     return torch.cat([*parts, padding])
 
 
-@of_fields(Product)
 def _grouped_mm_into(y: Tensor, p: Product) -> None:
-    y.copy_(_grouped_mm(*p))
+    y.copy_(_grouped_mm(p))
 
 
 def _grouped_wgrad(
@@ -94,7 +92,6 @@ def _grouped_wgrad(
     return torch.stack([dy[start:end].t() @ x[start:end] for start, end in bounds_of(offs)])
 
 
-@of_fields(Gradient)
 def _grouped_wgrad_into(g: Gradient) -> None:
     dy, x = g.dy.to(g.dw.dtype), g.x.to(g.dw.dtype)
     add_or_write(g.dw, _grouped_wgrad(dy, x, g.offs, None, g.dy_index, g.x_index), g.accumulate)
@@ -123,17 +120,15 @@ def _wgrad_fake(dy: Tensor, x: Tensor, offs: Tensor, *_: Any) -> Tensor:
     return x.new_empty(offs.shape[0], dy.shape[1], x.shape[1])
 
 
-@of_fields(Product)
 def _mm_flops(p: Product) -> int:
     """The FLOPs of all rows, padding included, since offs is not read."""
     return 2 * p.rows * p.x.shape[1] * p.weight.shape[1]
 
 
 def _wgrad_flops(dy: Tensor, x: Tensor, offs: Tensor, tiles: Any = None, *index: Any) -> int:
-    return _add_flops(_wgrad_fake(dy, x, offs), dy, x, offs, tiles, False, *index)
+    return _add_flops(Gradient(_wgrad_fake(dy, x, offs), dy, x, offs, tiles, False, *index))
 
 
-@of_fields(Gradient)
 def _add_flops(g: Gradient) -> int:
     return 2 * g.rows * g.dw[0].numel()
 
@@ -263,7 +258,7 @@ def _one_group_offs(rows: int, where: torch.device) -> Tensor:
     return torch.full((1,), rows, dtype=torch.int32, device=where)
 
 
-@gemm_op(twin=_grouped_mm, fake=of_fields(Product)(_output), flops=_mm_flops, cases=_mm_cases)
+@gemm_op(twin=_grouped_mm, fake=_output, flops=_mm_flops, cases=_mm_cases)
 @of_fields(Product)
 def grouped_mm(p: Product) -> Tensor:
     """x[rows of e] @ weight[e].T + bias[e] (* probs), padding rows zero.   -> (R, N)"""
@@ -274,7 +269,7 @@ def grouped_mm(p: Product) -> Tensor:
 
 @gemm_op(
     twin=_grouped_mm_into,
-    flops=lambda y, *product: _mm_flops(*product),
+    flops=lambda y, *product: _mm_flops(Product(*product)),
     mutates=("y",),
     cases=_into_cases,
 )

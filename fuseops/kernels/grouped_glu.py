@@ -49,7 +49,6 @@ class ActivatedProduct(Product):
         return self.kind, self.interleave, self.alpha, self.limit, self.offset
 
 
-@of_fields(ActivatedProduct)
 def _grouped_swiglu(p: ActivatedProduct) -> tuple[Tensor, Tensor]:
     h = grouped_mm.twin(p.x, p.weight, p.offs, None, p.bias, p.index)
     kept = h if p.need_h else h[:0]
@@ -65,7 +64,6 @@ def _outputs(p: ActivatedProduct) -> tuple[Tensor, Tensor]:
     return h, p.x.new_empty(rows, width)
 
 
-@of_fields(ActivatedProduct)
 def _flops(p: ActivatedProduct) -> int:
     return 2 * p.rows * p.x.shape[1] * p.weight.shape[1]
 
@@ -87,9 +85,7 @@ def _cases() -> Cases:
     yield x, wide, offs, tiles
 
 
-@gemm_op(
-    twin=_grouped_swiglu, fake=of_fields(ActivatedProduct)(_outputs), flops=_flops, cases=_cases
-)
+@gemm_op(twin=_grouped_swiglu, fake=_outputs, flops=_flops, cases=_cases)
 @of_fields(ActivatedProduct)
 def grouped_swiglu(given: ActivatedProduct) -> tuple[Tensor, Tensor]:
     """(h, a): x[rows of e] @ weight[e].T (+ bias[e]), and its activation times probs, zeros at padding rows."""

@@ -56,7 +56,6 @@ class ActivationGradient(Arguments):
         return Product(self.dy, self.weight, self.offs, self.tiles, None, self.index, self.probs)
 
 
-@of_fields(ActivationGradient)
 def _grouped_dswiglu(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor, Tensor]:
     da = grouped_mm.twin(p.dy, p.weight, p.offs, None, None, p.index)
     padding = padding_mask(p.offs, h.shape[0])
@@ -66,17 +65,19 @@ def _grouped_dswiglu(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor, 
     return dh, a, dprobs
 
 
-@of_fields(ActivationGradient)
 def _grouped_dswiglu_into(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor]:
-    dh, a, dprobs = _grouped_dswiglu(h, *p)
+    dh, a, dprobs = _grouped_dswiglu(h, p)
     h.copy_(dh)
     return a, dprobs
 
 
-@of_fields(ActivationGradient)
 def _fake_into(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor]:
     sums = h.new_empty(0 if p.probs is None else h.shape[0], dtype=torch.float32)
     return h.new_empty(h.shape[0], p.weight.shape[1]), sums
+
+
+def _fake(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(h), *_fake_into(h, p)
 
 
 def _flops(h: Tensor, dy: Tensor, weight: Tensor, *_: Any) -> int:
@@ -96,12 +97,7 @@ def _cases() -> Cases:
     yield h, dy, weight, offs, tiles
 
 
-@gemm_op(
-    twin=_grouped_dswiglu,
-    fake=lambda h, *rest: (torch.empty_like(h), *_fake_into(h, *rest)),
-    flops=_flops,
-    cases=_cases,
-)
+@gemm_op(twin=_grouped_dswiglu, fake=_fake, flops=_flops, cases=_cases)
 @of_fields(ActivationGradient)
 def grouped_dswiglu(h: Tensor, p: ActivationGradient) -> tuple[Tensor, Tensor, Tensor]:
     """(dh, a, dprobs) of a = act(h) * probs for da = dy[rows of e] @ weight[e].T, zeros at padding rows."""

@@ -55,7 +55,6 @@ class MicroLayout(NamedTuple):
     swizzle: bool = False
 
 
-@of_fields(MicroLayout)
 def _quantize_micro(p: MicroLayout) -> tuple[Tensor, Tensor]:
     x, data, layout, offs, amax, swizzle = p
     rows, form, turn = x.shape[0], micro_format(data), layout == "col"
@@ -112,7 +111,7 @@ def _outputs(p: MicroLayout) -> tuple[Tensor, Tensor]:
     return codes, x.new_empty(scale, dtype=torch.uint8)
 
 
-@fp8_op(twin=_quantize_micro, fake=of_fields(MicroLayout)(_outputs), cases=_cases)
+@fp8_op(twin=_quantize_micro, fake=_outputs, cases=_cases)
 @of_fields(MicroLayout)
 def quantize_micro(p: MicroLayout) -> tuple[Tensor, Tensor]:
     """(codes, scales) of one layout, "row" or "col"; scales as bytes, in their format E8M0 or E4M3."""
@@ -130,7 +129,7 @@ def quantize_micro(p: MicroLayout) -> tuple[Tensor, Tensor]:
     x = as_rows(x)
     turned = layout == "col"
     if not x.numel() or too_large(x):
-        return _quantize_micro(*p)
+        return _quantize_micro(p)
     rows, k = x.shape
     columns = padded_columns(rows, groups)
     codes, scale = _outputs(p)

@@ -49,7 +49,6 @@ class MicroProduct(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
-@of_fields(MicroProduct)
 def _micro_mm(p: MicroProduct) -> Tensor:
     left, right = _micro_values(p.a, p.a_scale, p.offs), _micro_values(p.b, p.b_scale)
     if p.offs is None:
@@ -59,7 +58,6 @@ def _micro_mm(p: MicroProduct) -> Tensor:
     return grouped_mm.twin(left, right, p.offs).to(p.dtype)
 
 
-@of_fields(MicroProduct)
 def _micro_wgrad(p: MicroProduct) -> Tensor:
     left, right = _micro_values(p.a, p.a_scale), _micro_values(p.b, p.b_scale)
     global_scale = p.global_scale
@@ -101,7 +99,6 @@ def _cases(wgrad: bool) -> Cases:
             yield *x, *weight, offs, global_scale
 
 
-@of_fields(MicroProduct)
 def _flops(p: MicroProduct) -> int:
     return 2 * p.a.numel() * p.b.shape[-2] * (2 if p.b.dtype == torch.uint8 else 1)
 
@@ -120,7 +117,7 @@ micro_op = functools.partial(
 )
 
 
-@micro_op(twin=_micro_mm, fake=of_fields(MicroProduct)(_product), cases=lambda: _cases(False))
+@micro_op(twin=_micro_mm, fake=_product, cases=lambda: _cases(False))
 @of_fields(MicroProduct)
 def micro_mm(p: MicroProduct) -> Tensor:
     """x[rows of e] @ weight[e].T * global_scale[e], rows behind the last group zero.   (R, K), (E, N, K) -> (R, N)"""
@@ -133,7 +130,7 @@ def micro_mm(p: MicroProduct) -> Tensor:
     return _launched(_product(p), p, blocks, False)
 
 
-@micro_op(twin=_micro_wgrad, fake=of_fields(MicroProduct)(_weight_grad), cases=lambda: _cases(True))
+@micro_op(twin=_micro_wgrad, fake=_weight_grad, cases=lambda: _cases(True))
 @of_fields(MicroProduct)
 def micro_wgrad(p: MicroProduct) -> Tensor:
     """dy[:, columns of e] @ x[:, columns of e].T times global_scale[e].   (N, C), (K, C) -> (N, K) or (E, N, K)"""

@@ -111,7 +111,6 @@ class HiddenOperand(NamedTuple):
     h_scale: Tensor | None = None
 
 
-@of_fields(HiddenOperand)
 def _swiglu_operand(p: HiddenOperand) -> RowsAndColumns:
     h, probs, offs, dtype, row, col, h_scale = p
     h = _values(h, h_scale)
@@ -140,7 +139,6 @@ class GradientOperands(NamedTuple):
     h_scale: Tensor | None = None
 
 
-@of_fields(GradientOperands)
 def _dswiglu_operand(
     p: GradientOperands,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -300,7 +298,7 @@ def swiglu_operand(p: HiddenOperand) -> RowsAndColumns:
     h = fp8_rows(h, dtype)
     rows, n = h.shape[0], h.shape[1] // 2
     if not h.numel() or not (row or col) or is_unaligned(n, h) or not _split(h, h_scale):
-        return _swiglu_operand(*p)
+        return _swiglu_operand(p)
     out, blocks = _outputs(h, rows, n, offs, dtype, row, col)
     if not col and n % BLOCK == 0 and fp8_paths.act_path(h, h, dtype) == "once":
         config = SWIGLU_ONCE.pick(rows, (n,), h)
@@ -336,7 +334,7 @@ def dswiglu_operand(
         not h.numel() or n % BLOCK or da.itemsize != 2 or h.itemsize > 2
         or is_unaligned(n, h, da) or not _split(h, h_scale)
     ):  # a square lies in one half  # fmt: skip
-        return _dswiglu_operand(*p)
+        return _dswiglu_operand(p)
     out, blocks = _outputs(h, rows, 2 * n, offs, dtype, row, col)
     (_, _, a, a_scale), _ = _outputs(h, rows, n, offs, a_dtype, False, act)
     if probs is None:

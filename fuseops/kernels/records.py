@@ -5,15 +5,14 @@
         x: Tensor
         ...
 
-    @of_fields(Product)
     def _grouped_mm(p: Product) -> Tensor: ...
 
     @kernel_op(twin=_grouped_mm, ...)
     @of_fields(Product)
     def grouped_mm(p: Product) -> Tensor: ...
 
-Callers of `grouped_mm`, and its schema, have the fields as arguments: grouped_mm(x, weight, offs, bias=b),
-grouped_mm(*p).
+Callers of `grouped_mm` and of its twin, and its schema, have the fields as arguments: grouped_mm(x, weight, offs,
+bias=b), grouped_mm(*p).
 """
 
 from __future__ import annotations
@@ -95,3 +94,11 @@ def of_fields(record: Callable[P, Arguments | NamedTuple]) -> _OfFields[P]:
         return flat
 
     return cast("_OfFields[P]", flattened)
+
+
+def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that takes a record as `of_fields` makes it, and any other as it is."""
+    types = [t for name, t in getattr(function, "__annotations__", {}).items() if name != "return"]
+    record = function.__globals__.get(types[-1]) if types else None
+    is_record = isinstance(record, type) and issubclass(record, Arguments | tuple)
+    return of_fields(record)(function) if is_record else function

@@ -35,6 +35,7 @@ from fuseops import torch_private
 from fuseops.attributes import attributes_set
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.launch import HAS_TRITON, INTERPRET, arch_of, thread
+from fuseops.kernels.records import flattened
 from fuseops.kernels.replay import (
     ALIGNED,
     NOT_REPLAYED,
@@ -109,13 +110,15 @@ class KernelOp(Generic[P, R]):
         self.name: str = launcher.__name__
         namespace = options.namespace or launcher.__module__.partition(".")[0].strip("_")
         self.label = f"{namespace}::{self.name}"
-        self.twin = options.twin
+        self.twin = flattened(options.twin)
         signature = inspect.signature(launcher)
         self._defaults = tuple([(p.name, p.default) for p in signature.parameters.values()])
         self._names = tuple([name for name, _ in self._defaults])
         self.min_arch, self.fuses = options.min_arch, options.fuses
         self.traces_twin = options.traces_twin
-        self.cases, self.flops, self._nbytes = options.cases, options.flops, options.nbytes
+        formulas = options.flops, options.nbytes
+        self.flops, self._nbytes = (None if f is None else flattened(f) for f in formulas)
+        self.cases = options.cases
         self.dtypes = options.dtypes
         key = self.name if namespace == OWN_NAMESPACE else self.label
         if key in KERNEL_OPS:
@@ -139,7 +142,7 @@ class KernelOp(Generic[P, R]):
         lib.define(self.name + schema)
         lib.impl(self.name, self._dispatcher_impl, "CompositeExplicitAutograd")
         returns_nothing = signature.return_annotation in (None, "None")
-        shapes = (lambda *_: None) if returns_nothing else options.fake or options.twin
+        shapes = (lambda *_: None) if returns_nothing else flattened(options.fake or options.twin)
         torch.library.register_fake(
             self.label,
             lambda *args, **kwargs: _run_fake(shapes, self._positional(args, kwargs)),
@@ -360,7 +363,7 @@ class kernel_op(NamedTuple):
 
     The launcher's signature is the op's schema: every argument has a type that `torch.library.infer_schema` knows, the
     first is a Tensor, and it returns new tensors. It must depend on its arguments alone, since calls of one kind are
-    replayed without it.
+    replayed without it. Twin, fake and formulas take the same arguments, or a record of them (`records`).
 
     twin: the same function in plain differentiable torch, which runs wherever the launcher does not.
     fake: outputs without values, where the twin reads values; an op that returns nothing needs none.
