@@ -56,7 +56,10 @@ def run(args: argparse.Namespace) -> int:
         print_json("kernels", triton=configs.versions()["triton"], kernels=rows)
         return 0
     if args.variants:  # a variant is long, so it comes last
-        print_table([("kernel", "arch", "triton", *MEASURED, "variant"), *_variant_rows(rows)])
+        variants = (
+            [r["kernel"], f"sm_{r['arch']}", r["triton"], *_cells([r]), r["variant"]] for r in rows
+        )
+        print_table([("kernel", "arch", "triton", *MEASURED, "variant"), *variants])
     else:
         print_table([("kernel", "arch", "triton", "variants", *MEASURED), *_kernel_rows(rows)])
     return 0
@@ -75,10 +78,6 @@ def table_records() -> list[dict[str, Any]]:
                 fields = {"kernel": kernel, "variant": variant, "arch": int(arch)}
                 records.append({**fields, "triton": triton, **row})
     return records
-
-
-def _variant_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
-    return [[r["kernel"], f"sm_{r['arch']}", r["triton"], *_cells([r]), r["variant"]] for r in rows]
 
 
 def _kernel_rows(rows: list[dict[str, Any]]) -> list[list[str]]:

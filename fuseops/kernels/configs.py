@@ -60,7 +60,8 @@ class Space:
             )
         self.name = name
         self._candidates = candidates if callable(candidates) else lambda dims, itemsize: candidates
-        self.default, self.dims = default or self._first, dims
+        self.default = default or (lambda rows, dims, itemsize: self.candidates(dims, itemsize)[0])
+        self.dims = dims
         self.forced: Config | None = None
         self._memo: dict[tuple[Any, ...], Config] = {}
         SPACES[name] = self
@@ -68,12 +69,9 @@ class Space:
     def candidates(self, dims: tuple[int, ...], itemsize: int) -> list[Config]:
         """All configurations that can be chosen for these dimensions, each once."""
         distinct = {tuple(config.items()): config for config in self._candidates(dims, itemsize)}
+        if not distinct:
+            raise FuseOpsError(f"space '{self.name}' has no candidates for {self.dims} of {dims}")
         return list(distinct.values())
-
-    def _first(self, rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-        for config in self._candidates(dims, itemsize):
-            return config
-        raise FuseOpsError(f"space '{self.name}' has no candidates for {self.dims} of {dims}")
 
     def pick(self, rows: int, dims: tuple[int, ...], like: torch.Tensor) -> Config:
         """The configuration for this many rows of tensors shaped and typed like ``like``."""

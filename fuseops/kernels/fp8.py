@@ -74,24 +74,6 @@ def dequantize(
     return codes.to(dtype) * scale
 
 
-def dequantized_rows(
-    x: Tensor,
-    scale: Tensor,
-    scaling: str,
-    offs: Tensor | None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """The rows (R, K) of `fp8_mm`; of "tensor" one scale, or one a group."""
-    if scaling == "tensor" and scale.numel() > 1:
-        scale, scaling = spread_over_groups(scale, offs, len(x)), "row"
-    return dequantize(x, scale, scaling, dtype)
-
-
-def weight_scaling(scaling: str) -> str:
-    """The scaling of the weight of `fp8_mm`, for a scaling of the rows."""
-    return "square" if scaling == "block" else scaling
-
-
 def _fp8_mm(p: RoundedProduct) -> Tensor:
     return _dequantized_mm(p, p.dtype, torch.float32, grouped_mm.twin)
 
@@ -278,8 +260,12 @@ def _dequantized_mm(
     p: ScaledProduct, dtype: torch.dtype, inner: torch.dtype, product: Callable[..., Tensor]
 ) -> Tensor:
     """`fp8_mm` of operands that are dequantized to the dtype `inner`.   product: of groups"""
-    left = dequantized_rows(p.x, p.x_scale, p.scaling, p.offs, inner)
-    right = dequantize(p.weight, p.weight_scale, weight_scaling(p.scaling), inner)
+    if p.scaling == "tensor" and p.x_scale.numel() > 1:  # one a group
+        left = dequantize(p.x, spread_over_groups(p.x_scale, p.offs, len(p.x)), "row", inner)
+    else:
+        left = dequantize(p.x, p.x_scale, p.scaling, inner)
+    of_weight = "square" if p.scaling == "block" else p.scaling
+    right = dequantize(p.weight, p.weight_scale, of_weight, inner)
     bias = None if p.bias is None else p.bias.to(inner)
     if p.offs is None:
         return torch.nn.functional.linear(left, right, bias).to(dtype)

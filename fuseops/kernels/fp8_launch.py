@@ -165,8 +165,7 @@ def checked_mm(p: ScaledProduct) -> ScaledProduct:
 
 def checked_wgrad(dw: Tensor, g: ScaledColumns) -> ScaledColumns:
     """The operands as `launch_wgrad` takes them."""
-    dy, dy_scale, x, x_scale = g.dy, g.dy_scale, g.x, g.x_scale
-    scaling, offs, tiles = g.scaling, g.offs, g.tiles
+    dy, dy_scale, x, x_scale, scaling, offs, tiles, *_ = g
     scales = _axes_of_scales(scaling, WGRAD_SCALES)
     groups, each = (1, "") if offs is None else (groups_of(offs), "E, ")
     given = {"main_grad": dw, **vars(g)}

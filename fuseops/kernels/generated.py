@@ -69,7 +69,8 @@ class Kernel:
         return opaque_call(self._run, *tensors)
 
     def _run(self, *tensors: Tensor) -> Sequence[Tensor]:
-        if torch_private.num_dispatch_modes() or any(map(_without_values, tensors)):
+        without_values = any(t.is_meta or torch_private.is_fake(t) for t in tensors)
+        if without_values or torch_private.num_dispatch_modes():
             found: Sequence[Tensor] = self.graph(*tensors)
             return found
         if self.compiled is None:
@@ -204,7 +205,3 @@ def _refusal_reason(error: Exception) -> str:
     ):
         return "what it does depends on values of tensors"
     return f"it cannot be traced: {kind}: {str(error).strip().splitlines()[0][:120]}"
-
-
-def _without_values(t: Tensor) -> bool:
-    return t.is_meta or torch_private.is_fake(t)

@@ -137,20 +137,17 @@ _launchers: dict[tuple[Any, ...], tuple[Any, Launcher | None]] = {}
 
 def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """``kernel[grid](*args, **options)``; Triton specialises on the arguments only once a variant."""
-    key = _key(kernel, args, options)
+    variant = variant_of(args)
+    key = kernel, args[0].device.index, variant, *options, *options.values()
     compiled, launcher = _launchers.get(key, (None, None))
     if launcher is not None:
         _relaunch(launcher, grid, args)
         return compiled
     enter_context()
     compiled = kernel[grid](*args, **(COMPILER | options))
-    if key[2] is not None and key not in _launchers:
+    if variant is not None and key not in _launchers:
         _launchers[key] = compiled, launcher_of(compiled, constants_of(kernel, args, options))
     return compiled
-
-
-def _key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    return kernel, args[0].device.index, variant_of(args), *options, *options.values()
 
 
 def variant_of(args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.formats import LARGEST
+from fuseops.kernels.formats import E4M3, E5M2, LARGEST
 from fuseops.kernels.groups import BLOCK
 from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.norm import MAX_WIDTH, RMS_FWD, add_rmsnorm_fwd, rmsnorm_fwd
@@ -52,7 +52,6 @@ def _rmsnorm_columns(
     return quantize_operand.twin(rows, None, dtype, False)[2:]
 
 
-FORMAT = torch.float8_e4m3fn
 COLUMNS = Space(
     "rmsnorm_columns", [{"BLOCK_R": BLOCK, "BLOCK_N": BLOCK, "num_warps": w} for w in (8, 16)]
 )
@@ -66,10 +65,10 @@ def _config(rows: int, n: int, x: Tensor) -> Config:
 
 def _cases(*, columns: bool = False) -> Cases:
     for dtype, n, fmt in (
-        (torch.bfloat16, 4096, FORMAT),
-        (torch.bfloat16, 2048, torch.float8_e5m2),
-        (torch.bfloat16, 7168, FORMAT),
-        (torch.float32, 4096, FORMAT),
+        (torch.bfloat16, 4096, E4M3),
+        (torch.bfloat16, 2048, E5M2),
+        (torch.bfloat16, 7168, E4M3),
+        (torch.float32, 4096, E4M3),
     ):
         x, weight = (on_meta(*size, n, dtype=dtype) for size in ((8190,), ()))
         if columns:

@@ -26,7 +26,14 @@ from fuseops.kernels.formats import LARGEST, Format, quantize_format
 from fuseops.kernels.fp8 import dequantize
 from fuseops.kernels.groups import BLOCK, column_of_row, num_groups, padded_columns, padding_mask
 from fuseops.kernels.launch import device, launch, pdl_overlap
-from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, matrix_shape, quantize_vectors
+from fuseops.kernels.quantize import (
+    FORMATS,
+    fp8_op,
+    fp8_rows,
+    matrix_shape,
+    quantize_vectors,
+    too_large,
+)
 from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import Cases, floats, ints, on_meta, tensor_bytes
 from fuseops.kernels.scales import SMALLEST, saturate
@@ -439,9 +446,7 @@ def _split(h: Tensor, h_scale: Tensor | None) -> bool:
 
 def is_unaligned(n: int, *tensors: Tensor) -> bool:
     """Whether rows are no multiple of 16 elements, which GEMMs need too, or offsets in a tile exceed 32 bits."""
-    if n % 16 or any(x.stride(0) % 16 for x in tensors):
-        return True
-    return any(max(*x.shape, x.stride(0)) >= 1 << 24 for x in tensors)
+    return n % 16 != 0 or any(x.stride(0) % 16 or too_large(x) for x in tensors)
 
 
 def _permute_bytes(data: Tensor, index: Tensor | None, row: bool, col: bool) -> int:

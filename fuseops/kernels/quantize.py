@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fuseops.kernels import tiles
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.formats import Format, quantize_format, transpose_in_groups
+from fuseops.kernels.formats import E4M3, E5M2, Format, quantize_format, transpose_in_groups
 from fuseops.kernels.groups import BLOCK, padded_columns
 from fuseops.kernels.launch import device, launch, pdl_overlap
 from fuseops.kernels.registry import Cases, ints, kernel_op, on_meta
@@ -34,7 +34,7 @@ def _quantize_group_blocks(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple
     return _quantize_vectors(transpose_in_groups(x, offs), dtype)
 
 
-FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+FORMATS = (E4M3, E5M2)
 SM_89 = 89
 
 

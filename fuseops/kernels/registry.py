@@ -4,11 +4,7 @@
     def bias_fwd(x: Tensor, bias: Tensor) -> Tensor: ...
 
 registers `torch.ops.fuseops.bias_fwd` (outside of fuseops an op of that package's namespace), whose schema is the
-launcher's signature, with
-* a fake for `torch.compile` made from the twin (or `fake=`, where the twin reads values);
-* a FLOP formula where one is given (memory-bound kernels count none, as torch's own elementwise ops) and a byte formula
-  (each input read once and each output written once, unless `nbytes=` says otherwise);
-* `cases`, arguments on the meta device, from which the ahead-of-time table and the tests find every kernel.
+launcher's signature, with a fake for `torch.compile` and formulas for profilers.
 
 A call runs the launcher where it can, and the twin, plain differentiable torch, everywhere else: on other devices, for
 dtypes that the kernels do not load, where autograd or `torch.func` has to differentiate the call (kernels have no
@@ -367,8 +363,9 @@ class kernel_op(NamedTuple):
 
     twin: the same function in plain differentiable torch, which runs wherever the launcher does not.
     fake: outputs without values, where the twin reads values; an op that returns nothing needs none.
-    flops, nbytes: formulas over the arguments, for profilers.
-    cases: arguments on the meta device, for ahead-of-time compilation.
+    flops: formula over the arguments; memory-bound kernels count none, as torch's own elementwise ops.
+    nbytes: the same; by default each input is read once and each output written once.
+    cases: arguments on the meta device, from which the ahead-of-time table and the tests find every kernel.
     min_arch: the first architecture (80, 90, ...) that can run it; 0 for a launcher without Triton, on any CUDA device.
     traces_twin: False for a twin that reads values: traced code and fake tensors then use the registered op, and the
         twin for a gradient, unless `torch.library.register_autograd` registered one.
@@ -428,12 +425,8 @@ _PLAIN_TYPES = PLAIN_OR_NONE | {bool, int, float, str, torch.dtype}
 
 def _run_fake(fake: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """The contiguous outputs of a fake."""
-    outer = thread.in_fake
-    thread.in_fake = True
-    try:
+    with attributes_set([(thread, "in_fake", True)]):
         return _contiguous(fake(*args))
-    finally:
-        thread.in_fake = outer
 
 
 def _as_sequence(value: Any) -> Sequence[Any]:

@@ -165,16 +165,13 @@ class Transcriber(torch_private.DispatchMode):
         first_new = len(self.memory)
         with self._unwatched():
             out = function(*args)
-        if any(self._slot(t) is None for t in _tensors_in(out)) or not self._has_called(
-            function, args
+        called = function, self._slots(args)
+        if any(self._slot(t) is None for t in _tensors_in(out)) or all(
+            (step.target, step.args) != called for step in self.steps
         ):
             self._record(function, args, {}, out, has_effects=True)
         self.external |= {*range(first_new, len(self.memory))}
         return out
-
-    def _has_called(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        recorded_args = self._slots(args)
-        return any(step.target is function and step.args == recorded_args for step in self.steps)
 
     def held_once(self, held: list[Any]) -> bool:
         """`torch_private.held_once`; of an operand the generated code checks the answer."""
@@ -391,8 +388,6 @@ class _CodeGenerator:
                 "hooks": launcher.hooks,
                 "stream_of": launcher.stream_of,
                 "index": transcriber.index,
-            }
-            self.namespace |= {
                 "current_device": torch_private.current_device,
                 "empty": launches[0].empty,
             }
@@ -400,15 +395,11 @@ class _CodeGenerator:
                 " if hooks.launch_enter_hook.calls or index != current_device(): return None"
             )
             lines.append(" stream = stream_of(index)")
-        if transcriber.kept:
+        if transcriber.kept and transcriber.index >= 0:
             stream = bind_constant(transcriber.stream, self.namespace)
             self.namespace["now"] = torch_private.current_stream
-            lines.append(
-                f" if now({transcriber.index})[0] != {stream}: return None"
-                if transcriber.index >= 0
-                else ""
-            )
-        return [line for line in lines if line]
+            lines.append(f" if now({transcriber.index})[0] != {stream}: return None")
+        return lines
 
     def _call_lines(self, step: RecordedCall) -> list[str]:
         """Lines that call the target of a step."""
@@ -439,10 +430,9 @@ class _CodeGenerator:
         ]
         addresses = [self._address(slot) for slot in replay.tensors_of(step.args)]
         lines = replay.lines(addresses, allocated, self.namespace)
-        return [
-            *lines,
-            *([f" {' = '.join(allocated[k] for k in temporaries)} = None"] if temporaries else []),
-        ]
+        if temporaries:
+            lines.append(f" {' = '.join(allocated[k] for k in temporaries)} = None")
+        return lines
 
     def _address(self, slot: TensorRef) -> str:
         root, offset = self.transcriber.memory[slot.number]

@@ -161,10 +161,6 @@ def tensors(
 # --- ops
 
 
-def _chooser(draw: Draw) -> Callable[..., Any]:
-    return lambda *options: draw(st.sampled_from(options))
-
-
 def _instance(
     draw: Draw,
     op: type,
@@ -177,7 +173,11 @@ def _instance(
 ) -> Op[Any]:
     """An instance of `op` for this input width, whose output width is a multiple of `after`, or `out` if possible."""
     out = out or draw(widths()) * after
-    wanted = Wanted(_chooser(draw), width, out, groups, top_k, middle)
+
+    def choose(*options: Any) -> Any:
+        return draw(st.sampled_from(options))
+
+    wanted = Wanted(choose, width, out, groups, top_k, middle)
     made = entry(op).make(wanted)
     with torch.no_grad():
         for p in made.parameters():  # ones and zeros, as many start out, hide mistakes
