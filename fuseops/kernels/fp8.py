@@ -101,7 +101,7 @@ def _fp8_wgrad(g: RoundedColumns) -> Tensor:
 
 def _fp8_wgrad_into(main_grad: Tensor, g: AddedColumns) -> None:
     *columns, accumulate = g
-    add_or_write(main_grad, _fp8_wgrad(RoundedColumns(*columns, torch.float32)), accumulate)
+    add_or_write(main_grad, _fp8_wgrad(RoundedColumns(*columns, dtype=torch.float32)), accumulate)
 
 
 def _product(p: RoundedProduct) -> Tensor:

@@ -237,9 +237,10 @@ class Replay:
         for kernel, grid, args, options in programs:
             launch_args = [_argument(a, tensors) for a in args]
             launchers.append(launch_and_bind(kernel, grid, launch_args, options))
-        self.launchable = bool(launchers) and None not in launchers
+        bound = [launcher for launcher in launchers if launcher is not None]
+        self.launchable = 0 < len(bound) == len(launchers)
         if self.launchable and self.call == self._run_checked:
-            self.call = self._generate_call(programs, launchers, tensors)
+            self.call = self._generate_call(programs, bound, tensors)
 
     def _generate_call(
         self, programs: Sequence[Launch], launchers: Sequence[Launcher], tensors: Sequence[Tensor]

@@ -29,7 +29,7 @@ def component_mismatch(q: Quantized) -> str | None:
         expected |= _layout_components(q.scaling.of("row"), "row", tokens, width, groups)
     if q.col is not None:
         form = q.scaling.of("col")
-        one_group = 1 if form.columns == COLUMN else None  # kernels pad these as one group
+        one_group = 1 if form.columns == COLUMN else 0  # kernels pad these as one group
         columns = K.padded_columns(tokens, one_group if groups is None else groups)
         expected |= _layout_components(form, "col", columns, width, groups)
     components = q.components()
