@@ -21,7 +21,6 @@ from fuseops.kernels.records import Arguments
 from fuseops.kernels.replay import not_replayable
 from fuseops.kernels.tiles import cdiv
 
-NO_FORM: Form = ("", 0)
 TILE_ROWS = (64, 128, 256)  # the row blocks in a tile table
 
 
@@ -79,7 +78,7 @@ def launch_rings(
     config: Config,
     y: Tensor,
     *,
-    form: Form = NO_FORM,
+    form: Form = ("", 0),
     act: Tensor | None = None,
     h: Tensor | None = None,
     sums: Tensor | None = None,

@@ -75,7 +75,7 @@ def of_fields(record: Callable[P, Arguments | NamedTuple]) -> _OfFields[P]:
     record: a dataclass of Arguments, or a NamedTuple, which Python constructs faster
     """
 
-    def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
         *own, _ = function.__code__.co_varnames[: function.__code__.co_argcount]
         before = len(own)
 
@@ -93,12 +93,12 @@ def of_fields(record: Callable[P, Arguments | NamedTuple]) -> _OfFields[P]:
         )
         return flat
 
-    return cast("_OfFields[P]", flattened)
+    return cast("_OfFields[P]", decorated)
 
 
 def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that takes a record as `of_fields` makes it, and any other as it is."""
     types = [t for name, t in getattr(function, "__annotations__", {}).items() if name != "return"]
-    record = function.__globals__.get(types[-1]) if types else None
+    record: Any = function.__globals__.get(types[-1]) if types else None
     is_record = isinstance(record, type) and issubclass(record, Arguments | tuple)
     return of_fields(record)(function) if is_record else function
