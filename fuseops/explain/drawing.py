@@ -18,12 +18,13 @@ GUTTER, GAP, PADDING = 76, 14, 12
 BOLD_WIDTH, PLAIN_WIDTH = 7.8, 6.8  # upper bounds of the width of a character
 MIN_SCALE = 0.65  # a drawing that is scaled below this is not readable
 SPAN, OP, MISS, ROW = 26, 46, 20, 12  # heights; ROW is the space between two rows
+Boxes = Sequence[tuple[Column, tuple[float, float]]]
+"""Columns, each with its x coordinates (left, right)."""
 
 
 def svg(plan: Planned) -> str:
     """The drawing, as an <svg> element."""
-    cells = columns(plan)
-    edges = _edges(cells)
+    boxes = _boxes(columns(plan))
     miss_rows = _assign_rows([m.span for m in plan.not_fused])
     forward_y = 4
     op_y = forward_y + SPAN + ROW
@@ -31,19 +32,19 @@ def svg(plan: Planned) -> str:
     miss_y = backward_y + SPAN + ROW
     rows = max(miss_rows, default=-1) + 1
     height = (miss_y + rows * (MISS + 6) if rows else backward_y + SPAN) + 4
-    width = edges[-1][1] + 6
+    width = _extent(0, 0, boxes)[1] + 6
     parts = [
         *_label("forward", forward_y + SPAN / 2),
         *_label("backward", backward_y + SPAN / 2),
         *(_label("not fused", miss_y + MISS / 2) if miss_rows else ()),
-        *_nodes(plan, cells, edges, op_y),
-        *_arrows(edges, op_y + OP / 2),
-        *(part for cell, edge in zip(cells, edges, strict=True) for part in _op(cell, edge, op_y)),
-        *_spans(plan.forward, cells, edges, forward_y),
-        *_spans(plan.backward, cells, edges, backward_y),
+        *_nodes(plan, boxes, op_y),
+        *_arrows(boxes, op_y + OP / 2),
+        *(part for cell, edge in boxes for part in _op(cell, edge, op_y)),
+        *_spans(plan.forward, boxes, forward_y),
+        *_spans(plan.backward, boxes, backward_y),
     ]
     for miss, row in zip(plan.not_fused, miss_rows, strict=True):
-        parts += _miss(miss, cells, edges, miss_y + row * (MISS + 6))
+        parts += _miss(miss, boxes, miss_y + row * (MISS + 6))
     title = escape(f"{plan.path or 'Sequential'}: ops and spans")
     min_width = MIN_SCALE * width  # a wide drawing shrinks to this, and then scrolls
     return (
@@ -53,15 +54,14 @@ def svg(plan: Planned) -> str:
     )
 
 
-def _edges(cells: Sequence[Column]) -> list[tuple[float, float]]:
-    """The x coordinates (left, right) of every column."""
+def _boxes(cells: Sequence[Column]) -> Boxes:
     found, left = [], float(GUTTER)
     for cell in cells:
         letters = max(len(cell.name), len(cell.kind), 8)
         right = left + letters * BOLD_WIDTH + 2 * PADDING
-        found.append((left, right))
+        found.append((cell, (left, right)))
         left = right + GAP
-    return found or [(GUTTER, GUTTER)]
+    return found
 
 
 def _assign_rows(spans: Sequence[tuple[int, int]]) -> list[int]:
@@ -77,14 +77,14 @@ def _assign_rows(spans: Sequence[tuple[int, int]]) -> list[int]:
     return found
 
 
-def _extent(
-    start: int, stop: int, cells: Sequence[Column], edges: Sequence[tuple[float, float]]
-) -> tuple[float, float]:
-    """The x coordinates (left, right) of positions start:stop, of which several may share a column."""
-    hit = [
-        e for cell, e in zip(cells, edges, strict=True) if cell.start < stop and start < cell.stop
-    ]
-    return (hit[0][0], hit[-1][1]) if hit else edges[-1]
+def _extent(start: int, stop: int, boxes: Boxes) -> tuple[float, float]:
+    """The x coordinates (left, right) of positions start:stop, of which several may share a column; of the last column
+    where there are none.
+    """
+    hit = [edge for cell, edge in boxes if cell.start < stop and start < cell.stop]
+    if not hit:
+        return boxes[-1][1] if boxes else (GUTTER, GUTTER)
+    return hit[0][0], hit[-1][1]
 
 
 def _label(text: str, y: float) -> Iterator[str]:
@@ -107,9 +107,7 @@ def _box(
     )
 
 
-def _nodes(
-    plan: Planned, cells: Sequence[Column], edges: Sequence[tuple[float, float]], y: float
-) -> Iterator[str]:
+def _nodes(plan: Planned, boxes: Boxes, y: float) -> Iterator[str]:
     """A band behind the ops of each autograd node."""
     outside = {
         i
@@ -120,13 +118,13 @@ def _nodes(
     for start, stop in plan.segments:
         if start in outside:
             continue
-        left, right = _extent(start, stop, cells, edges)
+        left, right = _extent(start, stop, boxes)
         hint = f"one autograd node, ops {start}:{stop}"
         yield _box("node", (left - 5, right + 5), y - 5, OP + 10, 9, hint)
 
 
-def _arrows(edges: Sequence[tuple[float, float]], y: float) -> Iterator[str]:
-    for (_, right), (left, _) in itertools.pairwise(edges):
+def _arrows(boxes: Boxes, y: float) -> Iterator[str]:
+    for (_, (_, right)), (_, (left, _)) in itertools.pairwise(boxes):
         yield f'<path class="arrow" d="M{right:.1f} {y:.1f}H{left - 1:.1f}m-4 -3.5l4 3.5l-4 3.5"/>'
 
 
@@ -138,13 +136,11 @@ def _op(cell: Column, edge: tuple[float, float], y: float) -> Iterator[str]:
     yield _text(cell.kind, middle, y + 34, width, "kind")
 
 
-def _spans(
-    spans: Sequence[Span], cells: Sequence[Column], edges: Sequence[tuple[float, float]], y: float
-) -> Iterator[str]:
+def _spans(spans: Sequence[Span], boxes: Boxes, y: float) -> Iterator[str]:
     for span in spans:
         if span.kind == "module":
             continue
-        left, right = _extent(span.start, span.stop, cells, edges)
+        left, right = _extent(span.start, span.stop, boxes)
         if not span.rule:
             hint = ", ".join(filter(None, (f"{span.ops[0]}: {span.runs}", span_label(span))))
             yield _box("span single", (left, right), y + SPAN / 2 - 2, 4, 2, hint)
@@ -157,9 +153,7 @@ def _spans(
         yield _text(label, (left + right) / 2, y + SPAN / 2, width, "inside")
 
 
-def _miss(
-    miss: Miss, cells: Sequence[Column], edges: Sequence[tuple[float, float]], y: float
-) -> Iterator[str]:
-    left, right = _extent(*miss.span, cells, edges)
+def _miss(miss: Miss, boxes: Boxes, y: float) -> Iterator[str]:
+    left, right = _extent(*miss.span, boxes)
     yield _box("miss", (left, right), y, MISS, 5, miss.reason)
     yield _text(miss.rule, (left + right) / 2, y + MISS / 2, right - left - 6, "missed")

@@ -33,7 +33,7 @@ from fuseops.ops import names, scopes
 from fuseops.ops.op import Op
 from fuseops.ops.paths import check_module, path_of, stripped, walk
 from fuseops.ops.stored import sync_masters
-from fuseops.plan.records import Planned, SavedTensor
+from fuseops.plan.records import Planned
 from fuseops.run.composed import Composed
 from fuseops.run.config import set_root
 from fuseops.run.sides import returned_names
@@ -121,10 +121,13 @@ def _observe(
     compiled = [paths[id(m)] for _, m in walk(model) if torch_private.is_compiled(m)]
     found = [_with_context(plan_from(call, saved), compiled) for call in observer.calls]
     root = paths[id(model)]
-    rest = _plan_outside(root, [t for owner, t in saved if owner is None], observer)
-    if rest is None and not found:
-        rest = FusionPlan(root, (), (), notes=(_NONE,))
-    return [*found, rest] if rest else found
+    outside = tuple(t for owner, t in saved if owner is None)
+    notes = tuple(_notes_alone(observer))
+    if not (found or outside or notes):
+        notes = ("no fuseops.Sequential ran, and nothing is saved",)
+    if outside or notes:
+        found.append(FusionPlan(root, (), (), saved=outside, notes=notes))
+    return found
 
 
 def _with_context(plan: Planned, compiled: list[str]) -> Any:
@@ -141,14 +144,6 @@ def _with_context(plan: Planned, compiled: list[str]) -> Any:
         ops = {_joined(plan.path, operand.op) for operand in plan.operands}
         notes += [str(n) for n in (*debug.operands(), *debug.gemms()) if n.op in ops]
     return replace(plan, nested=nested, notes=tuple(notes), weights=weights)
-
-
-_NONE = "no fuseops.Sequential ran, and nothing is saved"
-
-
-def _plan_outside(path: str, saved: list[SavedTensor], observer: Observer) -> FusionPlan | None:
-    notes = tuple(_notes_alone(observer))
-    return FusionPlan(path, (), (), saved=tuple(saved), notes=notes) if saved or notes else None
 
 
 def _notes_alone(observer: Observer) -> Iterator[str]:

@@ -100,8 +100,8 @@ def _fp8_wgrad(g: RoundedColumns) -> Tensor:
 
 
 def _fp8_wgrad_into(main_grad: Tensor, g: AddedColumns) -> None:
-    *columns, accumulate = g
-    add_or_write(main_grad, _fp8_wgrad(RoundedColumns(*columns, dtype=torch.float32)), accumulate)
+    operands = g.dy, g.dy_scale, g.x, g.x_scale, g.scaling, g.offs, None
+    add_or_write(main_grad, _fp8_wgrad(RoundedColumns(*operands, torch.float32)), g.accumulate)
 
 
 def _product(p: RoundedProduct) -> Tensor:
