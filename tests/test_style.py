@@ -99,6 +99,14 @@ def imported_parts(tree: ast.AST, module: str, is_package: bool) -> Iterator[tup
                 yield node, part_of(target)
 
 
+def test_the_layers_are_those_that_the_guide_lists() -> None:
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    listed = guide.partition("## The layers")[2].split("```")[1].strip().splitlines()
+    names = [set(re.findall(r"\w+", re.match(r"\w+(, \w+)*", line)[0])) for line in listed]
+    ours = [level - {"__main__", "__init__"} for level in LAYERS]
+    assert names[::-1] == [level for level in ours if level]
+
+
 def test_imports_point_down() -> None:
     wrong = []
     for file in FILES:
