@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,7 +34,7 @@ SHIPPED = Path(__file__).with_name("configs.json")
 MAX_BUCKET = 1 << 18
 
 SPACES: dict[str, Space] = {}
-_requests: list[tuple[Space, tuple[Any, ...]]] | None = None
+Requests = list[tuple["Space", tuple[Any, ...]]]  # for configurations: (space, key)
 
 
 class Space:
@@ -44,6 +44,8 @@ class Space:
     ones; ``default(rows, dims, itemsize)`` is one of them, the first if not given. Both are pure functions of sizes.
     ``dims`` names the dimensions, in the order in which they are given and stand in a table's keys.
     """
+
+    requests: ClassVar[Requests | None] = None  # of all spaces, while they are recorded
 
     def __init__(
         self,
@@ -76,8 +78,8 @@ class Space:
     def pick(self, rows: int, dims: tuple[int, ...], like: torch.Tensor) -> Config:
         """The configuration for this many rows of tensors shaped and typed like ``like``."""
         key = (current_arch(like.device), like.dtype, dims, bucket(rows))
-        if _requests is not None and (self, key) not in _requests:
-            _requests.append((self, key))
+        if Space.requests is not None and (self, key) not in Space.requests:
+            Space.requests.append((self, key))
         if self.forced is not None:
             return self.forced
         found = self._memo.get(key)
@@ -250,15 +252,11 @@ def forced(space: Space, config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def record_requests() -> Iterator[list[tuple[Space, tuple[Any, ...]]]]:
+def record_requests() -> Iterator[Requests]:
     """Inside, requests for configurations are collected as (space, key), in order, each once."""
-    global _requests
-    outer, _requests = _requests, []
-    try:
-        with separate_replays():
-            yield _requests
-    finally:
-        _requests = outer
+    requests: Requests = []
+    with attributes_set([(Space, "requests", requests)]), separate_replays():
+        yield requests
 
 
 def _entries(path: Path) -> dict[str, Config]:
