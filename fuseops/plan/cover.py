@@ -84,8 +84,8 @@ def _near_miss_starts(matches: Sequence[Match], least: int) -> list[int]:
     """
     starts = []
     if not any(m.lengths for m in matches):
-        longest = max(range(len(matches)), key=lambda start: matches[start].prefix, default=0)
-        starts += [longest] if matches and matches[longest].prefix >= least else []
+        longest = max(range(len(matches)), key=lambda start: matches[start].prefix)
+        starts += [longest] if matches[longest].prefix >= least else []
     reported = {matches[start].obstacle.why for start in starts}
     for start, m in enumerate(matches):
         if m.obstacle.near_miss and m.obstacle.why not in reported:
@@ -120,8 +120,9 @@ def choose(scanned: Scan, reasons: Sequence[Reason]) -> Cover:
                 for direction in DIRECTIONS[kind]:
                     occupied[direction] |= dict.fromkeys(c.ops, c)
     refused = {c: r for c, r in zip(scanned.candidates, reasons, strict=True) if r is not None}
-    reported = {c: r for c, r in refused.items() if not _is_reported(c, r, refused)}
-    misses = [c.miss(r, scanned.offset) for c, r in reported.items()]
+    misses = [
+        c.miss(r, scanned.offset) for c, r in refused.items() if not _is_reported(c, r, refused)
+    ]
     misses += _overlaps(allowed, occupied, scanned.offset)
     near = scanned.near_misses
     misses += [n.miss for n in near if n.near_miss or not _already_fused(n.candidate, occupied)]
