@@ -69,11 +69,7 @@ _DEFINES = {"forward": ("fwd",), "backward": ("bwd",), "joint": ("fwd", "bwd", "
 
 
 def _unit(c: RuleMatch, ops: Sequence[Op[Any]]) -> _Unit:
-    target = c.rule.build(*ops[c.start : c.stop])
-    if not isinstance(target, FusedOp):
-        raise FuseOpsError(
-            f"rule {c.rule.name!r}: build must return a FusedOp, got {type(target).__name__}."
-        )
+    target = c.fused(ops)
     for name in _DEFINES[c.rule.kind]:
         # an instance may set Saved
         found = target.__dict__.get(name) or getattr(type(target), name, None)

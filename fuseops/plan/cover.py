@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fuseops.errors import FuseOpsError, FusionMissError
-from fuseops.ops.op import Op
+from fuseops.ops.op import FusedOp, Op
 from fuseops.ops.scopes import Settings
 from fuseops.recipes import Recipe, Roles
 from fuseops.rules.builtin_rules import BUILTIN_RULES
@@ -27,6 +27,15 @@ class RuleMatch(NamedTuple):
     @property
     def ops(self) -> range:
         return range(self.start, self.stop)
+
+    def fused(self, ops: Sequence[Op[Any]]) -> FusedOp:
+        """What the rule builds from its ops.   ops: of the run.  Raises FuseOpsError if that is no fused op."""
+        made = self.rule.build(*ops[self.start : self.stop])
+        if not isinstance(made, FusedOp):
+            raise FuseOpsError(
+                f"rule {self.rule.name!r}: build must return a FusedOp, got {type(made).__name__}."
+            )
+        return made
 
     def miss(self, reason: str, offset: int) -> Miss:
         """The miss for this reason.   offset: of the run in the Sequential, in which misses count"""
@@ -226,9 +235,9 @@ def reasons_under_recipe(
     for c, reason in zip(scanned.candidates, reasons, strict=True):
         members, formats = ops[c.start : c.stop], roles[c.start : c.stop]
         if reason is None and any(formats):
-            takes = getattr(c.rule.build(*members), "recipes", False)
             reason = require(
-                takes, f"runs in high precision only, the recipe is {type(recipe).__name__}"
+                c.fused(ops).recipes,
+                f"runs in high precision only, the recipe is {type(recipe).__name__}",
             )
             distinct = {f for f, op in zip(formats, members, strict=True) if op.multiplies}
             reason = reason or require(
