@@ -483,6 +483,7 @@ def test_a_rule_of_one_op_and_one_condition_is_the_same_however_they_are_given(g
 
 @pytest.mark.parametrize("wrong", [
     {"build": None}, {"when": ("k > 3",)}, {"pattern": ()}, {"pattern": (3,)}, {"kind": "both"},
+    {"pattern": 3}, {"when": 3},
 ])  # fmt: skip
 def test_a_rule_of_the_wrong_parts_says_which(wrong: dict[str, Any]) -> None:
     parts: dict[str, Any] = {"name": "mine", "pattern": fo.ops.GELU, "build": fo.FusedOp}
