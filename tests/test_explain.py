@@ -1,6 +1,7 @@
 """explain says what ran: every span and miss, every saved tensor with its exact bytes, and leaves no trace."""
 
 import dataclasses
+import itertools
 import json
 import random
 import re
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, find, given, settings
+from hypothesis import Phase, example, find, given, settings
 from hypothesis import strategies as st
 from norm_linear import NORM_LINEAR
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from fuseops.ops.activations import ACTS
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import types_of
 from fuseops.testing.catalogue import exported
-from fuseops.testing.strategies import op_cases, rule_cases
+from fuseops.testing.strategies import Case, chains, op_cases, rule_cases
 
 EXPERTS, ROWS, D, F = 4, 12, 16, 24
 FLOAT, INT = 4, 4
@@ -381,6 +382,39 @@ def test_an_op_that_has_products_follows_a_recipe_or_says_why_not(
     ]
     assert said == [bool(case.model.stays_high)] * 2
     assert not multiplies or bool(plan.operands) != said[0]
+
+
+def case_of(*modules: nn.Module) -> Case:
+    return Case(fo.Sequential(*modules), torch.ones(2, 4), {})
+
+
+@given(case=chains(BUILTIN_RULES, torch.float32))
+@example(case_of(fo.ops.SiLU(), fo.ops.RMSNorm(4), fo.ops.Identity(), fo.ops.SiLU()))
+@example(  # a border inside of a backward span, which begins inside of a forward span
+    case_of(
+        fo.Residual(fo.ops.SiLU(), fo.ops.Linear(4, 4)),
+        fo.Residual(fo.ops.RMSNorm(4), fo.ops.SiLU()),
+    )
+)
+def test_a_segment_begins_where_nothing_crosses_and_nowhere_else(case: Case) -> None:
+    """Before a norm or a Tap, around what runs outside of a node, and where another Sequential begins; in no span."""
+    plans: list[Any] = []
+    with scopes.watch_plans(plans.append):
+        case.model(case.x, **case.side)
+    for plan in plans:
+        ops = [op for seg in plan.segments for op in seg.ops]
+        inner = [name for seg in plan.segments for step in seg.forward for name in step.scopes]
+        spans, offset = (*plan.forward, *plan.backward), plan.forward[0].start
+        inside = {i - offset for span in spans for i in range(span.start + 1, span.stop)}
+        bounds = {0, len(ops), *(i for i, op in enumerate(ops) if op.cut_before)}
+        outside = [span for span in spans if span.kind in ("plain", "call")]
+        bounds |= {at - offset for span in outside for at in (span.start, span.stop)}
+        bounds -= inside
+        for i in range(1, len(ops)):
+            if inner[i] != inner[i - 1]:  # a span is never cut
+                bounds.add(max({*range(i + 1)} - inside))
+        found = [(seg.start, seg.stop) for seg in plan.segments]
+        assert found == [*itertools.pairwise(sorted(bounds))]
 
 
 def test_positions_count_the_whole_sequential() -> None:

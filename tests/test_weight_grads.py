@@ -403,11 +403,17 @@ def test_a_frozen_weight_waits_for_nothing() -> None:
     assert seq.backward_dw() == 1
 
 
-def test_a_delayed_op_is_in_no_fused_backward_and_says_so() -> None:
-    seq, x = model(delay_wgrad=True), data(5)
+@pytest.mark.parametrize("name", ["gain", "fc1", "fc2", "4"])
+def test_a_delayed_op_is_in_no_fused_backward_and_says_so(name: str) -> None:
+    """One before or behind them keeps no ops from being fused."""
+    seq, x = model().append(Scaled().double()), data(5)
+    ((delayed, _), *_) = seq[name].named_parameters()
+    seq[name].delays = (delayed,)
     routing = fo.Routing.from_counts([2, 0, 3], probs=torch.ones(5, dtype=torch.float64))
     plan = seq.plan(x, routing)
-    assert ("grouped_mlp", (1, 4), "GroupedLinear delays ['weight']") in plan.misses
+    miss = "grouped_mlp", (1, 4), f"GroupedLinear delays {[delayed]}"
+    assert (miss in plan.misses) == name.startswith("fc")
+    assert ("grouped_mlp" in {s.rule for s in plan.fused}) != (miss in plan.misses)
 
 
 class StoppedError(Exception):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fuseops as fo
+from fuseops.rules.fused.linear_act import LinearAct
 
 
 class XSaved(NamedTuple):
@@ -410,6 +411,7 @@ DECLARED: dict[str, tuple[dict[str, Any], str]] = {
     "the name of another field": ({"names": {"y": "0.x"}}, r"Wrong\.names has \['y'\]"),
     "the name of another member": ({"names": {"x": "1.x"}}, r"Wrong has '1\.x' in .*0 to 0"),
     "a name without a member": ({"names": {"x": "x"}}, r"Wrong has 'x' in names"),
+    "a member without a name": ({"names": {"x": "0."}}, r"Wrong has '0\.' in names"),
     "a Saved without names": ({"Saved": tuple}, r"Wrong\.Saved is .*expected a NamedTuple"),
 }
 
@@ -422,6 +424,30 @@ def test_what_a_joint_op_declares_is_refused_when_it_is_planned(mistake: str) ->
     fo.configure(model, rules=[rule])
     with pytest.raises(fo.FuseOpsError, match=told):
         model.plan(torch.ones(3, 4), probs=torch.rand(3, 1))
+
+
+BUILT: dict[str, tuple[Callable[..., Any], str]] = {
+    "nothing": (lambda *ops: None, "build must return a FusedOp, got NoneType"),
+    "an op": (lambda *ops: ops[0], "build must return a FusedOp, got Linear"),
+    "of fewer ops": (
+        lambda *ops: LinearAct(ops[0]),
+        r"LinearAct\.members has 1 ops, the match has 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", [None, fo.recipes.Float8BlockScaling()])
+@pytest.mark.parametrize("mistake", BUILT)
+def test_what_a_rule_builds_is_refused_when_it_is_planned(
+    mistake: str, recipe: fo.recipes.Recipe | None
+) -> None:
+    build, told = BUILT[mistake]
+    model = fo.Sequential(fo.ops.Linear(4, 4), fo.ops.SiLU())
+    fo.configure(
+        model, recipe=recipe, rules=[fo.Rule("wrong", (fo.ops.Linear, fo.ops.SiLU), build)]
+    )
+    with pytest.raises(fo.FuseOpsError, match=f"rule 'wrong': {told}"):
+        model.plan(torch.ones(3, 4))
 
 
 # --- every call

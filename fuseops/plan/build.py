@@ -54,7 +54,7 @@ def build(chain: Chain, cover: Cover, facts: Facts, high: frozenset[int] = froze
     bounds = _cuts(chain, forward, backward, facts)
     builder = _Builder(chain, facts, forward, backward, high)
     segments = tuple(builder.segment(*ends) for ends in itertools.pairwise(bounds))
-    plan = RunPlan(
+    return RunPlan(
         segments,
         tuple(_span(u, names, facts) for u in forward),
         tuple(_span(u, names, facts) for u in backward),
@@ -63,19 +63,13 @@ def build(chain: Chain, cover: Cover, facts: Facts, high: frozenset[int] = froze
         tuple(builder.weights()),
         tuple(builder.unquantized()),
     )
-    _verify(plan, range(facts.offset, facts.offset + len(ops)))
-    return plan
 
 
 _DEFINES = {"forward": ("fwd",), "backward": ("bwd",), "joint": ("fwd", "bwd", "Saved")}
 
 
 def _unit(c: RuleMatch, ops: Sequence[Op[Any]]) -> _Unit:
-    target = c.rule.build(*ops[c.start : c.stop])
-    if not isinstance(target, FusedOp):
-        raise FuseOpsError(
-            f"rule {c.rule.name!r}: build must return a FusedOp, got {type(target).__name__}."
-        )
+    target = c.fused(ops)
     for name in _DEFINES[c.rule.kind]:
         # an instance may set Saved
         found = target.__dict__.get(name) or getattr(type(target), name, None)
@@ -133,15 +127,6 @@ def _span(u: _Unit, names: Sequence[str], facts: Facts) -> Span:
     ops = tuple(names[u.start : u.stop])
     at = facts.offset
     return Span(u.start + at, u.stop + at, ops, runs, u.rule, mode or u.kind, note)
-
-
-def _verify(plan: RunPlan, positions: range) -> None:
-    for direction, spans in (("forward", plan.forward), ("backward", plan.backward)):
-        covered = [i for s in spans for i in range(s.start, s.stop)]
-        if covered != list(positions):
-            raise FuseOpsError(
-                f"{direction} spans cover ops {covered}, not {positions.start}..{positions.stop - 1} in order."
-            )
 
 
 # --- cuts ----------------------------------------------------------------------------------------------------------
@@ -311,10 +296,14 @@ class _Builder:
             precision=Precision(self.call.autocast if op.pure else self.call.compute, roles),
             training=op.training,
             store=None if roles is None else self._store(op, roles),
-            name="" if roles is None else path_of(op) or self.names[i],
-            scales=None if roles is None or roles.delayed is None else self._scales(op, i),
+            name="" if roles is None else self._path(i),
+            scales=None if roles is None or roles.delayed is None else self._scales(i),
             prefer=self.facts.settings.prefer,
         )
+
+    def _path(self, i: int) -> str:
+        """The path of an op in the model, or its name in the plan where that is not known."""
+        return path_of(self.ops[i]) or self.names[i]
 
     def _check_stored(self, i: int, roles: Roles | None) -> None:
         """Raise FuseOpsError if a weight that exists as codes only would be multiplied in another format."""
@@ -325,8 +314,7 @@ class _Builder:
         high = roles is not None and roles.backward == "high_precision" and "x" in self.needs[i]
         if weight is None or (given == weight.scaling and not self.call.compiling and not high):
             return
-        where = path_of(self.ops[i]) or self.names[i]
-        lives = f"op {where!r}: its weight lives as {weight.scaling} (fo.quantized_init)"
+        lives = f"op {self._path(i)!r}: its weight lives as {weight.scaling} (fo.quantized_init)"
         if self.call.compiling:
             raise FuseOpsError(
                 f"{lives}, and torch.compile does not read codes. Compile around the op (torch.compiler.disable), or "
@@ -345,10 +333,11 @@ class _Builder:
         none = roles.weights == "none" or roles.weight is None or self.call.compiling
         return None if none and stored_in(op) is None else store_of(op)
 
-    def _scales(self, op: Op[Any], i: int) -> ScaleState:
+    def _scales(self, i: int) -> ScaleState:
+        op = self.ops[i]
         if self.call.compiling:
             raise FuseOpsError(
-                f"{path_of(op) or self.names[i]!r} ({type(op).__name__}): the recipe keeps scales from step to step, "
+                f"{self._path(i)!r} ({type(op).__name__}): the recipe keeps scales from step to step, "
                 "which compiled code cannot. Run it eagerly, or take Float8CurrentScaling, whose scales are of the "
                 "tensor itself."
             )

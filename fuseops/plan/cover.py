@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fuseops.errors import FuseOpsError, FusionMissError
-from fuseops.ops.op import Op
+from fuseops.ops.op import FusedOp, Op
 from fuseops.ops.scopes import Settings
 from fuseops.recipes import Recipe, Roles
 from fuseops.rules.builtin_rules import BUILTIN_RULES
@@ -27,6 +27,15 @@ class RuleMatch(NamedTuple):
     @property
     def ops(self) -> range:
         return range(self.start, self.stop)
+
+    def fused(self, ops: Sequence[Op[Any]]) -> FusedOp:
+        """What the rule builds from its ops.   ops: of the run.  Raises FuseOpsError if that is no fused op."""
+        made = self.rule.build(*ops[self.start : self.stop])
+        if not isinstance(made, FusedOp):
+            raise FuseOpsError(
+                f"rule {self.rule.name!r}: build must return a FusedOp, got {type(made).__name__}."
+            )
+        return made
 
     def miss(self, reason: str, offset: int) -> Miss:
         """The miss for this reason.   offset: of the run in the Sequential, in which misses count"""
@@ -84,8 +93,8 @@ def _near_miss_starts(matches: Sequence[Match], least: int) -> list[int]:
     """
     starts = []
     if not any(m.lengths for m in matches):
-        longest = max(range(len(matches)), key=lambda start: matches[start].prefix, default=0)
-        starts += [longest] if matches and matches[longest].prefix >= least else []
+        longest = max(range(len(matches)), key=lambda start: matches[start].prefix)
+        starts += [longest] if matches[longest].prefix >= least else []
     reported = {matches[start].obstacle.why for start in starts}
     for start, m in enumerate(matches):
         if m.obstacle.near_miss and m.obstacle.why not in reported:
@@ -120,8 +129,9 @@ def choose(scanned: Scan, reasons: Sequence[Reason]) -> Cover:
                 for direction in DIRECTIONS[kind]:
                     occupied[direction] |= dict.fromkeys(c.ops, c)
     refused = {c: r for c, r in zip(scanned.candidates, reasons, strict=True) if r is not None}
-    reported = {c: r for c, r in refused.items() if not _is_reported(c, r, refused)}
-    misses = [c.miss(r, scanned.offset) for c, r in reported.items()]
+    misses = [
+        c.miss(r, scanned.offset) for c, r in refused.items() if not _is_reported(c, r, refused)
+    ]
     misses += _overlaps(allowed, occupied, scanned.offset)
     near = scanned.near_misses
     misses += [n.miss for n in near if n.near_miss or not _already_fused(n.candidate, occupied)]
@@ -225,9 +235,9 @@ def reasons_under_recipe(
     for c, reason in zip(scanned.candidates, reasons, strict=True):
         members, formats = ops[c.start : c.stop], roles[c.start : c.stop]
         if reason is None and any(formats):
-            takes = getattr(c.rule.build(*members), "recipes", False)
             reason = require(
-                takes, f"runs in high precision only, the recipe is {type(recipe).__name__}"
+                c.fused(ops).recipes,
+                f"runs in high precision only, the recipe is {type(recipe).__name__}",
             )
             distinct = {f for f, op in zip(formats, members, strict=True) if op.multiplies}
             reason = reason or require(

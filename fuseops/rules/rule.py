@@ -107,7 +107,7 @@ class Rule:
                 raise FuseOpsError(
                     f"Rule {self.name!r}: {what} is {given!r:.80}, expected a tuple."
                 )
-        object.__setattr__(self, "pattern", tuple(self.pattern))
+            object.__setattr__(self, what, tuple(given))
         for what, value in (("build", self.build), *(("a condition", c) for c in self.when)):
             if not callable(value):
                 raise FuseOpsError(f"Rule {self.name!r}: {what} must be callable, got {value!r}.")
@@ -227,14 +227,14 @@ def match(rule: Rule, ops: Sequence[Any], start: int, run: RunPosition) -> Match
         obstacle = _obstacle_at(ops, position, wanted, run)
         if obstacle is None and (length := walk(element + 1, position + 1)) is not None:
             return length
-        if isinstance(wanted, Maybe):
-            return walk(element + 1, position)
-        if obstacle is not None and position - start > best.prefix:
-            best = Match((), position - start, obstacle)
-        return None
+        # another op in the place of an optional one is no obstacle, unless it is nearly that one
+        optional, prefix = isinstance(wanted, Maybe), position - start
+        if obstacle is not None and (obstacle.near_miss or not optional) and prefix > best.prefix:
+            best = Match((), prefix, obstacle)
+        return walk(element + 1, position) if optional else None
 
     length = walk(0, start)
-    return best if length is None else Match((length,), length, Obstacle(""))
+    return best if length is None else best._replace(lengths=(length,), prefix=length)
 
 
 def _match_repeated(element: OneOrMore, ops: Sequence[Any], start: int, run: RunPosition) -> Match:
@@ -245,7 +245,7 @@ def _match_repeated(element: OneOrMore, ops: Sequence[Any], start: int, run: Run
         stop += obstacle is None
     least = 1 if stop > start and ops[start].pure else 2
     lengths = tuple(range(stop - start, least - 1, -1))
-    return Match(lengths, stop - start, Obstacle("") if lengths else obstacle)
+    return Match(lengths, stop - start, obstacle)
 
 
 def _obstacle_at(

@@ -85,5 +85,5 @@ def _joint_linears(scanned: Scan, ops: Sequence[Op[Any]]) -> Iterator[tuple[int,
     for c in scanned.candidates:
         if c.rule.kind != "joint" or len(linear(c)) < 2:
             continue
-        if getattr(c.rule.build(*ops[c.start : c.stop]), "recipes", False):
+        if c.fused(ops).recipes:
             yield linear(c)

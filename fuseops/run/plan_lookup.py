@@ -94,9 +94,7 @@ class PlanLookup:
     def _plan_of_call(self, entry: CacheEntry, x: Tensor, side: Mapping[str, Any]) -> RunPlan:
         self._check_shape(x, side)
         reasons = self.reasons(entry, x, side) if entry.scan.candidates or entry.gated else ()
-        plan = entry.plans.get(tuple([reason is None for reason in reasons]))
-        if plan is None:
-            plan = self.plan_of_outcome(entry, reasons)
+        plan = self.plan_of_outcome(entry, reasons)
         if reasons and scopes.current().watchers:
             # watchers that read the misses get the reasons of this call
             against, _ = self._reasons_under_recipe(entry, reasons)
@@ -222,7 +220,7 @@ class PlanLookup:
 
     def plan_of_outcome(self, entry: CacheEntry, reasons: tuple[str | None, ...]) -> RunPlan:
         """The plan of an entry for this outcome of its conditions: cached, or built now."""
-        answers = tuple(reason is None for reason in reasons)
+        answers = tuple([reason is None for reason in reasons])
         if answers in entry.plans:
             return entry.plans[answers]
         against, high = self._reasons_under_recipe(entry, reasons)
