@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import math
 import re
@@ -568,6 +569,7 @@ def test_what_is_not_there_is_said() -> None:
     moe = fo.MoE(D, F, E, 2)
     with pytest.raises(fo.FuseOpsError, match="aux='inject'"):
         moe.loss_scale = 1.0
+    assert not hasattr(moe, "loss_scale") and dict(inspect.getmembers(moe))["training"]
     with pytest.raises(fo.FuseOpsError, match="no expert_bias"):
         moe["router"].update_expert_bias()
     with pytest.raises(fo.SideInputError, match="router_loss"):
