@@ -114,6 +114,8 @@ inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 def is_batched(t: torch.Tensor) -> bool:
     """Whether t is a batch of tensors, made by `vmap` or by `torch.autograd.grad(is_grads_batched=True)`."""
     private = torch._C._functorch
+    while private.is_gradtrackingtensor(t):  # by a `grad` inside of the `vmap`
+        t = private.get_unwrapped(t)
     return bool(private.is_batchedtensor(t) or private.is_legacy_batchedtensor(t))
 
 

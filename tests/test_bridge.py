@@ -503,6 +503,10 @@ def test_vmap_without_gradients_is_the_loop_and_refused_where_every_example_has_
         torch.testing.assert_close(torch.vmap(seq)(xs), torch.stack([seq(x) for x in xs]))
         with pytest.raises(fo.FuseOpsError, match="vmap over grouped rows"):
             torch.vmap(lambda x, o: grouped(x, offs=o))(xs, offs)
+        with pytest.raises(
+            fo.FuseOpsError, match="vmap over grouped rows" if reference else "func"
+        ):
+            torch.vmap(torch.func.grad(lambda x, o: grouped(x, offs=o).sum()))(xs, offs)
 
 
 # --- in-place on the result -------------------------------------------------------------------

@@ -463,3 +463,25 @@ def test_a_trace_asks_the_planner_for_the_conditions_of_an_moe(
     moe = fo.MoE(D, F, E, 2)
     torch.compile(moe, backend="eager", fullgraph=True)(torch.randn(6, D))
     assert asked == [False]
+
+
+@pytest.mark.in_turn
+def test_a_model_is_exported_with_parameters_that_want_gradients() -> None:
+    """Its groups are those of the tokens that it gets, of another number too."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = fo.Residual(fo.ops.RMSNorm(8), fo.MoE(8, 6, 4, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.block(x)
+            return y
+
+    model, shapes = Model(), {"x": {0: torch.export.Dim("tokens", min=2, max=64)}}
+    x = torch.randn(6, 8)
+    program = torch.export.export(model, (x,), dynamic_shapes=shapes, strict=True)
+    exported = program.module()
+    for tokens in (6, 11):
+        x = torch.randn(tokens, 8)
+        torch.testing.assert_close(exported(x), model(x))

@@ -6,7 +6,7 @@ import json
 import random
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from html.parser import HTMLParser
 from typing import Any
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload, torch_private
+from fuseops.errors import RecomputationError
 from fuseops.explain import charts
 from fuseops.explain.drawing import svg
 from fuseops.explain.html import page
@@ -738,12 +739,27 @@ def test_explaining_between_forward_and_backward_changes_no_gradient() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_a_checkpointed_backward_still_finds_its_settings() -> None:
-    model = fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU())
+TRIALS: dict[str, Callable[[fo.Sequential, Tensor], Any]] = {
+    "explain": fo.explain,
+    "plan of a Sequential": lambda model, x: model.plan(x),
+    "plan of a step": offload.plan,
+    "recorded plan": lambda model, x: offload.plan(model, x, record=True),
+    "compared": fo.testing.assert_fused_matches_unfused,
+}
+
+
+@pytest.mark.parametrize("trial", TRIALS.values(), ids=TRIALS)
+def test_a_checkpointed_backward_still_finds_its_settings(trial: Any) -> None:
+    model, off = fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU()), fo.fusion(False)
     y = checkpoint(model, rows(), use_reentrant=False)
-    with fo.fusion(False):
-        fo.explain(model, rows())
+    with off:
+        trial(model, rows())
     y.sum().backward()  # type: ignore[union-attr]
+    with off:
+        y = checkpoint(model, rows(), use_reentrant=False)
+    trial(model, rows())
+    with pytest.raises(RecomputationError, match="fusion was False, is True"):
+        y.sum().backward()  # type: ignore[union-attr]
 
 
 def test_the_graph_of_the_run_is_dropped() -> None:

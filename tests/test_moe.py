@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import math
 import re
@@ -105,22 +106,36 @@ def test_aux_says_how_the_loss_leaves() -> None:
     assert "inject" not in fo.MoE(D, F, E, 2, z_loss=0.1)._modules
 
 
-def test_every_micro_batch_has_the_scale_of_its_forward() -> None:
+@pytest.mark.parametrize("way", ["as it is", "checkpoint", "to_host", "recompute"])
+def test_every_micro_batch_has_the_scale_of_its_forward(way: str) -> None:
     """As in a pipeline, whose next forward runs before the backward."""
-    moe = fo.MoE(D, F, E, 2, balance_loss=1.0, aux="inject").double()
+    layer = fo.MoE(D, F, E, 2, balance_loss=1.0, aux="inject").double()
     x = torch.randn(9, D, dtype=torch.float64)
 
-    def gradient(scale: float) -> Tensor:
-        moe.loss_scale = scale
-        return torch.autograd.grad((moe(x) * 0).sum(), moe["router"].weight)[0]
+    def moe(x: Tensor) -> Tensor:
+        if way == "checkpoint":
+            return checkpoint(layer, x, use_reentrant=False)
+        scopes = {"to_host": offload.to_host(min_bytes=1), "recompute": offload.recompute()}
+        with scopes.get(way, contextlib.nullcontext()):
+            return layer(x)
 
-    moe.loss_scale = 1.0
+    def gradient(scale: float) -> Tensor:
+        layer.loss_scale = scale
+        return torch.autograd.grad((moe(x) * 0).sum(), layer["router"].weight)[0]
+
+    layer.loss_scale = 1.0
     first = (moe(x) * 0).sum()
-    moe.loss_scale = torch.tensor(3.0)
+    layer.loss_scale = three = torch.tensor(3.0, dtype=torch.float64)
     second = (moe(x) * 0).sum()
-    apart = [torch.autograd.grad(loss, moe["router"].weight)[0] for loss in (first, second)]
+    layer.loss_scale = 7.0
+    apart = [torch.autograd.grad(loss, layer["router"].weight)[0] for loss in (first, second)]
     assert_same(apart, [gradient(1.0), gradient(3.0)])
     assert apart[0].abs().max() > 0
+    layer.loss_scale = three
+    written = (moe(x) * 0).sum()
+    three.add_(1)
+    with pytest.raises(RuntimeError, match=r"in ?place"):
+        written.backward()
 
 
 def plain_blocks(aux: str) -> list[nn.Module]:
@@ -554,6 +569,7 @@ def test_what_is_not_there_is_said() -> None:
     moe = fo.MoE(D, F, E, 2)
     with pytest.raises(fo.FuseOpsError, match="aux='inject'"):
         moe.loss_scale = 1.0
+    assert not hasattr(moe, "loss_scale") and dict(inspect.getmembers(moe))["training"]
     with pytest.raises(fo.FuseOpsError, match="no expert_bias"):
         moe["router"].update_expert_bias()
     with pytest.raises(fo.SideInputError, match="router_loss"):

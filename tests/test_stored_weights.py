@@ -229,6 +229,37 @@ def test_masters_add_up_the_gradients_of_several_backwards(make: Any) -> None:
             assert len(weight.carrier._post_accumulate_grad_hooks) == 1
 
 
+def test_hooks_on_masters_run_as_on_leaves_and_frozen_masters_get_nothing() -> None:
+    first = stored(dense)
+    masters = [m for m in fo.masters(first) if m.dim() > 1]
+    for master in masters:
+        master.requires_grad_(False)
+    for model in (first, copy.deepcopy(first)):
+        masters = [m for m in fo.masters(model) if m.dim() > 1]
+        seen: dict[Tensor, Tensor] = {}
+
+        def backward(model: nn.Module = model) -> None:
+            with fo.recipe(RECIPE):
+                model(tokens()).float().square().sum().backward()
+
+        backward()
+        assert all(master.grad is None for master in masters)
+        for master in masters:
+            master.requires_grad_(True)
+        backward()
+        expected = [-3 * master.grad for master in masters]  # type: ignore[operator]
+        for master in masters:
+            master.grad = None
+            master.register_hook(lambda grad: -3 * grad)
+            master.register_hook(lambda grad: None)
+            master.register_post_accumulate_grad_hook(
+                lambda p, seen=seen: seen.update({p: p.grad.clone()})
+            )
+        backward()
+        assert_equal([master.grad for master in masters], expected)
+        assert_equal([seen[master] for master in masters], expected)
+
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 

@@ -281,10 +281,11 @@ def test_what_vmap_batches_is_known() -> None:
 
     torch.vmap(f)(torch.ones(2, 2))
     torch.func.grad(f)(torch.ones(2))
+    torch.vmap(torch.func.grad(torch.func.grad(lambda x: f(x).square())))(torch.ones(2))
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda d: seen.append(torch_private.is_batched(d)))
     torch.autograd.grad(x * 1, x, torch.ones(2, 2), is_grads_batched=True)
-    assert seen == [True, False, False, False, True]
+    assert seen == [True, False, False, False, True, False, True]
 
 
 def test_running_modules_are_those_whose_forwards_run() -> None:

@@ -25,6 +25,7 @@ from fuseops.observe.saved import SavedLedger, storages, tensors_by_owner
 from fuseops.observe.untouched import (
     attribute_tensors,
     reshard_after,
+    restore_last_settings,
     restore_rng,
     restore_values,
     tables_restored,
@@ -72,8 +73,7 @@ def plan_of(
     """The plan of one call of a Sequential."""
     args, side = (x, *args), {**side, "returns": returned_names(returns)}
     plan = _observe(sequential, args, side)[0]
-    with _restore_last_plans(sequential):
-        peak = peak_of_step(sequential, args, side)
+    peak = peak_of_step(sequential, args, side)
     if peak is None:
         return plan
     notes = (*plan.notes, *not_counted())
@@ -106,7 +106,7 @@ def _observe(
         buffers = undo.enter_context(_copied_buffers(model))
         undo.enter_context(restore_values(attribute_tensors(model)))
         undo.enter_context(reshard_after(model))
-        undo.enter_context(_restore_last_plans(model))
+        undo.enter_context(restore_last_settings(model))
         undo.enter_context(_force_eager())
         with names.observe(), ledger.hooks(), observer.watching():
             outputs = model(*args, **kwargs)
@@ -190,21 +190,6 @@ def _copied_buffers(model: nn.Module) -> Iterator[dict[int, str]]:
                 full = _joined(stripped(path), name)
                 found.update((storage, full) for storage, _ in storages(copies[id(buffer)]))
         yield found
-
-
-@contextmanager
-def _restore_last_plans(model: nn.Module) -> Iterator[None]:
-    """Restores the settings of the user's last forward, with which a recomputation compares its own."""
-    runners = [m.__dict__["_runner"] for _, m in walk(model) if "_runner" in m.__dict__]
-    last = [runner.last_tokens for runner in runners]
-    try:
-        yield
-    finally:
-        for _, module in walk(model):
-            if "_runner" in module.__dict__:
-                module.__dict__["_runner"].last_tokens = None
-        for runner, value in zip(runners, last, strict=True):
-            runner.last_tokens = value
 
 
 @contextmanager

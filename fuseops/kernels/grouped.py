@@ -362,12 +362,13 @@ def checked_groups(offs: Tensor, tiles: Tensor | None, rows: int) -> tuple[Tenso
 
 def _setup_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, offs, tiles, bias, index, probs = inputs
-    _refuse_index(index)
+    ctx.indexed = index is not None
     ctx.save_for_backward(x, weight, offs, tiles, None if probs is None else bias, probs)
     ctx.bias = None if bias is None else bias.dtype
 
 
 def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    _refuse_indexed(ctx)
     x, weight, offs, tiles, scaled, probs = ctx.saved_tensors
     wants_x, wants_weight, _, *rest = ctx.needs_input_grad  # arguments left out are not in it
     dx = grouped_mm.op(dy, weight.transpose(1, 2), offs, tiles) if wants_x else None
@@ -381,11 +382,12 @@ def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 def _setup_wgrad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     dy, x, offs, tiles, dy_index, x_index = inputs
-    _refuse_index(dy_index if x_index is None else x_index)
+    ctx.indexed = not (dy_index is None and x_index is None)
     ctx.save_for_backward(dy, x, offs, tiles)
 
 
 def _wgrad_backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+    _refuse_indexed(ctx)
     dy, x, offs, tiles = ctx.saved_tensors
     wants_dy, wants_x, *_ = ctx.needs_input_grad
     ddy = grouped_mm.op(x, d, offs, tiles) if wants_dy else None
@@ -393,8 +395,9 @@ def _wgrad_backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
     return ddy, dx, None, None, None, None
 
 
-def _refuse_index(index: Tensor | None) -> None:
-    if index is not None:
+def _refuse_indexed(ctx: Any) -> None:
+    """Raise FuseOpsError in the backward, since torch.export traces forwards of parameters that want gradients."""
+    if ctx.indexed:
         raise FuseOpsError(
             "a grouped GEMM with an index has no derivative: gather the rows first (kernels.gather_rows)."
         )

@@ -212,21 +212,22 @@ class MoE(Sequential):
     def loss_scale(self) -> Tensor:
         """The gradient, (), that a router_loss with aux="inject" gets in the backward.
 
-        Assign a number or a device tensor before the forward of a micro-batch; its backward uses that one.
+        Assign a number or a device tensor before the forward of a micro-batch; its backward uses that one. A layer
+        that injects no loss has no such attribute.
         """
-        return self._inject().scale
+        op = self._modules.get("inject")
+        if not isinstance(op, ops.InjectLoss):
+            raise AttributeError("loss_scale")
+        return op.scale
 
     @loss_scale.setter
     def loss_scale(self, scale: float | Tensor) -> None:
-        self._inject().set_scale(scale)
-
-    def _inject(self) -> ops.InjectLoss:
         op = self._modules.get("inject")
         if not isinstance(op, ops.InjectLoss):
             raise FuseOpsError(
                 "MoE has no loss_scale: build it with aux='inject', and a balance_loss or z_loss."
             )
-        return op
+        op.set_scale(scale)
 
     def replaying(self) -> MoE:
         """This layer, with the same parameters, whose experts come from the caller: moe.replaying()(x, chosen=experts).

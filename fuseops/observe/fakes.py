@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fuseops import torch_private
 from fuseops.ops.stored import sync_masters
 
-from .untouched import main_grad_of, restore_delayed_wgrads
+from .untouched import main_grad_of, restore_delayed_wgrads, restore_last_settings
 
 
 def fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -56,7 +56,7 @@ def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
                         made[id(t)] = fake(t, mode)
                     table[name] = made[id(t)]
     try:
-        with restore_delayed_wgrads(model):
+        with restore_delayed_wgrads(model), restore_last_settings(model):
             yield
     finally:
         for table, known in before:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fuseops.attributes import attributes_set
 from fuseops.ops.op import Op
+from fuseops.ops.paths import walk
 from fuseops.ops.scopes import DELAYED
 from fuseops.ops.stored import stored_in, sync_masters
 from fuseops.torch_private import fsdp_accumulation, version
@@ -129,6 +130,23 @@ def restore_delayed_wgrads(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def restore_last_settings(model: nn.Module) -> Iterator[None]:
+    """Restores the settings of the user's last forward, with which a recomputation compares its own."""
+    before = {id(m): _last_settings(m) for _, m in walk(model)}
+    try:
+        yield
+    finally:
+        for _, module in walk(model):
+            if (runner := module.__dict__.get("_runner")) is not None:
+                runner.last_tokens, runner.last_layers = before.get(id(module), (None, ()))
+
+
+def _last_settings(module: nn.Module) -> tuple[Any, Any]:
+    runner = module.__dict__.get("_runner")
+    return (None, ()) if runner is None else (runner.last_tokens, runner.last_layers)
+
+
+@contextmanager
 def without_grad_hooks(model: nn.Module) -> Iterator[None]:
     """Removes post-accumulate hooks of parameters, such as an optimizer that steps in the backward, and restores them;
     restores the gradients of the master weights of quantized parameters.
@@ -164,7 +182,8 @@ def restore_tensors(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def untouched(model: nn.Module, also: Iterable[Tensor] = ()) -> Iterator[None]:
     """Restores all that a step writes besides parameters and gradients: buffers, main_grads, attributes, delayed weight
-    gradients, what FSDP2 has accumulated, random states, and the values of `also`. No hook sees the gradients.
+    gradients, what FSDP2 has accumulated, random states, the settings of the last forward, and the values of `also`. No
+    hook sees the gradients.
     """
     sync_masters(model)
     written = (*also, *model.buffers(), *main_grads(model))
@@ -174,6 +193,7 @@ def untouched(model: nn.Module, also: Iterable[Tensor] = ()) -> Iterator[None]:
         restore_delayed_wgrads(model),
         restore_fsdp_accumulation(model),
         restore_tensors(model),
+        restore_last_settings(model),
         without_grad_hooks(model),
         restore_rng(),
     ):

@@ -25,6 +25,7 @@ class InjectLoss(Op[InjectLossSaved]):
     """
 
     saves_for = {"x": ()}
+    held = ("scale",)
 
     scale: Tensor
 

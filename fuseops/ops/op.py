@@ -177,6 +177,7 @@ class Op(nn.Module, Generic[S]):
     sends        it has no GEMMs, but its call has the formats of the next op that does
     takes_quantized   its fwd accepts a `Quantized` x, where it multiplies in the formats of a recipe, or has no GEMMs;
                  other ops get the dequantized tensor. A subclass with its own fwd must declare it again
+    held         tensors by keyword that a backward reads as its forward did, also where a checkpoint runs the op again
     live_call    it uses call.out and call.scratch
     floats       x must be of a real float dtype
     delays       parameters whose gradients wait for `backward_dw()`
@@ -199,6 +200,7 @@ class Op(nn.Module, Generic[S]):
     quantizes: ClassVar[bool] = False
     sends: ClassVar[bool] = False
     takes_quantized: ClassVar[bool] = False
+    held: ClassVar[tuple[str, ...]] = ()
     live_call: ClassVar[bool] = False
     floats: ClassVar[bool] = False
     apart_when_compiled: ClassVar[bool] = False

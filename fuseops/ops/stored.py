@@ -88,6 +88,7 @@ class StoredWeight:
         self.scaling = scaling
         self._refuse_misuse()
         self.master: nn.Parameter | None = None
+        self.made_frozen = False  # the master, with the weight; it thaws with the weight too
         self.quantized: TensorVersion | None = None  # the master as it was last quantized
         self.used: UsedGradient | None = None  # its gradient as an optimizer last used it
 
@@ -209,6 +210,7 @@ class StoredWeight:
         """The float32 master, created by dequantizing where there is none; gradients of the weight go to it."""
         if self.master is None:
             self.master = nn.Parameter(self.values(torch.float32), self.carrier.requires_grad)
+            self.made_frozen = not self.carrier.requires_grad
             self.mark_quantized()
         self.hook_master()
         return self.master
@@ -223,19 +225,27 @@ class StoredWeight:
             return
         if self._take_gradient not in (self.carrier._post_accumulate_grad_hooks or {}).values():
             self.carrier.register_post_accumulate_grad_hook(self._take_gradient)
+        if self.made_frozen:
+            self.made_frozen = False
             self.master.requires_grad_()
 
     @torch.no_grad()
     def _take_gradient(self, weight: Tensor) -> None:
+        """Move the weight's gradient to the master, with the hooks that autograd would run on a leaf."""
         grad, weight.grad = weight.grad, None
         master = self.master
-        if master is None or grad is None:
+        if master is None or grad is None or not master.requires_grad:
             return
+        for change in [*(master._backward_hooks or {}).values()]:
+            changed = change(grad := grad.float())
+            grad = grad if changed is None else changed
         if master.grad is None:
             master.grad = grad.float()
         else:
             self.check_zeroed(master.grad)
             master.grad += grad
+        for hook in [*(master._post_accumulate_grad_hooks or {}).values()]:
+            hook(master)
 
     def check_zeroed(self, grad: Tensor) -> None:
         """Raise FuseOpsError where the gradient of the master is still that of the last step, and others are not."""

@@ -172,6 +172,7 @@ class Segment:
     path: str | None = None  # the prefix of its profiler ranges, while it is profiled
     # copies of it for profiles, by path, and for other gradients that go through autograd
     variants: dict[Any, Segment] = field(init=False, default_factory=dict)
+    held: tuple[int, ...] = field(init=False)  # positions of the inputs that its ops name in `held`
     # its forward and backward as generated functions (`run.steps`), once they are made
     fwd: Callable[..., Any] | None = field(init=False, default=None)
     bwd: Callable[..., Any] | None = field(init=False, default=None)
@@ -197,6 +198,8 @@ class Segment:
             and not any(c.precision.roles for step in self.forward for c in step.calls)
         )
         self.inputs = len(self.reads) + len(self.params)
+        own = enumerate(self.params, len(self.reads))
+        self.held = tuple(at for at, (i, name) in own if name in self.ops[i].held)
         owners = [
             (op, kind, name)
             for op, name in ((self.ops[i], name) for i, name in self.params)

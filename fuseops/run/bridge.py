@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.errors import FuseOpsError
+from fuseops.errors import FuseOpsError, InPlaceError
 from fuseops.ops import names
 from fuseops.ops.object_table import TABLE, dedupe_inputs
 from fuseops.plan.segment import Segment, Step
@@ -24,15 +24,17 @@ from .steps import CallContext, write_backward, write_forward
 
 class NodeState:
     """A `NodeState` holds the run-time state of an autograd node: its path, its call, the frame of saved names, ties
-    for second derivatives; and, while it is applied, the quantized tensor of which autograd sees the carrier only.
+    for second derivatives, saved tensors that no recomputation replaces (number, tensor, version); and, while it is
+    applied, the quantized tensor of which autograd sees the carrier only.
     """
 
-    __slots__ = ("context", "frame", "path", "quantized", "ties")
+    __slots__ = ("context", "frame", "held", "path", "quantized", "ties")
 
     def __init__(self, path: str, context: CallContext) -> None:
         self.path = path
         self.context = context
         self.ties: Sequence[Tensor] = ()
+        self.held: Sequence[tuple[int, Tensor, int]] = ()
         self.quantized: Quantized | None = None
         self.frame: names.Frame | None = None
 
@@ -69,6 +71,10 @@ class Node(torch.autograd.Function):
         ctx.save_for_backward(*flat)
         if state is not None:
             state.ties = second_order.ties_of(x, inputs, flat)
+            if seg.held:
+                own = [inputs[at] for at in seg.held]
+                found = [(k, t) for k, t in enumerate(flat) if any(t is o for o in own)]
+                state.held = [(k, t, torch_private.version(t)) for k, t in found]
         ctx.set_materialize_grads(False)
         # drawn in the forward: a backward that runs twice, or after a recomputation, rounds identically
         seed = torch.randint(2**62, (1,), device=x.device) if seg.random else None
@@ -97,6 +103,8 @@ class Node(torch.autograd.Function):
         given = dy, dsides, x_dtypes, context if seed is None else context._replace(seed=seed)
         tensors = ctx.saved_tensors
         saved = [*tensors]
+        if state is not None and state.held:
+            _restore_held(saved, seg, state)
         if not torch.is_grad_enabled():
             del tensors
             if state is not None:
@@ -111,6 +119,17 @@ class Node(torch.autograd.Function):
         ]
         ties += [t for t in tensors if t.requires_grad]
         return tuple(second_order.guard(grads, ties, _second_derivative_message(seg, state)))
+
+
+def _restore_held(saved: list[Tensor], seg: Segment, state: NodeState) -> None:
+    """Put the tensors that a node holds among the saved ones.  Raises InPlaceError for one that was written since."""
+    for number, t, version in state.held:
+        if torch_private.version(t) != version:
+            raise InPlaceError(
+                f"a tensor {describe(t)} that the backward of fuseops {where(seg, state.path)} reads was written in "
+                "place since its forward: assign a new one instead."
+            )
+        saved[number] = t
 
 
 def _traced_output(y: Any, kept: Sequence[Any]) -> Any:
