@@ -164,6 +164,7 @@ class Op(nn.Module, Generic[S]):
     A subclass declares (an instance may set reads, writes, saves_for and the last two for itself):
     reads        side inputs, by name; gradients flow back to them by name
     writes       side tensors that it publishes
+    losses       those of them that are losses: in training one that nothing reads is an error, since it would be lost
     integers     side inputs and outputs that have no gradient
     renames      {keyword of a side input: its name in the Sequential}, where they differ; set before the first call
     saves_for    {need: the Saved fields that its gradient reads}; a need is "x", a parameter or a side input.
@@ -188,6 +189,7 @@ class Op(nn.Module, Generic[S]):
 
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    losses: ClassVar[tuple[str, ...]] = ()
     renames: Mapping[str, str] = {}
     integers: ClassVar[frozenset[str]] = frozenset()
     saves_for: Mapping[str, tuple[str, ...]] | None = None
