@@ -174,6 +174,7 @@ class Op(nn.Module, Generic[S]):
     autocast     its input is cast to the autocast dtype, as torch does for GEMMs
     multiplies   it has GEMMs whose operands a recipe quantizes, through `fuseops.ops.linear` and its like
     stays_high   why its GEMMs are in high precision under every recipe, for `explain()`
+    ignores_recipe   those GEMMs are of a kind that recipes are for, so that `fo.recipe(..., strict=True)` refuses them
     quantizes    it has no GEMMs, but its call has the formats of the recipe
     sends        it has no GEMMs, but its call has the formats of the next op that does
     takes_quantized   its fwd accepts a `Quantized` x, where it multiplies in the formats of a recipe, or has no GEMMs;
@@ -198,6 +199,7 @@ class Op(nn.Module, Generic[S]):
     autocast: ClassVar[bool] = False
     multiplies: ClassVar[bool] = False
     stays_high: ClassVar[str] = ""
+    ignores_recipe: ClassVar[bool] = False
     quantizes: ClassVar[bool] = False
     sends: ClassVar[bool] = False
     takes_quantized: ClassVar[bool] = False
