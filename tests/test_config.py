@@ -234,6 +234,25 @@ def test_strict_raises_at_once_on_a_condition_miss() -> None:
         block()(data())
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("strict", [True, "linear_act", ["linear_act"]])
+def test_a_strict_model_raises_as_in_a_strict_scope(strict: Any, reentrant: bool) -> None:
+    seq, good = two_biases(), block()
+    for model in (seq, good):
+        fo.configure(model, strict=strict)
+    recomputing(good, data(), reentrant).sum().backward()
+    with pytest.raises(fo.FusionMissError, match=r"linear_act.*bias of its own"):
+        seq(data())
+    two_biases()(data())  # another model
+    fo.configure(seq, strict=False)
+    seq(data())
+    with pytest.raises(fo.FuseOpsError, match=r"no rule|unknown|names"):
+        fo.configure(good, strict=["linear_atc"])
+        good(data())
+    with pytest.raises(fo.FuseOpsError, match="strict_recipe must be True or False, got 'fc'"):
+        fo.configure(good, strict_recipe="fc")  # type: ignore[arg-type]
+
+
 def test_strict_raises_again_on_the_next_call() -> None:
     seq = two_biases()
     seq(data())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import io
 import math
@@ -94,7 +95,8 @@ def test_an_injected_loss_is_one_that_is_added(
 @given(layers())
 def test_fused_is_unfused(case: tuple[fo.MoE, Tensor, str]) -> None:
     moe, x, _ = case
-    assert "routed_mlp" in fo.testing.assert_fused_matches_unfused(moe, x)
+    asked = ("router_loss",) * losing(moe)
+    assert "routed_mlp" in fo.testing.assert_fused_matches_unfused(moe, x, returns=asked)
     with fo.fusion(False):
         unfused = step(moe, x)
     assert_same(step(moe, x), unfused)
@@ -183,7 +185,8 @@ def test_an_injected_loss_crosses_plain_blocks_and_pipeline_stages(cut: int | No
 def test_replayed_experts_give_the_same_layer(case: tuple[fo.MoE, Tensor, str]) -> None:
     moe, x, _ = case
     expected = step(moe, x)
-    experts = moe(x, returns="experts")[1]
+    with torch.no_grad():
+        experts = moe(x, returns="experts")[1]
     again = moe.replaying()
     assert {n: id(p) for n, p in again.named_parameters()} == {
         n: id(p) for n, p in moe.named_parameters()
@@ -434,17 +437,45 @@ def test_without_a_gradient_of_x() -> None:
 def test_checkpoint_deepcopy_and_state_dict(aux: str) -> None:
     moe = built("zipf", 2, balance_loss=0.5, shared_experts=1, aux=aux)
     x = torch.randn(9, D, dtype=torch.float64)
-    expected = step(moe, x, returned=False)
+    returned = aux == "return"
+    expected = step(moe, x, returned)
     other = built("even", 2, balance_loss=0.5, shared_experts=1, aux=aux)
     other.load_state_dict(moe.state_dict())
     for same in (copy.deepcopy(moe), other):
-        assert_same(step(same, x, returned=False), expected)
-    leaf = x.detach().requires_grad_()
-    moe.zero_grad()
-    y = checkpoint(moe, leaf, use_reentrant=False)
-    objective(y, y.new_zeros(())).backward()
-    grads = {n: p.grad for n, p in moe.named_parameters()}
-    assert_same((y.detach(), {"x": leaf.grad, **grads}), (expected[0], expected[2]))
+        assert_same(step(same, x, returned), expected)
+    call = functools.partial(moe, returns=("router_loss",) * returned)
+    for reentrant in (False, True):
+        leaf = x.detach().requires_grad_()
+        moe.zero_grad()
+        out = checkpoint(call, leaf, use_reentrant=reentrant)
+        y, loss = out if returned else (out, x.new_zeros(()))
+        objective(y, loss).backward()
+        grads = {n: p.grad for n, p in moe.named_parameters()}
+        assert_same((y.detach(), loss.detach(), {"x": leaf.grad, **grads}), expected)
+
+
+@pytest.mark.parametrize("loss", ["balance_loss", "z_loss"])
+def test_a_loss_that_nobody_reads_is_refused_where_a_gradient_would_be_lost(loss: str) -> None:
+    """In the layer, inside of a block, by a router in a Sequential of one's own, compiled and checkpointed."""
+    moe, x = fo.MoE(D, F, E, 2, **{loss: 0.1}), torch.randn(3, D)
+    own = fo.Sequential(norm=fo.ops.RMSNorm(D), router=moe["router"])
+    compiled = torch.compile(own, fullgraph=True, backend="eager")
+    again = functools.partial(checkpoint, moe, use_reentrant=False)
+    for call in (moe, fo.Residual(fo.ops.RMSNorm(D), moe), own, compiled, again):
+        moe.train()
+        with pytest.raises(Exception, match=r"router' .*'router_loss' in training.*aux='inject'"):
+            call(x)
+        with torch.no_grad():
+            call(x)
+        moe.eval()
+        call(x)
+    moe.train().requires_grad_(False)
+    moe(x)  # there is no gradient
+    with pytest.raises(fo.SideInputError, match="nobody reads it"):
+        moe(x.requires_grad_())
+    for published in ("router_loss", ("experts", "router_loss")):
+        moe(x, returns=published)
+    fo.Residual(fo.ops.RMSNorm(D), fo.MoE(D, F, E, 2, aux="inject", **{loss: 0.1}))(x)
 
 
 def test_autocast_routes_in_float32() -> None:

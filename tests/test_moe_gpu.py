@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "losses": {"balance_loss": 0.1, "z_loss": 0.01, "aux": "inject"},
     "deepseek": {
         "score": "sigmoid", "scale": 2.5, "expert_bias": True, "groups": 4, "top_groups": 2,
-        "shared_experts": 1, "balance_loss": 0.1,
+        "shared_experts": 1, "balance_loss": 0.1, "aux": "inject",
     },
     "gpt-oss": {"activation": "clamped_swiglu", "bias": True, "router_bias": True},
     "capacity": {"capacity_factor": 0.75},

@@ -1,6 +1,8 @@
 """Recipes through the whole path, against quantize and dequantize written a second time, here."""
 
+import copy
 import itertools
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import fuseops as fo
 from fuseops.ops import names as naming
@@ -487,6 +489,20 @@ def _operand(whole: Any, role: str, high: set[str]) -> Any:
     return lambda t: in_blocks(t, dtype, 128 if role == "weight" else 1, 128)
 
 
+@pytest.mark.parametrize("make", [
+    lambda: nn.Linear(8, 8), lambda: nn.Sequential(), lambda: fo.ops.RMSNorm(8),
+    lambda: nn.Sequential(nn.Linear(8, 8), fo.Residual(fo.ops.RMSNorm(8), fo.ops.SiLU())),
+])  # fmt: skip
+def test_a_model_without_an_op_that_could_follow_a_recipe_refuses_it(
+    make: Callable[[], nn.Module],
+) -> None:
+    model = make()
+    with pytest.raises(fo.FuseOpsError, match=r"recipe=Float8CurrentScaling.*change nothing"):
+        fo.configure(model, recipe=RECIPE)
+    fo.configure(model, recipe=None)
+    fo.configure(nn.Sequential(model, fo.ops.Linear(8, 8)), recipe=RECIPE)
+
+
 def test_an_op_that_ignores_the_recipe_says_so_and_is_refused_under_strict() -> None:
     model, x = fo.Sequential({"fc": fo.ops.Linear(8, 6), "act": fo.ops.SiLU()}), torch.randn(5, 8)
     ignored = "reference; the recipe Float8CurrentScaling is ignored"
@@ -497,10 +513,17 @@ def test_an_op_that_ignores_the_recipe_says_so_and_is_refused_under_strict() -> 
         with fo.fusion(strict=True), pytest.raises(fo.FusionMissError, match=f"'fc' .*{ignored}"):
             model(x)
     assert [s.note for s in plans[0].forward] == [ignored, "reference"]
+    asked = copy.deepcopy(model)
+    fo.configure(asked, strict_recipe=True)
     with fo.recipe(RECIPE, strict=True):
         model(x)
         with fo.reference(), pytest.raises(fo.FusionMissError, match=ignored):
             model(x)
+    fo.configure(asked, recipe=RECIPE)
+    asked(x)
+    with fo.reference(), pytest.raises(fo.FusionMissError, match=ignored):
+        asked(x)
+    with fo.recipe(RECIPE, strict=True):
         with fo.reference(), fo.recipe(None):
             model(x)
 

@@ -56,8 +56,9 @@ class MoE(Sequential):
     ep: a DeviceMesh of one dimension whose ranks share the experts: `distributed.ExpertParallel` with its defaults.
     capacity_factor, dispatch, collect: see `ops.Dispatch`. The two ops of a dispatcher replace the local one; the
         experts that are built here are then dispatch.num_experts.
-    aux: "return" publishes `router_loss` for `moe(x, returns=("router_loss",))`; "inject" gives it the gradient
-        `loss_scale` in the backward instead, so that it crosses plain blocks and pipeline stages.
+    aux: "return" publishes `router_loss` for `moe(x, returns=("router_loss",))`, and a training forward that does not
+        ask for it raises SideInputError; "inject" gives it the gradient `loss_scale` in the backward instead, so that
+        it crosses a Residual, plain blocks and pipeline stages.
     score, normalize, scale, expert_bias, groups, top_groups, balance_loss, z_loss, replay: of the router, see
         `ops.Router`; router_bias is its `bias`.
     accumulate_into_main_grad, delay_wgrad: of fc1 and fc2, see `ops.GroupedLinear`.

@@ -164,6 +164,7 @@ class Op(nn.Module, Generic[S]):
     A subclass declares (an instance may set reads, writes, saves_for and the last two for itself):
     reads        side inputs, by name; gradients flow back to them by name
     writes       side tensors that it publishes
+    losses       those of them that are losses: in training one that nothing reads is an error, since it would be lost
     integers     side inputs and outputs that have no gradient
     renames      {keyword of a side input: its name in the Sequential}, where they differ; set before the first call
     saves_for    {need: the Saved fields that its gradient reads}; a need is "x", a parameter or a side input.
@@ -173,6 +174,7 @@ class Op(nn.Module, Generic[S]):
     autocast     its input is cast to the autocast dtype, as torch does for GEMMs
     multiplies   it has GEMMs whose operands a recipe quantizes, through `fuseops.ops.linear` and its like
     stays_high   why its GEMMs are in high precision under every recipe, for `explain()`
+    ignores_recipe   those GEMMs are of a kind that recipes are for, so that `fo.recipe(..., strict=True)` refuses them
     quantizes    it has no GEMMs, but its call has the formats of the recipe
     sends        it has no GEMMs, but its call has the formats of the next op that does
     takes_quantized   its fwd accepts a `Quantized` x, where it multiplies in the formats of a recipe, or has no GEMMs;
@@ -189,6 +191,7 @@ class Op(nn.Module, Generic[S]):
 
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    losses: ClassVar[tuple[str, ...]] = ()
     renames: Mapping[str, str] = {}
     integers: ClassVar[frozenset[str]] = frozenset()
     saves_for: Mapping[str, tuple[str, ...]] | None = None
@@ -197,6 +200,7 @@ class Op(nn.Module, Generic[S]):
     autocast: ClassVar[bool] = False
     multiplies: ClassVar[bool] = False
     stays_high: ClassVar[str] = ""
+    ignores_recipe: ClassVar[bool] = False
     quantizes: ClassVar[bool] = False
     sends: ClassVar[bool] = False
     takes_quantized: ClassVar[bool] = False

@@ -96,6 +96,7 @@ class Router(Op[RouterSaved]):
     Ties go to the lower expert. weight (E, D) is initialised as torch.nn.Linear is.
     """
 
+    losses = ("router_loss",)
     integers = frozenset({"experts"})
     floats = True
     stays_high = CHOICE_STAYS_HIGH

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.errors import DtypeError, FuseOpsError, ShapeError
+from fuseops.errors import DtypeError, FuseOpsError, ShapeError, SideInputError
 from fuseops.kernels.registry import check_all_meta
 from fuseops.kernels.transcript import TRANSCRIPT_FILE
 from fuseops.ops.op import Grads, Op, Out
@@ -163,6 +163,25 @@ def check_meta(chain: Chain, key: PlanKey) -> None:
         pairs, what = zip(own, facts, strict=True), type(op).__name__
         found += [(f"{name}.{n} ({what})", p.meta) for n, p in pairs if p is not None]
     check_all_meta(found)
+
+
+def check_losses(
+    chain: Chain, key: PlanKey, needs: Sequence[frozenset[str]], names: Sequence[str]
+) -> None:
+    """Raise SideInputError for a loss in training that nothing reads, so that its gradient would be dropped.
+
+    needs: the gradients of each op.  names: those of the side tensors that are read
+    """
+    read = {name for reads in chain.reads for _, name in reads}.union(names)
+    for i, op in enumerate(chain.ops):
+        lost = [k for k, name in chain.writes[i] if k in op.losses and name not in read]
+        if lost and needs[i] and key.ops[i].training:
+            raise SideInputError(
+                f"op {(path_of(op) or chain.names[i])!r} ({type(op).__name__}) computes {lost[0]!r} in training, and "
+                f"nobody reads it: ask its Sequential for it with returns=({lost[0]!r},) and add it to the loss, or "
+                f"put InjectLoss({lost[0]!r}) behind the op, as fo.MoE(..., aux='inject') does, which backpropagates "
+                "it from inside of any other module. Evaluation, under model.eval() or torch.no_grad(), needs neither."
+            )
 
 
 def _first_op(chain: Chain) -> str:

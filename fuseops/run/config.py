@@ -41,6 +41,8 @@ def configure(
     rules: Iterable[Rule | str] = _UNSET,
     disable: Iterable[str] = _UNSET,
     prefer: str = _UNSET,
+    strict: bool | Iterable[str] = _UNSET,
+    strict_recipe: bool = _UNSET,
 ) -> None:
     """Set how calls are planned and run, for the process (no model) or for one model.
 
@@ -54,15 +56,23 @@ def configure(
     disable: names of rules that may not fire.
     prefer: "speed" (the default) or "memory", for fused ops whose faster variant has a higher peak; `explain()` shows
     these. Both give the same bits, except for the order of sums that `explain()` names.
-    Raises FuseOpsError for a value of the wrong type.
+    strict: True, or names of rules: a miss of one raises, as inside of `fusion(strict=...)`. (Only a scope, which ends,
+    also asks that the rules have fired.)
+    strict_recipe: as inside of `recipe(..., strict=True)`.
+    Raises FuseOpsError for a value of the wrong type, and for a recipe that no op of the model would follow.
     """
     if isinstance(recipe, Mapping):
         recipe = _recipe_by_name(model, recipe)
-    override = _override(fusion=fusion, recipe=recipe, rules=rules, disable=disable, prefer=prefer)
+    override = _override(
+        fusion=fusion, recipe=recipe, rules=rules, disable=disable, prefer=prefer, strict=strict,
+        strict_recipe=strict_recipe,
+    )  # fmt: skip
     if model is None:
         scopes.process.token = _merged(scopes.process.token, override)
         return
     check_module("configure(model, ...)", model)
+    if "recipe" in (given := dict(override)):
+        _check_followed(model, given["recipe"])
     set_root(model)
     for _, module in walk(model):
         if isinstance(module, (Composed, Op)):
@@ -77,6 +87,19 @@ def _recipe_by_name(model: nn.Module | None, recipe: Mapping[str, Recipe | None]
     check_module("configure(model, ...)", model)
     ops = (stripped(path) for path, op in walk(model) if isinstance(op, Op) and op.multiplies)
     return ByName.of(recipe, sorted(ops))
+
+
+def _check_followed(model: nn.Module, recipe: Recipe | None) -> None:
+    """Raise FuseOpsError for a recipe where no op of the model could follow it."""
+    ops = [op for _, op in walk(model) if isinstance(op, Op)]
+    if recipe is None or any(op.multiplies for op in ops):
+        return
+    why = "; ".join({f"{type(op).__name__}: {op.stays_high}": 0 for op in ops if op.stays_high})
+    raise FuseOpsError(
+        f"configure(model, recipe={type(recipe).__name__}(...)) would change nothing: no op in {type(model).__name__} "
+        f"multiplies under a recipe{f' ({why})' if why else ''}. Those that do are fuseops.ops.Linear and "
+        "GroupedLinear, and experts that hf.apply has replaced before."
+    )
 
 
 def _merged(token: int, override: Override) -> int:
@@ -101,8 +124,11 @@ def set_root(model: nn.Module) -> None:
 
 def _override(**values: Any) -> Override:
     given = {name: value for name, value in values.items() if value is not _UNSET}
-    if "fusion" in given and not isinstance(given["fusion"], bool):
-        raise FuseOpsError(f"fusion must be True or False, got {given['fusion']!r}.")
+    for name in ("fusion", "strict_recipe"):
+        if not isinstance(given.get(name, True), bool):
+            raise FuseOpsError(f"{name} must be True or False, got {given[name]!r}.")
+    if not isinstance(given.get("strict", True), bool):
+        given["strict"] = _names("strict", given["strict"])
     if given.get("prefer", "speed") not in PREFERENCES:
         raise FuseOpsError(f"prefer must be one of {PREFERENCES}, got {given['prefer']!r}.")
     if given.get("recipe") is not None and not isinstance(given["recipe"], Recipe):
@@ -170,10 +196,10 @@ def fusion(
         values["fusion"] = enabled is None or enabled
     if disable:
         values["disable"] = disable
+    if strict:
+        values["strict"] = strict
     override = _override(**values)
-    wanted: bool | frozenset[str] = strict if isinstance(strict, bool) else _names("strict", strict)
-    if wanted:
-        override += (("strict", wanted),)
+    wanted: bool | frozenset[str] = dict(override).get("strict", False)
     scope = scopes.scope(override)
     if isinstance(wanted, bool):
         return scope
@@ -216,7 +242,7 @@ def recipe(value: Recipe | None, *, strict: bool = False) -> scopes.scope:
 
     On Hopper, layers that FP8 is not predicted to make faster stay in high precision; `explain()` says which, and why.
     strict: they are quantized too, and an op that would ignore the recipe (it works on DTensors, or under
-    `fo.reference()`) raises FusionMissError.
+    `fo.reference()`, or is a dense MLP or an adapter after `hf.apply`) raises FusionMissError.
     """
     if not isinstance(strict, bool):
         raise FuseOpsError(f"strict must be True or False, got {strict!r}.")

@@ -6,8 +6,10 @@ from typing import Any
 
 from fuseops.errors import FuseOpsError, FusionMissError
 from fuseops.ops.op import Op
+from fuseops.ops.paths import path_of
 from fuseops.ops.scopes import Settings
 from fuseops.plan.key import CallFacts
+from fuseops.recipes import Recipe
 from fuseops.torch_private import is_dtensor
 
 from .splice import opaque_reason
@@ -21,12 +23,23 @@ def mode_of(
     Raises FusionMissError where it is, under `fo.recipe(..., strict=True)` and `fo.fusion(strict=True)`.
     """
     mode, why = _mode(op, call, settings, alone)
-    if settings.recipe is None or mode != "plain" or not op.multiplies:
+    recipe, strict = settings.recipe, settings.strict is True or settings.strict_recipe
+    if recipe is None or mode == "call":  # its own call asks again
         return mode, why
-    why = f"{why}; the recipe {type(settings.recipe).__name__} is ignored"
-    if settings.strict is True or settings.strict_recipe:
-        raise FusionMissError(f"op {name!r} ({type(op).__name__}): {why}.")
+    reason = ""
+    if mode == "plain" and op.multiplies:
+        reason = why = f"{why}; the recipe {type(recipe).__name__} is ignored"
+    elif strict and op.ignores_recipe and not _chosen_high(op, name, recipe):
+        ignored = f"the recipe {type(recipe).__name__} is ignored"
+        reason = f"{op.stays_high}, so {ignored}: name others by configure(model, recipe={{glob: recipe}})"
+    if strict and reason:
+        raise FusionMissError(f"op {(path_of(op) or name)!r} ({type(op).__name__}): {reason}.")
     return mode, why
+
+
+def _chosen_high(op: Op[Any], name: str, recipe: Recipe) -> bool:
+    """Whether the recipe itself leaves an op in high precision."""
+    return recipe.checked_roles_of(op, path_of(op) or name).is_high_precision
 
 
 def _mode(op: Op[Any], call: CallFacts, settings: Settings, alone: bool) -> tuple[str, str]:

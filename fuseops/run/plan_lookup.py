@@ -37,7 +37,7 @@ from fuseops.rules.rule import Conditions, RunEnd, RunPosition
 from fuseops.torch_private import is_nested
 
 from . import checks
-from .checks import check_dtype, check_meta, describe
+from .checks import check_dtype, check_losses, check_meta, describe
 from .gate import gated_runs
 from .modes import mode_of
 from .plan_cache import MAX_SHAPES, CacheEntry, LastCall, PlanCache
@@ -192,6 +192,8 @@ class PlanLookup:
         check_dtype(self.ops, self.names, call.dtype)
         check_meta(self.chain, key)
         check_halves(self.ops, self.names)
+        needs = needs_of(self.chain, key)
+        check_losses(self.chain, key, needs, call.live)
         settings = scopes.resolve(*call.tokens)
         if is_nested(call.x_class) and not settings.reference:
             raise checks.nested_tensor_error(self.chain)
@@ -207,7 +209,7 @@ class PlanLookup:
             modes=tuple(mode for mode, _ in modes),
             notes=tuple(note for _, note in modes),
             offset=self.offset,
-            needs=needs_of(self.chain, key),
+            needs=needs,
             roles=roles_of(self.chain, settings.recipe, [mode for mode, _ in modes]),
         )
         rules = () if settings.reference else (*settings.rules, *BUILTIN_RULES)

@@ -8,6 +8,7 @@ import inspect
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -468,7 +469,8 @@ def test_callers_find_the_parameters_of_forward() -> None:
 def test_stand_ins_follow_a_recipe_or_say_why_not(name: str) -> None:
     model, x = stock(name).train(), tokens()
     hf.apply(model)
-    with fo.recipe(fo.recipes.Float8BlockScaling()):
+    recipe = fo.recipes.Float8BlockScaling()
+    with fo.recipe(recipe):
         text = fo.explain(model, x, labels=x)
     ops = [op for _, op in walk(model) if isinstance(op, Op)]
     weights = {
@@ -478,6 +480,18 @@ def test_stand_ins_follow_a_recipe_or_say_why_not(name: str) -> None:
     silent = [op for op, own in weights.items() if own and not op.multiplies and not op.stays_high]
     assert not silent
     assert all(type(op).__name__ in text and op.stays_high in text for op in ops if op.stays_high)
+    ignoring = any(op.ignores_recipe for op in ops)
+    refused = pytest.raises(fo.FusionMissError, match=r"not quantized.*recipe={glob")
+    with fo.recipe(recipe, strict=True), refused if ignoring else nullcontext():
+        model(x, labels=x)
+    follows = any(op.multiplies for op in ops)
+    assert follows or ignoring
+    refused = pytest.raises(fo.FuseOpsError, match=r"would change nothing.*MLP: projections")
+    with nullcontext() if follows else refused:
+        fo.configure(model, recipe=recipe, strict_recipe=True)
+    if follows and ignoring:
+        fo.configure(model, recipe={"**.experts.**": recipe})
+        model(x, labels=x)
 
 
 @pytest.mark.parametrize("name", MOE)

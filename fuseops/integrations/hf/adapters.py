@@ -208,6 +208,7 @@ class AdaptedLinear(Op[AdaptedLinearSaved]):
     floats = True
     autocast = True
     stays_high = "low-rank products are not quantized"
+    ignores_recipe = True
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()

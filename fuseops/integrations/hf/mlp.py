@@ -75,6 +75,7 @@ class MLP(Op[MLPSaved]):
     floats = True
     autocast = True
     stays_high = "projections of a dense MLP of transformers are not quantized"
+    ignores_recipe = True
 
     def __init__(self, form: Form, width: int, out: int) -> None:
         super().__init__()
