@@ -387,11 +387,16 @@ def test_the_expert_bias_stays_in_float32() -> None:
     assert moe.to("meta")["router"].expert_bias.device.type == "meta"
 
 
-def test_what_no_state_dict_fills_is_there_after_to_empty() -> None:
+def test_what_no_state_dict_fills_is_there_after_to_empty_and_after_a_reset() -> None:
     options: dict[str, Any] = {"expert_bias": True, "z_loss": 0.1, "aux": "inject"}
     moe = fo.MoE(D, F, E, 2, **options, device="meta").to_empty(device="cpu")
     moe.load_state_dict(fo.MoE(D, F, E, 2, **options).state_dict())
     assert moe.loss_scale == 1 and not moe["router"].tokens_per_expert.any()
+    moe(torch.randn(5, D))
+    assert moe["router"].tokens_per_expert.any()
+    moe["router"].expert_bias.fill_(1.0)
+    moe["router"].reset_parameters()
+    assert not moe["router"].tokens_per_expert.any() and not moe["router"].expert_bias.any()
 
 
 # --- with the rest of the package
@@ -498,6 +503,15 @@ def test_halves_are_routed_by_their_exact_products() -> None:
     exact = (x.double() @ moe["router"].weight.double().t()).softmax(-1).topk(2).values
     assert y.dtype is torch.bfloat16 and weights.dtype is loss.dtype is torch.float32
     torch.testing.assert_close(weights, (exact / exact.sum(-1, keepdim=True)).float())
+    router = fo.ops.Router(D, E, 2, bias=True, dtype=torch.bfloat16)
+    _, experts, weights = router(x)
+    wide = copy.deepcopy(router).double().replaying()
+    _, _, exact = wide(x.double(), chosen=experts)
+    slope = torch.randn(65, 2)
+    (mine,) = torch.autograd.grad((weights * slope).sum(), router.bias)
+    (true,) = torch.autograd.grad((exact * slope).sum(), wide.bias)
+    # one rounding of the sum over tokens
+    torch.testing.assert_close(mine.double(), true, rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("kwargs", [

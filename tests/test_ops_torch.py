@@ -158,6 +158,18 @@ def test_initial_parameters_are_torchs() -> None:
         assert list(mine.state_dict()) == list(other.state_dict())
         for a, b in zip(mine.parameters(), other.parameters(), strict=True):
             assert torch.equal(a, b)
+    products = (
+        fo.ops.Linear(16, 64),
+        fo.ops.GroupedLinear(3, 16, 64),
+        fo.ops.GroupedLinear(3, 16, 64, packed=False),
+        fo.ops.Router(16, 64, 2, bias=True),
+        fo.ops.LinearCrossEntropy(16, 64, bias=True),
+    )
+    for op, p in [(made, p) for made in products for p in (made.weight, made.bias)]:
+        # of 64 draws and more some are near either end
+        found, bound = p.detach().flatten(), 16**-0.5
+        assert found.abs().max() <= bound, op
+        assert found.min() < -0.75 * bound and found.max() > 0.75 * bound, op
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

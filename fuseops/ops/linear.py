@@ -77,8 +77,7 @@ def linear_bwd(
 
 def plain_weight_gradient(dy: Operand, x: Operand) -> Tensor:
     """dw (out, in) in high precision; leading axes of dy and x are rows."""
-    rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])  # type: ignore[union-attr]
-    return torch.mm(rows.mT, x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))  # type: ignore[arg-type, union-attr]
+    return torch.mm(flat(dy).mT, flat(x))
 
 
 # --- over quantized operands
@@ -119,7 +118,7 @@ def input_gradient(dy: Operand, weight: Tensor, call: Call) -> Tensor:
 def weight_gradient(dy: Operand, x: Operand, call: Call) -> Tensor:
     """dw of x and a dy from `grad_operand`, or of dy itself where the recipe keeps this product in high precision."""
     if call.precision.roles.high_wgrad:  # type: ignore[union-attr]
-        return torch.mm(flat(to_high_precision(dy)).t(), flat(to_high_precision(x)))
+        return plain_weight_gradient(to_high_precision(dy), to_high_precision(x))
     return gemm.wgrad(dy, columns_of(x, call), dy.dtype, name=call.name)
 
 

@@ -88,7 +88,5 @@ def packed(parts: Mapping[str, Tensor]) -> Tensor:
     if whole is None:
         check_all_meta([(name, part.is_meta) for name, part in parts.items()])
         return torch.stack(tensors)
-    if torch.is_grad_enabled() and any(part.requires_grad for part in tensors):
-        found: Tensor = Packed.apply(whole, *tensors)  # type: ignore[no-untyped-call]
-        return found
-    return whole
+    found: Tensor = Packed.apply(whole, *tensors)  # type: ignore[no-untyped-call]
+    return found

@@ -221,7 +221,6 @@ class Router(Op[RouterSaved]):
         """This router, with the same parameters, that reads the experts from the side input `chosen`."""
         new = copy.copy(self)
         new._parameters, new._buffers = dict(self._parameters), dict(self._buffers)
-        new.__dict__.pop("_runner", None)
         new.reads = ("chosen",)
         return new
 

@@ -6,10 +6,14 @@ import copy
 import functools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.utils import logging
+
+from fuseops.errors import ShapeError
+from fuseops.testing import assert_bwd_is_vjp
 
 logging.set_verbosity_error()  # tiny sizes contradict the families' defaults, which is said at length
 
@@ -112,3 +116,13 @@ def agree(found: Step, expected: Step) -> None:
     """Fail where they differ."""
     wrong = differences(found, expected)
     assert not wrong, wrong
+
+
+def keeps_the_laws(op: Any, width: int) -> None:
+    """Of an op over lent parameters `bwd` is the vjp of `fwd`, and `out_shape` the shape of y, for this width alone."""
+    x = torch.randn(3, width, dtype=torch.float64)
+    assert_bwd_is_vjp(op, x)
+    y = op(x)
+    assert (y if isinstance(y, Tensor) else y[0]).shape == op.out_shape((3, width))
+    with pytest.raises(ShapeError):
+        op.out_shape((3, width + 1))

@@ -56,8 +56,7 @@ def active_names(wrapper: Any) -> list[str] | None:
         parts = wrapper.lora_A[name], wrapper.lora_B[name]
         if has_dropout or name in wrapper.lora_variant or wrapper.lora_B[name].bias is not None:
             return None
-        plain = all(stand_ins.not_plain_reason(part, nn.Linear) is None for part in parts)
-        if not plain or stand_ins.is_sharded(*parts):
+        if not stand_ins.is_readable(*parts):
             return None
     return names
 
@@ -268,7 +267,7 @@ def unsupported_reason(wrapper: Any) -> str | None:
         known = hasattr(inner, "is_transposed")
         return None if known else f"adapts a parameter of {type(inner).__name__}"
     base: Any = wrapper._modules["base_layer"]
-    why = stand_ins.not_plain_reason(base, nn.Linear) or stand_ins.quantized_reason(base.weight)
+    why = stand_ins.not_plain_reason(base) or stand_ins.quantized_reason(base.weight)
     return None if why is None else f"its base layer {why}"
 
 
@@ -298,6 +297,5 @@ def forward(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
 
 def is_readable(wrapper: Any) -> bool:
     """Whether the parameters of an adapted Linear may be used now without calling PEFT's forward."""
-    base = wrapper._modules["base_layer"]
-    plain = stand_ins.not_plain_reason(base, nn.Linear) is None and not stand_ins.is_sharded(base)
+    plain = stand_ins.is_readable(wrapper._modules["base_layer"])
     return plain and not torch.compiler.is_compiling() and active_names(wrapper) is not None

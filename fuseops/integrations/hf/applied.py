@@ -156,15 +156,15 @@ def _skip_reason(part: AppliedPart, module: nn.Module) -> str | None:
 # --- the parts
 
 
-def _build_experts(module: Any) -> nn.Module | str:
-    """The stand-in for the config's top_k; a call with another top_k builds its own."""
+def _build_experts(module: Any) -> Any:
+    """The stand-in for the config's top_k, or why there is none; a call with another top_k builds its own."""
     if (why := experts.unsupported_reason(module)) is not None:
         return why
     code = getattr(type(module).forward, "__code__", None)
     if "experts_interface" not in getattr(code, "co_freevars", ()):
         return "has a forward that is not that of the experts interface"
     top_k = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
-    return experts.get_or_build(module, int(top_k or 1)) or "is none that fuseops knows"
+    return experts.get_or_build(module, int(top_k or 1))
 
 
 def _describe_experts(stand_in: Any) -> str:

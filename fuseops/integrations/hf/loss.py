@@ -114,13 +114,7 @@ def _can_skip_logits(model: nn.Module, args: tuple[Any, ...], keywords: dict[str
         names = getattr(model.config, "return_dict", True)
     by_name = keywords.get("labels") is not None and bool(names)
     known = keywords.get("ignore_index", IGNORED) == IGNORED and len(args) < 2
-    head = model._modules[HEAD]
-    return (
-        by_name
-        and known
-        and stand_ins.not_plain_reason(head, nn.Linear) is None
-        and not stand_ins.is_sharded(head)
-    )
+    return by_name and known and stand_ins.is_readable(model._modules[HEAD])
 
 
 def _refresh(model: Any) -> bool:
@@ -167,7 +161,7 @@ def other_loss_reason(model: nn.Module) -> str | None:
 def build(model: Any) -> nn.Module | str:
     """The loss model of a model, or the reason why its loss needs logits."""
     head = model._modules[HEAD]
-    why = stand_ins.not_plain_reason(head, nn.Linear) or stand_ins.quantized_reason(head.weight)
+    why = stand_ins.not_plain_reason(head) or stand_ins.quantized_reason(head.weight)
     if why is not None:
         return f"lm_head {why}"
     if (why := other_loss_reason(model)) is not None:

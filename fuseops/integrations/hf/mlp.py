@@ -150,7 +150,7 @@ class MLP(Op[MLPSaved]):
         wanted = _wanted(call, "down")
         before = "x" in call.needs or any(_wanted(call, name) for name in FIRST_PRODUCTS)
         need_a = not {"weight", "a"}.isdisjoint(wanted)
-        through_grad = product.through_grad(dy) if before or "a" in wanted else None
+        through_grad = product.through_grad(dy) if before else None
         dh = a = None
         if before:
             da: Any = product.bwd(dy, None, None, ("x",), through_grad=through_grad)[0]
@@ -209,9 +209,8 @@ def _unsupported_reason(module: nn.Module) -> str | None:
         why = (
             adapters.unsupported_reason(child)
             if adapters.is_adapter(child)
-            else stand_ins.not_plain_reason(child, nn.Linear)
+            else stand_ins.not_plain_reason(child) or stand_ins.quantized_reason(child.weight)
         )
-        why = why or stand_ins.quantized_reason(adapters.base_module(child).weight)  # type: ignore[arg-type]
         if why is not None:
             return f"{name} {why}"
     return None
@@ -293,9 +292,7 @@ def forward(self: nn.Module, x: Tensor) -> Tensor:
 def _is_readable(part: Any) -> bool:
     """Whether a projection is now a plain Linear, or one whose adapters this op can run."""
     if not adapters.is_adapter(part):
-        return stand_ins.not_plain_reason(part, nn.Linear) is None and not stand_ins.is_sharded(
-            part
-        )
+        return stand_ins.is_readable(part)
     stand_ins.guard(part, "forward")
     own = part.__dict__.get("forward")
     ours = own is None or getattr(own, "func", None) is adapters.forward

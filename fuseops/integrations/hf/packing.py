@@ -38,7 +38,7 @@ def unpackable_reason(module: nn.Module, tied: frozenset[int]) -> str | None:
     halves: list[Any] = [module._modules.get(name) for name in HALVES]
     if None in halves:
         return "it has no gate_proj"
-    if any(stand_ins.not_plain_reason(half, nn.Linear) is not None for half in halves):
+    if any(stand_ins.not_plain_reason(half) is not None for half in halves):
         return "they have adapters: pack before those are made"
     gate, up = ({n: p for n, p in m._parameters.items() if p is not None} for m in halves)
     if stand_ins.is_sharded(*halves) or any(p.is_meta for m in (gate, up) for p in m.values()):
@@ -64,9 +64,7 @@ def pack(module: nn.Module) -> None:
 def check_separable(path: str, module: nn.Module) -> None:
     """Raise FuseOpsError where `unpack` would lose adapters or hooks."""
     both: Any = module._modules[PACKED]
-    why = (
-        "has adapters" if adapters.is_adapter(both) else stand_ins.not_plain_reason(both, nn.Linear)
-    )
+    why = "has adapters" if adapters.is_adapter(both) else stand_ins.not_plain_reason(both)
     if why is not None:
         raise FuseOpsError(
             f"hf.revert: {path}.{PACKED} {why}, which its two halves cannot take over, so nothing was reverted. "

@@ -97,7 +97,6 @@ def probe_copies(
     """Copies of a module with other parameters and children: one in training mode, one in evaluation mode."""
     for training in (True, False):
         new = shallow_copy(module)
-        new.__dict__.pop("forward", None)
         new._parameters = dict(parameters)
         new._buffers = {}
         new._modules = dict(modules)
@@ -171,9 +170,9 @@ def activation_of(act_fn: Any) -> Form | None:
 
 
 @isolated()
-def gate_of(experts: nn.Module) -> Form | None:
+def gate_of(experts: Any) -> Form | None:
     """The activation of an experts module, its `_apply_gate`, or `act_fn` if it has no gate; None if unknown."""
-    if not getattr(experts, "has_gate", True):
+    if not experts.has_gate:
         return activation_of(getattr(experts, "act_fn", None))
     act_fn = experts._modules.get("act_fn")
     other_state = {*experts._parameters, *experts._buffers} - EXPERT_PARAMETERS
@@ -228,12 +227,10 @@ class Norm(NamedTuple):
 
 @isolated()
 def norm_of(module: nn.Module) -> Norm | None:
-    """The RMSNorm over the last axis that a module computes, or None."""
-    if module._modules or module._buffers or {*module._parameters} != {"weight"}:
-        return None
-    weight = module._parameters["weight"]
+    """The RMSNorm over the last axis that a module with one parameter, a weight, computes, or None."""
+    weight: Any = module._parameters["weight"]
     eps = next((vars(module)[n] for n in ("variance_epsilon", "eps") if n in vars(module)), None)
-    if weight is None or weight.dim() != 1 or not isinstance(eps, float):
+    if module._buffers or weight.dim() != 1 or not isinstance(eps, float):
         return None
     # eps counts in some rows
     x = (random_tensor(ROWS, len(weight)) * _scales(-4, 1)).requires_grad_()
@@ -255,12 +252,12 @@ def mlp_of(module: nn.Module) -> Form | None:
     """The activation of a module that computes down_proj(act(gate_proj(x)) * up_proj(x)) or
     down_proj(act(up_proj(x))); else None.
     """
-    names = tuple(name for name in GATED if name in module._modules)
-    act_fn: Any = getattr(module, "act_fn", None)
-    if module._parameters or module._buffers or names not in (GATED, PLAIN_MLP) or act_fn is None:
+    gated = "gate_proj" in module._modules
+    names = GATED if gated else PLAIN_MLP
+    act = activation_of(getattr(module, "act_fn", None))
+    if module._parameters or module._buffers or act is None:
         return None
-    act = activation_of(act_fn)
-    if act is None or (len(names) == 3 and act[0] not in GATED_KINDS):
+    if gated and act[0] not in GATED_KINDS:
         return None
     others = {k: m for k, m in module._modules.items() if k not in names and m is not None}
     if any(map(_has_state, others.values())):
@@ -270,13 +267,12 @@ def mlp_of(module: nn.Module) -> Form | None:
         layer.weight = nn.Parameter(random_tensor(6, 6 + k)[:, :6].contiguous())
     x = random_tensor(ROWS, 6).requires_grad_()
     up = layers["up_proj"](x)
-    gate = layers["gate_proj"](x) if len(names) == 3 else up
-    h = K.act_fwd.twin(gate, *act) * (up if len(names) == 3 else 1)
+    h = K.act_fwd.twin(layers["gate_proj"](x), *act) * up if gated else K.act_fwd.twin(up, *act)
     expected, weights = layers["down_proj"](h), [layer.weight for layer in layers.values()]
     for m in probe_copies(module, {}, {**others, **layers}):
         if not matches(run_forward(m, x.clone()), expected, x, *weights):
             return None
-    return (GATED_KINDS[act[0]], 0) if len(names) == 3 else act
+    return (GATED_KINDS[act[0]], 0) if gated else act
 
 
 def packed_mlp_of(module: nn.Module) -> Form | None:
@@ -301,11 +297,13 @@ class Route(NamedTuple):
 
 
 @isolated()
-def route_of(router: nn.Module) -> Route | None:
-    """The options of a module that computes (logits, weights, experts) of a known top-k router, or None."""
-    attributes, weight = vars(router), router._parameters.get("weight")
-    top_k = attributes.get("top_k", 0)
-    if weight is None or weight.dim() != 2 or router._modules or not isinstance(top_k, int):
+def route_of(router: Any) -> Route | None:
+    """The options of a module with a weight and a `top_k` that computes (logits, weights, experts) of a known top-k
+    router, or None.
+    """
+    attributes, weight = vars(router), router._parameters["weight"]
+    top_k = attributes["top_k"]
+    if weight.dim() != 2 or not isinstance(top_k, int):
         return None
     experts, width = weight.shape
     if not 1 <= top_k <= experts or {*router._parameters} - {"weight", "bias"}:

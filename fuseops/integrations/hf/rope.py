@@ -270,7 +270,6 @@ def _rotates_halves(function: Any) -> bool:
 def _rotated_columns(table: Any) -> int | None:
     """How many columns of a head a rotary embedding rotates; None if its two halves of angles differ."""
     new = recognise.shallow_copy(table)
-    new.__dict__.pop("forward", None)
     new._buffers = {
         n: recognise.random_tensor(*b.shape) for n, b in table._buffers.items() if b is not None
     }

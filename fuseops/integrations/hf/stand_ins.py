@@ -222,10 +222,10 @@ def warn_changed(owner: nn.Module) -> bool:
 # --- modules whose parameters may be read without calling them
 
 
-def not_plain_reason(module: nn.Module | None, kind: type[nn.Module]) -> str | None:
-    """Why a module is not just a `kind` whose parameters may be used without calling it; None if it is."""
-    if not isinstance(module, kind) or type(module).forward is not kind.forward:
-        return f"is {type(module).__name__}, whose forward is not {kind.__name__}'s"
+def not_plain_reason(module: nn.Module | None) -> str | None:
+    """Why a module is not just a Linear whose parameters may be used without calling it; None if it is."""
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return f"is {type(module).__name__}, whose forward is not Linear's"
     guard(module, "forward")
     if "forward" in module.__dict__:
         return "has a forward of its own (replaced on the instance)"
@@ -244,6 +244,11 @@ def is_sharded(*modules: nn.Module | None) -> bool:
     return any(
         is_dtensor(type(p)) for m in modules if m is not None for p in m._parameters.values()
     )
+
+
+def is_readable(*modules: nn.Module | None) -> bool:
+    """Whether modules are Linears whose parameters may be used now without calling them."""
+    return all(not_plain_reason(m) is None for m in modules) and not is_sharded(*modules)
 
 
 def is_hooked(module: nn.Module) -> bool:
