@@ -31,12 +31,14 @@ from fuseops.distributed import (
     tp_plan,
 )
 from fuseops.distributed.dispatch import FixedCapacity, device_counts, overflow, symmetric
+from fuseops.distributed.dispatch.choose import choose
 from fuseops.integrations import hf
 from fuseops.observe.memory import outside_bytes
 from fuseops.recipes import gain
 from fuseops.rules.fused import gemm_bwd
 from fuseops.rules.fused.routed_mlp import RoutedMLP
 from fuseops.run import gate
+from fuseops.run.config import set_root
 from fuseops.words import size
 
 D, F, E, TOP = 6, 5, 8, 3
@@ -603,26 +605,56 @@ def law_what_arrives_is_what_was_sent() -> None:
 
 
 def law_an_overflow_is_said() -> None:
-    """Sums are NaN, and the check raises, once."""
+    """By every rank, if any has one: at once, or where flags are read later by themselves or by the check; once."""
     for way in BOUNDED:
         by(way, an_overflow_is_said)
 
 
 def an_overflow_is_said() -> None:
     device_counts._lanes.clear()
-    x = batch([64] * dist.get_world_size())[dist.get_rank()]  # a pair has room for 32
-    moe = layer()
+    x = batch([64] * dist.get_world_size())[dist.get_rank()].requires_grad_()
+    moe: Any = fo.Sequential({"moe": layer()})
     parallelize_module(moe, mesh(), parallel(capacity=0.3))
-    y = moe(x)
-    assert y.isnan().any()
-    raises("on rank 0, 1 more tokens", check_overflow)
-    check_overflow()
-    moe(x)
-    flag = overflow._flags[mesh().get_group()]
-    flag.fill_(dist.get_rank() == 1)  # as where the experts of the second alone have no room
-    raises("on rank 1 more tokens", check_overflow)
-    check_overflow()
+    set_root(moe)
+    said = "on rank 0, 1 more tokens or copies came than there is room for: moe.dispatch has room for 32 tokens"
+    raises(said, lambda: moe(x))
+    few, arrived = x[:8], [False]
+    assert not moe(few).isnan().any()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overflow, "reads_at_once", lambda flag: False)
+        patch.setattr(overflow, "start_copy", lambda flags: (flags, lambda: arrived[0]))
+        for read in (lambda: moe(x), check_overflow):
+            moe(x).sum().backward()
+            assert moe(few).isnan().any()
+            arrived[0] = True
+            raises(said, read)
+            check_overflow()
+            arrived[0] = False
+        for _ in range(2):  # without a backward a round ends where the layer runs again
+            moe(x)
+        arrived[0] = True
+        raises(said, lambda: moe(few))
+        y = moe(few)
+        moe["moe"]["dispatch"].exchange.flag.fill_(
+            dist.get_rank()
+        )  # the experts of the second alone have no room
+        raises("on rank 1 more tokens", y.sum().backward)
+        moe(few).sum().backward()
+        moe["moe"]["dispatch"].exchange.flag.fill_(dist.get_rank())
+        raises("on rank 1 more tokens", check_overflow)
+        check_overflow()
     raises("agreed on", lambda: moe(torch.cat([x, x])))
+
+
+def law_rows_of_two_sizes_are_refused() -> None:
+    """By all ranks, before any is read."""
+    x = torch.randn(5, D, dtype=torch.float32 if dist.get_rank() else torch.float64)
+    experts = torch.arange(5 * TOP, dtype=torch.int32).view(5, TOP) % E
+    for way in ("host_counts", *BOUNDED):
+        exchange: Any = choose(way, mesh(), E, TOP)
+        raises(
+            "rows of 24 and 48 bytes", lambda e=exchange: e.dispatch(x, experts, experts.float())
+        )
 
 
 def raises(said: str, make: Any) -> None:

@@ -17,7 +17,6 @@ from fuseops.kernels.peers import layout
 
 from .bounded import Bounded
 from .exchange import ReceivedTokens
-from .overflow import overflow_flag
 
 TIMEOUT_MS = 600_000
 """How long a rank waits in a barrier before its kernel traps."""
@@ -27,13 +26,12 @@ TIMEOUT_MS = 600_000
 class PeerBuffers:
     """A `PeerBuffers` holds the buffers of all ranks of a group; every rank can write to all of them.
 
-    table (W,) int64: their addresses.  uses (1,) int64: how often they were used.  flag (1,) int32: the overflow flag.
+    table (W,) int64: their addresses.  uses (1,) int64: how often they were used.
     handle: of the symmetric memory; None if ranks need no barrier on the device.
     """
 
     table: Tensor
     uses: Tensor
-    flag: Tensor
     nbytes: int
     handle: Any = None
     memory: Any = None
@@ -70,7 +68,7 @@ def _allocate(group: Any, nbytes: int, device: torch.device) -> PeerBuffers:
     inside = memory.data_ptr() - handle.buffer_ptrs[handle.rank]
     table = torch.tensor([p + inside for p in handle.buffer_ptrs], device=device)
     uses = torch.zeros(1, dtype=torch.int64, device=device)
-    return PeerBuffers(table, uses, overflow_flag(group, device), nbytes, handle, memory)
+    return PeerBuffers(table, uses, nbytes, handle, memory)
 
 
 class PeerMemory(Bounded):
@@ -89,11 +87,11 @@ class PeerMemory(Bounded):
                 f"ExpertDispatch: x is {x.dtype}, which the kernels that write to peers do not take: "
                 "ExpertParallel(way='host_counts') does."
             )
+        self.begin_forward(x)
         peers, place = self._ensure_buffers(x, weights.dtype)
-        self.agree_on_tokens(x)
         slots, counts = K.token_slots(experts, self.num_experts, self.world)
         args = (peers.table, peers.uses)
-        K.send_tokens(x, slots, *args, peers.flag, place, counts, experts, weights)
+        K.send_tokens(x, slots, *args, self.flag, place, counts, experts, weights)
         peers.barrier()
         x, ids, weights, arrivals = K.take_tokens(x, *args, place, None, weights)
         peers.uses += 1
@@ -112,18 +110,21 @@ class PeerMemory(Bounded):
         return x.new_empty(self.world, dtype=torch.int32)
 
     def collect(self, y: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
-        return self._return_sums(y, None, None, slots, arrivals)[0]
+        summed, _ = self._return_sums(y, None, None, slots, arrivals)
+        self.end_forward()
+        return summed
 
     def dispatch_bwd(
         self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         dx, copies = self._return_sums(dx, dweights, experts, slots, arrivals)
+        self.end_backward()
         return dx, None if dweights is None else copies
 
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
         peers, place = self._ensure_buffers(dy, torch.float32)
         args = (peers.table, peers.uses)
-        K.send_tokens(dy, slots, *args, peers.flag, place)
+        K.send_tokens(dy, slots, *args, self.flag, place)
         peers.barrier()
         got = K.take_tokens(dy, *args, place, arrivals)[0]
         peers.uses += 1
@@ -136,10 +137,10 @@ class PeerMemory(Bounded):
             y, torch.float32 if dweights is None else dweights.dtype
         )
         args = (peers.table, peers.uses)
-        K.return_sums(y, *args, peers.flag, place, arrivals, dweights)
+        K.return_sums(y, *args, self.flag, place, arrivals, dweights)
         peers.barrier()
         chosen = None if dweights is None else experts
-        summed = K.add_sums(y, slots, *args, peers.flag, place, chosen, dweights)
+        summed = K.add_sums(y, slots, *args, self.flag, place, chosen, dweights)
         peers.uses += 1
         return summed
 
