@@ -137,8 +137,11 @@ def _gain_note(gain: Gain) -> str:
     said = (
         f"a step in FP8 is predicted to be {gain.speedup:.2f} times as fast over {gain.rows} rows"
     )
-    if gain.pays:
-        return f"{ops}: {said}; the passes that quantize move {moved} of it"
+    if gain.used:
+        always = (
+            "; any number is quantized: ranks send their rows in one format" if gain.sent else ""
+        )
+        return f"{ops}: {said}; the passes that quantize move {moved} of it{always}"
     until = "with no number of rows" if gain.min_rows is None else f"from {gain.min_rows} rows on"
     return (
         f"{ops}: high precision: {said}, since the passes that quantize would move {moved}; it pays {until}. "

@@ -46,7 +46,8 @@ class MoE(Sequential):
 
     Every token goes to the `top_k` experts that the router gives it, fc2(act(fc1(x)) * prob) each, and gets the sum.
     The children are ops under the names `router`, `dispatch`, `permute`, `fc1`, `act`, `fc2`, `combine`: replace one by
-    assigning to it. Dropless unless there is a capacity_factor; no call waits for the device.
+    assigning to it. No token is dropped unless there is a capacity_factor, and no call waits for the device. Over ranks
+    most ways of tokens have room of a fixed size, and raise where it does not suffice; the one without waits once.
 
     ffn: F, hidden units of an expert.  num_experts: E.  top_k: K.
     activation: a name of `ACTIVATIONS`, or a scaled activation op.

@@ -176,7 +176,8 @@ class Op(nn.Module, Generic[S]):
     stays_high   why its GEMMs are in high precision under every recipe, for `explain()`
     ignores_recipe   those GEMMs are of a kind that recipes are for, so that `fo.recipe(..., strict=True)` refuses them
     quantizes    it has no GEMMs, but its call has the formats of the recipe
-    sends        it has no GEMMs, but its call has the formats of the next op that does
+    sends        it has no GEMMs; its call has the formats of the next op that does and reads what it publishes, and no
+                 such op stays in high precision for its rows: other ranks may have other numbers of them
     takes_quantized   its fwd accepts a `Quantized` x, where it multiplies in the formats of a recipe, or has no GEMMs;
                  other ops get the dequantized tensor. A subclass with its own fwd must declare it again
     held         tensors by keyword that a backward reads as its forward did, also where a checkpoint runs the op again

@@ -375,7 +375,7 @@ class _Builder:
 
     def _roles(self, i: int) -> Roles | None:
         if self.ops[i].sends:
-            i = next((k for k in range(i, len(self.ops)) if self.ops[k].multiplies), i)
+            i = next(self.chain.receivers(i), i)
         return None if i in self.high else self.facts.roles[i]
 
     def _rounds_at_random(self, i: int) -> bool:

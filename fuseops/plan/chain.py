@@ -48,6 +48,13 @@ class Chain(NamedTuple):
             known.update({name: published[k] for k, name in writes if k in published})
             yield x
 
+    def receivers(self, i: int) -> Iterator[int]:
+        """The ops that multiply what op i sends to other ranks: they read side tensors that it publishes."""
+        published = {name for _, name in self.writes[i]}
+        for k in range(i + 1, len(self.ops)):
+            if self.ops[k].multiplies and any(name in published for _, name in self.reads[k]):
+                yield k
+
     @property
     def local(self) -> bool:
         """Whether a style of parallelism applies to some op, so that it computes with local tensors."""

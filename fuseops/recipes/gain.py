@@ -65,6 +65,7 @@ class Gain(NamedTuple):
     speedup   time of a training step in bf16 over that in FP8
     nbytes    moved by the quantizing passes of such a step
     min_rows  rows from which on FP8 pays; None: never
+    sent      whether the rows come from all ranks: FP8 is used for any number then
     """
 
     ops: tuple[str, ...]
@@ -72,10 +73,11 @@ class Gain(NamedTuple):
     speedup: float
     nbytes: int
     min_rows: int | None
+    sent: bool = False
 
     @property
-    def pays(self) -> bool:
-        return self.min_rows is not None and self.rows >= self.min_rows
+    def used(self) -> bool:
+        return self.min_rows is not None and (self.sent or self.rows >= self.min_rows)
 
 
 def gain_of(layer: LinearRun, names: tuple[str, ...], rows: int) -> Gain:

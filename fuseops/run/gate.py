@@ -2,7 +2,8 @@
 
 It applies on devices with FP8 GEMMs only; elsewhere, and under `fo.recipe(..., strict=True)`, all ops are quantized.
 The prediction uses shapes alone, with groups of even sizes: it does not wait for the device, and is the same for
-every split.
+every split. Where ranks send each other rows (`Op.sends`) it does not count them: a rank's own say nothing about those
+that arrive, and all ranks must send in one format. Such ops stay in high precision only if FP8 pays for no number.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ class GatedRun(NamedTuple):
     ops: tuple[int, ...]
     layer: LinearRun
     min_rows: int | None  # rows from which on that pays, None: never
+    sent: bool = False  # whether their rows come from all ranks
 
     def reason(self, rows: Any) -> str | None:
         """Why the ops stay in high precision with this number of rows, or None.   rows: a symbol in traced code"""
         if self.min_rows is None:
             return "FP8 pays for no number of rows"
-        return f"FP8 pays from {self.min_rows} rows on" if rows < self.min_rows else None
+        few = not self.sent and rows < self.min_rows
+        return f"FP8 pays from {self.min_rows} rows on" if few else None
 
     def gain(self, names: Sequence[str], rows: int) -> Gain:
         """The predicted gain of a call with this number of rows.   names: of the ops of the run"""
-        return gain_of(self.layer, tuple(names[i] for i in self.ops), rows)
+        return gain_of(self.layer, tuple(names[i] for i in self.ops), rows)._replace(sent=self.sent)
 
 
 def gated_runs(chain: Chain, scanned: Scan, facts: Facts) -> tuple[GatedRun, ...]:
@@ -53,6 +56,7 @@ def gated_runs(chain: Chain, scanned: Scan, facts: Facts) -> tuple[GatedRun, ...
         if roles is not None and roles.kernels and (gemm := _gemm_of(op)) is not None
     }
     joint = list(_joint_linears(scanned, chain.ops))
+    sent = {k for i, op in enumerate(chain.ops) if op.sends for k in chain.receivers(i)}
     found: list[GatedRun] = []
     covered: set[int] = set()
     for i in gemms:
@@ -60,7 +64,7 @@ def gated_runs(chain: Chain, scanned: Scan, facts: Facts) -> tuple[GatedRun, ...
         same = all(k in gemms and facts.roles[k] == facts.roles[i] for k in ops)
         if i not in covered and same:
             layer = LinearRun(tuple(gemms[k] for k in ops), cast("Roles", facts.roles[i]))
-            found.append(GatedRun(ops, layer, min_rows_to_gain(layer)))
+            found.append(GatedRun(ops, layer, min_rows_to_gain(layer), not sent.isdisjoint(ops)))
             covered.update(ops)
     return tuple(found)
 

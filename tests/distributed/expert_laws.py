@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -29,10 +31,14 @@ from fuseops.distributed import (
     tp_plan,
 )
 from fuseops.distributed.dispatch import FixedCapacity, device_counts, overflow, symmetric
+from fuseops.distributed.dispatch.choose import choose
 from fuseops.integrations import hf
 from fuseops.observe.memory import outside_bytes
+from fuseops.recipes import gain
 from fuseops.rules.fused import gemm_bwd
 from fuseops.rules.fused.routed_mlp import RoutedMLP
+from fuseops.run import gate
+from fuseops.run.config import set_root
 from fuseops.words import size
 
 D, F, E, TOP = 6, 5, 8, 3
@@ -434,8 +440,28 @@ def ways_equal_one_process(way: str) -> None:
         by(way, law)
 
 
+@contextmanager
+def as_on_hopper(rows_of_experts: int) -> Iterator[None]:
+    """FP8 is said to pay from 30 rows on, for experts from so many, and never for weights that are kept."""
+
+    def min_rows(layer: gain.LinearRun) -> int | None:
+        if layer.roles.weights == "step":
+            return None
+        return rows_of_experts if layer.gemms[0].groups > 1 else 30
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gate, "multiplies_codes", lambda device: True)
+        for module in (gate, gain):
+            patch.setattr(module, "min_rows_to_gain", min_rows)
+        yield
+
+
 def law_tokens_travel_as_codes_under_a_recipe() -> None:
-    """By every way, with the numbers of high precision that is quantized where it arrives; of a Quantized too."""
+    """By every way, with the numbers of high precision that is quantized where it arrives; of a Quantized too.
+
+    As on Hopper, where FP8 is said to pay from 30 rows on: for experts of any number, which other ranks do not know,
+    and not for shared experts beside them, whose rows are this rank's.
+    """
     block = fo.recipes.Float8BlockScaling
     width, rank = 160, dist.get_rank()
     torch.manual_seed(3)
@@ -444,6 +470,7 @@ def law_tokens_travel_as_codes_under_a_recipe() -> None:
         ("host_counts", block(), True),
         ("fixed_capacity", block(), True),
         ("device_counts", block(), True),
+        ("host_counts", block(weights="step"), False),
         ("peer_memory", block(), True),
         ("host_counts", block(wgrad="block"), False),
         ("host_counts", fo.recipes.MXFP8BlockScaling(), False),
@@ -453,7 +480,8 @@ def law_tokens_travel_as_codes_under_a_recipe() -> None:
         results = []
         for sends in (True, False):
             torch.manual_seed(0)
-            moe = fo.MoE(width, 64, E, TOP, dtype=torch.bfloat16)
+            shared = int(way == "fixed_capacity")
+            moe = fo.MoE(width, 64, E, TOP, dtype=torch.bfloat16, shared_experts=shared)
             parallelize_module(moe, mesh(), ExpertParallel(way=way, average=False, capacity=8.0))
             dispatch = moe["dispatch"]
             assert type(dispatch).sends
@@ -465,13 +493,15 @@ def law_tokens_travel_as_codes_under_a_recipe() -> None:
             )
             try:
                 x = every[rank].clone().requires_grad_()
-                with fo.recipe(recipe):
+                with as_on_hopper(30 if sends else 0), fo.recipe(recipe):
                     y = moe(x)
                     y.float().square().sum().backward()
+                    said = str(moe.plan(x)) if way == "fixed_capacity" else ""
             finally:
                 type(dispatch).sends = True
             words = (torch.float32, (width + 2 * 4) // 4)
-            assert seen == [words if sends and codes else (torch.bfloat16, width)], seen
+            assert {*seen} == {words if sends and codes else (torch.bfloat16, width)}, seen
+            assert ("ranks send their rows in one format" in said) == (sends and said != ""), said
             results.append([y.detach(), x.grad, *(p.grad for p in moe.parameters())])
         for mine, theirs in zip(*results, strict=True):
             assert torch.equal(whole(mine), whole(theirs))
@@ -575,26 +605,56 @@ def law_what_arrives_is_what_was_sent() -> None:
 
 
 def law_an_overflow_is_said() -> None:
-    """Sums are NaN, and the check raises, once."""
+    """By every rank, if any has one: at once, or where flags are read later by themselves or by the check; once."""
     for way in BOUNDED:
         by(way, an_overflow_is_said)
 
 
 def an_overflow_is_said() -> None:
     device_counts._lanes.clear()
-    x = batch([64] * dist.get_world_size())[dist.get_rank()]  # a pair has room for 32
-    moe = layer()
+    x = batch([64] * dist.get_world_size())[dist.get_rank()].requires_grad_()
+    moe: Any = fo.Sequential({"moe": layer()})
     parallelize_module(moe, mesh(), parallel(capacity=0.3))
-    y = moe(x)
-    assert y.isnan().any()
-    raises("on rank 0, 1 more tokens", check_overflow)
-    check_overflow()
-    moe(x)
-    flag = overflow._flags[mesh().get_group()]
-    flag.fill_(dist.get_rank() == 1)  # as where the experts of the second alone have no room
-    raises("on rank 1 more tokens", check_overflow)
-    check_overflow()
+    set_root(moe)
+    said = "on rank 0, 1 more tokens or copies came than there is room for: moe.dispatch has room for 32 tokens"
+    raises(said, lambda: moe(x))
+    few, arrived = x[:8], [False]
+    assert not moe(few).isnan().any()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overflow, "reads_at_once", lambda flag: False)
+        patch.setattr(overflow, "start_copy", lambda flags: (flags, lambda: arrived[0]))
+        for read in (lambda: moe(x), check_overflow):
+            moe(x).sum().backward()
+            assert moe(few).isnan().any()
+            arrived[0] = True
+            raises(said, read)
+            check_overflow()
+            arrived[0] = False
+        for _ in range(2):  # without a backward a round ends where the layer runs again
+            moe(x)
+        arrived[0] = True
+        raises(said, lambda: moe(few))
+        y = moe(few)
+        moe["moe"]["dispatch"].exchange.flag.fill_(
+            dist.get_rank()
+        )  # the experts of the second alone have no room
+        raises("on rank 1 more tokens", y.sum().backward)
+        moe(few).sum().backward()
+        moe["moe"]["dispatch"].exchange.flag.fill_(dist.get_rank())
+        raises("on rank 1 more tokens", check_overflow)
+        check_overflow()
     raises("agreed on", lambda: moe(torch.cat([x, x])))
+
+
+def law_rows_of_two_sizes_are_refused() -> None:
+    """By all ranks, before any is read."""
+    x = torch.randn(5, D, dtype=torch.float32 if dist.get_rank() else torch.float64)
+    experts = torch.arange(5 * TOP, dtype=torch.int32).view(5, TOP) % E
+    for way in ("host_counts", *BOUNDED):
+        exchange: Any = choose(way, mesh(), E, TOP)
+        raises(
+            "rows of 24 and 48 bytes", lambda e=exchange: e.dispatch(x, experts, experts.float())
+        )
 
 
 def raises(said: str, make: Any) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from fuseops.distributed.dispatch import device_counts, overflow, symmetric
+from fuseops.distributed.dispatch import device_counts, symmetric
 
 ON_GPUS, OVER_NVSHMEM = symmetric._allocate, device_counts._allocate
 
@@ -35,8 +35,8 @@ class SharedFiles:
         dist.barrier(group)
         Path(file.name).unlink()
         table = torch.tensor([m.data_ptr() for m in memory])
-        uses, flag = torch.zeros(1, dtype=torch.int64), overflow.overflow_flag(group, device)
-        return symmetric.PeerBuffers(table, uses, flag, nbytes, SharedFiles(group), memory)
+        uses = torch.zeros(1, dtype=torch.int64)
+        return symmetric.PeerBuffers(table, uses, nbytes, SharedFiles(group), memory)
 
 
 class OverGloo(device_counts.Lane):

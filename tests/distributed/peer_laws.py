@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_laws import pretrain
@@ -147,6 +148,26 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         step()
     return graph.replay
+
+
+def law_an_overflow_raises_by_itself(ways: Ways) -> None:
+    """On all ranks: behind the step, or before the next, once the device is through; no step waits for it."""
+    x = batches()[dist.get_rank()]
+    for way in ways[:-1]:
+        moe = fo.MoE(D, F, E, TOP, device="cuda")
+        parallelize_module(moe, mesh(), ExpertParallel(way=way, capacity=0.3))
+        for _ in range(2):  # buffers are made in the first
+            with pytest.raises(
+                fo.FuseOpsError, match=r"on rank 0, 1 more tokens .* tokens a rank\)"
+            ):
+                moe(x).sum().backward()
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    moe(x)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+        check_overflow()
 
 
 def law_dispatched_again_is_what_arrived(ways: Ways) -> None:

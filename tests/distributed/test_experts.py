@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import math
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import again_laws
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 from spawned import Ranks
 
+from fuseops import machine
 from fuseops.distributed import clip_grad_norm_
-from fuseops.distributed.dispatch import device_counts, lost, symmetric
+from fuseops.distributed.dispatch import choose, device_counts, lost, symmetric
 
 LAWS = [name for name in vars(expert_laws) if name.startswith("law_")]
 
@@ -84,6 +86,40 @@ def test_nobody_waits_in_a_group_that_was_destroyed(monkeypatch: pytest.MonkeyPa
     finally:
         dist.destroy_process_group()
     assert not [*lost.lost_ranks()]
+
+
+def voted(
+    patch: pytest.MonkeyPatch, gpus: Sequence[int], visible: int = 3, arch: int = 90
+) -> list[choose.Ballot]:
+    """The ballots of ranks on these GPUs of one machine, of which 1 and 2 do not reach each other."""
+    patch.setattr(choose, "HAS_TRITON", True)
+    patch.setattr(choose, "arch_of", lambda device: arch)
+    patch.setattr(torch.cuda, "device_count", lambda: visible)
+    patch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {1, 2})
+    patch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=f"GPU-{i}"))
+    found = []
+    for gpu in gpus:
+        patch.setattr(torch.cuda, "current_device", lambda gpu=gpu: gpu)
+        found.append(choose.ballot())
+    return found
+
+
+def test_ranks_write_to_peers_only_where_every_gpu_reaches_every_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    yes = voted(monkeypatch, [0, 1])
+    assert choose.all_reach_all(yes)
+    assert yes[0].machine == machine.machine_id() and all(yes[0].machine)
+    other_boot = yes[1]._replace(machine=(yes[1].machine[0], "another boot"))
+    assert not choose.all_reach_all([yes[0], other_boot])  # two machines of one name
+    for gpus, options in (
+        ([0, 1, 2], {}),
+        ([1, 2], {}),
+        ([0, 0], {}),  # two ranks on one GPU
+        ([0, 1], {"arch": 75}),
+        ([0, 1], {"visible": 1}),
+    ):
+        assert not choose.all_reach_all(voted(monkeypatch, gpus, **options)), (gpus, options)
 
 
 @pytest.mark.parametrize("law", [n for n in vars(again_laws) if n.startswith("law_")])

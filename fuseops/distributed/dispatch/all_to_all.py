@@ -49,7 +49,10 @@ class AllToAll(Exchange):
         return ReceivedTokens(x, ids, weights, rows, slots, arrivals, ready)
 
     def collect(self, y: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
-        return self.sum_returned(wait_rows(*self._start_return(y, arrivals), side=FORWARD), slots)
+        rows = wait_rows(*self._start_return(y, arrivals), side=FORWARD)
+        summed = self.sum_returned(rows, slots)
+        self.end_forward()
+        return summed
 
     def dispatch_bwd(
         self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
@@ -64,7 +67,9 @@ class AllToAll(Exchange):
         def finish() -> tuple[Tensor, Tensor | None]:
             rows, *copies = [wait_rows(*each) for each in sent]
             weights = [self.weights_of_copies(t, experts, slots) for t in copies]
-            return self.sum_returned(rows, slots), weights[0] if weights else None
+            summed = self.sum_returned(rows, slots)
+            self.end_backward()
+            return summed, weights[0] if weights else None
 
         return finish
 

@@ -13,8 +13,8 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 from fuseops.ops.checks import check_integers, check_numbers
 
-from .exchange import Exchange
-from .overflow import overflow_flag
+from .exchange import Exchange, check_row_sizes
+from .overflow import watch_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,8 +35,12 @@ class Bounded(Exchange):
     a CUDA graph, whose replays may route differently.
 
     capacity: rows of the grouped GEMMs, and slots between a pair of ranks (at most the tokens of one), as a multiple of
-    what even routing takes. An overflow sets the group's flag and makes the sums NaN.
+    what even routing takes. An overflow sets the flag, makes the sums NaN, and raises on all ranks: `OverflowWatch`.
+    flag: (1,) int32 on the device, since the first forward.
     """
+
+    not_copied = Exchange.not_copied | {"flag"}
+    flag: Tensor
 
     def __init__(
         self,
@@ -89,15 +93,14 @@ class Bounded(Exchange):
         return {(self.group.group_name, type(self)): nbytes} if nbytes else {}
 
     def clamp_offs(self, offs: Tensor, rows: int) -> None:
-        K.bound_rows(offs, overflow_flag(self.group, offs.device), rows)
+        K.bound_rows(offs, self.flag, rows)
 
     def assign_slots(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         """`slots` (T, W), -1 where a token is not sent or does not fit, which sets the overflow flag; and the number of
         tokens sent to each rank (W,).
         """
         slots, counts = K.token_slots(experts, self.num_experts, self.world)
-        flag = overflow_flag(self.group, experts.device)
-        flag |= (counts > self.pair_capacity).any().to(flag.dtype)
+        self.flag |= (counts > self.pair_capacity).any().to(self.flag.dtype)
         return torch.where(slots < self.pair_capacity, slots, -1), counts.clamp(
             max=self.pair_capacity
         )
@@ -105,19 +108,46 @@ class Bounded(Exchange):
     def sum_returned(self, rows: Tensor, slots: Tensor) -> Tensor:
         """As `Exchange.sum_returned`; NaN after an overflow."""
         y = super().sum_returned(rows, slots)
-        return y.masked_fill_(overflow_flag(self.group, rows.device) != 0, torch.nan)
+        return y.masked_fill_(self.flag != 0, torch.nan)
+
+    def room(self) -> str:
+        """What there is room for, for errors."""
+        return (
+            f"{self.path or 'a layer'} has room for {self.pair_capacity} tokens from a rank to a rank and {self.rows} "
+            f"copies (capacity={self.capacity:g}, at most {self.tokens} tokens a rank)"
+        )
+
+    def begin_forward(self, x: Tensor) -> None:
+        """Begin a forward over x.  Raises FuseOpsError for an overflow that has become known, and as
+        `agree_on_tokens`.
+        """
+        self.agree_on_tokens(x)
+        watch_of(self.group).begin_forward(self)
+
+    def end_forward(self) -> None:
+        watch_of(self.group).end_forward(self)
+
+    def end_backward(self) -> None:
+        watch_of(self.group).end_backward(self)
 
     def agree_on_tokens(self, x: Tensor) -> None:
-        """Agree on the most tokens of a rank, in the first forward.  Raises FuseOpsError for more in a later one."""
-        if not self.agreed:
+        """Agree on the most tokens of a rank, in the first forward.  Raises FuseOpsError for more in a later one, and
+        for rows of different sizes.
+        """
+        if not (self.agreed and hasattr(self, "flag")):
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise FuseOpsError(
                     "ExpertDispatch: the ranks have not agreed on a size yet. Run one step before the capture."
                 )
+            self.flag = torch.zeros(1, dtype=torch.int32, device=x.device)
+        if not self.agreed:
             self.watch()
-            tokens = torch.tensor([max(len(x), 1, self.tokens)], device=x.device)
-            dist.all_reduce(tokens, dist.ReduceOp.MAX, group=self.group)
-            self.tokens, self.agreed = _round_up_16(int(tokens)), True
+            row = x.shape[1] * x.element_size()
+            most = torch.tensor([max(len(x), 1, self.tokens), row, -row], device=x.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+            tokens, *rows = most.tolist()
+            check_row_sizes([rows[0], -rows[1]])
+            self.tokens, self.agreed = _round_up_16(tokens), True
         if len(x) > self.tokens:
             raise FuseOpsError(
                 f"ExpertDispatch: {len(x)} tokens, and the ranks agreed on {self.tokens} at most in their first "

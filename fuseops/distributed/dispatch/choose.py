@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from itertools import permutations
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.launch import HAS_TRITON, arch_of
+from fuseops.machine import machine_id
 
 from .bounded import Bounded
 from .device_counts import DeviceCounts
@@ -65,14 +66,35 @@ def vote(mesh: DeviceMesh) -> str:
     group = mesh.get_group()
     if group not in _votes:
         answers: list[Any] = [None] * mesh.size()
-        dist.all_gather_object(answers, (socket.gethostname(), _has_peer_access()), group=group)
-        one_host = len({host for host, _ in answers}) == 1
-        capable = one_host and all(can for _, can in answers)
-        _votes[group] = "peer_memory" if capable else "host_counts"
+        dist.all_gather_object(answers, ballot(), group=group)
+        _votes[group] = "peer_memory" if all_reach_all(answers) else "host_counts"
     return _votes[group]
 
 
-def _has_peer_access() -> bool:
-    """Whether this rank can run the kernels that write to peers."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    return HAS_TRITON and arch_of(device) >= 80
+class Ballot(NamedTuple):
+    """A `Ballot` is what a rank tells the others of its GPU."""
+
+    machine: tuple[str, str]
+    gpu: str  # its UUID
+    reached: frozenset[
+        str
+    ]  # UUIDs of the GPUs that its kernels can write to; of none if they do not run on it
+
+
+def ballot() -> Ballot:
+    """The ballot of this rank. It knows nothing of GPUs that are hidden from it (CUDA_VISIBLE_DEVICES)."""
+    own = torch.cuda.current_device()
+    runs = HAS_TRITON and arch_of(torch.device("cuda", own)) >= 80
+    peers = [i for i in range(torch.cuda.device_count()) if i != own] if runs else []
+    reached = [_uuid(i) for i in peers if torch.cuda.can_device_access_peer(own, i)]
+    return Ballot(machine_id(), _uuid(own), frozenset(reached))
+
+
+def all_reach_all(ballots: Sequence[Ballot]) -> bool:
+    """Whether all ranks are on one machine, each on a GPU of its own that can write to those of all others."""
+    pairs = permutations(ballots, 2)
+    return all(mine.machine == other.machine and other.gpu in mine.reached for mine, other in pairs)
+
+
+def _uuid(device: int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -155,7 +155,7 @@ class DeviceCounts(Bounded):
     lanes: Lanes | None = None
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> ReceivedTokens:
-        self.agree_on_tokens(x)
+        self.begin_forward(x)
         narrow, wide = self._ensure_lanes(x)
         slots, counts = self._outgoing_slots(experts)
         words = weights.flatten().view(torch.int32)  # without tokens strides are arbitrary
@@ -189,12 +189,15 @@ class DeviceCounts(Bounded):
         return K.scatter_rows(x, slots, K.one_group(most, x)[0], most)
 
     def collect(self, y: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
-        return self._return_sums(y, None, slots, arrivals)[0]
+        summed, _ = self._return_sums(y, None, slots, arrivals)
+        self.end_forward()
+        return summed
 
     def dispatch_bwd(
         self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         dx, copies = self._return_sums(dx, dweights, slots, arrivals)
+        self.end_backward()
         return dx, None if copies is None else self.weights_of_copies(copies, experts, slots)
 
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:

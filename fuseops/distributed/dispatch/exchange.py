@@ -9,7 +9,7 @@ T: this rank's tokens.  C: tokens that it receives, in the order of ranks and of
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,6 +58,16 @@ def check_mesh(mesh: DeviceMesh, num_experts: int) -> None:
         )
 
 
+def check_row_sizes(sizes: Iterable[int]) -> None:
+    """Raise FuseOpsError if ranks send rows of different sizes in bytes."""
+    found = sorted({*sizes})
+    if len(found) > 1:
+        raise FuseOpsError(
+            f"ExpertDispatch: ranks send rows of {' and '.join(map(str, found))} bytes, expected one size. Run the "
+            "layer on all ranks with one dtype, under one recipe and on one kind of GPU."
+        )
+
+
 _exchanges: list[Exchange] = []
 
 
@@ -77,6 +87,7 @@ class Exchange(abc.ABC):
     sums: torch.dtype | None = None  # dtype in which partial sums travel; None for that of the rows
     overlaps_compute = False  # whether tokens travel while other kernels run
     not_copied: frozenset[str] = frozenset()  # attributes that a copy or pickle leaves out
+    path: str | None = None  # of the op that sends by it, once that is known
 
     def __init__(self, mesh: DeviceMesh, num_experts: int, top_k: int) -> None:
         """num_experts: of all ranks.  Raises FuseOpsError for a mesh that does not divide them."""
@@ -164,6 +175,12 @@ class Exchange(abc.ABC):
 
     def clamp_offs(self, offs: Tensor, rows: int) -> None:  # noqa: B027
         """Clamp offs of the local experts to `rows`, in place, if copies may overflow (`Bounded`)."""
+
+    def end_forward(self) -> None:  # noqa: B027
+        """End a `collect`, for what an exchange has to say of it (`Bounded`)."""
+
+    def end_backward(self) -> None:  # noqa: B027
+        """End a `dispatch_bwd`, likewise."""
 
     def target_ranks(self, experts: Tensor) -> Tensor:
         """(T, W) int32: the rank itself if it has an expert of the token, else -1."""

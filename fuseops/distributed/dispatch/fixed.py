@@ -27,7 +27,7 @@ class FixedCapacity(Bounded, AllToAll):
         return x.new_empty(self.expected_sizes(x)[0], dtype=torch.int32)
 
     def _outgoing(self, x: Tensor, experts: Tensor) -> OutgoingTokens:
-        self.agree_on_tokens(x)
+        self.begin_forward(x)
         slots, _ = self.assign_slots(experts)
         ranks = torch.arange(self.world, dtype=torch.int32, device=x.device)
         total, token = self.world * self.pair_capacity, torch.arange(len(x), device=x.device)

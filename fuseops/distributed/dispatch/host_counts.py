@@ -10,6 +10,7 @@ from torch import Tensor
 from fuseops import kernels as K
 
 from .all_to_all import AllToAll, OutgoingTokens, wait_rows
+from .exchange import check_row_sizes
 
 
 class HostCounts(AllToAll):
@@ -26,17 +27,22 @@ class HostCounts(AllToAll):
     def _outgoing(self, x: Tensor, experts: Tensor) -> OutgoingTokens:
         self.watch()
         ends, index, slots, _ = K.route(self.target_ranks(experts), self.world)
-        arrivals, copies = self._counts(ends, experts)
+        arrivals, copies = self._counts(ends, experts, x.shape[1] * x.element_size())
         sent, ranks = int(arrivals[0].sum()), torch.arange(self.world, device=x.device)
         owner = ranks.repeat_interleave(arrivals[0].to(x.device), output_size=sent)
         return OutgoingTokens(slots, arrivals, index[:sent], owner, int(copies.sum()))
 
-    def _counts(self, ends: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """`arrivals` (2, W), and the number of copies received from each rank (W,), both on the host."""
+    def _counts(self, ends: Tensor, experts: Tensor, row: int) -> tuple[Tensor, Tensor]:
+        """`arrivals` (2, W), and the number of copies received from each rank (W,), both on the host.
+
+        row: bytes of a row of x.  Raises FuseOpsError, on all ranks, if they send rows of different sizes.
+        """
         copies = K.expert_counts(self.ranks_of_copies(experts), self.world)
-        mine = torch.stack([ends.diff(prepend=ends.new_zeros(1)), copies], 1)  # (W, 2)
+        sent = ends.diff(prepend=ends.new_zeros(1))
+        mine = torch.stack([sent, copies, torch.full_like(sent, row)], 1)  # (W, 3)
         sizes = torch.cat([mine, wait_rows(*self._start(mine))], 1).t().long().cpu()
-        return sizes[[0, 2]], sizes[3]
+        check_row_sizes(sizes[[2, 5]].flatten().tolist())
+        return sizes[[0, 3]], sizes[4]
 
     def _rows_to_send(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
         sent = int(arrivals[0].sum())

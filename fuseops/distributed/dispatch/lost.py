@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
 import sys
 import threading
 import time
@@ -20,6 +19,8 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+
+from fuseops.machine import machine_id
 
 GRACE_SECONDS = 3.0
 """Seconds between the end of a process, with its groups still open here, and the message of the polling thread."""
@@ -33,9 +34,9 @@ def watch(group: Any, poll: bool = False) -> None:
     if group in _pids:
         return
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (socket.gethostname(), os.getpid()), group=group)
-    hostname = socket.gethostname()
-    _pids[group] = {rank: pid for rank, (host, pid) in enumerate(found) if host == hostname}
+    dist.all_gather_object(found, (machine_id(), os.getpid()), group=group)
+    here = machine_id()
+    _pids[group] = {rank: pid for rank, (machine, pid) in enumerate(found) if machine == here}
     _install()
     if poll:
         _start_polling()

@@ -21,6 +21,7 @@ from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.checks import check_chosen
 from fuseops.ops.linear import to_high_precision
 from fuseops.ops.op import Call, Grads, NothingSaved, Op, Out, SideGrads
+from fuseops.ops.paths import path_of
 from fuseops.ops.permute import DISPATCHED, ON_DX, REDISPATCH, DispatchRecord, OnDx
 from fuseops.ops.structure import Alias
 from fuseops.plan.key import hooked
@@ -213,6 +214,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         else:
             if self.capacity_factor is not None:
                 experts = within_capacity(self.exchange, experts, self.capacity_factor)
+            self.exchange.path = path_of(self)
             got = self.exchange.dispatch(x, experts, weights)
         offs, index, pos, probs = K.route(got.experts, self.num_experts, got.weights)
         if not dry_run:

@@ -17,7 +17,6 @@ from fuseops.kernels.peers import PeerUse, layout
 
 from .bounded import Bounded
 from .exchange import ReceivedTokens
-from .overflow import overflow_flag
 
 TIMEOUT_MS = 600_000
 """How long a rank waits in a barrier before its kernel traps."""
@@ -27,13 +26,12 @@ TIMEOUT_MS = 600_000
 class PeerBuffers:
     """A `PeerBuffers` holds the buffers of all ranks of a group; every rank can write to all of them.
 
-    table (W,) int64: their addresses.  uses (1,) int64: how often they were used.  flag (1,) int32: the overflow flag.
+    table (W,) int64: their addresses.  uses (1,) int64: how often they were used.
     handle: of the symmetric memory; None if ranks need no barrier on the device.
     """
 
     table: Tensor
     uses: Tensor
-    flag: Tensor
     nbytes: int
     handle: Any = None
     memory: Any = None
@@ -70,7 +68,7 @@ def _allocate(group: Any, nbytes: int, device: torch.device) -> PeerBuffers:
     inside = memory.data_ptr() - handle.buffer_ptrs[handle.rank]
     table = torch.tensor([p + inside for p in handle.buffer_ptrs], device=device)
     uses = torch.zeros(1, dtype=torch.int64, device=device)
-    return PeerBuffers(table, uses, overflow_flag(group, device), nbytes, handle, memory)
+    return PeerBuffers(table, uses, nbytes, handle, memory)
 
 
 class PeerMemory(Bounded):
@@ -89,8 +87,8 @@ class PeerMemory(Bounded):
                 f"ExpertDispatch: x is {x.dtype}, which the kernels that write to peers do not take: "
                 "ExpertParallel(way='host_counts') does."
             )
+        self.begin_forward(x)
         peers, use = self._ensure_buffers(x, weights.dtype)
-        self.agree_on_tokens(x)
         slots, counts = K.token_slots(experts, self.num_experts, self.world)
         K.send_tokens(x, slots, use, counts, experts, weights)
         peers.barrier()
@@ -111,12 +109,15 @@ class PeerMemory(Bounded):
         return x.new_empty(self.world, dtype=torch.int32)
 
     def collect(self, y: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
-        return self._return_sums(y, None, None, slots, arrivals)[0]
+        summed, _ = self._return_sums(y, None, None, slots, arrivals)
+        self.end_forward()
+        return summed
 
     def dispatch_bwd(
         self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         dx, copies = self._return_sums(dx, dweights, experts, slots, arrivals)
+        self.end_backward()
         return dx, None if dweights is None else copies
 
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
@@ -151,4 +152,4 @@ class PeerMemory(Bounded):
         # fixed halves, whatever their use takes: the other may still hold the use before
         half = peers.nbytes // 2
         sizes = self.rank, self.pair_capacity, self.num_experts, self.top_k, half
-        return peers, PeerUse(peers.table, peers.uses, peers.flag, *sizes, *at)
+        return peers, PeerUse(peers.table, peers.uses, self.flag, *sizes, *at)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fuseops.errors import FuseOpsError
+from fuseops.machine import machine_id
 from fuseops.offload.arguments import instance_of
 
 from .plan import OffloadPlan, plan_profile, plan_with_dropped
@@ -30,7 +30,7 @@ def shares(budget: int, needs: Sequence[int]) -> list[int]:
 
 def gather_on_machine(mine: Any, group: dist.ProcessGroup) -> tuple[list[Any], int]:
     """All-gather among the ranks of a group on this machine.   -> their values in rank order, the index of this one"""
-    me = socket.gethostname(), dist.get_rank(group)
+    me = machine_id(), dist.get_rank(group)
     here = {rank: value for rank, value in _all_gather((me, mine), group) if rank[0] == me[0]}
     return list(here.values()), list(here).index(me)
 
