@@ -481,12 +481,12 @@ def test_stand_ins_follow_a_recipe_or_say_why_not(name: str) -> None:
     assert not silent
     assert all(type(op).__name__ in text and op.stays_high in text for op in ops if op.stays_high)
     ignoring = any(op.ignores_recipe for op in ops)
-    refused = pytest.raises(fo.FusionMissError, match="not quantized.*recipe={glob")
+    refused = pytest.raises(fo.FusionMissError, match=r"not quantized.*recipe={glob")
     with fo.recipe(recipe, strict=True), refused if ignoring else nullcontext():
         model(x, labels=x)
     follows = any(op.multiplies for op in ops)
     assert follows or ignoring
-    refused = pytest.raises(fo.FuseOpsError, match="would change nothing.*MLP: projections")
+    refused = pytest.raises(fo.FuseOpsError, match=r"would change nothing.*MLP: projections")
     with nullcontext() if follows else refused:
         fo.configure(model, recipe=recipe, strict_recipe=True)
     if follows and ignoring:
