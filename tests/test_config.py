@@ -246,7 +246,7 @@ def test_a_strict_model_raises_as_in_a_strict_scope(strict: Any, reentrant: bool
     two_biases()(data())  # another model
     fo.configure(seq, strict=False)
     seq(data())
-    with pytest.raises(fo.FuseOpsError, match=r"no rule|unknown|names"):
+    with pytest.raises(fo.FuseOpsError, match="linear_atc"):
         fo.configure(good, strict=["linear_atc"])
         good(data())
     with pytest.raises(fo.FuseOpsError, match="strict_recipe must be True or False, got 'fc'"):

@@ -150,6 +150,8 @@ def _gain_note(gain: Gain) -> str:
 
 
 def _call_notes(call: SequentialCall) -> Iterator[str]:
+    for (op, why), kernels in call.twins.items():
+        yield f"{op} runs as plain torch instead of {', '.join(kernels)}: {why}"
     nodes = [seg for plan, _ in call.runs for seg in plan.segments if seg.kind == "node"]
     pure = [type(step.target).__name__ for seg in nodes for step in seg.forward if step.pure]
     settings = scopes.resolve(call.module._settings)

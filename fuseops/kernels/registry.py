@@ -8,7 +8,8 @@ launcher's signature, with a fake for `torch.compile` and formulas for profilers
 
 A call runs the launcher where it can, and the twin, plain differentiable torch, everywhere else: on other devices, for
 dtypes that the kernels do not load, where autograd or `torch.func` has to differentiate the call (kernels have no
-derivative; the ops have), for tensor subclasses, and inside `reference_only()`.
+derivative; the ops have), for tensor subclasses, and inside `reference_only()`. On a GPU, a twin that nobody asked for
+is told to the logger fuseops.kernels, once for each kernel and reason, and to `explain()`.
 Eager launches, and those of compiled code, bypass the dispatcher; dispatch and function modes, fake tensors and dynamo
 see the registered op.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,6 +41,9 @@ from fuseops.kernels.replay import (
     bind_constant,
     bump_versions,
 )
+from fuseops.words import dtype_name
+
+log = logging.getLogger("fuseops.kernels")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,6 +63,8 @@ Cases = Iterator[tuple[Any, ...]]
 """The `cases` of a kernel op: the arguments of calls, on the meta device."""
 
 _on_launch: Callable[[Call], object] | None = None
+_on_twin: Callable[[KernelOp[Any, Any], str], object] | None = None
+_told: set[tuple[str, str]] = set()  # (kernel, why it runs as plain torch) that the log has
 
 
 @functools.cache
@@ -80,15 +87,21 @@ def reference_only() -> Iterator[None]:
 
 
 @contextmanager
-def watch_launches(on_launch: Callable[[Call], object] | None = None) -> Iterator[list[Call]]:
-    """Inside, launches of all threads are collected as (op, args, kwargs), or passed to `on_launch`."""
-    global _on_launch
+def watch_launches(
+    on_launch: Callable[[Call], object] | None = None,
+    on_twin: Callable[[KernelOp[Any, Any], str], object] | None = None,
+) -> Iterator[list[Call]]:
+    """Inside, launches of all threads are collected as (op, args, kwargs), or passed to `on_launch`.
+
+    on_twin: is called with each op that runs as plain torch where nobody asked for that, and the reason.
+    """
+    global _on_launch, _on_twin
     launched: list[Call] = []
-    outer, _on_launch = _on_launch, on_launch or launched.append
+    outer, _on_launch, _on_twin = (_on_launch, _on_twin), on_launch or launched.append, on_twin
     try:
         yield launched
     finally:
-        _on_launch = outer
+        _on_launch, _on_twin = outer
 
 
 def as_if_on(arch: int) -> AbstractContextManager[None]:
@@ -181,7 +194,10 @@ class KernelOp(Generic[P, R]):
             out = active_replays.current.run(self, args)
             if out is not NOT_REPLAYED:
                 return out
-        if not self.launches(args, kwargs):
+        why = self.obstacle(args, kwargs)
+        if why is not None:
+            if why:
+                self.tell(why)
             values = self._values(args, kwargs)
             if self.traces_twin or not _traced(values) or self._loses_gradient(values):
                 return self.twin(*args, **kwargs)
@@ -239,20 +255,37 @@ class KernelOp(Generic[P, R]):
 
     def launches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call runs the launcher: the kernel takes the tensors, and nothing has to differentiate it."""
+        return self.obstacle(args, kwargs) is None
+
+    def obstacle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why a call runs the twin, None where it runs the launcher.
+
+        "" where that is the usual way, or asked for: on a CPU, for a derivative, in traced code.
+        """
         first = args[0]
-        if thread.reference_only or not first.dim() or not self._on_device(first):
-            return False
+        if thread.reference_only or not first.dim():
+            return ""
+        if not self._on_device(first):
+            return "" if torch.compiler.is_compiling() else self._device_obstacle(first)
         if torch_private.inside_transform() and not torch.compiler.is_compiling():
-            return False
+            return ""
         grad, device = torch.is_grad_enabled(), first.device
         for value in self._values(args, kwargs) if kwargs or self._takes_lists else args:
             is_plain = type(value) in PLAIN
             if is_plain or isinstance(value, Tensor):
                 if value.dtype not in self.dtypes or value.device != device:
-                    return False
+                    return "" if torch.compiler.is_compiling() else _unfit(value, device)
                 if (grad and value.requires_grad) or not (is_plain or torch_private.is_fake(value)):
-                    return False
-        return True
+                    return ""
+        return None
+
+    def tell(self, why: str) -> None:
+        """Tell the log, once, and whoever watches that a call runs as plain torch."""
+        if _on_twin is not None:
+            _on_twin(self, why)
+        if (self.label, why) not in _told and not thread.as_arch:
+            _told.add((self.label, why))
+            log.info("%s runs as plain torch: %s", self.label, why)
 
     def _values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments of a call, with lists flattened where the op takes lists of tensors."""
@@ -293,6 +326,15 @@ class KernelOp(Generic[P, R]):
                 return self.min_arch <= thread.as_arch
             return INTERPRET and t.device.type == "cpu" and self.min_arch > 0
         return not self.min_arch or (HAS_TRITON and arch_of(t.device) >= self.min_arch)
+
+    def _device_obstacle(self, t: Tensor) -> str:
+        """Why it does not run on the device of a tensor; "" on a CPU."""
+        arch = arch_of(t.device) if t.is_cuda else thread.as_arch
+        if not arch or (not t.is_cuda and not torch_private.is_fake(t)):
+            return ""
+        if t.is_cuda and not HAS_TRITON:
+            return "Triton is not installed"
+        return f"sm_{arch} is below sm_{self.min_arch}"
 
     def _python_impl(self) -> Callable[..., Any]:
         """The registered op as Python, and so compiled code, calls it: it launches where nothing observes the call.
@@ -344,7 +386,10 @@ class KernelOp(Generic[P, R]):
             out = active_replays.current.run(self, args)
             if out is not NOT_REPLAYED:
                 return _contiguous(out)
-        runs = self.launches(args, kwargs)
+        why = self.obstacle(args, kwargs)
+        if why:
+            self.tell(why)
+        runs = why is None
         out = _contiguous((self.launcher if runs else self.twin)(*args, **kwargs))
         if replayable and runs:
             active_replays.current.record(self, args)
@@ -393,6 +438,11 @@ class kernel_op(NamedTuple):
 
     def __call__(self, launcher: Callable[P, R]) -> KernelOp[P, R]:
         return KernelOp(launcher, self)
+
+
+def _unfit(t: Tensor, device: torch.device) -> str:
+    """Why a kernel on a device does not load a tensor."""
+    return dtype_name(t.dtype) if t.device == device else f"a tensor on {t.device}"
 
 
 def tensor_bytes(value: Any) -> int:

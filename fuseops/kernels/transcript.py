@@ -147,8 +147,11 @@ class Transcriber(torch_private.DispatchMode):
         """Call and record a kernel op for the function."""
         if any(map(self._is_external, op.written_tensors(args))):
             self.why = self.why or f"{op.name} writes into what others may hold"
-        launches = op.launches(args, {})
+        why = op.obstacle(args, {})
+        launches = why is None
         if not launches and op.traces_twin:
+            if why:
+                op.tell(why)
             return op.twin(*args)  # plain torch, whose calls are recorded
         with self._unwatched():
             replay = active_replays.current.find(op, args) if launches else None

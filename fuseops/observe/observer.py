@@ -14,6 +14,7 @@ from fuseops.ops.op import Op
 from fuseops.ops.paths import prefix_of, walk
 from fuseops.plan.build import RunPlan
 from fuseops.run.composed import Composed
+from fuseops.run.debug import running_op
 from fuseops.run.run import Run
 from fuseops.run.runner import runner_of
 
@@ -41,6 +42,8 @@ class SequentialCall:
         self.nested: list[SequentialCall] = []
         self.num_saved = 0
         self.gemms: list[str] = []  # descriptions of those that ran
+        # (op, why it runs as plain torch on a GPU) -> the kernels that it does without, in order
+        self.twins: dict[tuple[str, str], dict[str, None]] = {}
         self.x: SeenTensor | None = None
 
     def continues_with(self, ops: Ops) -> bool:
@@ -71,7 +74,7 @@ class Observer:
         with (
             modules.calls_watched(self._enter, self._leave),
             scopes.watch_plans(self._on_plan),
-            registry.watch_launches(self._on_launch),
+            registry.watch_launches(self._on_launch, self._on_twin),
         ):
             yield
 
@@ -94,6 +97,11 @@ class Observer:
         """Adds a kernel launch to the run that began last."""
         if self._last is not None:
             self._last.gemms.extend(gemms.describe_launch(call))
+
+    def _on_twin(self, op: registry.KernelOp[Any, Any], why: str) -> None:
+        """Adds a kernel that runs as plain torch to the run that began last."""
+        if self._last is not None:
+            self._last.twins.setdefault((running_op(), why), {})[op.name] = None
 
     def _call(self) -> SequentialCall | None:
         return self._open[-1] if self._open else None

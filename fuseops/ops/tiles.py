@@ -45,7 +45,7 @@ def _cached_tiles(scratch: dict[str, Any], offs: Tensor, rows: int) -> Tensor | 
         last = tables.last
         if last is not None and last[0] is offs and last[1:3] == (rows, version(offs)):
             return last[3]
-    if not K.group_tiles.launches((offs, rows), {}):
+    if K.group_tiles.obstacle((offs, rows), {}) is not None:  # each step asks
         return None
     if tables is None:
         tables = scratch[TILES] = TileTables()

@@ -75,6 +75,26 @@ def test_a_model_launches_its_kernels_and_equals_the_reference(make, kernels, dt
         assert (a - b).float().norm() <= tol * b.float().norm().clamp_min(1e-3)
 
 
+@pytest.mark.parametrize(("make", "kernels"), MODELS)
+def test_explain_says_which_kernels_a_forward_does_without(make, kernels):
+    def found(dtype):
+        model, (x, side) = make(dtype), inputs(make, dtype)
+        said = [
+            note.partition(" runs as plain torch instead of ")
+            for note in model.plan(x, *side).notes
+        ]
+        names = [kernels.removesuffix(": float64") for _, _, kernels in said if kernels]
+        return {name for several in names for name in several.split(", ")}
+
+    model, (x, side) = make(torch.float32), inputs(make, torch.float32)
+    with watch_launches() as launched:
+        model(x, *side)
+    assert found(torch.float64) == {op.name for op, *_ in launched} - {"group_tiles"}
+    assert found(torch.float32) == found(torch.bfloat16) == set()
+    with fo.reference():
+        assert found(torch.float64) == set()
+
+
 WHO = {"x", "weight", "bias", "probs"}
 
 

@@ -66,6 +66,37 @@ class CountingFakes(FakeTensorMode):
         return super().dispatch(*args)
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", TRITON)
+def test_why_a_kernel_runs_as_plain_torch(name):
+    """A dtype, an old GPU; nothing where it launches, where plain torch is asked for, and on a CPU."""
+    op, args = KERNEL_OPS[name], SAMPLES[name]
+    wide = tree_map_only(torch.Tensor, torch.Tensor.double, args)
+    assert op.launches(args, {}) and op.obstacle(args, {}) is None
+    assert not op.launches(wide, {}) and op.obstacle(wide, {}) == "float64"
+    with reference_only():
+        assert op.obstacle(args, {}) == op.obstacle(wide, {}) == ""
+    fake = tree_map_only(torch.Tensor, FakeTensorMode().from_tensor, args)
+    with as_if_on(op.min_arch - 1):
+        assert op.obstacle(fake, {}) == f"sm_{op.min_arch - 1} is below sm_{op.min_arch}"
+    with as_if_on(op.min_arch):
+        assert op.obstacle(fake, {}) is None
+
+
+@pytest.mark.parametrize("interpret", [True, False])
+def test_the_log_has_each_kernel_that_runs_as_plain_torch_once(interpret, monkeypatch, caplog):
+    monkeypatch.setattr("fuseops.kernels.registry.INTERPRET", interpret)
+    monkeypatch.setattr("fuseops.kernels.registry._told", set())
+    caplog.set_level("INFO", "fuseops.kernels")
+    x, op = torch.ones(2, 3, dtype=torch.float64), KERNEL_OPS["bias_fwd"]
+    for give in (op, op, op.op):  # the last through the dispatcher
+        give(x, x[0])
+    with reference_only():
+        KERNEL_OPS["bias_bwd"](x)
+    said = ["fuseops::bias_fwd runs as plain torch: float64"]
+    assert [record.getMessage() for record in caplog.records] == said * interpret
+
+
 def test_a_fake_cuts_nothing_into_pieces(monkeypatch):
     """Those of large tensors took most of the time of a plan, for temporaries that are not there."""
 
