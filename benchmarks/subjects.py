@@ -662,7 +662,7 @@ SUBJECTS = {
     ),
     "The MLP of experts": Subject(
         "{fwd} times the speed of `torch.compile` over `F.grouped_mm` forward, {fwd+bwd} with the backward",
-        (Table("over compile", experts, "grouped_mlp_llama4_h200", "grouped_mlp_forms_h200", "grouped_mlp_h200"),),
+        (Table("over compile", experts, "grouped_mlp_forms_h200", "grouped_mlp_h200"),),
         f"at least {grouped_mlp.LEAST} and {grouped_mlp.MEAN} in the mean; {', '.join(grouped_mlp.ALONE)} at least "
         f"{grouped_mlp.BARS['fwd']} forward and {grouped_mlp.BARS['fwd+bwd']} with the backward",
         lambda found: below(grouped_mlp.summary(found["cells"])),
@@ -782,7 +782,7 @@ SUBJECTS = {
     ),
     "What a saved tensor costs the host": Subject(
         "",
-        (Table("scheduler", of_the_host, "offload_host_h100"),),
+        (Table("scheduler", of_the_host, "offload_host_h200"),),
         f"at most {SAVED_US} us a saved tensor",
         hosts_missed,
     ),
