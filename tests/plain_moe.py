@@ -130,13 +130,18 @@ def losing(moe: fo.MoE) -> bool:
     return "router_loss" in moe["router"].writes
 
 
+def outputs(moe: fo.MoE, x: Tensor, returned: bool = True) -> tuple[Tensor, Tensor]:
+    """y, and the router loss, or 0 where there is none or it is not to be returned."""
+    if returned and losing(moe):
+        return moe(x, returns=("router_loss",))
+    return moe(x), x.new_zeros(())
+
+
 def step(moe: fo.MoE, x: Tensor, returned: bool = True) -> tuple[Tensor, Tensor, Grads]:
     """(y, router_loss, gradients) of a layer; the loss counts twice where it is returned."""
     x = x.detach().requires_grad_()
     moe.zero_grad()
-    asked = ("router_loss",) if returned and losing(moe) else ()
-    out = moe(x, returns=asked)
-    y, loss = out if asked else (out, x.new_zeros(()))
+    y, loss = outputs(moe, x, returned)
     objective(y, loss).backward()
     grads = {n: p.grad for n, p in moe.named_parameters() if p.grad is not None}
     return y.detach(), loss.detach(), {"x": x.grad, **grads}

@@ -301,7 +301,8 @@ class Added(nn.Module):
 
     def __init__(self, op: fo.Op) -> None:
         super().__init__()
-        self.mlp = fo.Sequential(op)
+        lost = [name for name in op.losses if name in op.writes]
+        self.mlp = fo.Sequential(op, *map(fo.ops.InjectLoss, lost))
 
     def forward(self, x: Tensor, side: Side) -> Tensor:
         return 2 * self.mlp(x, **side)
