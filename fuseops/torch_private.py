@@ -55,6 +55,11 @@ def on_backward_end(call: Callable[[], Any]) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Callable[..., Any]]:
+    """The hooks that autograd runs when it has added to the gradient of a leaf: torch's own dict, if there are any."""
+    return parameter._post_accumulate_grad_hooks or {}
+
+
 def in_backward() -> bool:
     """Whether autograd executes a backward in this thread. A forward for which it does is a recomputation."""
     return current_backward() != NO_BACKWARD

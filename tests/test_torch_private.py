@@ -947,3 +947,13 @@ def test_a_function_is_traced_and_compiled_once_for_all_rows() -> None:
             torch.testing.assert_close(made(t)[0], t.sin() * 2)
     torch_private.trace_graph(lambda x: (x * 2 if x.shape[0] > 5 else x,), [x])
     assert torch_private.symbol_constraints(mode) != []
+
+
+def test_the_hooks_of_an_accumulated_gradient_are_found() -> None:
+    leaf = torch.nn.Parameter(torch.ones(2))
+    assert not torch_private.post_accumulate_hooks(leaf)
+    handle = leaf.register_post_accumulate_grad_hook(print)
+    assert [*torch_private.post_accumulate_hooks(leaf).values()] == [print]
+    torch_private.post_accumulate_hooks(leaf).clear()  # as a dry run does
+    assert not leaf._post_accumulate_grad_hooks
+    handle.remove()

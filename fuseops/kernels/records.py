@@ -88,7 +88,9 @@ def of_fields(record: Callable[P, Arguments | NamedTuple]) -> _OfFields[P]:
         returns = function.__annotations__["return"]
         flat.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [*tensors, *_parameters(record)],
-            return_annotation=eval(returns, function.__globals__),
+            return_annotation=eval(returns, function.__globals__)
+            if isinstance(returns, str)
+            else returns,
             __validate_parameters__=False,
         )
         return flat
@@ -97,8 +99,12 @@ def of_fields(record: Callable[P, Arguments | NamedTuple]) -> _OfFields[P]:
 
 
 def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that takes a record as `of_fields` makes it, and any other as it is."""
+    """A function that takes a record as `of_fields` makes it, and any other, or one made so already, as it is."""
     types = [t for name, t in getattr(function, "__annotations__", {}).items() if name != "return"]
-    record: Any = function.__globals__.get(types[-1]) if types else None
-    is_record = isinstance(record, type) and issubclass(record, Arguments | tuple)
-    return of_fields(record)(function) if is_record else function
+    if not types or hasattr(function, "__wrapped__"):
+        return function
+    record: Any = types[-1]
+    if isinstance(record, str):  # as modules are that postpone annotations
+        record = function.__globals__.get(record)
+    is_arguments = isinstance(record, type) and issubclass(record, Arguments)
+    return of_fields(record)(function) if is_arguments or hasattr(record, "_fields") else function

@@ -15,7 +15,7 @@ from fuseops.ops.op import Op
 from fuseops.ops.paths import walk
 from fuseops.ops.scopes import DELAYED
 from fuseops.ops.stored import stored_in, sync_masters
-from fuseops.torch_private import fsdp_accumulation, version
+from fuseops.torch_private import fsdp_accumulation, post_accumulate_hooks, version
 
 
 def attribute_tensors(model: nn.Module) -> list[Tensor]:
@@ -152,7 +152,7 @@ def without_grad_hooks(model: nn.Module) -> Iterator[None]:
     restores the gradients of the master weights of quantized parameters.
     """
     masters = [stored.master for m in model.modules() if (stored := stored_in(m)) is not None]
-    hooked = [hooks for p in model.parameters() if (hooks := p._post_accumulate_grad_hooks)]
+    hooked = [hooks for p in model.parameters() if (hooks := post_accumulate_hooks(p))]
     grads = attributes_set((master, "grad", None) for master in masters if master is not None)
     with tables_restored(hooked), grads:
         for hooks in hooked:

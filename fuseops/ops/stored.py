@@ -223,7 +223,7 @@ class StoredWeight:
         _with_masters.add(self)
         if not self.carrier.requires_grad:
             return
-        if self._take_gradient not in (self.carrier._post_accumulate_grad_hooks or {}).values():
+        if self._take_gradient not in torch_private.post_accumulate_hooks(self.carrier).values():
             self.carrier.register_post_accumulate_grad_hook(self._take_gradient)
         if self.made_frozen:
             self.made_frozen = False
@@ -244,7 +244,7 @@ class StoredWeight:
         else:
             self.check_zeroed(master.grad)
             master.grad += grad
-        for hook in [*(master._post_accumulate_grad_hooks or {}).values()]:
+        for hook in [*torch_private.post_accumulate_hooks(master).values()]:
             hook(master)
 
     def check_zeroed(self, grad: Tensor) -> None:

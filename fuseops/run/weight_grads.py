@@ -449,6 +449,5 @@ def _add_to_grad(op: Op[Any], name: str, gradient: Tensor) -> None:
                 part = op._local[registered].gradient(parameter, part)
             part = data_parallel.mean_over_ranks(op, part.to(parameter.dtype))
             parameter.grad = part if parameter.grad is None else parameter.grad + part
-            hooks = parameter._post_accumulate_grad_hooks or {}
-            for hook in [*hooks.values()]:
+            for hook in [*torch_private.post_accumulate_hooks(parameter).values()]:
                 hook(parameter)

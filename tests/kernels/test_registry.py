@@ -6,10 +6,12 @@ import itertools
 import subprocess
 import sys
 import threading
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from samples import samples
+from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import scales
+from fuseops.kernels.records import flattened, of_fields
 from fuseops.kernels.registry import (
     KERNEL_OPS,
     as_if_on,
@@ -552,3 +555,29 @@ def test_a_parameter_by_keyword_alone_is_refused():
     with pytest.raises(FuseOpsError, match=r"starred' takes .*\*, float scale.* by keyword alone"):
         kernel_op(twin=starred, namespace="test_registry")(starred)
     assert not hasattr(torch.ops.test_registry, "starred")
+
+
+class _Scaled(NamedTuple):
+    x: Tensor
+    scale: float = 2.0
+
+
+def _of_a_name(p: _Scaled) -> Tensor:
+    return p.x * p.scale
+
+
+def _of_a_class(p: _Scaled) -> Tensor:
+    return p.x * p.scale
+
+
+# as in a module that postpones annotations
+_of_a_name.__annotations__ = {"p": "_Scaled", "return": "Tensor"}
+
+
+@pytest.mark.parametrize("made", [_of_a_name, _of_a_class, of_fields(_Scaled)(_of_a_class)])
+def test_a_record_is_taken_as_its_fields_however_it_is_annotated(made: Any) -> None:
+    function = flattened(made)
+    x = torch.ones(2)
+    for found in (function(x, 3.0), function(x, scale=3.0), flattened(function)(x, 3.0)):
+        assert torch.equal(found, 3 * x)
+    assert torch.equal(function(x), 2 * x)

@@ -72,13 +72,15 @@ def vote(mesh: DeviceMesh) -> str:
 
 
 class Ballot(NamedTuple):
-    """A `Ballot` is what a rank tells the others of its GPU."""
+    """A `Ballot` is what a rank tells the others of its GPU.
+
+    gpu      its UUID
+    reached  UUIDs of the other GPUs that its kernels can write to; of none if they do not run on it
+    """
 
     machine: tuple[str, str]
-    gpu: str  # its UUID
-    reached: frozenset[
-        str
-    ]  # UUIDs of the GPUs that its kernels can write to; of none if they do not run on it
+    gpu: str
+    reached: frozenset[str]
 
 
 def ballot() -> Ballot:
