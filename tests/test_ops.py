@@ -15,12 +15,21 @@ from torch import Tensor
 import fuseops as fo
 from fuseops.ops import names as naming
 from fuseops.ops.activations import ActivationSaved
+from fuseops.ops.linear import to_high_precision
 from fuseops.ops.op import Op
 from fuseops.testing import assert_bwd_is_vjp
 from fuseops.testing.catalogue import catalogue, entry, exported
 from fuseops.testing.compare import difference
 from fuseops.testing.step import training_step
-from fuseops.testing.strategies import LAYOUTS, Case, dtypes, filled, op_cases, with_layout
+from fuseops.testing.strategies import (
+    LAYOUTS,
+    Case,
+    dtypes,
+    filled,
+    op_cases,
+    recipes,
+    with_layout,
+)
 
 OPS = exported()
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
@@ -101,7 +110,7 @@ def ask(case: Case, needs: set[str]) -> Case:
 
 
 def results(out: Any) -> tuple[Tensor, ...]:
-    return (out,) if isinstance(out, Tensor) else tuple(out)
+    return out if isinstance(out, tuple) else (out,)
 
 
 def y_of(case: Case) -> Tensor:
@@ -133,6 +142,24 @@ def test_only_what_a_needed_gradient_reads_is_saved(op: type[Op[Any]], data: st.
     table = model.saves_for or {}
     allowed = {f"0.{f}" for need in needs for f in table.get(need, fields)}
     assert set(saved_names(case)) <= (set() if model.alias else allowed)
+
+
+@every_op
+@given(data=st.data(), recipe=recipes())
+def test_y_does_not_depend_on_who_needs_a_gradient(
+    op: type[Op[Any]], data: st.DataObject, recipe: Any
+) -> None:
+    """Evaluation computes what training does, and a checkpoint's first forward what its second does."""
+    case = data.draw(op_cases(op, torch.float32, kinds=["normal"]))
+    names = sorted(needed(case))
+    found = []
+    for needs in ([], names, data.draw(st.sets(st.sampled_from(names)))):
+        torch.manual_seed(0)
+        asked = ask(case._replace(model=copy.deepcopy(case.model)), set(needs))
+        with fo.recipe(recipe, strict=True), torch.set_grad_enabled(bool(needs)):
+            y = asked.model(asked.x, **asked.side)
+            found.append(to_high_precision(results(y)[0]).detach())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @every_op

@@ -93,7 +93,8 @@ def grouped_linear(
     if not in_epilogue and bias is not None:
         y = K.grouped_bias_fwd(y, bias, offs, probs)
     if down is not None and up is not None:
-        through = _project_down(kept, down, offs, tiles, call, index)
+        # x as it was given: y must not depend on what the backward reads
+        through = _project_down(x, down, offs, tiles, call, index)
         y = _accumulate(y, K.grouped_mm(through, _cast_factor(up, through, call), offs, tiles))
     return y, kept
 

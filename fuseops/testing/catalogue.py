@@ -116,7 +116,7 @@ def _layer_norm(w: Wanted) -> Op[Any]:
 
 def _grouped(w: Wanted) -> Op[Any]:
     bias, scaled = w.choose(False, False, True), w.choose(False, True)
-    packed, low_rank = w.choose(True, True, False), w.choose(None, None, 2)
+    packed, low_rank = w.choose(True, True, False), w.choose(None, 2)
     options = {"scale_bias": scaled, "packed": packed, "low_rank": low_rank}
     made = ops.GroupedLinear(w.groups, w.width, w.out, bias=bias, **options)
     if low_rank is not None:
