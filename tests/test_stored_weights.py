@@ -413,12 +413,14 @@ def test_the_master_of_a_frozen_weight_is_frozen_until_it_is_not(make: Any, made
             before = [m.detach().clone() for m in masters]
             with fo.recipe(RECIPE):
                 model(tokens()).float().square().sum().backward()
+            for module in model.modules():
+                if (weight := stored_in(module)) is not None and weight.master is not None:
+                    assert weight.carrier.grad is weight.master.grad
             optimizer.step()
             optimizer.zero_grad()
             own = {id(p) for p in model.parameters()}
             for master, old in zip(masters, before, strict=True):
                 assert id(master) in own or torch.equal(master, old) is frozen
-            assert all(weight.grad is None for weight in weights(model))
 
 
 def test_weights_that_cannot_be_shared_are_refused() -> None:
@@ -525,9 +527,7 @@ ZEROING: dict[str, Any] = {
 
 @pytest.mark.parametrize("zero", ZEROING)
 @pytest.mark.parametrize("steps", [1, 2])
-def test_zeroing_reaches_masters_or_is_refused(zero: str, steps: int) -> None:
-    """`model.zero_grad()` does not: gradients of all steps would be added up in silence."""
-
+def test_zeroing_the_model_or_the_masters_zeroes_both(zero: str, steps: int) -> None:
     def micro_batches(model: nn.Module) -> None:
         for seed in range(2):
             with fo.recipe(RECIPE):
@@ -539,16 +539,39 @@ def test_zeroing_reaches_masters_or_is_refused(zero: str, steps: int) -> None:
         micro_batches(model)
         optimizer.step()
         ZEROING[zero](optimizer, model)
-        if zero == "model":
-            with pytest.raises(fo.FuseOpsError, match=r"optimizer.zero_grad\(\), and clip"):
-                micro_batches(model)
-            return
         alone = copy.deepcopy(model)
         for mine, theirs in zip(fo.masters(alone), fo.masters(model), strict=True):
             mine.grad = theirs.grad.clone() if zero == "nothing" else None
+        with fo.recipe(RECIPE), torch.no_grad():
+            model(tokens())
+        if zero in ("none", "model"):
+            assert all(p.grad is None for p in (*model.parameters(), *fo.masters(model)))
         micro_batches(alone)
     micro_batches(model)
     assert_equal(*([p.grad for p in fo.masters(m)] for m in (model, alone)))
+
+
+@pytest.mark.parametrize("first", ["masters", "backward"])
+def test_a_weight_and_its_master_have_one_gradient(first: str) -> None:
+    """Clipped, or replaced, in either; whether the master was made before the backward or after it."""
+    model = stored(dense)
+    weights = fo.masters(model) if first == "masters" else None
+    with fo.recipe(RECIPE):
+        model(tokens()).float().square().mean().backward()
+    masters = weights or fo.masters(model)
+    pairs = [*zip(model.parameters(), masters, strict=True)]
+    total = torch.nn.utils.get_total_norm([p.grad for p in masters if p.grad is not None])
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5 * total.item())
+    assert torch.equal(norm, total)
+    for weight, master in pairs:
+        assert weight.grad is master.grad and master.grad is not None
+    expected = [m.detach() - 2 * m.grad for m in masters]  # type: ignore[operator]
+    masters[0].grad = 2 * masters[0].grad  # type: ignore[operator]
+    pairs[-1][0].grad = 2 * pairs[-1][0].grad  # type: ignore[operator]
+    for master in masters[1:-1]:
+        master.grad.mul_(2)  # type: ignore[union-attr]
+    torch.optim.SGD(masters, lr=1.0).step()
+    assert_equal([m.detach() for m in masters], expected)
 
 
 def test_a_model_that_another_thread_makes_meanwhile_is_its_own() -> None:

@@ -29,6 +29,7 @@ def fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
     if isinstance(t, nn.Parameter):
         parameter: Any = nn.Parameter(made, requires_grad=t.requires_grad)
         if t.grad is not None:
+            parameter.grad_dtype = t.grad.dtype
             parameter.grad = fake(t.grad, mode)
         if (main_grad := main_grad_of(t)) is not None:
             parameter.main_grad = fake(main_grad, mode)

@@ -59,21 +59,6 @@ class TensorVersion:
         return torch_private.storage_key(t.untyped_storage()), t.storage_offset(), t.stride()
 
 
-class UsedGradient:
-    """A `UsedGradient` is the gradient of a master as a step used it, beside that of a parameter that is no master."""
-
-    def __init__(self, grad: Tensor, other: Tensor) -> None:
-        self.grad, self.other = TensorVersion(grad), weakref.ref(other)
-        self.beside = TensorVersion(cast("Tensor", other.grad))
-
-    def outlives(self, grad: Tensor) -> bool:
-        """Whether the gradient of the other parameter was dropped since, and that of the master was not."""
-        other = self.other()
-        if other is None or not self.grad.still(grad):
-            return False
-        return other.grad is None or not self.beside.same_memory(other.grad)
-
-
 class StoredWeight:
     """A `StoredWeight` is a weight (N, K) or (E, N, K) in FP8 codes with a scale for each 128 x 128.
 
@@ -90,11 +75,11 @@ class StoredWeight:
         self.master: nn.Parameter | None = None
         self.made_frozen = False  # the master, with the weight; it thaws with the weight too
         self.quantized: TensorVersion | None = None  # the master as it was last quantized
-        self.used: UsedGradient | None = None  # its gradient as an optimizer last used it
+        self.grad: weakref.ref[Tensor] | None = None  # of both, when last they had one
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without versions: a copy's master has its own, and its gradient."""
-        return self.__dict__ | {"quantized": None, "used": None}
+        """The state without versions and gradients: a copy's master has its own."""
+        return self.__dict__ | {"quantized": None, "grad": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -118,6 +103,7 @@ class StoredWeight:
         if self.master is not None:
             self.hook_master()
             if not torch_private.in_backward():  # which is that of the codes that its forward read
+                self.agree()  # a gradient that was dropped is freed here
                 self.check_reduced()
                 self.sync_with_master()
         row = self.codes()
@@ -207,7 +193,7 @@ class StoredWeight:
             self.quantize_master()
 
     def ensure_master(self) -> nn.Parameter:
-        """The float32 master, created by dequantizing where there is none; gradients of the weight go to it."""
+        """The float32 master, created by dequantizing where there is none; it has the gradient of the weight."""
         if self.master is None:
             self.master = nn.Parameter(self.values(torch.float32), self.carrier.requires_grad)
             self.made_frozen = not self.carrier.requires_grad
@@ -216,46 +202,55 @@ class StoredWeight:
         return self.master
 
     def hook_master(self) -> None:
-        """Register the hooks by which the master gets the weight's gradients, once the weight requires them."""
+        """Register the hooks by which the weight and its master have one gradient, once the weight requires it."""
         if self.master is None:
             return
         on_optimizer_step(_stepped)
         _with_masters.add(self)
         if not self.carrier.requires_grad:
             return
-        if self._take_gradient not in torch_private.post_accumulate_hooks(self.carrier).values():
-            self.carrier.register_post_accumulate_grad_hook(self._take_gradient)
+        if self._accumulated not in torch_private.post_accumulate_hooks(self.carrier).values():
+            grad, self.carrier.grad = self.carrier.grad, None
+            self.carrier.grad_dtype = torch.float32
+            self._set_grad(self.master.grad if grad is None else grad.float())
+            self.carrier.register_hook(self._arrived)
+            self.carrier.register_post_accumulate_grad_hook(self._accumulated)
         if self.made_frozen:
             self.made_frozen = False
             self.master.requires_grad_()
 
-    @torch.no_grad()
-    def _take_gradient(self, weight: Tensor) -> None:
-        """Move the weight's gradient to the master, with the hooks that autograd would run on a leaf."""
-        grad, weight.grad = weight.grad, None
-        master = self.master
-        if master is None or grad is None or not master.requires_grad:
+    def _set_grad(self, grad: Tensor | None) -> None:
+        """Make one float32 tensor the gradient of the weight and of its master."""
+        cast("nn.Parameter", self.master).grad = self.carrier.grad = grad
+        self.grad = None if grad is None else weakref.ref(grad)
+
+    def agree(self) -> None:
+        """Make the gradients of the weight and its master one again, after one of them was dropped or replaced."""
+        mine, theirs = self.carrier.grad, cast("nn.Parameter", self.master).grad
+        if mine is not theirs:
+            known = None if self.grad is None else self.grad()
+            self._set_grad(mine if theirs is known else theirs)
+
+    def _arrived(self, grad: Tensor) -> Tensor:
+        """What autograd adds to the gradient of the weight: what the hooks of the master make of it."""
+        master = cast("nn.Parameter", self.master)
+        self.agree()
+        if master.requires_grad:
+            for change in [*(master._backward_hooks or {}).values()]:
+                changed = change(grad)
+                grad = grad if changed is None else changed
+        return grad
+
+    def _accumulated(self, weight: Tensor) -> None:
+        """Give the master the gradient of the weight, and run the hooks that autograd would run on a leaf."""
+        master = cast("nn.Parameter", self.master)
+        if not master.requires_grad:
+            weight.grad = None
             return
-        for change in [*(master._backward_hooks or {}).values()]:
-            changed = change(grad := grad.float())
-            grad = grad if changed is None else changed
-        if master.grad is None:
-            master.grad = grad.float()
-        else:
-            self.check_zeroed(master.grad)
-            master.grad += grad
+        self._set_grad(weight.grad)
         for hook in [*torch_private.post_accumulate_hooks(master).values()]:
             hook(master)
-
-    def check_zeroed(self, grad: Tensor) -> None:
-        """Raise FuseOpsError where the gradient of the master is still that of the last step, and others are not."""
-        if self.used is not None and self.used.outlives(grad) and bool(grad.any()):
-            raise FuseOpsError(
-                "the master of a weight that lives in FP8 (fo.quantized_init) would add a gradient to that of the "
-                "last step, while other gradients have been dropped. model.zero_grad() and "
-                "clip_grad_norm_(model.parameters()) do not reach masters: zero the gradients by "
-                "optimizer.zero_grad(), and clip those of fo.masters(model)."
-            )
+        self.agree()  # an optimizer in such a hook may have dropped it
 
     def blank_carrier(self, before: Any = None, now: Any = None) -> None:
         """Free the values of the Parameter, on the device of its codes.   before, now: of an op that was moved"""
@@ -263,6 +258,7 @@ class StoredWeight:
             self.replace(now)
         weight, device = self.carrier, cast("Tensor", self.buffers[CODES]).device
         weight.data = placeholder(weight.shape, weight.dtype, device)
+        self.hook_master()
         if self.master is not None and self.master.device != device:
             same_values = self.is_quantized(self.master)
             self.master.data = self.master.data.to(device)
@@ -278,8 +274,11 @@ _INSTEAD_OF_DDP = (
 
 
 def _check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise FuseOpsError for an optimizer that would update carriers, or pass them over while masters wait."""
+    """Raise FuseOpsError for an optimizer that would update carriers, and see to the gradients of masters."""
     given = parameter_ids(optimizer) if _alive else ()
+    for stored in _with_masters:
+        if id(stored.master) in given:
+            stored.agree()
     wrong = [s for s in _alive if id(s.carrier) in given and s.carrier.requires_grad]
     if wrong:
         raise FuseOpsError(
@@ -314,16 +313,11 @@ _with_masters: weakref.WeakSet[StoredWeight] = weakref.WeakSet()
 
 def _stepped(optimizer: torch.optim.Optimizer) -> None:
     """Mark the codes of stepped masters as stale: fused optimizers do not increment versions."""
-    if not _with_masters:
-        return
-    by_master = {id(stored.master): stored for stored in _with_masters}
-    given = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    others = (p for p in given if id(p) not in by_master and type(p.grad) is Tensor)
-    other = next((p for p in others if p.grad.layout is torch.strided), None)
-    for p in given:
-        if (stored := by_master.get(id(p))) is not None:
+    given = parameter_ids(optimizer) if _with_masters else ()
+    for stored in _with_masters:
+        master = stored.master
+        if id(master) in given and master is not None and master.grad is not None:
             stored.quantized = None
-            stored.used = None if other is None else UsedGradient(p.grad, other)
             stored.mark_changed()
 
 
@@ -447,10 +441,10 @@ def _check_shared(modules: Iterable[nn.Module], formats: dict[nn.Module, Scaling
 def masters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters for an optimizer: the float32 masters of stored weights, and all other parameters.
 
-    A master begins as the dequantized weight. The gradients of its weight are moved to it, in float32, after each
-    backward. The codes are quantized from it again before the next forward reads them, or by
+    A master begins as the dequantized weight. Its gradient, in float32, is that of its weight, one tensor, to
+    be zeroed and clipped by either. The codes are quantized from it again before the next forward reads them, or by
     `fuseops.weights_changed(model)` (in place, for a captured graph). It is in the op's state_dict, as `weight_master`,
-    but not a parameter of the model: zero and clip the gradients of this list, not of `model.parameters()`.
+    but not a parameter of the model.
     Raises FuseOpsError for an op that adds its gradients to `main_grad`, where a master does not see them, and for
     weights that were tied after the scope.
     """
