@@ -574,6 +574,14 @@ def test_a_weight_and_its_master_have_one_gradient(first: str) -> None:
     assert_equal([m.detach() for m in masters], expected)
 
 
+def test_a_gradient_may_be_given_to_the_master_of_a_frozen_weight() -> None:
+    model = stored(dense).requires_grad_(False)
+    master = fo.masters(model)[-1]
+    master.grad, expected = torch.ones_like(master), master.detach() - 1
+    torch.optim.SGD([master], lr=1.0).step()
+    assert torch.equal(master.detach(), expected)
+
+
 def test_a_model_that_another_thread_makes_meanwhile_is_its_own() -> None:
     made: list[nn.Module] = []
     with fo.quantized_init(RECIPE):

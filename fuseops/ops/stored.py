@@ -210,8 +210,7 @@ class StoredWeight:
         if not self.carrier.requires_grad:
             return
         if self._accumulated not in torch_private.post_accumulate_hooks(self.carrier).values():
-            grad, self.carrier.grad = self.carrier.grad, None
-            self.carrier.grad_dtype = torch.float32
+            grad = self.carrier.grad
             self._set_grad(self.master.grad if grad is None else grad.float())
             self.carrier.register_hook(self._arrived)
             self.carrier.register_post_accumulate_grad_hook(self._accumulated)
@@ -221,6 +220,9 @@ class StoredWeight:
 
     def _set_grad(self, grad: Tensor | None) -> None:
         """Make one float32 tensor the gradient of the weight and of its master."""
+        if self.carrier.grad_dtype is not torch.float32:
+            self.carrier.grad = None
+            self.carrier.grad_dtype = torch.float32
         cast("nn.Parameter", self.master).grad = self.carrier.grad = grad
         self.grad = None if grad is None else weakref.ref(grad)
 
