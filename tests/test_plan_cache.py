@@ -7,12 +7,15 @@ import copy
 import gc
 import re
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
@@ -35,7 +38,7 @@ from fuseops.ops import (
 )
 from fuseops.plan.key import CallFacts, KeyGuard, OpFacts, ParameterFacts, PlanKey
 from fuseops.recipes import Float8CurrentScaling
-from fuseops.run import plan_cache
+from fuseops.run import plan_cache, plan_lookup
 from fuseops.run.runner import runner_of
 
 
@@ -327,6 +330,32 @@ def test_a_rule_made_in_each_step_leaves_a_bounded_number_of_plans(
         record.message for record in caplog.records[:1]
     ]
     torch.testing.assert_close(outcome(seq, x), expected)
+
+
+KINDS = [
+    data(dtype=dtype).detach().requires_grad_(wanted)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    for wanted in (True, False)
+]
+
+
+@given(kinds=st.lists(st.integers(0, len(KINDS) - 1), max_size=20), room=st.integers(1, len(KINDS)))
+def test_a_plan_is_built_once_while_its_kind_of_call_is_among_those_made_last(
+    kinds: list[int], room: int
+) -> None:
+    seq, known, expected = fo.Sequential(SiLU()), OrderedDict[int, None](), 0
+    with (
+        mock.patch.multiple(plan_cache, MAX_KEYS=room, _warned=True),
+        mock.patch.object(plan_lookup, "build", wraps=plan_lookup.build) as built,
+    ):
+        for kind in kinds:
+            expected += kind not in known
+            known[kind] = None
+            known.move_to_end(kind)
+            if len(known) > room:
+                known.popitem(last=False)
+            seq(KINDS[kind])
+            assert built.call_count == expected
 
 
 def test_settings_outlive_the_plans_that_were_made_under_them() -> None:

@@ -168,9 +168,16 @@ class Own(fo.Sequential):
         return super().forward(x, *args, **side)
 
 
+def call_of_its_own(m: fo.Sequential) -> None:
+    call = type(m).__call__
+    members = {"__call__": lambda self, *args, **side: call(self, *args, **side)}
+    m.__class__ = type("Called", (type(m),), members)
+
+
 BORDERS: dict[str, Callable[[fo.Sequential], Any]] = {
     "has hooks": lambda m: m.register_forward_pre_hook(lambda *_: None),
     "overrides forward": lambda m: m.__dict__.update(forward=m.forward),
+    "overrides __call__": call_of_its_own,
     "is compiled by itself": lambda m: m.__dict__.update(_compiled_call_impl=m.forward),
     "has settings of its own": lambda m: fo.configure(m, fusion=False),
 }
