@@ -158,10 +158,12 @@ CHANGES: dict[str, Callable[[fo.Sequential], object]] = {
 }
 
 
+@pytest.mark.parametrize("calls", [1, 3], ids=["cold", "warm"])  # before: the third looks at no op
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_of(what: str) -> None:
+def test_a_change_of(what: str, calls: int) -> None:
     seq, x = model(), data()
-    before = outcome(seq, x)
+    for _ in range(calls):
+        before = outcome(seq, x)
     CHANGES[what](seq)
     assert_as_fresh(seq, x)
     assert len(before) == 8  # y, x and six parameters: the first call wanted every gradient
@@ -224,6 +226,18 @@ def test_a_bias_that_comes_after_calls_without_one() -> None:
     for _ in range(3):
         outcome(seq, x)
     seq[0].bias = nn.Parameter(torch.ones(8))
+    assert_as_fresh(seq, x)
+
+
+@pytest.mark.parametrize("where", ["_parameters", "_buffers"])
+def test_a_weight_in_another_dict_of_its_op(where: str) -> None:
+    op, x = Linear(8, 8, bias=False), data()
+    weight = op._parameters.pop("weight")
+    op.__dict__[where]["weight"] = weight.detach()
+    seq = fo.Sequential(op)
+    for _ in range(3):
+        assert_as_fresh(seq, x)
+    op.__dict__[where] = {**op.__dict__[where], "weight": nn.Parameter(weight.detach())}
     assert_as_fresh(seq, x)
 
 

@@ -245,6 +245,15 @@ def test_a_later_change_takes_effect_at_the_next_call(change: str) -> None:
     assert str(model.plan(x)) == str(fresh.plan(x))
 
 
+@pytest.mark.parametrize("border", [None, *BORDERS])
+def test_what_has_not_changed_is_not_spliced_again(border: str | None) -> None:
+    model, x = stack(2), data()
+    if border is not None:
+        BORDERS[border](model[0])
+    runners = [(model(x), model.__dict__["_runner"])[1] for _ in range(3)]
+    assert runners == 3 * runners[:1]
+
+
 def test_a_change_deep_below_takes_effect() -> None:
     inner = fo.Sequential(fo.ops.SiLU())
     model, x = fo.Sequential(fo.Sequential(inner)), data()
