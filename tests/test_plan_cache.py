@@ -556,6 +556,20 @@ def test_row_counts_make_no_new_plan_with_three_axes() -> None:
     assert count_plans(lambda: [seq(torch.ones(b, t, 8)) for b, t in [(1, 5), (2, 7), (3, 1)]]) == 1
 
 
+def test_a_parametrization_that_comes_again_makes_no_new_plan() -> None:
+    """Though torch makes another class for it each time."""
+
+    def times(n: int) -> None:
+        seq, x = model(), data()
+        for _ in range(n):
+            seq(x)
+            parametrizations.weight_norm(seq[5])
+            seq(x)
+            parametrize.remove_parametrizations(seq[5], "weight")
+
+    assert count_plans(lambda: times(3)) == count_plans(lambda: times(1))
+
+
 def test_routings_make_no_new_plan() -> None:
     seq = fo.Sequential(
         GroupedLinear(3, 8, 8, bias=False), ScaledSwiGLU(), GroupedLinear(3, 4, 8, bias=False)
