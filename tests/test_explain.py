@@ -29,6 +29,7 @@ from fuseops.explain.drawing import svg
 from fuseops.explain.html import page
 from fuseops.ops import names, scopes
 from fuseops.ops.activations import ACTS
+from fuseops.plan.records import Planned
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import types_of
 from fuseops.testing.catalogue import exported
@@ -805,6 +806,41 @@ def test_diff_says_what_changed() -> None:
     lines = plan.diff(other).splitlines()
     assert any(line.startswith("- forward: LinearAct[1.0..1.1]") for line in lines)
     assert any("+ misses" in line and "disabled" in line for line in lines)
+
+
+# what `diff` compares: all that is listed, but for notes, which are sentences about the rest
+LISTS = [
+    f.name
+    for f in dataclasses.fields(Planned)
+    if str(f.type).startswith("tuple") and f.name not in ("notes", "nested")
+]
+ITEMS = {name: st.lists(st.integers(0, 2), max_size=2).map(tuple) for name in LISTS}
+LEAVES = st.builds(Planned, path=st.sampled_from(["a", "b"]), **ITEMS)
+PLANS = st.builds(
+    Planned,
+    path=st.just("model"),
+    **ITEMS,
+    nested=st.lists(LEAVES, max_size=2, unique_by=lambda plan: plan.path).map(tuple),
+)
+
+
+def listed(plan: Planned) -> set[tuple[str, str]]:
+    """What a plan and those nested in it have, each with the plan's path."""
+    inner = {(f"{p.path}: ", line) for p in plan.nested for _, line in listed(p)}
+    own = {("", f"{name}: {item}") for name in LISTS for item in getattr(plan, name)}
+    return own | inner
+
+
+@given(PLANS, PLANS)
+def test_diff_has_each_item_that_one_plan_alone_has(mine: Planned, theirs: Planned) -> None:
+    shared = {p.path for p in mine.nested} & {p.path for p in theirs.nested}
+    found = set(mine.diff(theirs).splitlines())
+    expected: set[str] = set()
+    for sign, here, there in [("-", mine, theirs), ("+", theirs, mine)]:
+        expected |= {f"{sign} nested: {p.path}" for p in here.nested if p.path not in shared}
+        alone = listed(here) - listed(there)
+        expected |= {f"{at}{sign} {item}" for at, item in alone if not at or at[:-2] in shared}
+    assert found == expected and mine.diff(mine) == ""
 
 
 def test_json_round_trip() -> None:

@@ -7,12 +7,15 @@ import copy
 import gc
 import re
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
@@ -35,7 +38,7 @@ from fuseops.ops import (
 )
 from fuseops.plan.key import CallFacts, KeyGuard, OpFacts, ParameterFacts, PlanKey
 from fuseops.recipes import Float8CurrentScaling
-from fuseops.run import plan_cache
+from fuseops.run import plan_cache, plan_lookup
 from fuseops.run.runner import runner_of
 
 
@@ -155,10 +158,12 @@ CHANGES: dict[str, Callable[[fo.Sequential], object]] = {
 }
 
 
+@pytest.mark.parametrize("calls", [1, 3], ids=["cold", "warm"])  # before: the third looks at no op
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_of(what: str) -> None:
+def test_a_change_of(what: str, calls: int) -> None:
     seq, x = model(), data()
-    before = outcome(seq, x)
+    for _ in range(calls):
+        before = outcome(seq, x)
     CHANGES[what](seq)
     assert_as_fresh(seq, x)
     assert len(before) == 8  # y, x and six parameters: the first call wanted every gradient
@@ -221,6 +226,18 @@ def test_a_bias_that_comes_after_calls_without_one() -> None:
     for _ in range(3):
         outcome(seq, x)
     seq[0].bias = nn.Parameter(torch.ones(8))
+    assert_as_fresh(seq, x)
+
+
+@pytest.mark.parametrize("where", ["_parameters", "_buffers"])
+def test_a_weight_in_another_dict_of_its_op(where: str) -> None:
+    op, x = Linear(8, 8, bias=False), data()
+    weight = op._parameters.pop("weight")
+    op.__dict__[where]["weight"] = weight.detach()
+    seq = fo.Sequential(op)
+    for _ in range(3):
+        assert_as_fresh(seq, x)
+    op.__dict__[where] = {**op.__dict__[where], "weight": nn.Parameter(weight.detach())}
     assert_as_fresh(seq, x)
 
 
@@ -327,6 +344,32 @@ def test_a_rule_made_in_each_step_leaves_a_bounded_number_of_plans(
         record.message for record in caplog.records[:1]
     ]
     torch.testing.assert_close(outcome(seq, x), expected)
+
+
+KINDS = [
+    data(dtype=dtype).detach().requires_grad_(wanted)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    for wanted in (True, False)
+]
+
+
+@given(kinds=st.lists(st.integers(0, len(KINDS) - 1), max_size=20), room=st.integers(1, len(KINDS)))
+def test_a_plan_is_built_once_while_its_kind_of_call_is_among_those_made_last(
+    kinds: list[int], room: int
+) -> None:
+    seq, known, expected = fo.Sequential(SiLU()), OrderedDict[int, None](), 0
+    with (
+        mock.patch.multiple(plan_cache, MAX_KEYS=room, _warned=True),
+        mock.patch.object(plan_lookup, "build", wraps=plan_lookup.build) as built,
+    ):
+        for kind in kinds:
+            expected += kind not in known
+            known[kind] = None
+            known.move_to_end(kind)
+            if len(known) > room:
+                known.popitem(last=False)
+            seq(KINDS[kind])
+            assert built.call_count == expected
 
 
 def test_settings_outlive_the_plans_that_were_made_under_them() -> None:
@@ -511,6 +554,20 @@ def test_row_counts_make_no_new_plan() -> None:
 def test_row_counts_make_no_new_plan_with_three_axes() -> None:
     seq = model()
     assert count_plans(lambda: [seq(torch.ones(b, t, 8)) for b, t in [(1, 5), (2, 7), (3, 1)]]) == 1
+
+
+def test_a_parametrization_that_comes_again_makes_no_new_plan() -> None:
+    """Though torch makes another class for it each time."""
+
+    def times(n: int) -> None:
+        seq, x = model(), data()
+        for _ in range(n):
+            seq(x)
+            parametrizations.weight_norm(seq[5])
+            seq(x)
+            parametrize.remove_parametrizations(seq[5], "weight")
+
+    assert count_plans(lambda: times(3)) == count_plans(lambda: times(1))
 
 
 def test_routings_make_no_new_plan() -> None:

@@ -168,9 +168,16 @@ class Own(fo.Sequential):
         return super().forward(x, *args, **side)
 
 
+def call_of_its_own(m: fo.Sequential) -> None:
+    call = type(m).__call__
+    members = {"__call__": lambda self, *args, **side: call(self, *args, **side)}
+    m.__class__ = type("Called", (type(m),), members)
+
+
 BORDERS: dict[str, Callable[[fo.Sequential], Any]] = {
     "has hooks": lambda m: m.register_forward_pre_hook(lambda *_: None),
     "overrides forward": lambda m: m.__dict__.update(forward=m.forward),
+    "overrides __call__": call_of_its_own,
     "is compiled by itself": lambda m: m.__dict__.update(_compiled_call_impl=m.forward),
     "has settings of its own": lambda m: fo.configure(m, fusion=False),
 }
@@ -236,6 +243,15 @@ def test_a_later_change_takes_effect_at_the_next_call(change: str) -> None:
         CHANGES[change](m)
     torch.testing.assert_close(step(model, x), step(fresh, x), rtol=0, atol=0)
     assert str(model.plan(x)) == str(fresh.plan(x))
+
+
+@pytest.mark.parametrize("border", [None, *BORDERS])
+def test_what_has_not_changed_is_not_spliced_again(border: str | None) -> None:
+    model, x = stack(2), data()
+    if border is not None:
+        BORDERS[border](model[0])
+    runners = [(model(x), model.__dict__["_runner"])[1] for _ in range(3)]
+    assert runners == 3 * runners[:1]
 
 
 def test_a_change_deep_below_takes_effect() -> None:

@@ -104,6 +104,7 @@ def copied(model: nn.Module, x: Tensor) -> Any:
 @pytest.mark.parametrize("call", [None, recomputed, moved, unfused, copied])
 def test_weights_in_fp8_give_what_weights_that_are_quantized_give(make: Any, call: Any) -> None:
     model = stored(make)
+    assert fo.weights_changed(model) == 0  # there is no master, from which codes would be made
     assert_equal(after(model, call), after(make(), unfused if call is unfused else None))
     ops = [m for m in model.modules() if stored_in(m) is not None]
     assert len(ops) == 2
@@ -421,6 +422,11 @@ def test_the_master_of_a_frozen_weight_is_frozen_until_it_is_not(make: Any, made
             own = {id(p) for p in model.parameters()}
             for master, old in zip(masters, before, strict=True):
                 assert id(master) in own or torch.equal(master, old) is frozen
+        for master in masters:  # by hand, which no thaw of its weight undoes
+            master.requires_grad_(False)
+        with fo.recipe(RECIPE):
+            model(tokens())
+        assert not any(master.requires_grad for master in fo.masters(model))
 
 
 def test_weights_that_cannot_be_shared_are_refused() -> None:
