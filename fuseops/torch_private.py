@@ -169,7 +169,7 @@ def compiling() -> AbstractContextManager[None]:
 
 
 def replace_overload(op: torch._ops.OpOverload, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the function that runs when Python calls a new op.   -> the one before, which calls the dispatcher"""
+    """Replace the function that runs when Python calls a new op.   -> the one before, which calls torch's dispatcher"""
     before: Callable[..., Any] = op._op
     op._op = call
     return before

@@ -1,4 +1,4 @@
-"""Quantized tokens that travel as words are the same tokens behind the exchange."""
+"""Quantized tokens that travel as words are the same tokens where they arrive."""
 
 from typing import Any
 

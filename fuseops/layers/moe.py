@@ -47,7 +47,7 @@ class MoE(Sequential):
     Every token goes to the `top_k` experts that the router gives it, fc2(act(fc1(x)) * prob) each, and gets the sum.
     The children are ops under the names `router`, `dispatch`, `permute`, `fc1`, `act`, `fc2`, `combine`: replace one by
     assigning to it. No token is dropped unless there is a capacity_factor, and no call waits for the device. Over ranks
-    most ways of tokens have room of a fixed size, and raise where it does not suffice; the one without waits once.
+    most dispatchers have room of a fixed size, and raise where it does not suffice; the one without waits once.
 
     ffn: F, hidden units of an expert.  num_experts: E.  top_k: K.
     activation: a name of `ACTIVATIONS`, or a scaled activation op.
@@ -55,8 +55,8 @@ class MoE(Sequential):
     shared_experts: how many experts every token goes through, as one dense MLP of shared_experts * ffn hidden units;
         or a module of your own, (T, dim) -> (T, dim). Their output is added.
     ep: a DeviceMesh of one dimension whose ranks share the experts: `distributed.ExpertParallel` with its defaults.
-    capacity_factor, dispatch, collect: see `ops.Dispatch`. The two ops of a dispatcher replace the local one; the
-        experts that are built here are then dispatch.num_experts.
+    capacity_factor, dispatch, collect: see `ops.Dispatch`. The two ops replace the local dispatch; the experts that
+        are built here are then dispatch.num_experts.
     aux: "return" publishes `router_loss` for `moe(x, returns=("router_loss",))`, and a training forward that does not
         ask for it raises SideInputError; "inject" gives it the gradient `loss_scale` in the backward instead, so that
         it crosses a Residual, plain blocks and pipeline stages.
@@ -132,7 +132,7 @@ class MoE(Sequential):
             _apply_expert_parallel(self, ep)
 
     def state_dict(self, *args: Any, **keywords: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The state dict of the module. With a dispatcher that has a `mesh`, the 1-d DeviceMesh of its ranks, the
+        """The state dict of the module. With a dispatch op that has a `mesh`, the 1-d DeviceMesh of its ranks, the
         experts are DTensors, since a distributed checkpoint would take plain tensors for replicated ones.
         """
         found: dict[str, Any] = super().state_dict(*args, **keywords)
@@ -288,7 +288,7 @@ def _expert_ops(
     bias: bool,
     options: dict[str, Any],
 ) -> dict[str, Op[Any]]:
-    """The ops of this rank's experts: all of them, or those of the dispatcher."""
+    """The ops of this rank's experts: all of them, or those of the dispatch op."""
     if not (dispatch is None or isinstance(dispatch, Op)):
         raise FuseOpsError(f"MoE: dispatch is {dispatch!r}, expected an op or None.")
     local_experts: int = num_experts if dispatch is None else dispatch.num_experts  # type: ignore[assignment]
