@@ -19,7 +19,7 @@ def outside_bytes(model: nn.Module) -> int:
     """The bytes that ops of a model keep outside of torch's allocator, after a step or a dry run of one."""
     found: dict[Any, int] = {}
     for op in model.modules():
-        for key, nbytes in op.outside().items() if isinstance(op, Op) else ():
+        for key, nbytes in op.across_ranks.outside.items() if isinstance(op, Op) else ():
             found[key] = max(found.get(key, 0), nbytes)
     return sum(found.values())
 

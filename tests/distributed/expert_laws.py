@@ -30,7 +30,13 @@ from fuseops.distributed import (
     quantized_gather,
     tp_plan,
 )
-from fuseops.distributed.dispatch import FixedCapacity, device_counts, overflow, symmetric
+from fuseops.distributed.dispatch import (
+    ExpertDispatch,
+    FixedCapacity,
+    device_counts,
+    overflow,
+    symmetric,
+)
 from fuseops.distributed.dispatch.choose import choose
 from fuseops.integrations import hf
 from fuseops.observe.memory import outside_bytes
@@ -486,8 +492,11 @@ def law_tokens_travel_as_codes_under_a_recipe() -> None:
                 moe, mesh(), ExpertParallel(dispatcher=kind, average=False, capacity=8.0)
             )
             dispatch = moe["dispatch"]
-            assert type(dispatch).sends
-            type(dispatch).sends = sends
+            told = ExpertDispatch.across_ranks
+            assert dispatch.across_ranks.sends
+            ExpertDispatch.across_ranks = property(  # type: ignore[assignment]
+                lambda op, told=told, sends=sends: told.fget(op)._replace(sends=sends)
+            )
             seen = []
             sent = dispatch.dispatcher.dispatch
             dispatch.dispatcher.dispatch = lambda x, *a, seen=seen, sent=sent: (
@@ -500,7 +509,7 @@ def law_tokens_travel_as_codes_under_a_recipe() -> None:
                     y.float().square().sum().backward()
                     said = str(moe.plan(x)) if kind == "fixed_capacity" else ""
             finally:
-                type(dispatch).sends = True
+                ExpertDispatch.across_ranks = told  # type: ignore[method-assign]
             words = (torch.float32, (width + 2 * 4) // 4)
             assert {*seen} == {words if sends and codes else (torch.bfloat16, width)}, seen
             assert ("ranks send their rows in one format" in said) == (sends and said != ""), said

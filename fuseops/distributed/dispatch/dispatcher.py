@@ -164,7 +164,7 @@ class Dispatcher(abc.ABC):
         return round(tokens * self.world * share), tokens * self.top_k
 
     def outside(self) -> dict[Any, int]:
-        """As `Op.outside`: bytes of its buffers, allocated or for the sizes of `expected_sizes`."""
+        """As of `AcrossRanks`: bytes of its buffers, allocated or for the sizes of `expected_sizes`."""
         return {}
 
     def dry_run_rows(self, x: Tensor, rows: int) -> Tensor:

@@ -20,7 +20,7 @@ from fuseops.distributed.pairs import BACKWARD, give_way
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.checks import check_chosen
 from fuseops.ops.linear import to_high_precision
-from fuseops.ops.op import Call, Grads, NothingSaved, Op, Out, SideGrads
+from fuseops.ops.op import AcrossRanks, Call, Grads, NothingSaved, Op, Out, SideGrads
 from fuseops.ops.paths import path_of
 from fuseops.ops.permute import DISPATCHED, ON_DX, REDISPATCH, DispatchRecord, OnDx
 from fuseops.ops.structure import Alias
@@ -70,10 +70,8 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         "weights": ("experts", "slots", "arrivals", "pos", "offs"),
     }
     autocast = True  # before it travels
-    sends = True
     takes_quantized = True
     live_call = True
-    apart_when_compiled = True
 
     def __init__(
         self,
@@ -90,18 +88,12 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
             self.writes = (*self.writes, "like")
 
     @property
-    def note(self) -> str:  # type: ignore[override]
+    def across_ranks(self) -> AcrossRanks:  # type: ignore[override]
         d = self.dispatcher
         overlaps = "beside other kernels" if d.overlaps_compute else "in line"
         takes = f" on {d.kernel_resources}" if d.kernel_resources else ""
-        return f"experts over {d.world} ranks, {d.local_experts} here; {d.name}; {overlaps}{takes}"
-
-    @property
-    def together(self) -> Any:
-        return self.dispatcher.group
-
-    def outside(self) -> dict[Any, int]:
-        return self.dispatcher.outside()
+        note = f"experts over {d.world} ranks, {d.local_experts} here; {d.name}; {overlaps}{takes}"
+        return AcrossRanks(d.group, sends=True, outside=d.outside(), note=note)
 
     def extra_repr(self) -> str:
         d = self.dispatcher
@@ -282,7 +274,6 @@ class ExpertCollect(Op[ExpertCollectSaved]):
     """`ExpertCollect` sends partial sums of the local experts back to the tokens' ranks, which add them up."""
 
     reads: tuple[str, ...] = ("slots", "arrivals")
-    apart_when_compiled = True
     live_call = True
     saves_for = {"x": ("slots", "arrivals", "tokens")}
 
@@ -291,6 +282,10 @@ class ExpertCollect(Op[ExpertCollectSaved]):
         self.dispatcher = dispatcher
         if dispatcher.sums is not None:
             self.reads = (*self.reads, "like")
+
+    @property
+    def across_ranks(self) -> AcrossRanks:  # type: ignore[override]
+        return AcrossRanks(self.dispatcher.group, sends=True)
 
     def fwd(self, x: Tensor, *, call: Call, **side: Tensor) -> Out:
         (call.scratch or {}).pop(DISPATCHED, None)  # if no op has taken it
