@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 Sharded = dict[Any, Any]
-"""Ops and parameters that one call has sharded -> their new form: layers may share them (`MoE.replaying`)."""
+"""Ops and parameters that one call has sharded -> their new form: layers may share them (`MoE.with_given_experts`)."""
 
 
 class ExpertParallel(ParallelStyle):

@@ -60,8 +60,8 @@ class MoE(Sequential):
     aux: "return" publishes `router_loss` for `moe(x, returns=("router_loss",))`, and a training forward that does not
         ask for it raises SideInputError; "inject" gives it the gradient `loss_scale` in the backward instead, so that
         it crosses a Residual, plain blocks and pipeline stages.
-    score, normalize, scale, expert_bias, groups, top_groups, balance_loss, z_loss, replay: of the router, see
-        `ops.Router`; router_bias is its `bias`.
+    score, normalize, scale, expert_bias, groups, top_groups, balance_loss, z_loss, given_experts: of the router,
+        see `ops.Router`; router_bias is its `bias`.
     accumulate_into_main_grad, delay_wgrad: of fc1 and fc2, see `ops.GroupedLinear`.
     Raises FuseOpsError for an unknown activation or aux, or options that exclude each other.
     """
@@ -90,7 +90,7 @@ class MoE(Sequential):
         top_groups: int = 1,
         balance_loss: float | None = None,
         z_loss: float | None = None,
-        replay: bool = False,
+        given_experts: bool = False,
         accumulate_into_main_grad: bool = False,
         delay_wgrad: bool = False,
         device: torch.device | str | None = None,
@@ -108,7 +108,7 @@ class MoE(Sequential):
         route = ops.Router(
             dim, num_experts, top_k, score=score, normalize=normalize, scale=scale, bias=router_bias,
             expert_bias=expert_bias, groups=groups, top_groups=top_groups, balance_loss=balance_loss,
-            z_loss=z_loss, replay=replay, **where,
+            z_loss=z_loss, given_experts=given_experts, **where,
         )  # fmt: skip
         injects = aux == "inject" and "router_loss" in route.writes
         into = accumulate_into_main_grad
@@ -231,13 +231,13 @@ class MoE(Sequential):
             )
         op.set_scale(scale)
 
-    def replaying(self) -> MoE:
-        """This layer, with the same parameters, whose experts come from the caller: moe.replaying()(x, chosen=experts).
+    def with_given_experts(self) -> MoE:
+        """This layer, with the same parameters, whose experts come from the caller: given(x, chosen=experts).
 
         chosen (T, top_k) int32, say `experts` of another run. Weights and losses are of those experts.
         """
         children = dict(self.named_children())
-        children["router"] = self["router"].replaying()
+        children["router"] = self["router"].with_given_experts()
         return self._like(children.items())
 
 

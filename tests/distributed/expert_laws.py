@@ -159,17 +159,17 @@ def law_every_option_equals_one_process() -> None:
 
 
 def law_what_layers_share_they_share_over_ranks() -> None:
-    """Ops, as a layer and its replay do, and parameters."""
+    """Ops, as a layer and the one with given experts do, and parameters."""
     moe, other = layer(), layer(seed=1)
     other.fc1.weight = moe.fc1.weight  # type: ignore[union-attr]
-    model = torch.nn.ModuleList([moe, moe.replaying(), other])
+    model = torch.nn.ModuleList([moe, moe.with_given_experts(), other])
     whole_ones = copy.deepcopy(model)
     parallelize_module(model, mesh(), parallel(average=False, capacity=8.0))
     x = batch(tokens(5, 4))[dist.get_rank()]
-    for first, replay, tied in (whole_ones, model):
+    for first, given, tied in (whole_ones, model):
         y, chosen = first(x, returns=("experts",))
-        close(replay(x, chosen=chosen), y, "y")
-        assert tied.fc1.weight is replay.fc1.weight is first.fc1.weight
+        close(given(x, chosen=chosen), y, "y")
+        assert tied.fc1.weight is given.fc1.weight is first.fc1.weight
     close(model[2](x), whole_ones[2](x), "y")
 
 
