@@ -122,17 +122,11 @@ def overlap_pairs(schedule: Any) -> None:
             f"overlap_pairs({name}): a stage is under DistributedDataParallel, which knows one forward a process at a "
             "time. Shard it by fully_shard."
         )
-    dispatchers = [
-        op.dispatcher
-        for m in modules
-        for op in m.modules()
-        if isinstance(op, Op) and hasattr(op, "dispatcher")
-    ]
+    ops: list[Any] = [op for m in modules for op in m.modules() if isinstance(op, Op)]
+    dispatchers = [op.dispatcher for op in ops if hasattr(op, "dispatcher")]
     if not any(dispatcher.overlaps_compute for dispatcher in dispatchers):
-        have = (
-            ", ".join(sorted({dispatcher.name for dispatcher in dispatchers}))
-            or "no experts over ranks"
-        )
+        names = sorted({dispatcher.name for dispatcher in dispatchers})
+        have = ", ".join(names) or "no experts over ranks"
         raise FuseOpsError(
             f"overlap_pairs({name}): its stages have {have}, and nothing that travels beside other kernels: "
             "ExpertParallel(dispatcher='host_counts') or 'fixed_capacity'."

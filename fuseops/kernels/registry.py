@@ -27,7 +27,6 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad, profiler
 
 from fuseops import torch_private
 from fuseops.attributes import attributes_set
@@ -222,7 +221,7 @@ class KernelOp(Generic[P, R]):
             return self.op(*args, **kwargs)
         if _on_launch is not None:
             _on_launch((self, args, kwargs))
-        if profiler._is_profiler_enabled:
+        if torch_private.is_profiling():
             with torch.profiler.record_function(self.label):
                 return self.launcher(*args, **kwargs)
         out = self.launcher(*args, **kwargs)
@@ -523,10 +522,10 @@ def may_replay() -> bool:
         torch.is_grad_enabled()
         or thread.reference_only
         or _on_launch is not None
-        or profiler._is_profiler_enabled
+        or torch_private.is_profiling()
         or torch_private.num_dispatch_modes()
         or torch_private.num_function_modes()
-        or forward_ad._current_level >= 0
+        or torch_private.forward_level() >= 0
     )
 
 

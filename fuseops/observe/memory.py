@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops.ops.op import Op
-from fuseops.torch_private import WeakStorage, plain_parts, storage_key
+from fuseops.torch_private import (
+    TorchDispatchMode,
+    WeakStorage,
+    plain_parts,
+    pytree,
+    storage_key,
+)
 
 
 def outside_bytes(model: nn.Module) -> int:

@@ -236,7 +236,7 @@ class StoredWeight:
         master = self.master
         if master is None or grad is None or not master.requires_grad:
             return
-        for change in [*(master._backward_hooks or {}).values()]:
+        for change in torch_private.gradient_hooks(master):
             changed = change(grad := grad.float())
             grad = grad if changed is None else changed
         if master.grad is None:

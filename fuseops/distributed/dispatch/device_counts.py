@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
+from fuseops.torch_private import symmetric_memory
 
 from .bounded import Bounded
 from .dispatcher import ReceivedTokens
@@ -108,14 +109,12 @@ def get_lanes(group: Any, narrow: int, wide: int, device: torch.device) -> Lanes
 
 
 def _allocate(group: Any, nbytes: int, device: torch.device) -> Lane:
-    import torch.distributed._symmetric_memory as symmetric_memory
-
     _check_nvshmem(device)
     world = group.size()
 
     def shared(*shape: int, dtype: torch.dtype) -> Tensor:
-        memory = symmetric_memory.empty(*shape, dtype=dtype, device=device)
-        symmetric_memory.rendezvous(memory, group)
+        memory = symmetric_memory().empty(*shape, dtype=dtype, device=device)
+        symmetric_memory().rendezvous(memory, group)
         return memory
 
     send_buffer, recv_buffer = (shared(nbytes, dtype=torch.uint8) for _ in range(2))
@@ -125,21 +124,19 @@ def _allocate(group: Any, nbytes: int, device: torch.device) -> Lane:
 
 def _check_nvshmem(device: torch.device) -> None:
     """Set NVSHMEM as the backend of symmetric memory.  Raises FuseOpsError if that is not possible."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
     instead = "'host_counts' and 'fixed_capacity' run over any backend."
-    if device.type != "cuda" or not symmetric_memory.is_nvshmem_available():
+    if device.type != "cuda" or not symmetric_memory().is_nvshmem_available():
         raise FuseOpsError(
             f"ExpertParallel(dispatcher='device_counts') sends between GPUs by NVSHMEM, which torch has not found for "
             f"{device.type}: {instead}"
         )
-    if symmetric_memory.get_backend(device) != "NVSHMEM":
+    if symmetric_memory().get_backend(device) != "NVSHMEM":
         try:
-            symmetric_memory.set_backend("NVSHMEM")
+            symmetric_memory().set_backend("NVSHMEM")
         except RuntimeError as error:
             raise FuseOpsError(
                 "ExpertParallel(dispatcher='device_counts') needs symmetric memory by NVSHMEM, and this process has "
-                f"some of {symmetric_memory.get_backend(device)} already, as 'peer_memory' takes: one of the two a "
+                f"some of {symmetric_memory().get_backend(device)} already, as 'peer_memory' takes: one of the two a "
                 "process."
             ) from error
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.peers import PeerUse, layout
+from fuseops.torch_private import symmetric_memory
 
 from .bounded import Bounded
 from .dispatcher import ReceivedTokens
@@ -55,15 +56,13 @@ def get_peer_buffers(group: Any, nbytes: int, device: torch.device) -> PeerBuffe
 
 
 def _allocate(group: Any, nbytes: int, device: torch.device) -> PeerBuffers:
-    import torch.distributed._symmetric_memory as symmetric_memory
-
     if device.type != "cuda":
         raise FuseOpsError(
             f"ExpertParallel(dispatcher='peer_memory') writes into the memory of other GPUs of a host, got tokens on "
             f"{device.type}: 'host_counts' and 'fixed_capacity' run over any backend."
         )
-    memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-    handle = symmetric_memory.rendezvous(memory, group)
+    memory = symmetric_memory().empty(nbytes, dtype=torch.uint8, device=device)
+    handle = symmetric_memory().rendezvous(memory, group)
     # a pool of allocations has one handle
     inside = memory.data_ptr() - handle.buffer_ptrs[handle.rank]
     table = torch.tensor([p + inside for p in handle.buffer_ptrs], device=device)
