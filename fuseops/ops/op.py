@@ -227,6 +227,7 @@ class Op(nn.Module, Generic[S]):
 
     _runner: Any = None  # of an op that is called alone
     _settings: int = 0  # token of the settings of fuseops.configure
+    _settings_layer: Any = None  # which keeps the token valid
     # set by a style of parallelism: `Local` by name; ops that always run before and after this one; its `InputLayout`
     _local: Mapping[str, Local] = {}
     _around: tuple[tuple["Op[Any]", ...], tuple["Op[Any]", ...]] = ((), ())
@@ -501,7 +502,7 @@ def check_saves_for(name: str, saver: Any, needs: Collection[str] | None) -> Non
 
 
 NON_CONFIG_ATTRS = frozenset(nn.Module().__dict__) | {
-    *("_runner", "_settings"),
+    *("_runner", "_settings", scopes.LAYER),
     *("_local", "_around", "_layout"),  # set by a style of parallelism
 }
 """Attributes of an op that are not settings of its computation."""
