@@ -44,6 +44,7 @@ def plan_from(call: SequentialCall, saved: Sequence[tuple[Any, SavedTensor]]) ->
         notes=(*dict.fromkeys(every("notes")), *dict.fromkeys(call.gemms), *_call_notes(call)),
         temporaries=max((part.temporaries for part in parts), default=0),
         nested=tuple(plan_from(inner, saved) for inner in call.nested),
+        kind=type(call.module).__name__,
     )
 
 
