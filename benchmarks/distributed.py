@@ -1,16 +1,16 @@
-"""An MoE layer over several GPUs of one host, each way of its dispatch beside a layer as torchtitan writes it.
+"""An MoE layer over several GPUs of one host, each dispatcher beside a layer as torchtitan writes it.
 
     NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 \\
         torchrun --nproc-per-node 2 benchmarks/distributed.py --out benchmarks/results/distributed_h200x2.json
 
-8192 tokens a rank, bf16, forward and backward. First each way is compared with one process that has the tokens and
-the experts of all ranks; but for `host_counts` a step runs under `set_sync_debug_mode("error")`, and one of the first
-way is captured and replayed with other tokens. Then candidates run in turn, back to back, `--span`
-seconds to warm up and as long in each round; a figure is that of the slowest rank. Ratios are of each round.
+8192 tokens a rank, bf16, forward and backward. First each is compared with one process that has the tokens and the
+experts of all ranks; but for `host_counts` a step runs under `set_sync_debug_mode("error")`, and one of the first
+dispatcher is captured and replayed with other tokens. Then candidates run in turn, back to back, `--span` seconds to
+warm up and as long in each round; a figure is that of the slowest rank. Ratios are of each round.
 
-    peer_memory, fixed_capacity, host_counts    the ways of `fuseops.distributed`: a token once a rank
+    peer_memory, fixed_capacity, host_counts    the dispatchers of `fuseops.distributed`: a token once a rank
     device_counts               with `--first device_counts`, in the place of peer_memory: a process has one of the two
-    captured                    the first way, the step as a CUDA graph
+    captured                    the first one, the step as a CUDA graph
     titan                       rows once a copy, all_to_all_single with counts that the host reads, sorted by torch
                                 ops, `F.grouped_mm`
 """
@@ -68,10 +68,10 @@ class Problem:
         torch.manual_seed(2 + dist.get_rank())
         self.x, self.dy = measure.rnd(tokens, d).requires_grad_(), measure.rnd(tokens, d)
 
-    def layer(self, mesh: DeviceMesh | None = None, way: str | None = None) -> fo.MoE:
+    def layer(self, mesh: DeviceMesh | None = None, dispatcher: str | None = None) -> fo.MoE:
         moe = fo.MoE(*self.sizes, device="meta", dtype=torch.bfloat16)
         if mesh is not None:
-            parallelize_module(moe, mesh, ExpertParallel(way=way, average=False))
+            parallelize_module(moe, mesh, ExpertParallel(dispatcher=dispatcher, average=False))
         for name, weight in self.weights.items():
             held = moe[name].weight
             if name != "router" and mesh is not None:
@@ -230,15 +230,15 @@ def cell(sizes: tuple[int, ...], mesh: DeviceMesh, options: argparse.Namespace) 
     record: dict[str, Any] = {"errors": {}, "failed": {}, "host_syncs": {}}
     steps: dict[str, measure.Call] = {}
     first = options.first
-    for way in (first, "fixed_capacity", "host_counts"):
-        moe = p.layer(mesh, way)
+    for name in (first, "fixed_capacity", "host_counts"):
+        moe = p.layer(mesh, name)
         leaves = [p.x, *(moe[n].weight for n in ("router", "fc1", "fc2"))]
-        record["errors"][way] = errors(p, partial(moe, p.x), leaves, mesh)
-        steps[way] = layers.training_step(partial(moe, p.x), p.dy, leaves)
-        steps[way]()
-        if way != "host_counts":
-            record["host_syncs"][way] = without_sync(steps[way])
-        if way == first:
+        record["errors"][name] = errors(p, partial(moe, p.x), leaves, mesh)
+        steps[name] = layers.training_step(partial(moe, p.x), p.dy, leaves)
+        steps[name]()
+        if name != "host_counts":
+            record["host_syncs"][name] = without_sync(steps[name])
+        if name == first:
             steps["captured"], record["replay_errors"] = replayed(p, moe, leaves)
             check_overflow()
     forward, leaves = p.titan(mesh)

@@ -11,9 +11,9 @@
 
 Built with `examples/pretrain.py`: whole steps, optimizer included, in turn without offload and with the Scheduler that
 follows the rank's plan of `offload.plan_pipeline`. What was to leave is the decrease of the peak that it predicts.
-With NCCL each way of the dispatch runs: what `host_counts` takes longer than `peer_memory` is what its host
-synchronisation costs. Steps of each kind are traced: where computing waits for a copy, beside the stalls that the plan
-predicts, the rates of copies while all ranks copy, and how long the GPU takes from one kernel to the next beside them.
+With NCCL each dispatcher runs: what `host_counts` takes longer than `peer_memory` is what its host synchronisation
+costs. Steps of each kind are traced: where computing waits for a copy, beside the stalls that the plan predicts, the
+rates of copies while all ranks copy, and how long the GPU takes from one kernel to the next beside them.
 `examples/pretrain.py` on 1, 2, 4 and 8 ranks, as many tokens on each, is the weak scaling.
 """
 
@@ -87,12 +87,12 @@ def words(sizes: dict[str, Any], **more: Any) -> list[str]:
 
 
 class Rank(OffloadedRank):
-    """A rank of the layout under one way of the dispatch, with its plan."""
+    """A rank of the layout under one dispatcher, with its plan."""
 
     def __init__(self, way: str | None, options: argparse.Namespace, device: torch.device) -> None:
         super().__init__(options, device)
         sizes = SMALL if options.small else LARGE
-        more = LAYOUTS[options.layout] | ({} if way is None else {"way": way})
+        more = LAYOUTS[options.layout] | ({} if way is None else {"dispatcher": way})
         self.run = pretrain().Run(pretrain().parsed(words({**sizes, **more})), device)
         self.step = self.run.train
         least = 1 if options.small else 1 << 20

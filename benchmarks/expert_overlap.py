@@ -4,11 +4,11 @@
         torchrun --nproc-per-node 2 benchmarks/expert_overlap.py --out benchmarks/results/expert_overlap_h200x2.json
 
 Two blocks of attention and experts, one of them shared, 8192 tokens a rank, bf16, forward and backward. First the
-gradients of each candidate are compared with those of the first of its way, to the bit. Then candidates run in turn, as
-in distributed.py; ratios are of each round.
+gradients of each candidate are compared with those of the first of its dispatcher, to the bit. Then candidates run in
+turn, as in distributed.py; ratios are of each round.
 
     in line    every transfer is waited for where it begins
-    beside     as the ways of `fuseops.distributed` do it: under the shared expert, and under weight gradients
+    beside     as the dispatchers of `fuseops.distributed` do it: under the shared expert, and under weight gradients
     memory     the same under `prefer="memory"`: on the way back under fc1's weight gradient alone
     pairs      the forward of one micro-batch in turns with the backward of the one before, as `overlap_pairs` runs them
 """
@@ -38,12 +38,12 @@ from fuseops.distributed.dispatch import FixedCapacity, HostCounts
 from fuseops.distributed.dispatch.all_to_all import AllToAll
 from fuseops.distributed.pairs import Pair
 
-WAYS = {"host_counts": HostCounts, "fixed_capacity": FixedCapacity}
+DISPATCHERS = {"host_counts": HostCounts, "fixed_capacity": FixedCapacity}
 HEAD = 128  # features of a head of attention
 
 
 class InLine(AllToAll):
-    """An exchange whose transfers are waited for where they begin."""
+    """A dispatcher whose transfers are waited for where they begin."""
 
     overlaps_compute = False
 
@@ -76,12 +76,12 @@ class Block(nn.Module):
         return x + self.moe(self.norm(x))
 
 
-def model_of(sizes: tuple[int, ...], mesh: DeviceMesh, way: Any, prefer: str) -> nn.Module:
+def model_of(sizes: tuple[int, ...], mesh: DeviceMesh, dispatcher: Any, prefer: str) -> nn.Module:
     """Two blocks, of the same weights whenever it is called."""
     torch.manual_seed(1)
     with torch.device(mesh.device_type):
         model = nn.Sequential(Block(sizes), Block(sizes)).to(torch.bfloat16)
-    parallelize_module(model, mesh, ExpertParallel(way=way))
+    parallelize_module(model, mesh, ExpertParallel(dispatcher=dispatcher))
     fo.configure(model, prefer=prefer)
     return model
 
@@ -107,8 +107,8 @@ def cell(sizes: tuple[int, ...], mesh: DeviceMesh, options: argparse.Namespace) 
     dy = torch.randn_like(x)
     steps: dict[str, measure.Call] = {}
     record: dict[str, Any] = {"differs": []}
-    for name, way in WAYS.items():
-        in_line = type(name, (InLine, way), {})
+    for name, dispatcher in DISPATCHERS.items():
+        in_line = type(name, (InLine, dispatcher), {})
         right: list[Tensor] = []
         for how, taken, prefer in (
             ("in line", in_line, "speed"),

@@ -69,7 +69,7 @@ def planned(m: Sizes, ranks: int, prefer: str) -> dict[str, Any]:
             }
         ).to(torch.bfloat16)
         x = torch.zeros(TOKENS, m.dim, dtype=torch.bfloat16, requires_grad=True)
-    parallelize_module(model, mesh, ExpertParallel(way="host_counts", tokens=TOKENS))
+    parallelize_module(model, mesh, ExpertParallel(dispatcher="host_counts", tokens=TOKENS))
     whole = nn.Sequential(*model.values())
     fo.configure(whole, prefer=prefer)
     hardware = replace(offload.Hardware.h200(), network=1.0)

@@ -155,7 +155,7 @@ def mesh_of(c: argparse.Namespace, device: str) -> DeviceMesh:
 def spread_experts(model: nn.Module, c: argparse.Namespace, mesh: DeviceMesh) -> None:
     if mesh["ep"].size() > 1 and any(isinstance(m, fo.MoE) for m in model.modules()):
         tokens = c.batch * c.context // c.micro_batches
-        style = fd.ExpertParallel(way=c.way, capacity=c.capacity, tokens=tokens)
+        style = fd.ExpertParallel(dispatcher=c.dispatcher, capacity=c.capacity, tokens=tokens)
         parallelize_module(model, mesh["ep"], style)
 
 
@@ -311,7 +311,7 @@ def parsed(args: list[str] | None = None) -> argparse.Namespace:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--way", help="how tokens travel to their experts")
+    parser.add_argument("--dispatcher", help="how tokens travel to their experts")
     parser.add_argument("--capacity", type=float, default=1.5, help="of that, over even routing")
     parser.add_argument("--out", type=Path, help="folder of checkpoints")
     parser.add_argument("--memory", type=float, metavar="GiB", help="of a step, with offload")

@@ -14,13 +14,17 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd import forward_ad as forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules import module as nn_module
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from fuseops import attributes
+
+pytree = _pytree
 
 # hooks on every module of the process, by their handles
 GLOBAL_HOOKS: tuple[dict[int, Callable[..., Any]], ...] = (
@@ -58,6 +62,11 @@ def on_backward_end(call: Callable[[], Any]) -> None:
 def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Callable[..., Any]]:
     """The hooks that autograd runs when it has added to the gradient of a leaf: torch's own dict, if there are any."""
     return parameter._post_accumulate_grad_hooks or {}
+
+
+def gradient_hooks(t: torch.Tensor) -> list[Callable[..., Any]]:
+    """The hooks that autograd runs with the gradient of a tensor, in their order."""
+    return [*(t._backward_hooks or {}).values()]
 
 
 def in_backward() -> bool:
@@ -128,7 +137,11 @@ def inside_transform() -> bool:
     """Whether a transform may have wrapped tensors with a batch axis or a tangent: one of `torch.func`, or
     `torch.autograd.forward_ad.dual_level()`.
     """
-    return inside_functorch() or forward_ad._current_level >= 0
+    return inside_functorch() or forward_level() >= 0
+
+
+# the level of forward-mode AD, -1 outside: inside, tensors may have tangents. (A partial costs no Python frame.)
+forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")
 
 
 def has_tangent(t: torch.Tensor | None) -> bool:
@@ -169,7 +182,7 @@ def compiling() -> AbstractContextManager[None]:
 
 
 def replace_overload(op: torch._ops.OpOverload, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the function that runs when Python calls a new op.   -> the one before, which calls the dispatcher"""
+    """Replace the function that runs when Python calls a new op.   -> the one before, which calls torch's dispatcher"""
     before: Callable[..., Any] = op._op
     op._op = call
     return before
@@ -198,6 +211,10 @@ def is_capturing() -> bool:
 
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+# whether torch's profiler runs, or `emit_nvtx`
+is_profiling: Callable[[], bool] = functools.partial(getattr, profiler, "_is_profiler_enabled")
 
 
 PERFORMS = "_perform_action"  # a local function in the step of a pipeline schedule
@@ -321,14 +338,19 @@ def matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, group: Any) -> 
 @functools.cache
 def _symmetric(group: Any) -> str:
     """The name of a group (or of a DeviceMesh's), after enabling symmetric memory for its ranks."""
-    from torch.distributed import _symmetric_memory
-
     group = group.get_group() if hasattr(group, "get_group") else group
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated in later releases, which need no call
-        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
+        symmetric_memory().enable_symm_mem_for_group(group.group_name)
     name: str = group.group_name
     return name
+
+
+def symmetric_memory() -> Any:
+    """torch's symmetric memory: `empty` and `rendezvous`; `get_backend`, `set_backend` and `is_nvshmem_available`."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory
 
 
 def all_reduce_async(x: torch.Tensor, group: Any, how: str = "sum") -> Any:
@@ -362,6 +384,27 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyp
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+# as the `__torch_function__` of a subclass: its functions give plain tensors
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def as_subclass(cls: type[torch.Tensor], t: torch.Tensor, requires_grad: bool = False) -> Any:
+    """A tensor of a class over the memory of t, without an autograd graph."""
+    return torch.Tensor._make_subclass(cls, t, requires_grad)
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Inside, no `__torch_function__` of a subclass of Tensor sees a function."""
+    guard: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return guard
+
+
+def without_subclasses() -> AbstractContextManager[Any]:
+    """Inside, no subclass of Tensor and no mode sees an op below autograd."""
+    guard: AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
+    return guard
 
 
 def without_modes() -> AbstractContextManager[Any]:
@@ -437,6 +480,13 @@ def is_fake(t: torch.Tensor) -> bool:
 def inside_fake_mode() -> bool:
     """Whether a FakeTensorMode is active: every new tensor is a fake one."""
     return torch._guards.detect_fake_mode() is not None
+
+
+# whether t is zeros without memory, as autograd makes them for a gradient that nothing flows into
+is_zerotensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
+
+grouped_mm = torch.ops.aten._grouped_mm.default  # as dispatch modes see it
+scaled_mm = torch.ops.aten._scaled_mm.default  # a product of FP8 codes
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -146,7 +146,7 @@ def pretend() -> torch.library.Library:
 
 def noting(names: list[str], op: registry.KernelOp[..., Any]) -> Callable[..., Any]:
     """What asks the dispatcher for an op, and notes its name."""
-    ask = op._dispatcher
+    ask = op._torch_dispatcher
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         names.append(op.name)
@@ -164,7 +164,7 @@ def compiling() -> list[str]:
     launched: list[str] = []
     AsyncCompile.cpp_pybinding = lambda *_, **__: lambda *_: launched.append("its own")  # type: ignore[method-assign]
     for op in registry.KERNEL_OPS.values():
-        op._dispatcher = noting(launched, op)  # type: ignore[method-assign]
+        op._torch_dispatcher = noting(launched, op)  # type: ignore[method-assign]
     return launched
 
 

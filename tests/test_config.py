@@ -1,6 +1,7 @@
 """Configuration: process, model, scopes, environment, logs, threads, and recomputation under them."""
 
 import copy
+import gc
 import itertools
 import logging
 import os
@@ -141,6 +142,37 @@ def test_configuration_survives_copies_and_slices(derive: Callable) -> None:
     seq = block()
     fo.configure(seq, fusion=False)
     assert fired(derive(seq), data()) == set()
+
+
+DERIVED = [
+    copy.copy,
+    copy.deepcopy,
+    lambda seq: seq[:],
+    lambda seq: pickle.loads(pickle.dumps(seq)),
+]
+
+
+@pytest.mark.parametrize("derive", DERIVED, ids=["copy", "deepcopy", "slice", "pickle"])
+@pytest.mark.parametrize("runs", [False, True])
+def test_settings_live_as_long_as_a_model_that_has_them(derive: Callable, runs: bool) -> None:
+    """Their recipe may hold what is large: a function of `ByRole`, say, the model."""
+    gc.collect()
+    before = {*scopes._by_token}
+    seq = block()
+    fo.configure(seq, disable=["linear_act"], prefer="memory", recipe=FP8)
+    fo.configure(seq, recipe=None)
+    if runs:
+        seq(data()).sum().backward()
+    gc.collect()
+    (token,) = {*scopes._by_token} - before
+    made = derive(seq)
+    del seq
+    gc.collect()
+    assert made._settings == token and scopes.resolve(token).prefer == "memory"
+    assert fired(made, data()) == set()
+    del made
+    gc.collect()
+    assert {*scopes._by_token} == before
 
 
 def test_a_pickle_carries_settings_and_not_their_numbers(tmp_path: Path) -> None:

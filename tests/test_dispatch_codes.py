@@ -1,4 +1,4 @@
-"""Quantized tokens that travel as words are the same tokens behind the exchange."""
+"""Quantized tokens that travel as words are the same tokens where they arrive."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from fuseops.distributed.dispatch.codes import (
     transport_format,
     unpack_rows,
 )
-from fuseops.ops.op import Call, Grads, NothingSaved, Op, Out
+from fuseops.ops.op import AcrossRanks, Call, Grads, NothingSaved, Op, Out
 from fuseops.recipes import Float8BlockScaling, Recipe, quantize
 from fuseops.testing.strategies import filled, recipes
 
@@ -35,7 +35,7 @@ class FromTwoRanks(Op[NothingSaved]):
     """y = x, of which two ranks sent a part each."""
 
     saves_for = {"x": ()}
-    sends = True
+    across_ranks = AcrossRanks(sends=True)
     takes_quantized = True
 
     def fwd(self, x: Tensor, *, call: Call) -> Out:

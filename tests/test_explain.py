@@ -965,3 +965,23 @@ def test_ticks_are_round_and_inside() -> None:
     assert charts.ticks(1.3, 5.6) == [2, 3, 4, 5]
     assert charts.ticks(0, 400) == [0, 100, 200, 300, 400]
     assert charts.ticks(2.31, 2.42) == pytest.approx([2.32, 2.34, 2.36, 2.38, 2.4, 2.42])
+
+
+class Named(fo.Sequential): ...
+
+
+@pytest.mark.parametrize(
+    ("model", "title"),
+    [
+        (fo.MoE(D, F, EXPERTS, 2), "MoE"),
+        (fo.Residual(fo.ops.Linear(D, D)), "Residual"),
+        (Named(fo.ops.Linear(D, D)), "Named"),
+        (fo.Sequential(fo.ops.Linear(D, D)), "Sequential"),
+        (nn.Sequential(fo.MoE(D, F, EXPERTS, 2)), "0"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_a_plan_has_the_title_of_its_path_or_class(model: nn.Module, title: str) -> None:
+    explained = fo.explain(model, torch.randn(ROWS, D))
+    assert title in explained.splitlines()
+    assert f'"{title}: ops and spans"' in explained.plans[0].to_html()

@@ -182,12 +182,12 @@ def test_an_injected_loss_crosses_plain_blocks_and_pipeline_stages(cut: int | No
 
 @some
 @given(layers())
-def test_replayed_experts_give_the_same_layer(case: tuple[fo.MoE, Tensor, str]) -> None:
+def test_given_experts_give_the_same_layer(case: tuple[fo.MoE, Tensor, str]) -> None:
     moe, x, _ = case
     expected = step(moe, x)
     with torch.no_grad():
         experts = moe(x, returns="experts")[1]
-    again = moe.replaying()
+    again = moe.with_given_experts()
     assert {n: id(p) for n, p in again.named_parameters()} == {
         n: id(p) for n, p in moe.named_parameters()
     }
@@ -201,10 +201,10 @@ def test_replayed_experts_give_the_same_layer(case: tuple[fo.MoE, Tensor, str]) 
     assert moe["router"].reads == ()
 
 
-def test_replayed_experts_may_be_others() -> None:
+def test_given_experts_may_be_others() -> None:
     moe, x = fo.MoE(D, F, E, 2).double(), torch.randn(5, D, dtype=torch.float64)
     experts = torch.tensor([[1, 6]] * 5, dtype=torch.int32)
-    y, offs = moe.replaying()(x, chosen=experts, returns="offs")
+    y, offs = moe.with_given_experts()(x, chosen=experts, returns="offs")
     assert offs.tolist() == [0, 5, 5, 5, 5, 5, 10, 10]
     scores = (x @ moe["router"].weight.t())[:, [1, 6]].softmax(-1)
     one = [moe["fc2"].weight[e] @ act(moe["fc1"].weight[e] @ x[0]) for e in (1, 6)]
@@ -221,8 +221,8 @@ def test_replayed_experts_may_be_others() -> None:
         (torch.full((5, 2), 2**32), f"got {2**32} to"),
     ],
 )
-def test_replayed_experts_are_numbers_of_experts(chosen: Tensor, told: str) -> None:
-    again = fo.MoE(D, F, E, 2).replaying()
+def test_given_experts_are_numbers_of_experts(chosen: Tensor, told: str) -> None:
+    again = fo.MoE(D, F, E, 2).with_given_experts()
     with pytest.raises(fo.FuseOpsError, match=f"Router expects chosen.*{told}"):
         again(torch.randn(5, D), chosen=chosen)
 
@@ -505,7 +505,7 @@ def test_halves_are_routed_by_their_exact_products() -> None:
     torch.testing.assert_close(weights, (exact / exact.sum(-1, keepdim=True)).float())
     router = fo.ops.Router(D, E, 2, bias=True, dtype=torch.bfloat16)
     _, experts, weights = router(x)
-    wide = copy.deepcopy(router).double().replaying()
+    wide = copy.deepcopy(router).double().with_given_experts()
     _, _, exact = wide(x.double(), chosen=experts)
     slope = torch.randn(65, 2)
     (mine,) = torch.autograd.grad((weights * slope).sum(), router.bias)

@@ -69,7 +69,7 @@ def test_a_layer_equals_float64_on_the_cpu(
     experts = moe(x, returns="experts")[1].cpu()
     judge = fo.MoE(D, F, E, K, **kwargs).double()
     judge.load_state_dict({n: t.cpu().double() for n, t in moe.state_dict().items()})
-    exact = step(judge.replaying(), x.cpu().double(), chosen=experts)
+    exact = step(judge.with_given_experts(), x.cpu().double(), chosen=experts)
     # bfloat16: a rounding of 2^-9 for each of up to four tensors behind one another
     bound = 2e-2 if dtype is torch.bfloat16 else 2e-3  # TF32 or not, torch decides
     for mine, wanted in zip(step(moe, x), exact, strict=True):
@@ -101,11 +101,11 @@ def test_any_routing_equals_float64(name: str) -> None:
     judge.load_state_dict({n: t.cpu().double() for n, t in moe.state_dict().items()})
     x = batch(torch.bfloat16, len(chosen))
     with configs.forced(dswiglu.EPILOGUE, {"EPILOGUE": 1}), watch_launches() as launched:
-        got = step(moe.replaying(), x, chosen=chosen.cuda())
+        got = step(moe.with_given_experts(), x, chosen=chosen.cuda())
     hopper = torch.cuda.get_device_capability() == (9, 0)
     ran = {op.name for op, *_ in launched}
     assert {"grouped_swiglu", "grouped_dswiglu_into"} <= ran or not hopper
-    exact = step(judge.replaying(), x.cpu().double(), chosen=chosen)
+    exact = step(judge.with_given_experts(), x.cpu().double(), chosen=chosen)
     for mine, wanted in zip(got, exact, strict=True):
         assert mine.isfinite().all()
         # a rounding of 2^-9 for each of up to four tensors behind one another

@@ -82,7 +82,7 @@ def test_moe_spells_out_the_options_of_its_router() -> None:
         assert (mine.default, mine.annotation, mine.kind) == (p.default, p.annotation, p.kind), name
     chosen = {
         "score": "sigmoid", "normalize": False, "scale": 2.5, "expert_bias": True, "groups": 2,
-        "top_groups": 2, "balance_loss": 0.5, "z_loss": 0.25, "replay": True,
+        "top_groups": 2, "balance_loss": 0.5, "z_loss": 0.25, "given_experts": True,
     }  # fmt: skip
     built = fo.MoE(8, 4, 4, 2, router_bias=True, **chosen)["router"]
     alone = fo.ops.Router(8, 4, 2, bias=True, **chosen)

@@ -325,7 +325,7 @@ def arguments_of_another_type(made: Callable[..., object]) -> Iterator[tuple[str
         if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) or "Any" in words:
             continue
         yield name, object()
-        if not words & {"str", "Way"}:
+        if not words & {"str", "DispatcherChoice"}:
             yield name, "wrong"
         if not words & {"int", "float", "bool", "device", "Operand"}:
             yield name, 3

@@ -273,6 +273,7 @@ OTHER_WORDS = {
     **dict.fromkeys(("evict", "swap_out"), "offload"),
     **dict.fromkeys(("prefetch", "swap_in"), "reload"),
     **dict.fromkeys(("group_ends", "group_offsets"), "offs"),
+    "exchange": "dispatcher",
 }
 """What the words of CONTRIBUTING.md are called elsewhere."""
 

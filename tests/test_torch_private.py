@@ -1,11 +1,13 @@
 """Every private torch name that fuseops uses exists and does what fuseops wants of it."""
 
+import ast
 import copy
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +38,76 @@ def test_every_name_has_a_test_here() -> None:
         n for n in FUNCTIONS if f"torch_private.{n}(" in inspect.getsource(inspect.getmodule(asked))
     }
     assert tested == FUNCTIONS, f"no test of {sorted(FUNCTIONS - tested)}"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+READ_ANYWHERE = {"_version", "_base"}  # of a tensor, where a call would cost more than the reading
+OF_TENSORS = {name for name in dir(Tensor) if is_private(name)} - READ_ANYWHERE
+
+
+def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of private modules and names of torch that are imported or read, and of attributes that tensors have
+    and the code's own objects (`self`) may have too.
+    """
+    torchs = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            paths = {a.asname or a.name.split(".")[0]: a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            paths = {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        else:
+            continue
+        for name, path in paths.items():
+            if path.split(".")[0] == "torch":
+                torchs.add(name)
+                if any(map(is_private, path.split("."))):
+                    yield node.lineno, path
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            owner: ast.AST = node.value
+            own = isinstance(owner, ast.Name) and owner.id == "self"
+            while isinstance(owner, ast.Attribute):
+                owner = owner.value
+            of_torch = isinstance(owner, ast.Name) and owner.id in torchs
+            if of_torch or (node.attr in OF_TENSORS and not own):
+                yield node.lineno, ast.unparse(node)
+
+
+def test_no_other_file_has_a_private_name_of_torch() -> None:
+    home = Path(inspect.getfile(torch_private))
+    found = [
+        f"{file}:{line}: {name}: give it a function in torch_private.py, and a test here"
+        for file in home.parent.rglob("*.py")
+        for line, name in private_names(ast.parse(file.read_text(encoding="utf-8")))
+        if file != home
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch._subclasses.fake_tensor import FakeTensorMode",
+        "from torch.utils import _pytree as pytree",
+        "import torch.distributed._symmetric_memory as symmetric_memory",
+        "def f():\n    import torch.distributed._symmetric_memory",
+        "import torch\nwith torch._C._DisableTorchDispatch(): ...",
+        "from torch.autograd import profiler as p\nif p._is_profiler_enabled: ...",
+        "import torch\ntorch.ops.aten._grouped_mm.default",
+        "def f(t):\n    t._post_accumulate_grad_hooks.clear()",
+        "def f(self):\n    self.master._backward_hooks",
+    ],
+)
+def test_a_private_name_is_found_in_any_spelling(source: str) -> None:
+    assert [*private_names(ast.parse(source))]
+
+
+def test_names_of_the_package_itself_are_no_names_of_torch() -> None:
+    source = "import torch\nfrom . import _mine\nself._values(torch.ones(2), _mine._x)"
+    assert not [*private_names(ast.parse(source))]
 
 
 def test_pairs_of_a_pipeline_schedule_are_performed_by_its_step() -> None:
@@ -957,3 +1029,111 @@ def test_the_hooks_of_an_accumulated_gradient_are_found() -> None:
     torch_private.post_accumulate_hooks(leaf).clear()  # as a dry run does
     assert not leaf._post_accumulate_grad_hooks
     handle.remove()
+
+
+def test_the_hooks_of_a_gradient_are_found_in_their_order() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert torch_private.gradient_hooks(leaf) == []
+    first, second = (lambda g: g + 1), (lambda g: 2 * g)
+    leaf.register_hook(first)
+    leaf.register_hook(second)
+    assert torch_private.gradient_hooks(leaf) == [first, second]
+
+
+def test_a_profiler_is_known_while_it_runs() -> None:
+    assert not torch_private.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert torch_private.is_profiling()
+    assert not torch_private.is_profiling()
+
+
+def test_the_level_of_forward_mode_ad_is_known_inside_of_it() -> None:
+    assert torch_private.forward_level() == -1
+    with torch.autograd.forward_ad.dual_level():
+        assert torch_private.forward_level() == 0
+    assert torch_private.forward_level() == -1
+
+
+def test_symmetric_memory_has_what_is_asked_of_it() -> None:
+    memory = torch_private.symmetric_memory()
+    for name in ("empty", "rendezvous", "get_backend", "set_backend", "enable_symm_mem_for_group"):
+        assert callable(getattr(memory, name))
+    assert memory.is_nvshmem_available() in (True, False)
+
+
+class Tagged(Tensor):
+    """A subclass that notes the ops that it sees."""
+
+    seen: list[Any] = []
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func)
+        with torch_private.without_subclasses():
+            return func(*args, **(kwargs or {}))
+
+
+class Ordinary(Tensor): ...
+
+
+class Plain(Tensor):
+    __torch_function__ = torch_private.no_torch_function
+
+
+class Counted(Tensor):
+    """A subclass that counts the functions that it sees."""
+
+    count = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch_private.without_torch_function():
+            cls.count += 1
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_tensor_of_a_subclass_is_over_the_same_memory_and_is_not_seen_inside() -> None:
+    t = torch.ones(2)
+    for kind, result in ((Ordinary, Ordinary), (Plain, Tensor)):
+        made = torch_private.as_subclass(kind, t, True)
+        assert type(made) is kind and made.requires_grad and made.is_leaf
+        assert made.data_ptr() == t.data_ptr() and type(made * 2) is result
+    Tagged.seen.clear()
+    assert torch.equal(torch_private.as_subclass(Tagged, t).add(1), t + 1)
+    assert Tagged.seen[0] is torch.ops.aten.add.Tensor and len(Tagged.seen) < 4
+    counted = torch_private.as_subclass(Counted, t)
+    y = counted * 2
+    assert Counted.count == 1 and type(y) is Tensor and not y.requires_grad
+
+
+def test_zeros_without_memory_are_told_from_others() -> None:
+    assert torch_private.is_zerotensor(torch._efficientzerotensor((2,)))
+    assert not torch_private.is_zerotensor(torch.zeros(2))
+
+
+def test_products_are_those_that_torch_calls() -> None:
+    seen = []
+
+    class Sees(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    offs = torch.tensor([1, 4], dtype=torch.int32)
+    a, b = (torch.ones(*n, dtype=torch.bfloat16) for n in ((4, 16), (2, 16, 16)))
+    with Sees():
+        torch.nn.functional.grouped_mm(a, b, offs=offs)
+    assert torch_private.grouped_mm in seen
+    a, one = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
+    y = torch_private.scaled_mm(a, a.t(), one, one, out_dtype=torch.bfloat16)
+    assert torch.equal(y, torch.full_like(y, 16))
+
+
+def test_trees_are_mapped_and_fakes_have_shapes_alone() -> None:
+    given = {"a": (torch.ones(2), 3)}
+    leaves, spec = torch_private.pytree.tree_flatten(given)
+    assert torch_private.pytree.tree_unflatten(leaves, spec).keys() == given.keys()
+    mapped = torch_private.pytree.tree_map_only(Tensor, len, given)
+    assert mapped == {"a": (2, 3)} and leaves == torch_private.pytree.tree_leaves(given)
+    with torch_private.FakeTensorMode(allow_non_fake_inputs=True):
+        assert torch_private.is_fake(torch.ones(2) + torch.ones(2))

@@ -183,13 +183,13 @@ def twin(stock: nn.Module, ours: nn.Module) -> nn.Module:
     return ours
 
 
-@pytest.mark.parametrize("way", [None, "torchtitan"])
-@pytest.mark.parametrize("dispatcher", ["LocalTokenDispatcher", "DeepEPTokenDispatcher"])
+@pytest.mark.parametrize("dispatcher", [None, "torchtitan"])
+@pytest.mark.parametrize("theirs", ["LocalTokenDispatcher", "DeepEPTokenDispatcher"])
 def test_routed_experts_compute_what_the_stock_ones_do(
-    today: Any, way: str | None, dispatcher: str
+    today: Any, dispatcher: str | None, theirs: str
 ) -> None:
     top_k, tokens = 2, 9
-    make = getattr(torchtitan_stand_ins, dispatcher)
+    make = getattr(torchtitan_stand_ins, theirs)
     config = today.RoutedExperts.Config(
         w13=(EXPERTS, D, HIDDEN, 2),
         w2=(EXPERTS, HIDDEN, D),
@@ -197,14 +197,16 @@ def test_routed_experts_compute_what_the_stock_ones_do(
     )
     torch.manual_seed(0)
     stock = today.RoutedExperts(config)
-    ours = twin(stock, today.FusedRoutedExperts(today.routed_experts(config, way=way)))
+    ours = twin(
+        stock, today.FusedRoutedExperts(today.routed_experts(config, dispatcher=dispatcher))
+    )
     ids = torch.stack([torch.randperm(EXPERTS)[:top_k] for _ in range(tokens)])
     counts = torch.bincount(ids.view(-1), minlength=EXPERTS)
     scores = torch.rand(tokens, top_k)
     check(stock, ours, torch.randn(tokens, D), scores, ids, counts, tol=3e-2)
     assert [*ours.state_dict()] == ["w13.weight", "w2.weight"]
     whole = "dispatch" in ours.__dict__[today._CACHE][1]._modules
-    assert whole == (way is None and dispatcher == "LocalTokenDispatcher")
+    assert whole == (dispatcher is None and theirs == "LocalTokenDispatcher")
 
 
 def test_experts_whose_weights_have_got_another_width_are_planned_anew(today: Any) -> None:

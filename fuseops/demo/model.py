@@ -97,8 +97,8 @@ class Experts(nn.Module):
         if chosen is None:
             y, experts, offs, balance = self.moe(self.norm(x), returns=returns)
         else:
-            replay = self.moe.replaying()
-            y, experts, offs, balance = replay(self.norm(x), chosen=chosen, returns=returns)
+            given = self.moe.with_given_experts()
+            y, experts, offs, balance = given(self.norm(x), chosen=chosen, returns=returns)
         share = offs.diff(prepend=offs.new_zeros(1)) / offs[-1]
         return x + y, Routed(experts, share, balance)
 

@@ -26,8 +26,8 @@ from fuseops.run.composed import Composed
 
 from .dispatch import ExpertArrive, ExpertCollect, ExpertDispatch
 from .dispatch.bounded import check_limits
-from .dispatch.choose import Way, check_way, choose
-from .dispatch.exchange import check_mesh
+from .dispatch.choose import DispatcherChoice, check_choice, choose
+from .dispatch.dispatcher import check_mesh
 from .tensor import check_undistributed, distribute_parameter
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 Sharded = dict[Any, Any]
-"""Ops and parameters that one call has sharded -> their new form: layers may share them (`MoE.replaying`)."""
+"""Ops and parameters that one call has sharded -> their new form: layers may share them (`MoE.with_given_experts`)."""
 
 
 class ExpertParallel(ParallelStyle):
@@ -46,11 +46,11 @@ class ExpertParallel(ParallelStyle):
     `ExpertCollect` follows Combine. All ranks get the weights of the first one, as with `distribute_tensor`; on the
     meta device nothing is sent. Router losses and `expert_bias` are then over the tokens of all ranks.
 
-    way: how tokens travel (docs/expert_parallel.md): "host_counts", "fixed_capacity", "device_counts", "peer_memory",
-        None for the faster of the first and the last that all ranks support, by a vote, or a function of (mesh,
-        experts of all ranks, top_k), called for each layer, that returns a `dispatch.Exchange`.
-    capacity, tokens: of all ways but the first: buffer sizes as a multiple of even routing's, and the most tokens of a
-        rank, by default as many as in the first forward.
+    dispatcher: how tokens travel (docs/expert_parallel.md): "host_counts", "fixed_capacity", "device_counts",
+        "peer_memory", None for the faster of the first and the last that all ranks support, by a vote, or a function
+        of (mesh, experts of all ranks, top_k), called for each layer, that returns a `dispatch.Dispatcher`.
+    capacity, tokens: of all dispatchers but the first: buffer sizes as a multiple of even routing's, and the most
+        tokens of a rank, by default as many as in the first forward.
     sums: the dtype in which partial sums of tokens, and of their gradients, travel and are added: torch.float32 rounds
         once in all, None once per rank.
     average: whether gradients of experts, which are sums over the tokens of all ranks, are divided by the number of
@@ -62,7 +62,7 @@ class ExpertParallel(ParallelStyle):
     def __init__(
         self,
         *,
-        way: Way | None = None,
+        dispatcher: DispatcherChoice | None = None,
         sums: torch.dtype | None = None,
         average: bool = True,
         capacity: float = 1.5,
@@ -71,10 +71,10 @@ class ExpertParallel(ParallelStyle):
         super().__init__()
         if sums is not None and not (isinstance(sums, torch.dtype) and sums.is_floating_point):
             raise FuseOpsError(f"ExpertParallel: sums is {sums!r}, expected a float dtype or None.")
-        check_way(way)
+        check_choice(dispatcher)
         check_flags("ExpertParallel", average=average)
         check_limits(capacity, tokens)
-        self.way, self.sums, self.average = way, sums, average
+        self.dispatcher, self.sums, self.average = dispatcher, sums, average
         self.limits: dict[str, Any] = {"capacity": capacity, "tokens": tokens}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -113,8 +113,8 @@ class ExpertParallel(ParallelStyle):
             if isinstance(child, ops.GroupedLinear) and child not in sharded:
                 _check_unsharded(child)
         top_k: Any = children[combine[0]].top_k
-        exchange = choose(self.way, mesh, dispatch.num_experts, top_k, **self.limits)
-        exchange.sums = self.sums
+        dispatcher = choose(self.dispatcher, mesh, dispatch.num_experts, top_k, **self.limits)
+        dispatcher.sums = self.sums
         arrive = ExpertArrive() if "shared" in children else None
         if arrive is not None:
             children = _move_shared(children, arrive)
@@ -127,10 +127,10 @@ class ExpertParallel(ParallelStyle):
             elif isinstance(child, ops.Combine):
                 child.sums = self.sums
             elif name == "dispatch":
-                child = ExpertDispatch(exchange, dispatch.capacity_factor, arrive)
+                child = ExpertDispatch(dispatcher, dispatch.capacity_factor, arrive)
             layer.add_module(name, child)
             if name == combine[0]:
-                layer.add_module("collect", ExpertCollect(exchange))
+                layer.add_module("collect", ExpertCollect(dispatcher))
 
     def _shard_op(self, op: ops.GroupedLinear, mesh: DeviceMesh, sharded: Sharded) -> None:
         if op in sharded:
@@ -186,7 +186,7 @@ def _dispatch_of(layer: Composed) -> Any:
 def expert_meshes(model: nn.Module) -> set[DeviceMesh]:
     """The meshes over which experts of a model are sharded."""
     partials = (vars(m).get(SHARD_EXPERTS) for m in model.modules())
-    own = {m.exchange.mesh for m in model.modules() if isinstance(m, ExpertDispatch)}
+    own = {m.dispatcher.mesh for m in model.modules() if isinstance(m, ExpertDispatch)}
     return own | {spread.keywords["mesh"] for spread in partials if spread is not None}
 
 

@@ -11,14 +11,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops.paths import path_of
 from fuseops.ops.stored import STORED, StoredWeight
 from fuseops.recipes import Layout, Recipe, weight_operand
 from fuseops.recipes.carrier import placeholder
 from fuseops.recipes.scaling import SQUARE
+from fuseops.torch_private import pytree
 
 BLOCK = 128
 
@@ -41,7 +42,7 @@ class GatheredAsCodes(torch.Tensor):
 
     _weight: GatheredWeight
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch_private.no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -49,7 +50,7 @@ class GatheredAsCodes(torch.Tensor):
     ) -> Any:
         """Run an op of tensors; the results (shards and views that FSDP2 and DTensor make) get the hooks too."""
         source = next((t for t in pytree.tree_leaves(args) if isinstance(t, cls)), None)
-        with torch._C._DisableTorchDispatch():
+        with torch_private.without_subclasses():
             out = func(*args, **(kwargs or {}))
         if source is None or func._schema.is_mutable:
             return out
@@ -59,7 +60,7 @@ class GatheredAsCodes(torch.Tensor):
     @classmethod
     def of(cls, t: Tensor, weight: GatheredWeight) -> GatheredAsCodes:
         """A tensor over the same memory, with the hooks."""
-        found: GatheredAsCodes = torch.Tensor._make_subclass(cls, t, t.requires_grad)
+        found: GatheredAsCodes = torch_private.as_subclass(cls, t, t.requires_grad)
         found._weight = weight
         return found
 
@@ -82,8 +83,8 @@ class GatheredAsCodes(torch.Tensor):
             raise FuseOpsError(
                 f"quantized_gather: {outer_size[0]} groups over {world} ranks: the ranks must divide them."
             )
-        with torch._C._DisableTorchDispatch():
-            values = Tensor._make_subclass(Tensor, self).to(mp_policy.param_dtype or self.dtype)
+        with torch_private.without_subclasses():
+            values = torch_private.as_subclass(Tensor, self).to(mp_policy.param_dtype or self.dtype)
         q = weight_operand(values, self._weight.scaling, row=True, col=False)
         data, scale, _ = cast("Layout", q.row)
         return (data.view(torch.uint8), scale), None
@@ -97,7 +98,7 @@ class GatheredAsCodes(torch.Tensor):
         if out is not None:
             return None
         carrier = placeholder(data.shape, param_dtype, data.device)
-        return Tensor._make_subclass(_Strided, carrier), (data, scale)
+        return torch_private.as_subclass(_Strided, carrier), (data, scale)
 
 
 class _Strided(torch.Tensor):
@@ -105,9 +106,9 @@ class _Strided(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.without_torch_function():
             if func is torch.as_strided:
-                return Tensor._make_subclass(Tensor, args[0])
+                return torch_private.as_subclass(Tensor, args[0])
             return func(*args, **(kwargs or {}))
 
 

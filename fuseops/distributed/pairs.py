@@ -16,6 +16,7 @@ import torch
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.ops.op import Op
 
 FORWARD, BACKWARD = "forward", "backward"
 OTHER = {FORWARD: BACKWARD, BACKWARD: FORWARD}
@@ -105,7 +106,7 @@ def overlap_pairs(schedule: Any) -> None:
     Both run on the caller's stream. Before experts of one side wait for tokens or sums that `host_counts` or
     `fixed_capacity` sends, the kernels of the other side are launched, up to the point where it would wait: attention
     of one overlaps the dispatch of the other, experts the return. Results are equal to those without, bit for bit.
-    Raises FuseOpsError for a schedule without such pairs, stages without expert-parallel layers whose exchange
+    Raises FuseOpsError for a schedule without such pairs, stages without expert-parallel layers whose dispatcher
     overlaps compute, a stage under DistributedDataParallel, and a torch with another pipeline runtime.
     """
     name = type(schedule).__name__
@@ -121,14 +122,14 @@ def overlap_pairs(schedule: Any) -> None:
             f"overlap_pairs({name}): a stage is under DistributedDataParallel, which knows one forward a process at a "
             "time. Shard it by fully_shard."
         )
-    exchanges = [op.exchange for m in modules for op in m.modules() if hasattr(op, "exchange")]
-    if not any(exchange.overlaps_compute for exchange in exchanges):
-        have = (
-            ", ".join(sorted({exchange.name for exchange in exchanges})) or "no experts over ranks"
-        )
+    ops: list[Any] = [op for m in modules for op in m.modules() if isinstance(op, Op)]
+    dispatchers = [op.dispatcher for op in ops if hasattr(op, "dispatcher")]
+    if not any(dispatcher.overlaps_compute for dispatcher in dispatchers):
+        names = sorted({dispatcher.name for dispatcher in dispatchers})
+        have = ", ".join(names) or "no experts over ranks"
         raise FuseOpsError(
             f"overlap_pairs({name}): its stages have {have}, and nothing that travels beside other kernels: "
-            "ExpertParallel(way='host_counts') or 'fixed_capacity'."
+            "ExpertParallel(dispatcher='host_counts') or 'fixed_capacity'."
         )
 
     def in_turns(action: Any, context: Any) -> None:

@@ -44,6 +44,7 @@ def plan_from(call: SequentialCall, saved: Sequence[tuple[Any, SavedTensor]]) ->
         notes=(*dict.fromkeys(every("notes")), *dict.fromkeys(call.gemms), *_call_notes(call)),
         temporaries=max((part.temporaries for part in parts), default=0),
         nested=tuple(plan_from(inner, saved) for inner in call.nested),
+        kind=type(call.module).__name__,
     )
 
 
@@ -73,7 +74,8 @@ def _module_span(name: str, module: nn.Module, at: int, outer: Composed) -> Span
 def _run_plan(
     run: Run, plan: RunPlan, x: SeenTensor | None, path: str, saved_names: set[str]
 ) -> FusionPlan:
-    op_notes = (f"{n}: {op.note}" for n, op in zip(run.names, run.ops, strict=True) if op.note)
+    remarks = ((name, op.across_ranks.note) for name, op in zip(run.names, run.ops, strict=True))
+    op_notes = (f"{name}: {note}" for name, note in remarks if note)
     return FusionPlan(
         path,
         forward=tuple(_with_types(s, run) for s in plan.forward),

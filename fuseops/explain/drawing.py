@@ -45,7 +45,7 @@ def svg(plan: Planned) -> str:
     ]
     for miss, row in zip(plan.not_fused, miss_rows, strict=True):
         parts += _miss(miss, boxes, miss_y + row * (MISS + 6))
-    title = escape(f"{plan.path or 'Sequential'}: ops and spans")
+    title = escape(f"{plan.path or plan.kind}: ops and spans")
     min_width = MIN_SCALE * width  # a wide drawing shrinks to this, and then scrolls
     return (
         f'<svg role="img" aria-label="{title}" width="{width:.0f}" height="{height:.0f}" '

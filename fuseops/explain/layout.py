@@ -25,8 +25,8 @@ class Group(NamedTuple):
     def title(self) -> str:
         first, last, n = self.paths[0], self.paths[-1], len(self.paths)
         if n == 1:
-            return first or "Sequential"
-        where = f"{first} .. {last}" if first != last else first or "Sequential"
+            return first or self.plan.kind
+        where = f"{first} .. {last}" if first != last else first or self.plan.kind
         return f"{where} ({n} times)"
 
 

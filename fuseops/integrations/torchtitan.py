@@ -31,7 +31,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.layers import Sequential
 
 log = logging.getLogger("fuseops.fusion")
-STOCK = "torchtitan"  # a `way`: tokens travel by the config's own dispatcher
+STOCK = "torchtitan"  # a `dispatcher`: the one of torchtitan's config
 _CACHE = "_fuseops"  # key in a module's `__dict__`: its Sequential, no child, and the shapes that it was built for
 
 
@@ -167,25 +167,25 @@ if RoutedExperts is not None:
 
     @dataclass(kw_only=True, slots=True)
     class RoutedExpertsConfig(RoutedExperts.Config):  # type: ignore[misc]
-        """The config of `FusedRoutedExperts`: that of RoutedExperts, `way` and `capacity`."""
+        """The config of `FusedRoutedExperts`: that of RoutedExperts, `dispatcher` and `capacity`."""
 
-        way: str | None = None
+        dispatcher: str | None = None
         capacity: float = 1.5
 
     class FusedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         """torchtitan's RoutedExperts, run by fuseops with its dispatch.   x (T, D), scores, ids (T, K) -> (T, D)
 
-        way: as of `fuseops.distributed.ExpertParallel`, over the "ep" axis of torchtitan's sparse mesh; it replaces the
-            local and the all-to-all dispatcher. With "torchtitan", and with any other dispatcher, tokens travel by
-            torchtitan's dispatcher and fuseops runs the experts only.
-        capacity: as of `ExpertParallel`, for the ways that have a capacity.
+        dispatcher: as of `fuseops.distributed.ExpertParallel`, over the "ep" axis of torchtitan's sparse mesh; it
+            replaces torchtitan's local and all-to-all dispatchers. With "torchtitan", and with any other dispatcher in
+            the config, tokens travel by torchtitan's and fuseops runs the experts only.
+        capacity: as of `ExpertParallel`, for the dispatchers that have a capacity.
         """
 
         Config = RoutedExpertsConfig
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            self.way, self.capacity = config.way, config.capacity
+            self.dispatcher, self.capacity = config.dispatcher, config.capacity
 
         def forward(self, x: Tensor, scores: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
             reason = next(
@@ -208,7 +208,7 @@ if RoutedExperts is not None:
                 "LocalTokenDispatcher",
                 "AllToAllTokenDispatcher",
             )
-            if self.way != STOCK and replaceable:
+            if self.dispatcher != STOCK and replaceable:
                 side = {"experts": ids.to(torch.int32), "weights": scores}
                 layer = _experts(self, weights, stock)
                 return functional_call(layer, weights, (x.bfloat16(),), side).type_as(x)
@@ -217,10 +217,10 @@ if RoutedExperts is not None:
             y = functional_call(_mlp(self, weights), weights, (rows.bfloat16(),), side)
             return stock.combine(y.type_as(rows), metadata, x)
 
-    def _experts(module: Any, weights: dict[str, Tensor], dispatcher: Any) -> Sequential:
+    def _experts(module: Any, weights: dict[str, Tensor], stock: Any) -> Sequential:
         """The Sequential that dispatches tokens and runs the experts; cached while the shapes stay."""
         fc1, fc2 = weights["fc1.weight"], weights["fc2.weight"]
-        count, top_k = dispatcher.num_experts, dispatcher.top_k
+        count, top_k = stock.num_experts, stock.top_k
         shapes = fc1.shape, fc2.shape, top_k
         cached = module.__dict__.get(_CACHE)
         if cached is None or cached[0] != shapes:
@@ -249,16 +249,16 @@ if RoutedExperts is not None:
             raise FuseOpsError(
                 f"RoutedExperts has {local} of {count} experts on this rank, and torchtitan's sparse mesh "
                 f"{'is not there' if mesh is None else f'has {mesh.size()} ranks of experts'}: shard w13 and w2 by "
-                "experts alone, or take the override with way='torchtitan'."
+                "experts alone, or take the override with dispatcher='torchtitan'."
             )
         limits = {"capacity": module.capacity, "tokens": 0}
-        exchange = choose(module.way, mesh, count, top_k, **limits)
-        return ExpertDispatch(exchange), {"collect": ExpertCollect(exchange)}
+        dispatcher = choose(module.dispatcher, mesh, count, top_k, **limits)
+        return ExpertDispatch(dispatcher), {"collect": ExpertCollect(dispatcher)}
 
     @_override("routed_experts", RoutedExperts.Config, "Experts and token dispatch by fuseops.")
-    def routed_experts(cfg: Any, *, way: str | None = None, capacity: float = 1.5) -> Any:
-        """Derive a `FusedRoutedExperts` config from one of RoutedExperts; way, capacity: as of `ExpertParallel`."""
-        return derive(cfg, FusedRoutedExperts.Config, way=way, capacity=capacity)
+    def routed_experts(cfg: Any, *, dispatcher: str | None = None, capacity: float = 1.5) -> Any:
+        """Derive a `FusedRoutedExperts` config from one of RoutedExperts, with its two options."""
+        return derive(cfg, FusedRoutedExperts.Config, dispatcher=dispatcher, capacity=capacity)
 
 
 if GroupedExperts is not None:

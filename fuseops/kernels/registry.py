@@ -10,8 +10,8 @@ A call runs the launcher where it can, and the twin, plain differentiable torch,
 dtypes that the kernels do not load, where autograd or `torch.func` has to differentiate the call (kernels have no
 derivative; the ops have), for tensor subclasses, and inside `reference_only()`. On a GPU, a twin that nobody asked for
 is told to the logger fuseops.kernels, once for each kernel and reason, and to `explain()`.
-Eager launches, and those of compiled code, bypass the dispatcher; dispatch and function modes, fake tensors and dynamo
-see the registered op.
+Eager launches, and those of compiled code, bypass torch's dispatcher; dispatch and function modes, fake tensors and
+dynamo see the registered op.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad, profiler
 
 from fuseops import torch_private
 from fuseops.attributes import attributes_set
@@ -149,7 +148,7 @@ class KernelOp(Generic[P, R]):
         self._takes_lists = re.search(r"Tensor\S*\[", schema.partition(" -> ")[0]) is not None
         lib = library(namespace)
         lib.define(self.name + schema)
-        lib.impl(self.name, self._dispatcher_impl, "CompositeExplicitAutograd")
+        lib.impl(self.name, self._torch_impl, "CompositeExplicitAutograd")
         returns_nothing = signature.return_annotation in (None, "None")
         shapes = (lambda *_: None) if returns_nothing else flattened(options.fake or options.twin)
         torch.library.register_fake(
@@ -164,7 +163,7 @@ class KernelOp(Generic[P, R]):
         ]
         self.announced = self.writes if options.announces else []
         self.launcher = self._with_version_bump(launcher) if self.announced else launcher
-        self._dispatcher = torch_private.replace_overload(self.op, self._python_impl())
+        self._torch_dispatcher = torch_private.replace_overload(self.op, self._python_impl())
         KERNEL_OPS[key] = self
         if self.flops is not None and "torch.utils.flop_counter" in sys.modules:
             register_flops()
@@ -222,7 +221,7 @@ class KernelOp(Generic[P, R]):
             return self.op(*args, **kwargs)
         if _on_launch is not None:
             _on_launch((self, args, kwargs))
-        if profiler._is_profiler_enabled:
+        if torch_private.is_profiling():
             with torch.profiler.record_function(self.label):
                 return self.launcher(*args, **kwargs)
         out = self.launcher(*args, **kwargs)
@@ -339,7 +338,7 @@ class KernelOp(Generic[P, R]):
     def _python_impl(self) -> Callable[..., Any]:
         """The registered op as Python, and so compiled code, calls it: it launches where nothing observes the call.
 
-        Otherwise it calls the dispatcher, which takes several times as long to reach `_dispatcher_impl`. The function
+        Otherwise it calls torch's dispatcher, which takes several times as long to reach `_torch_impl`. The function
         is generated with the launcher's parameters, so that Python orders the keyword arguments of a compiler.
         """
         namespace: dict[str, Any] = {
@@ -367,19 +366,19 @@ class KernelOp(Generic[P, R]):
         return generated
 
     def _launch_or_dispatch(self, *args: Any) -> Any:
-        """Launch a call without a replay where nothing observes it; call the dispatcher otherwise."""
+        """Launch a call without a replay where nothing observes it; call torch's dispatcher otherwise."""
         if not (
             type(args[0]) in PLAIN
             and may_replay()
             and _PLAIN_TYPES.issuperset(map(type, args))
             and self.launches(args, {})
         ):
-            return self._dispatcher(*args)
+            return self._torch_dispatcher(*args)
         out = self.launcher(*args)  # type: ignore[call-arg]
         active_replays.current.record(self, args)
         return _contiguous(out)
 
-    def _dispatcher_impl(self, *args: Any, **kwargs: Any) -> Any:
+    def _torch_impl(self, *args: Any, **kwargs: Any) -> Any:
         """The registered op's body. Its outputs are contiguous, as its fake says."""
         replayable = not kwargs and (args[0].is_cuda or INTERPRET) and may_replay()
         if replayable:
@@ -523,10 +522,10 @@ def may_replay() -> bool:
         torch.is_grad_enabled()
         or thread.reference_only
         or _on_launch is not None
-        or profiler._is_profiler_enabled
+        or torch_private.is_profiling()
         or torch_private.num_dispatch_modes()
         or torch_private.num_function_modes()
-        or forward_ad._current_level >= 0
+        or torch_private.forward_level() >= 0
     )
 
 

@@ -47,7 +47,7 @@ class MoE(Sequential):
     Every token goes to the `top_k` experts that the router gives it, fc2(act(fc1(x)) * prob) each, and gets the sum.
     The children are ops under the names `router`, `dispatch`, `permute`, `fc1`, `act`, `fc2`, `combine`: replace one by
     assigning to it. No token is dropped unless there is a capacity_factor, and no call waits for the device. Over ranks
-    most ways of tokens have room of a fixed size, and raise where it does not suffice; the one without waits once.
+    most dispatchers have room of a fixed size, and raise where it does not suffice; the one without waits once.
 
     ffn: F, hidden units of an expert.  num_experts: E.  top_k: K.
     activation: a name of `ACTIVATIONS`, or a scaled activation op.
@@ -55,13 +55,13 @@ class MoE(Sequential):
     shared_experts: how many experts every token goes through, as one dense MLP of shared_experts * ffn hidden units;
         or a module of your own, (T, dim) -> (T, dim). Their output is added.
     ep: a DeviceMesh of one dimension whose ranks share the experts: `distributed.ExpertParallel` with its defaults.
-    capacity_factor, dispatch, collect: see `ops.Dispatch`. The two ops of a dispatcher replace the local one; the
-        experts that are built here are then dispatch.num_experts.
+    capacity_factor, dispatch, collect: see `ops.Dispatch`. The two ops replace the local dispatch; the experts that
+        are built here are then dispatch.num_experts.
     aux: "return" publishes `router_loss` for `moe(x, returns=("router_loss",))`, and a training forward that does not
         ask for it raises SideInputError; "inject" gives it the gradient `loss_scale` in the backward instead, so that
         it crosses a Residual, plain blocks and pipeline stages.
-    score, normalize, scale, expert_bias, groups, top_groups, balance_loss, z_loss, replay: of the router, see
-        `ops.Router`; router_bias is its `bias`.
+    score, normalize, scale, expert_bias, groups, top_groups, balance_loss, z_loss, given_experts: of the router,
+        see `ops.Router`; router_bias is its `bias`.
     accumulate_into_main_grad, delay_wgrad: of fc1 and fc2, see `ops.GroupedLinear`.
     Raises FuseOpsError for an unknown activation or aux, or options that exclude each other.
     """
@@ -90,7 +90,7 @@ class MoE(Sequential):
         top_groups: int = 1,
         balance_loss: float | None = None,
         z_loss: float | None = None,
-        replay: bool = False,
+        given_experts: bool = False,
         accumulate_into_main_grad: bool = False,
         delay_wgrad: bool = False,
         device: torch.device | str | None = None,
@@ -108,7 +108,7 @@ class MoE(Sequential):
         route = ops.Router(
             dim, num_experts, top_k, score=score, normalize=normalize, scale=scale, bias=router_bias,
             expert_bias=expert_bias, groups=groups, top_groups=top_groups, balance_loss=balance_loss,
-            z_loss=z_loss, replay=replay, **where,
+            z_loss=z_loss, given_experts=given_experts, **where,
         )  # fmt: skip
         injects = aux == "inject" and "router_loss" in route.writes
         into = accumulate_into_main_grad
@@ -132,7 +132,7 @@ class MoE(Sequential):
             _apply_expert_parallel(self, ep)
 
     def state_dict(self, *args: Any, **keywords: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The state dict of the module. With a dispatcher that has a `mesh`, the 1-d DeviceMesh of its ranks, the
+        """The state dict of the module. With a dispatch op that has a `mesh`, the 1-d DeviceMesh of its ranks, the
         experts are DTensors, since a distributed checkpoint would take plain tensors for replicated ones.
         """
         found: dict[str, Any] = super().state_dict(*args, **keywords)
@@ -231,13 +231,13 @@ class MoE(Sequential):
             )
         op.set_scale(scale)
 
-    def replaying(self) -> MoE:
-        """This layer, with the same parameters, whose experts come from the caller: moe.replaying()(x, chosen=experts).
+    def with_given_experts(self) -> MoE:
+        """This layer, with the same parameters, whose experts come from the caller: given(x, chosen=experts).
 
         chosen (T, top_k) int32, say `experts` of another run. Weights and losses are of those experts.
         """
         children = dict(self.named_children())
-        children["router"] = self["router"].replaying()
+        children["router"] = self["router"].with_given_experts()
         return self._like(children.items())
 
 
@@ -288,7 +288,7 @@ def _expert_ops(
     bias: bool,
     options: dict[str, Any],
 ) -> dict[str, Op[Any]]:
-    """The ops of this rank's experts: all of them, or those of the dispatcher."""
+    """The ops of this rank's experts: all of them, or those of the dispatch op."""
     if not (dispatch is None or isinstance(dispatch, Op)):
         raise FuseOpsError(f"MoE: dispatch is {dispatch!r}, expected an op or None.")
     local_experts: int = num_experts if dispatch is None else dispatch.num_experts  # type: ignore[assignment]

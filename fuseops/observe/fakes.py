@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuseops import torch_private
 from fuseops.ops.stored import sync_masters
+from fuseops.torch_private import FakeTensorMode
 
 from .untouched import main_grad_of, restore_delayed_wgrads, restore_last_settings
 

@@ -8,18 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops.ops.op import Op
-from fuseops.torch_private import WeakStorage, plain_parts, storage_key
+from fuseops.torch_private import (
+    TorchDispatchMode,
+    WeakStorage,
+    plain_parts,
+    pytree,
+    storage_key,
+)
 
 
 def outside_bytes(model: nn.Module) -> int:
     """The bytes that ops of a model keep outside of torch's allocator, after a step or a dry run of one."""
     found: dict[Any, int] = {}
     for op in model.modules():
-        for key, nbytes in op.outside().items() if isinstance(op, Op) else ():
+        for key, nbytes in op.across_ranks.outside.items() if isinstance(op, Op) else ():
             found[key] = max(found.get(key, 0), nbytes)
     return sum(found.values())
 

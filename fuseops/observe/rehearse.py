@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from fuseops import torch_private
+from fuseops.torch_private import FakeTensorMode, pytree
 
 from .fakes import fake, faked
 from .memory import OpWatcher, StorageMeter, outside_bytes, tensors_in

@@ -1,4 +1,4 @@
-"""A stand-in for exchanges between ranks in dry runs, which send nothing: an op by which a watcher of the step sees
+"""A stand-in for transfers between ranks in dry runs, which send nothing: an op by which a watcher of the step sees
 where it waits for other ranks, and for how many bytes.
 """
 
@@ -19,7 +19,7 @@ def travel(sent: Tensor, rows: int, nbytes: int) -> Tensor:
     Raises FuseOpsError for tensors with values, which collectives send.
     """
     raise FuseOpsError(
-        f"fuseops::travel stands for an exchange in dry runs, of fake or meta tensors; got one on {sent.device}."
+        f"fuseops::travel stands for a transfer in dry runs, of fake or meta tensors; got one on {sent.device}."
     )
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.utils import _pytree as pytree
 
 from fuseops.errors import FuseOpsError
 from fuseops.observe.memory import tensors_in
 from fuseops.ops.paths import walk
-from fuseops.torch_private import plain_parts
+from fuseops.torch_private import plain_parts, pytree
 
 from .lanes.devices import KINDS, lanes_of
 from .lanes.protocol import Event

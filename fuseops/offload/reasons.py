@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fuseops.observe.labels import owners_of
 from fuseops.ops.names import SavedName
-from fuseops.torch_private import base_of, is_fake, is_functorch_wrapped
+from fuseops.torch_private import base_of, is_fake, is_functorch_wrapped, is_zerotensor
 
 from . import marks
 from .storages import StorageMap
@@ -31,7 +31,7 @@ def why_not_plain(t: Tensor) -> str | None:
         return "a nested tensor"
     if t.is_quantized:
         return "a torch quantized tensor"
-    if t._is_zerotensor():
+    if is_zerotensor(t):
         return "zeros without memory"
     if not (t.is_cpu or t.is_cuda):  # KINDS, without the device's name
         return f"no copies for device {t.device.type}"

@@ -10,7 +10,6 @@ from typing import Any, Self, cast, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from fuseops import torch_private
@@ -20,6 +19,7 @@ from fuseops.observe import modules
 from fuseops.observe.labels import matching_modules
 from fuseops.observe.memory import tensors_in
 from fuseops.ops.paths import check_module
+from fuseops.torch_private import pytree
 from fuseops.words import plural
 
 from .arguments import instance_of, parse_bytes, whole_number
@@ -223,7 +223,7 @@ class Scheduler:
             )
         if self._group is not None and self._hardware is None and torch.cuda.is_available():
             self._hardware = Hardware.measure(self._group)
-        args, kwargs = tree_map_only(Tensor, _detached, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, _detached, (args, kwargs))
         make_plan = partial(
             plan,
             self.model,

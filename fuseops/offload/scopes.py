@@ -24,7 +24,7 @@ from fuseops.ops import names
 from fuseops.ops import scopes as settings
 from fuseops.ops.names import SavedName
 from fuseops.run.config import set_root
-from fuseops.torch_private import NO_BACKWARD, is_functorch_wrapped, storage_key
+from fuseops.torch_private import NO_BACKWARD, is_functorch_wrapped, is_zerotensor, storage_key
 
 from . import marks, records
 from .arguments import whole_number
@@ -173,7 +173,7 @@ class Scope(NestedScope):
         """
         reason = None  # inline checks: most tensors are plain
         plain = type(t) in PLAIN and t.layout is torch.strided and (t.is_cuda or t.is_cpu)
-        special = t.is_quantized or t.is_nested or t._is_zerotensor()
+        special = t.is_quantized or t.is_nested or is_zerotensor(t)
         if not plain or special or is_functorch_wrapped(t):
             reason = why_not_plain(t)
         if reason is None and self._capture_reason and t.is_cuda and torch_private.is_capturing():

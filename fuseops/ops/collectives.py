@@ -21,7 +21,7 @@ from fuseops.errors import FuseOpsError, ShapeError
 
 from .checks import check_flags, check_integers
 from .local import Ranks, with_backward
-from .op import Grads, Op, Out, Shape
+from .op import AcrossRanks, Grads, Op, Out, Shape
 
 
 class CollectiveSaved(NamedTuple):
@@ -49,8 +49,9 @@ class Collective(Op[CollectiveSaved]):
         return self._ranks.group
 
     @property
-    def together(self) -> Any:
-        return self.group.get_group() if hasattr(self.group, "get_group") else self.group
+    def across_ranks(self) -> AcrossRanks:  # type: ignore[override]
+        group = self.group
+        return AcrossRanks(group.get_group() if hasattr(group, "get_group") else group)
 
     @property
     def alias(self) -> bool:

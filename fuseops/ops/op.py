@@ -61,6 +61,24 @@ class Grads(NamedTuple):
     side: Mapping[str, Tensor | None] | None = None
 
 
+class AcrossRanks(NamedTuple):
+    """An `AcrossRanks` says what an op does with other ranks.
+
+    group    the process group whose ranks run it together: if one recomputes it, all do
+    sends    rows travel, and how many arrive is for all ranks to say. The call has the formats of the next op that
+             multiplies and reads what this one publishes, and no such op stays in high precision for its rows. Under
+             torch.compile this op runs outside of a node, as differentiable torch
+    outside  device bytes that it keeps between steps outside of torch's allocator, by owner: ops that share them give
+             the same key
+    note     a remark for `explain()`
+    """
+
+    group: Any = None
+    sends: bool = False
+    outside: Mapping[Any, int] = {}
+    note: str = ""
+
+
 class NothingSaved(NamedTuple):
     """`NothingSaved` is the `Saved` of ops whose backward reads nothing."""
 
@@ -176,8 +194,6 @@ class Op(nn.Module, Generic[S]):
     stays_high   why its GEMMs are in high precision under every recipe, for `explain()`
     ignores_recipe   those GEMMs are of a kind that recipes are for, so that `fo.recipe(..., strict=True)` refuses them
     quantizes    it has no GEMMs, but its call has the formats of the recipe
-    sends        it has no GEMMs; its call has the formats of the next op that does and reads what it publishes, and no
-                 such op stays in high precision for its rows: other ranks may have other numbers of them
     takes_quantized   its fwd accepts a `Quantized` x, where it multiplies in the formats of a recipe, or has no GEMMs;
                  other ops get the dequantized tensor. A subclass with its own fwd must declare it again
     held         tensors by keyword that a backward reads as its forward did, also where a checkpoint runs the op again
@@ -185,9 +201,7 @@ class Op(nn.Module, Generic[S]):
     floats       x must be of a real float dtype
     delays       parameters whose gradients wait for `backward_dw()`
     accumulate_into_main_grad   parameter gradients are added to `parameter.main_grad`, and `.grad` stays None
-    apart_when_compiled   under torch.compile it runs outside of a node, as differentiable torch
-    note         a remark for `explain()`
-    together     the process group whose ranks run it together: if one recomputes it, all do
+    across_ranks  what it does with other ranks, an `AcrossRanks`
     """
 
     reads: tuple[str, ...] = ()
@@ -203,19 +217,17 @@ class Op(nn.Module, Generic[S]):
     stays_high: ClassVar[str] = ""
     ignores_recipe: ClassVar[bool] = False
     quantizes: ClassVar[bool] = False
-    sends: ClassVar[bool] = False
     takes_quantized: ClassVar[bool] = False
     held: ClassVar[tuple[str, ...]] = ()
     live_call: ClassVar[bool] = False
     floats: ClassVar[bool] = False
-    apart_when_compiled: ClassVar[bool] = False
     delays: tuple[str, ...] = ()
     accumulate_into_main_grad: bool = False
-    note: str = ""
-    together: Any = None
+    across_ranks: AcrossRanks = AcrossRanks()
 
     _runner: Any = None  # of an op that is called alone
     _settings: int = 0  # token of the settings of fuseops.configure
+    _settings_layer: Any = None  # which keeps the token valid
     # set by a style of parallelism: `Local` by name; ops that always run before and after this one; its `InputLayout`
     _local: Mapping[str, Local] = {}
     _around: tuple[tuple["Op[Any]", ...], tuple["Op[Any]", ...]] = ((), ())
@@ -278,12 +290,6 @@ class Op(nn.Module, Generic[S]):
     ) -> tuple[Shape, Mapping[str, Shape]]:
         """The shapes of y and, where known, of its side tensors, for those of x and of known side inputs."""
         return self.out_shape(shape), {}
-
-    def outside(self) -> Mapping[Any, int]:
-        """Device bytes that it keeps between steps outside of torch's allocator, by owner: ops that share them return
-        the same key.
-        """
-        return {}
 
     @property
     def alias(self) -> bool:
@@ -496,7 +502,7 @@ def check_saves_for(name: str, saver: Any, needs: Collection[str] | None) -> Non
 
 
 NON_CONFIG_ATTRS = frozenset(nn.Module().__dict__) | {
-    *("_runner", "_settings"),
+    *("_runner", "_settings", scopes.LAYER),
     *("_local", "_around", "_layout"),  # set by a style of parallelism
 }
 """Attributes of an op that are not settings of its computation."""

@@ -23,11 +23,11 @@ from .op import Call, Grads, Op, Out, S, Shape, numel
 from .splits import check_splits
 
 ON_DX = "on_dx"
-"""Key of `call.scratch` for a dispatcher's `OnDx`."""
+"""Key of `call.scratch` for the `OnDx` of a dispatch op."""
 
 
 class OnDx(NamedTuple):
-    """An `OnDx` is the callback by which a dispatcher sends dx and dprobs back before weight gradients are computed.
+    """An `OnDx` is the callback by which a dispatch op sends dx and dprobs back before weight gradients are computed.
 
     send: called (scratch, dx, dprobs, sums). sums: dx in the `sums` of Combine.
     overlaps: whether the transfer overlaps with weight gradients, so that as many as possible are to follow it.
@@ -38,21 +38,21 @@ class OnDx(NamedTuple):
 
 
 DISPATCHED = "sent"
-"""Key of `call.scratch` for a dispatcher's `DispatchRecord`, which the op that saves the received tokens pops."""
+"""Key of `call.scratch` for the `DispatchRecord` of a dispatch op. The op that saves the received tokens pops it."""
 
 
 class DispatchRecord(NamedTuple):
     """A `DispatchRecord` holds what a second dispatch in the backward needs, instead of saving the received tokens."""
 
-    received: Any  # the output of the dispatcher: a Tensor or a Quantized
+    received: Any  # the output of the dispatch op: a Tensor or a Quantized
     tokens: Tensor  # its input
     slots: Tensor
     arrivals: Tensor
 
 
 REDISPATCH = "again"
-"""Key of `call.scratch` for a dispatcher's `Redispatch`: (tokens, slots, arrivals, count, roles) -> a function that
-waits for the `count` received tokens and returns them. Every rank of the group calls it."""
+"""Key of `call.scratch` for the `Redispatch` of a dispatch op: (tokens, slots, arrivals, count, roles) -> a function
+that waits for the `count` received tokens and returns them. Every rank of the group calls it."""
 
 Redispatch = Callable[..., Callable[[], Any]]
 
@@ -72,7 +72,7 @@ class CombineSaved(NamedTuple):
 class Dispatch(Op[RowsSaved]):
     """y = x: every expert is on this rank. Publishes the rows of the experts, the fields of a `Routing`.
 
-    A dispatcher for expert parallelism replaces it: an op that reads `experts` (T, K) int32 and `weights` (T, K), sends
+    A dispatch op for expert parallelism replaces it, which reads `experts` (T, K) int32 and `weights` (T, K), sends
     tokens to the ranks of their experts, returns the received tokens, and publishes `offs`, `probs`, `index` and `pos`
     over them and over its own `num_experts`; and a second op after Combine that sends the sums back.
     `MoE(dispatch=..., collect=...)` takes the two.

@@ -91,7 +91,7 @@ class Router(Op[RouterSaved]):
         `top_groups` best, by the sum of the two best scores (plus expert_bias) in each (the same, section 2.1.2).
     balance_loss, z_loss: coefficients of the losses of the Switch Transformer (arXiv 2101.03961, eq. 4) and of ST-MoE
         (arXiv 2202.08906, eq. 5), over the tokens of one call; None leaves a loss out.
-    replay: the experts are not chosen but read from the side input `chosen` (T, K) int32, say those of another run.
+    given_experts: the experts are not chosen but read from the side input `chosen` (T, K) int32, as of another run.
     Raises FuseOpsError for options that do not fit together, ShapeError for another x or `chosen`.
     Ties go to the lower expert. weight (E, D) is initialised as torch.nn.Linear is.
     """
@@ -125,19 +125,19 @@ class Router(Op[RouterSaved]):
         top_groups: int = 1,
         balance_loss: float | None = None,
         z_loss: float | None = None,
-        replay: bool = False,
+        given_experts: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_numbers("Router", scale=scale)
-        check_flags("Router", bias=bias, expert_bias=expert_bias, replay=replay)
+        check_flags("Router", bias=bias, expert_bias=expert_bias, given_experts=given_experts)
         self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
         self.score, self.normalize, self.scale = score, normalize, float(scale)
         self.groups, self.top_groups = groups, top_groups
         self.balance_loss, self.z_loss = balance_loss, z_loss
         self._check()
-        self.reads = ("chosen",) if replay else ()
+        self.reads = ("chosen",) if given_experts else ()
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
         own = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", own)
@@ -197,7 +197,7 @@ class Router(Op[RouterSaved]):
         said += changed_options(self, balance_loss=None, z_loss=None)
         said += ["bias=True"] * (self.bias is not None)
         said += ["expert_bias=True"] * (self.expert_bias is not None)
-        return ", ".join(said + ["replay=True"] * bool(self.reads))
+        return ", ".join(said + ["given_experts=True"] * bool(self.reads))
 
     def out_shape(self, shape: Shape) -> Shape:
         check_width(self, shape, self.dim)
@@ -217,7 +217,7 @@ class Router(Op[RouterSaved]):
             self.expert_bias = before.to(after.device)
         return self
 
-    def replaying(self) -> "Router":
+    def with_given_experts(self) -> "Router":
         """This router, with the same parameters, that reads the experts from the side input `chosen`."""
         new = copy.copy(self)
         new._parameters, new._buffers = dict(self._parameters), dict(self._buffers)
@@ -278,7 +278,7 @@ class Router(Op[RouterSaved]):
             found = K.router_fwd(logits, self.top_k, *form.weights, expert_bias, *groups)
             weights, experts, picked = found
         else:
-            experts = self._replayed_experts(x, chosen)
+            experts = self._given_experts(x, chosen)
             at, scores = experts.long(), scores_of(logits, self.score)
             weights = weights_of(scores, at, self.normalize, self.scale)
             picked = logits.gather(-1, at)
@@ -304,7 +304,7 @@ class Router(Op[RouterSaved]):
             *(self.balance_loss or 0.0, self.z_loss or 0.0),
         )
 
-    def _replayed_experts(self, x: Tensor, chosen: Tensor) -> Tensor:
+    def _given_experts(self, x: Tensor, chosen: Tensor) -> Tensor:
         if chosen.shape != (x.shape[0], self.top_k):
             raise ShapeError(
                 f"Router expects chosen of shape {(x.shape[0], self.top_k)}, the experts of each token, got "

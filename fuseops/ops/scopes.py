@@ -51,7 +51,7 @@ Override = tuple[tuple[str, Any], ...]
 class SettingsLayer:
     """A `SettingsLayer` is an override on top of its parent layer, and the token of that stack.
 
-    An entered scope, or a plan that was made under it, keeps it alive.
+    An entered scope, the process, modules with these settings, and plans that were made under it keep it alive.
     """
 
     __slots__ = ("__weakref__", "override", "parent", "token")
@@ -60,11 +60,12 @@ class SettingsLayer:
         self.parent, self.override, self.token = parent, override, token
 
 
+LAYER = "_settings_layer"  # attribute of modules: the layer of their `_settings`
+
 _lock = threading.Lock()
 _numbers = itertools.count(1)  # token 0 is "no override"
 _interned: WeakValueDictionary[tuple[int, Override], SettingsLayer] = WeakValueDictionary()
 _by_token: WeakValueDictionary[int, SettingsLayer] = WeakValueDictionary()
-_permanent: dict[int, SettingsLayer] = {}  # those of the process and of models
 
 
 def layer_over(parent: SettingsLayer | None, override: Override) -> SettingsLayer:
@@ -78,11 +79,9 @@ def layer_over(parent: SettingsLayer | None, override: Override) -> SettingsLaye
         return layer
 
 
-def intern(parent: int, override: Override) -> int:
-    """The token of `override` on top of the token `parent`, which never expires; equal stacks have one token."""
-    layer = layer_over(_by_token.get(parent), override)
-    _permanent[layer.token] = layer
-    return layer.token
+def settled(layer: SettingsLayer | None) -> dict[str, Any]:
+    """The attributes of a module with settings: the token, which compiled code guards on, and what keeps it valid."""
+    return {"_settings": 0 if layer is None else layer.token, LAYER: layer}
 
 
 def layers_of(tokens: Iterable[int]) -> tuple[SettingsLayer | None, ...]:
@@ -132,7 +131,8 @@ def portable(state: dict[str, Any]) -> dict[str, Any]:
 
     A rule is pickled by the import path of its functions, or pickling raises.
     """
-    state = {name: value for name, value in state.items() if name not in OF_THIS_PROCESS}
+    left_out = OF_THIS_PROCESS | {LAYER}
+    state = {name: value for name, value in state.items() if name not in left_out}
     if "_settings" in state:
         state["_settings"] = tuple(overrides(state["_settings"]))
     return state
@@ -141,10 +141,10 @@ def portable(state: dict[str, Any]) -> dict[str, Any]:
 def restored(state: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `portable`."""
     if "_settings" in state:
-        token = 0
+        layer = None
         for override in state["_settings"]:
-            token = intern(token, override)
-        state = {**state, "_settings": token}
+            layer = layer_over(layer, override)
+        state = {**state, **settled(layer)}
     return state
 
 
@@ -153,6 +153,10 @@ class _Process:
 
     def __init__(self) -> None:
         self.token: int = 0
+        self.layer: SettingsLayer | None = None
+
+    def settle(self, layer: SettingsLayer) -> None:
+        self.layer, self.token = layer, layer.token
 
 
 class ThreadScopes:

@@ -238,7 +238,7 @@ class StoredWeight:
         master = cast("nn.Parameter", self.master)
         self.agree()
         if master.requires_grad:
-            for change in [*(master._backward_hooks or {}).values()]:
+            for change in torch_private.gradient_hooks(master):
                 changed = change(grad)
                 grad = grad if changed is None else changed
         return grad

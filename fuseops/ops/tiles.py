@@ -26,7 +26,7 @@ class TileTables(dict[Any, tuple[Tensor, Tensor]]):
 
 
 def tiles_of(call: Call, offs: Tensor, rows: int) -> Tensor | None:
-    """`K.group_tiles(offs, rows)`, for `tiles=` of the grouped GEMMs; None where the reference runs, which reads none.
+    """`K.group_tiles(offs, rows)`, for `tiles=` of the grouped GEMMs; None where the twin runs, which reads none.
 
     offs (E,) int32, rows: of x, padding included. For ops with `live_call`, forward and backward: the table is cached
     in `call.scratch` by the memory of `offs`, so a copy of `offs` (recomputed, reloaded) needs one more. Traced code

@@ -374,7 +374,7 @@ class _Builder:
         return not reading or (roles is not None and roles.input is not None)
 
     def _roles(self, i: int) -> Roles | None:
-        if self.ops[i].sends:
+        if self.ops[i].across_ranks.sends:
             i = next(self.chain.receivers(i), i)
         return None if i in self.high else self.facts.roles[i]
 

@@ -1,7 +1,7 @@
 """The public records that describe a plan; nothing here runs."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +94,7 @@ class Planned:
     """A `Planned` describes one call of a Sequential: what runs, what did not fuse and why, and what is saved.
 
     path         of the Sequential in its model
+    kind         its class, the title where it is the whole model
     forward      Spans in order, each one op or one fused op; backward: the same for the backward
     misses       every rule that matched, or almost did, and did not fire
     saved        tensors that are kept for the backward, those of nested Sequentials included
@@ -117,6 +118,7 @@ class Planned:
     temporaries: int = 0
     rehearsed: bool = False
     nested: tuple["Planned", ...] = ()
+    kind: str = field(default="Sequential", compare=False)
 
     @property
     def saved_bytes(self) -> int:
@@ -156,10 +158,10 @@ class Planned:
     def diff(self, other: "Planned") -> str:
         """A line for each item that only one of the plans has; "" when they agree."""
         lines = []
-        for field in ("forward", "backward", "misses", "saved", "operands", "weights", "segments"):
-            mine, theirs = getattr(self, field), getattr(other, field)
-            lines += [f"- {field}: {item}" for item in mine if item not in theirs]
-            lines += [f"+ {field}: {item}" for item in theirs if item not in mine]
+        for name in ("forward", "backward", "misses", "saved", "operands", "weights", "segments"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            lines += [f"- {name}: {item}" for item in mine if item not in theirs]
+            lines += [f"+ {name}: {item}" for item in theirs if item not in mine]
         mine, theirs = {p.path: p for p in self.nested}, {p.path: p for p in other.nested}
         lines += [f"- nested: {path}" for path in mine if path not in theirs]
         lines += [f"+ nested: {path}" for path in theirs if path not in mine]

@@ -194,7 +194,7 @@ class Segment:
         self.quiet = known and (INTERPRET or self.device != "cpu")
         self.repeatable = (
             (known and self.device != "meta" and self.path is None)
-            and all(op.together is None for op in self.ops)
+            and all(op.across_ranks.group is None for op in self.ops)
             and not any(c.precision.roles for step in self.forward for c in step.calls)
         )
         self.inputs = len(self.reads) + len(self.params)

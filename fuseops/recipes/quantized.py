@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
+from fuseops.torch_private import pytree
 
 from .carrier import attach_carrier, carrier_of
 from .scaling import E4M3, Block, Scaling

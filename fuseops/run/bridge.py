@@ -183,9 +183,7 @@ def run_node(seg: Segment, state: NodeState, x: Any, inputs: Sequence[Any]) -> A
         raise _transform_error("torch.func", seg, state)
     if type(x) is Quantized:
         state.quantized, x = x.detach(), x.carrier
-    if torch_private.forward_ad._current_level >= 0 and any(
-        map(torch_private.has_tangent, (x, *inputs))
-    ):
+    if torch_private.forward_level() >= 0 and any(map(torch_private.has_tangent, (x, *inputs))):
         raise _transform_error("forward-mode AD", seg, state)
     if not names.thread.observers:
         y = _apply(seg, state, x, *inputs)

@@ -29,6 +29,7 @@ class Composed(nn.Sequential):
     planned_forward: Any  # the forward that splicing may replace
     _runner: Any = None
     _settings: int = 0  # token of the settings from fuseops.configure
+    _settings_layer: Any = None  # which keeps the token valid
 
     def __init__(self, *args: Any, **named: Any) -> None:
         if len(args) == 1 and isinstance(args[0], Mapping) and not named:
@@ -65,7 +66,7 @@ class Composed(nn.Sequential):
         for name, module in children:
             new.add_module(name, module)
         for key, value in self.__dict__.items():
-            if key in ("_settings", "training") or isinstance(value, (Tap, Add)):
+            if key in ("_settings", scopes.LAYER, "training") or isinstance(value, (Tap, Add)):
                 new.__dict__[key] = value
         return new
 

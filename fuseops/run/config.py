@@ -68,7 +68,7 @@ def configure(
         strict_recipe=strict_recipe,
     )  # fmt: skip
     if model is None:
-        scopes.process.token = _merged(scopes.process.token, override)
+        scopes.process.settle(_merged(scopes.process.token, override))
         return
     check_module("configure(model, ...)", model)
     if "recipe" in (given := dict(override)):
@@ -76,7 +76,7 @@ def configure(
     set_root(model)
     for _, module in walk(model):
         if isinstance(module, (Composed, Op)):
-            module.__dict__["_settings"] = _merged(module._settings, override)
+            module.__dict__.update(scopes.settled(_merged(module._settings, override)))
 
 
 def _recipe_by_name(model: nn.Module | None, recipe: Mapping[str, Recipe | None]) -> Recipe:
@@ -102,11 +102,11 @@ def _check_followed(model: nn.Module, recipe: Recipe | None) -> None:
     )
 
 
-def _merged(token: int, override: Override) -> int:
-    """The token of the overrides of a token, with those of the same names replaced by `override`."""
+def _merged(token: int, override: Override) -> scopes.SettingsLayer:
+    """The layer of the overrides of a token, with those of the same names replaced by `override`."""
     values = {name: value for entry in scopes.overrides(token) for name, value in entry}
     values |= dict(override)
-    return scopes.intern(0, tuple(sorted(values.items())))
+    return scopes.layer_over(None, tuple(sorted(values.items())))
 
 
 def set_root(model: nn.Module) -> None:
@@ -276,7 +276,7 @@ def from_environment() -> None:
             name.strip() for name in environ["FUSEOPS_DISABLE"].split(",") if name.strip()
         ]
     if values:
-        scopes.process.token = scopes.intern(0, _override(**values))
+        scopes.process.settle(scopes.layer_over(None, _override(**values)))
     level = environ.get("FUSEOPS_LOG", "").upper()
     if level:
         if level not in LEVELS:

@@ -2,8 +2,9 @@
 
 It applies on devices with FP8 GEMMs only; elsewhere, and under `fo.recipe(..., strict=True)`, all ops are quantized.
 The prediction uses shapes alone, with groups of even sizes: it does not wait for the device, and is the same for
-every split. Where ranks send each other rows (`Op.sends`) it does not count them: a rank's own say nothing about those
-that arrive, and all ranks must send in one format. Such ops stay in high precision only if FP8 pays for no number.
+every split. Where ranks send each other rows (`AcrossRanks.sends`) it does not count them: a rank's own say nothing
+about those that arrive, and all ranks must send in one format. Such ops stay in high precision only if FP8 pays for no
+number.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def gated_runs(chain: Chain, scanned: Scan, facts: Facts) -> tuple[GatedRun, ...
         if roles is not None and roles.kernels and (gemm := _gemm_of(op)) is not None
     }
     joint = list(_joint_linears(scanned, chain.ops))
-    sent = {k for i, op in enumerate(chain.ops) if op.sends for k in chain.receivers(i)}
+    sent = {
+        k for i, op in enumerate(chain.ops) if op.across_ranks.sends for k in chain.receivers(i)
+    }
     found: list[GatedRun] = []
     covered: set[int] = set()
     for i in gemms:

@@ -60,6 +60,6 @@ def _mode(op: Op[Any], call: CallFacts, settings: Settings, alone: bool) -> tupl
         )
     if op.pure and call.compiling:
         return "plain", "level-1 op under torch.compile"
-    if op.apart_when_compiled and call.compiling:
+    if call.compiling and op.across_ranks.sends:
         return "plain", "ops of its own under torch.compile"
     return ("plain", "alias") if op.alias else ("", "")

@@ -14,8 +14,8 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from torch.autograd import profiler
 
+from fuseops import torch_private
 from fuseops.plan.segment import Segment, Step
 
 NVTX = os.environ.get("FUSEOPS_NVTX", "0") == "1"
@@ -23,7 +23,7 @@ NVTX = os.environ.get("FUSEOPS_NVTX", "0") == "1"
 
 def ranged(label: str) -> AbstractContextManager[Any]:
     """A range of the running profiler, or of NVTX."""
-    if profiler._is_profiler_enabled:
+    if torch_private.is_profiling():
         return torch.profiler.record_function(label)
     return torch.cuda.nvtx.range(label)
 

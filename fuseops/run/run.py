@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 from torch.nn.utils import parametrize
 
 from fuseops import kernels
@@ -21,7 +20,7 @@ from fuseops.plan.key import Tokens
 from fuseops.plan.segment import Segment
 from fuseops.recipes import Quantized
 from fuseops.rules.rule import RunEnd
-from fuseops.torch_private import is_dtensor
+from fuseops.torch_private import is_dtensor, is_profiling
 
 from . import bridge, buffers, ranges, repeats
 from .bridge import NodeState
@@ -108,7 +107,7 @@ def run_segments(
     segments: Sequence[Segment], x: Any, env: dict[str, Any], path: str, context: CallContext
 ) -> Any:
     """Run segments in order, with autocast off where the plan accounts for it. Errors get a note that names the op."""
-    if profiler._is_profiler_enabled or ranges.NVTX:
+    if is_profiling() or ranges.NVTX:
         segments = ranges.in_ranges(segments, path)
     try:
         for seg in segments:  # the except reads it

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, Grads, Op, Out
 from fuseops.ops.routing import Routing
 from fuseops.plan.facts import kept_fields
+from fuseops.torch_private import pytree
 
 from .compare import UNITS, Difference, difference, largest
 from .trees import scrambled, tensors
@@ -116,7 +116,7 @@ def _to_float64(t: Tensor) -> Tensor:
 
 
 def _case(op: Op[Any], inputs: tuple[Any, ...], side: dict[str, Any]) -> OpCase:
-    (x, *rest), given = tree_map_only(Tensor, _to_float64, (inputs, dict(side)))
+    (x, *rest), given = pytree.tree_map_only(Tensor, _to_float64, (inputs, dict(side)))
     for routing in rest:
         if isinstance(routing, Routing):
             given |= {n: t for n, t in routing._asdict().items() if t is not None}

@@ -78,14 +78,17 @@ def bisect(
 def _disabled(model: nn.Module, which: Callable[[str], bool]) -> AbstractContextManager[None]:
     """Disable the rules whose names `which` accepts, in each module: a rule may belong to one of them only."""
 
-    def settings(module: Sequential | Op[Any]) -> int:
+    def settings(module: Sequential | Op[Any]) -> dict[str, Any]:
         token = module._settings
         known = scopes.resolve(*scopes.tokens(token)).rules
         names = frozenset(rule.name for rule in (*known, *BUILTIN_RULES) if which(rule.name))
-        return scopes.intern(token, (("disable", names),))
+        (layer,) = scopes.layers_of([token])
+        return scopes.settled(scopes.layer_over(layer, (("disable", names),)))
 
     able = (m for _, m in walk(model) if isinstance(m, Sequential | Op))
-    return attributes_set((module, "_settings", settings(module)) for module in able)
+    return attributes_set(
+        (module, name, value) for module in able for name, value in settings(module).items()
+    )
 
 
 Differences = list[Difference]

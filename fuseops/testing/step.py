@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from fuseops.attributes import attributes_set
 from fuseops.observe import modules
@@ -14,6 +13,7 @@ from fuseops.observe.untouched import main_grad_of, untouched
 from fuseops.ops import scopes
 from fuseops.ops.weights import drop_quantized_weights
 from fuseops.run.weight_grads import run_delayed
+from fuseops.torch_private import pytree
 
 from .trees import copy_leaf, tensors
 
@@ -115,7 +115,7 @@ def training_step(
 
     moved = perturbed(model, unit, generator) if perturb_seed else nullcontext()
     with moved, restored(model), record_fired(model) as fired:
-        args, kwargs = tree_map_only(Tensor, leaf, (inputs, side))
+        args, kwargs = pytree.tree_map_only(Tensor, leaf, (inputs, side))
         outputs = dict(tensors(model(*args, **kwargs), "output"))
         _backward(outputs)
         run_delayed(model)

@@ -20,13 +20,13 @@ from fuseops.distributed import ExpertParallel
 from fuseops.offload.planning.plan import plan_with_dropped
 from fuseops.offload.planning.together import regenerated_by_sending
 
-WAYS = ("host_counts", "fixed_capacity", "device_counts", "peer_memory")
+DISPATCHERS = ("host_counts", "fixed_capacity", "device_counts", "peer_memory")
 Scope = Callable[[], AbstractContextManager[Any]]
 
 
-def spread(way: str, sums: torch.dtype | None = None, **options: Any) -> Any:
+def spread(kind: str, sums: torch.dtype | None = None, **options: Any) -> Any:
     moe = layer(**options)
-    style = ExpertParallel(way=way, average=False, capacity=8.0, sums=sums)
+    style = ExpertParallel(dispatcher=kind, average=False, capacity=8.0, sums=sums)
     return parallelize_module(moe, mesh(), style)
 
 
@@ -62,8 +62,8 @@ def kept(moe: Any, x: Tensor) -> dict[str, fo.SavedTensor]:
 
 
 def law_what_is_sent_again_is_what_arrived() -> None:
-    """By every way: in float64, with shared experts between, float32 sums and capacity; where h is recomputed too; in a
-    backward that runs twice; and in bfloat16 under autocast and as codes of a recipe.
+    """By every dispatcher: in float64, with shared experts between, float32 sums and capacity; where h is recomputed
+    too; in a backward that runs twice; and in bfloat16 under autocast and as codes of a recipe.
     """
     x = mine()
 
@@ -77,20 +77,22 @@ def law_what_is_sent_again_is_what_arrived() -> None:
             for scope in self.scopes[::-1]:
                 scope.__exit__(*error)
 
-    for way in WAYS:
-        moe = spread(way)
+    for kind in DISPATCHERS:
+        moe = spread(kind)
         equal(moe, x)
         equal(moe, x, times=2)
         equal(moe, x, again=Both)
         equal(moe, x[:0] if dist.get_rank() else x)
-        equal(spread(way, shared_experts=1, bias=True), x)
-        equal(spread(way, capacity_factor=0.8), x)
-        equal(spread(way, dtype=torch.float32, sums=torch.float32), x.float())
+        equal(spread(kind, shared_experts=1, bias=True), x)
+        equal(spread(kind, capacity_factor=0.8), x)
+        equal(spread(kind, dtype=torch.float32, sums=torch.float32), x.float())
     wide = mine(160).bfloat16()
-    for way in WAYS:
+    for kind in DISPATCHERS:
         torch.manual_seed(0)
         moe = fo.MoE(160, 64, E, TOP, dtype=torch.bfloat16)
-        parallelize_module(moe, mesh(), ExpertParallel(way=way, average=False, capacity=8.0))
+        parallelize_module(
+            moe, mesh(), ExpertParallel(dispatcher=kind, average=False, capacity=8.0)
+        )
         with fo.recipe(fo.recipes.Float8BlockScaling()):
             equal(moe, wide)
         with fo.recipe(fo.recipes.Float8CurrentScaling()):
@@ -103,20 +105,20 @@ def law_what_is_sent_again_is_what_arrived() -> None:
 def law_what_arrived_is_not_saved_then() -> None:
     """Fewer bytes by all that arrived: what stands in for it is saved anyway, for the router."""
     x = mine()
-    for way in WAYS:
-        moe = spread(way)
+    for kind in DISPATCHERS:
+        moe = spread(kind)
         moe(x)  # sizes are agreed on
         before = kept(moe, x)
         with offload.dispatch_again():
             after = kept(moe, x)
             said = moe.explain(x.clone().requires_grad_())
         gone = before.keys() - after.keys()
-        assert gone == {"fc1.x"}, (way, gone, after.keys() - before.keys())
+        assert gone == {"fc1.x"}, (kind, gone, after.keys() - before.keys())
         extra = [s for n, s in after.items() if n not in before and s.shared_with is None]
         assert not extra, extra
-        if way != "host_counts":
-            arrived, _ = moe["dispatch"].exchange.expected_sizes(x)
-            assert before["fc1.x"].shape == (arrived, D), (way, before["fc1.x"])
+        if kind != "host_counts":
+            arrived, _ = moe["dispatch"].dispatcher.expected_sizes(x)
+            assert before["fc1.x"].shape == (arrived, D), (kind, before["fc1.x"])
         assert "again in the backward" in said, said
 
 
@@ -153,8 +155,8 @@ def law_a_plan_sends_again_where_ranks_agree() -> None:
     model = nn.Sequential(*(spread("host_counts", dtype=torch.float64) for _ in range(2)))
     want = results(model, x, nullcontext)
     seen = []
-    sent = type(model[0]["dispatch"].exchange).begin_resend
-    type(model[0]["dispatch"].exchange).begin_resend = lambda *a: seen.append(1) or sent(*a)  # type: ignore[func-returns-value]
+    sent = type(model[0]["dispatch"].dispatcher).begin_resend
+    type(model[0]["dispatch"].dispatcher).begin_resend = lambda *a: seen.append(1) or sent(*a)  # type: ignore[func-returns-value]
     try:
         plan: Any = {"1.fc1.x": "dispatch"}
         with offload.Scheduler(model, layers="*", plan=plan) as scheduler:
@@ -188,4 +190,4 @@ def law_a_plan_sends_again_where_ranks_agree() -> None:
         assert len(seen) == 2
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     finally:
-        type(model[0]["dispatch"].exchange).begin_resend = sent
+        type(model[0]["dispatch"].dispatcher).begin_resend = sent

@@ -1,4 +1,4 @@
-"""A way of one's own: a buffer with the interface of DeepEP's (normal mode) under an `Exchange`."""
+"""A dispatcher of one's own: a buffer with the interface of DeepEP's (normal mode) under a `Dispatcher`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from expert_laws import D, equal_to_one_process, tokens
 from torch import Tensor
 
 from fuseops.distributed import ExpertParallel
-from fuseops.distributed.dispatch import Exchange, ReceivedTokens
+from fuseops.distributed.dispatch import Dispatcher, ReceivedTokens
 
 Handle = tuple[Tensor, Tensor, Tensor]
 
@@ -87,7 +87,7 @@ class Buffer:
         return torch.cat([theirs[self.rank] for theirs in every])
 
 
-class Buffered(Exchange):
+class Buffered(Dispatcher):
     """Over a `Buffer`.  slots: which ranks a token goes to.  arrivals: the rest of the handle, end to end."""
 
     name = "a buffer of another library"
@@ -130,7 +130,7 @@ class Buffered(Exchange):
 
 
 def law_a_buffer_of_another_library_fits() -> None:
-    style = ExpertParallel(way=Buffered, average=False)
+    style = ExpertParallel(dispatcher=Buffered, average=False)
     for counts in (tokens(9, 4), tokens(0, 7)):
         moe = equal_to_one_process(counts, style=style, shared_experts=1)
         assert Buffered.name in str(moe.explain(torch.randn(3, D, dtype=torch.float64)))

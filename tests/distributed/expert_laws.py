@@ -30,7 +30,13 @@ from fuseops.distributed import (
     quantized_gather,
     tp_plan,
 )
-from fuseops.distributed.dispatch import FixedCapacity, device_counts, overflow, symmetric
+from fuseops.distributed.dispatch import (
+    ExpertDispatch,
+    FixedCapacity,
+    device_counts,
+    overflow,
+    symmetric,
+)
 from fuseops.distributed.dispatch.choose import choose
 from fuseops.integrations import hf
 from fuseops.observe.memory import outside_bytes
@@ -44,11 +50,11 @@ from fuseops.words import size
 D, F, E, TOP = 6, 5, 8, 3
 
 
-WAY: list[str | None] = [None]  # what the laws run by
+KIND: list[str | None] = [None]  # what the laws run by
 
 
 def parallel(**options: Any) -> ExpertParallel:
-    return ExpertParallel(way=WAY[0], **options)
+    return ExpertParallel(dispatcher=KIND[0], **options)
 
 
 BOUNDED = ("fixed_capacity", "device_counts", "peer_memory")
@@ -153,17 +159,17 @@ def law_every_option_equals_one_process() -> None:
 
 
 def law_what_layers_share_they_share_over_ranks() -> None:
-    """Ops, as a layer and its replay do, and parameters."""
+    """Ops, as a layer and the one with given experts do, and parameters."""
     moe, other = layer(), layer(seed=1)
     other.fc1.weight = moe.fc1.weight  # type: ignore[union-attr]
-    model = torch.nn.ModuleList([moe, moe.replaying(), other])
+    model = torch.nn.ModuleList([moe, moe.with_given_experts(), other])
     whole_ones = copy.deepcopy(model)
     parallelize_module(model, mesh(), parallel(average=False, capacity=8.0))
     x = batch(tokens(5, 4))[dist.get_rank()]
-    for first, replay, tied in (whole_ones, model):
+    for first, given, tied in (whole_ones, model):
         y, chosen = first(x, returns=("experts",))
-        close(replay(x, chosen=chosen), y, "y")
-        assert tied.fc1.weight is replay.fc1.weight is first.fc1.weight
+        close(given(x, chosen=chosen), y, "y")
+        assert tied.fc1.weight is given.fc1.weight is first.fc1.weight
     close(model[2](x), whole_ones[2](x), "y")
 
 
@@ -251,8 +257,8 @@ def law_tokens_are_waited_for_where_an_op_is_called_by_itself() -> None:
 
         def hooked(moe: fo.MoE, x: Tensor, name: str = name) -> Any:
             moe.get_submodule(name).register_forward_hook(lambda *_: None)
-            exchange: Any = moe["dispatch"].exchange
-            sent = exchange.dispatch
+            dispatcher: Any = moe["dispatch"].dispatcher
+            sent = dispatcher.dispatch
 
             def late(*args: Any) -> Any:
                 got = sent(*args).wait()
@@ -260,7 +266,7 @@ def law_tokens_are_waited_for_where_an_op_is_called_by_itself() -> None:
                 got.x.fill_(math.nan)
                 return got._replace(ready=lambda: got.x.copy_(arrived))
 
-            exchange.dispatch = late
+            dispatcher.dispatch = late
             return plainly(moe, x)
 
         equal_to_one_process(tokens(5, 4), run=hooked, shared_experts=1)
@@ -268,13 +274,13 @@ def law_tokens_are_waited_for_where_an_op_is_called_by_itself() -> None:
 
 def law_tokens_travel_beside_other_kernels() -> None:
     """While shared experts are computed, and on their way home while both weight gradients are, or fc1's alone where
-    memory is preferred: to the bit what the layer gives where each transfer is waited for at once, by every way; one
-    that runs in line makes fc2's weight gradient first, whatever is preferred.
+    memory is preferred: to the bit what the layer gives where each transfer is waited for at once, by every dispatcher;
+    one that runs in line makes fc2's weight gradient first, whatever is preferred.
     """
     x = batch(tokens(5, 4))[dist.get_rank()]
     weights = gemm_bwd.add_weight_grads
     both, one = ["leave", "leave", "weight", "weight"], ["weight", "leave", "leave", "weight"]
-    for way, prefer, home in (
+    for kind, prefer, home in (
         ("host_counts", "speed", both),
         ("host_counts", "memory", one),
         ("fixed_capacity", "speed", both),
@@ -285,12 +291,12 @@ def law_tokens_travel_beside_other_kernels() -> None:
         results: list[list[Tensor]] = []
         for waits in (False, True):
             moe: Any = layer(shared_experts=1)
-            parallelize_module(moe, mesh(), ExpertParallel(way=way, capacity=8.0))
+            parallelize_module(moe, mesh(), ExpertParallel(dispatcher=kind, capacity=8.0))
             fo.configure(moe, prefer=prefer)
             said: list[str] = []
-            exchange = moe["dispatch"].exchange
-            if exchange.overlaps_compute:
-                exchange._start = partial(travels, exchange._start, waits, said)
+            dispatcher = moe["dispatch"].dispatcher
+            if dispatcher.overlaps_compute:
+                dispatcher._start = partial(travels, dispatcher._start, waits, said)
             moe["shared"].register_forward_hook(lambda *_, said=said: said.append("shared"))
             gemm_bwd.add_weight_grads = lambda *a, said=said: said.append("weight") or weights(*a)  # type: ignore[func-returns-value]
             given = x.clone().requires_grad_()
@@ -299,20 +305,20 @@ def law_tokens_travel_beside_other_kernels() -> None:
                 y.square().sum().backward()
             finally:
                 gemm_bwd.add_weight_grads = weights
-            if not waits and exchange.overlaps_compute:
+            if not waits and dispatcher.overlaps_compute:
                 there = ["leave", "shared", "arrive"]
-                assert apart(said) == [*there, *home, "arrive", "arrive"], (way, said)
+                assert apart(said) == [*there, *home, "arrive", "arrive"], (kind, said)
             elif not waits:
-                assert said == ["shared", *home], (way, said)
+                assert said == ["shared", *home], (kind, said)
             grads = [whole(p.grad) for p in moe.parameters()]
             results.append([y.detach(), given.grad, *grads])  # type: ignore[list-item]
-        assert all(map(torch.equal, *results)), way
-        said_of_it = "beside other kernels" if exchange.overlaps_compute else "in line"
+        assert all(map(torch.equal, *results)), kind
+        said_of_it = "beside other kernels" if dispatcher.overlaps_compute else "in line"
         assert said_of_it in moe.explain(x)
 
 
 def law_what_waits_for_dx_is_said_in_bytes() -> None:
-    """Which gradients are made under dx's way home, and what fc2's operands take until then, but of a way in line."""
+    """Which gradients are made under dx's way home, and what fc2's operands take until then, but of one in line."""
     x = batch(tokens(5, 4))[dist.get_rank()]
     before = RoutedMLP.fwd
     found: list[tuple[int, str]] = []
@@ -323,13 +329,13 @@ def law_what_waits_for_dx_is_said_in_bytes() -> None:
         found.append((rows * (F + D * copies) * 8, self.choices(x, t, calls)))
         return before(self, x, t, calls, keep)
 
-    for way, prefer, words in (
+    for kind, prefer, words in (
         ("host_counts", "speed", "while both weight gradients are made"),
         ("fixed_capacity", "memory", "while fc1's weight gradient is made"),
         ("peer_memory", "speed", ""),
     ):
         moe = layer()
-        parallelize_module(moe, mesh(), ExpertParallel(way=way, capacity=8.0))
+        parallelize_module(moe, mesh(), ExpertParallel(dispatcher=kind, capacity=8.0))
         fo.configure(moe, prefer=prefer)
         RoutedMLP.fwd = fwd  # type: ignore[method-assign]
         try:
@@ -414,21 +420,21 @@ def law_expert_bias_moves_with_the_load_of_all_ranks() -> None:
     close(moe["router"].expert_bias, alone["router"].expert_bias, "expert_bias")
 
 
-def by(way: str, law: Any) -> None:
-    WAY[0] = way
+def by(kind: str, law: Any) -> None:
+    KIND[0] = kind
     try:
         law()
         check_overflow()
     finally:
-        WAY[0] = None
+        KIND[0] = None
 
 
 def law_ways_of_a_fixed_size_equal_one_process() -> None:
-    for way in BOUNDED:
-        ways_equal_one_process(way)
+    for kind in BOUNDED:
+        dispatchers_equal_one_process(kind)
 
 
-def ways_equal_one_process(way: str) -> None:
+def dispatchers_equal_one_process(kind: str) -> None:
     for law in (
         law_every_option_equals_one_process,
         law_a_rank_may_have_no_token,
@@ -437,7 +443,7 @@ def ways_equal_one_process(way: str) -> None:
         law_checkpointed_delayed_and_reference_are_equal,
         law_probabilities_that_are_asked_for_have_gradients,
     ):
-        by(way, law)
+        by(kind, law)
 
 
 @contextmanager
@@ -457,7 +463,7 @@ def as_on_hopper(rows_of_experts: int) -> Iterator[None]:
 
 
 def law_tokens_travel_as_codes_under_a_recipe() -> None:
-    """By every way, with the numbers of high precision that is quantized where it arrives; of a Quantized too.
+    """By every dispatcher, with the numbers of high precision that is quantized where it arrives; of a Quantized too.
 
     As on Hopper, where FP8 is said to pay from 30 rows on: for experts of any number, which other ranks do not know,
     and not for shared experts beside them, whose rows are this rank's.
@@ -466,7 +472,7 @@ def law_tokens_travel_as_codes_under_a_recipe() -> None:
     width, rank = 160, dist.get_rank()
     torch.manual_seed(3)
     every = [torch.randn(t, width).to(torch.bfloat16) for t in tokens(17, 0)]
-    for way, recipe, codes in (
+    for kind, recipe, codes in (
         ("host_counts", block(), True),
         ("fixed_capacity", block(), True),
         ("device_counts", block(), True),
@@ -480,15 +486,20 @@ def law_tokens_travel_as_codes_under_a_recipe() -> None:
         results = []
         for sends in (True, False):
             torch.manual_seed(0)
-            shared = int(way == "fixed_capacity")
+            shared = int(kind == "fixed_capacity")
             moe = fo.MoE(width, 64, E, TOP, dtype=torch.bfloat16, shared_experts=shared)
-            parallelize_module(moe, mesh(), ExpertParallel(way=way, average=False, capacity=8.0))
+            parallelize_module(
+                moe, mesh(), ExpertParallel(dispatcher=kind, average=False, capacity=8.0)
+            )
             dispatch = moe["dispatch"]
-            assert type(dispatch).sends
-            type(dispatch).sends = sends
+            told = ExpertDispatch.across_ranks
+            assert dispatch.across_ranks.sends
+            ExpertDispatch.across_ranks = property(  # type: ignore[assignment]
+                lambda op, told=told, sends=sends: told.fget(op)._replace(sends=sends)
+            )
             seen = []
-            sent = dispatch.exchange.dispatch
-            dispatch.exchange.dispatch = lambda x, *a, seen=seen, sent=sent: (
+            sent = dispatch.dispatcher.dispatch
+            dispatch.dispatcher.dispatch = lambda x, *a, seen=seen, sent=sent: (
                 seen.append((x.dtype, x.shape[1])) or sent(x, *a)
             )
             try:
@@ -496,9 +507,9 @@ def law_tokens_travel_as_codes_under_a_recipe() -> None:
                 with as_on_hopper(30 if sends else 0), fo.recipe(recipe):
                     y = moe(x)
                     y.float().square().sum().backward()
-                    said = str(moe.plan(x)) if way == "fixed_capacity" else ""
+                    said = str(moe.plan(x)) if kind == "fixed_capacity" else ""
             finally:
-                type(dispatch).sends = True
+                ExpertDispatch.across_ranks = told  # type: ignore[method-assign]
             words = (torch.float32, (width + 2 * 4) // 4)
             assert {*seen} == {words if sends and codes else (torch.bfloat16, width)}, seen
             assert ("ranks send their rows in one format" in said) == (sends and said != ""), said
@@ -578,18 +589,18 @@ def law_weights_that_gather_as_codes_are_those_that_are_quantized_where_they_arr
 
 
 def law_what_arrives_is_what_was_sent() -> None:
-    """Copies of it, by every way, and no token where nothing came."""
+    """Copies of it, by every dispatcher, and no token where nothing came."""
     here = tokens(9, 4)[dist.get_rank()]
     torch.manual_seed(7 + dist.get_rank())
     x = 1 + torch.rand(here, D, dtype=torch.float64)
     experts = torch.rand(here, E).topk(TOP).indices.int()
     experts[:1, 0] = -1  # dropped
     weights = 1 + torch.rand(here, TOP, dtype=torch.float64)
-    for way in ("host_counts", *BOUNDED):
+    for kind in ("host_counts", *BOUNDED):
         moe = layer()
-        parallelize_module(moe, mesh(), ExpertParallel(way=way, capacity=8.0))
-        exchange: Any = moe["dispatch"].exchange
-        got = exchange.dispatch(x, experts, weights).wait()
+        parallelize_module(moe, mesh(), ExpertParallel(dispatcher=kind, capacity=8.0))
+        dispatcher: Any = moe["dispatch"].dispatcher
+        got = dispatcher.dispatch(x, experts, weights).wait()
         came = got.experts >= 0
         for mine, theirs in (
             (torch.ones_like(weights), torch.ones_like(got.weights)),
@@ -597,17 +608,17 @@ def law_what_arrives_is_what_was_sent() -> None:
         ):
             both = torch.stack([mine[experts >= 0].sum(), theirs[came].sum()])
             dist.all_reduce(both)
-            close(both[1], both[0], way)
-        assert (got.experts < exchange.local_experts).all(), way
-        assert (got.x[came.any(1)] >= 1).all(), way
-        if way in ("device_counts", "peer_memory"):
-            assert not got.x[~came.any(1)].any(), way
+            close(both[1], both[0], kind)
+        assert (got.experts < dispatcher.local_experts).all(), kind
+        assert (got.x[came.any(1)] >= 1).all(), kind
+        if kind in ("device_counts", "peer_memory"):
+            assert not got.x[~came.any(1)].any(), kind
 
 
 def law_an_overflow_is_said() -> None:
     """By every rank, if any has one: at once, or where flags are read later by themselves or by the check; once."""
-    for way in BOUNDED:
-        by(way, an_overflow_is_said)
+    for kind in BOUNDED:
+        by(kind, an_overflow_is_said)
 
 
 def an_overflow_is_said() -> None:
@@ -635,12 +646,12 @@ def an_overflow_is_said() -> None:
         arrived[0] = True
         raises(said, lambda: moe(few))
         y = moe(few)
-        moe["moe"]["dispatch"].exchange.flag.fill_(
+        moe["moe"]["dispatch"].dispatcher.flag.fill_(
             dist.get_rank()
         )  # the experts of the second alone have no room
         raises("on rank 1 more tokens", y.sum().backward)
         moe(few).sum().backward()
-        moe["moe"]["dispatch"].exchange.flag.fill_(dist.get_rank())
+        moe["moe"]["dispatch"].dispatcher.flag.fill_(dist.get_rank())
         raises("on rank 1 more tokens", check_overflow)
         check_overflow()
     raises("agreed on", lambda: moe(torch.cat([x, x])))
@@ -650,10 +661,10 @@ def law_rows_of_two_sizes_are_refused() -> None:
     """By all ranks, before any is read."""
     x = torch.randn(5, D, dtype=torch.float32 if dist.get_rank() else torch.float64)
     experts = torch.arange(5 * TOP, dtype=torch.int32).view(5, TOP) % E
-    for way in ("host_counts", *BOUNDED):
-        exchange: Any = choose(way, mesh(), E, TOP)
+    for kind in ("host_counts", *BOUNDED):
+        dispatcher: Any = choose(kind, mesh(), E, TOP)
         raises(
-            "rows of 24 and 48 bytes", lambda e=exchange: e.dispatch(x, experts, experts.float())
+            "rows of 24 and 48 bytes", lambda e=dispatcher: e.dispatch(x, experts, experts.float())
         )
 
 
@@ -727,7 +738,7 @@ def law_adapters_of_experts_over_ranks_are_refused() -> None:
 def law_wrong_use_says_so() -> None:
     raises("must divide", lambda: fo.MoE(D, F, 7, 2, ep=mesh()))
     raises("no experts to spread", lambda: ExpertParallel()._apply(nn.Linear(2, 2), mesh()))
-    raises("host_counts", lambda: ExpertParallel(way="pigeon")._apply(layer(), mesh()))
+    raises("host_counts", lambda: ExpertParallel(dispatcher="pigeon")._apply(layer(), mesh()))
     both = fo.MoE(D, 4, E, TOP)
     parallelize_module(both, mesh(), tp_plan(both))
     raises("over a mesh already", lambda: ExpertParallel()._apply(both, mesh()))
@@ -739,7 +750,10 @@ def law_wrong_use_says_so() -> None:
     raises("FSDP2 does of whole weights", lambda: parallel()._apply(gathered, mesh()))
     raises("main_grad", lambda: layer(accumulate_into_main_grad=True, ep=mesh()))
     raises("spread over ranks already", lambda: parallel()._apply(layer(ep=mesh()), mesh()))
-    raises("way gave None", lambda: ExpertParallel(way=lambda *_: None)._apply(layer(), mesh()))  # type: ignore[arg-type,return-value]
+    raises(
+        "dispatcher gave None",
+        lambda: ExpertParallel(dispatcher=lambda *_: None)._apply(layer(), mesh()),
+    )  # type: ignore[arg-type,return-value]
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("sums is torch.int32", {"sums": torch.int32}),
         ("sums is 'float32'", {"sums": "float32"}),
@@ -771,9 +785,9 @@ def law_buffers_outside_of_the_allocator_count_in_peaks() -> None:
     moe, other = fo.MoE(D, F, E, TOP), fo.MoE(D, F, E, TOP)
     x = torch.randn(40, D).requires_grad_()
     peaks, residents = [], []
-    for way in ("fixed_capacity", "peer_memory"):
+    for kind in ("fixed_capacity", "peer_memory"):
         both = nn.Sequential(copy.deepcopy(moe), copy.deepcopy(other))
-        style = ExpertParallel(way=way, capacity=2.0, tokens=48)
+        style = ExpertParallel(dispatcher=kind, capacity=2.0, tokens=48)
         parallelize_module(both, mesh(), style)
         fo.configure(both, prefer="memory")  # the same order of gradients by both
         for _ in range(2):
@@ -792,7 +806,7 @@ def law_buffers_outside_of_the_allocator_count_in_peaks() -> None:
 
 
 def law_sums_in_float32_are_rounded_once() -> None:
-    """Forward and backward, by every way: bfloat16 is then what one process has, but where float32 sums differ."""
+    """Forward and backward, by every dispatcher: bfloat16 is what one process has, but where float32 sums differ."""
     torch.manual_seed(4)
     width, rank = 64, dist.get_rank()
     parts = [torch.randn(t, width).to(torch.bfloat16) for t in tokens(40, 25)]
@@ -826,17 +840,17 @@ def law_sums_in_float32_are_rounded_once() -> None:
             return moe(x)
 
     want = results(None, plain)
-    for way in ("host_counts", *BOUNDED):
-        for run in (plain, unfused, compiled, reference) if way == "host_counts" else (plain,):
+    for kind in ("host_counts", *BOUNDED):
+        for run in (plain, unfused, compiled, reference) if kind == "host_counts" else (plain,):
             shares = []
             for sums in (None, torch.float32):
-                style = ExpertParallel(way=way, sums=sums, average=False, capacity=8.0)
+                style = ExpertParallel(dispatcher=kind, sums=sums, average=False, capacity=8.0)
                 got = results(style, run)
                 shares.append(
                     [float((a != b).float().mean()) for a, b in zip(got, want, strict=True)]
                 )
             rounded, once = shares
-            assert rounded[0] > 0.05, (way, run, shares)
-            assert once[0] < 0.01, (way, run, shares)
+            assert rounded[0] > 0.05, (kind, run, shares)
+            assert once[0] < 0.01, (kind, run, shares)
             if run is plain:  # elsewhere dx is rounded to the dtype of x before it travels
-                assert rounded[1] > 0.05 and once[1] < 0.01, (way, run, shares)
+                assert rounded[1] > 0.05 and once[1] < 0.01, (kind, run, shares)

@@ -340,7 +340,7 @@ def law_pretraining_runs_pairs_in_turns() -> None:
     """Stages in a V, experts over two ranks: the losses of one stage a rank; resumed, with offload too."""
     with SharedFolder() as folder:
         same = ["--pp", "2", "--layers", "4", "--batch", "4", "--micro-batches", "4", "--ep", "2"]
-        out = [*same, "--way", "host_counts", "--pairs", "--out", str(folder)]
+        out = [*same, "--dispatcher", "host_counts", "--pairs", "--out", str(folder)]
         whole = losses(*out, "--steps", "2")
         dist.barrier()
         whole += losses(*out, "--steps", "3", "--memory", "0.001")

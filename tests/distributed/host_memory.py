@@ -47,7 +47,7 @@ class OverGloo(device_counts.Lane):
 
     last: device_counts.Lane | None = None
 
-    def _exchange(self, send_buffer: Tensor, recv_buffer: Tensor) -> None:
+    def _all_to_all(self, send_buffer: Tensor, recv_buffer: Tensor) -> None:
         assert OverGloo.last is not self, "the two lanes take turns"
         OverGloo.last = self
         counts, group = torch.empty_like(self.in_splits), _resolve_process_group(self.group)

@@ -23,16 +23,16 @@ from fuseops.distributed import ExpertParallel, expert_placement, overlap_pairs,
 from fuseops.distributed.pairs import BACKWARD, FORWARD
 from fuseops.rules.fused import gemm_bwd
 
-WAYS = ("host_counts", "fixed_capacity")
+DISPATCHERS = ("host_counts", "fixed_capacity")
 CASES = (("host_counts", False, True), ("fixed_capacity", True, False), ("host_counts", True, True))
-"""A way, whether weight gradients are delayed, whether there is a Scheduler."""
+"""A dispatcher, whether weight gradients are delayed, whether there is a Scheduler."""
 
 
 def meshes(*sizes: int) -> DeviceMesh:
     return init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "ep"))
 
 
-def stages(mesh: DeviceMesh, way: str) -> tuple[nn.ModuleDict, int]:
+def stages(mesh: DeviceMesh, kind: str) -> tuple[nn.ModuleDict, int]:
     """This rank's two stages of the model in a V, experts spread over "ep"."""
     ranks, rank = mesh["pp"].size(), mesh["pp"].get_local_rank()
     count, every = 2 * ranks, pipes.layers()
@@ -40,7 +40,7 @@ def stages(mesh: DeviceMesh, way: str) -> tuple[nn.ModuleDict, int]:
     model = nn.ModuleDict(
         {str(s): nn.Sequential(*every[s * each : (s + 1) * each]) for s in (rank, count - 1 - rank)}
     )
-    parallelize_module(model, mesh["ep"], ExpertParallel(way=way, capacity=8.0))
+    parallelize_module(model, mesh["ep"], ExpertParallel(dispatcher=kind, capacity=8.0))
     return model, count
 
 
@@ -57,10 +57,10 @@ def run_of(mesh: DeviceMesh, model: nn.ModuleDict, count: int, delayed: bool, pa
 
 
 def trained(
-    mesh: DeviceMesh, way: str, delayed: bool = False, paired: bool = True, scheduled: bool = False
+    mesh: DeviceMesh, kind: str, delayed: bool = False, paired: bool = True, scheduled: bool = False
 ) -> dict[str, list[Tensor]]:
     """Gradients of three steps by name, of what is here."""
-    model, count = stages(mesh, way)
+    model, count = stages(mesh, kind)
     each = len(pipes.LAYERS) // count
     rank = mesh["pp"].get_local_rank()
     run = run_of(mesh, model, count, delayed, paired)
@@ -84,20 +84,20 @@ def law_pairs_equal_one_process() -> None:
     mesh = meshes(2, 1, 1)
     expected = pipes.alone(3)
     names = [n for n, _ in nn.Sequential(*pipes.layers()).named_parameters()]
-    for way, delayed, scheduled in CASES:
-        for name, steps in trained(mesh, way, delayed, True, scheduled).items():
+    for kind, delayed, scheduled in CASES:
+        for name, steps in trained(mesh, kind, delayed, True, scheduled).items():
             for step, grad in enumerate(steps):
                 want = expected[step][names.index(name)]
-                assert torch.equal(grad, want), (way, delayed, scheduled, step, name)
+                assert torch.equal(grad, want), (kind, delayed, scheduled, step, name)
 
 
 def law_pairs_over_ranks_equal_those_one_after_the_other() -> None:
-    """Experts over two ranks, each with tokens of its own, by both ways."""
+    """Experts over two ranks, each with tokens of its own, by both dispatchers."""
     mesh = meshes(1, 1, 2)
-    apart = {way: trained(mesh, way, paired=False) for way in WAYS}
-    for way, delayed, scheduled in CASES[:2]:
-        for name, steps in trained(mesh, way, delayed, True, scheduled).items():
-            assert all(map(torch.equal, steps, apart[way][name])), (way, delayed, scheduled, name)
+    apart = {kind: trained(mesh, kind, paired=False) for kind in DISPATCHERS}
+    for kind, delayed, scheduled in CASES[:2]:
+        for name, steps in trained(mesh, kind, delayed, True, scheduled).items():
+            assert all(map(torch.equal, steps, apart[kind][name])), (kind, delayed, scheduled, name)
 
 
 def law_the_all_to_all_of_one_lies_under_the_products_of_the_other() -> None:
@@ -107,9 +107,9 @@ def law_the_all_to_all_of_one_lies_under_the_products_of_the_other() -> None:
     run = run_of(mesh, model, count, False, True)
     said: list[tuple[str, str]] = []
     for op in model.modules():
-        if hasattr(op, "exchange"):
-            op.exchange._start = partial(
-                noted, op.exchange._start, lambda w: said.append((side(), w))
+        if hasattr(op, "dispatcher"):
+            op.dispatcher._start = partial(
+                noted, op.dispatcher._start, lambda w: said.append((side(), w))
             )
         if isinstance(op, fo.Sequential):
             op.register_forward_pre_hook(lambda *_: said.append((side(), "computes")))

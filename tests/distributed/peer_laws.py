@@ -26,9 +26,9 @@ from fuseops.distributed import ExpertParallel, check_overflow
 from fuseops.distributed.dispatch import lost, symmetric
 
 D, F, E, TOP = 256, 128, 16, 4
-Ways = tuple[str, ...]  # those without a host sync first
-WAYS: Ways = ("peer_memory", "fixed_capacity", "host_counts")
-OVER_NVSHMEM: Ways = ("device_counts", "fixed_capacity", "host_counts")
+Kinds = tuple[str, ...]  # those without a host sync first
+DISPATCHERS: Kinds = ("peer_memory", "fixed_capacity", "host_counts")
+OVER_NVSHMEM: Kinds = ("device_counts", "fixed_capacity", "host_counts")
 """Of a process of its own: symmetric memory is of one kind."""
 
 
@@ -37,12 +37,14 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("ep",))
 
 
-def layer(way: str | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> fo.MoE:
+def layer(kind: str | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> fo.MoE:
     """Of experts here, or spread with room for all tokens."""
     torch.manual_seed(0)
     moe = fo.MoE(D, F, E, TOP, device="cuda", dtype=dtype, **options)
-    if way is not None:
-        style = ExpertParallel(way=way, average=False, capacity=float(dist.get_world_size()))
+    if kind is not None:
+        style = ExpertParallel(
+            dispatcher=kind, average=False, capacity=float(dist.get_world_size())
+        )
         parallelize_module(moe, mesh(), style)
     return moe
 
@@ -80,31 +82,31 @@ def whole(t: Any) -> Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-def law_every_way_equals_one_process(ways: Ways) -> None:
+def law_every_dispatcher_equals_one_process(kinds: Kinds) -> None:
     """float32, whose products are in TF32 at most on either side; with shared experts beside, twice for both halves."""
     parts, rank = batches(), dist.get_rank()
     start = sum(map(len, parts[:rank]))
     rows = slice(start, start + len(parts[rank]))
     for options in ({}, {"shared_experts": 1, "bias": True}):
         want = stepped(layer(**options), torch.cat(parts))
-        for way in ways:
-            moe = layer(way, **options)
+        for kind in kinds:
+            moe = layer(kind, **options)
             for _ in range(2):
                 got = stepped(moe, parts[rank])
                 for name, right in want.items():
                     right = right[rows] if name in "xy" else right
-                    near(got[name], right, f"{way} {name}", 3e-3)
+                    near(got[name], right, f"{kind} {name}", 3e-3)
             check_overflow()
 
 
-def law_no_host_sync_and_a_replay_routes_anew(ways: Ways) -> None:
+def law_no_host_sync_and_a_replay_routes_anew(kinds: Kinds) -> None:
     torch.manual_seed(3 + dist.get_rank())
-    for way, options in (
-        (ways[0], {}),
-        (ways[0], {"shared_experts": 1}),
-        (ways[1], {"shared_experts": 1}),
+    for kind, options in (
+        (kinds[0], {}),
+        (kinds[0], {"shared_experts": 1}),
+        (kinds[1], {"shared_experts": 1}),
     ):
-        moe = layer(way, torch.bfloat16, **options)
+        moe = layer(kind, torch.bfloat16, **options)
         x = torch.randn(512, D, device="cuda", dtype=torch.bfloat16).requires_grad_()
         leaves = [x, *moe.parameters()]
         held: dict[str, Tensor] = {}
@@ -132,7 +134,7 @@ def law_no_host_sync_and_a_replay_routes_anew(ways: Ways) -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             for mine, theirs in zip(got, found(), strict=True):
-                assert torch.equal(mine, theirs), way
+                assert torch.equal(mine, theirs), kind
         check_overflow()
 
 
@@ -150,12 +152,12 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def law_an_overflow_raises_by_itself(ways: Ways) -> None:
+def law_an_overflow_raises_by_itself(kinds: Kinds) -> None:
     """On all ranks: behind the step, or before the next, once the device is through; no step waits for it."""
     x = batches()[dist.get_rank()]
-    for way in ways[:-1]:
+    for kind in kinds[:-1]:
         moe = fo.MoE(D, F, E, TOP, device="cuda")
-        parallelize_module(moe, mesh(), ExpertParallel(way=way, capacity=0.3))
+        parallelize_module(moe, mesh(), ExpertParallel(dispatcher=kind, capacity=0.3))
         for _ in range(2):  # buffers are made in the first
             with pytest.raises(
                 fo.FuseOpsError, match=r"on rank 0, 1 more tokens .* tokens a rank\)"
@@ -170,20 +172,20 @@ def law_an_overflow_raises_by_itself(ways: Ways) -> None:
         check_overflow()
 
 
-def law_dispatched_again_is_what_arrived(ways: Ways) -> None:
-    """To the bit, by every way; with no host sync by those that have none; a captured step routes anew."""
+def law_dispatched_again_is_what_arrived(kinds: Kinds) -> None:
+    """To the bit, by every dispatcher; with no host sync by those that have none; a captured step routes anew."""
     x = batches(torch.bfloat16)[dist.get_rank()]
-    for way in ways:
-        moe = layer(way, torch.bfloat16)
+    for kind in kinds:
+        moe = layer(kind, torch.bfloat16)
         want = stepped(moe, x)
         with offload.dispatch_again():
             assert "fc1.x" not in {s.name for s in moe.plan(x).saved}
             got = stepped(moe, x)
         for name, theirs in want.items():
-            assert torch.equal(got[name], theirs), (way, name)
+            assert torch.equal(got[name], theirs), (kind, name)
         check_overflow()
-    for way in ways[:2]:
-        moe = layer(way, torch.bfloat16)
+    for kind in kinds[:2]:
+        moe = layer(kind, torch.bfloat16)
         given = x.clone()
         parameters = [*moe.parameters()]
 
@@ -203,15 +205,15 @@ def law_dispatched_again_is_what_arrived(ways: Ways) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         for mine, p in zip(got, parameters, strict=True):
-            assert torch.equal(mine, whole(p.grad)), way
+            assert torch.equal(mine, whole(p.grad)), kind
         check_overflow()
 
 
-def law_pretraining_waits_for_nothing_in_a_step(ways: Ways) -> None:
+def law_pretraining_waits_for_nothing_in_a_step(kinds: Kinds) -> None:
     """A host that begins a forward together with the device falls behind it where saved tensors pass hooks."""
     example, device = pretrain(), torch.device("cuda", torch.cuda.current_device())
-    given = "--dim 256 --heads 2 --ffn 128 --context 128 --dense-every 2 --capacity 2 --way"
-    run = example.Run(example.parsed([*given.split(), ways[0]]), device)
+    given = "--dim 256 --heads 2 --ffn 128 --context 128 --dense-every 2 --capacity 2 --dispatcher"
+    run = example.Run(example.parsed([*given.split(), kinds[0]]), device)
     plan = run.plans(policy=offload.Policy(min_bytes=1))[0]
     with offload.Scheduler(run.model, "blocks.*", plan=plan):
         for _ in range(3):
@@ -228,25 +230,25 @@ def law_pretraining_waits_for_nothing_in_a_step(ways: Ways) -> None:
 class Block(nn.Module):
     """A dense product that FSDP2 shards, and experts that are spread."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.dense = nn.Linear(D, D, device="cuda")
-        self.moe = layer(way, shared_experts=1)
+        self.moe = layer(kind, shared_experts=1)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.moe(torch.tanh(self.dense(x)))
 
 
-def law_fully_sharded_prefetches_beside_it(ways: Ways) -> None:
+def law_fully_sharded_prefetches_beside_it(kinds: Kinds) -> None:
     """FSDP2 gathers the next two blocks on its streams while tokens travel: to the bit the numbers of a run that
     prefetches nothing, step after step, and within rounding those of the way over NCCL.
     """
     torch.manual_seed(5)
     x = torch.randn(512, D, device="cuda") + dist.get_rank()
 
-    def run(way: str, depth: int) -> list[Tensor]:
+    def run(kind: str, depth: int) -> list[Tensor]:
         torch.manual_seed(6)
-        model = nn.Sequential(*(Block(way) for _ in range(4)))
+        model = nn.Sequential(*(Block(kind) for _ in range(4)))
         spread = {p for p in model.parameters() if isinstance(p, DTensor)}
         blocks: list[Any] = list(model)
         for block in (*blocks, model):
@@ -265,8 +267,8 @@ def law_fully_sharded_prefetches_beside_it(ways: Ways) -> None:
         check_overflow()
         return seen
 
-    want = run(ways[0], 0)
-    for mine, theirs in zip(run(ways[0], 2), want, strict=True):
+    want = run(kinds[0], 0)
+    for mine, theirs in zip(run(kinds[0], 2), want, strict=True):
         assert torch.equal(mine, theirs)
     for mine, theirs in zip(run("host_counts", 2), want, strict=True):
         near(mine, theirs, "host_counts", 3e-3)

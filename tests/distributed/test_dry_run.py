@@ -32,13 +32,13 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def stack(mesh: DeviceMesh, way: str) -> Any:
+def stack(mesh: DeviceMesh, kind: str) -> Any:
     """Layers of experts, and tokens of this rank, on meta."""
     with torch.device("meta"):
         layers = (fo.Residual({"moe": fo.MoE(D, D, 8, TOP_K)}) for _ in range(LAYERS))
         model = nn.Sequential(*layers).to(torch.bfloat16)
         x = torch.zeros(TOKENS, D, dtype=torch.bfloat16, requires_grad=True)
-    parallelize_module(model, mesh, ExpertParallel(way=way, tokens=TOKENS))
+    parallelize_module(model, mesh, ExpertParallel(dispatcher=kind, tokens=TOKENS))
     return model, x
 
 
@@ -74,11 +74,11 @@ def test_nothing_that_has_values_travels_so() -> None:
         travel(torch.ones(2, 2), 3, 8)
 
 
-@pytest.mark.parametrize("way", ["host_counts", "fixed_capacity", "device_counts", "peer_memory"])
+@pytest.mark.parametrize("kind", ["host_counts", "fixed_capacity", "device_counts", "peer_memory"])
 def test_a_budget_dispatches_again_and_its_peak_is_that_of_a_step_that_does(
-    mesh: DeviceMesh, way: str
+    mesh: DeviceMesh, kind: str
 ) -> None:
-    model, x = stack(mesh, way)
+    model, x = stack(mesh, kind)
     hardware = replace(offload.Hardware.h200(), network=330.0)
     asked = partial(offload.plan, model, x, layers="*", hardware=hardware, min_bytes=1 << 40)
     free = asked()
@@ -93,7 +93,7 @@ def test_a_budget_dispatches_again_and_its_peak_is_that_of_a_step_that_does(
     assert plan.fits and DISPATCH in plan.decisions.values(), plan.explain()
     every = plan_with_dropped(free, {("dispatch", g.name) for g in groups})
     held = sum(free.profile.saved[k].nbytes for k in groups[0].saved)
-    if way in (
+    if kind in (
         "device_counts",
         "peer_memory",
     ):  # in line, where it is read: later than the plan has it

@@ -128,7 +128,7 @@ def test_dispatched_again(ranks: Ranks, law: str) -> None:
 
 
 def test_experts_of_torchtitan(ranks: Ranks) -> None:
-    ranks.run("titan_laws", "law_routed_experts_of_torchtitan_travel_by_every_way")
+    ranks.run("titan_laws", "law_routed_experts_of_torchtitan_travel_by_every_dispatcher")
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])

@@ -16,22 +16,26 @@ pytestmark = [
 ]
 
 
-GPUS = [("False", peer_laws.WAYS), ("True", peer_laws.WAYS), ("False", peer_laws.OVER_NVSHMEM)]
+GPUS = [
+    ("False", peer_laws.DISPATCHERS),
+    ("True", peer_laws.DISPATCHERS),
+    ("False", peer_laws.OVER_NVSHMEM),
+]
 
 
 @pytest.fixture(scope="module", params=GPUS, ids=["fixed", "expandable", "nvshmem"])
-def gpus(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, peer_laws.Ways]]:
+def gpus(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, peer_laws.Kinds]]:
     """Without and with segments of memory that grow, and with symmetric memory by NVSHMEM."""
-    segments, ways = request.param
+    segments, kinds = request.param
     both = Ranks(2, allocator=f"expandable_segments:{segments}")
-    yield both, ways
+    yield both, kinds
     both.stop()
 
 
 @pytest.mark.parametrize("law", peer_laws.LAWS)
-def test_law(gpus: tuple[Ranks, peer_laws.Ways], law: str) -> None:
-    both, ways = gpus
-    both.run("peer_laws", law, ways)
+def test_law(gpus: tuple[Ranks, peer_laws.Kinds], law: str) -> None:
+    both, kinds = gpus
+    both.run("peer_laws", law, kinds)
 
 
 def test_a_rank_that_was_killed_inside_a_dispatch_is_named(tmp_path: Path) -> None:

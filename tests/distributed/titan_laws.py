@@ -17,7 +17,7 @@ WIDTH, HIDDEN, EXPERTS, TOP = 16, 12, 4, 2
 INTEGRATION = "fuseops.integrations.torchtitan"
 
 
-def law_routed_experts_of_torchtitan_travel_by_every_way() -> None:
+def law_routed_experts_of_torchtitan_travel_by_every_dispatcher() -> None:
     sys.modules.update(torchtitan_stand_ins.modules({"ep": mesh()}))  # type: ignore[arg-type]
     titan = importlib.import_module(INTEGRATION)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -31,8 +31,8 @@ def law_routed_experts_of_torchtitan_travel_by_every_way() -> None:
     scores = torch.rand(len(x), TOP)
     want = stepped(alone, x, scores, ids, c)
     rows = slice(sum(parts[:rank]), sum(parts[: rank + 1]))
-    for way in (None, "fixed_capacity", "peer_memory"):
-        spread = experts(titan, here, AllToAllTokenDispatcher(EXPERTS, TOP), way)
+    for kind in (None, "fixed_capacity", "peer_memory"):
+        spread = experts(titan, here, AllToAllTokenDispatcher(EXPERTS, TOP), kind)
         spread.load_state_dict({n: t[mine] for n, t in alone.state_dict().items()})
         got = stepped(spread, x[rows], scores[rows], ids[rows], c[rows])
         for name, right in want.items():
@@ -43,11 +43,11 @@ def law_routed_experts_of_torchtitan_travel_by_every_way() -> None:
         assert "collect" in spread.__dict__[titan._CACHE][1]._modules
 
 
-def experts(titan: Any, here: int, dispatcher: Any, way: str | None = None) -> Any:
+def experts(titan: Any, here: int, stock: Any, kind: str | None = None) -> Any:
     config = titan.RoutedExperts.Config(
-        w13=(here, WIDTH, HIDDEN, 2), w2=(here, HIDDEN, WIDTH), token_dispatcher=dispatcher
+        w13=(here, WIDTH, HIDDEN, 2), w2=(here, HIDDEN, WIDTH), token_dispatcher=stock
     )
-    return titan.FusedRoutedExperts(titan.routed_experts(config, way=way, capacity=4.0))
+    return titan.FusedRoutedExperts(titan.routed_experts(config, dispatcher=kind, capacity=4.0))
 
 
 def stepped(layer: Any, x: Tensor, scores: Tensor, ids: Tensor, c: Tensor) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def test_other_numbers_of_tokens_compile_nothing_again(kwargs):
 )
 def test_any_routing_on_the_kernels(top_k, chosen):
     torch.manual_seed(0)
-    moe = fo.MoE(16, 8, 8, top_k, normalize=False).replaying().to(DEVICE)
+    moe = fo.MoE(16, 8, 8, top_k, normalize=False).with_given_experts().to(DEVICE)
     x, chosen = torch.randn(len(chosen), 16, device=DEVICE), chosen.to(DEVICE, torch.int32)
     results = []
     for layer, leaf in ((moe, x), (copy.deepcopy(moe).double(), x.double())):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fuseops.distributed.pairs import BACKWARD, FORWARD, give_way
 
-from .exchange import Exchange, ReceivedTokens
+from .dispatcher import Dispatcher, ReceivedTokens
 
 
 class OutgoingTokens(NamedTuple):
@@ -26,8 +26,8 @@ class OutgoingTokens(NamedTuple):
     rows: int  # as of `ReceivedTokens`
 
 
-class AllToAll(Exchange):
-    """An `AllToAll` exchange moves rows by the backend's kernels or threads: over NCCL streams wait, not the host."""
+class AllToAll(Dispatcher):
+    """An `AllToAll` moves rows by the kernels or threads of the backend: over NCCL streams wait, not the host."""
 
     overlaps_compute = True
 

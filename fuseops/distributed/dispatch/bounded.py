@@ -1,4 +1,4 @@
-"""The base of exchanges with buffers of a fixed size, which the ranks agree on once."""
+"""The base of dispatchers with buffers of a fixed size, which the ranks agree on once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 from fuseops.ops.checks import check_integers, check_numbers
 
-from .exchange import Exchange, check_row_sizes
+from .dispatcher import Dispatcher, check_row_sizes
 from .overflow import watch_of
 
 if TYPE_CHECKING:
@@ -30,16 +30,16 @@ def check_limits(capacity: float, tokens: int) -> None:
         )
 
 
-class Bounded(Exchange):
-    """A `Bounded` exchange has no host syncs and no sizes that depend on the routing, so that a step can be captured as
-    a CUDA graph, whose replays may route differently.
+class Bounded(Dispatcher):
+    """A `Bounded` dispatcher has no host syncs and no sizes that depend on the routing, so that a step can be captured
+    as a CUDA graph, whose replays may route differently.
 
     capacity: rows of the grouped GEMMs, and slots between a pair of ranks (at most the tokens of one), as a multiple of
     what even routing takes. An overflow sets the flag, makes the sums NaN, and raises on all ranks: `OverflowWatch`.
     flag: (1,) int32 on the device, since the first forward.
     """
 
-    not_copied = Exchange.not_copied | {"flag"}
+    not_copied = Dispatcher.not_copied | {"flag"}
     flag: Tensor
 
     def __init__(
@@ -106,7 +106,7 @@ class Bounded(Exchange):
         )
 
     def sum_returned(self, rows: Tensor, slots: Tensor) -> Tensor:
-        """As `Exchange.sum_returned`; NaN after an overflow."""
+        """As `Dispatcher.sum_returned`; NaN after an overflow."""
         y = super().sum_returned(rows, slots)
         return y.masked_fill_(self.flag != 0, torch.nan)
 

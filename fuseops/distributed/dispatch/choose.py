@@ -1,4 +1,4 @@
-"""The choice of the fastest way that every rank of a mesh supports; all ranks take the same."""
+"""The choice of the fastest dispatcher that every rank of a mesh supports; all ranks take the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fuseops.machine import machine_id
 
 from .bounded import Bounded
 from .device_counts import DeviceCounts
-from .exchange import Exchange
+from .dispatcher import Dispatcher
 from .fixed import FixedCapacity
 from .host_counts import HostCounts
 from .symmetric import PeerMemory
@@ -23,7 +23,7 @@ from .symmetric import PeerMemory
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-WAYS: dict[str, type[Exchange]] = {
+DISPATCHERS: dict[str, type[Dispatcher]] = {
     "host_counts": HostCounts,
     "fixed_capacity": FixedCapacity,
     "device_counts": DeviceCounts,
@@ -31,36 +31,45 @@ WAYS: dict[str, type[Exchange]] = {
 }
 
 _votes: dict[Any, str] = {}
-"""Process group -> the way that its ranks have agreed on."""
+"""Process group -> the name of the dispatcher that its ranks have agreed on."""
 
-
-Way = str | Callable[["DeviceMesh", int, int], Exchange]
+DispatcherChoice = str | Callable[["DeviceMesh", int, int], Dispatcher]
+"""The name of a dispatcher, or what makes one."""
 
 
 def choose(
-    way: Way | None, mesh: DeviceMesh, num_experts: int, top_k: int, **limits: Any
-) -> Exchange:
-    """The exchange of a layer.  limits: see `Bounded`.  Raises FuseOpsError for an unknown way, and for a function that
-    does not return an Exchange.
+    choice: DispatcherChoice | None,
+    mesh: DeviceMesh,
+    num_experts: int,
+    top_k: int,
+    **limits: Any,
+) -> Dispatcher:
+    """The dispatcher of a layer.  limits: see `Bounded`.  Raises FuseOpsError for an unknown name, and for a function
+    that does not return a Dispatcher.
     """
-    check_way(way)
-    if callable(way):
-        made = way(mesh, num_experts, top_k)
-        if not isinstance(made, Exchange):
-            raise FuseOpsError(f"ExpertParallel: way gave {made!r}, expected a dispatch.Exchange.")
+    check_choice(choice)
+    if callable(choice):
+        made = choice(mesh, num_experts, top_k)
+        if not isinstance(made, Dispatcher):
+            raise FuseOpsError(
+                f"ExpertParallel: dispatcher gave {made!r}, expected a dispatch.Dispatcher."
+            )
         return made
-    way = way or vote(mesh)
-    return WAYS[way](mesh, num_experts, top_k, **(limits if issubclass(WAYS[way], Bounded) else {}))
+    kind = DISPATCHERS[choice or vote(mesh)]
+    return kind(mesh, num_experts, top_k, **(limits if issubclass(kind, Bounded) else {}))
 
 
-def check_way(way: Way | None) -> None:
-    """Raise FuseOpsError for a way that is neither a known name nor a function."""
-    if not (way is None or callable(way) or (isinstance(way, str) and way in WAYS)):
-        raise FuseOpsError(f"ExpertParallel: way is {way!r:.80}, expected one of {sorted(WAYS)}.")
+def check_choice(choice: DispatcherChoice | None) -> None:
+    """Raise FuseOpsError for a `dispatcher` that is neither a known name nor a function."""
+    named = isinstance(choice, str) and choice in DISPATCHERS
+    if not (choice is None or callable(choice) or named):
+        raise FuseOpsError(
+            f"ExpertParallel: dispatcher is {choice!r:.80}, expected one of {sorted(DISPATCHERS)}."
+        )
 
 
 def vote(mesh: DeviceMesh) -> str:
-    """The way that all ranks of a mesh support. A collective, once per group."""
+    """The name of the dispatcher that all ranks of a mesh support. A collective, once per group."""
     if mesh.device_type != "cuda" or mesh.size() == 1:
         return "host_counts"
     group = mesh.get_group()

@@ -1,4 +1,4 @@
-"""Packing of quantized tokens for an exchange: the codes and scales of a row become one row of 4-byte words.
+"""Packing of quantized tokens that are sent: the codes and scales of a row become one row of 4-byte words.
 
 It takes half the bytes of bfloat16 and changes no number: the experts' first GEMM reads codes anyway.
 """

@@ -1,6 +1,6 @@
-"""Custom ops by which torch.compile sees an exchange: four, with data-dependent sizes.
+"""Custom ops by which torch.compile sees a dispatcher: four, with data-dependent sizes.
 
-They find the exchange by its id. Compiled code takes all rows that C tokens may have, C K.
+They find the dispatcher by its number. Compiled code takes all rows that C tokens may have, C K.
 """
 
 from __future__ import annotations
@@ -10,42 +10,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .exchange import exchange_of, within_capacity
+from .dispatcher import dispatcher_of, within_capacity
 
 Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("fuseops::expert_dispatch", mutates_args=())
 def dispatch(
-    x: Tensor, experts: Tensor, weights: Tensor, exchange: int, capacity_factor: float
+    x: Tensor, experts: Tensor, weights: Tensor, number: int, capacity_factor: float
 ) -> Dispatched:
-    """x, experts, weights, slots, arrivals of `Exchange.dispatch`.   capacity_factor: 0 is none"""
-    way = exchange_of(exchange)
+    """x, experts, weights, slots, arrivals of `Dispatcher.dispatch`.   capacity_factor: 0 is none"""
+    dispatcher = dispatcher_of(number)
     if capacity_factor:
-        experts = within_capacity(way, experts, capacity_factor)
-    got = way.dispatch(x, experts, weights).wait()
+        experts = within_capacity(dispatcher, experts, capacity_factor)
+    got = dispatcher.dispatch(x, experts, weights).wait()
     return got.x, got.experts, got.weights, got.slots, got.arrivals
 
 
 @dispatch.register_fake
 def _(
-    x: Tensor, experts: Tensor, weights: Tensor, exchange: int, capacity_factor: float
+    x: Tensor, experts: Tensor, weights: Tensor, number: int, capacity_factor: float
 ) -> Dispatched:
-    way = exchange_of(exchange)
+    dispatcher = dispatcher_of(number)
     tokens, k = torch.library.get_ctx().new_dynamic_size(), experts.shape[1]
     return (
         x.new_empty(tokens, x.shape[1]),
         experts.new_empty(tokens, k, dtype=torch.int32),
         weights.new_empty(tokens, k),
-        experts.new_empty(x.shape[0], way.world, dtype=torch.int32),
-        way.no_arrivals(x),
+        experts.new_empty(x.shape[0], dispatcher.world, dtype=torch.int32),
+        dispatcher.no_arrivals(x),
     )
 
 
 @torch.library.custom_op("fuseops::expert_collect", mutates_args=())
-def collect(y: Tensor, slots: Tensor, arrivals: Tensor, exchange: int) -> Tensor:
-    """`Exchange.collect`."""
-    return exchange_of(exchange).collect(y, slots, arrivals)
+def collect(y: Tensor, slots: Tensor, arrivals: Tensor, number: int) -> Tensor:
+    """`Dispatcher.collect`."""
+    return dispatcher_of(number).collect(y, slots, arrivals)
 
 
 collect.register_fake(lambda y, slots, *_: y.new_empty(slots.shape[0], y.shape[1]))
@@ -58,10 +58,10 @@ def dispatch_bwd(
     experts: Tensor,
     slots: Tensor,
     arrivals: Tensor,
-    exchange: int,
+    number: int,
 ) -> tuple[Tensor, Tensor]:
-    """`Exchange.dispatch_bwd`; the second result is empty if dweights is None."""
-    dx, home_weights = exchange_of(exchange).dispatch_bwd(dx, dweights, experts, slots, arrivals)
+    """`Dispatcher.dispatch_bwd`; the second result is empty if dweights is None."""
+    dx, home_weights = dispatcher_of(number).dispatch_bwd(dx, dweights, experts, slots, arrivals)
     return dx, dx.new_empty(0) if home_weights is None else home_weights
 
 
@@ -72,12 +72,12 @@ def _(dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, *_: A
 
 
 def _save_dispatch(ctx: Any, inputs: Any, output: Any) -> None:
-    _, experts, _, ctx.exchange_id, _ = inputs
+    _, experts, _, ctx.number, _ = inputs
     ctx.save_for_backward(experts, *output[3:])
 
 
 def _dispatch_backward(ctx: Any, dx: Tensor, _ids: Any, dweights: Tensor, *_: Any) -> Any:
-    dx, dweights = dispatch_bwd(dx, dweights, *ctx.saved_tensors, ctx.exchange_id)
+    dx, dweights = dispatch_bwd(dx, dweights, *ctx.saved_tensors, ctx.number)
     return dx, None, dweights, None, None
 
 
@@ -85,22 +85,22 @@ dispatch.register_autograd(_dispatch_backward, setup_context=_save_dispatch)
 
 
 @torch.library.custom_op("fuseops::expert_collect_bwd", mutates_args=())
-def collect_bwd(dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int, exchange: int) -> Tensor:
-    """`Exchange.collect_bwd`."""
-    return exchange_of(exchange).collect_bwd(dy, slots, arrivals, tokens)
+def collect_bwd(dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int, number: int) -> Tensor:
+    """`Dispatcher.collect_bwd`."""
+    return dispatcher_of(number).collect_bwd(dy, slots, arrivals, tokens)
 
 
 collect_bwd.register_fake(lambda dy, slots, arrivals, tokens, _: dy.new_empty(tokens, dy.shape[1]))
 
 
 def _save_collect(ctx: Any, inputs: Any, output: Any) -> None:
-    y, slots, arrivals, ctx.exchange_id = inputs
+    y, slots, arrivals, ctx.number = inputs
     ctx.tokens = y.shape[0]
     ctx.save_for_backward(slots, arrivals)
 
 
 def _collect_backward(ctx: Any, dy: Tensor) -> Any:
-    return collect_bwd(dy, *ctx.saved_tensors, ctx.tokens, ctx.exchange_id), None, None, None
+    return collect_bwd(dy, *ctx.saved_tensors, ctx.tokens, ctx.number), None, None, None
 
 
 collect.register_autograd(_collect_backward, setup_context=_save_collect)

@@ -1,7 +1,7 @@
 """(d) All-to-all over NVSHMEM with counts that stay on the device: no host sync, across hosts too, and no empty slots.
 
 torch's `all_to_all_vdev` reads from the symmetric memory of every other rank as many rows as that rank says. It waits
-for all ranks before it reads, but not after. So two lanes alternate, the narrow one first in every step of an exchange:
+for all ranks before it reads, but not after. So two lanes alternate, the narrow one first in every step of one:
 once it is through, all ranks have read the wide lane's rows of the step before, and vice versa. (Alternating halves of
 one buffer would need an index, which a captured graph would bake in.)
 """
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
+from fuseops.torch_private import symmetric_memory
 
 from .bounded import Bounded
-from .exchange import ReceivedTokens
+from .dispatcher import ReceivedTokens
 
 BLOCKS = (64, 16)
 """Thread blocks of torch's kernel within a host and between hosts, for `LEAST` bytes and more. The blocks that read
@@ -53,7 +54,7 @@ class Lane:
         send_buffer, recv_buffer = self._rows(row)
         send_buffer[:rows, :row].view(x.dtype).copy_(x)
         self.in_splits.copy_(counts)
-        self._exchange(send_buffer, recv_buffer)
+        self._all_to_all(send_buffer, recv_buffer)
         received = self.out_splits_offsets[0].clone()
         every = torch.arange(rows, dtype=torch.int32, device=x.device)
         ends = received.sum(0, keepdim=True, dtype=torch.int32)
@@ -62,7 +63,7 @@ class Lane:
     def barrier(self) -> None:
         """Wait for all ranks by an empty all-to-all, in a step that needs only the wide lane."""
         self.in_splits.zero_()
-        self._exchange(*self._rows(1))
+        self._all_to_all(*self._rows(1))
 
     def _rows(self, row: int) -> list[Tensor]:
         """Both buffers, viewed as rows of at least `row` bytes, a pitch apart."""
@@ -72,7 +73,7 @@ class Lane:
             for t in (self.send_buffer, self.recv_buffer)
         ]
 
-    def _exchange(self, send_buffer: Tensor, recv_buffer: Tensor) -> None:
+    def _all_to_all(self, send_buffer: Tensor, recv_buffer: Tensor) -> None:
         torch.ops.symm_mem.all_to_all_vdev(
             send_buffer, recv_buffer, self.in_splits, self.out_splits_offsets, self.group
         )
@@ -108,14 +109,12 @@ def get_lanes(group: Any, narrow: int, wide: int, device: torch.device) -> Lanes
 
 
 def _allocate(group: Any, nbytes: int, device: torch.device) -> Lane:
-    import torch.distributed._symmetric_memory as symmetric_memory
-
     _check_nvshmem(device)
     world = group.size()
 
     def shared(*shape: int, dtype: torch.dtype) -> Tensor:
-        memory = symmetric_memory.empty(*shape, dtype=dtype, device=device)
-        symmetric_memory.rendezvous(memory, group)
+        memory = symmetric_memory().empty(*shape, dtype=dtype, device=device)
+        symmetric_memory().rendezvous(memory, group)
         return memory
 
     send_buffer, recv_buffer = (shared(nbytes, dtype=torch.uint8) for _ in range(2))
@@ -125,26 +124,25 @@ def _allocate(group: Any, nbytes: int, device: torch.device) -> Lane:
 
 def _check_nvshmem(device: torch.device) -> None:
     """Set NVSHMEM as the backend of symmetric memory.  Raises FuseOpsError if that is not possible."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
     instead = "'host_counts' and 'fixed_capacity' run over any backend."
-    if device.type != "cuda" or not symmetric_memory.is_nvshmem_available():
+    if device.type != "cuda" or not symmetric_memory().is_nvshmem_available():
         raise FuseOpsError(
-            f"ExpertParallel(way='device_counts') travels between GPUs by NVSHMEM, which torch has not found for "
+            f"ExpertParallel(dispatcher='device_counts') sends between GPUs by NVSHMEM, which torch has not found for "
             f"{device.type}: {instead}"
         )
-    if symmetric_memory.get_backend(device) != "NVSHMEM":
+    if symmetric_memory().get_backend(device) != "NVSHMEM":
         try:
-            symmetric_memory.set_backend("NVSHMEM")
+            symmetric_memory().set_backend("NVSHMEM")
         except RuntimeError as error:
             raise FuseOpsError(
-                "ExpertParallel(way='device_counts') needs symmetric memory by NVSHMEM, and this process has some of "
-                f"{symmetric_memory.get_backend(device)} already, as way='peer_memory' takes: one of the two a process."
+                "ExpertParallel(dispatcher='device_counts') needs symmetric memory by NVSHMEM, and this process has "
+                f"some of {symmetric_memory().get_backend(device)} already, as 'peer_memory' takes: one of the two a "
+                "process."
             ) from error
 
 
 class DeviceCounts(Bounded):
-    """A `DeviceCounts` exchange sends tokens by all-to-all, with counts that the device reads.
+    """A `DeviceCounts` dispatcher sends tokens by all-to-all, with counts that the device reads.
 
     slots: index of a token among all that this rank sends, rank after rank.  arrivals: (2, W) int64, the numbers of
     tokens sent to each rank and received from it.

@@ -15,7 +15,7 @@ from .bounded import Bounded
 
 
 class FixedCapacity(Bounded, AllToAll):
-    """A `FixedCapacity` exchange sends equal splits of a fixed capacity by all-to-all.
+    """A `FixedCapacity` dispatcher sends equal splits of a fixed capacity by all-to-all.
 
     slots: index of a token among all slots that this rank sends, rank after rank.  arrivals: (W pair_capacity,) int32,
     the token in each of these slots, -1 in an empty one.

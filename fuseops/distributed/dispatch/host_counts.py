@@ -10,11 +10,11 @@ from torch import Tensor
 from fuseops import kernels as K
 
 from .all_to_all import AllToAll, OutgoingTokens, wait_rows
-from .exchange import check_row_sizes
+from .dispatcher import check_row_sizes
 
 
 class HostCounts(AllToAll):
-    """A `HostCounts` exchange sends tokens by all-to-all, with counts that the host reads.
+    """A `HostCounts` dispatcher sends tokens by all-to-all, with counts that the host reads.
 
     arrivals: (2, W) int64 on the host, the numbers of tokens sent to each rank and received from it.
     """

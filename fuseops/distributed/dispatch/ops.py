@@ -20,7 +20,7 @@ from fuseops.distributed.pairs import BACKWARD, give_way
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.checks import check_chosen
 from fuseops.ops.linear import to_high_precision
-from fuseops.ops.op import Call, Grads, NothingSaved, Op, Out, SideGrads
+from fuseops.ops.op import AcrossRanks, Call, Grads, NothingSaved, Op, Out, SideGrads
 from fuseops.ops.paths import path_of
 from fuseops.ops.permute import DISPATCHED, ON_DX, REDISPATCH, DispatchRecord, OnDx
 from fuseops.ops.structure import Alias
@@ -30,11 +30,11 @@ from fuseops.run.splice import opaque_reason
 
 from . import compiled
 from .codes import is_transportable, pack_rows, transport_format, unpack_rows
-from .exchange import Exchange, ReceivedTokens, within_capacity
+from .dispatcher import Dispatcher, ReceivedTokens, within_capacity
 
 # keys of `call.scratch`
 PENDING_TOKENS = "dispatch"  # a function that waits for tokens in flight
-PENDING_GRADS = "dispatch_bwd"  # dx, dprobs, and a function that finishes their exchange
+PENDING_GRADS = "dispatch_bwd"  # dx, dprobs, and a function that finishes sending them
 
 
 class ExpertDispatchSaved(NamedTuple):
@@ -70,45 +70,37 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         "weights": ("experts", "slots", "arrivals", "pos", "offs"),
     }
     autocast = True  # before it travels
-    sends = True
     takes_quantized = True
     live_call = True
-    apart_when_compiled = True
 
     def __init__(
         self,
-        exchange: Exchange,
+        dispatcher: Dispatcher,
         capacity_factor: float | None = None,
         arrive: ExpertArrive | None = None,
     ) -> None:
         """arrive: a later op that waits for the tokens; the ops between run in the meantime."""
         super().__init__()
-        self.exchange, self.capacity_factor = exchange, capacity_factor
-        self.num_experts = exchange.local_experts
+        self.dispatcher, self.capacity_factor = dispatcher, capacity_factor
+        self.num_experts = dispatcher.local_experts
         self._arrive_op = () if arrive is None else (arrive,)  # no child
-        if exchange.sums is not None:
+        if dispatcher.sums is not None:
             self.writes = (*self.writes, "like")
 
     @property
-    def note(self) -> str:  # type: ignore[override]
-        e = self.exchange
-        overlaps = "beside other kernels" if e.overlaps_compute else "in line"
-        takes = f" on {e.kernel_resources}" if e.kernel_resources else ""
-        return f"experts over {e.world} ranks, {e.local_experts} here; {e.name}; {overlaps}{takes}"
-
-    @property
-    def together(self) -> Any:
-        return self.exchange.group
-
-    def outside(self) -> dict[Any, int]:
-        return self.exchange.outside()
+    def across_ranks(self) -> AcrossRanks:  # type: ignore[override]
+        d = self.dispatcher
+        overlaps = "beside other kernels" if d.overlaps_compute else "in line"
+        takes = f" on {d.kernel_resources}" if d.kernel_resources else ""
+        note = f"experts over {d.world} ranks, {d.local_experts} here; {d.name}; {overlaps}{takes}"
+        return AcrossRanks(d.group, sends=True, outside=d.outside(), note=note)
 
     def extra_repr(self) -> str:
-        e = self.exchange
+        d = self.dispatcher
         limit = (
             "" if self.capacity_factor is None else f", capacity_factor={self.capacity_factor:g}"
         )
-        return f"{e.num_experts} over {e.world} ranks{limit}"
+        return f"{d.num_experts} over {d.world} ranks{limit}"
 
     def fwd(self, x: Operand, *, experts: Tensor, weights: Tensor, call: Call) -> Out:
         check_chosen("ExpertDispatch", experts, weights)
@@ -150,9 +142,9 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
             got = got.wait()
         saved = ExpertDispatchSaved(
             *(experts, side["slots"], side["arrivals"], side["pos"], side["offs"]),
-            dtype=None if self.exchange.sums is None else x.dtype,
+            dtype=None if self.dispatcher.sums is None else x.dtype,
         )
-        overlaps, sums = self.exchange.overlaps_compute, self.exchange.sums
+        overlaps, sums = self.dispatcher.overlaps_compute, self.dispatcher.sums
         if call.scratch is not None and "x" in call.needs and (overlaps or sums is not None):
             call.scratch[ON_DX] = OnDx(partial(self._begin_bwd, saved), overlaps)
         return Out(got.x, saved, side)
@@ -185,17 +177,17 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         if torch_private.is_fake(x) or x.is_meta:
             ready = self._resend_in_dry_run(x, tokens)
         else:
-            ready = self.exchange.begin_resend(x, slots, arrivals, tokens)
+            ready = self.dispatcher.begin_resend(x, slots, arrivals, tokens)
         return ready if codes is None else lambda: unpack_rows(ready(), codes)
 
     def _resend_in_dry_run(self, x: Tensor, tokens: int) -> Callable[[], Tensor]:
-        if not self.exchange.overlaps_compute:
-            return lambda: self.exchange.dry_run_rows(x, tokens)
-        rows = self.exchange.dry_run_rows(x, tokens)
+        if not self.dispatcher.overlaps_compute:
+            return lambda: self.dispatcher.dry_run_rows(x, tokens)
+        rows = self.dispatcher.dry_run_rows(x, tokens)
         return lambda: rows
 
     def _compiled(self, x: Tensor, experts: Tensor, weights: Tensor) -> Out:
-        number, factor = self.exchange.id, self.capacity_factor or 0.0
+        number, factor = self.dispatcher.number, self.capacity_factor or 0.0
         y, ids, weights, slots, arrivals = compiled.dispatch(x, experts, weights, number, factor)
         offs, index, pos, probs = K.route(ids, self.num_experts, weights)
         side = {"offs": offs, "probs": probs, "index": index, "pos": pos}
@@ -203,22 +195,22 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
 
     def _dtype_output(self, x: Tensor) -> dict[str, Tensor]:
         """The side output `like`: a tensor without elements that has the dtype of x, for `ExpertCollect`."""
-        return {} if self.exchange.sums is None else {"like": x.new_empty(0)}
+        return {} if self.dispatcher.sums is None else {"like": x.new_empty(0)}
 
     def _dispatch(
         self, x: Tensor, experts: Tensor, weights: Tensor
     ) -> tuple[ReceivedTokens, dict[str, Tensor]]:
         dry_run = torch_private.is_fake(x) or x.is_meta
         if dry_run:
-            got = _dry_run_dispatch(self.exchange, x, experts, weights)
+            got = _dry_run_dispatch(self.dispatcher, x, experts, weights)
         else:
             if self.capacity_factor is not None:
-                experts = within_capacity(self.exchange, experts, self.capacity_factor)
-            self.exchange.path = path_of(self)
-            got = self.exchange.dispatch(x, experts, weights)
+                experts = within_capacity(self.dispatcher, experts, self.capacity_factor)
+            self.dispatcher.path = path_of(self)
+            got = self.dispatcher.dispatch(x, experts, weights)
         offs, index, pos, probs = K.route(got.experts, self.num_experts, got.weights)
         if not dry_run:
-            self.exchange.clamp_offs(offs, got.rows)
+            self.dispatcher.clamp_offs(offs, got.rows)
         side = {"offs": offs, "probs": probs[: got.rows], "index": index[: got.rows], "pos": pos}
         return got, {**side, "slots": got.slots, "arrivals": got.arrivals, **self._dtype_output(x)}
 
@@ -243,7 +235,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
     ) -> Callable[[], tuple[Any, Any]]:
         """Start sending gradients back.   -> a function that returns dx and dweights"""
         if torch_private.is_fake(slots) or slots.is_meta:
-            dx = None if dy is None else self.exchange.dry_run_rows(dy, len(slots))
+            dx = None if dy is None else self.dispatcher.dry_run_rows(dy, len(slots))
             dweights = None if dprobs is None else dprobs.new_empty(experts.shape)
             return lambda: (dx, dweights)
         if dprobs is not None:
@@ -253,7 +245,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
                 "ExpertDispatch: nothing came back for the tokens that arrived, while others wait for it: every rank "
                 "runs the same backward."
             )
-        return self.exchange.begin_dispatch_bwd(dy, dprobs, experts, slots, arrivals)
+        return self.dispatcher.begin_dispatch_bwd(dy, dprobs, experts, slots, arrivals)
 
 
 def _wait_pending(call: Call) -> None:
@@ -282,22 +274,25 @@ class ExpertCollect(Op[ExpertCollectSaved]):
     """`ExpertCollect` sends partial sums of the local experts back to the tokens' ranks, which add them up."""
 
     reads: tuple[str, ...] = ("slots", "arrivals")
-    apart_when_compiled = True
     live_call = True
     saves_for = {"x": ("slots", "arrivals", "tokens")}
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, dispatcher: Dispatcher) -> None:
         super().__init__()
-        self.exchange = exchange
-        if exchange.sums is not None:
+        self.dispatcher = dispatcher
+        if dispatcher.sums is not None:
             self.reads = (*self.reads, "like")
+
+    @property
+    def across_ranks(self) -> AcrossRanks:  # type: ignore[override]
+        return AcrossRanks(self.dispatcher.group, sends=True)
 
     def fwd(self, x: Tensor, *, call: Call, **side: Tensor) -> Out:
         (call.scratch or {}).pop(DISPATCHED, None)  # if no op has taken it
         slots, arrivals = side["slots"], side["arrivals"]
         saved = None
         if torch.compiler.is_compiling():
-            y = compiled.collect(x, slots, arrivals, self.exchange.id)
+            y = compiled.collect(x, slots, arrivals, self.dispatcher.number)
         elif torch.is_grad_enabled() and x.requires_grad:
             y = _CollectFunction.apply(self, x, slots, arrivals)  # type: ignore[no-untyped-call]
         else:
@@ -307,30 +302,30 @@ class ExpertCollect(Op[ExpertCollectSaved]):
 
     def _collect(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
         if torch_private.is_fake(x) or x.is_meta:
-            return self.exchange.dry_run_rows(x, len(slots))
-        return self.exchange.collect(x, slots, arrivals)
+            return self.dispatcher.dry_run_rows(x, len(slots))
+        return self.dispatcher.collect(x, slots, arrivals)
 
     def bwd(self, saved: ExpertCollectSaved, dy: Tensor, *, call: Call) -> Grads:
         return Grads(self._collect_bwd(dy, *saved))
 
     def _collect_bwd(self, dy: Tensor, slots: Any, arrivals: Any, tokens: Any) -> Tensor:
         if torch_private.is_fake(dy) or dy.is_meta:
-            return self.exchange.dry_run_rows(dy, tokens)
-        return self.exchange.collect_bwd(dy, slots, arrivals, tokens)
+            return self.dispatcher.dry_run_rows(dy, tokens)
+        return self.dispatcher.collect_bwd(dy, slots, arrivals, tokens)
 
 
 def _dry_run_dispatch(
-    exchange: Exchange, x: Tensor, experts: Tensor, weights: Tensor
+    dispatcher: Dispatcher, x: Tensor, experts: Tensor, weights: Tensor
 ) -> ReceivedTokens:
     """The received tokens of a dry run, which assumes even routing: shapes only, without the other ranks."""
-    tokens, rows = exchange.expected_sizes(x)
+    tokens, rows = dispatcher.expected_sizes(x)
     return ReceivedTokens(
-        exchange.dry_run_rows(x, tokens),
-        exchange.dry_run_rows(experts.to(torch.int32), tokens),
+        dispatcher.dry_run_rows(x, tokens),
+        dispatcher.dry_run_rows(experts.to(torch.int32), tokens),
         weights.new_empty(tokens, weights.shape[1]),
         rows,
-        experts.new_empty(len(x), exchange.world, dtype=torch.int32),
-        exchange.no_arrivals(x),
+        experts.new_empty(len(x), dispatcher.world, dtype=torch.int32),
+        dispatcher.no_arrivals(x),
     )
 
 

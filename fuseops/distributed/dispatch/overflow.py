@@ -1,7 +1,7 @@
-"""Overflows of bounded exchanges: flags on the device, which all ranks come to know without waiting for it.
+"""Overflows of bounded dispatchers: flags on the device, which all ranks come to know without waiting for it.
 
-Every exchange has a flag. The ranks gather those of a round: of the exchanges that ran forward until the first backward
-of one of them is through, or one runs again. The gathered flags are copied to the host behind the other work, and read
+Every one has a flag. The ranks gather those of a round: of the dispatchers that ran forward until the first backward of
+one of them is through, or one runs again. The gathered flags are copied to the host behind the other work, and read
 once they are there: before a later forward of the group, and behind each backward. On the CPU a forward reads them at
 its end. A step that is captured takes no part, so `check_overflow` is for its replays.
 """
@@ -20,7 +20,7 @@ from fuseops.errors import FuseOpsError
 
 
 class Flagged(Protocol):
-    """A `Flagged` is an exchange with an overflow flag (`Bounded`)."""
+    """A `Flagged` is a dispatcher with an overflow flag (`Bounded`)."""
 
     flag: Tensor  # (1,) int32 on the device
 
@@ -32,8 +32,8 @@ class Flagged(Protocol):
 class GatheredFlags(NamedTuple):
     """A `GatheredFlags` holds the flags of a round on the host, valid once `arrived` says so."""
 
-    exchanges: tuple[Flagged, ...]
-    flags: Tensor  # (W, exchanges)
+    dispatchers: tuple[Flagged, ...]
+    flags: Tensor  # (W, dispatchers)
     arrived: Callable[[], bool]
 
 
@@ -45,38 +45,38 @@ class OverflowWatch:
 
     def __init__(self, group: Any) -> None:
         self.group = group
-        self.exchanges: dict[Flagged, None] = {}
+        self.dispatchers: dict[Flagged, None] = {}
         self.round: list[Flagged] = []
         self.on_their_way: list[GatheredFlags] = []
 
-    def begin_forward(self, exchange: Flagged) -> None:
-        """Raise FuseOpsError for a known overflow, and note that an exchange runs."""
-        self.exchanges[exchange] = None
-        if _is_captured(exchange):
+    def begin_forward(self, dispatcher: Flagged) -> None:
+        """Raise FuseOpsError for a known overflow, and note that a dispatcher runs."""
+        self.dispatchers[dispatcher] = None
+        if _is_captured(dispatcher):
             return
         self.check()
         if torch_private.in_backward():  # a recomputation overflows where the forward has
             return
-        if exchange in self.round:
+        if dispatcher in self.round:
             self.gather()
-        self.round.append(exchange)
+        self.round.append(dispatcher)
 
-    def end_forward(self, exchange: Flagged) -> None:
+    def end_forward(self, dispatcher: Flagged) -> None:
         """Raise FuseOpsError for an overflow that can be read at once."""
-        if reads_at_once(exchange.flag):
+        if reads_at_once(dispatcher.flag):
             self.gather()
             self.check()
 
-    def end_backward(self, exchange: Flagged) -> None:
+    def end_backward(self, dispatcher: Flagged) -> None:
         """End the round, and raise FuseOpsError for a known overflow."""
-        if not _is_captured(exchange):
+        if not _is_captured(dispatcher):
             self.gather()
             self.check()
 
     def gather(self) -> None:
         """Start gathering the flags of the round. A collective."""
         if self.round:
-            mine = torch.cat([exchange.flag for exchange in self.round])
+            mine = torch.cat([dispatcher.flag for dispatcher in self.round])
             flags = torch_private.all_gather(mine, 0, self.group).view(-1, len(mine))
             self.on_their_way.append(GatheredFlags(tuple(self.round), *start_copy(flags)))
             self.round = []
@@ -84,26 +84,26 @@ class OverflowWatch:
     def check(self) -> None:
         """Raise FuseOpsError for an overflow of any rank whose flags have arrived; all flags are reset then."""
         while self.on_their_way and self.on_their_way[0].arrived():
-            exchanges, flags, _ = self.on_their_way.pop(0)
+            dispatchers, flags, _ = self.on_their_way.pop(0)
             if flags.any():
                 self.reset()
                 ranks = [dist.get_global_rank(self.group, r) for r in _set(flags.any(1))]
-                _raise(ranks, [exchanges[i].room() for i in _set(flags.any(0))])
+                _raise(ranks, [dispatchers[i].room() for i in _set(flags.any(0))])
 
     def overflowed(self) -> list[str]:
-        """`Flagged.room` of the exchanges that overflowed on this rank. Waits for the device; resets all flags."""
-        if not self.exchanges:
+        """`Flagged.room` of the dispatchers that overflowed on this rank. Waits for the device; resets all flags."""
+        if not self.dispatchers:
             return []
-        flags = torch.cat([exchange.flag for exchange in self.exchanges])
-        found = [[*self.exchanges][i].room() for i in _set(flags)]
+        flags = torch.cat([dispatcher.flag for dispatcher in self.dispatchers])
+        found = [[*self.dispatchers][i].room() for i in _set(flags)]
         self.reset()
         return found
 
     def reset(self) -> None:
         """Forget all overflows."""
         self.round, self.on_their_way = [], []
-        for exchange in self.exchanges:
-            exchange.flag.zero_()
+        for dispatcher in self.dispatchers:
+            dispatcher.flag.zero_()
 
 
 _watches: dict[Any, OverflowWatch] = {}
@@ -149,7 +149,7 @@ def _raise(ranks: Sequence[int], rooms: Sequence[str]) -> NoReturn:
     raise FuseOpsError(
         f"experts: on rank {', '.join(map(str, ranks))} more tokens or copies came than there is room for: "
         f"{'; '.join(dict.fromkeys(rooms))}. Sums since then are NaN, and what was updated by them. Raise `capacity` "
-        "of ExpertParallel, or take way='host_counts', which has no bound."
+        "of ExpertParallel, or take dispatcher='host_counts', which has no bound."
     )
 
 
@@ -158,8 +158,8 @@ def _set(flags: Tensor) -> list[int]:
     return [i for i, flag in enumerate(flags.tolist()) if flag]
 
 
-def _is_captured(exchange: Flagged) -> bool:
-    return exchange.flag.is_cuda and torch.cuda.is_current_stream_capturing()
+def _is_captured(dispatcher: Flagged) -> bool:
+    return dispatcher.flag.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def reads_at_once(flag: Tensor) -> bool:

@@ -14,9 +14,10 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.peers import PeerUse, layout
+from fuseops.torch_private import symmetric_memory
 
 from .bounded import Bounded
-from .exchange import ReceivedTokens
+from .dispatcher import ReceivedTokens
 
 TIMEOUT_MS = 600_000
 """How long a rank waits in a barrier before its kernel traps."""
@@ -55,15 +56,13 @@ def get_peer_buffers(group: Any, nbytes: int, device: torch.device) -> PeerBuffe
 
 
 def _allocate(group: Any, nbytes: int, device: torch.device) -> PeerBuffers:
-    import torch.distributed._symmetric_memory as symmetric_memory
-
     if device.type != "cuda":
         raise FuseOpsError(
-            f"ExpertParallel(way='peer_memory') writes into the memory of other GPUs of a host, got tokens on "
+            f"ExpertParallel(dispatcher='peer_memory') writes into the memory of other GPUs of a host, got tokens on "
             f"{device.type}: 'host_counts' and 'fixed_capacity' run over any backend."
         )
-    memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-    handle = symmetric_memory.rendezvous(memory, group)
+    memory = symmetric_memory().empty(nbytes, dtype=torch.uint8, device=device)
+    handle = symmetric_memory().rendezvous(memory, group)
     # a pool of allocations has one handle
     inside = memory.data_ptr() - handle.buffer_ptrs[handle.rank]
     table = torch.tensor([p + inside for p in handle.buffer_ptrs], device=device)
@@ -72,7 +71,7 @@ def _allocate(group: Any, nbytes: int, device: torch.device) -> PeerBuffers:
 
 
 class PeerMemory(Bounded):
-    """A `PeerMemory` exchange writes tokens into the memory of the other ranks.
+    """A `PeerMemory` dispatcher writes tokens into the memory of the other ranks.
 
     arrivals: (W,) int32, the number of tokens received from each rank.
     """
@@ -85,7 +84,7 @@ class PeerMemory(Bounded):
         if x.is_cuda and x.element_size() > 4:
             raise FuseOpsError(
                 f"ExpertDispatch: x is {x.dtype}, which the kernels that write to peers do not take: "
-                "ExpertParallel(way='host_counts') does."
+                "ExpertParallel(dispatcher='host_counts') does."
             )
         self.begin_forward(x)
         peers, use = self._ensure_buffers(x, weights.dtype)

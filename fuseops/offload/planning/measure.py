@@ -94,7 +94,7 @@ def matmul_rate(dtype: torch.dtype) -> float:
     def work() -> torch.Tensor:
         if dtype is not torch.float8_e4m3fn:
             return torch.mm(a, b)
-        return torch.ops.aten._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
+        return torch_private.scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
 
     return _digits(2 * n**3 / _hot_seconds(work) / 1e12)
 

@@ -44,7 +44,7 @@ def process_groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     of experts of another library's modules.
     """
     ops = [op for op in model.modules() if isinstance(op, FuseOp)]
-    every = [o.together for op in ops for o in (*op._around[0], op, *op._around[1])]
+    every = [o.across_ranks.group for op in ops for o in (*op._around[0], op, *op._around[1])]
     lent = [
         m.__dict__[SHARD_EXPERTS].keywords for m in model.modules() if SHARD_EXPERTS in m.__dict__
     ]

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
@@ -24,6 +22,7 @@ from fuseops.observe.memory import CudaMeter, StorageMeter, dense_tensors, tenso
 from fuseops.observe.rehearse import not_counted
 from fuseops.observe.untouched import fsdp_modules, main_grads, untouched
 from fuseops.ops.op import Op as FuseOp
+from fuseops.torch_private import FakeTensorMode, pytree
 
 from .fused import fused_ops
 from .hardware import ATTENTION_SAVES, Hardware
@@ -241,7 +240,7 @@ class _FakeOps:
         self.split, self.used = split, 0
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+        if func is torch_private.grouped_mm and args[0].dtype is not torch.bfloat16:
             return args[0].new_empty(_grouped_shape(*args[:2], *args[2:3], **kwargs))
         if func is not torch.ops.aten.nonzero.default or not self.split:
             return func(*args, **kwargs)

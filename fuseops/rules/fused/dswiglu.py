@@ -104,7 +104,7 @@ def _unfused_reason(
     if dy.dim() != 2 or not dy.dtype == h.dtype == (facts.compute or weight.dtype):
         return "dy, h and the weight differ in dtype, or have more than two axes"
     if not K.grouped_dswiglu.launches((dy, h, weight), {}):
-        return "the reference runs"
+        return "the twin runs"
     if not act_bwd_path(dy, weight, h, dy_index):
         return "no path of the GEMM can, see its own"
     dims = (*weight.shape, dy_index is not None)

@@ -295,7 +295,7 @@ def _unfused_reason(
     if why is not None:
         return why
     if not K.grouped_swiglu.launches((y, weight), {}):
-        return "the reference runs"
+        return "the twin runs"
     if not SWIGLU.enabled(numel(y.shape[:-1]), tuple(weight.shape), y):
         return SLOWER
     kind: str = form[0]  # type: ignore[index]
@@ -309,7 +309,7 @@ def _unfused_reason_bwd(
     if why is not None:
         return why
     if not K.grouped_dswiglu.launches((dy, h, weight), {}):
-        return "the reference runs"
+        return "the twin runs"
     if not DSWIGLU.enabled(numel(dy.shape[:-1]), tuple(weight.shape[::-1]), dy):
         return SLOWER
     path = act_bwd_path(flat(dy), weight[None].transpose(1, 2), flat(h))

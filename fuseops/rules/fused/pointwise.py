@@ -41,7 +41,7 @@ from fuseops.rules.rule import Conditions
 CACHE: dict[Any, ElementwiseKernels | RefusedError] = {}
 """Generated kernels by the key of `Pointwise.trace`: equal layers share them."""
 MAX_CACHED = 256  # an attribute may change at each step
-IRRELEVANT = NON_CONFIG_ATTRS | {"_path", "_prefix", "renames", "note", "delays"}
+IRRELEVANT = NON_CONFIG_ATTRS | {"_path", "_prefix", "renames", "across_ranks", "delays"}
 CONSTANTS = (int, float, str, bool, type(None), torch.dtype, torch.device)
 ShapeAndDtype = tuple[Sequence[int], torch.dtype]
 

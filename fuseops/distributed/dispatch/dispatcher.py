@@ -1,4 +1,4 @@
-"""The interface of an exchange, which sends tokens to the ranks of their experts, and its common parts.
+"""The interface of a dispatcher, which sends tokens to the ranks of their experts, and its common parts.
 
 W ranks hold L = E / W experts each, in order. A token goes once to each rank that has any of its K experts, with the
 ids that they have there and their weights; one partial sum comes back from each, and the sums are added in the order of
@@ -35,7 +35,7 @@ class ReceivedTokens(NamedTuple):
     weights: Tensor  # (C, K)
     rows: int  # rows of the grouped GEMMs: an upper bound of the local copies
     slots: Tensor  # (T, W) int32: index of a token among those sent to a rank, -1 if it is not sent there
-    arrivals: Tensor  # what the exchange needs for the way back; its shape depends on the exchange
+    arrivals: Tensor  # what the dispatcher needs for the way back, in a shape of its own
     ready: Callable[[], Any] | None = None  # waits for x, if it is in flight
 
     def wait(self) -> ReceivedTokens:
@@ -68,16 +68,16 @@ def check_row_sizes(sizes: Iterable[int]) -> None:
         )
 
 
-_exchanges: list[Exchange] = []
+_dispatchers: list[Dispatcher] = []
 
 
-def exchange_of(number: int) -> Exchange:
-    """The exchange with an id, which may be a symbol in compiled code."""
-    return _exchanges[int(number)]
+def dispatcher_of(number: int) -> Dispatcher:
+    """The dispatcher with a number, which may be a symbol in compiled code."""
+    return _dispatchers[int(number)]
 
 
-class Exchange(abc.ABC):
-    """An `Exchange` sends tokens to the ranks of their experts and partial sums back, over a mesh of one dimension.
+class Dispatcher(abc.ABC):
+    """A `Dispatcher` sends tokens to the ranks of their experts and partial sums back, over a mesh of one dimension.
 
     All ranks call `dispatch`, `collect` and their backwards alike: they are collectives. The state of a micro-batch is
     in two tensors, `slots` and `arrivals`, so that checkpoints, pipelines and captured graphs see all of it.
@@ -105,9 +105,9 @@ class Exchange(abc.ABC):
         self._register()
 
     def _register(self) -> None:
-        """Take an id, by which compiled code finds the exchange."""
-        self.id = len(_exchanges)
-        _exchanges.append(self)
+        """Take a number, by which compiled code finds the dispatcher."""
+        self.number = len(_dispatchers)
+        _dispatchers.append(self)
 
     @property
     def kernel_resources(self) -> str:
@@ -164,7 +164,7 @@ class Exchange(abc.ABC):
         return round(tokens * self.world * share), tokens * self.top_k
 
     def outside(self) -> dict[Any, int]:
-        """As `Op.outside`: bytes of its buffers, allocated or for the sizes of `expected_sizes`."""
+        """As of `AcrossRanks`: bytes of its buffers, allocated or for the sizes of `expected_sizes`."""
         return {}
 
     def dry_run_rows(self, x: Tensor, rows: int) -> Tensor:
@@ -177,7 +177,7 @@ class Exchange(abc.ABC):
         """Clamp offs of the local experts to `rows`, in place, if copies may overflow (`Bounded`)."""
 
     def end_forward(self) -> None:  # noqa: B027
-        """End a `collect`, for what an exchange has to say of it (`Bounded`)."""
+        """End a `collect`, for what a dispatcher has to say of it (`Bounded`)."""
 
     def end_backward(self) -> None:  # noqa: B027
         """End a `dispatch_bwd`, likewise."""
@@ -209,17 +209,17 @@ class Exchange(abc.ABC):
         return padded[rows, torch.arange(rows.shape[1], device=rows.device)]
 
 
-def within_capacity(exchange: Exchange, experts: Tensor, factor: float) -> Tensor:
+def within_capacity(dispatcher: Dispatcher, experts: Tensor, factor: float) -> Tensor:
     """`experts` with -1 for every copy beyond the capacity of its expert: ceil(factor * T * K / E) over the tokens of
     all ranks, in the order of ranks, as one process with all tokens would drop them.   (T, K)
     """
-    count, top_k = exchange.num_experts, experts.shape[1]
+    count, top_k = dispatcher.num_experts, experts.shape[1]
     offs, _, pos, _ = K.route(experts, count)
     mine = torch.cat([offs.diff(prepend=offs.new_zeros(1)), offs.new_full((1,), len(experts))])
-    of_all = torch_private.all_gather(mine, 0, exchange.group).view(exchange.world, -1)
+    of_all = torch_private.all_gather(mine, 0, dispatcher.group).view(dispatcher.world, -1)
     copies = of_all[:, -1].sum() * top_k
     room = (copies.double() * factor / count).ceil().long()
-    before = of_all[: exchange.rank, :-1].sum(0)
+    before = of_all[: dispatcher.rank, :-1].sum(0)
     first = torch.cat([offs.new_zeros(1), offs[:-1]])
     at = experts.clamp(min=0).long()
     kept = (pos >= 0) & (pos - first[at] + before[at] < room)
