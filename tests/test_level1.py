@@ -1,7 +1,10 @@
 """A level-1 op's backward is autograd over its `fwd`, run again on the op as it was in the forward."""
 
 import random
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -207,6 +210,180 @@ def test_a_tensor_that_was_written_before_the_backward_reads_it_is_refused(buffe
     model[0].w.mul_(2)
     with pytest.raises(RuntimeError, match="'w' of Scaled was modified in place"):
         torch.autograd.grad(y.sum(), x)
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Holder(NamedTuple):
+    make: Callable[[Any], Any]
+    get: Callable[[Any], Any]
+    put: Callable[[Any, Any], Any] | None = None
+
+
+def set_value(held: Any, value: Any) -> None:
+    held.value = value
+
+
+def set_first(held: Any, value: Any) -> None:
+    held[0] = value
+
+
+def set_closed(held: Any, value: Any) -> None:
+    held.__closure__[0].cell_contents = value
+
+
+HOLDERS = {
+    "object": Holder(lambda v: SimpleNamespace(other=1, value=v), lambda h: h.value, set_value),
+    "slots": Holder(Slotted, lambda h: h.value, set_value),
+    "list": Holder(lambda v: [v, 1], lambda h: h[0], set_first),
+    "deque": Holder(lambda v: deque([v, 1]), lambda h: h[0], set_first),
+    "dict": Holder(lambda v: {"a": 1, 0: v}, lambda h: h[0], set_first),
+    "a dict's other keys": Holder(
+        lambda v: {"usual": v}, lambda h: h.get(0, h["usual"]), set_first
+    ),
+    "tuple": Holder(lambda v: (1, v), lambda h: h[1]),
+    "closure": Holder(lambda v: lambda: v, lambda h: h(), set_closed),
+}
+
+
+class Reads(fo.Op):
+    """Multiplies by what it reads in an attribute, through holders in holders."""
+
+    def __init__(self, kinds: list[str], value: Any) -> None:
+        super().__init__()
+        self.kinds, self.unread = tuple(kinds), [1]
+        self.held = value
+        for kind in kinds:
+            self.held = HOLDERS[kind].make(self.held)
+
+    def path(self) -> list[Any]:
+        """The value, and its holders."""
+        found = [self.held]
+        for kind in reversed(self.kinds):
+            found.append(HOLDERS[kind].get(found[-1]))
+        return found[::-1]
+
+    def fwd(self, x: Tensor) -> Tensor:
+        return x * self.path()[0]
+
+
+class ReadsOverDefault(Reads):
+    held = None
+
+
+class ReadsInside(fo.Op):
+    def __init__(self, inner: Reads) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def fwd(self, x: Tensor) -> Tensor:
+        return self.inner.fwd(x)
+
+
+@some
+@given(
+    data=st.data(),
+    kinds=st.lists(st.sampled_from(list(HOLDERS)), min_size=1, max_size=4),
+    tensor=st.booleans(),
+    inside=st.booleans(),
+    cls=st.sampled_from([Reads, ReadsOverDefault]),
+)
+def test_what_an_attribute_holds_is_as_it_was_or_refused(
+    data: st.DataObject, kinds: list[str], tensor: bool, inside: bool, cls: type[Reads]
+) -> None:
+    two = torch.full((), 2.0, dtype=torch.float64)
+    op, x = cls(kinds, two if tensor else 2.0), ones()
+    model = fo.Sequential(ReadsInside(op) if inside else op)
+    for _ in range(data.draw(st.integers(0, 2))):
+        model(x).sum().backward()
+    y = model(x)
+    op.unread[0] = 2
+    assert torch.autograd.grad(y.sum(), x, retain_graph=True)[0].eq(2).all()
+
+    places = [k for k, kind in enumerate(kinds) if HOLDERS[kind].put] + [-1] * tensor
+    at = data.draw(st.sampled_from(places)) if places else None
+    if at is None:
+        return  # tuples of numbers
+    if at < 0:
+        two.mul_(3)
+    else:
+        new: Any = 6.0
+        for kind in kinds[:at]:
+            new = HOLDERS[kind].make(new)
+        HOLDERS[kinds[at]].put(op.path()[at + 1], new)  # type: ignore[misc]
+    assert op.path()[0] == 6
+    owner = "ReadsInside.inner" if inside else cls.__name__
+    with pytest.raises(fo.errors.InPlaceError, match=f"'held' of {owner} was modified in place"):
+        torch.autograd.grad(y.sum(), x)
+    assert torch.autograd.grad(model(x).sum(), x)[0].eq(6).all()
+
+
+def test_fwd_may_keep_what_it_computed_in_an_attribute() -> None:
+    class Tabled(fo.Op):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables: dict[int, Tensor] = {}
+
+        def fwd(self, x: Tensor) -> Tensor:
+            if x.shape[0] not in self.tables:
+                self.tables[x.shape[0]] = torch.full((), 2.0, dtype=x.dtype)
+            return x * self.tables[x.shape[0]]
+
+    model = fo.Sequential(Tabled())
+    for rows in (3, 5, 3):
+        x = ones(rows, 4)
+        assert torch.autograd.grad(model(x).sum(), x)[0].eq(2).all()
+
+
+class Frozen(fo.Op):
+    """Multiplies by a tensor that does not come by keyword."""
+
+    def __init__(self, way: str, w: Tensor) -> None:
+        super().__init__()
+        self.way = way
+        if way == "attribute":
+            self.w = w
+        elif way == "buffer":
+            self.register_buffer("w", w)
+        elif way == "inner attribute":
+            self.inner = nn.Module()
+            self.inner.w = w
+        elif way == "list":
+            self.held = [w]
+        elif way == "object":
+            self.held = {"a": SimpleNamespace(w=w)}
+
+    def tensor(self) -> Tensor:
+        if self.way in ("list", "object"):
+            return self.held[0] if self.way == "list" else self.held["a"].w
+        return self.inner.w if "inner" in self.way else self.w
+
+    def fwd(self, x: Tensor) -> Tensor:
+        return x * self.tensor()
+
+
+# (parameters that fwd does not take are refused when an op is planned, frozen or not)
+WAYS_TO_HOLD = "attribute, buffer, inner attribute, list, object"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("way", WAYS_TO_HOLD.split(", "))
+def test_a_tensor_that_is_unfrozen_and_gets_no_gradient_is_refused(
+    way: str, steps: int, alone: bool
+) -> None:
+    op, x = Frozen(way, torch.ones((), dtype=torch.float64)), ones()
+    model = op if alone else fo.Sequential(fo.ops.ConstantScale(2.0), op)
+    for _ in range(steps):
+        model(x).sum().backward()
+    op.tensor().requires_grad_()
+    with pytest.raises(fo.FuseOpsError, match=r"Frozen.*would get no(ne| gradient)"):
+        model(x).sum().backward()
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])

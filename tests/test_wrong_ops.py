@@ -2,6 +2,7 @@
 first call, in the forward or in the backward; with the op, the tensor and what to do.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -303,6 +304,51 @@ def test_a_backward_is_refused_at_its_first_call(mistake: str) -> None:
     with pytest.raises(fo.FuseOpsError, match=told) as caught:
         y.square().sum().backward()
     assert "in the backward of fuseops '1' (Wrong)" in note(caught.value)
+
+
+# --- ops that an attribute makes wrong
+
+
+class SineAlone(fo.Op):
+    def fwd(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+def turning(cls: type[fo.Op]) -> type[fo.Op]:
+    """The op that does what `cls` does once its `turned` is set, and before it what its base does."""
+    base = SineAlone if cls.__base__ is fo.Op else cls.__base__
+
+    def chosen(right: Any, other: Any) -> Any:
+        @functools.wraps(right)
+        def run(self: Any, *args: Any, **keywords: Any) -> Any:
+            return (other if self.turned else right)(self, *args, **keywords)
+
+        return run
+
+    methods = {n: chosen(getattr(base, n), getattr(cls, n)) for n in ("fwd", "bwd")}
+    own = {n: method for n, method in methods.items() if n in vars(cls)}
+    return wrong(base, turned=False, **own)
+
+
+WRITES = ["dy written", "a saved tensor written"]
+PUBLISHES = {"what is declared is missing", "a number as a side output"}
+TURNING = [("fwd", m) for m in FORWARDS if m not in PUBLISHES] + [("bwd", m) for m in BACKWARDS]
+TURNING += [("between", m) for m in WRITES]  # other mistakes are errors of autograd by then
+
+
+@pytest.mark.parametrize(("when", "mistake"), TURNING)
+def test_an_op_that_an_attribute_makes_wrong_is_refused_as_at_its_first_call(
+    when: str, mistake: str
+) -> None:
+    cls, told = (FORWARDS if when == "fwd" else BACKWARDS)[mistake]
+    model, x = sequence(turning(cls)()), torch.ones(3, 4, requires_grad=True)
+    for _ in range(3):
+        model(x).square().sum().backward()
+    y = model(x)
+    model[1].turned = True
+    y = y if when == "between" else None
+    with pytest.raises(fo.FuseOpsError, match=told):
+        (model(x) if y is None else y).square().sum().backward()
 
 
 # --- fused ops

@@ -6,7 +6,7 @@ the head's loss   cross_entropy (and its loss_options), vocab_parallel (weights 
 tokens, experts   routing, router, permute, inject
 what ops share    checks, splits (are the ends of groups right), tiles (of a call's grouped GEMMs), local (of DTensors,
                   what an op computes with), halves (of gated MLPs that are sharded), code (what a `fwd` names),
-                  object_table (objects that traced code refers to)
+                  contents (of attributes that may change), object_table (objects that traced code refers to)
 weights           packing (one Parameter a group), grouped_state_dict, weights (quantized ones that a recipe keeps),
                   stored (those that live in a format)
 """

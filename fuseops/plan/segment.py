@@ -12,6 +12,7 @@ from fuseops.kernels.launch import INTERPRET
 from fuseops.ops.local import Local
 from fuseops.ops.op import Call, Op
 from fuseops.ops.structure import Tap
+from fuseops.torch_private import dict_version
 
 Args = tuple[tuple[str, int], ...]  # (keyword, position in the node's tensors)
 
@@ -165,6 +166,8 @@ class Segment:
     # whether its calls may be recorded and replayed (`run.repeats`), and the records
     repeatable: bool = field(init=False)
     repeats: Any = field(init=False, default=None)
+    op_dicts: tuple[dict[str, Any], ...] = field(init=False)
+    versions: list[object] = field(init=False)  # of these, at its last call
     inputs: int = field(init=False)  # how many tensors the node takes besides x
     # (op, dict, name) under which each tensor of `params` is registered; None if some input is another tensor than the
     # registered or published one
@@ -183,6 +186,8 @@ class Segment:
     tap: str | None = field(init=False)
 
     def __post_init__(self) -> None:
+        self.op_dicts = tuple([op.__dict__ for op in self.ops])
+        self.versions = [*map(dict_version, self.op_dicts)]
         self.bypasses_autograd = any(s.main or s.delayed is not None for s in self.backward)
         roles = [call.precision.roles for step in self.backward for call in step.calls]
         self.random = any(of is not None and of.rounds_at_random for of in roles)
@@ -211,6 +216,11 @@ class Segment:
         self.aliases = all(op.alias for op in self.ops)
         alone = self.kind == "plain" and len(self.exports) == 1 and len(self.ops) == 1
         self.tap = self.exports[0] if alone and type(self.ops[0]) is Tap else None
+
+    def forget(self) -> None:
+        """Have the contract checked anew, and replay no earlier call: an op was written to."""
+        self.versions, self.repeats = [*map(dict_version, self.op_dicts)], None
+        self.checked_forward = self.checked_backward = False
 
     def variant(self, key: Any, **changes: Any) -> Segment:
         """The copy of it with these changes, which is made once for a key."""

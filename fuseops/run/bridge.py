@@ -13,6 +13,7 @@ from fuseops.ops import names
 from fuseops.ops.object_table import TABLE, dedupe_inputs
 from fuseops.plan.segment import Segment, Step
 from fuseops.recipes import Quantized
+from fuseops.torch_private import dict_version
 
 from . import checks, data_parallel, repeats, second_order, weight_grads
 from .checks import describe
@@ -59,6 +60,8 @@ class Node(torch.autograd.Function):
             y = _traced_output(y, kept)
             flat, rows = pack(seg, kept, traced=True)
         else:
+            if [*map(dict_version, seg.op_dicts)] != seg.versions:
+                seg.forget()
             if not seg.checked_backward:
                 state.context = state.context._replace(contract=ContractCheck(seg, inputs))
             quantized_x, state.quantized = state.quantized, None
@@ -100,6 +103,12 @@ class Node(torch.autograd.Function):
         if seg.bypasses_autograd:
             seg = weight_grads.segment_for_backward(seg, ctx.has_input, ctx.next_functions)
         context = CallContext() if state is None else state.context
+        if state is not None:
+            if [*map(dict_version, seg.op_dicts)] != seg.versions:
+                seg.forget()
+            if context.contract is None and not seg.checked_backward:
+                # written to since the forward: the shapes are left to autograd
+                context = context._replace(contract=ContractCheck(seg, [None] * seg.inputs))
         given = dy, dsides, x_dtypes, context if seed is None else context._replace(seed=seed)
         tensors = ctx.saved_tensors
         saved = [*tensors]

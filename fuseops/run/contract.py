@@ -1,7 +1,7 @@
 """Checks, in the first forward and the first backward of a segment, that its ops keep the contract of ops.
 
-These two may belong to different calls. Later calls of the same plan are not checked, except that no gradient is
-missing (`checks.check_complete`).
+These two may belong to different calls. Later calls of the same plan are not checked until an op is written to, except
+that no gradient is missing (`checks.check_complete`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Level-1 ops, which have a `fwd` alone: they save their inputs, and their backward is autograd over `fwd`.
 
 The backward runs `fwd` again, with the attributes and mode that the op had in the forward. What it could not reproduce
-is an error in the forward: random numbers, and writes of `fwd` to a tensor of `self`.
+is an error in the forward: random numbers, and writes of `fwd` to a tensor of `self`; or in the backward: a tensor or
+another attribute that it reads was modified since.
 """
 
 from __future__ import annotations
@@ -14,75 +15,124 @@ from torch import Tensor, nn
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, InPlaceError
+from fuseops.ops.contents import IRRELEVANT, Contents, may_change
 from fuseops.ops.op import Grads, Out
 from fuseops.plan.segment import Step
+from fuseops.torch_private import dict_version
 
 from .generators import generators_of, rng_states, states_equal
 
+MAX_KNOWN = 1024  # of a dict that changed nobody asks again
+_watched_names: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # by version of a dict
+
+
+def watched_names(own: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of a module's attributes that are tensors, and of others that may change, from its dict."""
+    version = dict_version(own)
+    found = _watched_names.get(version)
+    if found is None:
+        if len(_watched_names) >= MAX_KNOWN:
+            _watched_names.clear()
+        others = [(n, v) for n, v in own.items() if n not in IRRELEVANT]
+        tensors = tuple([n for n, v in others if isinstance(v, Tensor)])
+        changing = [n for n, v in others if n not in tensors and may_change(v)]
+        found = _watched_names[version] = tensors, tuple(changing)
+    return found
+
 
 class ModuleState(NamedTuple):
-    """A `ModuleState` is a module's attributes and tensors, with their versions, kept to run its `fwd` again."""
+    """A `ModuleState` is a module's attributes, and what may change in them, kept to run its `fwd` again."""
 
     kind: type
     attributes: dict[str, Any]
-    tensors: dict[str, tuple[Tensor, int]]  # buffers, and others that are no parameters
+    tensors: dict[str, tuple[Tensor, int]]  # buffers, and others that are no parameters; versions
+    changing: tuple[str, ...]  # names of attributes that hold others
+    contents: dict[str, Contents]  # of these, once they are noted
     children: dict[str, ModuleState | None]
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleState:
         own = module.__dict__
-        attributes = dict(own)
-        tensors = {
-            n: (t, torch_private.version(t)) for n, t in own.items() if isinstance(t, Tensor)
-        }
-        for name, t in own["_buffers"].items():
-            if t is not None:
-                tensors[name] = t, torch_private.version(t)
+        names, changing = watched_names(own)
+        found = [(n, own[n]) for n in names]
+        found += [(n, t) for n, t in own["_buffers"].items() if t is not None]
+        tensors = {n: (t, torch_private.version(t)) for n, t in found}
         children = {n: None if m is None else cls.of(m) for n, m in own["_modules"].items()}
-        return cls(module.__class__, attributes, tensors, children)
+        return cls(module.__class__, dict(own), tensors, changing, {}, children)
+
+    def note_contents(self) -> None:
+        """Note what attributes hold: after `fwd` ran, which may keep in them what it computed."""
+        for name in self.changing:
+            self.contents[name] = Contents.of(self.attributes[name])
+        for state in self.children.values():
+            if state is not None:
+                state.note_contents()
 
     def module(self, owner: str = "") -> Any:
-        """A module in this state. Reading a tensor of it that was modified since raises InPlaceError."""
+        """A module in this state. Reading an attribute of it that was modified since raises InPlaceError."""
         module: nn.Module = object.__new__(self.kind)
         owner = owner or self.kind.__name__
         own = module.__dict__
         own.update(self.attributes)
-        for name in self.tensors:
-            own.pop(name, None)  # read from _buffers, which checks versions
-        if self.tensors:
-            own["_buffers"] = _VersionedBuffers(owner, self)
+        if self.tensors or self.changing:
+            watched = own["_buffers"] = _Watched(owner, self)
+            for name in own.keys() & watched.keys():
+                del own[name]  # read from _buffers, which asks whether it was modified
+                if hasattr(self.kind, name):  # the default of a class would be found before it
+                    own[name] = watched[name]
         if self.children:
             own["_modules"] = {
                 n: state and state.module(f"{owner}.{n}") for n, state in self.children.items()
             }
         return module
 
+    def is_modified(self, name: str) -> bool:
+        """Whether the tensor, or what the attribute holds, was modified since."""
+        if name in self.tensors:
+            t, version = self.tensors[name]
+            return torch_private.version(t) != version
+        known = self.contents.get(name)
+        return known is not None and not known.equals(Contents.of(self.attributes[name]))
+
+    def wants_gradient(self) -> bool:
+        """Whether a tensor that it holds, and that is no parameter, wants a gradient."""
+        if not (self.tensors or self.changing or self.children):
+            return False  # most
+        held = [t for t, _ in self.tensors.values()]
+        held += [t for contents in self.contents.values() for t in contents.objects]
+        return any(isinstance(t, Tensor) and t.requires_grad for t in held) or any(
+            state.wants_gradient() for state in self.children.values() if state is not None
+        )
+
     def modified_tensor(self) -> str | None:
         """The name of a tensor that was modified since, or None."""
-        for name, (t, version) in self.tensors.items():
-            if torch_private.version(t) != version:
+        for name in self.tensors:
+            if self.is_modified(name):
                 return name
         inner = ((name, state.modified_tensor()) for name, state in self.children.items() if state)
         return next((f"{name}.{found}" for name, found in inner if found), None)
 
 
-class _VersionedBuffers(dict[str, Any]):
-    """A `_VersionedBuffers` holds the buffers of a `ModuleState`. Reading one that was modified raises InPlaceError."""
+class _Watched(dict[str, Any]):
+    """A `_Watched` holds the buffers of a `ModuleState`, its other tensors and what may change. Reading one that was
+    modified raises InPlaceError.
+    """
 
     def __init__(self, owner: str, state: ModuleState) -> None:
         super().__init__(state.attributes["_buffers"])
         self.update({name: t for name, (t, _) in state.tensors.items()})
+        self.update({name: state.attributes[name] for name in state.changing})
         self.owner, self.state = owner, state
 
     def __getitem__(self, name: str) -> Any:
-        t, version = self.state.tensors.get(name, (None, 0))
-        if t is not None and torch_private.version(t) != version:
+        value = super().__getitem__(name)
+        if self.state.is_modified(name):
             raise InPlaceError(
-                f"{name!r} of {self.owner} was modified in place between the forward and the backward, which runs "
-                "fwd again and reads it. Assign a new tensor instead of writing to this one, or take it by keyword "
-                "and write bwd."
+                f"{name!r} of {self.owner} was modified in place since the forward, and the backward, which runs "
+                f"fwd again, reads it. Assign a new {type(value).__name__} instead of writing to this one, or write "
+                "bwd and save what it reads."
             )
-        return super().__getitem__(name)
+        return value
 
 
 def save_states(ops: Sequence[Any], at: int, scratch: dict[Any, Any] | None) -> None:
@@ -91,8 +141,10 @@ def save_states(ops: Sequence[Any], at: int, scratch: dict[Any, Any] | None) -> 
     at: position of the first in the Sequential.  scratch: of the call.
     """
     if scratch is not None:
-        states = ((at + k, ModuleState.of(op)) for k, op in enumerate(ops) if op.pure)
-        scratch.update({(ModuleState, place): state for place, state in states})
+        for k, op in enumerate(ops):
+            if op.pure:
+                state = scratch[ModuleState, at + k] = ModuleState.of(op)
+                state.note_contents()
 
 
 def run_fwd(
@@ -107,13 +159,13 @@ def run_fwd(
     if not reruns or scratch is None:
         with step.calls[0].precision.autocast(device.type):
             return op.fwd(x, **keywords)
-    save_states((op,), step.at, scratch)
-    state: ModuleState = scratch[ModuleState, step.at]
+    state = scratch[ModuleState, step.at] = ModuleState.of(op)
     fake = torch_private.num_dispatch_modes()  # fake tensors have no random state
     generators = [] if fake else generators_of(op, state.attributes, device)
     before = rng_states(generators)
     with step.calls[0].precision.autocast(device.type):
         out = op.fwd(x, **keywords)
+    state.note_contents()
     if not states_equal(before, rng_states(generators)):
         raise FuseOpsError(
             f"{type(op).__name__}.fwd draws random numbers, and has no bwd: the backward runs fwd again, with other "
@@ -201,15 +253,16 @@ def bwd_by_autograd(
 ) -> Grads:
     """The backward of a level-1 op: autograd over its `fwd`.
 
-    first: also check that `fwd` is deterministic and reads no tensor that needs a gradient but its keywords; raises
-    FuseOpsError.
+    first: also check that `fwd` is deterministic.  Raises FuseOpsError for one that is not, or that reads a tensor that
+    wants a gradient and is no keyword, which is asked again while `self` holds such a tensor.
     """
     state = (scratch or {}).get((ModuleState, step.at))
     op, call = step.target if state is None else state.module(), step.calls[0]
     with torch.enable_grad():
         tensors, out = _rerun_fwd(op, saved, call)
-        if first:
+        if first or (state is not None and state.wants_gradient()):
             _check_leaves(op, (out.y, *(out.side or {}).values()), tensors.values())
+        if first:
             _check_deterministic(step.target if state is None else state.module(), saved, call, out)
         pairs = [(out.y, dy), *((t, dside.get(name)) for name, t in (out.side or {}).items())]
         pairs = [(y, d) for y, d in pairs if d is not None and y.requires_grad]

@@ -19,9 +19,7 @@ from fuseops.kernels.replay import active_replays
 from fuseops.kernels.transcript import Repeat, transcribable, transcribing
 from fuseops.ops import scopes
 from fuseops.ops.tiles import shares_only_tables
-from fuseops.plan.key import DICT
 from fuseops.plan.segment import Segment, SlotMap
-from fuseops.torch_private import dict_version
 
 from .checks import running_step
 from .saving import pack, unpack
@@ -60,10 +58,8 @@ class KindTranscripts:
 class SegmentTranscripts:
     """A `SegmentTranscripts` holds the transcripts of one segment, by the kind of call."""
 
-    def __init__(self, seg: Segment) -> None:
+    def __init__(self) -> None:
         self.replays = active_replays.current  # another object once a launch setting has changed
-        self.op_dicts = [*map(DICT, seg.ops)]
-        self.versions = [*map(dict_version, self.op_dicts)]
         self.kinds: dict[Any, KindTranscripts] = {}
 
     def add(self, kind: Any) -> KindTranscripts:
@@ -75,7 +71,7 @@ class SegmentTranscripts:
 
 
 def transcripts_of(seg: Segment, context: CallContext, unseen: bool) -> SegmentTranscripts | None:
-    """The transcripts of a segment; new, empty ones after an op was written to or a launch setting changed.
+    """The transcripts of a segment; new, empty ones after `Segment.forget`, or where a launch setting changed.
 
     None where the call may not be replayed: somebody observes it, it writes to the caller's buffers, or its ops share
     more than tile tables.   unseen: nobody observes the calls of kernels
@@ -87,12 +83,8 @@ def transcripts_of(seg: Segment, context: CallContext, unseen: bool) -> SegmentT
     ):
         return None
     found: SegmentTranscripts | None = seg.repeats
-    if (
-        found is None
-        or found.replays is not active_replays.current
-        or [*map(dict_version, found.op_dicts)] != found.versions
-    ):
-        found = seg.repeats = SegmentTranscripts(seg)
+    if found is None or found.replays is not active_replays.current:
+        found = seg.repeats = SegmentTranscripts()
     return found
 
 

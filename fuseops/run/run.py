@@ -20,7 +20,7 @@ from fuseops.plan.key import Tokens
 from fuseops.plan.segment import Segment
 from fuseops.recipes import Quantized
 from fuseops.rules.rule import RunEnd
-from fuseops.torch_private import is_dtensor, is_profiling
+from fuseops.torch_private import dict_version, is_dtensor, is_profiling
 
 from . import bridge, buffers, ranges, repeats
 from .bridge import NodeState
@@ -168,9 +168,13 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], state: NodeState | No
             y, *exported = y
             env.update(zip(seg.exports, exported, strict=True))
         return y
-    context = CallContext() if state is None else state.context
-    if state is not None and not seg.checked_forward:
-        context = context._replace(contract=ContractCheck(seg, inputs))
+    context = CallContext()
+    if state is not None:
+        context = state.context
+        if [*map(dict_version, seg.op_dicts)] != seg.versions:
+            seg.forget()
+        if not seg.checked_forward:
+            context = context._replace(contract=ContractCheck(seg, inputs))
     forward = seg.fwd or write_forward(seg)
     if seg.kind == "node" and state is not None:
         y, *_ = repeats.forward(seg, x, inputs, context)

@@ -31,7 +31,8 @@ class CallContext(NamedTuple):
     # by the name of the Sequential that has the op
     scratch: dict[str, dict[str, Any]] | None = None
     out: Buffers | None = None  # the caller's, of an op that runs alone
-    contract: ContractCheck | None = None  # in the first forward and first backward of a segment
+    # in the first forward and the first backward of a segment, and in those after a write to an op
+    contract: ContractCheck | None = None
     seed: Tensor | None = None  # (1,) int64, of a backward with stochastic rounding
 
 

@@ -24,8 +24,8 @@ from fuseops.kernels.generated import (
     vjp,
 )
 from fuseops.ops.code import FOLLOWED, referenced_values
+from fuseops.ops.contents import IRRELEVANT, may_change
 from fuseops.ops.op import (
-    NON_CONFIG_ATTRS,
     Call,
     Calls,
     FusedOp,
@@ -41,8 +41,6 @@ from fuseops.rules.rule import Conditions
 CACHE: dict[Any, ElementwiseKernels | RefusedError] = {}
 """Generated kernels by the key of `Pointwise.trace`: equal layers share them."""
 MAX_CACHED = 256  # an attribute may change at each step
-IRRELEVANT = NON_CONFIG_ATTRS | {"_path", "_prefix", "renames", "across_ranks", "delays"}
-CONSTANTS = (int, float, str, bool, type(None), torch.dtype, torch.device)
 ShapeAndDtype = tuple[Sequence[int], torch.dtype]
 
 
@@ -163,8 +161,7 @@ def _op_state(op: Op[Any]) -> Any:
         if not (callable(value) or isinstance(value, FOLLOWED | ModuleType)):
             values.append((name, value))
     for name, value in values:
-        items = value if isinstance(value, tuple) else (value,)
-        if not all(isinstance(item, CONSTANTS) for item in items):
+        if may_change(value):
             raise RefusedError(f"its {name!r} is a {type(value).__name__}, and may change")
     if op._modules:
         raise RefusedError("it has modules of its own")
