@@ -121,7 +121,7 @@ def _containers(module: nn.Module) -> Iterator[Container]:
 
 def _registered(module: nn.Module) -> tuple[Any, ...]:
     """The class of a module, and the names of its parameters and submodules that are there already."""
-    tables = chain(module._parameters.items(), module._modules.items())
+    tables: Iterator[Any] = chain(module._parameters.items(), module._modules.items())
     return type(module), [
         name for name, value in tables if value is not None and not is_lazy(value)
     ]
