@@ -1,8 +1,8 @@
 """explain: runs a forward once, and reports what fused, what did not and why, and what was saved.
 
 The run is real, since only that shows what plain modules save, and the plan for the current shapes and settings. The
-model is restored: random states are forked, buffers are replaced by copies, other tensors of modules are restored, the
-graph is dropped, and hooks are removed. Parameters are only read.
+model is restored: random states and what modules hold come back, buffers are replaced by copies, the graph is dropped,
+and hooks are removed. Parameters are only read.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import torch_private
+from fuseops.observe.held import (
+    contents_restored,
+    held_restored,
+    held_tensors,
+    rng_restored,
+)
 from fuseops.observe.labels import Labels
 from fuseops.observe.observer import Observer
 from fuseops.observe.rehearse import not_counted, peak_of_step
 from fuseops.observe.saved import SavedLedger, storages, tensors_by_owner
-from fuseops.observe.untouched import (
-    attribute_tensors,
-    reshard_after,
-    restore_last_settings,
-    restore_rng,
-    restore_values,
-    tables_restored,
-)
+from fuseops.observe.untouched import reshard_after, restore_last_settings, restore_values
 from fuseops.ops import names, scopes
 from fuseops.ops.op import Op
 from fuseops.ops.paths import check_module, path_of, stripped, walk
@@ -102,9 +101,10 @@ def _observe(
     observer = Observer(model, paths)
     ledger = SavedLedger(observer.where, Labels(paths))
     with ExitStack() as undo:
-        undo.enter_context(restore_rng())
+        undo.enter_context(rng_restored(model))
+        undo.enter_context(held_restored(model))
         buffers = undo.enter_context(_copied_buffers(model))
-        undo.enter_context(restore_values(attribute_tensors(model)))
+        undo.enter_context(restore_values(held_tensors(model)))
         undo.enter_context(reshard_after(model))
         undo.enter_context(restore_last_settings(model))
         undo.enter_context(_force_eager())
@@ -179,7 +179,7 @@ def _copied_buffers(model: nn.Module) -> Iterator[dict[int, str]]:
     copies: dict[int, Tensor] = {}
     found: dict[int, str] = {}
     sync_masters(model)  # else the copies would be updated
-    with tables_restored(module._buffers for module in model.modules()):  # a recipe makes some
+    with contents_restored(module._buffers for module in model.modules()):  # a recipe makes some
         for path, module in model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is None:

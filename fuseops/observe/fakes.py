@@ -13,6 +13,7 @@ from fuseops import torch_private
 from fuseops.ops.stored import sync_masters
 from fuseops.torch_private import FakeTensorMode
 
+from .held import contents_restored, held_restored, rng_restored
 from .untouched import main_grad_of, restore_delayed_wgrads, restore_last_settings
 
 
@@ -39,39 +40,26 @@ def fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
 
 @contextmanager
 def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Replaces parameters, buffers and tensors that are plain attributes by fakes, tied ones by one, and restores them.
-    Fakes that a forward leaves in a module, such as a table that it makes once, are removed.
+    """Replaces parameters, buffers and tensors that are plain attributes by fakes, tied ones by one, and restores the
+    model: nothing that a forward leaves in a module stays, since it may be a fake or hold one.
     """
     sync_masters(model)
     made: dict[int, Tensor] = {}
-    before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    for module in model.modules():
-        own = vars(module)
-        tables: tuple[dict[str, Any], ...] = (own["_parameters"], own["_buffers"], own)
-        before += [(table, dict(table)) for table in own.values() if type(table) is dict]
-        before.append((own, dict(own)))
-        for table in tables:
-            for name, t in table.items():
-                if isinstance(t, Tensor):
-                    if id(t) not in made:
-                        made[id(t)] = fake(t, mode)
-                    table[name] = made[id(t)]
-    try:
-        with restore_delayed_wgrads(model), restore_last_settings(model):
-            yield
-    finally:
-        for table, known in before:
-            _drop_fakes(table, known)
-
-
-def _drop_fakes(table: dict[Any, Any], known: dict[Any, Any]) -> None:
-    """Restore the tensors of a table, and the entries that are fakes or lists with fakes; delete those that are new."""
-    table.update({name: t for name, t in known.items() if isinstance(t, Tensor)})
-    for name, value in [*table.items()]:
-        parts = value if isinstance(value, tuple | list) else (value,)
-        if not any(map(torch_private.is_fake, parts)):
-            continue
-        if name in known:
-            table[name] = known[name]
-        else:
-            del table[name]
+    owners = [vars(module) for module in model.modules()]
+    registered = [own[kind] for own in owners for kind in ("_parameters", "_modules")]
+    with (
+        held_restored(model),
+        contents_restored(registered),
+        rng_restored(model),
+        restore_delayed_wgrads(model),
+        restore_last_settings(model),
+    ):
+        for own in owners:
+            tables: tuple[dict[str, Any], ...] = (own["_parameters"], own["_buffers"], own)
+            for table in tables:
+                for name, t in table.items():
+                    if isinstance(t, Tensor):
+                        if id(t) not in made:
+                            made[id(t)] = fake(t, mode)
+                        table[name] = made[id(t)]
+        yield

@@ -17,10 +17,7 @@ from fuseops.ops.scopes import DELAYED
 from fuseops.ops.stored import stored_in, sync_masters
 from fuseops.torch_private import fsdp_accumulation, post_accumulate_hooks, version
 
-
-def attribute_tensors(model: nn.Module) -> list[Tensor]:
-    """Tensors that are plain attributes of modules, neither parameters nor buffers, such as a router's token counts."""
-    return [t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor)]
+from .held import contents_restored, held_restored, held_tensors, rng_restored
 
 
 def main_grad_of(p: Tensor) -> Tensor | None:
@@ -61,18 +58,6 @@ def written_buffer(before: BufferVersions, after: BufferVersions) -> str | None:
         if (new is not old or now != count) and new.shape == old.shape:
             return name
     return None
-
-
-@contextmanager
-def tables_restored(tables: Iterable[dict[Any, Any]]) -> Iterator[None]:
-    """Restores the entries of dicts, and their order."""
-    before = [(table, dict(table)) for table in tables]
-    try:
-        yield
-    finally:
-        for table, known in before:
-            table.clear()
-            table.update(known)
 
 
 @contextmanager
@@ -154,47 +139,28 @@ def without_grad_hooks(model: nn.Module) -> Iterator[None]:
     masters = [stored.master for m in model.modules() if (stored := stored_in(m)) is not None]
     hooked = [hooks for p in model.parameters() if (hooks := post_accumulate_hooks(p))]
     grads = attributes_set((master, "grad", None) for master in masters if master is not None)
-    with tables_restored(hooked), grads:
+    with contents_restored(hooked), grads:
         for hooks in hooked:
             hooks.clear()
         yield
 
 
-def restore_rng() -> AbstractContextManager[None]:
-    """Restores the random states of the CPU and of all CUDA devices at the end."""
-    ready = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.random.fork_rng(range(torch.cuda.device_count() if ready else 0))
-
-
-@contextmanager
-def restore_tensors(model: nn.Module) -> Iterator[None]:
-    """Restores which tensors are buffers and attributes of modules, where a step adds or replaces some."""
-    owners = [vars(m) for m in model.modules()]
-    attributes = [{n: t for n, t in own.items() if isinstance(t, Tensor)} for own in owners]
-    with tables_restored(own["_buffers"] for own in owners):
-        try:
-            yield
-        finally:
-            for own, tensors in zip(owners, attributes, strict=True):
-                own.update(tensors)
-
-
 @contextmanager
 def untouched(model: nn.Module, also: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Restores all that a step writes besides parameters and gradients: buffers, main_grads, attributes, delayed weight
-    gradients, what FSDP2 has accumulated, random states, the settings of the last forward, and the values of `also`. No
-    hook sees the gradients.
+    """Restores all that a step writes besides parameters and gradients: buffers, main_grads, what else modules hold,
+    delayed weight gradients, what FSDP2 has accumulated, random states, the settings of the last forward, and the
+    values of `also`. No hook sees the gradients.
     """
     sync_masters(model)
     written = (*also, *model.buffers(), *main_grads(model))
     with (
         restore_values(written, unseen=True),
-        restore_values(attribute_tensors(model)),
+        restore_values(held_tensors(model)),
         restore_delayed_wgrads(model),
         restore_fsdp_accumulation(model),
-        restore_tensors(model),
+        held_restored(model),
         restore_last_settings(model),
         without_grad_hooks(model),
-        restore_rng(),
+        rng_restored(model),
     ):
         yield

@@ -37,12 +37,13 @@ from . import marks
 from .codes import Coding, decode, encode
 from .lanes.protocol import Buf, Event
 from .lanes.real import RealLanes
-from .report import KEPT, Entry, Report
+from .report import KEPT, Entry, Report, in_other_shapes
 from .schedule import LAST_GROUP, Item, LayerRun, MoveStep, Schedule
 from .storages import StorageMap, StridedLayout, layout_of, rows_of, tensor_in
 
 log = logging.getLogger("fuseops.offload")
 
+MAX_LISTED = 64  # entries of one name; those after them that differ in shape and bytes alone are counted together
 RESIZED = "its storage was given another size before its copy"
 
 
@@ -59,12 +60,18 @@ class Verdict(NamedTuple):
 
 
 class Ledger:
-    """A `Ledger` counts for one scope and those around it. Autograd's own threads report to it too."""
+    """A `Ledger` counts for one scope and those around it. Autograd's own threads report to it too.
+
+    entries  how often each was reported; of one name the first MAX_LISTED
+    """
 
     def __init__(self, scope: str) -> None:
         self.scope = scope
         self.chain: tuple[Ledger, ...] = (self,)  # with those around it, innermost first
         self.entries: dict[Entry, int] = {}
+        self._listed: dict[str, int] = {}  # entries by name
+        # those that are not listed, without shape and bytes: how many there were, and their bytes
+        self._others: dict[Entry, tuple[int, int]] = {}
         self.out = self.back = (0, 0)
         self.records: list[weakref.ref[Record]] = []
         # a saved tensor was read, so what is saved next belongs to another step
@@ -85,14 +92,30 @@ class Ledger:
             with ledger._lock:
                 counts = ledger.entries
                 for entry in entries:
-                    counts[entry] = counts.get(entry, 0) + 1
+                    count = counts.get(entry)
+                    if count is None:
+                        ledger._count(entry)
+                    else:
+                        counts[entry] = count + 1
         entries.clear()
+
+    def _count(self, entry: Entry, times: int = 1) -> None:
+        """Counts an entry, under the lock: by itself, or with those in other shapes where MAX_LISTED are listed."""
+        known, listed = self.entries.get(entry), self._listed.get(entry.name, 0)
+        if known is not None:
+            self.entries[entry] = known + times
+        elif listed < MAX_LISTED:
+            self._listed[entry.name], self.entries[entry] = listed + 1, times
+        else:
+            alike = entry._replace(shape=(), nbytes=0)
+            count, nbytes = self._others.get(alike, (0, 0))
+            self._others[alike] = count + times, nbytes + times * entry.nbytes
 
     def add_moved(self, entry: Entry, record: "Record") -> None:
         ref, nbytes = weakref.ref(record), record.nbytes
         for ledger in self.chain:
             with ledger._lock:
-                ledger.entries[entry] = ledger.entries.get(entry, 0) + 1
+                ledger._count(entry)
                 ledger.out = (ledger.out[0] + nbytes, ledger.out[1] + 1)
                 if len(ledger.records) >= ledger._limit:
                     ledger.records = [r for r in ledger.records if r() is not None]
@@ -104,8 +127,8 @@ class Ledger:
         kept = entry._replace(decision=KEPT, nbytes=nbytes, reason=reason)
         for ledger in self.chain:
             with ledger._lock:
-                ledger.entries[entry] = ledger.entries.get(entry, 0) - 1
-                ledger.entries[kept] = ledger.entries.get(kept, 0) + 1
+                ledger._count(entry, -1)
+                ledger._count(kept)
                 ledger.out = (ledger.out[0] - nbytes, ledger.out[1] - 1)
 
     def add_reloaded(self, nbytes: int) -> None:
@@ -126,11 +149,12 @@ class Ledger:
                 mover.collect_dead()
         records = [record for record in records if record.handles]
         with self._lock:
-            entries = tuple(e._replace(times=n) for e, n in self.entries.items() if n > 0)
+            entries = [e._replace(times=n) for e, n in self.entries.items() if n > 0]
+            entries += [in_other_shapes(e, n, b) for e, (n, b) in self._others.items() if n > 0]
         released = [r for r in records if r.released]
         held = tuple((r.name, r.storage_nbytes) for r in released if r.origin() is not None)
         host = sum(r.nbytes for r in records if r.bundle is not None)
-        return Report(self.scope, entries, *self.out, *self.back, host, held)
+        return Report(self.scope, tuple(entries), *self.out, *self.back, host, held)
 
 
 class Mover:

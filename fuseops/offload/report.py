@@ -14,7 +14,8 @@ MOVED, SHARED, KEPT, MISSED = "moved", "shared", "kept", "missed"
 
 
 class Entry(NamedTuple):
-    """An `Entry` is a saved tensor, or several that are equal in all fields.
+    """An `Entry` is a saved tensor, or several that are equal in all fields. After 64 entries of one name, those in
+    other shapes are one entry without a shape, whose reason says so and whose nbytes are their mean.
 
     nbytes    of its storage; 0 where another entry counts them, where a model holds them anyway,
               and where they are not known (missed)
@@ -31,6 +32,12 @@ class Entry(NamedTuple):
     reason: str
     also: tuple[str, ...] = ()  # other names of the same tensor
     times: int = 1
+
+
+def in_other_shapes(entry: Entry, times: int, nbytes: int) -> Entry:
+    """The entry of a tensor in the shapes that are not listed.   nbytes: of all of them"""
+    reason = f"{entry.reason}; in other shapes, bytes are their mean"
+    return entry._replace(nbytes=round(nbytes / times), reason=reason, times=times)
 
 
 @dataclass(frozen=True, repr=False)

@@ -55,8 +55,9 @@ from .storages import StorageMap
 
 log = logging.getLogger("fuseops.offload")
 
-# cached verdicts of a scope, by name, shape and the like; beyond so many the cache is cleared
-MAX_VERDICTS = 1 << 15
+# cached verdicts of a scope, by name, shape and the like; beyond so many the cache is cleared. More than a step of most
+# models has; where row counts differ from step to step, what is cached is of no more use
+MAX_VERDICTS = 1 << 13
 MAX_SCOPE_KINDS = 16  # whose verdicts are cached
 INSIDE_BACKWARD = ("inside backward", "recomputed by checkpoint")  # in a checkpoint
 IN_FLIGHT = 6  # copies under way before compute waits for the oldest, to reuse its memory (CUDA)

@@ -33,7 +33,7 @@ def generators_of(op: Any, attributes: Mapping[str, Any], device: torch.device) 
         found.append(torch.cuda.default_generators[torch_private.current_device()])
     unknown = {*map(type, attributes.values())} - _types_without_generators
     if unknown:
-        found += [value for value in attributes.values() if _is_generator(value)]
+        found += [value for value in attributes.values() if is_generator(value)]
         shipped = (t for t in unknown if t.__module__.partition(".")[0] in KNOWN_PACKAGES)
         _types_without_generators.update(t for t in shipped if not _is_generator_class(t))
     kind, fwd = type(op), getattr(op.fwd, "__func__", op.fwd)
@@ -67,7 +67,7 @@ def _state(generator: Any) -> Any:
     return pickle.dumps(generator)
 
 
-def _is_generator(value: Any) -> bool:
+def is_generator(value: Any) -> bool:
     return _is_generator_class(type(value))
 
 
@@ -80,7 +80,7 @@ def _is_generator_class(kind: type) -> bool:
 
 def _generators_in(value: Any) -> Iterator[Any]:
     """The generator that a value is, or is a method of."""
-    if _is_generator(value):
+    if is_generator(value):
         yield value
-    elif isinstance(value, BuiltinMethodType | MethodType) and _is_generator(value.__self__):
+    elif isinstance(value, BuiltinMethodType | MethodType) and is_generator(value.__self__):
         yield value.__self__

@@ -2,7 +2,8 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import fuseops as fo
 from fuseops import offload
 from fuseops.offload import records, scopes
+from fuseops.offload.report import Entry
 from fuseops.offload.storages import StorageMap
 from fuseops.ops.names import SavedName
 
@@ -264,6 +266,50 @@ def test_shapes_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPat
         for rows in range(1, 6):
             step(model, rows, None, False)
             assert 0 < len(scheduler._scope._verdicts) <= 50
+
+
+@settings(max_examples=10)
+@given(
+    rows=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    most=st.integers(1, 4),
+    moved=st.booleans(),
+)
+def test_shapes_without_end_are_counted_and_not_all_listed(
+    rows: list[int], most: int, moved: bool
+) -> None:
+    """The first shapes as if there were no bound, the others together: the sums are the same."""
+
+    def report(most: int) -> offload.Report:
+        model = Model(1)
+        policy = offload.Policy(min_bytes=64 if moved else 1 << 20)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(records, "MAX_LISTED", most)
+            with offload.Scheduler(model, "blocks.*", policy=policy) as scheduler:
+                for n in rows:
+                    step(model, n, None, False)
+                return scheduler.report()
+
+    def sums(report: offload.Report) -> dict[Any, list[int]]:
+        found: dict[Any, list[int]] = {}
+        for e in report.entries:
+            key = e.name, e.op, e.dtype, e.decision, e.reason.partition("; in other shapes")[0]
+            times, nbytes = found.get(key, (0, 0))
+            found[key] = [times + e.times, nbytes + e.times * e.nbytes]
+        return found
+
+    def lines(entries: Iterable[Entry]) -> Counter[str]:
+        return Counter(e.name for e in entries)
+
+    bounded, whole = report(most), report(1 << 30)
+    listed = [e for e in bounded.entries if "in other shapes" not in e.reason]
+    assert {(*e[:-1],) for e in listed} <= {(*e[:-1],) for e in whole.entries}
+    assert lines(listed) == {name: min(n, most) for name, n in lines(whole.entries).items()}
+    alike, wanted = sums(bounded), sums(whole)
+    assert len(bounded.entries) - len(listed) <= len(wanted) == len(alike)
+    for key, (times, nbytes) in alike.items():
+        assert times == wanted[key][0] and abs(nbytes - wanted[key][1]) <= times / 2
+    totals = bounded.moved_bytes, bounded.moved_count, bounded.back_bytes
+    assert totals == (whole.moved_bytes, whole.moved_count, whole.back_bytes)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from fuseops.offload.schedule import (
 from fuseops.ops import scopes
 from fuseops.ops.paths import check_module
 from fuseops.ops.permute import Permute
+from fuseops.run.config import set_root
 from fuseops.words import size
 
 from . import html, text, trace
@@ -157,6 +158,7 @@ def plan(
     if hardware is None:
         hardware = _this_machine() if torch.cuda.is_available() else Hardware.h200()
     units = layers_of(model, globs)
+    set_root(model)  # its names stay absolute; what the step itself leaves does not stay
     step = ProfiledStep(model, sample, side, units, loss, policy or Policy(min_bytes=min_bytes))
     notify = progress or silent
     profile = recorded(step, notify) if record else dry_run(step, hardware, split)
