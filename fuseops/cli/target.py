@@ -124,7 +124,7 @@ def user_traceback(user_error: BaseException) -> str:
         if frames:
             one.stack = traceback.StackSummary.from_list(frames)
         else:
-            one.stack = None  # type: ignore[assignment]  # without its header
+            one.stack = None  # without its header
         chain += [other for other in (one.__cause__, one.__context__) if other is not None]
     return "".join(formatted.format())
 
