@@ -180,6 +180,26 @@ def test_a_mistake_in_the_users_file_shows_the_users_frames_only(
     assert frames and set(frames) == {model_file}
 
 
+@pytest.mark.parametrize("command", ["explain", "bench"])
+@pytest.mark.parametrize("outer", ["torch.nn.", "fo."])
+def test_inputs_that_do_not_fit_a_module_of_torch_are_said_to_be_the_models(
+    capsys: pytest.CaptureFixture[str], model_file: str, command: str, outer: str
+) -> None:
+    Path(model_file).write_text(
+        "import torch\nimport fuseops as fo\ndef build():\n"
+        f"    return {outer}Sequential(torch.nn.Linear(3, 4)), (torch.ones(2, 5),), {{}}\n"
+    )
+    error = output(capsys, command, model_file, code=1)
+    assert f"the model of {model_file} failed on the inputs of its build():" in error
+    assert "RuntimeError: mat1 and mat2" in error and "File" not in error
+
+
+def test_an_unknown_kernel_is_answered_with_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
+    error = output(capsys, "kernels", "--kernel", "rmsnorm_oprand", code=2)
+    assert "'rmsnorm_oprand'. The closest are rmsnorm_operand" in error and len(error) < 300
+    assert len(output(capsys, "kernels", "--kernel", "zzz", code=2)) < 150
+
+
 def test_an_error_of_fuseops_shows_all_frames(
     model_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -437,7 +457,7 @@ def test_kernels_prints_what_each_takes(capsys: pytest.CaptureFixture[str]) -> N
         "BLOCK_" in line or "reference" in line for line in lines
     )
     assert "give one of them" in output(capsys, "kernels", "--check", "--rebuild", code=2)
-    assert "norm_fwd_kernel" in output(capsys, "kernels", "--kernel", "nosuch", code=2)
+    assert "lists all" in output(capsys, "kernels", "--kernel", "nosuch", code=2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")

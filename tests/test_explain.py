@@ -566,7 +566,17 @@ def test_an_op_called_alone_is_said() -> None:
 
     (plan,) = fo.plans(Alone(), rows())
     assert {t.name for t in plan.saved} == {"fc.x", "fc.weight"}
-    assert "fc (Linear): called alone" in plan.notes[0]
+    said = "(Linear): called alone; rules match only inside a fuseops.Sequential"
+    assert plan.notes == (f"fc {said}",)
+    hooked = fo.ops.Linear(D, D)  # its own Sequential calls it
+    hooked.register_forward_hook(lambda op, args, y: None)
+    for outer in (nn.Sequential, fo.Sequential):
+        (plan,) = fo.plans(outer(Alone(), hooked), rows())
+        notes = [note for note in plan.notes if "called alone" in note]
+        if outer is fo.Sequential:
+            assert notes == [f"0.fc {said}"] and str(plan).count("0.fc (Linear)") == 1
+        else:
+            assert notes == [f"2 {said[1:7]}{said[8:]}"]
 
 
 def test_a_forward_that_is_called_as_a_method_is_seen() -> None:

@@ -593,6 +593,7 @@ def test_a_dispatcher_of_your_own() -> None:
     ("kwargs", "message"),
     [
         ({"activation": "tanh"}, "activation is 'tanh'.*swiglu"),
+        ({"activation": fo.ops.SwiGLU()}, r"SwiGLU\(\).*reads `probs`.*ops\.ScaledSwiGLU\(\)"),
         ({"aux": "add"}, "aux is 'add'"),
         ({"score": "tanh"}, "score is 'tanh'"),
         ({"groups": 3}, "groups is 3.*divide the 8 experts"),

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import fuseops as fo
@@ -140,6 +142,30 @@ def test_fused_experts_are_named_one_by_one_and_compute_the_same(recipe: Any) ->
     with fo.debug():
         assert "note: fc1 input: amax" in str(model.explain(x))
     assert "amax" not in str(model.explain(x))
+
+
+@settings(max_examples=10)
+@given(st.lists(st.sampled_from([1.0, 3.0, 5.0]), min_size=1, max_size=4), st.booleans())
+def test_each_op_has_its_own_numbers_in_whatever_layers_the_same_name_is(
+    factors: list[float], known: bool
+) -> None:
+    model = torch.nn.Sequential(*[dense() for _ in factors])
+    for layer, factor in zip(model, factors, strict=True):
+        torch.nn.init.constant_(layer[0].fc.weight, factor)
+    if known:
+        fo.configure(model)
+    with fo.debug() as seen, fo.recipe(CURRENT()):
+        for _ in range(2):  # one entry for both
+            for layer in model:
+                layer(rows(D).requires_grad_()).sum().backward()
+    numbers = range(1, len(factors) + 1)
+    paths = [
+        f"{i - 1}.0.fc" if known else f"fc #{i}" if len(factors) > 1 else "fc" for i in numbers
+    ]
+    found = [(n.op, n.amax) for n in seen.operands() if n.role == "weight"]
+    assert found == list(zip(paths, factors, strict=True))
+    for gemm in ("forward", "input gradient", "weight gradient"):
+        assert [n.op for n in seen.gemms() if n.gemm == gemm] == paths
 
 
 def test_a_write_that_nobody_announced_is_found() -> None:

@@ -43,9 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return FAILED
     except Exception as error:
-        user_error = user_error_in(error)
+        target = getattr(args, "target", None)
+        user_error = None if target is None else user_error_in(error)
         if user_error is None:
             raise
+        if user_error is error:  # not one of the file itself
+            where = f"the model of {target} failed on the inputs of its build()"
+            print(f"fuseops {args.command}: {where}:", file=sys.stderr)
         print(user_traceback(user_error), end="", file=sys.stderr)
         return FAILED
     return int(code)

@@ -1,6 +1,7 @@
 """`fuseops kernels`: registers, spills and shared memory of every kernel, from the table compiled ahead of time."""
 
 import argparse
+import difflib
 import os
 from typing import Any
 
@@ -50,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
             f"{aot.table_path().name} is not here: it is part of a checkout, not of the wheel."
         )
     if not rows:
-        names = ", ".join(sorted({r["kernel"] for r in records}))
-        raise UsageError(f"no kernel's name contains {args.kernel!r}. There are {names}.")
+        raise UsageError(_unknown_kernel(args, sorted({r["kernel"] for r in records})))
     if args.json:
         print_json("kernels", triton=configs.versions()["triton"], kernels=rows)
         return 0
@@ -63,6 +63,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_table([("kernel", "arch", "triton", "variants", *MEASURED), *_kernel_rows(rows)])
     return 0
+
+
+def _unknown_kernel(args: argparse.Namespace, names: list[str]) -> str:
+    where = "" if args.arch is None else f" for sm_{args.arch}"
+    close = difflib.get_close_matches(args.kernel, names, n=5, cutoff=0.4)
+    hint = f"The closest are {', '.join(close)}. " if close else ""
+    return (
+        f"no kernel's name contains {args.kernel!r}{where}. {hint}"
+        f"`fuseops kernels` without --kernel lists all {len(names)}."
+    )
 
 
 def table_records() -> list[dict[str, Any]]:

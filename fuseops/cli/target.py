@@ -99,12 +99,20 @@ def _importing_from(folder: Path) -> Iterator[None]:
 
 
 def user_error_in(error: Exception) -> BaseException | None:
-    """The error of the user's code, or None for one of fuseops: decided by the innermost frame outside of torch."""
+    """The error of the user's code, or None for one of fuseops: decided by the innermost frame outside of torch.
+
+    Where fuseops called a module there, that is a module of torch in the user's model.
+    """
     if isinstance(error, UserCodeError):
         return error.__cause__
     frames = traceback.extract_tb(error.__traceback__)
-    innermost = next((f for f in reversed(frames) if not _is_within(f.filename, TORCH)), None)
-    return None if innermost is None or _is_internal(innermost.filename) else error
+    inside: list[traceback.FrameSummary] = []  # of torch, below the innermost frame that is not
+    while frames and _is_within(frames[-1].filename, TORCH):
+        inside.insert(0, frames.pop())
+    if not frames:
+        return None
+    called_module = bool(inside) and inside[0].filename == nn.modules.module.__file__
+    return error if called_module or not _is_internal(frames[-1].filename) else None
 
 
 def user_traceback(user_error: BaseException) -> str:
@@ -113,7 +121,10 @@ def user_traceback(user_error: BaseException) -> str:
     chain: list[Any] = [formatted]
     for one in chain:
         frames = [f for f in one.stack if not _is_internal(f.filename)]
-        one.stack = traceback.StackSummary.from_list(frames)
+        if frames:
+            one.stack = traceback.StackSummary.from_list(frames)
+        else:
+            one.stack = None  # without its header
         chain += [other for other in (one.__cause__, one.__context__) if other is not None]
     return "".join(formatted.format())
 

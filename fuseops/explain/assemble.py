@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from torch import nn
 
-from fuseops.observe.observer import SeenTensor, SequentialCall
+from fuseops.observe.observer import OpsAlone, SeenTensor, SequentialCall
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, numel
 from fuseops.plan.build import RunPlan
@@ -41,7 +41,12 @@ def plan_from(call: SequentialCall, saved: Sequence[tuple[Any, SavedTensor]]) ->
         operands=every("operands"),
         weights=every("weights"),
         segments=every("segments"),
-        notes=(*dict.fromkeys(every("notes")), *dict.fromkeys(call.gemms), *_call_notes(call)),
+        notes=(
+            *dict.fromkeys(every("notes")),
+            *dict.fromkeys(call.gemms),
+            *_call_notes(call),
+            *notes_alone(call.alone),
+        ),
         temporaries=max((part.temporaries for part in parts), default=0),
         nested=tuple(plan_from(inner, saved) for inner in call.nested),
         kind=type(call.module).__name__,
@@ -194,3 +199,25 @@ def _largest_output(
         if f"{prefix}{following}.x" not in saved_names and not run.ops[stop - 1].alias:
             largest = max(largest, itemsize * numel(shape))
     return largest
+
+
+def notes_alone(found: OpsAlone) -> Iterator[str]:
+    """Notes on ops that are called by themselves."""
+    alone: dict[str, list[str]] = {}
+    high: dict[str, dict[str, list[str]]] = {}
+    for at, (op, plan) in found.items():
+        kind = type(op).__name__
+        alone.setdefault(kind, []).append(at)
+        for each in plan.high:
+            high.setdefault(each.note, {}).setdefault(kind, []).append(at)
+    if alone:
+        yield f"{_counted(alone)}: called alone; rules match only inside a fuseops.Sequential"
+    yield from (f"{_counted(ops)}: {note}" for note, ops in high.items())
+
+
+def _counted(ops: Mapping[str, list[str]]) -> str:
+    """Ops by class: the path of one, the number of many."""
+    return ", ".join(
+        f"{at[0]} ({kind})".strip() if len(at) == 1 else f"{len(at)} {kind}"
+        for kind, at in ops.items()
+    )

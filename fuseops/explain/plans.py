@@ -38,7 +38,7 @@ from fuseops.run.composed import Composed
 from fuseops.run.config import set_root
 from fuseops.run.sides import returned_names
 
-from .assemble import plan_from
+from .assemble import notes_alone, plan_from
 from .explanation import Explanation, FusionPlan
 
 
@@ -122,7 +122,7 @@ def _observe(
     found = [_with_context(plan_from(call, saved), compiled) for call in observer.calls]
     root = paths[id(model)]
     outside = tuple(t for owner, t in saved if owner is None)
-    notes = tuple(_notes_alone(observer))
+    notes = tuple(notes_alone(observer.alone))
     if not (found or outside or notes):
         notes = ("no fuseops.Sequential ran, and nothing is saved",)
     if outside or notes:
@@ -144,28 +144,6 @@ def _with_context(plan: Planned, compiled: list[str]) -> Any:
         ops = {_joined(plan.path, operand.op) for operand in plan.operands}
         notes += [str(n) for n in (*debug.operands(), *debug.gemms()) if n.op in ops]
     return replace(plan, nested=nested, notes=tuple(notes), weights=weights)
-
-
-def _notes_alone(observer: Observer) -> Iterator[str]:
-    """Notes on the ops that are called outside of any Sequential."""
-    alone: dict[str, list[str]] = {}
-    high: dict[str, dict[str, list[str]]] = {}
-    for at, (op, plan) in observer.alone.items():
-        kind = type(op).__name__
-        alone.setdefault(kind, []).append(at)
-        for each in plan.high:
-            high.setdefault(each.note, {}).setdefault(kind, []).append(at)
-    if alone:
-        yield f"{_counted(alone)}: called alone; rules match only inside a fuseops.Sequential"
-    yield from (f"{_counted(ops)}: {note}" for note, ops in high.items())
-
-
-def _counted(ops: Mapping[str, list[str]]) -> str:
-    """Ops by class: the path of one, the number of many."""
-    return ", ".join(
-        f"{at[0]} ({kind})".strip() if len(at) == 1 else f"{len(at)} {kind}"
-        for kind, at in ops.items()
-    )
 
 
 # --- restoring the model --------------------------------------------------------------------------

@@ -274,7 +274,8 @@ def scaled_activation(activation: str | ScaledActivation) -> ScaledActivation:
         return activation
     if activation not in ACTIVATIONS:
         raise FuseOpsError(
-            f"MoE: activation is {activation!r}, expected a scaled activation op or one of {sorted(ACTIVATIONS)}."
+            f"MoE: activation is {activation!r}, expected one of {sorted(ACTIVATIONS)}, or an op that scales each row "
+            "by its probability (it reads `probs`), such as fuseops.ops.ScaledSwiGLU()."
         )
     return ACTIVATIONS[activation][0]()
 

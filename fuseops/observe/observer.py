@@ -22,6 +22,8 @@ from . import gemms, modules
 from .saved import Where
 
 Ops = tuple[Op[Any], ...]
+OpsAlone = dict[str, tuple[Op[Any], RunPlan]]
+"""By path: ops that are called by themselves, with their plans."""
 
 
 class SeenTensor(NamedTuple):
@@ -45,6 +47,7 @@ class SequentialCall:
         # (op, why it runs as plain torch on a GPU) -> the kernels that it does without, in order
         self.twins: dict[tuple[str, str], dict[str, None]] = {}
         self.x: SeenTensor | None = None
+        self.alone: OpsAlone = {}  # ops that plain modules in it call
 
     def continues_with(self, ops: Ops) -> bool:
         """Whether the next run of this call is that of these ops."""
@@ -57,7 +60,7 @@ class Observer:
     def __init__(self, root: nn.Module, paths: Mapping[int, str]) -> None:
         self.paths = paths
         self.calls: list[SequentialCall] = []  # the outermost ones
-        self.alone: dict[str, tuple[Op[Any], RunPlan]] = {}  # ops called outside of any Sequential
+        self.alone: OpsAlone = {}  # ops called outside of any Sequential
         self._open: list[SequentialCall] = []  # whose forward runs, outermost first
         self._last: SequentialCall | None = None  # whose run of ops began last
         self._owners = {
@@ -134,10 +137,12 @@ class Observer:
     def _on_plan(self, plan: RunPlan) -> None:
         """Adds the plan of a run of ops that begins to the call of its Sequential; notes an op that is called alone."""
         ops = tuple(op for segment in plan.segments for op in segment.ops)
-        call, module = self._call(), (modules.thread.running or ops)[-1]
+        call, running = self._call(), modules.thread.running
+        module = (running or ops)[-1]
         if isinstance(module, Op):
-            if call is None:
-                self.alone[modules.path_in(self.paths, modules.thread.running)] = module, plan
+            if call is None or running[-2:-1] != [call.module]:
+                alone = self.alone if call is None else call.alone
+                alone[modules.path_in(self.paths, running)] = module, plan
             return
         if call is None or not call.continues_with(ops):
             call = self._call_without_hook(ops, call)

@@ -93,7 +93,7 @@ class LayerScope(Scope):
         self._set_root(model)
 
     def __str__(self) -> str:
-        return "Scheduler()"
+        return "Scheduler"
 
     @property
     def mover(self) -> Mover:

@@ -351,7 +351,9 @@ class Scheduler:
         yield from (("host_reserved", arena.reserved), ("host_peak", arena.peak))
 
     def assert_matched(self, plan: OffloadPlan | Mapping[str, str] | None = None) -> None:
-        """Raises FuseOpsError, with every difference, unless what ran is what was planned."""
+        """Raises FuseOpsError, with every difference, unless the decisions that ran are those that were planned. Sizes
+        are not compared: those of experts' rows change from step to step.
+        """
         plan = self.plan if plan is None else plan
         if plan is None:
             raise FuseOpsError("this scheduler follows no plan: pass the one to compare with.")

@@ -22,6 +22,7 @@ from fuseops.ops import scopes, stored
 from fuseops.ops.local import Local, fit_state_dict, shard_groups, take_own_groups
 from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
+from fuseops.recipes.numerics import UNNAMED, OpName
 from fuseops.recipes.scales import STATE, ScaleState, prepare_load, restore_float32
 from fuseops.recipes.store import WeightStore
 
@@ -108,7 +109,7 @@ class Call(NamedTuple):
     precision  compute dtype under autocast, and operand formats under a recipe
     training   the op's mode in the forward, also when `bwd` runs
     store      the store of the op's quantized weight, where the recipe keeps it
-    name       the op's path in the model, where that is known
+    name       the op's path in the model, where that is known, and its id
     scales     the state of the op's scales, where the recipe has one
     seed       (1,) int64, drawn in the forward, where the recipe rounds stochastically
     prefer     "speed" or "memory": which algorithm to run, where the faster one has a higher peak
@@ -125,7 +126,7 @@ class Call(NamedTuple):
     precision: Precision = Precision()
     training: bool = True
     store: WeightStore | None = None
-    name: str = ""
+    name: OpName = UNNAMED
     scales: ScaleState | None = None
     seed: Tensor | None = None
     prefer: str = "speed"

@@ -12,6 +12,7 @@ from fuseops.ops.stored import stored_in
 from fuseops.ops.weights import scales_of, store_of
 from fuseops.recipes import Roles
 from fuseops.recipes.gain import Gain
+from fuseops.recipes.numerics import UNNAMED, OpName
 from fuseops.recipes.scales import ScaleState
 from fuseops.recipes.store import WeightStore, kept_bytes
 
@@ -296,7 +297,7 @@ class _Builder:
             precision=Precision(self.call.autocast if op.pure else self.call.compute, roles),
             training=op.training,
             store=None if roles is None else self._store(op, roles),
-            name="" if roles is None else self._path(i),
+            name=UNNAMED if roles is None else OpName(self._path(i), id(op)),
             scales=None if roles is None or roles.delayed is None else self._scales(i),
             prefer=self.facts.settings.prefer,
         )

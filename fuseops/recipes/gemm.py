@@ -21,7 +21,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.kernels.tiles import FLOATS
 
-from .numerics import QuantizationStats, active_stats
+from .numerics import UNNAMED, OpName, QuantizationStats, active_stats
 from .operands import Operand
 from .quantized import (
     Factors,
@@ -43,7 +43,7 @@ def fprop(
     weight: Operand,
     offs: Tensor | None = None,
     tiles: Tensor | None = None,
-    name: str = "",
+    name: OpName = UNNAMED,
     bias: Tensor | None = None,
 ) -> Tensor:
     """y = x w^T (+ b).   (R, K), (N, K) or (E, N, K), (N,) -> (R, N)
@@ -61,7 +61,7 @@ def dgrad(
     weight: Operand,
     offs: Tensor | None = None,
     tiles: Tensor | None = None,
-    name: str = "",
+    name: OpName = UNNAMED,
 ) -> Tensor:
     """dx = dy w.   (R, N), (N, K) or (E, N, K) -> (R, K)"""
     dx = _matmul(dy, weight, "col", offs, tiles)
@@ -239,7 +239,7 @@ def wgrad(
     x: Operand,
     dtype: torch.dtype,
     offs: Tensor | None = None,
-    name: str = "",
+    name: OpName = UNNAMED,
     tiles_of: TilesOf | None = None,
 ) -> Tensor:
     """dw = dy^T x.   (R, N), (R, K) -> (N, K) or (E, N, K)      tiles_of: called where a kernel reads a tile table"""
@@ -304,7 +304,7 @@ def wgrad_into(
     x: Operand,
     offs: Tensor,
     accumulate: bool,
-    name: str = "",
+    name: OpName = UNNAMED,
     tiles_of: TilesOf | None = None,
 ) -> None:
     """main_grad (+)= wgrad of groups, unrounded.   main_grad (E, N, K) float32

@@ -21,6 +21,20 @@ from fuseops.kernels.registry import PLAIN
 from .quantized import Quantized, dequantize_layout
 
 
+class OpName(NamedTuple):
+    """An `OpName` names an op in statistics and tells it from others of that name.
+
+    path  in the model, or the name in its Sequential where that is not known
+    op    its id
+    """
+
+    path: str = ""
+    op: int = 0
+
+
+UNNAMED = OpName()
+
+
 class OperandNumbers(NamedTuple):
     """`OperandNumbers` are the amax, flushed and saturated shares of one GEMM operand, the maxima over all calls."""
 
@@ -56,21 +70,32 @@ class QuantizationStats:
     active: ClassVar[QuantizationStats | None] = None
 
     def __init__(self) -> None:
-        self.operand_stats: dict[tuple[str, str], Tensor] = {}
-        self.gemm_errors: dict[tuple[str, str], Tensor] = {}
-        self.stale: dict[
-            str, Tensor
-        ] = {}  # by op: whether its kept weight differs from a fresh one
+        self.names: dict[str, list[OpName]] = {}  # by path, in the order in which the ops ran first
+        self.operand_stats: dict[tuple[OpName, str], Tensor] = {}
+        self.gemm_errors: dict[tuple[OpName, str], Tensor] = {}
+        # by op: whether its kept weight differs from a fresh one
+        self.stale: dict[OpName, Tensor] = {}
         # by storage of the codes, while it lives: the tensor that was quantized
         self.originals: dict[int, tuple[torch_private.WeakStorage, Tensor]] = {}
 
     def operands(self) -> list[OperandNumbers]:
         """The statistics of every quantized operand. Waits for the device."""
-        return [OperandNumbers(*key, *t.tolist()) for key, t in self.operand_stats.items()]
+        found = self.operand_stats.items()
+        return [OperandNumbers(self._label(op), role, *t.tolist()) for (op, role), t in found]
 
     def gemms(self) -> list[GemmError]:
         """The error of every quantized GEMM. Waits for the device."""
-        return [GemmError(*key, t.item()) for key, t in self.gemm_errors.items()]
+        found = self.gemm_errors.items()
+        return [GemmError(self._label(op), gemm, t.item()) for (op, gemm), t in found]
+
+    def stale_weights(self) -> list[str]:
+        """The ops whose kept weight differs from a fresh one. Waits for the device."""
+        return [self._label(op) for op, stale in self.stale.items() if stale]
+
+    def _label(self, op: OpName) -> str:
+        """The path of an op, with a number where several ops have it."""
+        same = self.names[op.path]
+        return op.path if len(same) == 1 else f"{op.path} #{same.index(op) + 1}"
 
     # --- called where operands are quantized and multiplied
 
@@ -95,7 +120,7 @@ class QuantizationStats:
         key = torch_private.storage_key(layout.data.untyped_storage())  # type: ignore[union-attr]
         return self.originals[key][1] if key in self.originals else None
 
-    def record_operand(self, op: str, role: str, q: Any) -> None:
+    def record_operand(self, op: OpName, role: str, q: Any) -> None:
         """Update the statistics of an operand."""
         x = self.original_of(q)
         if x is None or not isinstance(q, Quantized) or (q.row is None and role != "weight"):
@@ -118,10 +143,10 @@ class QuantizationStats:
         saturated = valid & (codes == largest) & ((size / nearest > dequantized) | size.isinf())
         amax = size.amax() if size.numel() else size.sum()
         measured = torch.stack([amax, flushed.sum() / count, saturated.sum() / count])
-        _update_max(self.operand_stats, (op, role), measured)
+        self._update_max(self.operand_stats, op, (op, role), measured)
 
     def record_gemm(
-        self, op: str, gemm: str, result: Tensor, exact: Callable[..., Tensor], *operands: Any
+        self, op: OpName, gemm: str, result: Tensor, exact: Callable[..., Tensor], *operands: Any
     ) -> None:
         """Update the relative error of a GEMM.   exact: multiplies the originals of the operands"""
         originals = [self.original_of(operand) for operand in operands]
@@ -129,25 +154,30 @@ class QuantizationStats:
             return
         expected = exact(*originals).float()
         norm = _norm(expected).clamp(min=torch.finfo(torch.float64).tiny)
-        _update_max(self.gemm_errors, (op, gemm), _norm(result.float() - expected) / norm)
+        error = _norm(result.float() - expected) / norm
+        self._update_max(self.gemm_errors, op, (op, gemm), error)
 
-    def record_stale_weight(self, op: str, kept: Quantized, fresh: Quantized) -> None:
+    def record_stale_weight(self, op: OpName, kept: Quantized, fresh: Quantized) -> None:
         """Record whether a kept weight differs from one that is quantized now."""
         if self.original_of(fresh) is None:
             return
         pairs = zip(kept.components().values(), fresh.components().values(), strict=True)
         differs = [(a.view(torch.uint8) != b.view(torch.uint8)).any() for a, b in pairs]
-        _update_max(self.stale, op, torch.stack(differs).any().float())
+        self._update_max(self.stale, op, op, torch.stack(differs).any().float())
+
+    def _update_max(
+        self, maxima: dict[Any, Tensor], op: OpName, key: Any, measured: Tensor
+    ) -> None:
+        same = self.names.setdefault(op.path, [])
+        if op not in same:
+            same.append(op)
+        maxima[key] = torch.maximum(maxima[key], measured) if key in maxima else measured
 
 
 def _norm(t: Tensor) -> Tensor:
     """The norm in float64: squares of gradients below 1e-19 are zero in float32."""
     norm: Tensor = torch.linalg.vector_norm(t, dtype=torch.float64)
     return norm
-
-
-def _update_max(maxima: dict[Any, Tensor], key: Any, measured: Tensor) -> None:
-    maxima[key] = torch.maximum(maxima[key], measured) if key in maxima else measured
 
 
 def active_stats() -> QuantizationStats | None:

@@ -54,12 +54,12 @@ class Debug:
 
     def check_kept_weights(self) -> None:
         """Raise FuseOpsError for a cached quantized weight that is stale."""
-        for op, stale in self.stats.stale.items():
-            if stale:
-                raise FuseOpsError(
-                    f"{op}: its cached quantized weight is stale: something wrote to the weight without changing its "
-                    "version. Call fuseops.weights_changed(model) after such a write."
-                )
+        stale = self.stats.stale_weights()
+        if stale:
+            raise FuseOpsError(
+                f"{stale[0]}: its cached quantized weight is stale: something wrote to the weight without changing its "
+                "version. Call fuseops.weights_changed(model) after such a write."
+            )
 
     def splits(self, offs: Tensor, rows: int) -> None:
         """Start a check of the ends of groups on their device.  Raises ShapeError for an earlier check that failed."""
@@ -101,8 +101,10 @@ def debug() -> Iterator[Debug]:
 
     Under a recipe, `with fo.debug() as seen`: `seen.operands()`, `seen.gemms()` and `print(seen)` give statistics by
     the path of the op: amax, the shares of codes flushed to zero and saturated, the error of every GEMM. For these each
-    GEMM runs once more, in float32; results stay the same. FuseOpsError names a cached quantized weight that is stale,
-    since its weight was written to without `weights_changed`. None of this in compiled code and CUDA graphs.
+    GEMM runs once more, in float32; results stay the same. Paths are known once `configure` or `explain` has seen the
+    model; until then ops of one name are numbered in the order in which they ran first, `fc1 #2`. FuseOpsError names a
+    cached quantized weight that is stale, since its weight was written to without `weights_changed`. None of this in
+    compiled code and CUDA graphs.
     """
     scope = scopes.current()
     if scope.debug is not None:

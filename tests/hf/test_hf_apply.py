@@ -197,6 +197,7 @@ def test_a_gate_that_is_not_known_runs_as_written() -> None:
     args = routed(experts)
     close(called(experts, ALL_EXPERTS_FUNCTIONS["fuseops"], *args), called(experts, plain, *args))
     assert "as written" in str(hf.apply(experts, dry_run=True))
+    assert str(hf.apply(nn.Linear(3, 3))).startswith("Linear: nothing here for fuseops to run.")
 
 
 def test_another_activation_is_noticed() -> None:

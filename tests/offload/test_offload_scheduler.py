@@ -985,6 +985,7 @@ def test_of_two_schedulers_the_outer_one_decides_and_the_other_says_so(inner: st
             one_step(m)
         assert all(map(torch.equal, grads(model), grads(plain)))
     assert moved(scheduler) and not moved(aside) and facts(aside)["steps"] == 0
+    assert aside.report().summary().startswith("Scheduler: moved 0 B in 0 copies")
     assert {e.reason for e in aside.report().entries} == {"another scheduler around it decides"}
 
 

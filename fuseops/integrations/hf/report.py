@@ -49,6 +49,11 @@ class ApplyReport(NamedTuple):
     def __str__(self) -> str:
         verb = "would run" if self.dry_run else "runs"
         done, of = len(self.replaced), len(self.entries)
+        if not of:
+            return (
+                f"{self.model}: nothing here for fuseops to run. It looks for modules with the attributes of those of "
+                "transformers: experts, routers, MLPs, norms, RoPE, a head with its loss."
+            )
         lines = [f"{self.model}: fuseops {verb} {done} of {of} modules that it looked at"]
         for title, entries in (("replaced", self.replaced), ("left as they are", self.left)):
             if entries:
