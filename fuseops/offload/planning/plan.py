@@ -38,7 +38,7 @@ from fuseops.ops.permute import Permute
 from fuseops.run.config import set_root
 from fuseops.words import size
 
-from . import html, text, trace
+from . import text, trace
 from .cost_model import Choice, CostModel
 from .hardware import Hardware
 from .plan_data import PlanData, PlannedTensor
@@ -98,6 +98,8 @@ class OffloadPlan(PlanData):
 
     def to_html(self) -> str:
         """A page of its own: timeline, bytes, table."""
+        from . import html  # for who draws one
+
         return html.page(self)
 
     def save_html(self, path: str | Path) -> None:
@@ -105,6 +107,8 @@ class OffloadPlan(PlanData):
         Path(path).write_text(self.to_html(), encoding="utf-8")
 
     def _repr_html_(self) -> str:
+        from . import html
+
         return html.fragment(self)
 
 
