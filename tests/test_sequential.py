@@ -1,8 +1,10 @@
 """fo.Sequential is torch.nn.Sequential: structure, state, copies, devices, grad modes, autocast."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -553,3 +555,27 @@ def test_a_child_without_super_init_is_named() -> None:
 
     with pytest.raises(TypeError, match=r"child '1' was not initialised.*Forgot.__init__"):
         fo.Sequential(SiLU(), Forgot())
+
+
+@pytest.mark.parametrize("calls", [1, 5])
+@pytest.mark.parametrize(
+    "make",
+    [mlp, lambda: fo.Residual(mlp(), RMSNorm(8)), lambda: fo.MoE(8, 4, 4, 2)],
+    ids=["sequential", "nested", "moe"],
+)
+def test_a_model_that_ran_is_freed_with_its_last_reference(
+    make: Callable[[], nn.Module], calls: int
+) -> None:
+    """Not by a collector that runs when it pleases: its memory is the GPU's."""
+    make()(data(4, 8)).sum().backward()  # what is made once
+    model = make()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(calls):
+            model(data(4, 8)).sum().backward()
+        found = [weakref.ref(t) for t in (model, *model.modules(), *model.parameters())]
+        del model
+        assert not [ref() for ref in found if ref() is not None]
+    finally:
+        gc.enable()

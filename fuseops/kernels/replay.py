@@ -294,7 +294,7 @@ class Replay:
         if self.returns_value:
             lines.append(f" return {', '.join(outputs)}{',' * self.returns_tuple}")
         exec("\n".join(lines), namespace)
-        generated: Callable[..., Any] = namespace["replay"]
+        generated: Callable[..., Any] = namespace.pop("replay")  # it has the namespace: no cycle
         return generated
 
     @property

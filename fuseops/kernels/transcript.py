@@ -372,7 +372,7 @@ class _CodeGenerator:
             lines += self._free_lines(last_uses, at)
         lines.append(f" return {self._text(self.result)}")
         exec(compile("\n".join(lines), TRANSCRIPT_FILE, "exec"), self.namespace)
-        generated: Repeat = self.namespace["repeat"]
+        generated: Repeat = self.namespace.pop("repeat")  # it has the namespace: no cycle
         return generated
 
     def _guard_lines(self) -> list[str]:

@@ -3,6 +3,7 @@
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -217,24 +218,35 @@ def match(rule: Rule, ops: Sequence[Any], start: int, run: RunPosition) -> Match
     """Match the pattern of a rule from position `start` of the run."""
     if isinstance(rule.pattern[0], OneOrMore):
         return _match_repeated(rule.pattern[0], ops, start, run)
-    best = Match((), -1, Obstacle(""))
+    misses: list[tuple[int, Obstacle]] = []
+    stop = _matched_until(rule.pattern, ops, start, run, misses)
+    farthest, obstacle = max(misses, key=itemgetter(0), default=(start - 1, Obstacle("")))
+    if stop is None:
+        return Match((), farthest - start, obstacle)
+    return Match((stop - start,), stop - start, obstacle)
 
-    def walk(element: int, position: int) -> int | None:
-        nonlocal best
-        if element == len(rule.pattern):
-            return position - start
-        wanted = rule.pattern[element]
-        obstacle = _obstacle_at(ops, position, wanted, run)
-        if obstacle is None and (length := walk(element + 1, position + 1)) is not None:
-            return length
-        # another op in the place of an optional one is no obstacle, unless it is nearly that one
-        optional, prefix = isinstance(wanted, Maybe), position - start
-        if obstacle is not None and (obstacle.near_miss or not optional) and prefix > best.prefix:
-            best = Match((), prefix, obstacle)
-        return walk(element + 1, position) if optional else None
 
-    length = walk(0, start)
-    return best if length is None else best._replace(lengths=(length,), prefix=length)
+def _matched_until(
+    pattern: Sequence[Any],
+    ops: Sequence[Any],
+    position: int,
+    run: RunPosition,
+    misses: list[tuple[int, Obstacle]],
+) -> int | None:
+    """Where the ops from `position` on that match a pattern end, or None.   misses: gets what was in the way"""
+    if not pattern:
+        return position
+    wanted, rest = pattern[0], pattern[1:]
+    obstacle = _obstacle_at(ops, position, wanted, run)
+    if obstacle is None:
+        stop = _matched_until(rest, ops, position + 1, run, misses)
+        if stop is not None:
+            return stop
+    # another op in the place of an optional one is no obstacle, unless it is nearly that one
+    optional = isinstance(wanted, Maybe)
+    if obstacle is not None and (obstacle.near_miss or not optional):
+        misses.append((position, obstacle))
+    return _matched_until(rest, ops, position, run, misses) if optional else None
 
 
 def _match_repeated(element: OneOrMore, ops: Sequence[Any], start: int, run: RunPosition) -> Match:
