@@ -304,22 +304,13 @@ def log(run: Run, loss: float, seconds: float) -> None:
 
 def parsed(args: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value, text in (
-        ("steps", 6, "to train up to, those of earlier runs included"),
-        ("dim", 64, "features of a token"), ("heads", 4, "of attention"),
-        ("layers", 2, "blocks of the model"), ("ffn", 64, "features inside an expert"),
-        ("experts", 8, "of a layer"), ("top-k", 2, "experts of a token"),
-        ("context", 64, "tokens of a sequence"), ("batch", 4, "sequences of a rank in a step"),
-        ("ep", 0, "ranks that share experts; 0: all that have one stage"),
-        ("every", 100, "steps between checkpoints"), ("seed", 0, "of the weights and batches"),
-        ("dense-every", 0, "every N-th layer has a dense MLP; 0: none"),
-        ("pp", 1, "ranks of a pipeline"), ("chunks", 1, "stages of a rank"),
-        ("micro-batches", 1, "of a batch, through the pipeline"),
-        ("show", 10, "steps between lines of output"),
+    for name, value in (
+        ("steps", 6), ("dim", 64), ("heads", 4), ("layers", 2), ("ffn", 64), ("experts", 8), ("top-k", 2),
+        ("context", 64), ("batch", 4), ("ep", 0), ("every", 100), ("seed", 0), ("dense-every", 0),
+        ("pp", 1), ("chunks", 1), ("micro-batches", 1), ("show", 10),
     ):  # fmt: skip
-        shown = f"{text} (%(default)s)"
-        parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=shown)
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (%(default)s)")
+        parser.add_argument(f"--{name}", type=int, default=value, metavar="N")
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--dispatcher", help="how tokens travel to their experts")
     parser.add_argument("--capacity", type=float, default=1.5, help="of that, over even routing")
     parser.add_argument("--out", type=Path, help="folder of checkpoints")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,11 +24,13 @@ from torch.nn.parameter import is_lazy
 
 from fuseops.ops.op import Op
 from fuseops.ops.paths import walk
+from fuseops.ops.scopes import OF_THIS_PROCESS
 from fuseops.run.generators import KNOWN_PACKAGES, generators_of, is_generator
 
-REGISTERED = frozenset(vars(nn.Module()))  # names of a module's own tables and settings
-
-CONTAINERS = (dict, list, set, deque)
+# names of a module's own tables and settings, and of what fuseops keeps in it for the next step
+OWNED = frozenset(vars(nn.Module())) | OF_THIS_PROCESS
+# exactly these: a subclass, such as a registry of transformers, may do something else when it is read or written
+CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 
@@ -36,7 +38,7 @@ def values_held(module: nn.Module) -> Iterator[Any]:
     """Yields the attributes of a module, what lies in containers among them, and the `__dict__` of plain objects with
     what it holds. Objects in objects are not looked into.
     """
-    own = ((value, True) for name, value in vars(module).items() if name not in REGISTERED)
+    own = ((value, True) for name, value in vars(module).items() if name not in OWNED)
     pending, seen = [*own], set[int]()
     while pending:
         value, objects = pending.pop()
@@ -44,7 +46,7 @@ def values_held(module: nn.Module) -> Iterator[Any]:
             continue
         seen.add(id(value))
         yield value
-        if isinstance(value, (*CONTAINERS, tuple)):
+        if type(value) in (*CONTAINERS, tuple):
             inner = value.values() if isinstance(value, dict) else value
             pending += [(v, objects) for v in inner]
         elif objects and _is_plain(value):
@@ -109,6 +111,9 @@ def held_restored(model: nn.Module) -> Iterator[None]:
         for module, registered, held in before:
             if _registered(module) == registered:
                 for container, known in held:
+                    if container is vars(module) and isinstance(known, dict):
+                        known = {n: v for n, v in known.items() if n not in OF_THIS_PROCESS}
+                        known |= {n: v for n, v in container.items() if n in OF_THIS_PROCESS}
                     _refill(container, known)
 
 
@@ -116,7 +121,7 @@ def _containers(module: nn.Module) -> Iterator[Container]:
     own = vars(module)
     yield own
     yield own["_buffers"]
-    yield from (value for value in values_held(module) if isinstance(value, CONTAINERS))
+    yield from (value for value in values_held(module) if type(value) in CONTAINERS)
 
 
 def _registered(module: nn.Module) -> tuple[Any, ...]:

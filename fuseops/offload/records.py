@@ -20,7 +20,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from operator import methodcaller
 from typing import NamedTuple
@@ -69,7 +69,7 @@ class Ledger:
         self.scope = scope
         self.chain: tuple[Ledger, ...] = (self,)  # with those around it, innermost first
         self.entries: dict[Entry, int] = {}
-        self._listed: dict[str, int] = {}  # entries by name
+        self._listed: Counter[str] | None = None  # entries by name, once they are
         # those that are not listed, without shape and bytes: how many there were, and their bytes
         self._others: dict[Entry, tuple[int, int]] = {}
         self.out = self.back = (0, 0)
@@ -92,20 +92,22 @@ class Ledger:
             with ledger._lock:
                 counts = ledger.entries
                 for entry in entries:
-                    count = counts.get(entry)
-                    if count is None:
-                        ledger._count(entry)
+                    if entry in counts or len(counts) < MAX_LISTED:
+                        counts[entry] = counts.get(entry, 0) + 1
                     else:
-                        counts[entry] = count + 1
+                        ledger._count_by_name(entry, 1)
         entries.clear()
 
-    def _count(self, entry: Entry, times: int = 1) -> None:
-        """Counts an entry, under the lock: by itself, or with those in other shapes where MAX_LISTED are listed."""
-        known, listed = self.entries.get(entry), self._listed.get(entry.name, 0)
-        if known is not None:
-            self.entries[entry] = known + times
-        elif listed < MAX_LISTED:
-            self._listed[entry.name], self.entries[entry] = listed + 1, times
+    def _count_by_name(self, entry: Entry, times: int) -> None:
+        """Counts an entry by itself, or with those in other shapes where MAX_LISTED of its name are listed."""
+        if entry in self.entries or len(self.entries) < MAX_LISTED:
+            self.entries[entry] = self.entries.get(entry, 0) + times
+            return
+        if self._listed is None:
+            self._listed = Counter(known.name for known in self.entries)
+        if self._listed[entry.name] < MAX_LISTED:
+            self._listed[entry.name] += 1
+            self.entries[entry] = times
         else:
             alike = entry._replace(shape=(), nbytes=0)
             count, nbytes = self._others.get(alike, (0, 0))
@@ -115,7 +117,11 @@ class Ledger:
         ref, nbytes = weakref.ref(record), record.nbytes
         for ledger in self.chain:
             with ledger._lock:
-                ledger._count(entry)
+                counts = ledger.entries
+                if entry in counts or len(counts) < MAX_LISTED:
+                    counts[entry] = counts.get(entry, 0) + 1
+                else:
+                    ledger._count_by_name(entry, 1)
                 ledger.out = (ledger.out[0] + nbytes, ledger.out[1] + 1)
                 if len(ledger.records) >= ledger._limit:
                     ledger.records = [r for r in ledger.records if r() is not None]
@@ -127,8 +133,8 @@ class Ledger:
         kept = entry._replace(decision=KEPT, nbytes=nbytes, reason=reason)
         for ledger in self.chain:
             with ledger._lock:
-                ledger._count(entry, -1)
-                ledger._count(kept)
+                ledger._count_by_name(entry, -1)
+                ledger._count_by_name(kept, 1)
                 ledger.out = (ledger.out[0] - nbytes, ledger.out[1] - 1)
 
     def add_reloaded(self, nbytes: int) -> None:
