@@ -221,3 +221,22 @@ def test_what_a_dry_run_builds_goes_and_what_a_real_one_builds_stays_whole() -> 
     assert type(lazy[0]) is nn.Linear and lazy[0].in_features == D
     for built in (model, lazy):
         built(x).sum().backward()
+
+
+class Registry(dict[str, Any]):
+    """As transformers' table of activations: reading makes an instance of what is registered."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+    def keys(self) -> Any:
+        return [*self]
+
+
+@trials
+def test_a_registry_that_reads_as_something_else_is_left_alone(trial: Callable[..., Any]) -> None:
+    model = fo.Sequential(fo.ops.Linear(D, D))
+    registry = model.registry = Registry(silu=nn.SiLU)
+    model.holder = SimpleNamespace(registry=registry)
+    trial(model, torch.randn(4, D))
+    assert [*registry.values()] == [nn.SiLU]
