@@ -223,14 +223,11 @@ def test_what_a_dry_run_builds_goes_and_what_a_real_one_builds_stays_whole() -> 
         built(x).sum().backward()
 
 
-class Registry(dict[str, Any]):
+class Registry(OrderedDict[str, Any]):
     """As transformers' table of activations: reading makes an instance of what is registered."""
 
     def __getitem__(self, name: str) -> Any:
         return super().__getitem__(name)()
-
-    def keys(self) -> Any:
-        return [*self]
 
 
 @trials
