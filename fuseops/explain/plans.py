@@ -18,12 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import torch_private
-from fuseops.observe.held import (
-    contents_restored,
-    held_restored,
-    held_tensors,
-    rng_restored,
-)
+from fuseops.observe.held import contents_restored, held_restored, held_tensors, rng_restored
 from fuseops.observe.labels import Labels
 from fuseops.observe.observer import Observer
 from fuseops.observe.rehearse import not_counted, peak_of_step

@@ -80,10 +80,8 @@ def items_of(value: Any) -> list[Any]:
     elif isinstance(value, CellType):
         with suppress(ValueError):  # an empty one
             found.append(value.cell_contents)
-    if type(value).__module__.partition(".")[0] not in (
-        "torch",
-        "fuseops",
-    ):  # these cache in theirs
+    package = type(value).__module__.partition(".")[0]
+    if package not in ("torch", "fuseops"):  # whose objects cache in their attributes
         own = getattr(value, "__dict__", {})
         found += [*own, *own.values()]
         for base in type(value).__mro__:
