@@ -146,6 +146,7 @@ def compiled(model: nn.Module, backend: str) -> tuple[Any, list[int]]:
     return torch.compile(model, fullgraph=True, backend=counting), frames
 
 
+@pytest.mark.in_turn
 @pytest.mark.uninitialized
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_equals_eager_without_a_recompile_per_row_count(name: str) -> None:

@@ -335,6 +335,7 @@ def test_copies_are_counted_once_where_a_plan_recomputes_the_layer() -> None:
     assert block[1]["router"].tokens_per_expert.sum() == 20
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("scope", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
 def test_a_compiled_layer_inside_a_checkpoint_counts_once(scope: Any, reentrant: bool) -> None:

@@ -251,6 +251,7 @@ def test_columns_in_parts_change_no_bit(
     assert sizes == ({128, 256} if width == 512 else {144, 256, 272, 384})
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "sizes, copied",
     [

@@ -131,6 +131,7 @@ def planned(experts: Any, recipe: fo.recipes.Recipe | None) -> FusionPlan:
         return layer.plan(x, experts=torch.zeros(2048, 2, dtype=torch.int64), weights=weights)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_moe"])
 def test_a_recipe_takes_no_fusion_from_lent_experts(name: str) -> None:
     """An adapter that could lie beside a weight, and does not, is no reason. What is kept is on a line of its own."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import hf_table
 import pytest
@@ -21,12 +20,8 @@ pytestmark = [
 ]
 
 
-def marked(feature: Feature, name: str) -> Any:
-    marks = [pytest.mark.in_turn] if "compile" in feature.name else []
-    return pytest.param(feature, name, marks=marks, id=f"{feature.name}-{name}")
-
-
-@pytest.mark.parametrize("feature, name", [marked(*cell) for cell in CELLS])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("feature, name", CELLS, ids=[f"{f.name}-{name}" for f, name in CELLS])
 def test_cell(feature: Feature, name: str) -> None:
     feature.run(name)
 

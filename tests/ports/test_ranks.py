@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from features import PORTS, Cell, cells, costly, drawn, refusal
+from features import PORTS, Cell, cells, drawn, refusal, title
 from ranks import Ranks
 
 SPREAD = drawn([cell for cell in cells() if any(feature.ranks > 1 for feature in cell)])
@@ -19,7 +19,8 @@ def ranks() -> Iterator[Ranks]:
     both.stop()
 
 
-@pytest.mark.parametrize("cell", [costly(cell) for cell in SPREAD])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("cell", SPREAD, ids=title)
 @pytest.mark.parametrize("name", PORTS)
 def test_cell(ranks: Ranks, name: str, cell: Cell) -> None:
     refused = refusal(name, cell)
