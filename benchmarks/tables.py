@@ -23,8 +23,8 @@ PAGE, README, HUGGINGFACE = (
 PROJECT, TRIED = ROOT / "pyproject.toml", ROOT / ".ci" / "rows.json"
 MEASURED = "https://github.com/fuseops/fuseops/blob/main/docs/measured.md"
 TOLD = (  # of the subjects by the README
-    "Models of transformers", "A MoE layer", "The MLP of experts", "Grouped GEMMs in bf16", "Grouped GEMMs in FP8",
-    "Memory-bound kernels", "The loss of a head", "Saved tensors to the host: dense blocks",
+    "Models of transformers", "A MoE layer", "The MLP of experts", "Grouped GEMMs in bf16", "Layers in FP8",
+    "Grouped GEMMs in FP8", "Memory-bound kernels", "The loss of a head", "Saved tensors to the host: dense blocks",
     "Saved tensors to the host: MoE blocks", "Experts over four GPUs",
 )  # fmt: skip
 
