@@ -136,11 +136,13 @@ _launchers: dict[tuple[Any, ...], tuple[Any, Launcher | None]] = {}
 
 
 def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """``kernel[grid](*args, **options)``; Triton specialises on the arguments only once a variant."""
+    """``kernel[grid](*args, **options)``; Triton specialises on the arguments only once a variant, and launches itself
+    what its hooks are told of.
+    """
     variant = variant_of(args)
     key = kernel, args[0].device.index, variant, *options, *options.values()
     compiled, launcher = _launchers.get(key, (None, None))
-    if launcher is not None:
+    if launcher is not None and not launcher.hooks.launch_enter_hook.calls:
         _relaunch(launcher, grid, args)
         return compiled
     enter_context()
@@ -184,11 +186,7 @@ def _relaunch(launcher: Launcher, grid: tuple[int, ...], args: tuple[Any, ...]) 
             flat += launcher.encode_descriptor(arg, number)
             number += 1
     blocks, stream = (*grid, 1, 1)[:3], launcher.stream_of(args[0].device.index)
-    operands = (*flat, *launcher.constants)
-    if launcher.hooks.launch_enter_hook.calls:
-        launcher.launch_with_hooks(blocks, stream, operands)
-    else:
-        launcher.raw(*blocks, stream, *launcher.head, *operands)
+    launcher.raw(*blocks, stream, *launcher.head, *flat, *launcher.constants)
 
 
 _archs: dict[torch.device, int] = {}

@@ -4,8 +4,7 @@ Maths: scatter  y[pos[t, k]] = x[t];  gather  y[r] = x[index[r]], the same rows 
     combine  y[t] = sum over k of x[pos[t, k]] * probs[pos[t, k]], or without probs the plain sum.
 Scatter reads a token's row once and writes it K times; gather reads it K times, mostly from L2 where
 the rows of each group are in order of their tokens. Backwards: of scatter and gather the plain combine; of the plain
-combine scatter; of the weighted combine scatter with probs, whose gradient is the one of what made the
-rows. Sums are float32 in the order of k: they repeat bit for bit.
+combine scatter. Sums are float32 in the order of k: they repeat bit for bit.
 Shapes: x (T, N) or (R, N), index (R,) int token of each row, pos (T, K) int row of each copy (its
 inverse map, each row at most once), offs (E,) int32 row ends on the device, probs (R,) float32.
 Layout: rows may be strided. Rows at or beyond offs[-1] are padding: written as zeros, never read.
@@ -36,22 +35,15 @@ from fuseops.kernels.tiles import (
 )
 
 
-def _scatter_rows(
-    x: Tensor, pos: Tensor, offs: Tensor, rows: int, probs: Tensor | None = None
-) -> Tensor:
-    row = _row_of_copy(pos, offs, rows)
+def _scatter_rows(x: Tensor, pos: Tensor, offs: Tensor, rows: int) -> Tensor:
     copies = x[:, None].expand(-1, pos.shape[1], -1)
-    if probs is not None:
-        copies = (upcast(copies) * upcast(_padded(probs))[row][:, :, None]).to(x.dtype)
-    return x.new_zeros(rows + 1, x.shape[1]).index_put((row,), copies)[:rows]
+    placed = x.new_zeros(rows + 1, x.shape[1])
+    return placed.index_put((_row_of_copy(pos, offs, rows),), copies)[:rows]
 
 
-def _gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
-    padding = padding_mask(offs, index.shape[0])
-    y = _padded(x)[index.masked_fill(padding[:, 0], x.shape[0])]
-    if probs is None:
-        return y
-    return (upcast(y) * upcast(probs)[:, None].masked_fill(padding, 0.0)).to(x.dtype)
+def _gather_rows(x: Tensor, index: Tensor, offs: Tensor) -> Tensor:
+    padding = padding_mask(offs, index.shape[0])[:, 0]
+    return _padded(x)[index.masked_fill(padding, x.shape[0])]
 
 
 def _combine_fwd(
@@ -125,52 +117,49 @@ def _cases(what: str) -> Cases:
         index = on_meta(rows, dtype=torch.int64)
         offs = ints(EXPERTS)
         probs = floats(rows)
-        for p in (None,) if n == 1 else (probs, None) if (dtype, n) == _USUAL else (probs,):
-            if what == "scatter":
-                yield tokens, pos, offs, rows, p
-            elif what == "gather":
-                yield tokens, index, offs, p
-            elif what == "values":
-                yield probs, pos, offs
-            else:
-                yield routed, pos, offs, p
-                if p is None and n > 1:
-                    yield routed, pos, offs, None, torch.float32
+        if what == "scatter":
+            yield tokens, pos, offs, rows
+        elif what == "gather":
+            yield tokens, index, offs
+        elif what == "values":
+            yield probs, pos, offs
+        elif n == 1:
+            yield routed, pos, offs
+        else:
+            yield routed, pos, offs, probs
+            if (dtype, n) == (torch.bfloat16, 2048):
+                yield routed, pos, offs
+                yield routed, pos, offs, None, torch.float32
 
 
-_USUAL = (torch.bfloat16, 2048)
-
-
-def _gather_bytes(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = None) -> int:
+def _gather_bytes(x: Tensor, index: Tensor, offs: Tensor) -> int:
     """Each token is read once, though a gather reads it for each of its rows."""
-    return tensor_bytes((x, index, offs, probs)) + len(index) * x.shape[1] * x.element_size()
+    return tensor_bytes((x, index, offs)) + len(index) * x.shape[1] * x.element_size()
 
 
 @kernel_op(twin=_scatter_rows, cases=lambda: _cases("scatter"))
-def scatter_rows(
-    x: Tensor, pos: Tensor, offs: Tensor, rows: int, probs: Tensor | None = None
-) -> Tensor:
-    """y[pos[t, k]] = x[t] (* probs[pos[t, k]]), zeros at padding rows.   x (T, N) -> y (rows, N)"""
+def scatter_rows(x: Tensor, pos: Tensor, offs: Tensor, rows: int) -> Tensor:
+    """y[pos[t, k]] = x[t], zeros at padding rows.   x (T, N) -> y (rows, N)"""
     x2, k = _checked(x), _check_pos(pos, len(x))
-    _check_rest(offs, probs, rows)
+    _check_rest(offs, rows)
     n = x.shape[1]
     y = x.new_empty(rows, n)
     config = SCATTER.pick(len(x), (n,), x)
     blocks = max(cdiv(len(x), config["BLOCK_R"]), 1)
     launch(
         device("permute").scatter_rows_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
-        x2, *pointers(x2, pos, offs, probs), y,
-        len(x), rows, n, len(offs), blocks, x2.stride(0), **_form(k), SCALED=probs is not None, **config,
+        x2, *pointers(x2, pos, offs), y,
+        len(x), rows, n, len(offs), blocks, x2.stride(0), **_form(k), **config,
     )  # fmt: skip
     return y
 
 
 @kernel_op(twin=_gather_rows, nbytes=_gather_bytes, cases=lambda: _cases("gather"))
-def gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
-    """y[r] = x[index[r]] (* probs[r]), zeros at padding rows.   x (T, N), index (R,) -> y (R, N)"""
+def gather_rows(x: Tensor, index: Tensor, offs: Tensor) -> Tensor:
+    """y[r] = x[index[r]], zeros at padding rows.   x (T, N), index (R,) -> y (R, N)"""
     x2 = _checked(x)
     check_spec({"index": index}, "index (R,)")
-    _check_rest(offs, probs, len(index))
+    _check_rest(offs, len(index))
     rows, n = len(index), x.shape[1]
     y = x.new_empty(rows, n)
     config = GATHER.pick(rows, (n,), x)
@@ -178,8 +167,8 @@ def gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = N
     parts = cdiv(rows, len(offs) * (block_r - block_r // 4))
     launch(
         device("permute").gather_rows_kernel, (parts * len(offs) * cdiv(n, config["BLOCK_N"]),),
-        x2, *pointers(x2, index, offs, probs), y,
-        rows, n, len(offs), parts, x2.stride(0), SCALED=probs is not None, **config,
+        x2, *pointers(x2, index, offs), y,
+        rows, n, len(offs), parts, x2.stride(0), **config,
     )  # fmt: skip
     return y
 
@@ -194,7 +183,10 @@ def combine_fwd(
     dtype: of y, None for that of x.
     """
     x2, k = _checked(x), _check_pos(pos, None)
-    _check_rest(offs, probs, len(x))
+    _check_rest(offs, len(x))
+    if probs is not None:
+        check_shape("probs", probs, (len(x),))
+        require(probs.dtype == torch.float32, f"probs is {probs.dtype}, expected torch.float32.")
     tokens, n = len(pos), x.shape[1]
     y = x.new_empty(tokens, n, dtype=dtype)
     config = COMBINE.pick(tokens, (n,), x)
@@ -233,9 +225,6 @@ def _check_pos(pos: Tensor, tokens: int | None) -> int:
     return pos.shape[1]
 
 
-def _check_rest(offs: Tensor, probs: Tensor | None, rows: int) -> None:
+def _check_rest(offs: Tensor, rows: int) -> None:
     require(offs.dim() == 1 and len(offs) > 0, f"offs is {tuple(offs.shape)}, expected (E,).")
     require(0 <= rows < 1 << 31, f"there are {rows} rows, expected fewer than 2^31.")
-    if probs is not None:
-        check_shape("probs", probs, (rows,))
-        require(probs.dtype == torch.float32, f"probs is {probs.dtype}, expected torch.float32.")

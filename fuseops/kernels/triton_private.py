@@ -19,15 +19,14 @@ import torch
 class Launcher:
     """A `Launcher` launches one compiled kernel, as Triton 3.6 does.
 
-    raw       (x, y, z, stream, *head, *operands): the launcher in C; pointers are numbers, descriptors are encoded
-    head      the arguments before the operands: the function, launch flags, no scratch and no hooks
-    HOOKS_AT  where in them are what hooks are told, and two hooks
+    raw          (x, y, z, stream, *head, *operands): the launcher in C; pointers are numbers, descriptors are encoded
+    head         the arguments before the operands: the function, launch flags, no scratch and no hooks
+    hooks        where Triton keeps them: `launch_enter_hook.calls` is empty where this may launch
     UNUSED_ARGS  arguments of the encoder of descriptors that it does not read
     """
 
-    HOOKS_AT = 6
     UNUSED_ARGS: ClassVar[tuple[Any, ...]] = ()
-    __slots__ = ("compiled", "constants", "head", "hooks", "metas", "raw", "stream_of")
+    __slots__ = ("constants", "head", "hooks", "metas", "raw", "stream_of")
 
     def __init__(self, compiled: Any, constants: tuple[Any, ...]) -> None:
         from triton import knobs
@@ -40,22 +39,10 @@ class Launcher:
         self.raw: Callable[..., None] = names.get("launcher", run.launch)
         self.metas: Sequence[Any] = names.get("tensordesc_meta") or ()
         self.stream_of: Callable[[int], int] = driver.active.get_current_stream
-        self.compiled, self.constants = compiled, constants
-        self.hooks = knobs.runtime
+        self.constants, self.hooks = constants, knobs.runtime
         # cooperative, PDL, two scratch buffers, metadata; then the hooks' metadata, and hooks
         launched = compiled.function, False, run.launch_pdl, None, None, compiled.packed_metadata
         self.head: tuple[Any, ...] = (*launched, None, None, None)
-
-    def launch_with_hooks(
-        self, grid: tuple[int, ...], stream: int, operands: Sequence[Any]
-    ) -> None:
-        head = [*self.head]
-        head[self.HOOKS_AT : self.HOOKS_AT + 3] = (
-            self.compiled.launch_metadata(grid, stream),
-            self.hooks.launch_enter_hook,
-            self.hooks.launch_exit_hook,
-        )
-        self.raw(*grid, stream, *head, *operands)
 
     def encode_descriptor(self, descriptor: Any, number: int) -> list[Any]:
         """The operands of the kernel for its descriptor of this number."""
@@ -69,7 +56,6 @@ class Launcher:
 class TupleLauncher(Launcher):
     """A `TupleLauncher` launches one compiled kernel, as Triton 3.9 does: operands are one tuple, after their types."""
 
-    HOOKS_AT = 4
     UNUSED_ARGS = ((),)
     __slots__ = ()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from fuseops.attributes import attributes_set
 from fuseops.kernels.registry import meta
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, Out, Precision
@@ -24,8 +24,9 @@ def expected_out(seg: Segment, step: ForwardStep, x: Any, t: Sequence[Any]) -> O
     """
     side: dict[str, Any] = {}
     try:
-        # no mode that observes the step (its bytes, say) may see these ops
-        with without_modes(), without_debug(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        # no mode that observes the step (its bytes, say) may see these ops, and meta tensors have no values to check
+        undebugged = attributes_set([(scopes.current(), "debug", None)])
+        with without_modes(), undebugged, torch.no_grad(), torch.random.fork_rng(devices=[]):
             out = Out(meta(x.carrier if isinstance(x, Quantized) else x))
             for i, args, call in zip(step.members, step.args, step.calls, strict=True):
                 tensors = {name: t[position] for name, position in args if position < len(t)}
@@ -34,17 +35,6 @@ def expected_out(seg: Segment, step: ForwardStep, x: Any, t: Sequence[Any]) -> O
     except Exception:  # it may read values, which meta tensors have none of
         return None
     return Out(out.y, side={name: side[name] for name, _ in step.writes})
-
-
-@contextmanager
-def without_debug() -> Iterator[None]:
-    """Switch the checks of `fo.debug()` off inside: meta tensors have no values."""
-    here = scopes.current()
-    before, here.debug = here.debug, None
-    try:
-        yield
-    finally:
-        here.debug = before
 
 
 def _on_meta(tensors: Mapping[str, Any]) -> dict[str, Any]:

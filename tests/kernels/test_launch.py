@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +83,27 @@ def test_what_a_kernel_is_compiled_with_is_its_own_choice_first(monkeypatch):
     for options in ({"num_warps": 2}, {"enable_fp_fusion": False}):
         launching._run(kernel, (1,), (torch.empty(1), object()), options)
     assert kernel.seen == [{"num_warps": 2, "enable_fp_fusion": True}, {"enable_fp_fusion": False}]
+
+
+def test_a_launch_that_a_hook_is_told_of_is_tritons_own(monkeypatch):
+    calls, again = [], []
+    hooks = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=calls))
+    bound = SimpleNamespace(
+        hooks=hooks,
+        head=(),
+        constants=(),
+        stream_of=lambda index: 7,
+        raw=lambda *args: again.append(args),
+    )
+    monkeypatch.setattr(launching, "_launchers", {})
+    monkeypatch.setattr(launching, "enter_context", lambda: None)
+    monkeypatch.setattr(launching, "launcher_of", lambda compiled, constants: bound)
+    kernel, x = Compiles(), torch.empty(1)
+    for hook in ([], [], [print], []):
+        calls[:] = hook
+        launching._run(kernel, (1,), (x, 2), {})
+    assert len(kernel.seen) == 2
+    assert again == [(1, 1, 1, 7, x.data_ptr(), 2)] * 2
 
 
 @pytest.mark.parametrize("name", sorted(samples()))

@@ -28,9 +28,7 @@ def driver(monkeypatch):
 def compiled(launch, scratch=0):
     """What Triton gives for a kernel."""
     run = SimpleNamespace(launch=launch, launch_pdl=True, global_scratch_size=scratch)
-    return SimpleNamespace(
-        run=run, function=11, packed_metadata=(4,), launch_metadata=lambda *given: given
-    )
+    return SimpleNamespace(run=run, function=11, packed_metadata=(4,))
 
 
 def test_the_names_are_there():
@@ -38,7 +36,6 @@ def test_the_names_are_there():
     from triton.runtime import driver
 
     assert hasattr(knobs.runtime.launch_enter_hook, "calls")
-    assert hasattr(knobs.runtime, "launch_exit_hook")
     assert hasattr(type(driver), "active")
     assert hasattr(nvidia.CudaDriver, "__init__") and callable(nvidia.make_tensordesc_arg)
     source = inspect.getsource(nvidia.CudaLauncher)
@@ -66,17 +63,6 @@ def test_the_launcher_below_one_of_descriptors_is_found(driver):
     assert calls == [(1, 2, 3, 7, 11, False, True, None, None, (4,), None, None, None, 5)]
 
 
-@of_36
-def test_hooks_are_told_of_a_launch(driver):
-    calls = []
-    launcher = triton_private.launcher_of(compiled(lambda *args: calls.append(args)), ())
-    launcher.launch_with_hooks((1, 1, 1), 7, (5,))
-    (args,) = calls
-    assert args[:10] == (1, 1, 1, 7, 11, False, True, None, None, (4,))
-    assert args[10] == ((1, 1, 1), 7) and args[11] is triton.knobs.runtime.launch_enter_hook
-    assert args[13:] == (5,)
-
-
 def test_triton_39_takes_operands_as_one_tuple(driver):
     """x, y, z, stream, function; cooperative, PDL; metadata, what hooks are told, hooks; two scratch buffers; types."""
     calls = []
@@ -84,12 +70,8 @@ def test_triton_39_takes_operands_as_one_tuple(driver):
     kernel.run.arg_annotations, kernel.run.kernel_signature = ["kernel", "constexpr"], b"types"
     launcher = triton_private.TupleLauncher(kernel, (3,))
     launcher.raw(1, 2, 3, 7, *launcher.head, 5, 3)
-    launcher.launch_with_hooks((1, 2, 3), 7, (5, 3))
     types = ["kernel", "constexpr"], b"types", (5, 3)
-    first, second = calls
-    assert first == (1, 2, 3, 7, 11, False, True, (4,), None, None, None, None, None, *types)
-    assert second[:8] == first[:8] and second[8] == ((1, 2, 3), 7) and second[11:] == first[11:]
-    assert second[9] is triton.knobs.runtime.launch_enter_hook
+    assert calls == [(1, 2, 3, 7, 11, False, True, (4,), None, None, None, None, None, *types)]
 
 
 @pytest.mark.skipif(RELEASE != "3.9", reason="the order of 3.9")

@@ -2,8 +2,8 @@
 
 `pos` (T, K) holds the row of each copy of a token, -1 where it has none; `index` (R,) the token of each row. Rows at
 and beyond offs[-1] are padding. A program owns a tile of tokens or rows and one block of columns; it walks over the K
-copies, BLOCK_K of them unrolled, so that their loads of `pos` are in flight together. `probs` (R,) scale rows where
-SCALED.
+copies, BLOCK_K of them unrolled, so that their loads of `pos` are in flight together. `probs` (R,) scale rows of a
+combine where SCALED.
 """
 
 import triton
@@ -30,11 +30,11 @@ def store_zeros(y_ptr, first, R, N, block, blocks, cols, BLOCK_R: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "R", "blocks"])
 def scatter_rows_kernel(
-    x_ptr, pos_ptr, offs_ptr, probs_ptr, y_ptr, T, R, N, E, blocks, stride_x,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, pos_ptr, offs_ptr, y_ptr, T, R, N, E, blocks, stride_x,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[pos[t, k]] = x[t] (* probs). A program loads a tile of tokens once, stores it K times, then zeroes its share of
-    padding rows.
+    """y[pos[t, k]] = x[t]. A program loads a tile of tokens once, stores it K times, then zeroes its share of padding
+    rows.
     """
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
@@ -51,20 +51,16 @@ def scatter_rows_kernel(
     for first_k in range(0, K, BLOCK_K):
         for j in tl.static_range(BLOCK_K):
             row, kept = load_copy_row(pos_ptr, tokens, first_k + j, token_mask, num_used, K)
-            y = x
-            if SCALED:
-                probs = tl.load(probs_ptr + row, mask=kept, other=0.0)
-                y = (x.to(tl.float32) * probs[:, None]).to(x.dtype)
-            tl.store(y_ptr + (row * N)[:, None] + cols, y, mask=kept[:, None] & (cols < N))
+            tl.store(y_ptr + (row * N)[:, None] + cols, x, mask=kept[:, None] & (cols < N))
     store_zeros(y_ptr, num_used, R, N, block, blocks, cols, BLOCK_R)
 
 
 @triton.jit(do_not_specialize=["R", "parts"])
 def gather_rows_kernel(
-    x_ptr, index_ptr, offs_ptr, probs_ptr, y_ptr, R, N, E, parts, stride_x,
-    SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, index_ptr, offs_ptr, y_ptr, R, N, E, parts, stride_x,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = x[index[r]] (* probs). A program owns one of ``parts`` equal parts of one group, and its share of padding.
+    """y[r] = x[index[r]]. A program owns one of ``parts`` equal parts of one group, and its share of padding.
 
     Programs that run together take the same part of all groups. Where a group's rows are in order of their tokens,
     these are copies of the same tokens, so that x is read from DRAM once: y is stored with evict_first, and does not
@@ -86,9 +82,6 @@ def gather_rows_kernel(
         token = tl.load(index_ptr + rows, mask=row_mask, other=0).to(tl.int64)
         mask = row_mask[:, None] & (cols < N)
         y = tl.load(x_ptr + (token * stride_x)[:, None] + cols, mask=mask, other=0.0)
-        if SCALED:
-            probs = tl.load(probs_ptr + rows, mask=row_mask, other=0.0)
-            y = (y.to(tl.float32) * probs[:, None]).to(y.dtype)
         tl.store(y_ptr + (rows * N)[:, None] + cols, y, mask=mask, eviction_policy="evict_first")
     store_zeros(y_ptr, num_used, R, N, program, parts * E, cols, BLOCK_R)
 
