@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import fuseops as fo
 from fuseops.errors import DoubleBackwardError
@@ -633,6 +633,46 @@ def test_a_forward_hook_may_change_the_output() -> None:
     plain = seq[0](x)
     seq[0].register_forward_hook(lambda m, args, y: y + 1)
     torch.testing.assert_close(seq(x), nn.functional.silu(plain + 1))
+
+
+def prune_nothing(op: nn.Module, t: nn.Parameter) -> None:
+    prune.identity(op, "weight")
+    op.weight_orig = t
+
+
+def linear_by(op: nn.Module, t: nn.Parameter) -> None:
+    op.forward = lambda x: nn.functional.linear(x, t)  # type: ignore[method-assign, assignment]
+
+
+BROUGHT_IN: dict[str, Callable[[nn.Module, nn.Parameter], object]] = {
+    "added by a hook": lambda op, t: op.register_forward_hook(lambda m, args, y: y + t[0]),
+    "added before": lambda op, t: op.register_forward_pre_hook(lambda m, args: args[0] + t[0]),
+    "of a forward on the instance": linear_by,
+    "of which a hook makes the weight": prune_nothing,
+}
+
+
+@pytest.mark.parametrize("kind", BROUGHT_IN)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_parameters_that_hooks_and_overrides_bring_in_get_their_gradient(
+    kind: str, frozen: bool, evaluated: bool
+) -> None:
+    ours = fo.Sequential(Linear(4, 4, bias=False), Tap("a"), SiLU(), Linear(4, 4), Add("a"))
+    x, found = data().detach(), []
+    for model, fused in ((ours, True), (copy.deepcopy(ours), False)):
+        t = nn.Parameter(torch.linspace(-1, 1, 16, dtype=x.dtype).view(4, 4))
+        model[0].requires_grad_(False)
+        model[3].requires_grad_(not frozen)
+        BROUGHT_IN[kind](model[0], t)
+        with nullcontext() if fused else fo.reference():
+            if evaluated:
+                with torch.no_grad():
+                    model(x)
+            model(x).square().sum().backward()
+        found.append(t.grad)
+    torch.testing.assert_close(*found)
+    assert found[1] is not None
 
 
 def test_hooks_and_overrides_hold_under_compile() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +21,7 @@ from fuseops.ops.scopes import STORE
 
 D, F, E, K, T = 32, 32, 2, 2, 20
 BLOCK, CURRENT = fo.recipes.Float8BlockScaling, fo.recipes.Float8CurrentScaling
+DELAYED = partial(fo.recipes.DelayedScaling, amax_history_len=2)
 
 
 def dense() -> fo.Sequential:
@@ -140,7 +141,7 @@ def gradients(model: nn.Module, x: Tensor, call: Any, recipe: Any) -> list[Tenso
 @settings(max_examples=25)
 @given(
     make=st.sampled_from([dense, experts]),
-    recipe=st.sampled_from([BLOCK, partial(BLOCK, wgrad="block"), CURRENT]),
+    recipe=st.sampled_from([BLOCK, partial(BLOCK, wgrad="block"), CURRENT, DELAYED]),
     program=st.lists(
         st.tuples(
             st.sampled_from(sorted(EVENTS)),
@@ -150,6 +151,9 @@ def gradients(model: nn.Module, x: Tensor, call: Any, recipe: Any) -> list[Tenso
         min_size=2,
         max_size=5,
     ),
+)
+@example(  # the scale of a frozen weight follows it at the next step
+    dense, DELAYED, [(event, plain, "step") for event in ("sgd", "in place", "freeze", "sgd")]
 )
 def test_whatever_happens_to_the_weights_what_is_kept_is_what_would_be_made(
     make: Any, recipe: Any, program: Any

@@ -36,8 +36,12 @@ def roles_of(chain: Chain, recipe: Recipe | None, modes: Sequence[str]) -> tuple
     return tuple(result)
 
 
-def needs_of(chain: Chain, key: PlanKey) -> tuple[frozenset[str], ...]:
-    """The gradients that each op must give, propagated along the chain before the node is applied."""
+def needs_of(chain: Chain, key: PlanKey, modes: Sequence[str]) -> tuple[frozenset[str], ...]:
+    """The gradients that each op must give, propagated along the chain before the node is applied.
+
+    modes: as of `Facts`. What an op gives through its own `__call__` may want a gradient whatever the op is made of,
+    since hooks add tensors of their own to it, or compute its parameters.
+    """
     call, parameters = key.call, key.parameters
     x_needs, sides = call.x_needs, {name for name, *_, wanted in call.sides if wanted}
     result = []
@@ -48,7 +52,7 @@ def needs_of(chain: Chain, key: PlanKey) -> tuple[frozenset[str], ...]:
         if x_needs:
             wanted.add("x")
         result.append(frozenset(wanted))
-        if wanted:
+        if wanted or (call.grad and modes[i] == "call"):
             x_needs = True
             sides |= {name for keyword, name in chain.writes[i] if keyword not in op.integers}
         else:

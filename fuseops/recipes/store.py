@@ -155,8 +155,9 @@ def kept_bytes(shape: tuple[int, ...], scaling: Scaling, layouts: int) -> int:
 
 def _stamp(source: nn.Parameter, roles: Roles) -> tuple[Any, ...]:
     """A key that changes whenever the parameter, its format or what gives its scale may have changed."""
-    # optimizers skip a frozen parameter, unless it still has a gradient
-    steps = OptimizerSteps.count if source.requires_grad or source.grad is not None else None
+    # optimizers skip a frozen parameter, unless it still has a gradient; a delayed scale follows each step
+    stepped = source.requires_grad or source.grad is not None or roles.delayed is not None
+    steps = OptimizerSteps.count if stepped else None
     location = torch_private.storage_key(source.untyped_storage()), source.storage_offset()
     shard = _shards.get(source) if _shards.data else None
     made_by = roles.weight, roles.delayed

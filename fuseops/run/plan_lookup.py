@@ -192,8 +192,6 @@ class PlanLookup:
         check_dtype(self.ops, self.names, call.dtype)
         check_meta(self.chain, key)
         check_halves(self.ops, self.names)
-        needs = needs_of(self.chain, key)
-        check_losses(self.chain, key, needs, call.live)
         settings = scopes.resolve(*call.tokens)
         if is_nested(call.x_class) and not settings.reference:
             raise checks.nested_tensor_error(self.chain)
@@ -203,6 +201,8 @@ class PlanLookup:
             mode_of(name, op, call, settings, self.alone)
             for name, op in zip(self.names, self.ops, strict=True)
         ]
+        needs = needs_of(self.chain, key, [mode for mode, _ in modes])
+        check_losses(self.chain, key, needs, call.live)
         facts = Facts(
             key=key,
             settings=settings,
