@@ -69,6 +69,12 @@ def held_tensors(model: nn.Module) -> list[Tensor]:
     return [*{id(t): t for t in found if not isinstance(t, nn.Parameter)}.values()]
 
 
+def lists_held(model: nn.Module) -> list[Container]:
+    """The lists and queues that modules hold, in which steps collect."""
+    held = (value for _, module in walk(model) for value in values_held(module))
+    return [value for value in held if type(value) in (list, deque)]
+
+
 @contextmanager
 def contents_restored(containers: Iterable[Container]) -> Iterator[None]:
     """Restores the elements of containers, and their order. One that did not change is not written."""
