@@ -405,6 +405,12 @@ def test_demo_over_ranks_runs_pretrain_with_options_that_it_takes(
     spec.loader.exec_module(pretrain := importlib.util.module_from_spec(spec))
     c = pretrain.parsed(command[command.index(str(demo.PRETRAIN)) + 1 :])
     assert (c.steps, c.show) == (40, 4)
+    with pytest.raises(SystemExit):
+        pretrain.parsed(["--help"])
+    shown = capsys.readouterr().out
+    assert "examples/pretrain.py --stock  " in shown  # on a line, to be copied
+    told = re.findall(r"^  --([\w-]+)(?: \S+)?(?:  +|\n {20,})\S", shown, re.MULTILINE)
+    assert sorted(told) == sorted(name.replace("_", "-") for name in vars(c) if name != "stages")
     assert main(["demo", "--ranks", "2", "--json"]) == 2
     assert "leave out --ranks" in capsys.readouterr().err
     for given in ("--dim 30", "--layers 3 --pp 2", "--batch 3 --pp 2 --micro-batches 2"):
