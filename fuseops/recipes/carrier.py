@@ -41,6 +41,9 @@ INSTEAD_OF_WRITING = (
 )
 
 
+_DATA: Any = nn.Parameter.data  # torch's descriptor
+
+
 class CarrierParameter(nn.Parameter):
     """A `CarrierParameter` is the Parameter of a weight that exists as codes only: every method that would write values
     raises FuseOpsError. Torch refuses most of them for other reasons, and with `zero_` writes the one NaN there is.
@@ -52,7 +55,7 @@ class CarrierParameter(nn.Parameter):
     )  # none: autograd and kernels see a Parameter
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, owner: Callable[[], str]) -> CarrierParameter:
+    def of(cls, parameter: Tensor, owner: Callable[[], str]) -> CarrierParameter:
         """The same Parameter, as a carrier."""
         found = cast("CarrierParameter", parameter)
         found.__class__ = cls
@@ -63,17 +66,17 @@ class CarrierParameter(nn.Parameter):
         return CarrierParameter.of(super().detach(), self.owner)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.detach()
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        nn.Parameter.data.__set__(self, values)
+        _DATA.__set__(self, values)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As what torch pickles: the op that it is unpickled into makes it a carrier again."""
-        values: Tensor = nn.Parameter.data.__get__(self)
-        return nn.Parameter(values, self.requires_grad).__reduce_ex__(protocol)
+        plain: Any = nn.Parameter(_DATA.__get__(self), self.requires_grad)
+        return plain.__reduce_ex__(protocol)
 
 
 def _refusing(method: str) -> Callable[..., Any]:

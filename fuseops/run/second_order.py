@@ -52,7 +52,7 @@ def ties_of(
     """
     found = [] if x.grad_fn is None else [x]
     if not LEAVES.issuperset(map(type, inputs)):
-        known = [t for t in inputs if type(t) not in LEAVES]
+        known = [t for t in inputs if t is not None and type(t) not in LEAVES]
         found += [t for t in known if t.grad_fn is not None]
     if not found:
         return ()
