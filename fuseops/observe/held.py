@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fuseops.attributes import WELL_KNOWN, package_of
 from fuseops.ops.op import Op
 from fuseops.ops.paths import walk
 from fuseops.ops.scopes import OF_THIS_PROCESS
-from fuseops.run.generators import KNOWN_PACKAGES, generators_of, is_generator
+from fuseops.run.generators import generators_of, is_generator
 
 # names of a module's own tables and settings, and of what fuseops keeps in it for the next step
 OWNED = frozenset(vars(nn.Module())) | OF_THIS_PROCESS
@@ -54,13 +55,12 @@ def values_held(module: nn.Module) -> Iterator[Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is an object of attributes, such as a SimpleNamespace. Those of torch and fuseops are not: they
-    keep what they build once, in agreement with what is elsewhere.
-    """
+    """Whether a value is an object of attributes, such as a SimpleNamespace, but none of torch or fuseops."""
     if isinstance(value, type | nn.Module | Tensor):
         return False
-    known = type(value).__module__.partition(".")[0] in KNOWN_PACKAGES
-    return not known and type(getattr(value, "__dict__", None)) is dict
+    return (
+        package_of(type(value)) not in WELL_KNOWN and type(getattr(value, "__dict__", None)) is dict
+    )
 
 
 def held_tensors(model: nn.Module) -> list[Tensor]:
