@@ -303,16 +303,17 @@ def log(run: Run, loss: float, seconds: float) -> None:
 
 
 def parsed(args: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (
-        ("steps", 6), ("dim", 64), ("heads", 4), ("layers", 2), ("ffn", 64), ("experts", 8), ("top-k", 2),
-        ("context", 64), ("batch", 4), ("ep", 0), ("every", 100), ("seed", 0), ("dense-every", 0),
-        ("pp", 1), ("chunks", 1), ("micro-batches", 1), ("show", 10),
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)  # fmt: skip
+    for name, n, said in (
+        ("steps", 6, "of the run"), ("lr", 1e-3, "of AdamW"), ("heads", 4, "of attention"), ("ffn", 64, "of an expert"),
+        ("layers", 2, "in all"), ("experts", 8, "a layer"), ("top-k", 2, "experts a token"), ("seed", 0, "of all"),
+        ("context", 64, "tokens a text"), ("batch", 4, "texts a rank"), ("dense-every", 0, "layers; 0: none is dense"),
+        ("ep", 0, "ranks that share experts; 0: all"), ("pp", 1, "ranks a pipeline"), ("chunks", 1, "stages a rank"),
+        ("micro-batches", 1, "a step"), ("every", 100, "steps a checkpoint"), ("show", 10, "steps a printed line"),
+        ("dim", 64, "of a token"), ("capacity", 1.5, "of dispatchers but host_counts, over even routing"),
     ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value, metavar="N")
-    parser.add_argument("--lr", type=float, default=1e-3)
+        parser.add_argument(f"--{name}", type=type(n), default=n, help=f"{said} (%(default)s)")
     parser.add_argument("--dispatcher", help="how tokens travel to their experts")
-    parser.add_argument("--capacity", type=float, default=1.5, help="of that, over even routing")
     parser.add_argument("--out", type=Path, help="folder of checkpoints")
     parser.add_argument("--memory", type=float, metavar="GiB", help="of a step, with offload")
     parser.add_argument("--pairs", action="store_true", help="stages in a V, run in turns")
@@ -357,9 +358,8 @@ def train(c: argparse.Namespace, device: torch.device) -> list[float]:
 
 
 if __name__ == "__main__":
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 29512)):
-        os.environ.setdefault(name, str(value))
-    os.environ.setdefault("MASTER_ADDR", "localhost")
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29512"}
+    os.environ.update(alone | {"MASTER_ADDR": "localhost"} | os.environ)
     where = torch.device("cpu")
     if torch.cuda.is_available():
         where = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

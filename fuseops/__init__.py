@@ -1,5 +1,7 @@
 """fuseops: compose a model from small ops; fuse, explain and offload what they save."""
 
+from typing import TYPE_CHECKING, Never
+
 __version__ = "0.1.0"
 
 from . import kernels, offload, ops, recipes
@@ -18,6 +20,7 @@ from .ops.linear_loss import linear_loss
 from .ops.op import Call, FusedOp, Grads, Op, Out
 from .ops.routing import Routing
 from .ops.stored import masters, quantized_init
+from .ops.te_names import no_attribute as _no_attribute
 from .ops.weights import weights_changed
 from .recipes import quantize
 from . import testing
@@ -68,6 +71,12 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]  # not the parts that it is made of
+
+
+if not TYPE_CHECKING:  # which would take every name for one that is here
+
+    def __getattr__(name: str) -> Never:
+        raise _no_attribute(__name__, name, tuple(ops.__all__))
 
 
 _from_environment()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fuseops as fo
 from fuseops.kernels import configs, registry
+from fuseops.ops import te_names
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.testing.catalogue import exported
 from fuseops.testing.strategies import DRAWN
@@ -55,6 +56,25 @@ def test_every_op_and_rule_has_its_line() -> None:
     assert re.findall(r"^\| `([a-z_]+)` \| (\w+)", rules, re.MULTILINE) == [
         (rule.name, rule.kind) for rule in BUILTIN_RULES
     ]
+
+
+def test_who_types_the_name_of_an_op_of_te_is_told_ours() -> None:
+    """Those of docs/ops.md, and those alone."""
+    table = (DOCS / "ops.md").read_text("utf-8").split("## Options")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    others = {name: ours for ours, _, te in rows for name in re.findall(r"`(\w+)`", te)}
+    others = {n: o for n, o in others.items() if n[0].isupper() and n not in fo.ops.__all__}
+    assert {*others} == {*te_names.OURS} - {"Sequential"}
+    for name, ours in te_names.OURS.items():
+        assert ours == "Sequential" or f"`{ours.removeprefix('ops.')}`" in others[name]
+        for module in (fo, fo.ops):
+            if not hasattr(module, name):
+                with pytest.raises(AttributeError, match=rf"{name}'; here it is fo\.{ours} "):
+                    getattr(module, name)
+    with pytest.raises(AttributeError, match=r"'Linear'; here it is fo\.ops\.Linear "):
+        _ = fo.Linear  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"has no attribute 'BasicOp'$"):
+        _ = fo.ops.BasicOp  # type: ignore[attr-defined]
 
 
 def test_every_recipe_has_its_line() -> None:

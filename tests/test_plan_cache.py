@@ -745,3 +745,14 @@ def test_plans_die_with_their_sequential_and_the_graph_lives_on() -> None:
     assert runner() is None
     y.sum().backward()
     assert x.grad is not None
+
+
+def test_what_a_run_keeps_by_shape_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder's cache has another length in each call."""
+    monkeypatch.setattr(plan_lookup, "MAX_SHAPES", 4)
+    seq = fo.Sequential(RMSNorm(8), fo.ops.SiLU())
+    for length in range(1, 12):
+        x = torch.randn(2, length, 8)
+        torch.testing.assert_close(seq(x), F.silu(F.rms_norm(x, (8,))))
+    plans = seq._runner.pieces[0][1].plans
+    assert len(plans.checked_shapes) <= 4 and len(plans.last_call.plans) <= 4

@@ -490,10 +490,44 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     bad["fc1.weight_scale_inv"] = torch.ones(1, 1)
     with pytest.raises(RuntimeError, match=r"weight_scale_inv has shape \(1, 1\)"):
         dense().load_state_dict(bad)
-    with pytest.raises(RuntimeError):
-        torch.optim.SGD(stored(dense).parameters(), lr=1.0, weight_decay=1.0)
-        with torch.no_grad():
-            stored(dense).get_submodule("fc1").weight.add_(1.0)  # type: ignore[operator, union-attr]
+
+
+VALUE_WRITES: dict[str, Any] = {
+    "reset": lambda op: op.reset_parameters(),
+    "init": lambda op: nn.init.xavier_uniform_(op.weight),
+    "zeros": lambda op: nn.init.zeros_(op.weight),
+    "data": lambda op: op.weight.data.normal_(),
+    "zero data": lambda op: op.weight.data.zero_(),
+    "copy": lambda op: op.weight.copy_(torch.ones(2 * F, D)),
+    "item": lambda op: op.weight.__setitem__(0, 1.0),
+    "operator": lambda op: op.weight.__imul__(2.0),
+    "again a Parameter": lambda op: nn.Parameter(op.weight).zero_(),
+    "foreach": lambda op: torch._foreach_zero_([op.weight]),
+    "view": lambda op: op.weight[0].zero_(),
+    "out": lambda op: nn.init.eye_(op.weight),
+}
+SEEN_AT_THE_NEXT_CALL = ("foreach", "view", "out")  # torch writes to the one value there is
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("write", VALUE_WRITES)
+def test_who_writes_values_to_a_weight_in_fp8_is_told_what_to_do(write: str, copied: bool) -> None:
+    model = stored(dense)
+    fo.configure(model, recipe=RECIPE)
+    model = pickle.loads(pickle.dumps(copy.deepcopy(model))) if copied else model
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    expected = model(tokens())
+    fc1: Any = model.get_submodule("fc1")
+    with (
+        pytest.raises(fo.FuseOpsError, match=r"\(192, 160\) of Linear fc1.*fo\.masters"),
+        torch.no_grad(),
+    ):
+        VALUE_WRITES[write](fc1)
+        assert write in SEEN_AT_THE_NEXT_CALL
+        model(tokens())
+    assert_equal([*model.state_dict().values()], [*before.values()])
+    model.to("cpu")  # which blanks the weight
+    assert torch.equal(model(tokens()), expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)

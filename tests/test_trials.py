@@ -129,6 +129,30 @@ def test_modules_hold_what_they_held(
     model(x).sum().backward()
 
 
+class Collects(nn.Module):
+    """Its loop adds the losses up and clears them, after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.below = nn.Linear(D, D), {"losses": deque([torch.ones(())]), "more": [0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths.append((len(self.below["losses"]), len(self.below["more"])))
+        y = self.l(x)
+        self.below["losses"].append(y.square().mean())
+        self.below["more"].append(1)
+        return x + y + sum(self.below["losses"])
+
+
+lengths: list[tuple[int, int]] = []
+
+
+def test_the_steps_of_a_recorded_plan_do_not_see_what_each_other_collected() -> None:
+    lengths.clear()
+    offload.plan(nn.Sequential(Collects()), torch.randn(4, D), record=True)
+    assert len(lengths) > 2 and {*lengths} == {(1, 1)}
+
+
 elsewhere = torch.Generator()
 
 

@@ -101,11 +101,12 @@ def _importing_from(folder: Path) -> Iterator[None]:
 def user_error_in(error: Exception) -> BaseException | None:
     """The error of the user's code, or None for one of fuseops: decided by the innermost frame outside of torch.
 
-    Where fuseops called a module there, that is a module of torch in the user's model.
+    Where fuseops called a module there, that is a module of torch in the user's model. Where it passed on an op that
+    torch had called, as a dry run does, the frame is that of the caller.
     """
     if isinstance(error, UserCodeError):
         return error.__cause__
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = _without_passed_on(traceback.extract_tb(error.__traceback__))
     inside: list[traceback.FrameSummary] = []  # of torch, below the innermost frame that is not
     while frames and _is_within(frames[-1].filename, TORCH):
         inside.insert(0, frames.pop())
@@ -113,6 +114,16 @@ def user_error_in(error: Exception) -> BaseException | None:
         return None
     called_module = bool(inside) and inside[0].filename == nn.modules.module.__file__
     return error if called_module or not _is_internal(frames[-1].filename) else None
+
+
+def _without_passed_on(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The frames above a mode of fuseops, where all that it did was to call the op that it was given."""
+    for i, frame in enumerate(frames):
+        if frame.name == "__torch_dispatch__" and _is_within(frame.filename, FUSEOPS):
+            below = [f.filename for f in frames[i:] if not _is_within(f.filename, FUSEOPS)]
+            passed_on = below[:1] == [str(TORCH / "_ops.py")]
+            return frames[:i] if passed_on and all(_is_within(f, TORCH) for f in below) else frames
+    return frames
 
 
 def user_traceback(user_error: BaseException) -> str:

@@ -33,7 +33,7 @@ class GatheredWeight(StoredWeight):
     def codes(self) -> Layout:
         return cast("Layout", self.gathered)
 
-    def blank_carrier(self, before: Any = None, now: Any = None) -> None:
+    def blank_carrier(self, op: nn.Module, before: Any = None, now: Any = None) -> None:
         pass
 
 

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fuseops.attributes import WELL_KNOWN, package_of
 from fuseops.ops.op import Op
 from fuseops.ops.paths import walk
 from fuseops.ops.scopes import OF_THIS_PROCESS
-from fuseops.run.generators import KNOWN_PACKAGES, generators_of, is_generator
+from fuseops.run.generators import generators_of, is_generator
 
 # names of a module's own tables and settings, and of what fuseops keeps in it for the next step
 OWNED = frozenset(vars(nn.Module())) | OF_THIS_PROCESS
@@ -54,19 +55,24 @@ def values_held(module: nn.Module) -> Iterator[Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is an object of attributes, such as a SimpleNamespace. Those of torch and fuseops are not: they
-    keep what they build once, in agreement with what is elsewhere.
-    """
+    """Whether a value is an object of attributes, such as a SimpleNamespace, but none of torch or fuseops."""
     if isinstance(value, type | nn.Module | Tensor):
         return False
-    known = type(value).__module__.partition(".")[0] in KNOWN_PACKAGES
-    return not known and type(getattr(value, "__dict__", None)) is dict
+    return (
+        package_of(type(value)) not in WELL_KNOWN and type(getattr(value, "__dict__", None)) is dict
+    )
 
 
 def held_tensors(model: nn.Module) -> list[Tensor]:
     """Tensors that modules hold, neither parameters nor buffers, such as a router's token counts."""
     found = (v for _, m in walk(model) for v in values_held(m) if isinstance(v, Tensor))
     return [*{id(t): t for t in found if not isinstance(t, nn.Parameter)}.values()]
+
+
+def lists_held(model: nn.Module) -> list[Container]:
+    """The lists and queues that modules hold, in which steps collect."""
+    held = (value for _, module in walk(model) for value in values_held(module))
+    return [value for value in held if type(value) in (list, deque)]
 
 
 @contextmanager

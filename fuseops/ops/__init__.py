@@ -6,10 +6,13 @@ the head's loss   cross_entropy (and its loss_options), vocab_parallel (weights 
 tokens, experts   routing, router, permute, inject
 what ops share    checks, splits (are the ends of groups right), tiles (of a call's grouped GEMMs), local (of DTensors,
                   what an op computes with), halves (of gated MLPs that are sharded), code (what a `fwd` names),
-                  contents (of attributes that may change), object_table (objects that traced code refers to)
+                  contents (of attributes that may change), object_table (objects that traced code refers to),
+                  te_names (what TransformerEngine calls an op)
 weights           packing (one Parameter a group), grouped_state_dict, weights (quantized ones that a recipe keeps),
                   stored (those that live in a format)
 """
+
+from typing import TYPE_CHECKING, Never
 
 from .activations import GELU, QGELU, ReLU, ScaledSReLU, SiLU, SReLU
 from .collectives import AllGather, AllReduce, ReduceScatter
@@ -42,6 +45,7 @@ from .quantize import Quantize
 from .rope import RoPE
 from .router import Router
 from .structure import Add, Identity, Reshape, Swap, Tap
+from .te_names import no_attribute as _no_attribute
 
 __all__ = [
     "GEGLU",
@@ -95,3 +99,9 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if not TYPE_CHECKING:  # which would take every name for one that is here
+
+    def __getattr__(name: str) -> Never:
+        raise _no_attribute(__name__, name)

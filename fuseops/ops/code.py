@@ -10,6 +10,8 @@ from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from fuseops.attributes import OWN, package_of
+
 FOLLOWED: Any = FunctionType | property | staticmethod | classmethod
 
 
@@ -23,8 +25,7 @@ def referenced_values(method: Any, kind: type) -> Iterator[tuple[str, Any]]:
     while pending:
         value = pending.pop()
         function = getattr(value, "fget", getattr(value, "__func__", value))
-        package = (getattr(function, "__module__", None) or "").partition(".")[0]
-        if function in seen or package in ("torch", "fuseops"):
+        if function in seen or package_of(function) in OWN:
             continue
         seen.add(function)
         for name, found in _values(function, kind) if isinstance(function, FunctionType) else ():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fuseops.attributes import OWN, package_of
 from fuseops.torch_private import version
 
 from .op import NON_CONFIG_ATTRS
@@ -80,8 +81,7 @@ def items_of(value: Any) -> list[Any]:
     elif isinstance(value, CellType):
         with suppress(ValueError):  # an empty one
             found.append(value.cell_contents)
-    package = type(value).__module__.partition(".")[0]
-    if package not in ("torch", "fuseops"):  # whose objects cache in their attributes
+    if package_of(type(value)) not in OWN:
         own = getattr(value, "__dict__", {})
         found += [*own, *own.values()]
         for base in type(value).__mro__:

@@ -413,7 +413,7 @@ class Op(nn.Module, Generic[S]):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         restore_float32(self._buffers, before)
         if (weight := stored.stored_in(self)) is not None:
-            weight.blank_carrier(parameter, self._parameters.get("weight"))
+            weight.blank_carrier(self, parameter, self._parameters.get("weight"))
         return self
 
     def _drop_quantized_weights(self) -> None:
@@ -445,7 +445,7 @@ class Op(nn.Module, Generic[S]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(scopes.restored(state))  # type: ignore[no-untyped-call]
         if (weight := stored.stored_in(self)) is not None:
-            weight.blank_carrier()
+            weight.blank_carrier(self)
             weight.hook_master()
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.recipes import Layout, Quantized, Recipe, Scaling, weight_operand
-from fuseops.recipes.carrier import placeholder
+from fuseops.recipes.carrier import INSTEAD_OF_WRITING, CarrierParameter, placeholder
 from fuseops.recipes.scales import on_optimizer_step, parameter_ids
 from fuseops.recipes.scaling import E4M3, E5M2, SQUARE
 from fuseops.words import plural
@@ -31,6 +32,7 @@ from .paths import PARAMETER_SOURCE, check_module, path_of
 
 log = logging.getLogger("fuseops")
 STORED = "_stored"  # in an op's __dict__
+_PARAMETERS = (nn.Parameter, CarrierParameter)  # torch's, and ours of a weight without values
 CODES, SCALES = "weight_codes", "weight_scales"  # buffers
 SCALE_INV, MASTER = "weight_scale_inv", "weight_master"  # keys of a state_dict, beside "weight"
 
@@ -71,6 +73,7 @@ class StoredWeight:
         self.parameter_dicts, self.buffers = [op._parameters], op._buffers
         self.carrier: Any = op._parameters["weight"] if self.owns_codes else None
         self.scaling = scaling
+        self.version = 0  # of the carrier, which nobody writes to but to mark it
         self._refuse_misuse()
         self.master: nn.Parameter | None = None
         self.made_frozen = False  # the master, with the weight; it thaws with the weight too
@@ -100,6 +103,7 @@ class StoredWeight:
                 "in high precision, and let a recipe quantize what its calls get."
             )
         self.check(source)
+        self.check_unwritten()
         if self.master is not None:
             self.hook_master()
             if not torch_private.in_backward():  # which is that of the codes that its forward read
@@ -115,11 +119,20 @@ class StoredWeight:
 
     def check(self, source: Any) -> None:
         """Raise FuseOpsError unless `source`, the Parameter of an op, is the carrier of these codes."""
-        if self.owns_codes and source is not self.carrier and type(source) is nn.Parameter:
+        if self.owns_codes and source is not self.carrier and type(source) in _PARAMETERS:
             raise FuseOpsError(
                 "a weight that lives in FP8 (fo.quantized_init) is another Parameter than the one whose codes its op "
                 "keeps: it was tied or assigned after the scope. Tie weights inside of fo.quantized_init, before it "
                 "ends: ops that share a Parameter then share its codes."
+            )
+
+    def check_unwritten(self) -> None:
+        """Raise FuseOpsError if someone has written to the carrier, through a view or an `out`, which show no class."""
+        if self.owns_codes and torch_private.version(self.carrier) != self.version:
+            raise FuseOpsError(
+                f"the weight {tuple(self.carrier.shape)} of {self.carrier.owner()} lives in FP8 (fo.quantized_init), "
+                "and its Parameter, which holds no values, was written to through a view or as `out`. Its codes are as "
+                f"before. {INSTEAD_OF_WRITING}"
             )
 
     def check_reduced(self) -> None:
@@ -162,14 +175,16 @@ class StoredWeight:
             else:
                 self.buffers[name].copy_(given)  # type: ignore[union-attr]
         if assign:  # torch's load_state_dict replaces the Parameter too
+            owner = self.carrier.owner
             carrier = placeholder(self.carrier.shape, self.carrier.dtype, row.data.device)
             self.replace(nn.Parameter(carrier, self.carrier.requires_grad))
-            self.hook_master()
+            self._blank(owner)
 
     def mark_changed(self) -> None:
         """Increment the version of the Parameter, so that autograd refuses graphs that have saved it."""
         if not self.carrier.is_inference():
             torch.autograd.graph.increment_version(self.carrier)
+            self.version = torch_private.version(self.carrier)
 
     def quantize_master(self) -> None:
         """Quantize the master, if any, into the codes."""
@@ -254,18 +269,32 @@ class StoredWeight:
             hook(master)
         self.agree()  # an optimizer in such a hook may have dropped it
 
-    def blank_carrier(self, before: Any = None, now: Any = None) -> None:
-        """Free the values of the Parameter, on the device of its codes.   before, now: of an op that was moved"""
+    def blank_carrier(self, op: nn.Module, before: Any = None, now: Any = None) -> None:
+        """Free the values of the Parameter, on the device of its codes, and have it refuse others.
+
+        op: one that has the Parameter   before, now: its Parameters, where it was moved
+        """
         if before is self.carrier:
             self.replace(now)
+        self._blank(partial(_shown, weakref.ref(op)))
+
+    def _blank(self, owner: Callable[[], str]) -> None:
         weight, device = self.carrier, cast("Tensor", self.buffers[CODES]).device
         weight.data = placeholder(weight.shape, weight.dtype, device)
+        CarrierParameter.of(weight, owner)
+        self.version = torch_private.version(weight)
         self.hook_master()
         if self.master is not None and self.master.device != device:
             same_values = self.is_quantized(self.master)
             self.master.data = self.master.data.to(device)
             if same_values:
                 self.mark_quantized()
+
+
+def _shown(op: weakref.ref[nn.Module]) -> str:
+    """The class and path of an op, for an error."""
+    found = op()
+    return "an op" if found is None else f"{type(found).__name__} {path_of(found) or ''}".rstrip()
 
 
 _INSTEAD_OF_DDP = (
@@ -344,7 +373,7 @@ def store_weight(op: Any, scaling: Scaling, kept: dict[nn.Parameter, StoredWeigh
     if PARAMETER_SOURCE in op.__dict__:
         raise lent_error(f"op {type(op).__name__}")
     weight = op._parameters.get("weight")
-    if scaling.block != SQUARE or type(weight) is not nn.Parameter:
+    if scaling.block != SQUARE or type(weight) not in _PARAMETERS:
         what = f"a weight as {scaling}" if scaling.block != SQUARE else "no Parameter `weight`"
         name = f"{type(op).__name__} {path_of(op) or ''}".rstrip()
         raise FuseOpsError(
@@ -364,7 +393,7 @@ def store_weight(op: Any, scaling: Scaling, kept: dict[nn.Parameter, StoredWeigh
     op.register_buffer(CODES, row.data.view(torch.uint8), persistent=False)
     op.register_buffer(SCALES, row.scale.view(torch.int32), persistent=False)
     stored = op.__dict__[STORED] = kept[weight] = StoredWeight(op, scaling)
-    stored.blank_carrier()
+    stored.blank_carrier(op)
 
 
 def lent_error(what: str) -> FuseOpsError:

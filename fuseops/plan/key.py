@@ -133,7 +133,7 @@ class ParameterFacts(NamedTuple):
 
 def parameter_facts(p: Tensor, grad: bool) -> tuple[bool, torch.dtype, bool, type]:
     """The fields of `ParameterFacts`."""
-    return grad and p.requires_grad, p.dtype, p.is_meta, p.__class__
+    return grad and p.requires_grad, p.dtype, p.is_meta, type(p)
 
 
 class PlanKey(NamedTuple):

@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fuseops import torch_private
+from fuseops.attributes import WELL_KNOWN, package_of
 from fuseops.ops.code import referenced_values
 
-KNOWN_PACKAGES = frozenset({"builtins", "collections", "fuseops", "torch"})
 _types_without_generators: set[type] = set()  # types of attributes that were looked at
 # by class: its `fwd`, and the generators that its code refers to
 _generators_of_class: WeakKeyDictionary[type, tuple[Any, list[Any]]] = WeakKeyDictionary()
@@ -34,7 +34,7 @@ def generators_of(op: Any, attributes: Mapping[str, Any], device: torch.device) 
     unknown = {*map(type, attributes.values())} - _types_without_generators
     if unknown:
         found += [value for value in attributes.values() if is_generator(value)]
-        shipped = (t for t in unknown if t.__module__.partition(".")[0] in KNOWN_PACKAGES)
+        shipped = (t for t in unknown if package_of(t) in WELL_KNOWN)
         _types_without_generators.update(t for t in shipped if not _is_generator_class(t))
     kind, fwd = type(op), getattr(op.fwd, "__func__", op.fwd)
     known = _generators_of_class.get(kind)

@@ -16,7 +16,7 @@ from fuseops.plan.key import KeyGuard, PlanKey
 from .gate import GatedRun
 
 MAX_KEYS = 64
-MAX_SHAPES = 64  # of x, in a `LastCall`
+MAX_SHAPES = 64  # of x, in a `LastCall` and among those that ops have checked
 log = logging.getLogger("fuseops.fusion")
 _warned = False  # that entries are evicted; once a process
 

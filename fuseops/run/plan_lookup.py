@@ -128,6 +128,8 @@ class PlanLookup:
         try:
             if shape not in self.checked_shapes:
                 deque(self.shapes_of(x, side), maxlen=0)
+                if len(self.checked_shapes) >= MAX_SHAPES:
+                    self.checked_shapes.clear()
                 self.checked_shapes.add(shape)
         except TypeError:  # a symbolic size has no hash
             deque(self.shapes_of(x, side), maxlen=0)

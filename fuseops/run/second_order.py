@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 from fuseops import torch_private
 from fuseops.errors import DoubleBackwardError
+from fuseops.recipes.carrier import CarrierParameter
 
-LEAVES = frozenset((nn.Parameter, type(None)))  # types of inputs that have no grad_fn
+LEAVES = frozenset(
+    (nn.Parameter, CarrierParameter, type(None))
+)  # types of inputs that have no grad_fn
 
 
 class _FirstOrderOnly(torch.autograd.Function):
@@ -49,7 +52,7 @@ def ties_of(
     """
     found = [] if x.grad_fn is None else [x]
     if not LEAVES.issuperset(map(type, inputs)):
-        known = [t for t in inputs if t is not None and type(t) is not nn.Parameter]
+        known = [t for t in inputs if t is not None and type(t) not in LEAVES]
         found += [t for t in known if t.grad_fn is not None]
     if not found:
         return ()

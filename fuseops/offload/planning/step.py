@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import as_if_on
 from fuseops.observe.fakes import fake, faked
+from fuseops.observe.held import contents_restored, lists_held
 from fuseops.observe.labels import matching_modules, paths_under
 from fuseops.observe.memory import CudaMeter, StorageMeter, dense_tensors, tensors_in
 from fuseops.observe.rehearse import not_counted
@@ -55,22 +57,22 @@ def record(step: ProfiledStep, progress: Progress = silent) -> Profile:
     def observe() -> Recorder:
         meter = CudaMeter() if cuda else StorageMeter(_resident_tensors(step.model, step.args))
         recorder = Recorder(step, meter)
-        with recorder.running():
+        with apart(), recorder.running():
             step.run(step.args, step.side, lambda: forward.append(recorder.position))
-        _drop_gradients(new)
         return recorder
 
     existing = [t.grad for t in _grad_leaves(step) if t.grad is not None]
-    new = [t for t in _grad_leaves(step) if t.grad is None]
+    apart = partial(
+        _apart, [t for t in _grad_leaves(step) if t.grad is None], lists_held(step.model)
+    )
     with ExitStack() as stack:
         stack.enter_context(untouched(step.model, existing))
         stack.enter_context(_layer_hooks(step))
-        stack.callback(_drop_gradients, new)  # also when the step raises
         progress("warming up", 0, STAGES)  # caches, compilation
-        step.run(step.args, step.side)
-        _drop_gradients(new)
+        with apart():
+            step.run(step.args, step.side)
         progress("timing", 1, STAGES)
-        timed = _timed(step, new, cuda)
+        timed = _timed(step, apart, cuda)
         progress("recording", 2, STAGES)
         seen = _profile_of(step.model, observe, progress)
     # Scale the recorded ops to the timed step, where launches overlap, and a device that is never idle is slower at
@@ -180,7 +182,21 @@ def _assumed(
 # --- a real step
 
 
-def _timed(step: ProfiledStep, new: list[Tensor], cuda: bool) -> tuple[float, float]:
+@contextmanager
+def _apart(new: list[Tensor], lists: list[Any]) -> Iterator[None]:
+    """Runs a step of which the next one finds neither its gradients nor what it has collected, a list of losses say:
+    the user's loop would take that out. Tables that it has made stay, as they do between steps.
+    """
+    with contents_restored(lists):
+        try:
+            yield
+        finally:
+            _drop_gradients(new)
+
+
+def _timed(
+    step: ProfiledStep, apart: Callable[[], AbstractContextManager[None]], cuda: bool
+) -> tuple[float, float]:
     """Seconds of a forward and of a backward in consecutive steps, so that the host is ahead of a CUDA device. On an
     idle device the forward would include time of the host.
     """
@@ -192,10 +208,10 @@ def _timed(step: ProfiledStep, new: list[Tensor], cuda: bool) -> tuple[float, fl
             marks[-1].record()
 
     for _ in range(1 + TIMED_STEPS):  # the first warms up
-        mark()
-        step.run(step.args, step.side, mark)
-        mark()
-        _drop_gradients(new)
+        with apart():
+            mark()
+            step.run(step.args, step.side, mark)
+            mark()
     if cuda:
         torch.cuda.synchronize()
     starts, middles, ends = (marks[k::3][1:] for k in range(3))
