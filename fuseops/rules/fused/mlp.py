@@ -21,7 +21,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.kernels.activation import Form
 from fuseops.kernels.configs import Switch
-from fuseops.kernels.grouped_paths import BACKWARD_ACTS, EPILOGUE_ACTS, act_bwd_path, act_path
+from fuseops.kernels.grouped_paths import EPILOGUE_ACTS, act_bwd_path, act_path
 from fuseops.kernels.registry import cached_decision
 from fuseops.ops.activations import form_of
 from fuseops.ops.linear import (
@@ -51,6 +51,7 @@ from fuseops.torch_private import is_fake
 
 from . import quantized_swiglu
 from .act_backward import activation_backward
+from .dswiglu import NO_PATH, SLOWER, form_reason
 from .gemm_bwd import backward, shaped
 from .norm_prologue import NormPrologue, PrologueSaved
 
@@ -59,8 +60,6 @@ from .norm_prologue import NormPrologue, PrologueSaved
 # the backward gains 2 %, and the forward loses 7 %: its tiles leave multiprocessors idle.
 SWIGLU = Switch("mlp_swiglu", "EPILOGUE", lambda rows, dims: rows >= 4096)
 DSWIGLU = Switch("mlp_dswiglu", "EPILOGUE", lambda rows, dims: rows >= 512)
-SLOWER = "two kernels are faster for this shape"
-NO_PATH = "no path of the GEMM can, see its own"
 
 
 class DenseMLPSaved(NamedTuple):
@@ -308,10 +307,8 @@ def _unfused_reason_bwd(dy: Any, h: Any, weight: Tensor, form: Form | None) -> s
 
 def _no_epilogue_reason(form: Form | None, x: Any, dtype: torch.dtype) -> str | None:
     """Why no GEMM with an activation as its epilogue takes these operands, None if one may."""
-    kind, *options = form or ("",)
-    if kind not in BACKWARD_ACTS or any(options):
-        suffix = ", its gate and up alternate" if kind in BACKWARD_ACTS else ""
-        return f"the activation is {kind}{suffix}"
+    if (why := form_reason(form)) is not None:
+        return why
     if torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return "x is traced, or quantized"
     if x.dtype is not dtype:
