@@ -49,8 +49,6 @@ def needs_of(chain: Chain, key: PlanKey) -> tuple[frozenset[str], ...]:
         if wanted:
             x_needs = True
             sides |= {name for keyword, name in chain.writes[i] if keyword not in op.integers}
-        else:
-            sides -= {name for _, name in chain.writes[i]}
     return tuple(result)
 
 
