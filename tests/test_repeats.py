@@ -29,6 +29,7 @@ from fuseops.kernels.replay import forget_replays
 from fuseops.kernels.transcript import Transcriber, transcribable, transcribing
 from fuseops.ops.op import NothingSaved
 from fuseops.plan.cover import DIRECTIONS
+from fuseops.plan.segment import MAX_SLOT_MAPS
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.testing.strategies import rule_cases
 
@@ -202,6 +203,16 @@ def test_what_is_written_to_an_op_is_seen_by_the_next_call(steps: int) -> None:
     new = copy.deepcopy(model)
     for ours, theirs in zip(step(model, x), step(new, x), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_of_numbers_that_calls_save_few_are_kept() -> None:
+    """An attribute that is another at each step leaves nothing behind."""
+    model, x = fo.Sequential(fo.ops.ConstantScale(1.0)), inputs(0)
+    for k in range(2 * MAX_SLOT_MAPS):
+        model[0].scale = float(k)
+        model(x).sum().backward()
+        (seg,) = segments(model)
+        assert len(seg.slot_maps) <= MAX_SLOT_MAPS
 
 
 def test_what_is_written_down_imports_no_compiler() -> None:
