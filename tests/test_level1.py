@@ -272,6 +272,57 @@ class Reads(fo.Op):
         return x * self.path()[0]
 
 
+class Part(NamedTuple):
+    """A value of which an op reads 2, and a change after which it reads 6, over the same constants in one order."""
+
+    make: Callable[[], Any]
+    change: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+def rename_attribute(h: Any) -> None:
+    h.b = h.a
+    del h.a
+
+
+PARTS = {
+    "key": Part(lambda: {"a": 2.0}, lambda h: h.update(b=h.pop("a")), lambda h: h.get("a", 6.0)),
+    "attribute": Part(
+        lambda: SimpleNamespace(a=2.0), rename_attribute, lambda h: getattr(h, "a", 6.0)
+    ),
+    "container": Part(
+        lambda: [[2.0], [6.0]], lambda h: h[0].append(h[1].pop()), lambda h: h[0][-1]
+    ),
+    "tensor": Part(
+        lambda: [torch.tensor(2.0)],
+        lambda h: h.append(torch.tensor(6.0)) or h.pop(0),
+        lambda h: h[0],
+    ),
+}
+
+
+class ReadsPart(Reads):
+    part = ""
+
+    def fwd(self, x: Tensor) -> Tensor:
+        return x * PARTS[self.part].read(self.path()[0])
+
+
+@pytest.mark.parametrize("part", PARTS)
+@some
+@given(kinds=st.lists(st.sampled_from([*HOLDERS]), max_size=2))
+def test_what_has_the_same_values_in_other_places_was_modified(part: str, kinds: list[str]) -> None:
+    op, x = ReadsPart(kinds, PARTS[part].make()), ones()
+    op.part = part
+    model = fo.Sequential(op)
+    y = model(x)
+    assert torch.autograd.grad(y.sum(), x, retain_graph=True)[0].eq(2).all()
+    PARTS[part].change(op.path()[0])
+    with pytest.raises(fo.errors.InPlaceError, match="'held' of ReadsPart was modified in place"):
+        torch.autograd.grad(y.sum(), x)
+    assert torch.autograd.grad(model(x).sum(), x)[0].eq(6).all()
+
+
 class ReadsOverDefault(Reads):
     held = None
 

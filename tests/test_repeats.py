@@ -1,8 +1,11 @@
 """A segment whose calls are alike does again what one of them did, and nothing else that it depends on is missed."""
 
 import copy
+import dataclasses
+import functools
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +15,7 @@ import plain_moe
 import pytest
 import torch
 from counted import calls_in
-from hypothesis import example, given, settings
+from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +28,10 @@ from fuseops.kernels.registry import opaque_call
 from fuseops.kernels.replay import forget_replays
 from fuseops.kernels.transcript import Transcriber, transcribable, transcribing
 from fuseops.ops.op import NothingSaved
+from fuseops.plan.cover import DIRECTIONS
+from fuseops.plan.segment import MAX_SLOT_MAPS
+from fuseops.rules.builtin_rules import BUILTIN_RULES
+from fuseops.testing.strategies import rule_cases
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linears": lambda: fo.Sequential(*(fo.ops.Linear(16, 16, bias=k > 0) for k in range(3))),
@@ -127,6 +134,66 @@ def test_a_repeated_step_runs_nothing_of_an_op() -> None:
     assert not methods()
 
 
+def counting(base: type, names: tuple[str, ...], ran: Counter[str]) -> type:
+    """A subclass outside of the package that does the same, and counts the calls of these methods."""
+
+    def counts(name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            ran[name] += 1
+            return getattr(base, name)(self, *args, **kwargs)
+
+        return functools.wraps(getattr(base, name))(method)
+
+    return type("Own", (base,), {name: counts(name) for name in names})
+
+
+@pytest.mark.parametrize("rule", BUILTIN_RULES, ids=lambda rule: rule.name)
+@settings(max_examples=3, phases=[Phase.generate])  # a smaller case says no more
+@given(data=st.data())
+def test_a_fused_op_that_is_not_built_in_runs_in_every_step(
+    rule: fo.Rule, data: st.DataObject
+) -> None:
+    """It may depend on anything, and do anything besides."""
+    methods = {"forward": "fwd", "backward": "bwd"}
+    names = tuple(methods[direction] for direction in DIRECTIONS[rule.kind])
+    ran: Counter[str] = Counter()
+    own = dataclasses.replace(rule, name="own", build=counting(rule.build, names, ran))
+    case = data.draw(rule_cases(rule, torch.float32, ["normal"]))
+    leaves = [case.x.requires_grad_(), *case.model.parameters()]
+
+    def calls() -> Counter[str]:
+        ran.clear()
+        with fo.rules(own):
+            torch.autograd.grad(case.model(case.x, **case.side).sum(), leaves, allow_unused=True)
+        return ran.copy()
+
+    first, *others = (calls() for _ in range(7))
+    assume(first)
+    assert set(first) == {*names} and all(each == first for each in others)
+
+
+@pytest.mark.parametrize("how", ["delays", "main_grad"])
+@pytest.mark.parametrize("name", ["linears", "mlp", "residual", "alone"])
+def test_a_repeated_step_gives_gradients_that_autograd_does_not_return(name: str, how: str) -> None:
+    usual = MODELS[name]()
+    model = copy.deepcopy(usual)
+    linears = [m for m in model.modules() if isinstance(m, fo.ops.Linear)]
+    for op in linears:
+        op.accumulate_into_main_grad = how == "main_grad"
+        op.delays = ("weight",) if how == "delays" else ()
+    for k in range(8):
+        for p in [p for op in linears for p in op.parameters()]:
+            p.main_grad = torch.zeros_like(p)  # type: ignore[attr-defined]
+        model.zero_grad(), usual.zero_grad()
+        for m in (model, usual):
+            m(inputs(k)).square().sum().backward()
+        [op.backward_dw() for op in linears if how == "delays"]
+        pairs = zip(model.named_parameters(), usual.parameters(), strict=True)
+        for ours, theirs in ((p, q) for (n, p), q in pairs if n.endswith("weight")):
+            found = ours.main_grad if ours.grad is None else ours.grad  # type: ignore[attr-defined]
+            assert torch.equal(found, theirs.grad)
+
+
 @pytest.mark.parametrize("steps", [1, 4])
 def test_what_is_written_to_an_op_is_seen_by_the_next_call(steps: int) -> None:
     model, x = MODELS["mlp"](), inputs(0)
@@ -136,6 +203,16 @@ def test_what_is_written_to_an_op_is_seen_by_the_next_call(steps: int) -> None:
     new = copy.deepcopy(model)
     for ours, theirs in zip(step(model, x), step(new, x), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_of_numbers_that_calls_save_few_are_kept() -> None:
+    """An attribute that is another at each step leaves nothing behind."""
+    model, x = fo.Sequential(fo.ops.ConstantScale(1.0)), inputs(0)
+    for k in range(2 * MAX_SLOT_MAPS):
+        model[0].scale = float(k)
+        model(x).sum().backward()
+        (seg,) = segments(model)
+        assert len(seg.slot_maps) <= MAX_SLOT_MAPS
 
 
 def test_what_is_written_down_imports_no_compiler() -> None:

@@ -591,6 +591,23 @@ def test_zeroing_the_model_or_the_masters_zeroes_both(zero: str, steps: int) -> 
     assert_equal(*([p.grad for p in fo.masters(m)] for m in (model, alone)))
 
 
+@pytest.mark.parametrize("zero", ZEROING)
+def test_zeroing_between_a_forward_and_its_backward_zeroes_both(zero: str) -> None:
+    def loss(model: nn.Module, seed: int) -> Tensor:
+        with fo.recipe(RECIPE):
+            return model(tokens(seed)).float().square().mean()
+
+    model = stored(dense)
+    optimizer, alone = torch.optim.SGD(fo.masters(model), lr=1e-3), copy.deepcopy(model)
+    loss(model, 0).backward()
+    late = loss(model, 1)
+    ZEROING[zero](optimizer, model)
+    late.backward()
+    for seed in range(zero != "nothing", 2):
+        loss(alone, seed).backward()
+    assert_equal(*([p.grad for p in fo.masters(m)] for m in (model, alone)))
+
+
 @pytest.mark.parametrize("first", ["masters", "backward"])
 def test_a_weight_and_its_master_have_one_gradient(first: str) -> None:
     """Clipped, or replaced, in either; whether the master was made before the backward or after it."""

@@ -18,7 +18,7 @@ from fuseops.recipes.store import WeightStore, kept_bytes
 
 from .chain import Chain, outside_reads
 from .cover import Cover, RuleMatch
-from .facts import NOTHING, Facts, kept_fields
+from .facts import Facts, kept_fields
 from .records import HIGH, KeptWeight, Miss, Operand, Span, StaysHigh
 from .segment import Args, BackwardStep, ForwardStep, Segment, Slot
 
@@ -225,7 +225,7 @@ class _Builder:
             args=tuple(self._args(i, base, position) for i in range(u.start, u.stop)),
             calls=self.calls[u.start : u.stop],
             takes_call=first.signature.fwd_call,
-            keep=self._joint_keep(u) if u.kind == "joint" else NOTHING,
+            keep=self._joint_keep(u) if u.kind == "joint" else frozenset(),
             cast=self.call.compute if first.autocast and not first.pure else None,
             pure=u.kind == "op" and first.pure,
             takes_quantized=self._takes_quantized(u),
@@ -349,8 +349,7 @@ class _Builder:
         needs = {
             f"{i - u.start}.{n}" for i in range(u.start, u.stop) for n in self.needs[i] if n != "x"
         }
-        if "x" in self.needs[u.start]:
-            needs.add("x")
+        needs |= self.needs[u.start] & {"x"}
         keep = self._keep(fused, frozenset(needs)).difference(fused.again)
         return (
             keep.union(fused.again) if self.facts.settings.dispatch_again and "x" in keep else keep

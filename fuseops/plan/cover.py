@@ -150,7 +150,7 @@ def _priority(rule: Rule) -> int:
     return 2 if rule.last else int(rule in BUILTIN_RULES)
 
 
-SETTINGS_REASONS = ("fusion is off", "disabled")
+FUSION_OFF, DISABLED = SETTINGS_REASONS = "fusion is off", "disabled"
 
 
 def _is_reported(c: RuleMatch, reason: str, refused: Mapping[RuleMatch, str]) -> bool:
@@ -192,22 +192,19 @@ def reasons_against(
     conditions: Callable[[int, int], Conditions],
 ) -> tuple[Reason, ...]:
     """The reason why each candidate may not fire, None if it may."""
-    answers: list[Reason] = []
-    for c in scanned.candidates:
+
+    def reason_against(c: RuleMatch) -> Reason:
         if not settings.fusion:
-            answers.append(SETTINGS_REASONS[0])
-        elif c.rule.name in settings.disable:
-            answers.append(SETTINGS_REASONS[1])
-        elif duplicate := _duplicate_keyword(chain.writes[c.start : c.stop]):
-            answers.append(duplicate)
-        elif c.rule.kind != "forward" and (delayed := _delayed(chain.ops[c.start : c.stop])):
-            answers.append(delayed)
-        elif not c.rule.when:
-            answers.append(None)
-        else:
-            ops = chain.ops[c.start : c.stop]
-            answers.append(c.rule.reason_against(ops, conditions(c.start, c.stop)))
-    return tuple(answers)
+            return FUSION_OFF
+        if c.rule.name in settings.disable:
+            return DISABLED
+        ops = chain.ops[c.start : c.stop]
+        why = _duplicate_keyword(chain.writes[c.start : c.stop])
+        if why is None and c.rule.kind != "forward":
+            why = _delayed(ops)
+        return why or c.rule.reason_against(ops, conditions(c.start, c.stop))
+
+    return tuple(map(reason_against, scanned.candidates))
 
 
 def _duplicate_keyword(writes: Sequence[Sides]) -> Reason:

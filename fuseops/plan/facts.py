@@ -10,8 +10,6 @@ from fuseops.recipes import Recipe, Roles
 from .chain import Chain
 from .key import PlanKey
 
-NOTHING: frozenset[str] = frozenset()
-
 
 class Facts(NamedTuple):
     """`Facts` hold everything about a call that its plan depends on, besides the ops and the cover."""
@@ -55,8 +53,6 @@ def needs_of(chain: Chain, key: PlanKey, modes: Sequence[str]) -> tuple[frozense
         if wanted or (call.grad and modes[i] == "call"):
             x_needs = True
             sides |= {name for keyword, name in chain.writes[i] if keyword not in op.integers}
-        else:
-            sides -= {name for _, name in chain.writes[i]}
     return tuple(result)
 
 
@@ -64,8 +60,4 @@ def kept_fields(
     saves_for: Mapping[str, tuple[str, ...]] | None, fields: tuple[str, ...], needs: frozenset[str]
 ) -> frozenset[str]:
     """The saved fields that the needed gradients read; one that `saves_for` does not list reads all."""
-    if not needs:
-        return NOTHING
-    if saves_for is None:
-        return frozenset(fields)
-    return frozenset(name for need in needs for name in saves_for.get(need, fields))
+    return frozenset(name for need in needs for name in (saves_for or {}).get(need, fields))

@@ -31,6 +31,8 @@ EPILOGUE = Switch(
     lambda rows, dims: rows >= 32 * dims[0] and (not dims[3] or dims[1] < 1024),
     dims=("groups", "n", "k", "by_index"),
 )
+SLOWER = "two kernels are faster for this shape"
+NO_PATH = "no path of the GEMM can, see its own"
 
 
 class DswigluFacts(NamedTuple):
@@ -86,12 +88,8 @@ def _unfused_reason(
     facts: DswigluFacts,
     rows: int,
 ) -> str | None:
-    if form is None:  # not kept: only biases of fc2 want a gradient
-        return "not every gradient is needed"
-    kind, *options = form
-    if kind not in BACKWARD_ACTS or any(options):
-        suffix = ", its gate and up alternate" if kind in BACKWARD_ACTS else ""
-        return f"the activation is {kind}{suffix}"
+    if (why := form_reason(form)) is not None:
+        return why
     if not (facts.fc1_needs_grad and {"x", "weight"} <= facts.needs) or h is None:
         return "not every gradient is needed"
     if facts.dx_has_buffer:
@@ -106,10 +104,21 @@ def _unfused_reason(
     if not K.grouped_dswiglu.launches((dy, h, weight), {}):
         return "the twin runs"
     if not act_bwd_path(dy, weight, h, dy_index):
-        return "no path of the GEMM can, see its own"
+        return NO_PATH
     dims = (*weight.shape, dy_index is not None)
     if facts.prefer == "speed" and not EPILOGUE.enabled(rows, dims, dy):
-        return "two kernels are faster for this shape"
+        return SLOWER
+    return None
+
+
+def form_reason(form: Form | None) -> str | None:
+    """Why no GEMM goes on through this activation, and back through it; None if one may."""
+    if form is None:  # not kept: only biases of fc2 want a gradient
+        return "not every gradient is needed"
+    kind, *options = form
+    if kind not in BACKWARD_ACTS or any(options):
+        suffix = ", its gate and up alternate" if kind in BACKWARD_ACTS else ""
+        return f"the activation is {kind}{suffix}"
     return None
 
 

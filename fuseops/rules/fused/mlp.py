@@ -21,7 +21,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.kernels.activation import Form
 from fuseops.kernels.configs import Switch
-from fuseops.kernels.grouped_paths import BACKWARD_ACTS, EPILOGUE_ACTS, act_bwd_path, act_path
+from fuseops.kernels.grouped_paths import EPILOGUE_ACTS, act_bwd_path, act_path
 from fuseops.kernels.registry import cached_decision
 from fuseops.ops.activations import form_of
 from fuseops.ops.linear import (
@@ -51,6 +51,7 @@ from fuseops.torch_private import is_fake
 
 from . import quantized_swiglu
 from .act_backward import activation_backward
+from .dswiglu import NO_PATH, SLOWER, form_reason
 from .gemm_bwd import backward, shaped
 from .norm_prologue import NormPrologue, PrologueSaved
 
@@ -59,8 +60,6 @@ from .norm_prologue import NormPrologue, PrologueSaved
 # the backward gains 2 %, and the forward loses 7 %: its tiles leave multiprocessors idle.
 SWIGLU = Switch("mlp_swiglu", "EPILOGUE", lambda rows, dims: rows >= 4096)
 DSWIGLU = Switch("mlp_dswiglu", "EPILOGUE", lambda rows, dims: rows >= 512)
-SLOWER = "two kernels are faster for this shape"
-NO_PATH = "no path of the GEMM can, see its own"
 
 
 class DenseMLPSaved(NamedTuple):
@@ -93,28 +92,24 @@ class DenseMLP(FusedOp):
         self.takes_quantized = not self.prologue.ops
         self.last = len(members) - 1
         self.act = members[-2]
-        self.has_bias_op = self.last - self.fc1_index == 3  # by a Bias
+        self.bias_index = self.last - 2  # of fc1, or of the Bias behind it
         first, act, last = self.fc1_index, self.last - 1, self.last
-        at = f"{first + 1}.bias" if self.has_bias_op else f"{first}.bias"
-        own = {"h": f"{act}.x", "form": f"{act}.form", "bias": at}
+        own = {"h": f"{act}.x", "form": f"{act}.form", "bias": f"{self.bias_index}.bias"}
         own |= {"fc1": f"{first}.weight", "fc2": f"{last}.weight"}
         self.names = {**self.prologue.names(), **own}
         dh = ("h", "form", "fc2")
         self.saves_for = {
             **self.prologue.saves_for((*dh, "fc1")),
             f"{first}.weight": (*dh, *self.prologue.recompute_fields),
-            f"{first}.bias": dh,
+            f"{self.bias_index}.bias": dh,
             f"{last}.weight": ("h", "form"),
             f"{last}.bias": (),
         }
-        if self.has_bias_op:
-            self.saves_for[f"{first + 1}.bias"] = dh
 
     def fwd(self, x: Operand, t: MemberTensors, calls: Calls, keep: frozenset[str]) -> Out:
         first, last = t[self.fc1_index], t[-1]
         y, saved, side = self.prologue.fwd(x, t[: self.fc1_index], calls[self.fc1_index])
-        bias = t[self.fc1_index + 1]["bias"] if self.has_bias_op else first["bias"]
-        own = form_of(self.act), first["weight"], last["weight"], bias
+        own = form_of(self.act), first["weight"], last["weight"], t[self.bias_index]["bias"]
         s = make_tuple(DenseMLPSaved, (*saved, None, *own))
         h, a = self.fc1_and_act(s, y, calls)
         del y
@@ -162,10 +157,13 @@ class DenseMLP(FusedOp):
 
     def unquantized_reason(self, form: Form | None, h: Operand, calls: Calls) -> str | None:
         """Why SwiGLU and its backward write tensors; None where they write the operands of the next GEMMs."""
-        needs_dh_tensor = any("bias" in call.needs for call in calls[self.fc1_index : self.last])
         return quantized_swiglu.unfused_reason(
-            form, flat(h), calls[self.fc1_index], calls[-1], needs_dh_tensor
+            form, flat(h), calls[self.fc1_index], calls[-1], self._needs_dh_tensor(calls)
         )
+
+    def _needs_dh_tensor(self, calls: Calls) -> bool:
+        """Whether dh is read in high precision, for the gradient of a bias."""
+        return any("bias" in call.needs for call in calls[self.fc1_index : self.last])
 
     def bwd(
         self, owned: list[DenseMLPSaved], dy: Tensor | None, calls: Calls, dside: SideGrads
@@ -175,8 +173,7 @@ class DenseMLP(FusedOp):
         lead, first = None if dy is None else dy.shape[:-1], calls[self.fc1_index]
         del dy
         dh, last = self.fc2_and_act_backward(s, h_and_dy, calls)
-        bias_calls = calls[self.fc1_index + 1 : self.last - 1]
-        bias = self._bias_grads(dh[0], bias_calls) if bias_calls else ()
+        bias = [_bias_grads(dh[0], call) for call in calls[self.fc1_index + 1 : self.last - 1]]
         own, weight_grad = backward(s.fc1, dh.pop(), first)
         dx = [own.x]
         if own.x is not None and own.x.dim() != len(lead) + 1:  # type: ignore[arg-type]
@@ -219,11 +216,8 @@ class DenseMLP(FusedOp):
             h_and_da, grads = [h, grads.x], Grads(None, grads.params)
             del h
             mlp_calls = first, calls[self.last - 1], call
-            needs_dh_tensor = any(
-                "bias" in call.needs for call in calls[self.fc1_index : self.last]
-            )
             dh, a, _ = activation_backward(
-                s.form, None, None, h_and_da, mlp_calls, True, needs_dh_tensor
+                s.form, None, None, h_and_da, mlp_calls, True, self._needs_dh_tensor(calls)
             )
             h = None
         del h, dy
@@ -231,18 +225,11 @@ class DenseMLP(FusedOp):
             grads.params["weight"] = weight_grad(a)  # type: ignore[index, arg-type]
         return [dh], grads
 
-    def _bias_grads(self, dh: Any, calls: Calls) -> tuple[Grads, ...]:
-        """The Grads of the Bias behind fc1."""
-        wanted = "bias" in calls[0].needs
-        dbias = K.bias_bwd(dh) if wanted and dh is not None else None
-        return tuple(Grads(None, {"bias": dbias} if wanted else None) for _ in calls)
-
     # --- which kernels
 
     def unfused_reason(self, s: DenseMLPSaved, y: Any, call: Call) -> str | None:
         """Why the activation is a separate kernel; None where it is the epilogue of fc1's GEMM.   y: input of fc1"""
-        compute, roles = call.precision
-        facts = s.form, compute, roles is not None, s.bias is not None
+        facts = s.form, call.precision.compute, s.bias is not None
         return cached_decision(_unfused_reason, (y, s.fc1), *facts)
 
     def unfused_reason_bwd(self, s: DenseMLPSaved, dy: Any, h: Any, call: Call) -> str | None:
@@ -250,13 +237,11 @@ class DenseMLP(FusedOp):
         needs = call.needs
         if s.fc2 is None or h is None or "x" not in needs or "weight" not in needs:
             return "not every gradient is needed"
-        return cached_decision(
-            _unfused_reason_bwd, (dy, h, s.fc2), s.form, call.precision.roles is not None
-        )
+        return cached_decision(_unfused_reason_bwd, (dy, h, s.fc2), s.form)
 
     def choices(self, x: Any, t: MemberTensors, calls: Calls) -> str:
         first, last, act = t[self.fc1_index], t[-1], form_of(self.act)
-        bias = t[self.fc1_index + 1]["bias"] if self.has_bias_op else first["bias"]
+        bias = t[self.bias_index]["bias"]
         s = DenseMLPSaved(*PrologueSaved(None), None, act, first["weight"], last["weight"], bias)
         dtype = calls[self.fc1_index].precision.compute or s.fc1.dtype  # type: ignore[union-attr]
         widths = s.fc1.shape[1], s.fc1.shape[0], s.fc2.shape[0]  # type: ignore[union-attr]
@@ -281,15 +266,21 @@ class DenseMLP(FusedOp):
             yield f"the activation writes tensors, which are quantized: {why}"
 
 
+def _bias_grads(dh: Any, call: Call) -> Grads:
+    """The Grads of the Bias behind fc1."""
+    if "bias" not in call.needs:
+        return Grads()
+    return Grads(None, {"bias": None if dh is None else K.bias_bwd(dh)})
+
+
 def _unfused_reason(
     y: Any,
     weight: Tensor,
     form: Form | None,
     compute: torch.dtype | None,
-    quantized: bool,
     has_bias: bool,
 ) -> str | None:
-    why = _no_epilogue_reason(form, y, quantized, compute or weight.dtype)
+    why = _no_epilogue_reason(form, y, compute or weight.dtype)
     if why is None and has_bias:
         why = "fc1 has a bias"
     if why is not None:
@@ -302,10 +293,8 @@ def _unfused_reason(
     return None if act_path(flat(y), weight[None], kind=kind) else NO_PATH
 
 
-def _unfused_reason_bwd(
-    dy: Any, h: Any, weight: Tensor, form: Form | None, quantized: bool
-) -> str | None:
-    why = _no_epilogue_reason(form, dy, quantized, h.dtype)
+def _unfused_reason_bwd(dy: Any, h: Any, weight: Tensor, form: Form | None) -> str | None:
+    why = _no_epilogue_reason(form, dy, h.dtype)
     if why is not None:
         return why
     if not K.grouped_dswiglu.launches((dy, h, weight), {}):
@@ -316,16 +305,10 @@ def _unfused_reason_bwd(
     return None if path else NO_PATH
 
 
-def _no_epilogue_reason(
-    form: Form | None, x: Any, quantized: bool, dtype: torch.dtype
-) -> str | None:
+def _no_epilogue_reason(form: Form | None, x: Any, dtype: torch.dtype) -> str | None:
     """Why no GEMM with an activation as its epilogue takes these operands, None if one may."""
-    kind, *options = form or ("",)
-    if kind not in BACKWARD_ACTS or any(options):
-        suffix = ", its gate and up alternate" if kind in BACKWARD_ACTS else ""
-        return f"the activation is {kind}{suffix}"
-    if quantized:
-        return "a recipe quantizes the operands"
+    if (why := form_reason(form)) is not None:
+        return why
     if torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return "x is traced, or quantized"
     if x.dtype is not dtype:

@@ -147,8 +147,6 @@ class NormPrologue:
         first = Grads(dh)
         if self.add is not None and dh is not None:
             first = self.add.bwd(AddSaved(s.dtypes), dh)
-        elif self.add is not None:
-            first = Grads(None, side={self.add.reads[0]: None})
         if len(self.ops) == 1:
             return (Grads(first.x, params),)
         return first, *[Grads()] * (len(self.ops) - 2), Grads(None, params)
