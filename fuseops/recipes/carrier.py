@@ -7,6 +7,7 @@ FP8, and would keep alive components that are freed or moved on their own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -50,13 +51,13 @@ class CarrierParameter(nn.Parameter):
     """
 
     owner: Callable[[], str] = staticmethod(lambda: "an op")  # the name of one that reads it
-    __torch_function__ = (
-        nn.Parameter.__torch_function__
-    )  # none: autograd and kernels see a Parameter
+    # none: autograd and kernels see a Parameter
+    __torch_function__ = nn.Parameter.__torch_function__
 
     @classmethod
     def of(cls, parameter: Tensor, owner: Callable[[], str]) -> CarrierParameter:
         """The same Parameter, as a carrier."""
+        _refuse_writes()
         found = cast("CarrierParameter", parameter)
         found.__class__ = cls
         found.owner = owner
@@ -91,13 +92,18 @@ def _refusing(method: str) -> Callable[..., Any]:
 
 _WRITE_NO_VALUES = frozenset({"detach_", "rename_", "requires_grad_", "share_memory_"})
 _OPERATORS = "add and floordiv lshift mod mul or pow rshift sub truediv xor"  # such as +=
-for _method in (
-    *[name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")],
-    *[f"__i{name}__" for name in _OPERATORS.split()],
-    "__setitem__",
-):
-    if _method not in _WRITE_NO_VALUES:
-        setattr(CarrierParameter, _method, _refusing(_method))
+
+
+@functools.cache
+def _refuse_writes() -> None:
+    """Give the class its refusing methods, with the first carrier: `import fuseops` need not wait for them."""
+    for method in (
+        *[name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")],
+        *[f"__i{name}__" for name in _OPERATORS.split()],
+        "__setitem__",
+    ):
+        if method not in _WRITE_NO_VALUES:
+            setattr(CarrierParameter, method, _refusing(method))
 
 
 class _Carrier(torch.autograd.Function):
