@@ -492,6 +492,14 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         dense().load_state_dict(bad)
 
 
+def test_a_report_calls_a_weight_in_fp8_a_parameter() -> None:
+    model = stored(dense)
+    with offload.to_host(min_bytes=1, root=model) as scope, fo.recipe(RECIPE):
+        model(tokens())
+    reasons = {e.reason for e in scope.report().entries if e.name.endswith(".weight")}
+    assert reasons == {"parameter"}
+
+
 VALUE_WRITES: dict[str, Any] = {
     "reset": lambda op: op.reset_parameters(),
     "init": lambda op: nn.init.xavier_uniform_(op.weight),

@@ -16,6 +16,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops.paths import path_of
 from fuseops.ops.stored import STORED, StoredWeight
+from fuseops.plain import PARAMETERS
 from fuseops.recipes import Layout, Recipe, weight_operand
 from fuseops.recipes.carrier import placeholder
 from fuseops.recipes.scaling import SQUARE
@@ -122,7 +123,7 @@ def quantized_gather(model: nn.Module, recipe: Recipe) -> list[str]:
     found = []
     for name, op in model.named_modules():
         weight = op._parameters.get("weight")
-        if not getattr(op, "multiplies", False) or type(weight) is not nn.Parameter:
+        if not getattr(op, "multiplies", False) or type(weight) not in PARAMETERS:
             continue
         scaling = recipe.checked_roles_of(op, path_of(op) or name).weight
         if scaling is None:

@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.attributes import attributes_set
@@ -40,6 +40,7 @@ from fuseops.kernels.replay import (
     bind_constant,
     bump_versions,
 )
+from fuseops.plain import PLAIN, PLAIN_OR_NONE
 from fuseops.words import dtype_name
 
 log = logging.getLogger("fuseops.kernels")
@@ -467,8 +468,6 @@ def meta(value: Any) -> Any:
     return type(value)(map(meta, value)) if isinstance(value, (tuple, list)) else value
 
 
-PLAIN = frozenset((Tensor, nn.Parameter))  # torch's own types: no subclass sees their operations
-PLAIN_OR_NONE = PLAIN | {type(None)}
 _PLAIN_TYPES = PLAIN_OR_NONE | {bool, int, float, str, torch.dtype}
 
 

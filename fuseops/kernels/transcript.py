@@ -25,8 +25,9 @@ from torch import Tensor
 from fuseops import torch_private
 from fuseops.attributes import attributes_set
 from fuseops.kernels.launch import thread
-from fuseops.kernels.registry import PLAIN, KernelOp
+from fuseops.kernels.registry import KernelOp
 from fuseops.kernels.replay import ALIGNED, Replay, active_replays, bind_constant
+from fuseops.plain import PLAIN
 
 R = TypeVar("R")
 Shared = dict[str, dict[str, Any]]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fuseops.observe.labels import owners_of
 from fuseops.ops.names import SavedName
+from fuseops.plain import PLAIN
 from fuseops.torch_private import base_of, is_fake, is_functorch_wrapped, is_zerotensor
 
 from . import marks
@@ -14,7 +15,6 @@ from .storages import StorageMap
 
 PARAMETER, BUFFER = "parameter", "buffer of the model"
 CAST = "cast copy of a parameter"
-PLAIN = (Tensor, nn.Parameter)  # types of tensors that can be moved
 # storages that exist anyway: saving them costs no bytes
 MODEL_OWNED = frozenset({PARAMETER, BUFFER, CAST})
 

@@ -23,6 +23,7 @@ from fuseops.observe.labels import Labels, paths_under
 from fuseops.ops import names
 from fuseops.ops import scopes as settings
 from fuseops.ops.names import SavedName
+from fuseops.plain import PLAIN
 from fuseops.run.config import set_root
 from fuseops.torch_private import NO_BACKWARD, is_functorch_wrapped, is_zerotensor, storage_key
 
@@ -42,7 +43,6 @@ from .policy import DEFAULT_MIN_BYTES, too_small
 from .reasons import (
     MODEL_OWNED,
     PARAMETER,
-    PLAIN,
     ModelStorages,
     effective_mark,
     why_keep,

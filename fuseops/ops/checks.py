@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
-from fuseops.kernels.registry import PLAIN
+from fuseops.plain import PLAIN
 from fuseops.recipes import Quantized
 
 from .op import Op, Shape

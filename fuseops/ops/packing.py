@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import InPlaceError
-from fuseops.kernels.registry import PLAIN, check_all_meta
+from fuseops.kernels.registry import check_all_meta
+from fuseops.plain import PLAIN
 
 
 def alias_of(parts: Sequence[Tensor]) -> Tensor | None:

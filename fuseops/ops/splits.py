@@ -7,7 +7,8 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
-from fuseops.kernels.registry import PLAIN, opaque_call
+from fuseops.kernels.registry import opaque_call
+from fuseops.plain import PLAIN
 
 from . import scopes
 

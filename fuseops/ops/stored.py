@@ -21,8 +21,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.plain import INSTEAD_OF_WRITING, PARAMETERS, CarrierParameter
 from fuseops.recipes import Layout, Quantized, Recipe, Scaling, weight_operand
-from fuseops.recipes.carrier import INSTEAD_OF_WRITING, CarrierParameter, placeholder
+from fuseops.recipes.carrier import placeholder
 from fuseops.recipes.scales import on_optimizer_step, parameter_ids
 from fuseops.recipes.scaling import E4M3, E5M2, SQUARE
 from fuseops.words import plural
@@ -32,7 +33,6 @@ from .paths import PARAMETER_SOURCE, check_module, path_of
 
 log = logging.getLogger("fuseops")
 STORED = "_stored"  # in an op's __dict__
-_PARAMETERS = (nn.Parameter, CarrierParameter)  # torch's, and ours of a weight without values
 CODES, SCALES = "weight_codes", "weight_scales"  # buffers
 SCALE_INV, MASTER = "weight_scale_inv", "weight_master"  # keys of a state_dict, beside "weight"
 
@@ -119,7 +119,7 @@ class StoredWeight:
 
     def check(self, source: Any) -> None:
         """Raise FuseOpsError unless `source`, the Parameter of an op, is the carrier of these codes."""
-        if self.owns_codes and source is not self.carrier and type(source) in _PARAMETERS:
+        if self.owns_codes and source is not self.carrier and type(source) in PARAMETERS:
             raise FuseOpsError(
                 "a weight that lives in FP8 (fo.quantized_init) is another Parameter than the one whose codes its op "
                 "keeps: it was tied or assigned after the scope. Tie weights inside of fo.quantized_init, before it "
@@ -294,7 +294,11 @@ class StoredWeight:
 def _shown(op: weakref.ref[nn.Module]) -> str:
     """The class and path of an op, for an error."""
     found = op()
-    return "an op" if found is None else f"{type(found).__name__} {path_of(found) or ''}".rstrip()
+    return "an op" if found is None else _class_and_path(found)
+
+
+def _class_and_path(op: nn.Module) -> str:
+    return f"{type(op).__name__} {path_of(op) or ''}".rstrip()
 
 
 _INSTEAD_OF_DDP = (
@@ -373,9 +377,9 @@ def store_weight(op: Any, scaling: Scaling, kept: dict[nn.Parameter, StoredWeigh
     if PARAMETER_SOURCE in op.__dict__:
         raise lent_error(f"op {type(op).__name__}")
     weight = op._parameters.get("weight")
-    if scaling.block != SQUARE or type(weight) not in _PARAMETERS:
+    if scaling.block != SQUARE or type(weight) not in PARAMETERS:
         what = f"a weight as {scaling}" if scaling.block != SQUARE else "no Parameter `weight`"
-        name = f"{type(op).__name__} {path_of(op) or ''}".rstrip()
+        name = _class_and_path(op)
         raise FuseOpsError(
             f"quantized_init: {name} has {what}; what lives in a format is one Parameter in squares of 128 x 128 "
             "(Float8BlockScaling)."
@@ -457,7 +461,7 @@ def _check_shared(modules: Iterable[nn.Module], formats: dict[nn.Module, Scaling
     for module in modules:
         for name, parameter in module._parameters.items():
             scaling = formats.get(module) if name == "weight" else None
-            mine = f"{name} of {type(module).__name__} {path_of(module) or ''}".rstrip()
+            mine = f"{name} of {_class_and_path(module)}"
             if parameter is None or parameter not in found:
                 found.update({} if parameter is None else {parameter: (mine, scaling)})
             elif found[parameter][1] != scaling:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops import torch_private
-from fuseops.kernels.registry import PLAIN
+from fuseops.plain import PLAIN
 
 from .quantized import Quantized, dequantize_layout
 

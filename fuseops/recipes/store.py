@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fuseops import torch_private
-from fuseops.kernels.registry import PLAIN
+from fuseops.plain import PARAMETERS, PLAIN
 
 from .operands import weight_operand
 from .quantized import Quantized
@@ -106,7 +106,7 @@ class WeightStore:
     def parameter(self) -> nn.Parameter | None:
         """The op's weight where it is a Parameter, which can be cached."""
         source = self.parameters.get("weight")
-        return source if type(source) is nn.Parameter else None
+        return source if type(source) in PARAMETERS else None
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +121,7 @@ class WeightStore:
     def _live_parameter(self, weight: Tensor) -> nn.Parameter | None:
         """The op's Parameter if `weight` is it, or an alias of it, and it can be cached."""
         source = self.parameters.get("weight")
-        if type(source) is not nn.Parameter or type(weight) not in PLAIN or source.is_inference():
+        if type(source) not in PARAMETERS or type(weight) not in PLAIN or source.is_inference():
             return None
         if weight is not source and not _aliases(weight, source):
             return None

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.registry import PLAIN
 from fuseops.ops.op import Grads, Out
 from fuseops.ops.stored import stored_in
+from fuseops.plain import PLAIN
 from fuseops.plan.segment import BackwardStep, ForwardStep, Segment, Step
 from fuseops.recipes import Quantized
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fuseops.kernels.registry import PLAIN, PLAIN_OR_NONE
 from fuseops.ops.names import SavedName
 from fuseops.ops.router import RouterForm
+from fuseops.plain import PLAIN, PLAIN_OR_NONE
 from fuseops.plan.segment import Const, Segment, SlotMap
 from fuseops.recipes import Quantized
 

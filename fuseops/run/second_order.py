@@ -8,15 +8,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import DoubleBackwardError
-from fuseops.recipes.carrier import CarrierParameter
+from fuseops.plain import PARAMETERS
 
-LEAVES = frozenset(
-    (nn.Parameter, CarrierParameter, type(None))
-)  # types of inputs that have no grad_fn
+LEAVES = PARAMETERS | {type(None)}  # types of inputs that have no grad_fn
 
 
 class _FirstOrderOnly(torch.autograd.Function):
