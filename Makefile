@@ -7,6 +7,9 @@ STAMP := .venv/.ready
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); [ $$n -le 8 ] && echo $$n || echo 8)
 
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal
+# Of the tests and of those of the kernels: a slow machine tests less of what is drawn, and CI=true tests everything.
+MINUTES ?= 6.5 2.5
+within = $(if $(filter true,$(CI)),,--minutes $(word $(1),$(MINUTES)))
 
 .PHONY: setup demo test fuzz aot lint types docs package fmt clean
 .DEFAULT_GOAL := setup
@@ -23,8 +26,8 @@ demo: $(STAMP)   ## train the small model; ARGS="--steps 50" passes options on
 # The kernels run in Triton's interpreter, which is chosen when Triton is first imported: a process of its own. Exit
 # code 5 is "no test selected", as ARGS="-k rules" does to one of the two.
 test: $(STAMP)   ## ARGS="-k rules -x" passes options on
-	$(PYTEST) --ignore=tests/kernels $(ARGS) || [ $$? -eq 5 ]
-	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) $(call within,1) --ignore=tests/kernels $(ARGS) || [ $$? -eq 5 ]
+	TRITON_INTERPRET=1 $(PYTEST) $(call within,2) tests/kernels $(ARGS) || [ $$? -eq 5 ]
 
 # What a nightly needs: random programs, each of which is told by its seed and as a script where it fails.
 N ?= 1000

@@ -12,6 +12,8 @@ import random
 import shutil
 import sys
 import sysconfig
+import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -59,6 +61,9 @@ in_ci = os.environ.get("CI", "").lower() == "true"
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if in_ci else "dev"))
 
 
+STARTED = pytest.StashKey[float]()
+
+
 def missing_for(mark: str) -> str | None:
     """Why tests with this mark cannot run here, or None."""
     if mark == "gpu" and not torch.cuda.is_available():
@@ -71,27 +76,57 @@ def missing_for(mark: str) -> str | None:
     return None
 
 
-def leave_out_in_turn(items: list[pytest.Item]) -> None:
-    """Of the tests that carry `in_turn`, a run of the suite takes every sixth, drawn: what a user asks for by name, in
-    one process, runs, and CI runs all.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--minutes",
+        type=float,
+        help="start no test later than this; each function comes first with one of its cells, in a drawn order",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STARTED] = time.monotonic()
+    if not hasattr(config, "workerinput") and config.pluginmanager.has_plugin("xdist"):
+        config.option.testrunuid = config.option.testrunuid or uuid.uuid4().hex
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if config.option.minutes is None or config.option.testrunuid is None:
+        return None
+    return (
+        f"order drawn by: --minutes {config.option.minutes} --testrunuid {config.option.testrunuid}"
+    )
+
+
+def by_turns(items: list[pytest.Item], chance: random.Random, workers: int) -> list[pytest.Item]:
+    """One drawn cell of every function, then the others: file by file, which are drawn too, as fixtures of a file cost.
+
+    Each of `workers` processes begins with an equal part of the list, in which the same holds.
     """
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")  # all processes of a run draw the same
-    if run is None or in_ci:
-        return
-    first = random.Random(run).randrange(6)
-    dear = [item for item in items if item.get_closest_marker("in_turn")]
-    for k, item in enumerate(dear):
-        if (k + first) % 6:
-            item.add_marker(pytest.mark.skip(reason="another run's turn: CI=true runs all"))
+    drawn = chance.sample(items, len(items))
+    first = {item.nodeid.partition("[")[0]: item for item in drawn}
+    place = {path: k for k, path in enumerate(dict.fromkeys(item.path for item in drawn))}
+    others = set(drawn) - set(first.values())
+    order = sorted(drawn, key=lambda item: (item in others, place[item.path]))
+    return [item for worker in range(workers) for item in order[worker::workers]]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    leave_out_in_turn(items)
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for mark in ("gpu", "cxx"):
         if reason := missing_for(mark):
             for item in items:
                 if item.get_closest_marker(mark):
                     item.add_marker(pytest.mark.skip(reason=reason))
+    if config.option.minutes is not None:
+        chance = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))
+        items[:] = by_turns(items, chance, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.option.minutes
+    if minutes is not None and time.monotonic() - item.config.stash[STARTED] > 60 * minutes:
+        pytest.skip("another run's turn: the minutes of this one are over, and CI=true takes all")
 
 
 def pytest_collection_finish() -> None:

@@ -512,7 +512,6 @@ def test_vmap_without_gradients_is_the_loop_and_refused_where_every_example_has_
 # --- in-place on the result -------------------------------------------------------------------
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "tail",
     [

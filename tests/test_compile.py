@@ -146,7 +146,6 @@ def compiled(model: nn.Module, backend: str) -> tuple[Any, list[int]]:
     return torch.compile(model, fullgraph=True, backend=counting), frames
 
 
-@pytest.mark.in_turn
 @pytest.mark.uninitialized
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_equals_eager_without_a_recompile_per_row_count(name: str) -> None:
@@ -162,7 +161,6 @@ def test_compiled_equals_eager_without_a_recompile_per_row_count(name: str) -> N
 
 @pytest.mark.cxx
 @pytest.mark.slow
-@pytest.mark.in_turn
 @pytest.mark.uninitialized
 @pytest.mark.parametrize("name", ["nested", "grouped_mlp"])
 def test_inductor_equals_eager(name: str) -> None:
@@ -467,7 +465,6 @@ def test_a_trace_asks_the_planner_for_the_conditions_of_an_moe(
     assert asked == [False]
 
 
-@pytest.mark.in_turn
 def test_a_model_is_exported_with_parameters_that_want_gradients() -> None:
     """Its groups are those of the tokens that it gets, of another number too."""
 

@@ -141,7 +141,6 @@ def test_a_notebook_runs(book: Path) -> None:
     assert all(not cell.get("outputs") for cell in cells), "outputs are made where it runs"
 
 
-@pytest.mark.in_turn
 @pytest.mark.cxx
 @pytest.mark.filterwarnings("ignore")  # of transformers and torch, not ours
 def test_a_model_of_transformers_is_adopted(

@@ -487,7 +487,6 @@ def test_hooks_and_overridden_forwards_are_said() -> None:
     }
 
 
-@pytest.mark.in_turn
 def test_what_a_pure_op_could_gain_is_said_once() -> None:
     class Twice(fo.Op[Any]):
         def fwd(self, x: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def test_the_mark_leaves_torch_alone() -> None:
     "backend",
     [
         "aot_eager",
-        pytest.param("inductor", marks=[pytest.mark.cxx, pytest.mark.slow, pytest.mark.in_turn]),
+        pytest.param("inductor", marks=[pytest.mark.cxx, pytest.mark.slow]),
     ],
 )
 def test_compiled_code_is_not_disturbed(backend: str) -> None:

@@ -200,7 +200,6 @@ def test_calls_of_a_step_on_a_gpu(
 
 
 @on_cpus
-@pytest.mark.in_turn
 @pytest.mark.skipif(
     OLDEST,
     reason="its compiler compares tensors with what they are not",

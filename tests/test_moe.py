@@ -335,7 +335,6 @@ def test_copies_are_counted_once_where_a_plan_recomputes_the_layer() -> None:
     assert block[1]["router"].tokens_per_expert.sum() == 20
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("scope", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
 def test_a_compiled_layer_inside_a_checkpoint_counts_once(scope: Any, reentrant: bool) -> None:
@@ -367,7 +366,7 @@ def test_a_compiled_layer_counts_once_where_a_plan_recomputes_it() -> None:
 
 @pytest.mark.parametrize(
     "backend",
-    ["aot_eager", pytest.param("inductor", marks=[pytest.mark.cxx, pytest.mark.in_turn])],
+    ["aot_eager", pytest.param("inductor", marks=[pytest.mark.cxx])],
 )
 def test_a_compiled_checkpoint_counts_once(backend: str) -> None:
     torch._dynamo.reset()

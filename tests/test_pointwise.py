@@ -119,7 +119,6 @@ def runs(draw: st.DrawFn) -> tuple[fo.Sequential, Tensor, dict[str, Tensor]]:
     )
 
 
-@pytest.mark.in_turn
 @pytest.mark.usefixtures("graphs", "by_choice")
 def test_a_run_equals_its_ops_and_is_one_span() -> None:
     @settings(max_examples=settings.default.max_examples // 5)  # each is traced
@@ -140,7 +139,6 @@ def test_a_run_equals_its_ops_and_is_one_span() -> None:
     law()
 
 
-@pytest.mark.in_turn
 @pytest.mark.usefixtures("by_choice")
 def test_inductor_makes_one_kernel_each_way_for_every_number_of_rows(
     monkeypatch: pytest.MonkeyPatch,
@@ -238,7 +236,6 @@ def test_what_an_op_computes_with_may_change(what: str, monkeypatch: pytest.Monk
         CHANGES[what](model[0], monkeypatch)
 
 
-@pytest.mark.in_turn
 @pytest.mark.usefixtures("graphs", "by_choice")
 def test_an_attribute_that_is_another_in_each_step_keeps_no_more_and_more_graphs(
     monkeypatch: pytest.MonkeyPatch,

@@ -251,7 +251,6 @@ def test_columns_in_parts_change_no_bit(
     assert sizes == ({128, 256} if width == 512 else {144, 256, 272, 384})
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "sizes, copied",
     [
@@ -436,7 +435,6 @@ assert peaks() == before
 """
 
 
-@pytest.mark.in_turn
 def test_the_planned_peak_is_the_same_where_dynamo_evaluates_frames() -> None:
     """Its evaluator, which a compilation that failed leaves behind, keeps what is passed until the call returns."""
     ran = fresh.run("-c", PEAKS_UNDER_DYNAMO)

@@ -271,7 +271,6 @@ def test_a_rule_with_room_of_its_own_is_not_shadowed() -> None:
 SPELLINGS = [(rule, types) for rule in BUILTIN_RULES for types in expansions(rule)]
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("rule", "types"),
     SPELLINGS,

@@ -1001,7 +1001,6 @@ def test_a_mode_that_traces_is_said_to_compile() -> None:
     assert not torch.compiler.is_compiling()
 
 
-@pytest.mark.in_turn
 def test_a_function_is_traced_and_compiled_once_for_all_rows() -> None:
     mode, rows = torch_private.symbolic_sizes([1009])
     with mode:

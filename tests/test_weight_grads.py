@@ -452,7 +452,6 @@ def test_a_backward_that_was_interrupted_puts_nothing_off(
         close(p.main_grad if main else p.grad, expected[name])
 
 
-@pytest.mark.in_turn
 @pytest.mark.skipif(
     torch.__version__.startswith("2.11."),
     reason="dynamo of torch 2.11 fails at an assertion of its own",

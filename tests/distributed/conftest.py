@@ -39,25 +39,13 @@ NOT_IN_2_11 = {
     ),
 }
 """Laws and tests that torch 2.11 itself breaks, and how."""
-IN_TURN = {
-    "law_copies_and_compiled_layers_are_equal",
-    "law_features_of_one_process_hold_over_local_tensors",
-    "law_features_of_one_process_hold_over_parts_of_a_vocabulary",
-    "law_pretraining_resumes_bit_for_bit",
-    "law_pretraining_runs_pairs_in_turns",
-    "law_the_reference_layout_moves_what_its_plans_say",
-}
-"""Laws that compile, or train the whole example."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before those that are another run's turn are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     old = torch.__version__.startswith("2.11.")
     for item in items:
         test, _, law = item.name.partition("[")
         name = law[:-1] or test
-        if name in IN_TURN:
-            item.add_marker(pytest.mark.in_turn)
         if old and name in NOT_IN_2_11:
             item.add_marker(pytest.mark.skip(reason=NOT_IN_2_11[name]))
 

@@ -74,7 +74,6 @@ def test_nothing_that_has_values_travels_so() -> None:
         travel(torch.ones(2, 2), 3, 8)
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["host_counts", "fixed_capacity", "device_counts", "peer_memory"])
 def test_a_budget_dispatches_again_and_its_peak_is_that_of_a_step_that_does(
     mesh: DeviceMesh, kind: str

@@ -255,7 +255,6 @@ def test_an_adapter_of_what_is_packed_is_in_the_op() -> None:
     agree(found, step(model, x))
 
 
-@pytest.mark.in_turn
 def test_an_adapted_linear_keeps_the_laws() -> None:
     model = wrapped("Llama")
     hf.apply(model)

@@ -131,7 +131,6 @@ def planned(experts: Any, recipe: fo.recipes.Recipe | None) -> FusionPlan:
         return layer.plan(x, experts=torch.zeros(2048, 2, dtype=torch.int64), weights=weights)
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_moe"])
 def test_a_recipe_takes_no_fusion_from_lent_experts(name: str) -> None:
     """An adapter that could lie beside a weight, and does not, is no reason. What is kept is on a line of its own."""
@@ -785,7 +784,6 @@ def test_trainer_s_steps_end_what_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn
 def test_accelerate_on_two_processes() -> None:
     """Gradients averaged over two ranks are those of the stock model over both batches."""
     script = Path(__file__).with_name("on_two_ranks.py")

@@ -287,7 +287,6 @@ COMPILED: dict[str, tuple[str, Change]] = {
 }
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("what", COMPILED)
 def test_compiled_code_follows_a_change(what: str) -> None:
     """Dynamo guards what was asked about outside of its trace."""

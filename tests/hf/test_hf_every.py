@@ -119,7 +119,6 @@ def noise(model: nn.Module, x: torch.Tensor, expected: Step) -> float:
 ROUNDINGS = 64  # to float32, in which stock models compute norms, routers and recurrences
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 def test_a_step_stays_the_same(kind: str) -> None:
     x = tokens()

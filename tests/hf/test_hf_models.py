@@ -20,7 +20,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("feature, name", CELLS, ids=[f"{f.name}-{name}" for f, name in CELLS])
 def test_cell(feature: Feature, name: str) -> None:
     feature.run(name)

@@ -113,7 +113,6 @@ def test_a_broken_file_is_named():
         configs.SPACES["act_fwd"].pick(1, (64,), torch.zeros(1))
 
 
-@pytest.mark.in_turn
 def test_several_processes_lose_nothing(cache):
     code = (
         "import sys; from fuseops.kernels import configs\n"

@@ -52,7 +52,6 @@ def test_groups_that_end_beyond_the_rows_end_with_them(name):
         assert torch.equal(got.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
 
 
-@pytest.mark.in_turn
 @given(
     st.lists(st.integers(0, 700), min_size=1, max_size=5).map(sorted),
     st.sampled_from([64, 100, 128]),

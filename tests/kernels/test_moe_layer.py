@@ -38,7 +38,6 @@ def test_a_layer_on_the_kernels(kwargs, tokens):
         torch.testing.assert_close(mine.double(), exact.double(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("kwargs", KINDS[1:])  # each has what the first one has, and more
 def test_other_numbers_of_tokens_compile_nothing_again(kwargs):
     torch._dynamo.reset()

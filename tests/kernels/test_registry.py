@@ -140,7 +140,6 @@ def test_flops_are_those_of_the_twin(name):
     assert op.flop_count(*args) / 2 <= counter.get_total_flops() < 2 * op.flop_count(*args)
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_opcheck(name):
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -159,7 +158,6 @@ def _strided(t):
     return wide[:, 0]
 
 
-@pytest.mark.in_turn
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_strides_of_no_argument_change_the_result(name):
@@ -182,7 +180,6 @@ def test_strides_of_no_argument_change_the_result(name):
             )
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_compiles_whole_and_equals_eager(name):
     torch.compiler.reset()

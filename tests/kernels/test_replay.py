@@ -88,7 +88,6 @@ def equal(a, b):
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("name", sorted({*names_here()} - {"wide_mm"}))  # which no CPU runs
 def test_the_third_call_is_replayed_and_does_what_the_launcher_does(name, replayed):
     op, args = KERNEL_OPS[name], here(name)

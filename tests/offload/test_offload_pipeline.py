@@ -27,7 +27,6 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
     return {(kind, rank): said for kind, rank, *said in found}
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", KINDS)
 def test_pipeline_schedules_are_exact_and_micro_batches_are_told_apart(
     kind: str, answered: dict[tuple[str, int], Any]

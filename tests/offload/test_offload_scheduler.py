@@ -343,7 +343,6 @@ def test_a_change_of_order_is_reported_and_exact() -> None:
     assert facts(scheduler)["mispredicted"] >= 2
 
 
-@pytest.mark.in_turn
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
 @pytest.mark.parametrize(
     "backend",

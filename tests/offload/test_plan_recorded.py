@@ -88,7 +88,6 @@ def test_two_recordings_of_a_step_have_plans_that_serve_both(name: str, other: s
     assert plan.free == pytest.approx(free_plan(f"moe_h200_{other}").free, rel=0.02)
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["dense_h200", "moe_h200_a", "moe_h200_b"])
 def test_many_moves_bring_few_bytes_and_a_larger_least_size_leaves_them_out(name: str) -> None:
     """The host orders every move, and a plan does not charge it: `min_bytes` is for that."""

@@ -117,7 +117,6 @@ def fifth_of_a_second() -> dict[int, int]:
     return seen
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.3, None])
 def test_law_23_ten_thousand_tensors_take_less_than_a_second(share: float | None) -> None:
     """A slow machine is given as much longer as its Python takes; the best of a few turns counts."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 import pickle
-import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import pytest
 import rank_features
 import torch
 from port import Feature, Port
@@ -248,28 +245,6 @@ def cells() -> list[Cell]:
     return [(f,) for f in FEATURES] + [pair(a, b) for a, b in itertools.combinations(FEATURES, 2)]
 
 
-def drawn(found: list[Cell]) -> list[Cell]:
-    """What a run tests of these: all in CI; elsewhere every feature alone and a third of the pairs, drawn anew."""
-    if os.environ.get("CI", "").lower() == "true":
-        return found
-    # all processes of a run draw the same
-    chance = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))
-    return [cell for cell in found if len(cell) == 1 or chance.random() < 1 / 3]
-
-
-def in_turn(port: str, cell: Cell) -> Cell:
-    """What inductor compiles takes a minute of C++: outside of CI it does one port a cell, which alternates from one
-    cell to the next, and the other one is traced.
-    """
-    generated = [c for c in cells() if any(f.name == "compile" and f is not TRACED for f in c)]
-    if os.environ.get("CI", "").lower() == "true" or cell not in generated:
-        return cell
-    first = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(len(PORTS))
-    if PORTS[(generated.index(cell) + first) % len(PORTS)] == port:
-        return cell
-    return tuple(TRACED if f.name == "compile" else f for f in cell)
-
-
 def pair(a: Feature, b: Feature) -> Cell:
     """Two features, with the backend of `compile` that the pair is run with."""
     short = GENERATED if {a.name, b.name} & WITH_INDUCTOR else TRACED
@@ -278,12 +253,6 @@ def pair(a: Feature, b: Feature) -> Cell:
 
 def title(cell: Cell) -> str:
     return " + ".join(f.name for f in cell)
-
-
-def costly(cell: Cell) -> Any:
-    """The parameter of a cell's test, in turn with others where it compiles."""
-    marks = [pytest.mark.in_turn] if any("compile" in f.name for f in cell) else []
-    return pytest.param(cell, marks=marks, id=title(cell))
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ import importlib
 import pytest
 import table
 import torch
-from features import FEATURES, PORTS, REFUSED, Cell, Feature, cells, costly, drawn, in_turn, refusal
+from features import FEATURES, PORTS, REFUSED, Cell, Feature, cells, refusal, title
 from port import Port, Step
 from run import coarsest, differences, ported, reference
 
 # dynamo looks at .grad of every input that it makes a fake of, leaf or not
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
-SINGLE = drawn([cell for cell in cells() if all(feature.ranks == 1 for feature in cell)])
+SINGLE = [cell for cell in cells() if all(feature.ranks == 1 for feature in cell)]
 
 
 @functools.cache
@@ -35,12 +35,12 @@ def judged(port: Port, cell: Cell) -> Step:
     return expected(port, tuple(f for f in cell if f.on_stock or f.changes_numerics))
 
 
-@pytest.mark.parametrize("cell", [costly(cell) for cell in SINGLE])
+@pytest.mark.parametrize("cell", SINGLE, ids=title)
 @pytest.mark.parametrize("name", PORTS)
 def test_cell(name: str, cell: Cell) -> None:
     if torch.__version__.startswith("2.11.") and any("compile" in f.name for f in cell):
         pytest.skip("inductor of torch 2.11 cannot compile attention of float64 on a CPU")
-    port, refused, cell = load(name), refusal(name, cell), in_turn(name, cell)
+    port, refused = load(name), refusal(name, cell)
     if refused is not None:
         with pytest.raises(refused.error, match=refused.match):
             ported(port, cell)

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from features import PORTS, Cell, cells, drawn, refusal, title
+from features import PORTS, Cell, cells, refusal, title
 from ranks import Ranks
 
-SPREAD = drawn([cell for cell in cells() if any(feature.ranks > 1 for feature in cell)])
+SPREAD = [cell for cell in cells() if any(feature.ranks > 1 for feature in cell)]
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,6 @@ def ranks() -> Iterator[Ranks]:
     both.stop()
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("cell", SPREAD, ids=title)
 @pytest.mark.parametrize("name", PORTS)
 def test_cell(ranks: Ranks, name: str, cell: Cell) -> None:
