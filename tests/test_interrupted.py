@@ -1,5 +1,7 @@
 """Whatever stops a forward or a backward, and wherever: nothing stays behind, and the next step is right."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
@@ -141,3 +143,50 @@ def test_a_step_that_is_stopped_changes_nothing(
         stopped()
     assert left() == before
     torch.testing.assert_close(step(model, way), expected)
+
+
+def chain() -> fo.Sequential:
+    return fo.Sequential(fo.ops.RMSNorm(D), fo.ops.Linear(D, 2 * D), fo.ops.SwiGLU())
+
+
+def backward_twice(x: Tensor) -> None:
+    y = chain()(x).sum()
+    y.backward()
+    y.backward()
+
+
+def differentiated_twice(x: Tensor) -> None:
+    (dx,) = torch.autograd.grad((chain()(x) ** 2).sum(), x, create_graph=True)
+    torch.autograd.grad(dx.sum(), x)
+
+
+WRONG: dict[str, Callable[[Tensor], object]] = {
+    "dtype": lambda x: chain()(x.double()),
+    "dtype of a lone op": lambda x: fo.ops.Linear(D, D)(x.double()),
+    "dtype of experts": lambda x: fo.MoE(D, 16, 4, 2)(x.double()),
+    "integers": lambda x: chain()(x.long()),
+    "width": lambda x: chain()(x[:, :5]),
+    "width of experts": lambda x: fo.MoE(D, 16, 4, 2)(x[:, :5]),
+    "width of a residual": lambda x: fo.Residual(fo.ops.Linear(D, 2 * D))(x),
+    "more": lambda x: chain()(x, other=x),
+    "less": lambda x: fo.Sequential(fo.ops.Add("other"))(x),
+    "device": lambda x: chain().to("meta")(x),
+    "backward twice": backward_twice,
+    "differentiated twice": differentiated_twice,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_an_error_that_is_caught_holds_no_tensor(wrong: str) -> None:
+    def caught() -> weakref.ref[Tensor]:
+        x = torch.randn(4, D, requires_grad=True)
+        with pytest.raises(Exception):  # noqa: B017 - of any kind
+            WRONG[wrong](x)
+        return weakref.ref(x)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert caught()() is None
+    finally:
+        gc.enable()

@@ -133,7 +133,12 @@ def run_segments(
             error.add_note(note)
             raise
         clearer.add_note(note)
-        raise clearer from error
+        try:
+            raise clearer from error
+        finally:
+            del (
+                clearer
+            )  # a frame and its own error would hold each other, and x, until the collector runs
 
 
 def _describe_others(seg: Segment, env: Mapping[str, Any]) -> str:
