@@ -188,7 +188,7 @@ def test_launchers_of_a_repeated_step_are_replayed_on_a_gpu(
 
 @on_cpus
 @pytest.mark.parametrize(
-    ("model", "most", "quantized"), [("mlp", 68, 360), ("linears", 82, 955), ("moe", 107, 560)]
+    ("model", "most", "quantized"), [("mlp", 68, 116), ("linears", 82, 243), ("moe", 107, 199)]
 )
 def test_calls_of_a_step_on_a_gpu(
     as_gpu: dict[str, dict[str, Any]], model: str, most: int, quantized: int

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -654,11 +655,28 @@ def test_a_transcriber_knows_a_tensor_by_itself() -> None:
 # --- on a GPU, where launches are written down
 
 
+RECIPES: dict[str, Any] = {
+    "none": None,
+    "block": fo.recipes.Float8BlockScaling(),
+    "block_kept": fo.recipes.Float8BlockScaling(weights="step"),
+    "current": fo.recipes.Float8CurrentScaling(),
+    "current_kept": fo.recipes.Float8CurrentScaling(weights="step"),
+}
+
+
+def step_under(recipe: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
+    with nullcontext() if recipe is None else fo.recipe(recipe, strict=True):
+        return step(model, x)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("rows", [64, 512])
 @pytest.mark.parametrize("name", ["mlp", "linears", "moe"])
-def test_a_repeated_step_on_a_gpu(name: str, rows: int) -> None:
-    """On another stream too, and for operands that lie elsewhere in memory; 512 rows take kernels of grouped GEMMs."""
+def test_a_repeated_step_on_a_gpu(name: str, rows: int, recipe: str) -> None:
+    """On another stream too, for operands that lie elsewhere in memory, and weights that are written to meanwhile; 512
+    rows take kernels of grouped GEMMs.
+    """
     where: Any = {"device": "cuda", "dtype": torch.bfloat16}
     ops = (
         fo.ops.RMSNorm(512, **where),
@@ -676,10 +694,13 @@ def test_a_repeated_step_on_a_gpu(name: str, rows: int) -> None:
         x = memory[(k % 3 == 2) :][: rows * 512].view(rows, 512).requires_grad_()
         torch.cuda.synchronize()
         with torch.cuda.stream(other if k % 8 > 4 else torch.cuda.current_stream()):
-            found = step(model, x), step(copy.deepcopy(model), x)
+            found = [step_under(RECIPES[recipe], m, x) for m in (model, copy.deepcopy(model))]
             torch.cuda.synchronize()
         for ours, theirs in zip(*found, strict=True):
             assert torch.equal(ours, theirs)
+        if k % 5 == 4:
+            with torch.no_grad():
+                [p.mul_(-0.75) for p in model.parameters()]
     (seg,) = segments(model)
     written = [len(kind.transcripts) for kind in seg.repeats.kinds.values()]
     assert len(written) == 2 and all(written)

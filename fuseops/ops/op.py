@@ -134,6 +134,12 @@ class Call(NamedTuple):
     out: Mapping[str, Tensor] | None = None
     scratch: dict[str, Any] | None = None
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether its operands depend on more than tensors: on scales of earlier steps, or random numbers."""
+        roles = self.precision.roles
+        return self.scales is not None or (roles is not None and roles.rounds_at_random)
+
 
 T = TypeVar("T", bound=tuple[Any, ...])
 make_tuple = tuple.__new__  # (NamedTuple class, all its fields): half the time of its constructor

@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from fuseops.kernels.launch import INTERPRET
 from fuseops.ops.local import Local
 from fuseops.ops.op import Call, Op
 from fuseops.ops.structure import Tap
+from fuseops.recipes.quantized import QuantizedForm
 from fuseops.torch_private import dict_version
 
 Args = tuple[tuple[str, int], ...]  # (keyword, position in the node's tensors)
@@ -88,20 +89,35 @@ class Const(NamedTuple):
     value: Any
 
 
+class QuantizedSlots(NamedTuple):
+    """A `QuantizedSlots` is a field of a Saved that is quantized: its form, and the number of each component."""
+
+    form: QuantizedForm
+    slots: tuple[int, ...]
+
+
 class SlotMap(list[Any]):
     """A `SlotMap` lists, for each kept field in the order of `Segment.kept`, the number of its tensor among those that
-    autograd saves, or a `Const` (None for None).
+    autograd saves, a `QuantizedSlots`, or a `Const` (None for None).
 
-    constants: the values of the `Const` entries, then None.  values_of: all kept values, from (*tensors, *constants)
+    Its values are those of the fields, with a `QuantizedForm` for what is quantized, and behind them the components.
+
+    constants: the values that are no tensors, then None.  values_of: all values, from (*tensors, *constants)
+    forms: (field, form) of what is quantized
 
     It fits another call if the types of its kept values are `kinds`, those that `tensors_of` gives are distinct
     tensors, each (k, j) of `duplicates` is one tensor, and `fixed_of` gives `fixed`.
     """
 
     def __init__(self, numbers: Sequence[int | None], values: Sequence[Any]) -> None:
-        """values: of the kept fields.  numbers: of their tensors, None for a value that is no tensor"""
+        """values: see above.  numbers: of their tensors, None for a value that is no tensor"""
         each = [*zip(numbers, values, strict=True)]
-        super().__init__([Const(v) if n is None and v is not None else n for n, v in each])
+        self.forms = [(k, v) for k, v in enumerate(values) if type(v) is QuantizedForm]
+        fields = len(values) - sum(len(form.components) for _, form in self.forms)
+        super().__init__([Const(v) if n is None and v is not None else n for n, v in each[:fields]])
+        components = iter(cast("Sequence[int]", numbers[fields:]))
+        for k, form in self.forms:
+            self[k] = QuantizedSlots(form, (*itertools.islice(components, len(form.components)),))
         first: dict[int, int] = {}
         tensors = [(k, n) for k, n in enumerate(numbers) if n is not None]
         self.duplicates = [(k, first[n]) for k, n in tensors if first.setdefault(n, k) != k]
@@ -114,6 +130,13 @@ class SlotMap(list[Any]):
         self.values_of = _getter(
             [n if n is not None else -1 if v is None else next(places) for n, v in each]
         )
+
+    def with_quantized(self, values: list[Any]) -> list[Any]:
+        """The kept fields, made of all values."""
+        components = iter(values[len(self) :])
+        for k, form in self.forms:
+            values[k] = form.of(itertools.islice(components, len(form.components)))
+        return values[: len(self)]
 
 
 def _getter(places: Sequence[int]) -> Callable[[Any], Any]:
@@ -200,7 +223,7 @@ class Segment:
         self.repeatable = (
             (known and self.device != "meta" and self.path is None)
             and all(op.across_ranks.group is None for op in self.ops)
-            and not any(c.precision.roles for step in self.forward for c in step.calls)
+            and not any(c.keeps_state for step in self.forward for c in step.calls)
         )
         self.inputs = len(self.reads) + len(self.params)
         own = enumerate(self.params, len(self.reads))

@@ -8,7 +8,7 @@ precision, goes through its `carrier`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -39,6 +39,25 @@ class Layout(NamedTuple):
 
 ROW = "row", "row_scale", "row_whole"
 COL = "col", "col_scale", "col_whole"
+
+
+class QuantizedForm(NamedTuple):
+    """A `QuantizedForm` is what a quantized tensor is without its tensors and carrier.
+
+    components: the names of its tensors.  The other fields are those of `Quantized`.
+    """
+
+    scaling: Scaling
+    dtype: torch.dtype
+    odd: tuple[str, ...]
+    components: tuple[str, ...]
+
+    def of(self, tensors: Iterable[Tensor]) -> Quantized:
+        """The quantized tensor over these components."""
+        found = dict(zip(self.components, tensors, strict=False))
+        row = Layout(*map(found.get, ROW)) if "row" in found else None  # type: ignore[arg-type]
+        col = Layout(*map(found.get, COL)) if "col" in found else None  # type: ignore[arg-type]
+        return Quantized(row, col, self.scaling, found.get("offs"), self.dtype, None, self.odd)
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -139,17 +158,16 @@ class Quantized:
         layouts = *zip(ROW, self.row or (), strict=False), *zip(COL, self.col or (), strict=False)
         return {name: t for name, t in (*layouts, ("offs", self.offs)) if t is not None}
 
+    @property
+    def form(self) -> QuantizedForm:
+        """What it is without tensors and carrier."""
+        return QuantizedForm(self.scaling, self.dtype, self.odd, (*self.components(),))
+
     def of(self, components: Mapping[str, Tensor]) -> Quantized:
         """A copy with these component tensors, as after saving and restoring them."""
-        row = Layout(*map(components.get, ROW)) if "row" in components else None  # type: ignore[arg-type]
-        col = Layout(*map(components.get, COL)) if "col" in components else None  # type: ignore[arg-type]
-        offs = components.get("offs")
-        return Quantized(row, col, self.scaling, offs, self.dtype, self.carrier, self.odd)
-
-    @property
-    def without_tensors(self) -> Quantized:
-        """A copy with neither tensors nor carrier, from which `of` restores it."""
-        return Quantized(None, None, self.scaling, None, self.dtype, None, self.odd)
+        form = QuantizedForm(self.scaling, self.dtype, self.odd, (*components,))
+        found = form.of(components.values())
+        return found if self.carrier is None else replace(found, carrier=self.carrier)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Quantized:
         return self.of({name: change(t) for name, t in self.components().items()})

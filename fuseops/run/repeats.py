@@ -19,7 +19,9 @@ from fuseops.kernels.replay import active_replays
 from fuseops.kernels.transcript import Repeat, transcribable, transcribing
 from fuseops.ops import scopes
 from fuseops.ops.tiles import shares_only_tables
+from fuseops.plain import PLAIN_OR_NONE
 from fuseops.plan.segment import Segment, SlotMap
+from fuseops.recipes.numerics import QuantizationStats
 
 from .checks import running_step
 from .saving import pack, unpack
@@ -78,8 +80,10 @@ def transcripts_of(seg: Segment, context: CallContext, unseen: bool) -> SegmentT
     """
     if not (unseen and seg.repeatable) or context.contract is not None or context.out is not None:
         return None
-    if scopes.thread.active.debug is not None or (
-        context.scratch and not shares_only_tables(context.scratch)
+    if (
+        QuantizationStats.active
+        or scopes.thread.active.debug is not None
+        or (context.scratch and not shares_only_tables(context.scratch))
     ):
         return None
     found: SegmentTranscripts | None = seg.repeats
@@ -122,7 +126,7 @@ def forward(
             y, kept, x_dtypes = run_steps(x, t, context)
         flat, rows = pack(seg, kept)
         exported = tuple([t[position] for position in seg.export_positions])
-        if type(rows) is SlotMap:
+        if type(rows) is SlotMap and PLAIN_OR_NONE.issuperset(map(type, (y, *exported))):
             new = seen.generate((y, (*flat,), exported))
             if new is not None:
                 known.transcripts.append((new, (rows, x_dtypes)))

@@ -6,7 +6,7 @@ names. A quantized tensor takes one slot for each component. Other values (a sha
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,20 +14,15 @@ from torch import Tensor
 from fuseops.ops.names import SavedName
 from fuseops.ops.router import RouterForm
 from fuseops.plain import PLAIN, PLAIN_OR_NONE
-from fuseops.plan.segment import Const, Segment, SlotMap
+from fuseops.plan.segment import Const, QuantizedSlots, Segment, SlotMap
 from fuseops.recipes import Quantized
+from fuseops.recipes.quantized import QuantizedForm
 
 NONE = id(None)
 # types of fields of fuseops' own ops, for which equal constants (1 and True) are interchangeable
 OWN_OP_TYPES = PLAIN_OR_NONE | {torch.Size, tuple, float, int, bool, str, RouterForm}
+QUANTIZED = frozenset({QuantizedForm})
 Entry = Any  # the number of a tensor, None, Const or QuantizedSlots
-
-
-class QuantizedSlots(NamedTuple):
-    """A `QuantizedSlots` is a quantized tensor without its tensors, and the slot of every component."""
-
-    form: Quantized
-    slots: tuple[tuple[str, int], ...]
 
 
 def pack(
@@ -36,27 +31,37 @@ def pack(
     """Flatten the kept values, in the order of `seg.kept`.   -> distinct tensors, and where each value is"""
     # by id; a trace must not take one (dynamo would guard on the object), and removes duplicates itself
     slots: dict[int, int] | None = None if traced else {}
-    if slots is not None:  # the common case: plain tensors and constants, as in the last call
-        last = seg.last_slot_map
-        if last is not None and [*map(type, values)] == last.kinds:
-            distinct = last.tensors_of(values)
+    if slots is not None:  # the common case: tensors and constants, as in the last call
+        last, parts = seg.last_slot_map, values
+        kinds = [*map(type, values)]
+        if Quantized in kinds:
+            parts = _with_components(values)
+            kinds = [*map(type, parts)]
+        if last is not None and kinds == last.kinds:
+            distinct = last.tensors_of(parts)
             if (
                 len({*map(id, distinct)}) == len(distinct)
-                and last.fixed_of(values) == last.fixed
-                and (not last.duplicates or all(values[k] is values[j] for k, j in last.duplicates))
+                and last.fixed_of(parts) == last.fixed
+                and (not last.duplicates or all(parts[k] is parts[j] for k, j in last.duplicates))
             ):
                 return distinct, last
-        if {*map(type, values)} <= (OWN_OP_TYPES if seg.builtin else PLAIN_OR_NONE):
-            plain = [v if type(v) in PLAIN else None for v in values]
+        if {*kinds} - QUANTIZED <= (OWN_OP_TYPES if seg.builtin else PLAIN_OR_NONE):
+            plain = [v if type(v) in PLAIN else None for v in parts]
             flat: dict[int, Any] = dict(zip(map(id, plain), plain, strict=True))
             flat.pop(NONE, None)
             number = dict(zip(flat, itertools.count(), strict=False))
             try:
-                return [*flat.values()], seg.slot_map((*map(number.get, map(id, plain)),), values)
+                return [*flat.values()], seg.slot_map((*map(number.get, map(id, plain)),), parts)
             except TypeError:  # a constant has no hash
                 pass
     tensors: list[Tensor] = []
     return tensors, [None if v is None else _place(v, tensors, slots) for v in values]
+
+
+def _with_components(values: Sequence[Any]) -> list[Any]:
+    """The values with a `QuantizedForm` in place of each Quantized, and behind them the components of all."""
+    components = [t for v in values if type(v) is Quantized for t in v.components().values()]
+    return [v.form if type(v) is Quantized else v for v in values] + components
 
 
 def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:
@@ -66,22 +71,23 @@ def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:
             flat.append(value)
         return place
     if isinstance(value, Quantized):
-        parts = tuple([(name, _place(c, flat, slots)) for name, c in value.components().items()])
-        return QuantizedSlots(value.without_tensors, parts)
+        parts = [_place(c, flat, slots) for c in value.components().values()]
+        return QuantizedSlots(value.form, (*parts,))
     return Const(value)
 
 
 def unpack(rows: Sequence[Entry], tensors: Sequence[Tensor]) -> list[Any]:
     """The kept values, over the tensors that autograd returns: the inverse of `pack`."""
     if type(rows) is SlotMap:
-        return [*rows.values_of((*tensors, *rows.constants))]
+        values = [*rows.values_of((*tensors, *rows.constants))]
+        return rows.with_quantized(values) if rows.forms else values
     return [tensors[e] if type(e) is int else e and _restore(e, tensors) for e in rows]
 
 
 def _restore(entry: Const | QuantizedSlots, tensors: Sequence[Tensor]) -> Any:
     if isinstance(entry, Const):
         return entry.value
-    return entry.form.of({name: tensors[slot] for name, slot in entry.slots})
+    return entry.form.of([tensors[slot] for slot in entry.slots])
 
 
 def saved_names(
@@ -121,5 +127,5 @@ def _saved_names(
 
 def _places(entry: Any) -> tuple[tuple[str, int], ...]:
     if isinstance(entry, QuantizedSlots):
-        return entry.slots
+        return (*zip(entry.form.components, entry.slots, strict=True),)
     return (("", entry),) if type(entry) is int else ()
