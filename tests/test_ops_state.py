@@ -2,9 +2,11 @@
 
 import copy
 import inspect
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -279,3 +281,102 @@ def test_a_tap_that_is_renamed_before_the_backward_keeps_its_gradient(
         return [x.grad, *(p.grad for p in model.parameters())]
 
     check_equal(step(True), step(False))
+
+
+class Knobs:
+    """Numbers of a user's program, which a block sets for its own time."""
+
+    gain = 2.0
+
+    @staticmethod
+    def scaled(x: Tensor) -> Tensor:
+        return x * Knobs.gain
+
+
+GAIN, SETTINGS = 2.0, SimpleNamespace(gain=2.0)
+
+
+def helped(x: Tensor) -> Tensor:
+    return x * GAIN
+
+
+class Level1(fo.Op):
+    """x times a number that stands elsewhere."""
+
+    gain = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = 2.0
+
+
+class OneSaved(NamedTuple):
+    x: Tensor | None
+    kept: float
+
+
+class Level2(fo.Op[OneSaved]):
+    """Its bwd multiplies by a number that stands elsewhere."""
+
+    gain = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.kept, self.calls = 2.0, 2.0, 0
+
+    def times(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def fwd(self, x: Tensor) -> fo.Out:
+        return fo.Out(self.times(x), OneSaved(None, self.kept))
+
+    def bwd(self, saved: OneSaved, dy: Tensor) -> fo.Grads:
+        self.calls += 1  # a write of its own is no other function
+        return fo.Grads(self.times(dy) * saved.kept / 2.0)
+
+
+MODULE = sys.modules[__name__]
+TIMES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], tuple[Any, str]]]] = {
+    "a global": (lambda op, x: x * GAIN, lambda op: (MODULE, "GAIN")),
+    "a global of a helper": (lambda op, x: helped(x), lambda op: (MODULE, "GAIN")),
+    "an object": (lambda op, x: x * SETTINGS.gain, lambda op: (SETTINGS, "gain")),
+    "a class": (lambda op, x: x * Knobs.gain, lambda op: (Knobs, "gain")),
+    "a static method": (lambda op, x: Knobs.scaled(x), lambda op: (Knobs, "gain")),
+    "the class of the op": (lambda op, x: x * op.gain, lambda op: (type(op), "gain")),
+    "the op": (lambda op, x: x * op.own, lambda op: (op, "own")),
+    "the mode": (lambda op, x: x * (2.0 if op.training else 3.0), lambda op: (op, "training")),
+}
+
+
+@pytest.mark.parametrize("level", [Level1, Level2])
+@pytest.mark.parametrize("where", TIMES)
+def test_a_backward_is_of_the_forward_or_says_what_has_changed_since(
+    where: str, level: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times, place = TIMES[where]
+    op = type("Mine", (level,), {"fwd" if level is Level1 else "times": times})()
+    model = fo.Sequential(op, fo.ops.Identity())
+    owner, name = place(op)
+    value, x = getattr(owner, name), torch.randn(3, requires_grad=True)
+    for other in (value, not value if isinstance(value, bool) else 3.0):
+        for _ in range(2):  # the contract is checked, and then is not
+            y, x.grad = model(x), None
+            monkeypatch.setattr(owner, name, other)
+            if other == value or (level is Level1 and owner is op):  # which has its attributes back
+                y.sum().backward()
+                torch.testing.assert_close(x.grad, torch.full((3,), 2.0))
+            else:
+                with pytest.raises(fo.FuseOpsError, match=rf"{name}, which was {value}"):
+                    y.sum().backward()
+            monkeypatch.setattr(owner, name, value)
+
+
+def test_an_attribute_by_the_name_of_what_is_saved_may_change_before_the_backward() -> None:
+    op = type("Mine", (Level2,), {"times": lambda self, x: x * 2.0})()
+    x = torch.randn(3, requires_grad=True)
+    for kept in (2.0, 4.0):
+        op.kept = kept
+        y, x.grad = op(x), None
+        op.kept = 7.0
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, torch.full((3,), kept))

@@ -5,6 +5,8 @@ tests have inductor compile them.
 """
 
 import copy
+import functools
+import itertools
 import pickle
 import sys
 import warnings
@@ -234,6 +236,90 @@ def test_what_an_op_computes_with_may_change(what: str, monkeypatch: pytest.Monk
     for _ in range(2):
         assert assert_fused_matches_unfused(model, x) == ("pointwise",)
         CHANGES[what](model[0], monkeypatch)
+
+
+class Held:
+    """A number in places that code reaches by more than a name."""
+
+    gain = 2.0
+
+    def __call__(self) -> float:
+        return self.gain
+
+    def get(self) -> float:
+        return self.gain
+
+    @staticmethod
+    def apply(x: Tensor) -> Tensor:
+        return x * Held.gain
+
+
+HELD = Held()
+bound, partly = HELD.get, functools.partial(HELD.get)
+
+
+class Inherited(fo.Op):
+    def fwd(self, x: Tensor) -> Tensor:
+        return x * HELD.gain
+
+
+class Super(Inherited):
+    def fwd(self, x: Tensor) -> Tensor:
+        return super().fwd(x).tanh()
+
+
+OUT_OF_SIGHT: dict[str, Callable[[Tensor], Tensor]] = {
+    "a class": lambda x: x * Held.gain,
+    "a static method": lambda x: Held.apply(x),
+    "an object to call": lambda x: x * HELD(),
+    "a bound method": lambda x: x * bound(),
+    "a partial": lambda x: x * partly(),
+    "getattr": lambda x: x * getattr(Held, "ga" + "in"),
+    "globals": lambda x: x * globals()["Held"].gain,
+    "a helper": lambda x: louder(x),
+}
+
+
+@pytest.mark.usefixtures("graphs", "by_choice")
+@pytest.mark.parametrize("where", [*OUT_OF_SIGHT, "the fwd of a base"])
+def test_no_kernel_outlives_a_number_that_code_does_not_name(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = OUT_OF_SIGHT.get(where)
+    op = Super() if compute is None else op_of(lambda x, op: compute(x).tanh())
+    model, x = fo.Sequential(op), data(3, D)
+    for gain, helper in ((2.0, lambda x: x * 2.0), (3.0, lambda x: x * 3.0)):
+        monkeypatch.setattr(Held, "gain", gain)
+        monkeypatch.setattr(sys.modules[__name__], "louder", helper)
+        with fo.reference():
+            expected = model(x)
+        torch.testing.assert_close(model(x), expected)
+
+
+class Affine(fo.Op):
+    """Any of its parameters may be absent."""
+
+    def __init__(self, *present: str) -> None:
+        super().__init__()
+        for name in ("scale", "shift", "slope"):
+            own = nn.Parameter(torch.linspace(0.5, 1.5, D)) if name in present else None
+            self.register_parameter(name, own)
+
+    def fwd(
+        self, x: Tensor, *, scale: Tensor | None, shift: Tensor | None, slope: Tensor | None
+    ) -> Tensor:
+        x = torch.tanh(x) if slope is None else torch.tanh(slope * x)
+        x = x if scale is None else x * scale
+        return x if shift is None else x + shift
+
+
+@pytest.mark.usefixtures("graphs", "by_choice")
+def test_ops_that_lack_different_parameters_share_no_kernel() -> None:
+    names = ("scale", "shift", "slope")
+    for count in range(4):
+        for present in itertools.combinations(names, count):
+            model = fo.Sequential(Affine(*present))
+            assert assert_fused_matches_unfused(model, data(3, D)) == ("pointwise",)
 
 
 @pytest.mark.usefixtures("graphs", "by_choice")

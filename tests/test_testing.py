@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import fresh
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from norm_linear import NormLinear
 from torch import Tensor, nn
 
@@ -336,6 +338,53 @@ def test_a_parameter_that_a_rule_writes_to_is_found() -> None:
 )
 def test_equality(a: list[float], b: list[float], equal: bool) -> None:
     assert (difference("t", torch.tensor(a), torch.tensor(b), 1e-6) is None) is equal
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.complex128, torch.complex64, torch.float64, torch.float32, torch.bfloat16, torch.int64],
+    ids=str,
+)
+@given(at=st.integers(0, 5), conjugated=st.booleans(), part=st.sampled_from([1, 1j]))
+def test_a_difference_in_any_part_of_any_element_is_one(
+    dtype: torch.dtype, at: int, conjugated: bool, part: complex
+) -> None:
+    t = torch.arange(6).to(dtype).view(2, 3)
+    t = t.conj() if conjugated else t
+    other = t.clone()
+    assert difference("t", other, t, 0.0) is None
+    other.view(-1)[at] += part if dtype.is_complex else 1
+    assert difference("t", other, t, 1e-3) is not None
+
+
+class Turned(fo.Op[ScaleSaved]):
+    """y = x * gain of complex numbers."""
+
+    saves_for = {"x": ("gain",), "gain": ("x",)}
+    dx: Any = staticmethod(lambda dy, gain: dy * gain.conj())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def fwd(self, x: Tensor, *, gain: Tensor) -> fo.Out:
+        return fo.Out(x * gain, ScaleSaved(x, gain, None))
+
+    def bwd(self, saved: ScaleSaved, dy: Tensor) -> fo.Grads:
+        x, gain, _ = saved
+        dx = None if gain is None else self.dx(dy, gain)
+        return fo.Grads(dx, {"gain": None if x is None else (dy * x.conj()).sum(0)})
+
+
+class NotConjugated(Turned):
+    dx = staticmethod(lambda dy, gain: dy * gain)
+
+
+def test_an_op_of_complex_numbers_has_the_contract_of_any() -> None:
+    x = torch.randn(3, 4, dtype=torch.complex64)
+    assert_bwd_is_vjp(Turned(), x)
+    with pytest.raises(AssertionError, match=r"bwd is wrong for needs \{x\}"):
+        assert_bwd_is_vjp(NotConjugated(), x)
 
 
 def test_none_shape_and_dtype_differ() -> None:

@@ -23,6 +23,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import CodeType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -135,7 +136,14 @@ class KernelOp(Generic[P, R]):
                 f"kernel op '{self.label}' is registered twice: torch keeps an op until the process ends, so give the "
                 "launcher another name."
             )
-        schema = torch.library.infer_schema(launcher, mutates_args=options.mutates)
+        if self.twin is options.twin:  # it takes no record
+            _check_twin(self.label, signature, options.twin)
+        try:
+            schema = torch.library.infer_schema(launcher, mutates_args=options.mutates)
+        except ValueError as error:
+            raise FuseOpsError(
+                f"kernel op '{self.label}' has no schema: {error} Its launcher declares all types."
+            ) from None
         if re.match(r"\(Tensor(\(\w+!\))? ", schema) is None:
             raise FuseOpsError(
                 f"kernel op '{self.label}' takes {schema.partition(' -> ')[0]}: its first argument has to be a Tensor, "
@@ -399,6 +407,24 @@ class KernelOp(Generic[P, R]):
         return f"<kernel op {self.label}>"
 
 
+def _check_twin(label: str, launcher: inspect.Signature, twin: Callable[..., Any]) -> None:
+    """Raise FuseOpsError unless a twin takes the names and defaults of its launcher, in whose place it runs. One that
+    takes any arguments is not looked at.
+    """
+    code: CodeType | None = getattr(twin, "__code__", None)
+    any_arguments = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+    if code is None or hasattr(twin, "__wrapped__") or code.co_flags & any_arguments:
+        return
+    own, defaults = launcher.parameters, getattr(twin, "__defaults__", None) or ()
+    wanted = [p.default for p in own.values() if p.default is not p.empty]
+    # `repr` tells 1, 1.0 and True apart, as kernels do
+    if code.co_varnames[: code.co_argcount] != (*own,) or repr([*defaults]) != repr(wanted):
+        raise FuseOpsError(
+            f"kernel op '{label}' takes {launcher}, and its twin {inspect.signature(twin)}: calls give both the same "
+            "arguments, so give the twin the names and defaults of the launcher."
+        )
+
+
 class kernel_op(NamedTuple):
     """A `kernel_op` registers the launcher that it decorates.
 
@@ -419,8 +445,8 @@ class kernel_op(NamedTuple):
     announces: False where it is called only for tensors that nobody else can read: versions are not incremented.
     namespace: of the op in `torch.ops`; by default the top-level package of the launcher ("main" of a script).
     dtypes: those that it loads; a call with a tensor of another one runs the twin.
-    Raises FuseOpsError for a second op of one name, for one whose first argument is no Tensor, and for keyword-only
-    parameters.
+    Raises FuseOpsError for a second op of one name, for one whose first argument is no Tensor, for keyword-only
+    parameters, and for a twin with other names or defaults.
     """
 
     twin: Callable[..., Any]

@@ -97,6 +97,7 @@ class Transcriber(torch_private.DispatchMode):
     shared        dicts that live for one call, by name
     running_step  returns the step that the function is at: the variable `step` of the generated code, for errors
     why           the reason why the function cannot be transcribed
+    never         for calls of this kind it will not change
     not_ready     a launcher has no replay yet
     """
 
@@ -116,7 +117,7 @@ class Transcriber(torch_private.DispatchMode):
         self.kept: dict[int, Tensor] = {}  # by slot: tensors that are cached for this stream
         self.once: dict[int, bool] = {}  # by slot: the answer of `held_once` about an operand
         self.why: str | None = None
-        self.not_ready = False
+        self.never = self.not_ready = False
         self.index = operands[0].get_device()
         self.stream = torch_private.current_stream(self.index)[0] if self.index >= 0 else 0
         distinct = [*{id(t): t for t in operands}.values()]
@@ -135,7 +136,7 @@ class Transcriber(torch_private.DispatchMode):
             return out
         results = out if isinstance(out, (tuple, list)) else (out,)
         if _reads_values(func, args) or func.namespace != "aten" or func._schema.is_mutable:
-            self.why = f"it calls {func}"
+            self.why, self.never = f"it calls {func}", True
         elif not all(isinstance(t, Tensor) for t in results):
             # ops without tensor arguments ask about dtypes, not values
             if next(_tensors_in((*args, *kwargs.values())), None) is not None:

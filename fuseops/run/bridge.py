@@ -15,7 +15,7 @@ from fuseops.plan.segment import Segment, Step
 from fuseops.recipes import Quantized
 from fuseops.torch_private import dict_version
 
-from . import checks, data_parallel, repeats, second_order, weight_grads
+from . import checks, data_parallel, outside, repeats, second_order, weight_grads
 from .checks import describe
 from .contract import ContractCheck
 from .repeats import GradsIn
@@ -25,17 +25,18 @@ from .steps import CallContext, write_backward, write_forward
 
 class NodeState:
     """A `NodeState` holds the run-time state of an autograd node: its path, its call, the frame of saved names, ties
-    for second derivatives, saved tensors that no recomputation replaces (number, tensor, version); and, while it is
-    applied, the quantized tensor of which autograd sees the carrier only.
+    for second derivatives, saved tensors that no recomputation replaces (number, tensor, version), constants that its
+    backward reads elsewhere; and, while it is applied, the quantized tensor of which autograd sees the carrier only.
     """
 
-    __slots__ = ("context", "frame", "held", "path", "quantized", "ties")
+    __slots__ = ("context", "frame", "held", "noted", "path", "quantized", "ties")
 
     def __init__(self, path: str, context: CallContext) -> None:
         self.path = path
         self.context = context
         self.ties: Sequence[Tensor] = ()
         self.held: Sequence[tuple[int, Tensor, int]] = ()
+        self.noted: Sequence[outside.Noted] = ()
         self.quantized: Quantized | None = None
         self.frame: names.Frame | None = None
 
@@ -74,6 +75,8 @@ class Node(torch.autograd.Function):
         ctx.save_for_backward(*flat)
         if state is not None:
             state.ties = second_order.ties_of(x, inputs, flat)
+            if not seg.builtin:
+                state.noted = outside.note(seg)
             if seg.held:
                 own = [inputs[at] for at in seg.held]
                 found = [(k, t) for k, t in enumerate(flat) if any(t is o for o in own)]
@@ -172,7 +175,9 @@ def _run_backward(
         with torch_private.compiling():
             return backward(kept, *given)
     try:
-        return repeats.backward(seg, rows, saved, given)
+        grads = repeats.backward(seg, rows, saved, given)
+        outside.check(state.noted)  # after what the contract says of the ops as they are now
+        return grads
     except Exception as error:
         step = checks.failing_step(error)
         about = f"dy {describe(given[0])}{checks.unsaved_fields(step)}"

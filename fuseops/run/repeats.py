@@ -16,7 +16,7 @@ from torch import Tensor
 from fuseops.kernels.launch import thread
 from fuseops.kernels.registry import may_replay
 from fuseops.kernels.replay import active_replays
-from fuseops.kernels.transcript import Repeat, transcribable, transcribing
+from fuseops.kernels.transcript import Repeat, Transcriber, transcribable, transcribing
 from fuseops.ops import scopes
 from fuseops.ops.tiles import shares_only_tables
 from fuseops.plain import PLAIN_OR_NONE
@@ -55,6 +55,14 @@ class KindTranscripts:
             return False
         self.tries += 1
         return transcribable(operands)
+
+    def add(self, seen: Transcriber, out: Any, beside: Any) -> None:
+        """Add the transcript of a recorded call, where it has one.   out: what the call returned"""
+        new = seen.generate(out)
+        if new is not None:
+            self.transcripts.append((new, beside))
+        elif seen.never:
+            self.tries = MAX_TRIES
 
 
 class SegmentTranscripts:
@@ -127,9 +135,7 @@ def forward(
         flat, rows = pack(seg, kept)
         exported = tuple([t[position] for position in seg.export_positions])
         if type(rows) is SlotMap and PLAIN_OR_NONE.issuperset(map(type, (y, *exported))):
-            new = seen.generate((y, (*flat,), exported))
-            if new is not None:
-                known.transcripts.append((new, (rows, x_dtypes)))
+            known.add(seen, (y, (*flat,), exported), (rows, x_dtypes))
         return y, flat, rows, x_dtypes
     finally:
         thread.replay_mode = before
@@ -165,9 +171,8 @@ def backward(seg: Segment, rows: Sequence[Any], saved: list[Tensor], given: Grad
         with recorder as seen:
             del saved[: len(grads_in)]
             grads = run_steps(_unpack_and_clear(rows, saved), *given)
-        new = None if seen is None else seen.generate(grads)
-        if new is not None:
-            known.transcripts.append((new, rows))  # `kind` has the id of rows: keep them alive
+        if seen is not None:
+            known.add(seen, grads, rows)  # `kind` has the id of rows: keep them alive
         return grads
     finally:
         thread.replay_mode = before

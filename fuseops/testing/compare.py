@@ -43,11 +43,14 @@ def ulp(found: Iterable[Tensor]) -> float:
     return max((torch.finfo(d).eps for d in _dtypes(found)), default=0.0)
 
 
+def is_floating(t: Tensor) -> bool:
+    """Whether a tensor can have a gradient: it is of floats or complex numbers."""
+    return t.is_floating_point() or t.is_complex()
+
+
 def largest(found: Iterable[Tensor | None]) -> float:
-    """The largest finite magnitude in tensors of floats, 0 where there is none."""
-    finite = (
-        t.detach()[t.isfinite()].abs() for t in found if t is not None and t.is_floating_point()
-    )
+    """The largest finite magnitude in tensors of floats or complex numbers, 0 where there is none."""
+    finite = (t.detach()[t.isfinite()].abs() for t in found if t is not None and is_floating(t))
     return max((float(t.max()) for t in finite if t.numel()), default=0.0)
 
 
@@ -55,6 +58,11 @@ def describe(t: Any) -> str:
     if not isinstance(t, Tensor):
         return str(t)
     return f"{dtype_name(t.dtype)}{list(t.shape)}"
+
+
+def _as_float64(t: Tensor) -> Tensor:
+    """A tensor in float64, a complex one with an axis of two parts behind its own."""
+    return (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).to(torch.float64)
 
 
 def difference(
@@ -79,7 +87,7 @@ def difference(
     ):
         text = f"{labels[0]} gives {describe(got)}, {labels[1]} gives {describe(expected)}"
         return Difference(name, text, float("inf"))
-    a, b = got.detach().to(torch.float64), expected.detach().to(torch.float64)
+    a, b = (_as_float64(t.detach()) for t in (got, expected))
     unequal = (a != b) & ~(a.isnan() & b.isnan())
     if not unequal.any():
         return None

@@ -14,7 +14,7 @@ from fuseops.ops.routing import Routing
 from fuseops.plan.facts import kept_fields
 from fuseops.torch_private import pytree
 
-from .compare import UNITS, Difference, difference, largest
+from .compare import UNITS, Difference, difference, is_floating, largest
 from .trees import scrambled, tensors
 
 TOLERANCE = 1e-9  # of float64 sums over the few hundred terms of a test
@@ -49,11 +49,9 @@ class OpCase(NamedTuple):
         """All inputs and parameters that can need a gradient."""
         given = {*self.own, *(self.op.saves_for or ())}
         floating = [
-            n
-            for n, t in self.keywords.items()
-            if n in given and t is not None and t.is_floating_point()
+            n for n, t in self.keywords.items() if n in given and t is not None and is_floating(t)
         ]
-        return ("x", *floating) if self.x.is_floating_point() else tuple(floating)
+        return ("x", *floating) if is_floating(self.x) else tuple(floating)
 
 
 class Vjp(NamedTuple):
@@ -112,6 +110,8 @@ def assert_bwd_is_vjp(op: Op[Any], *inputs: Any, **side: Any) -> None:
 
 
 def _to_float64(t: Tensor) -> Tensor:
+    if t.is_complex():
+        return t.detach().to(torch.complex128)
     return t.detach().to(torch.float64) if t.is_floating_point() else t.detach()
 
 
@@ -120,7 +120,7 @@ def _case(op: Op[Any], inputs: tuple[Any, ...], side: dict[str, Any]) -> OpCase:
     for routing in rest:
         if isinstance(routing, Routing):
             given |= {n: t for n, t in routing._asdict().items() if t is not None}
-    wide = copy.deepcopy(op).to(torch.float64)
+    wide = copy.deepcopy(op)._apply(_to_float64)
     generator = torch.Generator().manual_seed(SEED)
     for p in wide.parameters():  # ones and zeros, as many start out, hide what is left out
         p.data += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
@@ -174,7 +174,7 @@ def _bwd(op: Op[Any], saved: Any, dy: Tensor | None, dside: Named, needs: frozen
 
 
 def _published(out: Out) -> Tensors:
-    return {n: t for n, t in (out.side or {}).items() if t.is_floating_point()}
+    return {n: t for n, t in (out.side or {}).items() if is_floating(t)}
 
 
 def _patterns(out: Out) -> list[frozenset[str]]:
@@ -194,7 +194,7 @@ def _reference(case: OpCase, pattern: frozenset[str]) -> Vjp:
     results = {name: t for name, t in {"y": out.y, **_published(out)}.items() if name in pattern}
     generator = torch.Generator().manual_seed(SEED)
     d = {
-        name: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+        name: torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device)
         for name, t in results.items()
     }
     wanted = [leaves[name] for name in case.needs]
@@ -360,8 +360,10 @@ def _check_every_field_matters(case: OpCase, need: str, vjp: Vjp, results: froze
 
 def _with_normal_x(case: OpCase) -> OpCase:
     generator = torch.Generator().manual_seed(SEED + 1)
-    x = torch.randn(case.x.shape, generator=generator, dtype=torch.float64)
-    return case._replace(x=x.to(case.x)) if case.x.is_floating_point() else case
+    if not is_floating(case.x):
+        return case
+    x = torch.randn(case.x.shape, generator=generator, dtype=case.x.dtype)
+    return case._replace(x=x.to(case.x.device))
 
 
 def _is_unused(field: str, case: OpCase, need: str, vjp: Vjp) -> bool:

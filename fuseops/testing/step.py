@@ -15,6 +15,7 @@ from fuseops.ops.weights import drop_quantized_weights
 from fuseops.run.weight_grads import run_delayed
 from fuseops.torch_private import pytree
 
+from .compare import is_floating
 from .trees import copy_leaf, tensors
 
 
@@ -69,10 +70,6 @@ def restored(model: nn.Module) -> Iterator[None]:
     drop_quantized_weights(model)
     with untouched(model), attributes_set((p, "grad", None) for p in model.parameters()):
         yield
-
-
-def is_floating(t: Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
 
 
 def _perturb(t: Tensor, unit: float, generator: torch.Generator) -> Tensor:

@@ -40,7 +40,7 @@ def copy_leaf(t: Tensor) -> Tensor:
 
 def scrambled(t: Tensor) -> Tensor:
     """A tensor like t with other values; integers stay in the range of t, since they may be indices."""
-    if t.is_floating_point():
+    if t.is_floating_point() or t.is_complex():
         return t + torch.linspace(1, 2, t.numel(), dtype=t.dtype, device=t.device).view(t.shape)
     most = int(t.max()) if t.numel() else 0
     return (torch.arange(t.numel(), device=t.device) % (most + 1)).view(t.shape).to(t.dtype)

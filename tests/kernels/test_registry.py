@@ -355,6 +355,38 @@ def test_names_are_unique():
         kernel_op(twin=bias_bwd, namespace="fuseops")(bias_bwd)
 
 
+def scaled(x: torch.Tensor, factor: float = 1.0, power: int = 1) -> torch.Tensor:
+    return x * factor**power
+
+
+TWINS = {
+    "another name": lambda x, scale=1.0, power=1: x * scale**power,
+    "another order": lambda x, power=1, factor=1.0: x * factor**power,
+    "another default": lambda x, factor=2.0, power=1: x * factor**power,
+    "a default of another type": lambda x, factor=1.0, power=True: x * factor**power,
+    "no default": lambda x, factor, power: x * factor**power,
+    "fewer": lambda x, factor=1.0: x * factor,
+    "more": lambda x, factor=1.0, power=1, shift=0: x * factor**power + shift,
+}
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_twin_that_takes_other_arguments_is_refused(twin):
+    """It runs in the launcher's place, called in the same way."""
+    told = r"takes \(x: torch.Tensor, factor: float = 1.0, power: int = 1\).*its twin \(x, "
+    with pytest.raises(FuseOpsError, match=told):
+        kernel_op(twin=TWINS[twin], namespace="test_registry")(scaled)
+    assert "test_registry::scaled" not in KERNEL_OPS
+
+
+def test_a_launcher_without_types_is_told_which():
+    def untyped(x):
+        return x
+
+    with pytest.raises(FuseOpsError, match=r"'test_registry::untyped' .* x must have a type"):
+        kernel_op(twin=untyped, namespace="test_registry")(untyped)
+
+
 WITHOUT_TRITON = """
 import sys
 sys.modules['triton'] = None  # importing it fails, and no spec is found

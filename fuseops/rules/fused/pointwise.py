@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from fuseops.kernels.generated import (
     trace_elementwise,
     vjp,
 )
-from fuseops.ops.code import FOLLOWED, referenced_values
+from fuseops.ops.code import is_fixed, referenced_values
 from fuseops.ops.contents import IRRELEVANT, may_change
 from fuseops.ops.op import (
     Call,
@@ -134,7 +133,7 @@ class Pointwise(FusedOp):
             (_op_state(op), call.precision.compute)
             for op, call in zip(self.members, calls, strict=True)
         )
-        key = ops, specs, len(leading), device, wanted
+        key = ops, tuple(self.absent), specs, len(leading), device, wanted
         kernels = CACHE.get(key)  # once: another thread may clear it
         if kernels is None:
             if len(CACHE) >= MAX_CACHED:
@@ -157,15 +156,15 @@ def _op_state(op: Op[Any]) -> Any:
         raise RefusedError("it takes `call`, which may say something else in the next one")
     values = [item for item in op.__dict__.items() if item[0] not in IRRELEVANT]
     values.append(("training", op.training))
-    for name, value in referenced_values(type(op).fwd, type(op)):
-        if not (callable(value) or isinstance(value, FOLLOWED | ModuleType)):
-            values.append((name, value))
+    referenced = [*referenced_values(type(op).fwd, type(op))]
+    values += [(name, value) for name, value in referenced if not is_fixed(value, type(op))]
     for name, value in values:
         if may_change(value):
             raise RefusedError(f"its {name!r} is a {type(value).__name__}, and may change")
     if op._modules:
         raise RefusedError("it has modules of its own")
-    return type(op), type(op).fwd, repr(values)  # `repr` tells 1, 1.0 and True apart
+    code = tuple([value for _, value in referenced if is_fixed(value, type(op))])
+    return type(op), type(op).fwd, code, repr(values)  # `repr` tells 1, 1.0 and True apart
 
 
 def one_kernel(ops: tuple[Op[Any], ...], c: Conditions) -> str | None:
