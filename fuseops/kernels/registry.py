@@ -554,14 +554,19 @@ def may_replay() -> bool:
     )
 
 
-def opaque_call(function: Callable[..., R], *args: Any) -> R:
+def opaque_call(
+    function: Callable[..., R],
+    *args: Any,
+    tensors_of: Callable[[R], tuple[Tensor, ...]] | None = None,
+) -> R:
     """Call a function that depends on more than kinds of tensors, as on values: a transcript calls it again as a whole.
 
     args: tensors, dicts that live for one call, and constants
+    tensors_of: gives the tensors of a result that is something else; what else it is depends on kinds of tensors alone
     """
     if thread.replay_mode in (True, False):
         return function(*args)
-    result: R = thread.replay_mode.opaque_call(function, args)
+    result: R = thread.replay_mode.opaque_call(function, args, tensors_of)
     return result
 
 

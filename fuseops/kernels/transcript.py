@@ -17,7 +17,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -165,18 +166,29 @@ class Transcriber(torch_private.DispatchMode):
         self._record(replay or op, args, {}, out, has_effects=True)
         return out
 
-    def opaque_call(self, function: Callable[..., R], args: tuple[Any, ...]) -> R:
-        """Call and record a function as a whole; a second call that returns known tensors is not recorded."""
+    def opaque_call(
+        self,
+        function: Callable[..., R],
+        args: tuple[Any, ...],
+        tensors_of: Callable[[R], Any] | None = None,
+    ) -> R:
+        """Call and record a function as a whole; a second call that returns known tensors is not recorded.
+
+        tensors_of: gives the tensors of its result, by default the result
+        """
         first_new = len(self.memory)
         with self._unwatched():
-            out = function(*args)
+            result: Any = function(*args)
+        out = result
+        if tensors_of is not None:
+            out, function = tensors_of(result), partial(_composed, tensors_of, function)
         called = function, self._slots(args)
         if any(self._slot(t) is None for t in _tensors_in(out)) or all(
             (step.target, step.args) != called for step in self.steps
         ):
             self._record(function, args, {}, out, has_effects=True)
         self.external |= {*range(first_new, len(self.memory))}
-        return out
+        return cast("R", result)
 
     def held_once(self, held: list[Any]) -> bool:
         """`torch_private.held_once`; of an operand the generated code checks the answer."""
@@ -502,6 +514,10 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif type(value) in (tuple, list):
         for item in value:
             yield from _tensors_in(item)
+
+
+def _composed(outer: Callable[[Any], R], inner: Callable[..., Any], *args: Any) -> R:
+    return outer(inner(*args))
 
 
 def transcribable(operands: Sequence[Tensor]) -> bool:

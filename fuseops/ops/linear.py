@@ -24,7 +24,6 @@ from fuseops.recipes import (
 from fuseops.recipes.numerics import QuantizationStats, active_stats
 from fuseops.recipes.operands import check_codes, columns_match
 from fuseops.recipes.scales import ScaleFn
-from fuseops.recipes.store import WeightStore
 
 from .checks import check_flags, check_integers, check_width
 from .op import Call, Grads, NothingSaved, Op, Out, Shape, make_tuple
@@ -273,26 +272,14 @@ def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
         row, col = layout == "row", layout == "col"
         q = weight_operand(weight, roles.weight, row=row, col=col, scale_fn=scale_fn)
     if call.store is not None:
-        kept = _stored(call.store, weight, roles, layout, both, scale_fn)
+        how = roles, layout, both, scale_fn
+        kept = opaque_call(call.store.read, weight, *how, tensors_of=Quantized.tensors)
         if stats is None:
             return kept
         stats.record_stale_weight(call.name, kept, q)
     if stats is not None:
         stats.record_operand(call.name, "weight", q)
     return q
-
-
-def _stored(store: WeightStore, weight: Tensor, *how: Any) -> Quantized:
-    """`store.read` as a call that a transcript repeats, since it depends on whether the weight was written to."""
-
-    def components(weight: Tensor) -> tuple[Tensor, ...]:
-        nonlocal found
-        found = store.read(weight, *how)
-        return (*found.components().values(),)
-
-    found: Quantized | None = None
-    tensors = opaque_call(components, weight)
-    return cast("Quantized", found).form.of(tensors)
 
 
 def saved_operand(x: Operand, q: Operand, call: Call, row: bool = False) -> Operand:

@@ -163,6 +163,10 @@ class Quantized:
         """What it is without tensors and carrier."""
         return QuantizedForm(self.scaling, self.dtype, self.odd, (*self.components(),))
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The components without their names."""
+        return (*self.components().values(),)
+
     def of(self, components: Mapping[str, Tensor]) -> Quantized:
         """A copy with these component tensors, as after saving and restoring them."""
         form = QuantizedForm(self.scaling, self.dtype, self.odd, (*components,))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class WeightStore:
         roles: of the op, whose `weights` is "step" or "unshard".
         both: quantize the other layout in the same pass, since it will be read too.
         """
-        scaling = cast("Scaling", roles.weight)
+        scaling: Scaling = roles.weight  # type: ignore[assignment]
         if self.stored is not None and self._owns(weight):
             return self.stored.read(layout, self.parameters["weight"])
         source = self._live_parameter(weight)
