@@ -390,6 +390,64 @@ def test_targets_outside_of_the_vocabulary_are_refused_on_the_cpu(data: st.DataO
         case.model(case.x, targets=targets)
 
 
+@pytest.mark.parametrize("op", [fo.ops.AllGather, fo.ops.ReduceScatter], ids=lambda op: op.__name__)
+@given(rank=st.integers(1, 4), dim=st.integers(-6, 6))
+def test_an_axis_that_x_has_not_is_refused_on_one_rank_as_on_many(
+    op: type, rank: int, dim: int
+) -> None:
+    x, gather = torch.ones([2] * rank), fo.Sequential(op(None, dim))
+    if -rank <= dim < rank:
+        assert gather(x).equal(x)
+    else:
+        with pytest.raises(fo.FuseOpsError, match=f"dim={dim} "):
+            gather(x)
+
+
+@pytest.mark.parametrize("op", exported(), ids=lambda op: op.__name__)
+@given(data=st.data())
+@settings(max_examples=3)
+def test_an_op_delays_the_gradients_of_parameters_that_it_has(
+    op: type, data: st.DataObject
+) -> None:
+    case = data.draw(op_cases(op, kinds=["normal"]))
+    case.model.delays = ("wieght",)
+    with pytest.raises(
+        fo.FuseOpsError, match=rf"{op.__name__}\) delays .*'wieght'.* expected some of"
+    ):
+        case.model(case.x, **case.side)
+    case.model.delays = "weight"
+    with pytest.raises(fo.FuseOpsError, match=r"delays is the string 'weight', expected a tuple"):
+        case.model(case.x, **case.side)
+
+
+SCALING = fo.recipes.Float8BlockScaling().roles()
+
+
+@given(ends=st.lists(st.integers(-2, 9), min_size=1, max_size=4))
+@pytest.mark.parametrize(
+    "scaling", [SCALING.input, fo.recipes.Float8CurrentScaling().roles().input]
+)
+def test_ends_of_groups_are_checked_where_a_tensor_is_quantized(
+    scaling: fo.recipes.Scaling, ends: list[int]
+) -> None:
+    """As they are in a GroupedLinear, which would read other groups."""
+    x, offs = torch.randn(7, 128), torch.tensor(ends, dtype=torch.int32)
+    op = fo.ops.GroupedLinear(len(ends), 128, 4)
+    try:
+        op(x, offs=offs)
+    except fo.FuseOpsError as refused:
+        with pytest.raises(type(refused), match=re.escape(str(refused).split(": ")[-1])):
+            fo.quantize(x, scaling, offs)
+    else:
+        with fo.recipe(fo.recipes.Float8BlockScaling()):
+            op(fo.quantize(x, SCALING.input, offs), offs=offs)
+    for wrong in (offs.long(), offs.float(), offs[None]):
+        with pytest.raises(fo.FuseOpsError, match=r"offs must be int32 \(E,\)"):
+            fo.quantize(x, scaling, wrong)
+    with pytest.raises(fo.FuseOpsError, match="format of weights"):
+        fo.quantize(torch.randn(128, 128), SCALING.weight, offs)
+
+
 def test_a_mesh_that_is_none_is_refused_where_it_is_given() -> None:
     with pytest.raises(fo.FuseOpsError, match="ep is 'nope', expected a DeviceMesh"):
         fo.MoE(8, 8, 4, 2, ep="nope")
