@@ -15,6 +15,7 @@ from torch import nn
 
 import fuseops as fo
 from fuseops import distributed, offload
+from fuseops.integrations import hf
 from fuseops.testing.catalogue import Wanted, entry, exported
 from fuseops.testing.strategies import op_cases
 
@@ -280,6 +281,7 @@ class Fused(fo.FusedOp):
     """The least that a rule may build."""
 
 
+MODEL = fo.Sequential(fo.ops.Linear(8, 8), fo.ops.SiLU(), fo.ops.Linear(8, 8))
 CURVE = offload.Hardware.h200().d2h
 BASES: dict[Callable[..., object], dict[str, object]] = {
     fo.MoE: {"dim": 8, "ffn": 8, "num_experts": 4, "top_k": 2},
@@ -294,6 +296,23 @@ BASES: dict[Callable[..., object], dict[str, object]] = {
     fo.recipes.ByRole: {"choose": lambda op, name, role: None},
     offload.Scheduler: {"model": nn.Sequential(nn.Linear(4, 4)), "layers": "*"},
     offload.Hardware: {"name": "mine", "d2h": CURVE, "h2d": CURVE, "both": CURVE, "memory": 1.0},
+    offload.mark_module: {"module": nn.Linear(4, 4), "mark": None},
+    fo.linear_loss: {
+        "loss": torch.sum, "input": torch.randn(3, 4), "linear_weight": torch.randn(5, 4)
+    },
+    fo.recipes.ByName: {"choices": (("**", None),)},
+    fo.testing.assert_no_rule_is_shadowed: {"rules": []},
+    distributed.expert_placement: {"mesh": None},
+    distributed.overlap_pairs: {"schedule": None},
+    distributed.quantized_gather: {"model": MODEL, "recipe": fo.recipes.Float8BlockScaling()},
+    hf.to_fuseops: {"tensors": {}}, hf.to_hf: {"tensors": {}},
+    **{
+        takes_model: {"model": MODEL} for takes_model in (
+            fo.configure, fo.explain, fo.masters, fo.plans, fo.weights_changed, hf.apply, hf.revert,
+            offload.plan, distributed.param_groups, distributed.split_halves, distributed.tp_plan,
+        )
+    },
+    distributed.delay_weight_gradients: {"module": MODEL}, distributed.dw_builder: {"module": MODEL},
 }  # fmt: skip
 """What is made of arguments besides ops, with those that it needs."""
 
@@ -301,7 +320,7 @@ FREE = [
     *(fo.recipes.Float8CurrentScaling, fo.recipes.Float8BlockScaling, fo.recipes.DelayedScaling),
     *(fo.recipes.MXFP8BlockScaling, fo.recipes.NVFP4BlockScaling, fo.recipes.Scaling),
     *(distributed.ColwiseParallel, distributed.RowwiseParallel, distributed.SequenceParallel),
-    *(distributed.ExpertParallel, offload.Policy, offload.to_host),
+    *(distributed.ExpertParallel, offload.Policy, offload.to_host, fo.recipes.Roles),
 ]
 """The same of what needs none."""
 
@@ -451,3 +470,54 @@ def test_ends_of_groups_are_checked_where_a_tensor_is_quantized(
 def test_a_mesh_that_is_none_is_refused_where_it_is_given() -> None:
     with pytest.raises(fo.FuseOpsError, match="ep is 'nope', expected a DeviceMesh"):
         fo.MoE(8, 8, 4, 2, ep="nope")
+
+
+@pytest.mark.parametrize("check", [fo.testing.assert_fused_matches_unfused, fo.testing.bisect])
+@pytest.mark.parametrize("tolerance", [float("nan"), -1.0, "a", object()], ids=repr)
+def test_a_tolerance_that_nothing_could_exceed_is_refused(
+    check: Callable[..., object], tolerance: object
+) -> None:
+    with pytest.raises(fo.FuseOpsError, match=r"tolerance is .*expected a finite number from 0"):
+        check(MODEL, torch.randn(3, 8), tolerance=tolerance)
+
+
+@every_option
+@pytest.mark.parametrize("value", [int, torch.ones(2)], ids=repr)
+def test_neither_a_class_nor_an_array_is_a_number(op: type, name: str, value: object) -> None:
+    made = entry(op).make(Wanted(lambda *of: of[0], 8, 8, 4, 2))
+    with pytest.raises((fo.FuseOpsError, TypeError), match=rf"{op.__name__}.*\b{name}\b"):
+        with_option(made, name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("activation", v) for v in ([], {}, 3, fo.ops.SwiGLU())],
+        *[(part, v) for part in ("dispatch", "collect") for v in (3, "x", nn.Linear(8, 8))],
+        *[("dispatch", v) for v in (fo.ops.Identity(), fo.ops.Linear(8, 8))],
+    ],
+    ids=str,
+)
+def test_a_part_of_a_moe_that_is_none_is_refused_by_its_name(name: str, value: object) -> None:
+    with pytest.raises(fo.FuseOpsError, match=f"MoE: {name} is "):
+        fo.MoE(8, 8, 4, 2, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("made", [fo.ops.AllGather, fo.ops.ReduceScatter, fo.ops.AllReduce])
+@pytest.mark.parametrize("group", ["tp", 3, [0, 1]], ids=repr)
+def test_a_group_of_ranks_that_is_none_is_refused(made: type, group: object) -> None:
+    with pytest.raises(fo.FuseOpsError, match=r"group is .*expected a ProcessGroup"):
+        made(group)
+
+
+@pytest.mark.parametrize("scale", ["a", None, [1.0]], ids=repr)
+def test_a_scale_of_a_loss_that_is_no_number_is_refused(scale: object) -> None:
+    moe = fo.MoE(8, 8, 4, 2, balance_loss=0.1, aux="inject")
+    with pytest.raises(fo.FuseOpsError, match=r"scale is .*expected a number"):
+        moe.loss_scale = scale  # type: ignore[assignment]
+
+
+def test_an_axis_of_other_parameters_that_is_no_mesh_is_refused() -> None:
+    for over in ("pp", 3):
+        with pytest.raises(fo.FuseOpsError, match=r"over=.*a mesh of one dimension"):
+            distributed.clip_grad_norm_(MODEL.parameters(), 1.0, over=over)  # type: ignore[arg-type]
