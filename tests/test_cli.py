@@ -237,6 +237,25 @@ def test_an_unknown_option_shows_the_usage_of_its_command(
     assert f"fuseops {command}: error: unrecognized arguments: --nonsense" in error
 
 
+OF_ANOTHER_WAY = [
+    *(("kernels", *way, *option) for way, options in (
+        ([], (["--sample", "3"], ["--jobs", "2"], ["--all"])),
+        (["--check"], (["--all"], ["--arch", "90"], ["--kernel", "norm"], ["--variants"])),
+        (["--rebuild"], (["--sample", "3"], ["--arch", "90"], ["--kernel", "norm"], ["--variants"])),
+    ) for option in options),
+    *(("offload-plan", *options) for options in (
+        ["--chunks", "2"], ["--micro-batches", "2"], ["--ranks", "2", "--every"], ["--ranks", "2", "--wide"]
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("argv", OF_ANOTHER_WAY, ids=" ".join)
+def test_an_option_that_would_do_nothing_is_refused(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]
+) -> None:
+    assert "leave it out" in (error := output(capsys, *argv, code=2)) or "--ranks" in error
+
+
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert fo.__version__ in output(capsys, "--version")
     help_text = output(capsys, "--help")

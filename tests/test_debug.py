@@ -10,8 +10,8 @@ from torch import Tensor
 
 import fuseops as fo
 from fuseops.errors import ShapeError
+from fuseops.kernels.groups import bad_ends, group_starts
 from fuseops.ops import scopes
-from fuseops.ops.splits import bad_ends, group_starts
 from fuseops.run import debug
 
 E, D, F, ROWS = 4, 6, 4, 9

@@ -15,6 +15,7 @@ from torch import nn
 
 import fuseops as fo
 from fuseops import distributed, offload
+from fuseops.integrations import hf
 from fuseops.testing.catalogue import Wanted, entry, exported
 from fuseops.testing.strategies import op_cases
 
@@ -280,6 +281,7 @@ class Fused(fo.FusedOp):
     """The least that a rule may build."""
 
 
+MODEL = fo.Sequential(fo.ops.Linear(8, 8), fo.ops.SiLU(), fo.ops.Linear(8, 8))
 CURVE = offload.Hardware.h200().d2h
 BASES: dict[Callable[..., object], dict[str, object]] = {
     fo.MoE: {"dim": 8, "ffn": 8, "num_experts": 4, "top_k": 2},
@@ -294,6 +296,23 @@ BASES: dict[Callable[..., object], dict[str, object]] = {
     fo.recipes.ByRole: {"choose": lambda op, name, role: None},
     offload.Scheduler: {"model": nn.Sequential(nn.Linear(4, 4)), "layers": "*"},
     offload.Hardware: {"name": "mine", "d2h": CURVE, "h2d": CURVE, "both": CURVE, "memory": 1.0},
+    offload.mark_module: {"module": nn.Linear(4, 4), "mark": None},
+    fo.linear_loss: {
+        "loss": torch.sum, "input": torch.randn(3, 4), "linear_weight": torch.randn(5, 4)
+    },
+    fo.recipes.ByName: {"choices": (("**", None),)},
+    fo.testing.assert_no_rule_is_shadowed: {"rules": []},
+    distributed.expert_placement: {"mesh": None},
+    distributed.overlap_pairs: {"schedule": None},
+    distributed.quantized_gather: {"model": MODEL, "recipe": fo.recipes.Float8BlockScaling()},
+    hf.to_fuseops: {"tensors": {}}, hf.to_hf: {"tensors": {}},
+    **{
+        takes_model: {"model": MODEL} for takes_model in (
+            fo.configure, fo.explain, fo.masters, fo.plans, fo.weights_changed, hf.apply, hf.revert,
+            offload.plan, distributed.param_groups, distributed.split_halves, distributed.tp_plan,
+        )
+    },
+    distributed.delay_weight_gradients: {"module": MODEL}, distributed.dw_builder: {"module": MODEL},
 }  # fmt: skip
 """What is made of arguments besides ops, with those that it needs."""
 
@@ -301,7 +320,7 @@ FREE = [
     *(fo.recipes.Float8CurrentScaling, fo.recipes.Float8BlockScaling, fo.recipes.DelayedScaling),
     *(fo.recipes.MXFP8BlockScaling, fo.recipes.NVFP4BlockScaling, fo.recipes.Scaling),
     *(distributed.ColwiseParallel, distributed.RowwiseParallel, distributed.SequenceParallel),
-    *(distributed.ExpertParallel, offload.Policy, offload.to_host),
+    *(distributed.ExpertParallel, offload.Policy, offload.to_host, fo.recipes.Roles),
 ]
 """The same of what needs none."""
 
@@ -390,6 +409,115 @@ def test_targets_outside_of_the_vocabulary_are_refused_on_the_cpu(data: st.DataO
         case.model(case.x, targets=targets)
 
 
+@pytest.mark.parametrize("op", [fo.ops.AllGather, fo.ops.ReduceScatter], ids=lambda op: op.__name__)
+@given(rank=st.integers(1, 4), dim=st.integers(-6, 6))
+def test_an_axis_that_x_has_not_is_refused_on_one_rank_as_on_many(
+    op: type, rank: int, dim: int
+) -> None:
+    x, gather = torch.ones([2] * rank), fo.Sequential(op(None, dim))
+    if -rank <= dim < rank:
+        assert gather(x).equal(x)
+    else:
+        with pytest.raises(fo.FuseOpsError, match=f"dim={dim} "):
+            gather(x)
+
+
+@pytest.mark.parametrize("op", exported(), ids=lambda op: op.__name__)
+@given(data=st.data())
+@settings(max_examples=3)
+def test_an_op_delays_the_gradients_of_parameters_that_it_has(
+    op: type, data: st.DataObject
+) -> None:
+    case = data.draw(op_cases(op, kinds=["normal"]))
+    case.model.delays = ("wieght",)
+    with pytest.raises(
+        fo.FuseOpsError, match=rf"{op.__name__}\) delays .*'wieght'.* expected some of"
+    ):
+        case.model(case.x, **case.side)
+    case.model.delays = "weight"
+    with pytest.raises(fo.FuseOpsError, match=r"delays is the string 'weight', expected a tuple"):
+        case.model(case.x, **case.side)
+
+
+SCALING = fo.recipes.Float8BlockScaling().roles()
+
+
+@given(ends=st.lists(st.integers(-2, 9), min_size=1, max_size=4))
+@pytest.mark.parametrize(
+    "scaling", [SCALING.input, fo.recipes.Float8CurrentScaling().roles().input]
+)
+def test_ends_of_groups_are_checked_where_a_tensor_is_quantized(
+    scaling: fo.recipes.Scaling, ends: list[int]
+) -> None:
+    """As they are in a GroupedLinear, which would read other groups."""
+    x, offs = torch.randn(7, 128), torch.tensor(ends, dtype=torch.int32)
+    op = fo.ops.GroupedLinear(len(ends), 128, 4)
+    try:
+        op(x, offs=offs)
+    except fo.FuseOpsError as refused:
+        with pytest.raises(type(refused), match=re.escape(str(refused).split(": ")[-1])):
+            fo.quantize(x, scaling, offs)
+    else:
+        with fo.recipe(fo.recipes.Float8BlockScaling()):
+            op(fo.quantize(x, SCALING.input, offs), offs=offs)
+    for wrong in (offs.long(), offs.float(), offs[None]):
+        with pytest.raises(fo.FuseOpsError, match=r"offs must be int32 \(E,\)"):
+            fo.quantize(x, scaling, wrong)
+    with pytest.raises(fo.FuseOpsError, match="format of weights"):
+        fo.quantize(torch.randn(128, 128), SCALING.weight, offs)
+
+
 def test_a_mesh_that_is_none_is_refused_where_it_is_given() -> None:
     with pytest.raises(fo.FuseOpsError, match="ep is 'nope', expected a DeviceMesh"):
         fo.MoE(8, 8, 4, 2, ep="nope")
+
+
+@pytest.mark.parametrize("check", [fo.testing.assert_fused_matches_unfused, fo.testing.bisect])
+@pytest.mark.parametrize("tolerance", [float("nan"), -1.0, "a", object()], ids=repr)
+def test_a_tolerance_that_nothing_could_exceed_is_refused(
+    check: Callable[..., object], tolerance: object
+) -> None:
+    with pytest.raises(fo.FuseOpsError, match=r"tolerance is .*expected a finite number from 0"):
+        check(MODEL, torch.randn(3, 8), tolerance=tolerance)
+
+
+@every_option
+@pytest.mark.parametrize("value", [int, torch.ones(2)], ids=repr)
+def test_neither_a_class_nor_an_array_is_a_number(op: type, name: str, value: object) -> None:
+    made = entry(op).make(Wanted(lambda *of: of[0], 8, 8, 4, 2))
+    with pytest.raises((fo.FuseOpsError, TypeError), match=rf"{op.__name__}.*\b{name}\b"):
+        with_option(made, name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("activation", v) for v in ([], {}, 3, fo.ops.SwiGLU())],
+        *[(part, v) for part in ("dispatch", "collect") for v in (3, "x", nn.Linear(8, 8))],
+        *[("dispatch", v) for v in (fo.ops.Identity(), fo.ops.Linear(8, 8))],
+    ],
+    ids=str,
+)
+def test_a_part_of_a_moe_that_is_none_is_refused_by_its_name(name: str, value: object) -> None:
+    with pytest.raises(fo.FuseOpsError, match=f"MoE: {name} is "):
+        fo.MoE(8, 8, 4, 2, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("made", [fo.ops.AllGather, fo.ops.ReduceScatter, fo.ops.AllReduce])
+@pytest.mark.parametrize("group", ["tp", 3, [0, 1]], ids=repr)
+def test_a_group_of_ranks_that_is_none_is_refused(made: type, group: object) -> None:
+    with pytest.raises(fo.FuseOpsError, match=r"group is .*expected a ProcessGroup"):
+        made(group)
+
+
+@pytest.mark.parametrize("scale", ["a", None, [1.0]], ids=repr)
+def test_a_scale_of_a_loss_that_is_no_number_is_refused(scale: object) -> None:
+    moe = fo.MoE(8, 8, 4, 2, balance_loss=0.1, aux="inject")
+    with pytest.raises(fo.FuseOpsError, match=r"scale is .*expected a number"):
+        moe.loss_scale = scale  # type: ignore[assignment]
+
+
+def test_an_axis_of_other_parameters_that_is_no_mesh_is_refused() -> None:
+    for over in ("pp", 3):
+        with pytest.raises(fo.FuseOpsError, match=r"over=.*a mesh of one dimension"):
+            distributed.clip_grad_norm_(MODEL.parameters(), 1.0, over=over)  # type: ignore[arg-type]

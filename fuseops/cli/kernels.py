@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import os
 from typing import Any
 
 from fuseops.kernels import aot, configs
@@ -12,6 +11,12 @@ from .target import UsageError
 from .terminal import number_option, print_json, print_table
 
 MEASURED = ("registers", "spilled B", "shared B", "tensor cores", "note")
+OPTIONS = {
+    "--check": ("sample", "jobs"),
+    "--rebuild": ("all", "jobs"),
+    "the table": ("arch", "kernel", "variants"),
+}
+"""What each way to call the command takes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,15 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="fail on a stale or missing row, compile a sample"
     )
-    number_option(parser, "--sample", "rows that --check compiles", 12)
+    number_option(parser, "--sample", "rows that --check compiles (default 12)")
     parser.add_argument("--rebuild", action="store_true", help="compile the rows that changed")
     parser.add_argument("--all", action="store_true", help="with --rebuild: every row")
-    number_option(parser, "--jobs", "processes that compile", 1)
+    number_option(parser, "--jobs", "processes that compile (default 1)")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.check and args.rebuild:
         raise UsageError("--check compares and --rebuild writes: give one of them.")
+    _check_options(args)
     if (args.check or args.rebuild) and not HAS_TRITON:
         raise UsageError("compiling needs triton, and it is not installed.")
     if args.check:
@@ -63,6 +69,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_table([("kernel", "arch", "triton", "variants", *MEASURED), *_kernel_rows(rows)])
     return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise UsageError for an option that would do nothing."""
+    way = "--check" if args.check else "--rebuild" if args.rebuild else "the table"
+    for name in sorted(set[str]().union(*OPTIONS.values()).difference(OPTIONS[way])):
+        if getattr(args, name):
+            owners = " and ".join(other for other, names in OPTIONS.items() if name in names)
+            raise UsageError(f"--{name} is of {owners}, and does nothing to {way}: leave it out.")
 
 
 def _unknown_kernel(args: argparse.Namespace, names: list[str]) -> str:
@@ -110,7 +125,7 @@ def _cells(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _check(args: argparse.Namespace) -> int:
-    found = aot.check(args.sample, jobs=args.jobs)
+    found = aot.check(args.sample or 12, jobs=args.jobs or 1)
     failed = bool(found.stale or found.problems)
     if args.json:
         print_json("kernels", **found._asdict())
@@ -128,7 +143,7 @@ def _check(args: argparse.Namespace) -> int:
 
 def _rebuild(args: argparse.Namespace) -> int:
     failed, total = {}, 0
-    for number, total, row, problem in aot.refresh(args.all, args.jobs or os.cpu_count() or 1):
+    for number, total, row, problem in aot.refresh(args.all, args.jobs or 1):
         if problem:
             failed[row.key] = problem
         if not args.json and (problem or number % 100 == 0):

@@ -90,6 +90,8 @@ def _hardware(path: Path) -> Hardware:
 
 def _pipeline(args: argparse.Namespace) -> offload.Pipeline | None:
     if args.ranks is not None:
+        if args.every or args.wide:
+            raise UsageError("--every and --wide show the tensors of one plan: leave out --ranks.")
         return offload.Pipeline(args.ranks, args.micro_batches or 8, args.chunks or 1)
     if args.micro_batches is not None or args.chunks is not None:
         raise UsageError("--micro-batches and --chunks are of a pipeline: give --ranks too.")

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.ops.paths import check_module
 
 from .experts import expert_meshes
 
@@ -73,6 +74,7 @@ def param_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     Raises FuseOpsError where `fully_shard` left out ranks that experts are spread over: these have tokens of their own,
     and parameters would drift apart.
     """
+    check_module("param_groups(model)", model)
     _check_reduced(model)
     wanted = [p for p in model.parameters() if p.requires_grad]
     return [{"params": found, **options} for found in group_by_mesh(wanted).values()]
@@ -118,8 +120,12 @@ def clip_grad_norm_(
 
     over: a mesh of one dimension whose ranks have other parameters of the model, as those of a pipeline: the norm is of
         all of theirs.
-    Raises RuntimeError for a norm that is not finite, if asked to, as torch does.
+    Raises FuseOpsError for another mesh, and RuntimeError for a norm that is not finite, if asked to, as torch does.
     """
+    if over is not None and getattr(over, "ndim", None) != 1:
+        raise FuseOpsError(
+            f"clip_grad_norm_(over=...) takes a mesh of one dimension, got {over!r:.80}: slice it, mesh['pp']."
+        )
     every = [parameters] if isinstance(parameters, Tensor) else parameters
     parameters = [p for p in every if p.grad is not None]
     utils, norms = torch.nn.utils, []

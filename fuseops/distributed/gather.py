@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.ops.paths import path_of
+from fuseops.ops.paths import check_module, path_of
 from fuseops.ops.stored import STORED, StoredWeight
 from fuseops.plain import PARAMETERS
 from fuseops.recipes import Layout, Recipe, weight_operand
@@ -120,6 +120,11 @@ def quantized_gather(model: nn.Module, recipe: Recipe) -> list[str]:
     is a shard that cuts a square of 128 x 128 (at the first gather).
     Raises FuseOpsError where there is no such weight, and for a recipe whose weights are not in squares of 128 x 128.
     """
+    check_module("quantized_gather(model, ...)", model)
+    if not isinstance(recipe, Recipe):
+        raise FuseOpsError(
+            f"quantized_gather: recipe is {recipe!r:.80}, expected a fuseops.recipes.Recipe."
+        )
     found = []
     for name, op in model.named_modules():
         weight = op._parameters.get("weight")

@@ -18,6 +18,7 @@ from torch import nn
 
 from fuseops import ops
 from fuseops.errors import FuseOpsError
+from fuseops.ops.paths import check_module
 from fuseops.run import weight_grads
 
 
@@ -26,6 +27,7 @@ def delay_weight_gradients(module: nn.Module) -> int:
 
     -> the number of these ops
     """
+    check_module("delay_weight_gradients(module)", module)
     products = [m for m in module.modules() if isinstance(m, ops.Linear | ops.GroupedLinear)]
     for op in products:
         op.delays = ("weight",)
@@ -41,6 +43,7 @@ def dw_builder(module: nn.Module) -> Callable[[], Callable[[], Any]]:
     Raises FuseOpsError for a module without such ops, and under DistributedDataParallel, whose other gradients torch's
     schedules do not reduce when a backward comes in halves. (They do reduce FSDP2's.)
     """
+    check_module("dw_builder(module)", module)
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise FuseOpsError(
             "dw_builder(DistributedDataParallel): in a backward that comes in two halves torch's schedules have it "

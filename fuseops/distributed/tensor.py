@@ -32,7 +32,7 @@ from fuseops.ops.checks import check_flags, check_integers
 from fuseops.ops.halves import is_gate
 from fuseops.ops.local import InputLayout, Local, Ranks, unflatten_halves
 from fuseops.ops.op import Op
-from fuseops.ops.paths import path_of
+from fuseops.ops.paths import check_module, path_of
 from fuseops.ops.stored import stored_in
 from fuseops.ops.vocab_parallel import vocabulary_over
 from fuseops.run.composed import Composed
@@ -324,6 +324,9 @@ def tp_plan(
     for other modules, such as attention: the plan is a dict of styles by path.
     Raises FuseOpsError where there is no MLP, and for an op that shares a parameter with another module.
     """
+    check_module("tp_plan(model)", model)
+    check_flags("tp_plan", sequence_parallel=sequence_parallel)
+    check_integers("tp_plan", sequence_dim=sequence_dim)
     plan: dict[str, ParallelStyle] = {}
     for path, module in model.named_modules():
         if isinstance(module, Composed):
@@ -437,6 +440,7 @@ def split_halves(model: nn.Module) -> nn.Module:
     """Register the `[gate | up]` weights of an unsharded model as (2, F, D), over the same memory. This is their form
     under tensor parallelism, so that distributed checkpoints of both are interchangeable.   -> model
     """
+    check_module("split_halves(model)", model)
     for module in model.modules():
         if not isinstance(module, Composed):
             continue

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fuseops.errors import ShapeError
+
 BLOCK = 128
 
 
@@ -61,3 +63,48 @@ def column_bounds(offs: Tensor) -> list[tuple[int, int]]:
     begins = [(start // BLOCK + g) * BLOCK for g, (start, _) in enumerate(bounds_of(offs))]
     sizes = [-(-(end - start) // BLOCK) * BLOCK for start, end in bounds_of(offs)]
     return [(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
+
+
+# --- whether the ends of groups are right
+
+
+def check_offs(offs: Tensor, device: torch.device) -> None:
+    """Raise ShapeError for `offs` that are not int32 (int64 may be counts) or not on the device of the rows."""
+    if offs.dtype is not torch.int32 or offs.dim() != 1:
+        raise ShapeError(
+            f"offs must be int32 (E,), the cumulative row end of every group, got {offs.dtype} of shape "
+            f"{tuple(offs.shape)}. Counts become offs by Routing.from_counts(tokens_per_expert)."
+        )
+    if offs.device != device:
+        raise ShapeError(f"offs is on {offs.device}, the rows are on {device}: move it there.")
+
+
+def group_starts(offs: Tensor) -> Tensor:
+    """The row at which each group begins.   (E,) ends -> (E,)"""
+    return torch.cat([offs.new_zeros(1), offs[:-1]])
+
+
+def bad_ends(offs: Tensor, rows: int) -> Tensor:
+    """A mask of groups that end before they begin, or beyond the last row.   (E,) ends -> (E,) bool"""
+    return (offs < group_starts(offs)) | (offs > rows)
+
+
+def check_ends(offs: Tensor, rows: int) -> None:
+    """Raise ShapeError for an end before the previous one, or beyond the rows. Reads the values of `offs`."""
+    start = 0
+    for group, end in enumerate(offs.tolist()):
+        if not start <= end <= rows:
+            raise ShapeError(bad_end_message(group, start, end, rows))
+        start = end
+
+
+def bad_end_message(group: int, start: int, end: int, rows: int) -> str:
+    """The message of an error about the end of one group."""
+    if end < start:
+        why = f"before it begins ({start})" if group else "which is negative"
+    else:
+        why = f"but x has {rows} rows"
+    return (
+        f"offs are cumulative row ends; group {group} ends at row {end}, {why}. "
+        "Routing.from_counts(tokens_per_expert) builds them."
+    )

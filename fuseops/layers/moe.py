@@ -100,8 +100,7 @@ class MoE(Sequential):
         check_flags("MoE", bias=bias, router_bias=router_bias)
         if aux not in ("return", "inject"):
             raise FuseOpsError(f"MoE: aux is {aux!r}, expected 'return' or 'inject'.")
-        if dispatch is not None and (capacity_factor, ep) != (None, None):
-            raise FuseOpsError("MoE: a dispatch op of your own has its own capacity_factor and ep.")
+        _check_own(dispatch, collect, capacity_factor, ep)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         act = scaled_activation(activation)
         shared = _shared_branch(shared_experts, activation, dim, ffn, bias, where)
@@ -241,6 +240,18 @@ class MoE(Sequential):
         return self._like(children.items())
 
 
+def _check_own(dispatch: Any, collect: Any, capacity_factor: Any, ep: Any) -> None:
+    """Raise FuseOpsError for ops of the caller's that do not send tokens and sums, or not by themselves."""
+    if dispatch is not None and (capacity_factor, ep) != (None, None):
+        raise FuseOpsError("MoE: a dispatch op of your own has its own capacity_factor and ep.")
+    if not isinstance(collect, Op | None):
+        raise FuseOpsError(f"MoE: collect is {collect!r:.80}, expected an op or None.")
+    if not (dispatch is None or (isinstance(dispatch, Op) and hasattr(dispatch, "num_experts"))):
+        raise FuseOpsError(
+            f"MoE: dispatch is {dispatch!r:.80}, expected None, or an op that says in `num_experts` how many are here."
+        )
+
+
 def _apply_expert_parallel(moe: nn.Module, mesh: Any) -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -272,7 +283,7 @@ def scaled_activation(activation: str | ScaledActivation) -> ScaledActivation:
     """The activation op of a name.  Raises FuseOpsError for an unknown one."""
     if isinstance(activation, ScaledActivation):
         return activation
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise FuseOpsError(
             f"MoE: activation is {activation!r}, expected one of {sorted(ACTIVATIONS)}, or an op that scales each row "
             "by its probability (it reads `probs`), such as fuseops.ops.ScaledSwiGLU()."
@@ -290,8 +301,6 @@ def _expert_ops(
     options: dict[str, Any],
 ) -> dict[str, Op[Any]]:
     """The ops of this rank's experts: all of them, or those of the dispatch op."""
-    if not (dispatch is None or isinstance(dispatch, Op)):
-        raise FuseOpsError(f"MoE: dispatch is {dispatch!r}, expected an op or None.")
     local_experts: int = num_experts if dispatch is None else dispatch.num_experts  # type: ignore[assignment]
     return {
         "fc1": ops.GroupedLinear(

@@ -85,10 +85,12 @@ def mark_module(module: nn.Module, mark: str | None) -> None:
     """
     if not isinstance(module, nn.Module):
         raise FuseOpsError(
-            f"mark_module expects a module, got {type(module).__name__}. Tensors have mark_offload."
+            f"mark_module(module, ...) expects an nn.Module, got {type(module).__name__}. Tensors have mark_offload."
         )
     if mark not in (KEEP, OFFLOAD, None):
-        raise FuseOpsError(f"mark_module expects 'keep', 'offload' or None, got {mark!r}.")
+        raise FuseOpsError(
+            f"mark_module(mark=...) expects 'keep', 'offload' or None, got {mark!r}."
+        )
     global module_changes
     module_changes += 1
     for _, child in walk(module):

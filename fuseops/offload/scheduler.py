@@ -61,7 +61,7 @@ class Scheduler:
              experts recompute and dispatch again is the same on all of them (`share_decisions`)
     peak     most bytes on the device: the first forward is recorded and planned for that, with what
              `policy` lets leave; instead of `plan`
-    hardware for that plan; default: this machine's, measured
+    hardware for that plan, with `peak` alone; default: this machine's, measured
     host     most bytes of host memory, as a number or a string such as "64GiB"; beyond it tensors stay
     group    `host` is what all ranks of it on one machine have together: equal parts, or with `peak` by what their
              plans need; and they plan for copies while all of them copy. Every rank makes a scheduler then
@@ -106,6 +106,11 @@ class Scheduler:
         self._peak = None if peak is None else parse_bytes(peak, "Scheduler(peak=...)")
         if self._peak is not None and (plan is not None or manual):
             raise FuseOpsError("Scheduler(peak=...) plans by itself: leave out plan= and manual=.")
+        if self._peak is None and hardware is not None:
+            raise FuseOpsError(
+                "Scheduler(hardware=...) is what it plans for, and only with peak= it plans: give both, or a plan= "
+                "that offload.plan(..., hardware=...) made."
+            )
         self._hardware = hardware
         self._host = None if host is None else parse_bytes(host, "Scheduler(host=...)")
         self._group = group

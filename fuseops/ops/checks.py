@@ -134,10 +134,15 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
 
+def _is_one(value: object) -> bool:
+    """Whether a value may be one number: neither a class, whose instances may be, nor an array of several axes."""
+    return not isinstance(value, type) and getattr(value, "ndim", 0) == 0
+
+
 def check_numbers(op: str, least: float = -math.inf, **options: Any) -> None:
     """Raise FuseOpsError for an option of `op` that is no finite number from `least` on. A number may be a tensor."""
     for name, value in options.items():
-        number = float(value) if isinstance(value, SupportsFloat) else math.nan
+        number = float(value) if isinstance(value, SupportsFloat) and _is_one(value) else math.nan
         if not (math.isfinite(number) and number >= least):
             wanted = "a finite number" + (f" from {least:g} on" if least > -math.inf else "")
             raise FuseOpsError(f"{op}: {name} is {value!r}, expected {wanted}.")
@@ -160,7 +165,7 @@ def check_flags(op: str, **options: Any) -> None:
 def check_integers(op: str, least: int | None = None, **options: Any) -> None:
     """Raise FuseOpsError for an option of `op` that is no integer from `least` on: a bool is none."""
     for name, value in options.items():
-        whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
+        whole = isinstance(value, SupportsIndex) and _is_one(value) and not isinstance(value, bool)
         if not whole or (least is not None and value < least):
             wanted = "an integer" + ("" if least is None else f" from {least} on")
             raise FuseOpsError(f"{op}: {name} is {value!r}, expected {wanted}.")

@@ -101,10 +101,7 @@ class _AxisCollective(Collective):
 
     def _resized(self, shape: Shape, grows: bool) -> Shape:
         """The shape with this axis multiplied, or divided, by the number of ranks."""
-        size = self._ranks.size
-        if size == 1:
-            return shape
-        axis = _axis(shape, self.dim)
+        size, axis = self._ranks.size, _axis(shape, self.dim)
         _check_divides(shape, axis, 1 if grows else size)
         resized = shape[axis] * size if grows else shape[axis] // size
         return (*shape[:axis], resized, *shape[axis + 1 :])

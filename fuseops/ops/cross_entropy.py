@@ -61,7 +61,8 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
     and in compiled code its loss is NaN.
 
     weight         (V,) weights w of the classes, kept as the buffer `class_weights`; None is 1 for each
-    reduction      "mean" (over the weights of the targets that count; of no tokens 0), "sum" or "none"
+    reduction      "mean" (over the weights of the targets that count; 0 of no tokens, NaN where all are ignored),
+                   "sum" or "none"
     publishes      names among "lse", "log_probs" (of the targets) and "entropy": side outputs of shape (...), float32,
                    with gradients
     gradients      "forward": made with the loss, 6 N D V operations in all, where the loss is one number and nothing is

@@ -65,7 +65,7 @@ class _Clamped(_Gated):
     ) -> None:
         """limit, alpha, offset: of the formula.  interleave, sides: as of SwiGLU."""
         check_numbers(type(self).__name__, alpha=alpha, offset=offset)
-        if limit != math.inf:  # no limit
+        if not (isinstance(limit, float) and limit == math.inf):  # no limit
             check_positive(type(self).__name__, limit=limit)
         super().__init__(interleave=interleave, **sides)
         self._set_options(interleave, float(alpha), float(limit), float(offset))

@@ -1,12 +1,13 @@
 """InjectLoss backpropagates an auxiliary loss that is never added to the training loss."""
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fuseops.errors import ShapeError
+from fuseops.errors import FuseOpsError, ShapeError
 
 from .op import Call, Grads, Op, Out, check_names
 
@@ -48,7 +49,7 @@ class InjectLoss(Op[InjectLossSaved]):
     def set_scale(self, scale: float | Tensor) -> None:
         """Set the weight of the loss for later forwards: a number, or a () tensor on the device.
 
-        Raises ShapeError for a tensor of another shape.
+        Raises ShapeError for a tensor of another shape, FuseOpsError for what is no number.
         """
         if isinstance(scale, Tensor):
             if scale.dim():
@@ -56,6 +57,8 @@ class InjectLoss(Op[InjectLossSaved]):
                     f"InjectLoss expects a scale of shape (), got {tuple(scale.shape)}."
                 )
             self.scale = scale.detach()
+        elif not isinstance(scale, Real):
+            raise FuseOpsError(f"InjectLoss: scale is {scale!r:.80}, expected a number.")
         else:
             self.scale = torch.full_like(self.scale, scale)
 

@@ -25,6 +25,10 @@ class Ranks:
     """
 
     def __init__(self, group: Any = None) -> None:
+        if not (group is None or hasattr(group, "size")):
+            raise FuseOpsError(
+                f"group is {group!r:.80}, expected a ProcessGroup, a DeviceMesh of one dimension or None."
+            )
         if getattr(group, "ndim", 1) != 1:
             raise FuseOpsError(
                 f"a collective runs over one dimension of a mesh, got {group}: slice it, mesh['tp']."

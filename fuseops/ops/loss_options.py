@@ -44,7 +44,8 @@ class LossOptions(NamedTuple):
     def check(self) -> None:
         """Raise FuseOpsError for an option out of its range."""
         cap, smoothing, published = self.soft_cap, self.label_smoothing, self.publishes
-        known = isinstance(published, (tuple, list)) and {*published} <= {*ROWS}
+        known = isinstance(published, (tuple, list)) and all(name in ROWS for name in published)
+        once = known and len({*published}) == len(published)
         ways = '"forward", "backward" or None'
         fits = {
             "reduction": (self.reduction in ("mean", "sum", "none"), '"mean", "sum" or "none"'),
@@ -52,7 +53,7 @@ class LossOptions(NamedTuple):
             "z_loss": (is_number(self.z_loss), "a finite number"),
             "soft_cap": (cap is None or (is_number(cap) and cap > 0), "above zero, or None"),
             "temperature": (is_number(self.temperature) and self.temperature > 0, "above zero"),
-            "publishes": (known, f"names among {ROWS}"),
+            "publishes": (once, f"names among {ROWS}, each once"),
             "gradients": (self.gradients in (None, "forward", "backward"), ways),
         }
         check_integers("LinearCrossEntropy", ignore_index=self.ignore_index)

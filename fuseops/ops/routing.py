@@ -84,7 +84,8 @@ class Routing(NamedTuple):
 
         rows: the number of rows to allocate (tokens times top-k); unused ones are padding. None counts them, which
         synchronises a CUDA device. `pos` is (T, E), -1 where an expert was not chosen.
-        Raises ShapeError when `chosen` is not boolean.
+        Raises ShapeError when `chosen` is not boolean, `probs` has another shape or no float dtype, or `rows` are too
+        few (checked on the CPU only: it would synchronise).
         """
         check_tensors("from_multihot", chosen=chosen, probs=probs)
         wrong = chosen.dtype is not torch.bool or not probs.is_floating_point()

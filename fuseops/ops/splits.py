@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.errors import FuseOpsError
+from fuseops.kernels.groups import bad_ends, check_ends, check_offs
 from fuseops.kernels.registry import opaque_call
 from fuseops.plain import PLAIN
 
@@ -20,13 +21,7 @@ def check_splits(offs: Tensor, rows: int, device: torch.device) -> None:
     device, and in traced code, values are checked under `fo.debug()` only.  Raises FuseOpsError under a `vmap` over
     them.
     """
-    if offs.dtype is not torch.int32 or offs.dim() != 1:
-        raise ShapeError(
-            f"offs must be int32 (E,), the cumulative row end of every group, got {offs.dtype} of shape "
-            f"{tuple(offs.shape)}. Counts become offs by Routing.from_counts(tokens_per_expert)."
-        )
-    if offs.device != device:
-        raise ShapeError(f"offs is on {offs.device}, the rows are on {device}: move it there.")
+    check_offs(offs, device)
     if torch.compiler.is_compiling():
         if scopes.current().debug is not None:
             torch_private.assert_async(
@@ -40,36 +35,6 @@ def check_splits(offs: Tensor, rows: int, device: torch.device) -> None:
             )
     elif offs.device.type == "cpu":
         if type(offs) in PLAIN:
-            opaque_call(_check_values, offs, rows)
+            opaque_call(check_ends, offs, rows)
     elif scopes.current().debug is not None:
         scopes.current().debug.splits(offs, rows)
-
-
-def group_starts(offs: Tensor) -> Tensor:
-    """The row at which each group begins.   (E,) ends -> (E,)"""
-    return torch.cat([offs.new_zeros(1), offs[:-1]])
-
-
-def bad_ends(offs: Tensor, rows: int) -> Tensor:
-    """A mask of groups that end before they begin, or beyond the last row.   (E,) ends -> (E,) bool"""
-    return (offs < group_starts(offs)) | (offs > rows)
-
-
-def _check_values(offs: Tensor, rows: int) -> None:
-    start = 0
-    for group, end in enumerate(offs.tolist()):
-        if not start <= end <= rows:
-            raise ShapeError(bad_end_message(group, start, end, rows))
-        start = end
-
-
-def bad_end_message(group: int, start: int, end: int, rows: int) -> str:
-    """The message of an error about the end of one group."""
-    if end < start:
-        why = f"before it begins ({start})" if group else "which is negative"
-    else:
-        why = f"but x has {rows} rows"
-    return (
-        f"offs are cumulative row ends; group {group} ends at row {end}, {why}. "
-        "Routing.from_counts(tokens_per_expert) builds them."
-    )

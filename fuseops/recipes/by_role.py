@@ -64,8 +64,8 @@ class ByName(Recipe):
     def __post_init__(self) -> None:
         if not isinstance(self.choices, tuple):
             raise FuseOpsError(
-                f"ByName({self.choices!r:.80}): expected ((glob, recipe), ...). fo.configure(model, recipe={{glob: "
-                "recipe}) makes it of a dict, and looks whether each glob names an op."
+                f"ByName(choices={self.choices!r:.80}): expected ((glob, recipe), ...). fo.configure(model, "
+                "recipe={glob: recipe}) makes it of a dict, and looks whether each glob names an op."
             )
         super().__post_init__()
 

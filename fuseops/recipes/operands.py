@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache, partial
 from typing import cast
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.groups import padded_columns
+from fuseops.kernels.groups import check_ends, check_offs, padded_columns
 from fuseops.kernels.scales import RowTransform
+from fuseops.plain import PLAIN
 from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
@@ -41,7 +43,8 @@ def quantize(
     are enough in a format whose columns follow from them (`columns_follow`).
     With a block of several rows x is a weight, (N, K) or (E, N, K), and its columns are those of its transpose.
     Raises FuseOpsError for an x without floating-point rows, a `scaling` that is no `Scaling` (a recipe has one for
-    each role), and if neither layout is wanted.
+    each role), groups of a weight, and if neither layout is wanted; ShapeError for `offs` that are not int32 (E,) and,
+    on the CPU, for ends that fall or lie beyond the rows.
     """
     if not isinstance(scaling, Scaling):
         raise FuseOpsError(
@@ -53,8 +56,7 @@ def quantize(
         raise FuseOpsError(
             f"fo.quantize: x is {x.dtype} of shape {tuple(x.shape)}, expected floating-point rows (..., K)."
         )
-    if not isinstance(offs, Tensor | None):
-        raise FuseOpsError(f"fo.quantize: offs is {offs!r:.80}, expected a tensor or None.")
+    _check_groups(x, scaling, offs)
     if not isinstance(row, bool) or not isinstance(col, bool):
         raise FuseOpsError(f"fo.quantize: row is {row!r:.80} and col {col!r:.80}, expected bools.")
     if not (row or col):
@@ -67,6 +69,22 @@ def quantize(
         else:
             q = unswizzle(operand(x, scaling, offs, row=row, col=col))
     return q if source is None else replace(q, carrier=carrier_of(source))
+
+
+def _check_groups(x: Operand, scaling: Scaling, offs: Tensor | None) -> None:
+    """Raise an error for what are no ends of groups of the rows of x."""
+    if offs is None:
+        return
+    if not isinstance(offs, Tensor):
+        raise FuseOpsError(f"fo.quantize: offs is {offs!r:.80}, expected a tensor or None.")
+    if scaling.is_square:
+        raise FuseOpsError(
+            f"fo.quantize: {scaling} is a format of weights, and offs are ends of rows of tokens: leave offs out, or "
+            "take the format of inputs, recipe.roles().input."
+        )
+    check_offs(offs, x.device if isinstance(x, Tensor) else offs.device)
+    if type(offs) in PLAIN and offs.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_ends(offs, math.prod(x.shape[:-1]))
 
 
 def columns_follow(scaling: Scaling) -> bool:

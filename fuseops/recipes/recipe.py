@@ -58,13 +58,13 @@ class Roles:
     delayed     the recipe whose state gives the scales, where they are not computed from the tensor itself
     columns, square_columns   derived: whether the weight gradient multiplies two quantized operands (if only one is, it
                 reads rows), and whether their columns are in squares, which the kernels before a GEMM can write
-    Raises FuseOpsError for another value of any of them.
+    Raises FuseOpsError for another value of any of them but `delayed`.
     """
 
     input: Scaling | None = field(default=None, metadata=FORMAT)
     weight: Scaling | None = field(default=None, metadata=FORMAT)
     grad_output: Scaling | None = field(default=None, metadata=FORMAT)
-    high_wgrad: bool = False
+    high_wgrad: bool = option(False, True)
     hidden: Scaling | None = field(default=None, metadata=FORMAT)
     weights: str = option(*POLICIES)
     backward: str | None = option(*BACKWARDS)

@@ -99,10 +99,11 @@ def unsaved_fields(step: Step | None) -> str:
 
 def check_declared(name: str, op: Op[Any]) -> None:
     """Raise FuseOpsError for an op that would lose a gradient: of a parameter that its `fwd` does not take by keyword,
-    and so could only read from `self`, or of a side output whose gradient its `bwd` does not take.
+    and so could only read from `self`, or of a side output whose gradient its `bwd` does not take. And for one that
+    delays the gradient of no parameter of its own, which would come at once.
     """
     what = f"op {name!r} ({type(op).__name__})"
-    for declared in ("reads", "writes"):
+    for declared in ("reads", "writes", "delays"):
         names = getattr(op, declared)
         if isinstance(names, str):
             raise FuseOpsError(
@@ -113,13 +114,18 @@ def check_declared(name: str, op: Op[Any]) -> None:
                 f"{type(op).__name__}.{declared} is {names!r}, expected each name once: of what is named twice the "
                 "gradient would count twice."
             )
+    parameters = [*op.parameter_names()]
+    if unknown := [delayed for delayed in op.delays if delayed not in parameters]:
+        raise FuseOpsError(
+            f"{what} delays the gradients of {unknown}, expected some of {parameters}."
+        )
     lost = set(op.writes) - op.integers
     if lost and not op.pure and not op.signature.bwd_dside:
         raise FuseOpsError(
             f"{what} publishes {sorted(lost)}, whose gradients its bwd does not take: write bwd(self, saved, dy, *, "
             "dside), or name what has no gradient in `integers`."
         )
-    by_keyword = {own for keyword in op.parameter_names() for own in op.registered(keyword)}
+    by_keyword = {own for keyword in parameters for own in op.registered(keyword)}
     missed = [own for own, p in op._parameters.items() if p is not None and own not in by_keyword]
     missed += [
         own

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.kernels.groups import bad_end_message, bad_ends, group_starts
 from fuseops.ops import scopes
-from fuseops.ops.splits import bad_end_message, bad_ends, group_starts
 from fuseops.recipes.numerics import GemmError, OperandNumbers, QuantizationStats
 
 from . import bridge, checks, run

@@ -242,15 +242,12 @@ def _buffer(op: Op[Any], name: str) -> Tensor:
             f"{what}, which is {type(buffer).__name__}: set it to a float32 tensor of shape {tuple(parameter.shape)}, "
             "or build the op with accumulate_into_main_grad=False."
         )
+    dtypes = dict.fromkeys((torch.float32, parameter.dtype))
     fits = buffer.shape == parameter.shape and buffer.device == parameter.device
-    if (
-        not fits
-        or not buffer.is_contiguous()
-        or buffer.dtype not in (torch.float32, parameter.dtype)
-    ):
+    if not fits or not buffer.is_contiguous() or buffer.dtype not in dtypes:
         raise FuseOpsError(
             f"{what}, a {'' if buffer.is_contiguous() else 'non-contiguous '}{buffer.dtype} of shape "
-            f"{tuple(buffer.shape)} on {buffer.device}: expected a contiguous {torch.float32} or {parameter.dtype} "
+            f"{tuple(buffer.shape)} on {buffer.device}: expected a contiguous {' or '.join(map(str, dtypes))} "
             f"of shape {tuple(parameter.shape)} on {parameter.device}."
         )
     return buffer

@@ -192,5 +192,6 @@ register(ops.Reshape,       lambda w: ops.Reshape(*w.choose((-1, w.width), (-1, 
 register(ops.Tap,           lambda w: ops.Tap(w.choose("residual", "skip")))
 register(ops.Swap,          lambda w: ops.Swap("residual", "skip"))
 register(ops.Add,           lambda w: ops.Add(w.choose("residual", "skip")))
-_each((ops.AllGather, ops.ReduceScatter, ops.AllReduce), lambda op, w: op(None))  # what it sends is tested on ranks
+register(ops.AllReduce,     lambda w: ops.AllReduce())  # what collectives send is tested on ranks
+_each((ops.AllGather, ops.ReduceScatter), lambda op, w: op(None, -1))
 # fmt: on

@@ -10,6 +10,7 @@ from torch import nn
 from fuseops.attributes import attributes_set
 from fuseops.layers.sequential import Sequential
 from fuseops.ops import scopes
+from fuseops.ops.checks import check_numbers
 from fuseops.ops.op import Op
 from fuseops.ops.paths import check_module, walk
 from fuseops.recipes import Recipe
@@ -99,7 +100,9 @@ def _differences(
 ) -> tuple[Differences, tuple[FiredRule, ...]]:
     check_module("assert_fused_matches_unfused(model, ...)", model)
     given = [t for _, t in tensors((inputs, side), "")]
-    if tol is None:
+    if tol is not None:
+        check_numbers("assert_fused_matches_unfused", 0, tolerance=tol)
+    else:
         tol = tolerance([*given, *model.parameters()])
     wants_grad = [t.requires_grad for t in given if t.is_floating_point()]
     fired: tuple[FiredRule, ...] = ()

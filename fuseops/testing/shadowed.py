@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fuseops.errors import FuseOpsError
 from fuseops.rules.rule import Maybe, Rule, types_of
 
 Types = tuple[type, ...]
@@ -47,6 +48,10 @@ def assert_no_rule_is_shadowed(rules: Sequence[Rule]) -> None:
 
     Raises AssertionError that names the dead rules and those that shadow them.
     """
+    if not (isinstance(rules, Sequence) and all(isinstance(rule, Rule) for rule in rules)):
+        raise FuseOpsError(
+            f"assert_no_rule_is_shadowed(rules) expects fuseops.Rules, got {rules!r:.80}."
+        )
     dead = []
     for rule in rules:
         shadows = [shadowing_rule(rules, rule, types) for types in expansions(rule)]

@@ -126,6 +126,11 @@ def test_ranks_that_measured_together_plan_for_the_slowest(
     assert Hardware.slowest(found[::-1]) == one  # ranks alike
     with pytest.raises(FuseOpsError, match="other sizes"):
         Hardware.slowest([base, base.with_link(1.0)])
+    with pytest.raises(FuseOpsError, match="one profile or more, got none"):
+        Hardware.slowest([])
+    for factor in (0, -1.0, float("nan"), "2"):
+        with pytest.raises(FuseOpsError, match="a finite number above 0"):
+            base.slower(factor)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to measure")

@@ -793,6 +793,9 @@ def test_a_peak_is_planned_for_at_the_first_forward_and_kept_to() -> None:
     assert moved(scheduler) == chosen
     with pytest.raises(FuseOpsError, match="plans by itself"):
         offload.Scheduler(model, "blocks.*", peak=peak, plan={})
+    for more in ({}, {"plan": scheduler.plan}, {"manual": True}):
+        with pytest.raises(FuseOpsError, match="only with peak= it plans"):
+            offload.Scheduler(model, "blocks.*", hardware=hardware, **more)
 
 
 def test_a_peak_that_cannot_be_kept_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -196,6 +196,7 @@ def test_stages_cover_the_step() -> None:
         (Pipeline(2, 0), "micro_batches"),
         (Pipeline(2, 2, 0), "chunks"),
         (Pipeline(2, 3, 2), "multiple of the ranks"),
+        *((Pipeline(2, 2, weight_share=share), "weight_share") for share in (2.0, -0.1, "half")),
         (Pipeline(2, 1, 1, ((Turn(FORWARD, 0, 0),),)), "turns of 1 ranks"),
         ((2, 2), "an offload.Pipeline"),
     ],

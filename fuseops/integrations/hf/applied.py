@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
-from fuseops.ops.paths import STAND_IN
+from fuseops.ops.checks import check_flags
+from fuseops.ops.paths import STAND_IN, check_module
 from fuseops.ops.stored import lent_error
 
 from . import adapters, experts, loss, mlp, norm, packing, recognise, rope, router, stand_ins
@@ -43,8 +43,8 @@ def apply(model: nn.Module, *, pack: bool = False, dry_run: bool = False) -> App
     dry_run: report only.  Calling it again looks at everything anew.  -> what was replaced, what was not and why
     Raises FuseOpsError for what is no module, and inside of `fo.quantized_init`.
     """
-    if not isinstance(model, nn.Module):
-        raise FuseOpsError(f"hf.apply expects a model, got {type(model).__name__}.")
+    check_module("hf.apply(model)", model)
+    check_flags("hf.apply", pack=pack, dry_run=dry_run)
     if scopes.current().storing is not None:
         raise lent_error("hf.apply")
     entries = []
@@ -78,6 +78,7 @@ def revert(model: nn.Module) -> None:
 
     Raises FuseOpsError, and changes nothing, where adapters or hooks are on what was packed.
     """
+    check_module("hf.revert(model)", model)
     packed = []
     for path, module in model.named_modules():
         if packing.is_packed(module):

@@ -148,7 +148,11 @@ class Hardware:
         return self.copy_seconds(lane, int(cost), duplex=duplex) if copies else cost
 
     def slower(self, factor: float) -> Hardware:
-        """A machine whose copies take `factor` times as long."""
+        """A machine whose copies take `factor` times as long.  Raises FuseOpsError for a factor that is not above 0."""
+        if not (isinstance(factor, int | float) and 0 < factor < math.inf):
+            raise FuseOpsError(
+                f"slower(factor) expects a finite number above 0, got {factor!r:.80}."
+            )
         d2h, h2d, both = (
             Curve(tuple((size, rate / factor) for size, rate in curve.points))
             for curve in (self.d2h, self.h2d, self.both)
@@ -272,8 +276,10 @@ class Hardware:
     def slowest(cls, found: Sequence[Hardware]) -> Hardware:
         """The lowest rates of several profiles.   found: one or more, measured over the same sizes
 
-        Raises FuseOpsError for curves over other sizes.
+        Raises FuseOpsError for none, and for curves over other sizes.
         """
+        if not found:
+            raise FuseOpsError("slowest(found) expects one profile or more, got none.")
         first = found[0]
         rates: dict[str, Any] = {
             name: Curve.lowest([getattr(h, name) for h in found]) for name in ("d2h", "h2d", "both")

@@ -75,9 +75,11 @@ def _turns_of(actions: Iterable[Any]) -> Iterator[Turn]:
 def check_pipeline(pipeline: Pipeline) -> None:
     """Raise FuseOpsError for a pipeline that there is not."""
     instance_of(pipeline, Pipeline, "plan_pipeline(pipeline=...)", "an offload.Pipeline")
-    ranks, count, chunks, order, _ = pipeline
+    ranks, count, chunks, order, share = pipeline
     for name, value in zip(Pipeline._fields, (ranks, count, chunks), strict=False):
         whole_number(value, f"Pipeline({name}=...)", least=1)
+    if not (isinstance(share, int | float) and 0 <= share <= 1):
+        raise FuseOpsError(f"Pipeline(weight_share=...) expects 0 to 1, got {share!r:.80}.")
     if order and len(order) != ranks:
         raise FuseOpsError(
             f"Pipeline(order=...) has the turns of {len(order)} ranks, and there are {ranks}."
