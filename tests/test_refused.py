@@ -473,7 +473,9 @@ def test_a_mesh_that_is_none_is_refused_where_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("check", [fo.testing.assert_fused_matches_unfused, fo.testing.bisect])
-@pytest.mark.parametrize("tolerance", [float("nan"), -1.0, "a", object()], ids=repr)
+@pytest.mark.parametrize(
+    "tolerance", [float("nan"), -1.0, "a", object()], ids=lambda value: type(value).__name__
+)
 def test_a_tolerance_that_nothing_could_exceed_is_refused(
     check: Callable[..., object], tolerance: object
 ) -> None:
