@@ -37,6 +37,7 @@ def test_a_stage_whose_gradients_nobody_would_reduce_is_refused() -> None:
         torch.nn.parallel.DistributedDataParallel
     )
     torch.nn.Module.__init__(wrapped)
+    wrapped.parameters_to_ignore = set()  # which it has before it is given its module
     wrapped.module = fo.Sequential(fo.ops.Linear(2, 2))
     with pytest.raises(fo.FuseOpsError, match="Shard the stage by fully_shard"):
         dw_builder(wrapped)
