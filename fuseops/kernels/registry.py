@@ -136,8 +136,6 @@ class KernelOp(Generic[P, R]):
                 f"kernel op '{self.label}' is registered twice: torch keeps an op until the process ends, so give the "
                 "launcher another name."
             )
-        if self.twin is options.twin:  # it takes no record
-            _check_twin(self.label, signature, options.twin)
         try:
             schema = torch.library.infer_schema(launcher, mutates_args=options.mutates)
         except ValueError as error:
@@ -154,6 +152,8 @@ class KernelOp(Generic[P, R]):
                 f"kernel op '{self.label}' takes {schema.partition(' -> ')[0]}, some of it by keyword alone, and calls "
                 "are repeated by position: leave the * out of the launcher. Callers may give keywords all the same."
             )
+        if self.twin is options.twin:  # it takes no record
+            _check_twin(self.label, signature, options.twin)
         self._takes_lists = re.search(r"Tensor\S*\[", schema.partition(" -> ")[0]) is not None
         lib = library(namespace)
         lib.define(self.name + schema)
