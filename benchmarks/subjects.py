@@ -691,7 +691,6 @@ SUBJECTS = {
         (
             Table("over bf16", fp8_steps, "fp8_layers_h200", "fp8_layers_torchao_h200"),
             Table("bytes over bf16's", fp8_bytes, "fp8_layers_h200"),
-            Table("one scale a group, over bf16", fp8_steps, "fp8_one_scale_h200"),
         ),
         f"{span([*fp8_layers.LEAST['fp8'].values()])} times bf16's speed forward and backward, "
         f"{span([*fp8_layers.LEAST['fp8_kept'].values()])} with kept weights, each layer its own",
