@@ -94,9 +94,8 @@ OPS = {
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[fo.Sequential, Tensor, dict[str, Tensor]]:
+def runs(draw: st.DrawFn, dtype: torch.dtype) -> tuple[fo.Sequential, Tensor, dict[str, Tensor]]:
     names = draw(st.lists(st.sampled_from(sorted(OPS)), min_size=2, max_size=5))
-    dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
     leading = draw(st.sampled_from([(6,), (2, 5), (1,), (D,)]))
     if len(leading) > 1:  # probabilities are (R,) there
         names = [name for name in names if name != "ScaledSReLU"] + ["SiLU", "Tanh"]
@@ -121,10 +120,11 @@ def runs(draw: st.DrawFn) -> tuple[fo.Sequential, Tensor, dict[str, Tensor]]:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("graphs", "by_choice")
-def test_a_run_equals_its_ops_and_is_one_span() -> None:
-    @settings(max_examples=settings.default.max_examples // 5)  # each is traced
-    @given(case=runs(), asks=st.booleans())
+def test_a_run_equals_its_ops_and_is_one_span(dtype: torch.dtype) -> None:
+    @settings(max_examples=-(-settings.default.max_examples // 15))  # each is traced
+    @given(case=runs(dtype), asks=st.booleans())
     def law(case: tuple[fo.Sequential, Tensor, dict[str, Tensor]], asks: bool) -> None:
         model, x, side = case
         x.requires_grad_(asks)
