@@ -106,6 +106,8 @@ def step_peaks() -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--step", action="store_true", help="the step of transformers' Qwen3-MoE")
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, choices=RECIPES)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     found: dict[str, Any] = {
@@ -113,7 +115,8 @@ def main() -> None:
         "sizes": f"{T} tokens, D {D}, F {F}, {E} experts, {K} a token, bfloat16",
     }
     found["memory"] = {
-        name: {label: planned(name, recipe) for label, recipe in RECIPES.items()} for name in MODELS
+        name: {label: planned(name, RECIPES[label]) for label in given.recipes}
+        for name in given.models
     }
     if given.step:
         found["memory"]["Qwen3-MoE of transformers"] = step_peaks()

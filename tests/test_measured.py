@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,12 +69,18 @@ def grouped_gemm() -> Any:
     return loaded("grouped_gemm")
 
 
-@pytest.mark.parametrize("recipe", recipe_memory.RECIPES)
-@pytest.mark.parametrize("model", ("MoE layer", "dense block"))
-def test_no_recipe_saves_more_or_plans_a_higher_peak_than_bf16(model: str, recipe: str) -> None:
-    """Beside kept weights. With an FP8 h at most 0.55 is saved beyond the input."""
-    found = recipe_memory.planned(model, recipe_memory.RECIPES[recipe])
-    high = recipe_memory.planned(model, None)
+@pytest.mark.parametrize("recipe", [name for name in recipe_memory.RECIPES if name != "bf16"])
+@pytest.mark.parametrize("model", ["MoE layer", "dense block"])
+def test_no_recipe_saves_more_or_plans_a_higher_peak_than_bf16(
+    model: str, recipe: str, tmp_path: Path
+) -> None:
+    """Beside kept weights, in a process of its own. With an FP8 h at most 0.55 is saved beyond the input."""
+    out = tmp_path / "found.json"
+    script = str(BENCHMARKS / "recipe_memory.py")
+    ran = fresh.run(script, "--out", str(out), "--models", model, "--recipes", "bf16", recipe)
+    assert not ran.returncode, ran.stderr
+    by_recipe = json.loads(out.read_text())["memory"][model]
+    found, high = by_recipe[recipe], by_recipe["bf16"]
     for what in ("saved", "peak of a step"):
         assert found[what] <= high[what], what
     if "hidden" in recipe:
