@@ -135,7 +135,7 @@ def test_a_repeated_step_launches_what_its_ops_do(kind, rows, recipe, by_address
             assert torch.equal(ours, theirs)
         if recipe == "none":  # under one, a step launches a kernel often enough to replay it
             assert len(by_address) == per_step[-1], k
-        if k in (1, 3, 4):
+        if k in (1, 3):
             with torch.no_grad():
                 [p.mul_(-0.75) for p in model.parameters()]
     assert per_step[-1] == per_step[-2]
