@@ -8,7 +8,7 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); [ $$n -
 
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal
 # Of the tests and of those of the kernels: a slow machine tests less of what is drawn, and CI=true tests everything.
-MINUTES ?= 6.5 2.5
+MINUTES ?= 6 2.5
 within = $(if $(filter true,$(CI)),,--minutes $(word $(1),$(MINUTES)))
 
 .PHONY: setup demo test fuzz aot lint types docs package fmt clean
