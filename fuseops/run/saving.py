@@ -60,7 +60,7 @@ def pack(
 
 def _with_components(values: Sequence[Any]) -> list[Any]:
     """The values with a `QuantizedForm` in place of each Quantized, and behind them the components of all."""
-    components = [t for v in values if type(v) is Quantized for t in v.components().values()]
+    components = [t for v in values if type(v) is Quantized for t in v.tensors()]
     return [v.form if type(v) is Quantized else v for v in values] + components
 
 
@@ -71,7 +71,7 @@ def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:
             flat.append(value)
         return place
     if isinstance(value, Quantized):
-        parts = [_place(c, flat, slots) for c in value.components().values()]
+        parts = [_place(c, flat, slots) for c in value.tensors()]
         return QuantizedSlots(value.form, (*parts,))
     return Const(value)
 
