@@ -182,15 +182,22 @@ def grouped_bias_bwd(
     return y, dprobs
 
 
-def sum_partials(partial: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(S, N) float32 partial sums -> (N,), in a fixed order."""
-    return sum_all_partials(partial[None], dtype)[0]
+def sum_partials(
+    partial: Tensor, dtype: torch.dtype = torch.float32, offs: Tensor | None = None
+) -> Tensor:
+    """(S, N) float32 partial sums -> (N,), in a fixed order.
+
+    offs: the N columns are rows in groups; what lies at or beyond offs[-1] need not be written, and is zero.
+    """
+    return sum_all_partials(partial[None], dtype, offs)[0]
 
 
-def sum_all_partials(partial: Tensor, dtype: torch.dtype) -> list[Tensor]:
+def sum_all_partials(
+    partial: Tensor, dtype: torch.dtype, offs: Tensor | None = None
+) -> list[Tensor]:
     """`sum_partials` of each of partial (0 to 2, S, N), in one launch."""
     count, splits, n = partial.shape
-    if count == splits == 1 and partial.dtype == dtype:
+    if count == splits == 1 and partial.dtype == dtype and offs is None:
         return [partial[0, 0]]
     if not count:
         return []
@@ -199,8 +206,8 @@ def sum_all_partials(partial: Tensor, dtype: torch.dtype) -> list[Tensor]:
     block_n = pow2(n, most=SUM_TILE // block_s)
     launch(
         device("reduce").column_sums_kernel, (cdiv(n, block_n), count),
-        partial, sums[0], sums[-1], splits, n,
-        BLOCK_S=block_s, BLOCK_N=block_n, **pdl_overlap(partial.device), num_warps=4,
+        partial, *pointers(partial, offs), sums[0], sums[-1], splits, n, num_groups(offs),
+        GROUPS=offs is not None, BLOCK_S=block_s, BLOCK_N=block_n, **pdl_overlap(partial.device), num_warps=4,
     )  # fmt: skip
     return sums
 

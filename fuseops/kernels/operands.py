@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fuseops.kernels import fp8_paths, tiles
 from fuseops.kernels.activation import act_fwd, scaled_act_bwd, scaled_act_fwd
-from fuseops.kernels.bias import row_factors
+from fuseops.kernels.bias import row_factors, sum_partials
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.formats import LARGEST, Format, quantize_format
 from fuseops.kernels.fp8 import dequantize
@@ -344,10 +344,7 @@ def dswiglu_operand(
         return _dswiglu_operand(p)
     out, blocks = _outputs(h, rows, 2 * n, offs, dtype, row, col)
     (_, _, a, a_scale), _ = _outputs(h, rows, n, offs, a_dtype, False, act)
-    if probs is None:
-        partial = h.new_empty(0, dtype=torch.float32)
-    else:
-        partial = h.new_zeros(n // BLOCK, rows, dtype=torch.float32)
+    partial = h.new_empty(0 if probs is None else (n // BLOCK, rows), dtype=torch.float32)
     operands = da, h, *pointers(h, h_scale, row_factors(probs, h), offs)
     flags = {
         "SCALED": probs is not None,
@@ -372,7 +369,7 @@ def dswiglu_operand(
             SHIFT=LARGEST[dtype], A_SHIFT=LARGEST[a_dtype], BLOCK_E=tiles.pow2(num_groups(offs), least=32), **flags,
             **pdl_overlap(h.device), **DSWIGLU.pick(rows, (n,), h),
         )  # fmt: skip
-    return *out, a, a_scale, partial if probs is None else partial.sum(0)
+    return *out, a, a_scale, partial if probs is None else sum_partials(partial, offs=offs)
 
 
 @fp8_op(

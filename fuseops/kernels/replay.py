@@ -139,6 +139,22 @@ class Allocation(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it spans: 0 of an empty one."""
+        if 0 in self.shape:
+            return 0
+        ends = [(size - 1) * by for size, by in zip(self.shape, self.strides, strict=True)]
+        return (sum(ends) + 1) * self.dtype.itemsize
+
+    def lines(self, number: int, namespace: dict[str, Any]) -> list[str]:
+        """Lines of generated code that allocate `t<number>`, at the address `p<number>`."""
+        dtype = bind_constant(self.dtype, namespace)
+        return [
+            f" t{number} = empty({self.shape}, {self.strides}, {dtype})",
+            f" p{number} = t{number}.data_ptr()",
+        ]
+
 
 class Replay:
     """A `Replay` repeats the allocations and launches of an op for operands of one kind.
@@ -280,16 +296,19 @@ class Replay:
             f"  with device(index): return replay({all_params})",
             " stream = stream_of(index)",
         ]
-        outputs = [f"t{k}" for k in range(len(tensors_of), len(tensors))]
-        lines += self.lines([f"p{k}" for k in range(len(tensors_of))], outputs, namespace)
+        made = range(len(tensors_of), len(tensors))
+        for number, allocation in zip(made, self.allocations, strict=True):
+            lines += allocation.lines(number, namespace)
+        lines += self.launch_lines([f"p{k}" for k in range(len(tensors))], namespace)
+        outputs = [f"t{k}" for k in made]
         if self.writes:
             namespace["bump_versions"] = bump_versions
             lines.append(f" bump_versions([{', '.join([params[k] for k in self.writes])}])")
         if self.outputs is not None:
             all_allocated = ", ".join(outputs)
             outputs = [
-                f"view([{all_allocated}], outputs[{k}])" if made is None else outputs[made]
-                for k, made in enumerate(self.output_slots)
+                f"view([{all_allocated}], outputs[{k}])" if slot is None else outputs[slot]
+                for k, slot in enumerate(self.output_slots)
             ]
         if self.returns_value:
             lines.append(f" return {', '.join(outputs)}{',' * self.returns_tuple}")
@@ -307,16 +326,9 @@ class Replay:
             for place in self.outputs
         ]
 
-    def lines(
-        self, addresses: Sequence[str], allocated: Sequence[str], namespace: dict[str, Any]
-    ) -> list[str]:
-        """Generate lines that allocate and launch.   addresses: of operands.  new: names of allocations, as "t7" """
-        lines = []
-        for name, (shape, strides, dtype) in zip(allocated, self.allocations, strict=True):
-            lines.append(f" {name} = empty({shape}, {strides}, {bind_constant(dtype, namespace)})")
-            lines.append(f" p{name[1:]} = {name}.data_ptr()")
-        addresses = [*addresses, *[f"p{name[1:]}" for name in allocated]]
-        return [*lines, *[program.line(addresses, namespace) for program in self.launch_code]]
+    def launch_lines(self, addresses: Sequence[str], namespace: dict[str, Any]) -> list[str]:
+        """Generate lines that launch.   addresses: expressions, of the operands and then of the allocations"""
+        return [program.line(addresses, namespace) for program in self.launch_code]
 
 
 def _program(launcher: Launcher, recorded: Launch, tensors: Sequence[Tensor]) -> Program:

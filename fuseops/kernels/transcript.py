@@ -3,7 +3,8 @@
 The function is Python that chooses kernels, their order and views by the kinds of its operands (shapes, strides,
 dtypes), so for operands of the same kinds it does the same every time. One real call of it is recorded; from then on
 the generated function repeats the recorded allocations, launches and ATen calls, and none of the Python runs. Kernel
-ops are inlined from their replays (`replay`), and no tensor is made of memory that only launches read.
+ops are inlined from their replays (`replay`), and no tensor is made of memory that only launches use: what is small
+lies in one scratch tensor of the call, where each place is used again once it was read for the last time.
 
 A function cannot be transcribed that reads values, draws random numbers, writes to a tensor that others may hold, or
 uses a tensor that is not its operand. Calls that depend on more than kinds of operands are repeated as a whole: a
@@ -13,6 +14,8 @@ launcher that calls `not_replayable`, a twin that reads values, and functions in
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +30,7 @@ from fuseops import torch_private
 from fuseops.attributes import attributes_set
 from fuseops.kernels.launch import thread
 from fuseops.kernels.registry import KernelOp
-from fuseops.kernels.replay import ALIGNED, Replay, active_replays, bind_constant
+from fuseops.kernels.replay import ALIGNED, Allocation, Replay, active_replays, bind_constant
 from fuseops.plain import PLAIN
 
 R = TypeVar("R")
@@ -46,6 +49,8 @@ DIRECT: dict[Any, Callable[..., Any]] = {
 """Functions that call an op in half the time of its overload."""
 PRODUCTS = A.mm.default, A.addmm.default
 MASKS = torch.bool, torch.uint8
+SCRATCH_MOST = 1 << 20  # larger memory is allocated, and freed, by itself
+SCRATCH_ALIGNED = 512  # as what torch allocates
 TRANSCRIPT_FILE = "<fuseops transcript>"  # the file name of generated functions in tracebacks
 REFUSED = (
     torch.Tag.nondeterministic_seeded,
@@ -90,6 +95,15 @@ class RecordedCall(NamedTuple):
     has_effects: bool
     is_view: bool
     within: Any
+
+
+class Allocated(NamedTuple):
+    """An `Allocated` is memory that the replay of a step allocates, from that step to its last use."""
+
+    number: int
+    memory: Allocation
+    at: int
+    last: int
 
 
 class Transcriber(torch_private.DispatchMode):
@@ -316,6 +330,9 @@ class _CodeGenerator:
                 self.objects |= slots
             self.steps.insert(0, step)
         self._fuse_transposes()
+        self.last_uses = self._last_uses()
+        self.allocated = [self._allocated(at, step) for at, step in enumerate(self.steps)]
+        self.scratch, self.scratch_bytes = self._place_scratch()
 
     def _fuse_transposes(self) -> None:
         """Fuse a transpose and the one product that reads it into `linear`, which calls the same kernel."""
@@ -376,14 +393,14 @@ class _CodeGenerator:
         ]
         lines += [f" {', '.join(f't{k}' for k in transcriber.given)}, = given"]
         lines += [*self._guard_lines(), " given.clear()"]
-        last_uses, current_step = self._last_uses(), None
-        lines += self._free_lines(last_uses, -1)
+        current_step = None
+        lines += [*self._free_lines(-1), *self._scratch_lines()]
         for at, step in enumerate(self.steps):
             if step.within is not current_step:
                 current_step = step.within
                 lines.append(f" step = {bind_constant(current_step, self.namespace)}")
-            lines += self._launch_lines(step) if _is_inlined(step) else self._call_lines(step)
-            lines += self._free_lines(last_uses, at)
+            lines += self._launch_lines(at, step) if _is_inlined(step) else self._call_lines(step)
+            lines += self._free_lines(at)
         lines.append(f" return {self._text(self.result)}")
         exec(compile("\n".join(lines), TRANSCRIPT_FILE, "exec"), self.namespace)
         generated: Repeat = self.namespace.pop("repeat")  # it has the namespace: no cycle
@@ -434,22 +451,63 @@ class _CodeGenerator:
         lines = [f" {names}{',' * step.returns_tuple} = {call}"]
         return lines + [f" p{r} = t{r}.data_ptr()" for r in step.results if r in self.addressed]
 
-    def _launch_lines(self, step: RecordedCall) -> list[str]:
+    def _launch_lines(self, at: int, step: RecordedCall) -> list[str]:
         """Lines that inline the allocations and launches of a step's replay."""
+        lines: list[str] = []
+        for number, memory, _, _ in self.allocated[at]:
+            if number not in self.scratch:
+                lines += memory.lines(number, self.namespace)
+        addresses = [self._address(slot) for slot in step.target.tensors_of(step.args)]
+        addresses += [f"p{each.number}" for each in self.allocated[at]]
+        return lines + step.target.launch_lines(addresses, self.namespace)
+
+    def _allocated(self, at: int, step: RecordedCall) -> list[Allocated]:
+        """What the replay of a step allocates: results, and temporaries, which get numbers of their own."""
+        if not _is_inlined(step):
+            return []
         replay: Replay = step.target
         results = dict(zip(replay.output_slots, step.results, strict=True))
-        temporaries = {
-            k: self.names + k for k in range(len(replay.allocations)) if k not in results
-        }
-        self.names += len(replay.allocations)
-        allocated = [
-            f"t{results.get(k, temporaries.get(k))}" for k in range(len(replay.allocations))
-        ]
-        addresses = [self._address(slot) for slot in replay.tensors_of(step.args)]
-        lines = replay.lines(addresses, allocated, self.namespace)
-        if temporaries:
-            lines.append(f" {' = '.join(allocated[k] for k in temporaries)} = None")
-        return lines
+        found = []
+        for k, memory in enumerate(replay.allocations):
+            number = results.get(k)
+            if number is None:
+                number, self.names = self.names, self.names + 1
+                self.last_uses[number] = at
+            found.append(Allocated(number, memory, at, self.last_uses.get(number, len(self.steps))))
+        return found
+
+    def _place_scratch(self) -> tuple[dict[int, int], int]:
+        """Give what needs no tensor and is small, or empty, a place in the scratch tensor of the call: the first gap
+        among what lives at the same time.   -> the offsets, by number, and the bytes of the tensor
+        """
+        places: dict[int, int] = {}
+        living: list[tuple[int, int, int]] = []  # (begin, end, last use), by begin
+        most = 0
+        for number, memory, at, last in itertools.chain(*self.allocated):
+            if number in self.objects or memory.nbytes > SCRATCH_MOST:
+                continue
+            begin, room = 0, -(-memory.nbytes // SCRATCH_ALIGNED) * SCRATCH_ALIGNED
+            living = [place for place in living if place[2] >= at]
+            for other_begin, other_end, _ in living:
+                if begin + room <= other_begin:
+                    break
+                begin = other_end
+            places[number] = begin
+            if room:
+                bisect.insort(living, (begin, begin + room, last))
+            most = max(most, begin + room)
+        return places, most
+
+    def _scratch_lines(self) -> list[str]:
+        """Lines that allocate the scratch tensor, and name the addresses in it."""
+        if not self.scratch:
+            return []
+        lines = [" scratch = 0"]
+        if self.scratch_bytes:
+            memory = Allocation((self.scratch_bytes,), (1,), torch.uint8)
+            number, self.names = self.names, self.names + 1
+            lines = [*memory.lines(number, self.namespace), f" scratch = p{number}"]
+        return lines + [f" p{number} = scratch + {at}" for number, at in self.scratch.items()]
 
     def _address(self, slot: TensorRef) -> str:
         root, offset = self.transcriber.memory[slot.number]
@@ -469,8 +527,9 @@ class _CodeGenerator:
         } | self.transcriber.kept.keys()
         return {number: at for number, at in last_uses.items() if number not in never_freed}
 
-    def _free_lines(self, last_uses: dict[int, int], at: int) -> list[str]:
-        names = [f"t{number}" for number, step in last_uses.items() if step == at]
+    def _free_lines(self, at: int) -> list[str]:
+        freed = [n for n, last in self.last_uses.items() if last == at and n not in self.scratch]
+        names = [f"t{number}" for number in freed]
         return [f" {' = '.join(names)} = None"] if names else []
 
     def _text(self, value: Any) -> str:

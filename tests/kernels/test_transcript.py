@@ -85,7 +85,7 @@ def model_of(kind):
     norms = [fo.ops.LayerNorm(16, **where), fo.ops.GELU(), fo.ops.Linear(16, 16, **where)]
     linears = (fo.ops.Linear(16, 16, **where) for _ in range(2))
     chains = {"mlp": [fo.ops.RMSNorm(16, **where), *mlp], "norms": norms, "linears": linears}
-    return fo.Residual(*chains[kind])
+    return fo.MoE(16, 16, 4, 2, **where) if kind == "moe" else fo.Residual(*chains[kind])
 
 
 def step(model, x):
@@ -149,9 +149,45 @@ def test_a_repeated_step_launches_what_its_ops_do(kind, rows, recipe, by_address
     assert len(launching) >= (1 if kind == "linears" else 2) * (rows > 0)
 
 
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("rows", [6, 300, 0])
+def test_what_only_launches_use_lies_in_one_tensor(rows, small, by_address, monkeypatch):
+    """Each place is used again once it was read, and nothing that lives is written over; large memory is no part."""
+    made, allocate = [], torch_private.empty_strided
+
+    def noting(device):
+        return lambda *of: made.append(of) or allocate(device)(*of)
+
+    monkeypatch.setattr(torch_private, "empty_strided", noting)
+    monkeypatch.setattr("fuseops.kernels.transcript.SCRATCH_MOST", 1 << 20 if small else 0)
+
+    def function(x, bias):
+        first = K.bias_fwd(x, bias)
+        y = first
+        for _ in range(5):
+            y = K.bias_fwd(y, bias)
+        grad = K.act_bwd(K.act_fwd(y, "relu"), y, "relu")
+        return K.add_rmsnorm_fwd(grad, first, bias, 1e-6)[0]
+
+    torch.manual_seed(0)
+    given = torch.randn(rows, 16), torch.randn(16)
+    with torch.no_grad():
+        expected = [function(*given) for _ in range(3)]  # the third is a replay
+        with transcribing(given) as seen:
+            out = function(*given)
+        again = seen.generate(out)
+        made.clear()
+        assert torch.equal(again([*given]), expected[0])
+    scratch = [shape[0] for shape, _, dtype in made if dtype is torch.uint8]
+    one = -(-rows * 64 // 512) * 512  # bytes of a tensor
+    assert len(scratch) == (small and rows > 0)
+    if small:
+        assert sum(scratch) <= 4 * one + 1024 and len(made) < 6
+
+
 def test_experts_write_over_what_nobody_else_holds(by_address):
     """Their tile table is made once a step, and dh is written over h: not where a kept graph holds h."""
-    model = fo.MoE(16, 16, 4, 2, device=DEVICE, dtype=torch.bfloat16)
+    model = model_of("moe")
     xs = [
         torch.randn(rows, 16, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         for rows in (6, 6, 0)

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fuseops.kernels.device.groups import num_used_rows
+
 
 @triton.jit
 def pdl_trigger(PDL: tl.constexpr):
@@ -82,16 +84,18 @@ def add_rows(
     tl.store(y_ptr + cols, tl.sum(total, axis=0)[None, :], mask=cols < N)
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit(do_not_specialize=["S", "E"])
 def column_sums_kernel(
-    partial_ptr, y_ptr, z_ptr, S, N, PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    partial_ptr, offs_ptr, y_ptr, z_ptr, S, N, E,
+    GROUPS: tl.constexpr, PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Sum the rows of partial (S, N) to y (N,), or those of partial (2, S, N) to y and z: grid (blocks of columns, 1 or
-    2).
+    2). Where the columns are rows in GROUPS, those that belong to none are not read, and their sums are zeros.
     """
     pdl_trigger_and_wait(PDL)
+    used = num_used_rows(offs_ptr, E, N) if GROUPS else N
     if tl.program_id(1) == 0:
-        add_rows(partial_ptr, y_ptr, 0, S, tl.program_id(0), N, N, BLOCK_S, BLOCK_N)
+        add_rows(partial_ptr, y_ptr, 0, S, tl.program_id(0), N, used, BLOCK_S, BLOCK_N)
     else:
         second = partial_ptr + S.to(tl.int64) * N
-        add_rows(second, z_ptr, 0, S, tl.program_id(0), N, N, BLOCK_S, BLOCK_N)
+        add_rows(second, z_ptr, 0, S, tl.program_id(0), N, used, BLOCK_S, BLOCK_N)
