@@ -191,7 +191,7 @@ def test_launchers_of_a_repeated_step_are_replayed_on_a_gpu(
 
 @on_cpus
 @pytest.mark.parametrize(
-    ("model", "most", "quantized"), [("mlp", 68, 116), ("linears", 82, 243), ("moe", 107, 147)]
+    ("model", "most", "quantized"), [("mlp", 68, 111), ("linears", 82, 242), ("moe", 107, 147)]
 )
 def test_calls_of_a_step_on_a_gpu(
     as_gpu: dict[str, dict[str, Any]], model: str, most: int, quantized: int

@@ -186,15 +186,10 @@ def _of_tensor(x: Tensor, offs: Tensor | None, index: Tensor | None) -> _ScaleGr
 
 def _amax(of: _ScaleGroups, shape: Sequence[int]) -> Tensor:
     """The amax of each part, in this shape."""
-    amax = of.x.new_empty(shape, dtype=torch.float32)
-    constants, kernels = of.constants(), device("amax")
+    amax = of.x.new_zeros(shape, dtype=torch.float32)
     launch(
-        kernels.zero_amax_kernel, (1,), amax, of.count,
-        BLOCK_E=constants["BLOCK_E"], num_warps=1, **pdl_overlap(of.x.device),
-    )  # fmt: skip
-    launch(
-        kernels.group_amax_kernel, (of.blocks, cdiv(of.x.shape[1], SPAN)), *of.operands(), amax, *of.sizes(),
-        SPAN=SPAN, **constants, **AMAX.pick(of.rows, (of.x.shape[1],), of.x),
+        device("amax").group_amax_kernel, (of.blocks, cdiv(of.x.shape[1], SPAN)), *of.operands(), amax, *of.sizes(),
+        SPAN=SPAN, **of.constants(), **AMAX.pick(of.rows, (of.x.shape[1],), of.x),
     )  # fmt: skip
     return amax
 

@@ -2,9 +2,10 @@
 
 A launcher is plain Python that checks operands, picks a configuration, allocates and launches. For operands with the
 same shapes, strides, dtypes and device it does the same every time. So at its second call it is rehearsed on the meta
-device, where its launches and allocations are recorded, and from then on the op repeats those without the launcher. A
-launcher that computes something by torch, copies an operand or reads values cannot be replayed and is run each time,
-and so are operands that are not aligned to 16 bytes, for which Triton compiles other code.
+device, where its launches and allocations are recorded, and from then on the op repeats those without the launcher. It
+may allocate zeros, for what a launch adds to; a launcher that computes something else by torch, copies an operand or
+reads values cannot be replayed and is run each time, and so are operands that are not aligned to 16 bytes, for which
+Triton compiles other code.
 
 Decisions by kinds of operands and settings of launches, as which of two kernels is faster, are cached beside the
 replays (`registry.cached_decision`); a change of a setting clears both.
@@ -34,6 +35,13 @@ from fuseops.kernels.launch import (
 from fuseops.kernels.triton_private import Launcher
 
 ALIGNED = 16
+ALLOCATES = frozenset(
+    {
+        *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"),
+        *("zeros", "zeros_like", "new_zeros"),
+    }
+)
+"""Names of ops by which a launcher may allocate."""
 MAX_KINDS = 8  # of one op and shape of its first operand
 MAX_SHAPES = 4096
 NOT_REPLAYED = object()
@@ -138,6 +146,7 @@ class Allocation(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    zeroed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -151,7 +160,7 @@ class Allocation(NamedTuple):
         """Lines of generated code that allocate `t<number>`, at the address `p<number>`."""
         dtype = bind_constant(self.dtype, namespace)
         return [
-            f" t{number} = empty({self.shape}, {self.strides}, {dtype})",
+            f" t{number} = empty({self.shape}, {self.strides}, {dtype}){'.zero_()' * self.zeroed}",
             f" p{number} = t{number}.data_ptr()",
         ]
 
@@ -224,7 +233,7 @@ class Replay:
         if self.index >= 0 and self.index != torch_private.current_device():
             with torch.cuda.device(self.device):
                 return self(operands)
-        allocated = [self.empty(*allocation) for allocation in self.allocations]
+        allocated = [self._allocate(*allocation) for allocation in self.allocations]
         self._launch([*operands, *allocated])
         outputs = (
             allocated
@@ -232,6 +241,12 @@ class Replay:
             else [_view(allocated, place) for place in self.outputs]
         )
         return tuple(outputs) if self.returns_tuple else outputs[0] if self.returns_value else None
+
+    def _allocate(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, zeroed: bool
+    ) -> Tensor:
+        made: Tensor = self.empty(shape, strides, dtype)
+        return made.zero_() if zeroed else made
 
     def _run_launcher(self, *args: Any) -> Any:
         """Run a launcher that cannot be replayed, for operands of this kind; NOT_REPLAYED for others."""
@@ -368,10 +383,11 @@ class _RehearsalMode(torch_private.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"):
+        if name in ALLOCATES:
             self.alive.append(out.untyped_storage())
             self.slots[torch_private.storage_id(out)] = len(self.slots)
-            self.allocations.append(Allocation(tuple(out.shape), out.stride(), out.dtype))
+            kind = tuple(out.shape), out.stride(), out.dtype
+            self.allocations.append(Allocation(*kind, zeroed="zeros" in name))
         elif not (func.is_view or name == "_unsafe_view"):
             raise ReplayError(f"it calls {name}")
         return out
@@ -417,7 +433,7 @@ def _output_layout(
             and _contiguous(shape) == strides
             and [p.slot for p in output_places].count(slot) == 1
         ):
-            layout[slot] = Allocation(shape, strides, layout[slot].dtype)
+            layout[slot] = layout[slot]._replace(shape=shape, strides=strides)
     allocation_places = [OperandPlace(k, 0, a.shape, a.strides) for k, a in enumerate(layout)]
     return layout, None if output_places == allocation_places else output_places
 

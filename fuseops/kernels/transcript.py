@@ -18,7 +18,7 @@ import bisect
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
@@ -332,7 +332,7 @@ class _CodeGenerator:
         self._fuse_transposes()
         self.last_uses = self._last_uses()
         self.allocated = [self._allocated(at, step) for at, step in enumerate(self.steps)]
-        self.scratch, self.scratch_bytes = self._place_scratch()
+        self._place_scratch()
 
     def _fuse_transposes(self) -> None:
         """Fuse a transpose and the one product that reads it into `linear`, which calls the same kernel."""
@@ -455,7 +455,7 @@ class _CodeGenerator:
         """Lines that inline the allocations and launches of a step's replay."""
         lines: list[str] = []
         for number, memory, _, _ in self.allocated[at]:
-            if number not in self.scratch:
+            if number not in self.places:
                 lines += memory.lines(number, self.namespace)
         addresses = [self._address(slot) for slot in step.target.tensors_of(step.args)]
         addresses += [f"p{each.number}" for each in self.allocated[at]]
@@ -476,38 +476,33 @@ class _CodeGenerator:
             found.append(Allocated(number, memory, at, self.last_uses.get(number, len(self.steps))))
         return found
 
-    def _place_scratch(self) -> tuple[dict[int, int], int]:
-        """Give what needs no tensor and is small, or empty, a place in the scratch tensor of the call: the first gap
-        among what lives at the same time.   -> the offsets, by number, and the bytes of the tensor
+    def _place_scratch(self) -> None:
+        """Give what needs no tensor and is small, or empty, a place in the scratch tensors of the call: in one that is
+        zeroed at its begin, or in one whose places are used again.
         """
-        places: dict[int, int] = {}
-        living: list[tuple[int, int, int]] = []  # (begin, end, last use), by begin
-        most = 0
-        for number, memory, at, last in itertools.chain(*self.allocated):
-            if number in self.objects or memory.nbytes > SCRATCH_MOST:
-                continue
-            begin, room = 0, -(-memory.nbytes // SCRATCH_ALIGNED) * SCRATCH_ALIGNED
-            living = [place for place in living if place[2] >= at]
-            for other_begin, other_end, _ in living:
-                if begin + room <= other_begin:
-                    break
-                begin = other_end
-            places[number] = begin
-            if room:
-                bisect.insort(living, (begin, begin + room, last))
-            most = max(most, begin + room)
-        return places, most
+        small = [
+            each
+            for each in itertools.chain(*self.allocated)
+            if each.number not in self.objects and each.memory.nbytes <= SCRATCH_MOST
+        ]
+        zeroed = [each._replace(last=len(self.steps)) for each in small if each.memory.zeroed]
+        reused = [each for each in small if not each.memory.zeroed]
+        self.places: dict[int, str] = {}  # addresses, by number
+        self.scratch: list[tuple[str, int, bool]] = []  # (name, bytes, whether zeroed)
+        for name, memory in (("zeroed", zeroed), ("scratch", reused)):
+            places, nbytes = _in_gaps(memory)
+            self.places |= {number: f"{name} + {at}" for number, at in places.items()}
+            if places:
+                self.scratch.append((name, nbytes, name == "zeroed"))
 
     def _scratch_lines(self) -> list[str]:
-        """Lines that allocate the scratch tensor, and name the addresses in it."""
-        if not self.scratch:
-            return []
-        lines = [" scratch = 0"]
-        if self.scratch_bytes:
-            memory = Allocation((self.scratch_bytes,), (1,), torch.uint8)
+        """Lines that allocate the scratch tensors, and name the addresses in them."""
+        lines: list[str] = []
+        for name, nbytes, zeroed in self.scratch:
+            memory = Allocation((nbytes,), (1,), torch.uint8, zeroed)
             number, self.names = self.names, self.names + 1
-            lines = [*memory.lines(number, self.namespace), f" scratch = p{number}"]
-        return lines + [f" p{number} = scratch + {at}" for number, at in self.scratch.items()]
+            lines += [*memory.lines(number, self.namespace), f" {name} = p{number}"]
+        return lines + [f" p{number} = {address}" for number, address in self.places.items()]
 
     def _address(self, slot: TensorRef) -> str:
         root, offset = self.transcriber.memory[slot.number]
@@ -528,7 +523,7 @@ class _CodeGenerator:
         return {number: at for number, at in last_uses.items() if number not in never_freed}
 
     def _free_lines(self, at: int) -> list[str]:
-        freed = [n for n, last in self.last_uses.items() if last == at and n not in self.scratch]
+        freed = [n for n, last in self.last_uses.items() if last == at and n not in self.places]
         names = [f"t{number}" for number in freed]
         return [f" {' = '.join(names)} = None"] if names else []
 
@@ -542,6 +537,25 @@ class _CodeGenerator:
             items = "".join(f"{self._text(item)}, " for item in value)
             return f"({items})" if type(value) is tuple else f"[{items}]"
         return "None" if value is None else bind_constant(value, self.namespace)
+
+
+def _in_gaps(memory: Iterable[Allocated]) -> tuple[dict[int, int], int]:
+    """Give each the first gap among what lives at the same time.   -> the offsets, by number, and the bytes of all"""
+    places: dict[int, int] = {}
+    living: list[tuple[int, int, int]] = []  # (begin, end, last use), by begin
+    most = 0
+    for number, allocation, at, last in memory:
+        begin, room = 0, -(-allocation.nbytes // SCRATCH_ALIGNED) * SCRATCH_ALIGNED
+        living = [place for place in living if place[2] >= at]
+        for other_begin, other_end, _ in living:
+            if begin + room <= other_begin:
+                break
+            begin = other_end
+        places[number] = begin
+        if room:
+            bisect.insort(living, (begin, begin + room, last))
+        most = max(most, begin + room)
+    return places, most
 
 
 def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:

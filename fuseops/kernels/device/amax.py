@@ -46,21 +46,13 @@ def gather_slice(
     return tl.load(x_ptrs, mask=(rows < end)[:, None] & (cols < N)[None, :], other=0.0)
 
 
-@triton.jit
-def zero_amax_kernel(amax_ptr, E, PDL: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Zero amax (E,) before the atomics: by a kernel, so that the whole chain of launches can be replayed."""
-    pdl_trigger_and_wait(PDL)
-    groups = tl.arange(0, BLOCK_E)
-    tl.store(amax_ptr + groups, tl.zeros((BLOCK_E,), tl.float32), mask=groups < E)
-
-
 @triton.jit(do_not_specialize=["R"])
 def group_amax_kernel(
     x_ptr, index_ptr, offs_ptr, amax_ptr, R, N, E, stride_x,
     FORM: tl.constexpr, INDEX: tl.constexpr, PDL: tl.constexpr, SPAN: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """amax (E,): reduce a block of rows by SPAN columns a program, then atomic_max on the float's bits.
+    """amax (E,), zeroed: reduce a block of rows by SPAN columns a program, then atomic_max on the float's bits.
 
     Bits of non-negative floats order as integers do, and a maximum does not depend on the order, so that bits repeat.
     """
