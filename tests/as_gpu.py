@@ -48,6 +48,7 @@ RECIPES = {
     "block": fo.recipes.Float8BlockScaling(),
     "block_kept": fo.recipes.Float8BlockScaling(weights="step"),
     "current": fo.recipes.Float8CurrentScaling(),
+    "delayed": fo.recipes.DelayedScaling(),
 }
 
 

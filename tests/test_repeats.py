@@ -661,6 +661,7 @@ RECIPES: dict[str, Any] = {
     "block_kept": fo.recipes.Float8BlockScaling(weights="step"),
     "current": fo.recipes.Float8CurrentScaling(),
     "current_kept": fo.recipes.Float8CurrentScaling(weights="step"),
+    "delayed": fo.recipes.DelayedScaling(amax_history_len=3),
 }
 
 
@@ -694,13 +695,15 @@ def test_a_repeated_step_on_a_gpu(name: str, rows: int, recipe: str) -> None:
         x = memory[(k % 3 == 2) :][: rows * 512].view(rows, 512).requires_grad_()
         torch.cuda.synchronize()
         with torch.cuda.stream(other if k % 8 > 4 else torch.cuda.current_stream()):
-            found = [step_under(RECIPES[recipe], m, x) for m in (model, copy.deepcopy(model))]
+            both = model, copy.deepcopy(model)
+            found = [[*step_under(RECIPES[recipe], m, x), *m.state_dict().values()] for m in both]
             torch.cuda.synchronize()
         for ours, theirs in zip(*found, strict=True):
             assert torch.equal(ours, theirs)
         if k % 5 == 4:
             with torch.no_grad():
                 [p.mul_(-0.75) for p in model.parameters()]
+            fo.weights_changed(model)  # delayed scales follow
     (seg,) = segments(model)
     written = [len(kind.transcripts) for kind in seg.repeats.kinds.values()]
     assert len(written) == 2 and all(written)

@@ -46,7 +46,7 @@ from fuseops.kernels.scales import (
     columns_in_groups,
     inverse_scale,
 )
-from fuseops.kernels.tiles import as_rows, cdiv, check_spec, pointers
+from fuseops.kernels.tiles import as_rows, cdiv, check_shape, check_spec, pointers
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -233,6 +233,69 @@ def matrix_amax(weight: Tensor) -> Tensor:
     """The largest magnitude of each matrix.   (N, K) or (E, N, K) -> () or (E,) float32"""
     of = _of_matrices(weight)
     return amax_of_matrices(weight) if of is None else _amax(of, weight.shape[:-2])
+
+
+INFINITE = torch.finfo(torch.float32).max  # the amax of a tensor with an infinity
+
+
+def _delayed_inverse(
+    scales: Tensor,
+    amaxes: Tensor,
+    amax: Tensor,
+    role: int,
+    dtype: torch.dtype,
+    factor: float,
+    record: bool,
+) -> Tensor:
+    own = own_inverse(amax, dtype, factor)
+    if record:
+        amaxes[role].copy_(torch.maximum(amaxes[role], amax.reshape(-1)))
+    given = scales[role].view(amax.shape)
+    return torch.where(given == 0, own, given)
+
+
+def own_inverse(amax: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
+    """The factor that brings a tensor of this amax into the range of a format, times `factor`; that of 1 for zeros."""
+    largest = torch.full_like(amax, torch.finfo(dtype).max)
+    return (largest / torch.where(amax > 0, amax, largest) * factor).clamp(max=INFINITE)
+
+
+def _delayed_cases() -> Cases:
+    for groups in ((), (64,)):
+        state = floats(3, *groups or (1,))
+        for record in (True, False):
+            yield state, state, floats(*groups), 0, FORMATS[0], 1.0, record
+
+
+@kernel_op(twin=_delayed_inverse, cases=_delayed_cases, mutates=("amaxes",), announces=False)
+def delayed_inverse(
+    scales: Tensor,
+    amaxes: Tensor,
+    amax: Tensor,
+    role: int,
+    dtype: torch.dtype,
+    factor: float,
+    record: bool,
+) -> Tensor:
+    """What an operand is multiplied by before it is rounded, under scales of earlier steps.   () or (E,) float32
+
+    amax: of the operand, or its groups, () or (E,).  scales: (3, E), of which row `role` holds those of this operand; 0
+    where there is none yet, and the operand's own is taken, times `factor`.  amaxes: (3, E), raised to amax with
+    `record`. All float32.
+    """
+    groups = amax.numel()
+    check_shape("scales", scales, (3, groups))
+    check_shape("amaxes", amaxes, (3, groups))
+    if not amaxes.is_contiguous():
+        return _delayed_inverse(scales, amaxes, amax, role, dtype, factor, record)
+    amax = amax.contiguous()
+    inv = torch.empty_like(amax)
+    launch(
+        device("amax").delayed_inverse_kernel, (1,), amax, *pointers(amax, scales, amaxes), inv, role, groups,
+        LIMIT=torch.finfo(dtype).max, FACTOR=factor, RECORD=record, BLOCK_E=tiles.pow2(groups, least=32),
+        **pdl_overlap(amax.device), num_warps=1,
+    )  # fmt: skip
+    return inv
 
 
 def _bytes(x: Tensor, count: int, row: bool, col: bool, inv_scale: Tensor | None) -> int:

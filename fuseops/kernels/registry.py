@@ -558,15 +558,17 @@ def opaque_call(
     function: Callable[..., R],
     *args: Any,
     tensors_of: Callable[[R], tuple[Tensor, ...]] | None = None,
+    is_state: bool = False,
 ) -> R:
     """Call a function that depends on more than kinds of tensors, as on values: a transcript calls it again as a whole.
 
     args: tensors, dicts that live for one call, and constants
     tensors_of: gives the tensors of a result that is something else; what else it is depends on kinds of tensors alone
+    is_state: kernels may write to its tensors, of which nothing is differentiated. They are aligned to 16 bytes.
     """
     if thread.replay_mode in (True, False):
         return function(*args)
-    result: R = thread.replay_mode.opaque_call(function, args, tensors_of)
+    result: R = thread.replay_mode.opaque_call(function, args, tensors_of, is_state)
     return result
 
 

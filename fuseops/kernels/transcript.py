@@ -6,10 +6,10 @@ the generated function repeats the recorded allocations, launches and ATen calls
 ops are inlined from their replays (`replay`), and no tensor is made of memory that only launches use: what is small
 lies in one scratch tensor of the call, where each place is used again once it was read for the last time.
 
-A function cannot be transcribed that reads values, draws random numbers, writes to a tensor that others may hold, or
-uses a tensor that is not its operand. Calls that depend on more than kinds of operands are repeated as a whole: a
-launcher that calls `not_replayable`, a twin that reads values, and functions in `registry.opaque_call`. Answers of
-`registry.held_once` are checked first, and have to be the same.
+A function cannot be transcribed that reads values, draws random numbers, writes to a tensor that others may hold but
+for its state, or uses a tensor that is not its operand. Calls that depend on more than kinds of operands are repeated
+as a whole: a launcher that calls `not_replayable`, a twin that reads values, and functions in `registry.opaque_call`.
+Answers of `registry.held_once` are checked first, and have to be the same.
 """
 
 from __future__ import annotations
@@ -185,10 +185,11 @@ class Transcriber(torch_private.DispatchMode):
         function: Callable[..., R],
         args: tuple[Any, ...],
         tensors_of: Callable[[R], Any] | None = None,
+        is_state: bool = False,
     ) -> R:
         """Call and record a function as a whole; a second call that returns known tensors is not recorded.
 
-        tensors_of: gives the tensors of its result, by default the result
+        tensors_of: gives the tensors of its result, by default the result.  is_state: kernels may write to them
         """
         first_new = len(self.memory)
         with self._unwatched():
@@ -201,7 +202,8 @@ class Transcriber(torch_private.DispatchMode):
             (step.target, step.args) != called for step in self.steps
         ):
             self._record(function, args, {}, out, has_effects=True)
-        self.external |= {*range(first_new, len(self.memory))}
+        if not is_state:
+            self.external |= {*range(first_new, len(self.memory))}
         return cast("R", result)
 
     def held_once(self, held: list[Any]) -> bool:

@@ -135,10 +135,10 @@ class Call(NamedTuple):
     scratch: dict[str, Any] | None = None
 
     @property
-    def keeps_state(self) -> bool:
-        """Whether its operands depend on more than tensors: on scales of earlier steps, or random numbers."""
+    def rounds_at_random(self) -> bool:
+        """Whether its operands depend on random numbers."""
         roles = self.precision.roles
-        return self.scales is not None or (roles is not None and roles.rounds_at_random)
+        return roles is not None and roles.rounds_at_random
 
 
 T = TypeVar("T", bound=tuple[Any, ...])

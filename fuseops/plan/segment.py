@@ -223,7 +223,7 @@ class Segment:
         self.repeatable = (
             (known and self.device != "meta" and self.path is None)
             and all(op.across_ranks.group is None for op in self.ops)
-            and not any(c.keeps_state for step in self.forward for c in step.calls)
+            and not any(c.rounds_at_random for step in self.forward for c in step.calls)
         )
         self.inputs = len(self.reads) + len(self.params)
         own = enumerate(self.params, len(self.reads))

@@ -25,12 +25,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.kernels.amax import INFINITE
+from fuseops.kernels.registry import opaque_call
+from fuseops.kernels.replay import ALIGNED
 
 from .delayed import DelayedScaling
 
-INFINITE = torch.finfo(torch.float32).max  # the amax of a tensor with an infinity: see `magnitude`
 ROLES = ("input", "weight", "grad_output")
 STATE = AMAX, HISTORY, SCALE = "fp8_amax", "fp8_amax_history", "fp8_scale"
 ScaleFn = Callable[[Tensor], Tensor]
@@ -65,25 +68,30 @@ class ScaleState:
 
     def scale_fn(self, recipe: DelayedScaling, role: str, record: bool) -> ScaleFn:
         """The function that gives an operand in this role its scale.   record: its amax enters the state"""
-        return functools.partial(self._update_scale, recipe, ROLES.index(role), record)
+        return functools.partial(self._inverse, recipe, ROLES.index(role), record)
 
-    def _update_scale(self, recipe: DelayedScaling, k: int, record: bool, amax: Tensor) -> Tensor:
-        dtype = recipe.bwd if k == 2 else recipe.fwd
-        own = _scale(recipe, dtype, torch.where(amax == 0, torch.finfo(dtype).max, amax))
+    def _inverse(self, recipe: DelayedScaling, k: int, record: bool, amax: Tensor) -> Tensor:
+        dtype, factor = recipe.bwd if k == 2 else recipe.fwd, 2.0**-recipe.margin
         if torch_private.is_fake(amax) or amax.is_meta:
-            return own
-        scales = self._scales(recipe, amax, record)[k]
-        if record:
-            amaxes = self.buffers[AMAX][k]  # type: ignore[index]
-            amaxes.copy_(torch.maximum(amaxes, amax.reshape(-1)))
-        scales = scales.float().view(amax.shape)
-        return torch.where(scales == 0, own, scales)
+            return K.own_inverse(amax, dtype, factor)
+        of = recipe, amax.numel(), amax.device, record
+        scales, amaxes = opaque_call(self._current, *of, is_state=True)
+        return K.delayed_inverse(scales, amaxes, amax, k, dtype, factor, record)
 
-    def _scales(self, recipe: DelayedScaling, like: Tensor, record: bool) -> Tensor:
+    def _current(
+        self, recipe: DelayedScaling, groups: int, device: torch.device, record: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The scales of this recipe, and the amaxes since the last step.   -> (3, G) each"""
+        self._ensure_buffers(groups, device)
+        scales, amaxes = self._scales(recipe, record).float(), self.buffers[AMAX]
+        if amaxes.data_ptr() % ALIGNED:  # type: ignore[union-attr]
+            amaxes = self.buffers[AMAX] = amaxes.clone()  # type: ignore[union-attr]
+        return (scales.clone() if scales.data_ptr() % ALIGNED else scales), amaxes  # type: ignore[return-value]
+
+    def _scales(self, recipe: DelayedScaling, record: bool) -> Tensor:
         """The scales of this recipe. Where those in the buffer are another one's, they come from the history: training
         writes them, an evaluation leaves the state as it is.   -> (3, G)
         """
-        self._ensure_buffers(like)
         history: Tensor = self.buffers[HISTORY]  # type: ignore[assignment]
         scale: Tensor = self.buffers[SCALE]  # type: ignore[assignment]
         owned, length = record or self.recipe is None, recipe.amax_history_len
@@ -99,12 +107,11 @@ class ScaleState:
         self.recipe = recipe
         return scale.copy_(found)
 
-    def _ensure_buffers(self, like: Tensor) -> None:
+    def _ensure_buffers(self, groups: int, device: torch.device) -> None:
         """Create the buffers where they are missing, with a history of no step."""
-        groups = like.numel()
         if self.buffers.get(SCALE) is None:
             shapes = (3, groups), (0, 3, groups), (3, groups)
-            self.buffers.update({n: _zeros(like, *s) for n, s in zip(STATE, shapes, strict=True)})
+            self.buffers.update({n: _zeros(device, *s) for n, s in zip(STATE, shapes, strict=True)})
             self.recipe = None
         found = self.buffers[HISTORY].shape[2]  # type: ignore[union-attr]
         if found != groups:
@@ -125,15 +132,15 @@ class ScaleState:
         amax.zero_()
 
 
-def _zeros(like: Tensor, *shape: int) -> Tensor:
+def _zeros(device: torch.device, *shape: int) -> Tensor:
     """Zeros that training may write to, also when inference mode runs the op first."""
     with torch.inference_mode(False):
-        return like.new_zeros(shape, dtype=torch.float32)
+        return torch.zeros(shape, dtype=torch.float32, device=device)
 
 
 def _of_length(history: Tensor, length: int) -> Tensor:
     """The history of the last `length` steps, with zeros for those before its first."""
-    made = _zeros(history, length, *history.shape[1:])
+    made = _zeros(history.device, length, *history.shape[1:])
     made[: len(history)] = history[:length]
     return made
 
@@ -143,13 +150,11 @@ def _scales_of_history(recipe: DelayedScaling, history: Tensor, scale: Tensor) -
     wanted = recipe.amax_of(history)
     usable = (wanted > 0) & wanted.isfinite()
     formats = recipe.fwd, recipe.fwd, recipe.bwd
-    found = [_scale(recipe, dtype, amax) for dtype, amax in zip(formats, wanted, strict=True)]
+    found = [
+        K.own_inverse(amax, dtype, 2.0**-recipe.margin)
+        for dtype, amax in zip(formats, wanted, strict=True)
+    ]
     return torch.where(usable, torch.stack(found), scale)
-
-
-def _scale(recipe: DelayedScaling, dtype: torch.dtype, amax: Tensor) -> Tensor:
-    largest = torch.full_like(amax, torch.finfo(dtype).max)
-    return (largest / amax * 2.0**-recipe.margin).clamp(max=torch.finfo(torch.float32).max)
 
 
 _orders = itertools.count()

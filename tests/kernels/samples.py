@@ -135,6 +135,7 @@ def samples() -> dict[str, tuple]:
         "quantize_operand": (y, ends, E4M3),
         "permute_operand": (y.to(E4M3), torch.rand(1, 6), index.int(), ends),
         "group_amax": (y, ends, index),
+        "delayed_inverse": (torch.rand(3, 2), torch.rand(3, 2), torch.rand(2), 1, E4M3, 0.5, True),
         "matrix_amax": (torch.randn(3, 16, 16),),
         "quantize_groups": (y, ends, E4M3, True, True),
         "quantize_matrices": (torch.randn(3, 16, 16), E4M3),

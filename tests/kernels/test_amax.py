@@ -89,3 +89,32 @@ def test_a_wide_tensor_has_one_amax():
     offs = torch.tensor([129, 130], dtype=torch.int32)
     scale = run(k.quantize_groups, x, offs, torch.float8_e4m3fn)[2]
     torch.testing.assert_close(scale, torch.tensor([3.0, 7.0]) / 448)
+
+
+@given(
+    st.sampled_from([1, 3, 40]), FORMATS, st.integers(0, 2), st.integers(0, 3), st.booleans(), SEEDS
+)
+@few
+def test_delayed_inverse(groups, fmt, role, margin, record, seed):
+    """Scales that are there are taken as they are; amaxes rise, of one role alone."""
+    g = torch.Generator().manual_seed(seed)
+    of = torch.tensor([0.0, 2.0**-149, 2.0**-127, 1.0, 3e38, torch.finfo(torch.float32).max])
+    amax = of[torch.randint(len(of), (groups,), generator=g)] * torch.rand(groups, generator=g)
+    amax = amax.squeeze() if groups == 1 and seed % 2 else amax
+    scales = torch.rand(3, groups, generator=g) * torch.randint(2, (3, groups), generator=g)
+    amaxes = torch.rand(3, groups, generator=g)
+    rest = amax, role, fmt, 2.0**-margin, record
+    raised = [amaxes.clone(), amaxes.clone()]
+    of_twin = k.delayed_inverse.twin(scales, raised[0], *rest)
+    assert torch.equal(run(k.delayed_inverse, scales, raised[1], *rest), of_twin)
+    assert torch.equal(*raised)
+    own = torch.finfo(fmt).max / amax.reshape(-1).double().clamp(min=0) * 2.0**-margin
+    expected = torch.where(scales[role] > 0, scales[role].double(), own)
+    seen = (amax.reshape(-1) > 0) | (scales[role] > 0)
+    largest = torch.finfo(torch.float32).max
+    close = of_twin.reshape(-1).double() / expected.clamp(max=largest)
+    assert (close[seen] - 1).abs().max() <= 2.0**-22 if seen.any() else True
+    changed = (raised[0] != amaxes).any(1)
+    assert not changed[[k for k in range(3) if k != role or not record]].any()
+    if record:
+        assert torch.equal(raised[0][role], torch.maximum(amaxes[role], amax.reshape(-1)))

@@ -99,6 +99,11 @@ def step_under(recipe, model, x):
         return step(model, x)
 
 
+def same(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def repetitions(model):
     """What is written down of each segment, by kinds of calls."""
     (run,) = (piece for _, piece in model._runner.pieces)
@@ -113,6 +118,8 @@ RECIPES = {
     "block": fo.recipes.Float8BlockScaling(),
     "block_kept": fo.recipes.Float8BlockScaling(weights="step"),
     "current": fo.recipes.Float8CurrentScaling(),
+    "delayed": fo.recipes.DelayedScaling(),
+    "delayed_kept": fo.recipes.DelayedScaling(weights="step", fwd=torch.float8_e5m2),
 }
 
 
@@ -127,17 +134,19 @@ def test_a_repeated_step_launches_what_its_ops_do(kind, rows, recipe, by_address
     for k in range(7):
         x = torch.randn(rows, 16, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         by_address.clear()
+        twin = copy.deepcopy(model)
         found = step_under(RECIPES[recipe], model, x)
         per_step.append(len(by_address))
         with separate_replays():
-            expected = step_under(RECIPES[recipe], copy.deepcopy(model), x)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert torch.equal(ours, theirs)
+            expected = step_under(RECIPES[recipe], twin, x)
+        same(found, expected)
+        same(model.state_dict().values(), twin.state_dict().values())
         if recipe == "none":  # under one, a step launches a kernel often enough to replay it
             assert len(by_address) == per_step[-1], k
         if k in (1, 3):
             with torch.no_grad():
                 [p.mul_(-0.75) for p in model.parameters()]
+            fo.weights_changed(model)  # delayed scales follow
     assert per_step[-1] == per_step[-2]
     nodes = repetitions(model)
     kinds = [calls for of_node in nodes for calls in of_node]
@@ -185,6 +194,32 @@ def test_what_only_launches_use_lies_in_one_tensor(rows, small, by_address, monk
         assert sum(scratch) <= 4 * one + 1024 and len(made) < 6
 
 
+def test_a_repeated_step_reads_the_state_that_there_is_now(by_address):
+    """Scales that were loaded in place of the old ones, wherever in memory, of another history and another recipe."""
+    model = model_of("mlp")
+    x = torch.randn(6, 16, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    short, long = (fo.recipes.DelayedScaling(amax_history_len=n) for n in (2, 5))
+    for k, recipe in enumerate([short] * 9 + [long, short, short] + [long] * 6):
+        if k in (5, 7, 16):
+            loaded = {}
+            for name, t in model.state_dict().items():
+                memory = torch.empty(t.numel() + 1, dtype=t.dtype, device=DEVICE)
+                by = 0.5 if "fp8_" in name else 1
+                loaded[name] = memory[k == 5 :][: t.numel()].view(t.shape).copy_(t * by)
+            model.load_state_dict(loaded, assign=True)
+        model.train(k not in (8, 9, 15))
+        if k % 3 == 2:
+            fo.weights_changed(model)
+        twin = copy.deepcopy(model)
+        with separate_replays():
+            expected = step_under(recipe, twin, x)
+        same(step_under(recipe, model, x), expected)
+        if model.training:  # else the state stays as it is, and a copy does not know whose it is
+            same(model.state_dict().values(), twin.state_dict().values())
+            amaxes = [t for name, t in model.state_dict().items() if name.endswith("fp8_amax")]
+            assert amaxes and not any(t.data_ptr() % 16 for t in amaxes)  # as launches take it
+
+
 def test_experts_write_over_what_nobody_else_holds(by_address):
     """Their tile table is made once a step, and dh is written over h: not where a kept graph holds h."""
     model = model_of("moe")
@@ -195,14 +230,10 @@ def test_experts_write_over_what_nobody_else_holds(by_address):
     with separate_replays():
         expected = [step(copy.deepcopy(model), x) for x in xs]
 
-    def same(found, at):
-        for ours, theirs in zip(found, expected[at], strict=True):
-            assert torch.equal(ours, theirs)
-
     for k in range(5):
-        same(step(model, xs[2]), 2)
+        same(step(model, xs[2]), expected[2])
         by_address.clear()
-        same(step(model, xs[k % 2]), k % 2)
+        same(step(model, xs[k % 2]), expected[k % 2])
     assert [kernel.__name__ for kernel in by_address].count("group_tiles_kernel") == 1
     (kinds,) = repetitions(model)
     assert [len(calls.transcripts) for calls in kinds] == [1, 1] * 2
@@ -210,9 +241,10 @@ def test_experts_write_over_what_nobody_else_holds(by_address):
         y, leaves = model(xs[0]), [xs[0], *model.parameters()]
         for retain in (True, False):
             dy = torch.cos(y.detach())
-            same([y.detach(), *torch.autograd.grad(y, leaves, dy, retain_graph=retain)], 0)
+            grads = torch.autograd.grad(y, leaves, dy, retain_graph=retain)
+            same([y.detach(), *grads], expected[0])
     assert sorted(len(calls.transcripts) for calls in kinds) == [1, 1, 1, 2]  # one makes dh anew
-    same(step(model, xs[1]), 1)
+    same(step(model, xs[1]), expected[1])
 
 
 def test_a_kernel_writes_into_what_nobody_else_can_hold(by_address):

@@ -74,6 +74,29 @@ def group_amax_kernel(
     tl.atomic_max(amax_bits_ptr + group, amax.to(tl.int32, bitcast=True), sem="relaxed")
 
 
+@triton.jit(do_not_specialize=["role"])
+def delayed_inverse_kernel(
+    amax_ptr, scales_ptr, amaxes_ptr, inv_ptr, role, E,
+    LIMIT: tl.constexpr, FACTOR: tl.constexpr, RECORD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Take the inverse scales (E,) of one role from `scales` (3, E), or where they are 0 from amax; RECORD: raise
+    `amaxes` (3, E) to amax.
+    """
+    pdl_trigger_and_wait(PDL)
+    groups = tl.arange(0, BLOCK_E)
+    mask = groups < E
+    amax = tl.load(amax_ptr + groups, mask=mask, other=0.0)
+    largest = tl.full((BLOCK_E,), LIMIT, tl.float32)
+    own = tl.div_rn(largest, tl.where(amax == 0, largest, amax)) * FACTOR
+    given = tl.load(scales_ptr + role * E + groups, mask=mask, other=0.0)
+    tl.store(inv_ptr + groups, tl.where(given == 0, tl.minimum(own, FLT_MAX), given), mask=mask)
+    if RECORD:
+        amaxes_ptrs = amaxes_ptr + role * E + groups
+        seen = tl.load(amaxes_ptrs, mask=mask, other=0.0)
+        tl.store(amaxes_ptrs, tl.maximum(seen, amax), mask=mask)
+
+
 @triton.jit(do_not_specialize=["R"])
 def quantize_groups_kernel(
     x_ptr, index_ptr, offs_ptr, amax_or_inv_ptr, row_ptr, col_ptr, scale_ptr, R, N, E, stride_x,
