@@ -30,7 +30,7 @@ from moe_layer import peer as plain_moe
 from torch import Tensor, nn
 
 import fuseops as fo
-from fuseops.recipes import Float8BlockScaling, Float8CurrentScaling
+from fuseops.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
 CALLS = 20  # few enough that no launch waits for a place in the queue
 RATIOS = ("eager", "compiled")  # what ours is a ratio of
@@ -40,6 +40,7 @@ RECIPES = {
     "block_hidden": Float8BlockScaling(weights="step", hidden="float8"),
     "current": Float8CurrentScaling(),
     "current_kept": Float8CurrentScaling(weights="step"),
+    "delayed": DelayedScaling(),
 }
 CHOSEN = ("block", "current")  # of those, what runs as users set it too
 
