@@ -193,6 +193,10 @@ def test_a_repeated_step_gives_gradients_that_autograd_does_not_return(name: str
         for ours, theirs in ((p, q) for (n, p), q in pairs if n.endswith("weight")):
             found = ours.main_grad if ours.grad is None else ours.grad  # type: ignore[attr-defined]
             assert torch.equal(found, theirs.grad)
+    if name != "alone":  # which has no segment
+        nodes = [seg for seg in segments(model) if seg.kind == "node"]
+        forwards = [[*seg.repeats.kinds.values()] for seg in nodes]
+        assert all(len(calls) == 1 and calls[0].transcripts for calls in forwards)
 
 
 @pytest.mark.parametrize("steps", [1, 4])

@@ -186,7 +186,8 @@ class Segment:
     builtin: bool = field(init=False)  # all ops and fused ops are built into fuseops
     # its ops are built in and change no state that kernels depend on, and kernels may run on its device
     quiet: bool = field(init=False)
-    # whether its calls may be recorded and replayed (`run.repeats`), and the records
+    # whether its calls may be recorded and replayed (`run.repeats`), but for a backward that bypasses autograd, and the
+    # records
     repeatable: bool = field(init=False)
     repeats: Any = field(init=False, default=None)
     op_dicts: tuple[dict[str, Any], ...] = field(init=False)
@@ -221,7 +222,7 @@ class Segment:
         known = self.builtin and not self.bypasses_autograd
         self.quiet = known and (INTERPRET or self.device != "cpu")
         self.repeatable = (
-            (known and self.device != "meta" and self.path is None)
+            (self.builtin and self.device != "meta" and self.path is None)
             and all(op.across_ranks.group is None for op in self.ops)
             and not any(c.rounds_at_random for step in self.forward for c in step.calls)
         )

@@ -155,7 +155,8 @@ def backward(seg: Segment, rows: Sequence[Any], saved: list[Tensor], given: Grad
     unseen = may_replay()
     before, thread.replay_mode = thread.replay_mode, seg.quiet and unseen
     try:
-        transcripts = transcripts_of(seg, context, unseen)
+        bypasses = seg.bypasses_autograd  # its gradients are written to where others look
+        transcripts = None if bypasses else transcripts_of(seg, context, unseen)
         if transcripts is None or type(rows) is not SlotMap or dy is None:
             return run_steps(_unpack_and_clear(rows, saved), *given)
         grads_in = [d for d in (dy, *dsides) if d is not None]
