@@ -37,7 +37,6 @@ from .add_mm import wide_mm as wide_mm
 from .amax import delayed_inverse as delayed_inverse
 from .amax import group_amax as group_amax
 from .amax import matrix_amax as matrix_amax
-from .amax import own_inverse as own_inverse
 from .amax import quantize_groups as quantize_groups
 from .amax import quantize_matrices as quantize_matrices
 from .bias import bias_bwd as bias_bwd

@@ -235,9 +235,6 @@ def matrix_amax(weight: Tensor) -> Tensor:
     return amax_of_matrices(weight) if of is None else _amax(of, weight.shape[:-2])
 
 
-INFINITE = torch.finfo(torch.float32).max  # the amax of a tensor with an infinity
-
-
 def _delayed_inverse(
     scales: Tensor,
     amaxes: Tensor,
@@ -247,17 +244,11 @@ def _delayed_inverse(
     factor: float,
     record: bool,
 ) -> Tensor:
-    own = own_inverse(amax, dtype, factor)
+    own = inverse_scale(amax, dtype, factor=factor)
     if record:
         amaxes[role].copy_(torch.maximum(amaxes[role], amax.reshape(-1)))
     given = scales[role].view(amax.shape)
     return torch.where(given == 0, own, given)
-
-
-def own_inverse(amax: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
-    """The factor that brings a tensor of this amax into the range of a format, times `factor`; that of 1 for zeros."""
-    largest = torch.full_like(amax, torch.finfo(dtype).max)
-    return (largest / torch.where(amax > 0, amax, largest) * factor).clamp(max=INFINITE)
 
 
 def _delayed_cases() -> Cases:

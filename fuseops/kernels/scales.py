@@ -30,13 +30,17 @@ def magnitude(x: Tensor) -> Tensor:
     return x.float().abs().nan_to_num_(0.0, FLT_MAX)
 
 
-def inverse_scale(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
-    """limit / amax, at most FLT_MAX, 1 for amax 0; with pow2 rounded down to a power of two, at most 1 / SMALLEST."""
+def inverse_scale(
+    amax: Tensor, dtype: torch.dtype, pow2: bool = False, factor: float = 1.0
+) -> Tensor:
+    """limit / amax * factor, at most FLT_MAX, `factor` for amax 0; with pow2 limit / amax, rounded down to a power of two,
+    at most 1 / SMALLEST.
+    """
     limit = torch.full_like(amax, torch.finfo(dtype).max)
     if pow2:
         inv = (limit / amax).clamp(max=1 / SMALLEST)
         return (inv.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return (limit / torch.where(amax == 0, limit, amax)).clamp(max=FLT_MAX)
+    return (limit / torch.where(amax > 0, amax, limit) * factor).clamp(max=FLT_MAX)
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:

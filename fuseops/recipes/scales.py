@@ -28,9 +28,9 @@ from torch.optim.optimizer import (
 from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.amax import INFINITE
 from fuseops.kernels.registry import opaque_call
 from fuseops.kernels.replay import ALIGNED
+from fuseops.kernels.scales import FLT_MAX
 
 from .delayed import DelayedScaling
 
@@ -73,7 +73,7 @@ class ScaleState:
     def _inverse(self, recipe: DelayedScaling, k: int, record: bool, amax: Tensor) -> Tensor:
         dtype, factor = recipe.bwd if k == 2 else recipe.fwd, 2.0**-recipe.margin
         if torch_private.is_fake(amax) or amax.is_meta:
-            return K.own_inverse(amax, dtype, factor)
+            return K.inverse_scale(amax, dtype, factor=factor)
         of = recipe, amax.numel(), amax.device, record
         scales, amaxes = opaque_call(self._current, *of, is_state=True)
         return K.delayed_inverse(scales, amaxes, amax, k, dtype, factor, record)
@@ -126,7 +126,7 @@ class ScaleState:
         amax, history, scale = (self.buffers[name] for name in STATE)
         if recipe is None or amax is None or history is None or scale is None:
             return
-        seen = (amax > 0) & (amax < INFINITE)  # an infinity would have all else round to zero
+        seen = (amax > 0) & (amax < FLT_MAX)  # an infinity would have all else round to zero
         history.copy_(torch.where(seen, torch.cat([amax[None], history[:-1]]), history))
         scale.copy_(torch.where(seen, _scales_of_history(recipe, history, scale), scale))
         amax.zero_()
@@ -151,7 +151,7 @@ def _scales_of_history(recipe: DelayedScaling, history: Tensor, scale: Tensor) -
     usable = (wanted > 0) & wanted.isfinite()
     formats = recipe.fwd, recipe.fwd, recipe.bwd
     found = [
-        K.own_inverse(amax, dtype, 2.0**-recipe.margin)
+        K.inverse_scale(amax, dtype, factor=2.0**-recipe.margin)
         for dtype, amax in zip(formats, wanted, strict=True)
     ]
     return torch.where(usable, torch.stack(found), scale)
