@@ -33,8 +33,8 @@ def magnitude(x: Tensor) -> Tensor:
 def inverse_scale(
     amax: Tensor, dtype: torch.dtype, pow2: bool = False, factor: float = 1.0
 ) -> Tensor:
-    """limit / amax * factor, at most FLT_MAX, `factor` for amax 0; with pow2 limit / amax, rounded down to a power of two,
-    at most 1 / SMALLEST.
+    """limit / amax * factor, at most FLT_MAX, or `factor` for amax 0; with pow2 limit / amax, rounded down to a power
+    of two, at most 1 / SMALLEST.
     """
     limit = torch.full_like(amax, torch.finfo(dtype).max)
     if pow2:
