@@ -18,8 +18,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fuseops import ops
+from fuseops.arguments import check_flags
 from fuseops.errors import FuseOpsError
-from fuseops.ops.checks import check_flags
 from fuseops.ops.local import Local, Ranks
 from fuseops.ops.paths import SHARD_EXPERTS, path_of
 from fuseops.run.composed import Composed

@@ -16,9 +16,9 @@ from torch.compiler import is_compiling
 
 from fuseops import kernels as K
 from fuseops import ops, torch_private
+from fuseops.arguments import check_flags, check_integers
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.activations import Activation, ScaledActivation
-from fuseops.ops.checks import check_flags, check_integers
 from fuseops.ops.op import Op
 from fuseops.recipes import Quantized
 from fuseops.run.sides import describe_module, returned_names

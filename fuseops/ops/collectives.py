@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
+from fuseops.arguments import check_flags, check_integers
 from fuseops.errors import FuseOpsError, ShapeError
 
-from .checks import check_flags, check_integers
 from .local import Ranks, with_backward
 from .op import AcrossRanks, Grads, Op, Out, Shape
 

@@ -25,7 +25,7 @@ class Ranks:
     """
 
     def __init__(self, group: Any = None) -> None:
-        if not (group is None or hasattr(group, "size")):
+        if isinstance(group, Tensor) or not (group is None or hasattr(group, "size")):
             raise FuseOpsError(
                 f"group is {group!r:.80}, expected a ProcessGroup, a DeviceMesh of one dimension or None."
             )

@@ -2,9 +2,8 @@
 
 from typing import NamedTuple
 
+from fuseops.arguments import check_integers, is_number
 from fuseops.errors import FuseOpsError
-
-from .checks import check_integers, is_number
 
 CHUNK_BYTES = 512 << 20
 IGNORED = -100  # the default ignore_index of torch's losses

@@ -557,6 +557,11 @@ class FusedOp:
     takes_quantized: bool = False
 
     def __init__(self, *members: Op[Any]) -> None:
+        for member in members:
+            if not isinstance(member, Op):
+                raise FuseOpsError(
+                    f"{type(self).__name__}(*members) expects ops, the run that it replaces, got {member!r:.80}."
+                )
         self.members = members
 
     def fwd(self, x: Any, t: MemberTensors, calls: Calls, /, *args: Any, **keywords: Any) -> Out:

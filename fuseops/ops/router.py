@@ -23,18 +23,11 @@ from torch import Tensor, nn
 
 from fuseops import kernels as K
 from fuseops import torch_private
+from fuseops.arguments import check_flags, check_integers, check_numbers, is_number
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.router import SCORES, scores_of, weights_of
 
-from .checks import (
-    check_experts,
-    check_flags,
-    check_integers,
-    check_numbers,
-    check_rows,
-    check_width,
-    is_number,
-)
+from .checks import check_experts, check_rows, check_width
 from .op import Call, Grads, Op, Out, Shape, changed_options
 
 WITHOUT_LOSS = ("experts", "weights")
@@ -156,8 +149,7 @@ class Router(Op[RouterSaved]):
 
     def _check(self) -> None:
         whole = ("num_experts", "top_k", "groups", "top_groups")
-        check_integers("Router", **{name: getattr(self, name) for name in whole})
-        check_integers("Router", 1, dim=self.dim)
+        check_integers("Router", 1, dim=self.dim, **{name: getattr(self, name) for name in whole})
         check_flags("Router", normalize=self.normalize)
         if not 1 <= self.top_k <= self.num_experts:
             raise FuseOpsError(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from fuseops.arguments import is_one_of
 from fuseops.errors import FuseOpsError
 from fuseops.words import dtype_name
 
@@ -92,6 +93,9 @@ class Scaling:
         if not isinstance(self.epsilon, int | float):
             raise FuseOpsError(f"Scaling: epsilon is {self.epsilon!r:.80}, expected a number.")
         self._check("scale", tuple(FAMILIES))
+        for flag in ("hadamard", "stochastic"):
+            self._check(flag, (False, True))
+        self._check("powers", (None, False, True))
         usual, free = self._usual_powers, self.scale is torch.float32
         if self.powers is None:
             object.__setattr__(self, "powers", usual)
@@ -121,7 +125,7 @@ class Scaling:
         self._check("stochastic", both)
 
     def _check(self, name: str, known: tuple[Any, ...]) -> None:
-        if getattr(self, name) not in known:
+        if not is_one_of(getattr(self, name), known):
             raise FuseOpsError(f"{self!r}: expected {name} to be one of {known}.")
 
     @property
