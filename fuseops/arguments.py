@@ -47,12 +47,12 @@ def several(given: Any, kinds: Any, what: str, expected: str) -> tuple[Any, ...]
 
     A Tensor is one value too, whatever its axes.
     """
-    alone = (
-        isinstance(given, str | bytes) or hasattr(given, "ndim") or not isinstance(given, Iterable)
-    )
-    items = () if alone else tuple(given)
-    for wrong in [given] if alone else [item for item in items if not isinstance(item, kinds)]:
-        raise FuseOpsError(f"{what} expects {expected}, got {wrong!r:.80}.")
+    alone = isinstance(given, str | bytes) or hasattr(given, "ndim")
+    is_several = isinstance(given, Iterable) and not alone
+    items = tuple(given) if is_several else (given,)
+    for item in items:
+        if not (is_several and isinstance(item, kinds)):
+            raise FuseOpsError(f"{what} expects {expected}, got {item!r:.80}.")
     return items
 
 

@@ -414,7 +414,7 @@ _FLAGS = "traces_twin", "fuses", "announces"
 
 
 def _checked(options: kernel_op) -> kernel_op:
-    """The options.  Raises FuseOpsError for one of another type. Every import runs it for each kernel: so flat it is."""
+    """The options, in few calls: an import has many kernels.  Raises FuseOpsError for one of another type."""
     mutates, arch, namespace = options.mutates, options.min_arch, options.namespace
     for name in ("twin", "cases", "fake", "flops", "nbytes"):
         value, optional = getattr(options, name), name in _FORMULAS
