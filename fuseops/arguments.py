@@ -30,15 +30,23 @@ def parse_bytes(value: int | str, what: str) -> int:
     )
     if found is None or found[2].upper() not in UNITS:
         raise FuseOpsError(
-            f"{what} expects bytes, as a number or as text such as '11GiB', got {value!r}."
+            f"{what} expects bytes, as a number or as text such as '11GiB', got {shown(value)}."
         )
     return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+def shown(value: object) -> str:
+    """A value in a message, in one line: a tensor, or another array, by its dtype and shape."""
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype is not None and shape is not None and not isinstance(value, type):
+        return f"{type(value).__name__}, {dtype} of shape {tuple(shape)}"
+    return " ".join(f"{value!r:.80}".split())
 
 
 def instance_of(value: Any, kinds: Any, what: str, expected: str) -> Any:
     """`value`, if it is of one of `kinds`, a type or several.  Raises FuseOpsError, with `expected`, for others."""
     if not isinstance(value, kinds):
-        raise FuseOpsError(f"{what} expects {expected}, got {value!r:.80}.")
+        raise FuseOpsError(f"{what} expects {expected}, got {shown(value)}.")
     return value
 
 
@@ -52,7 +60,7 @@ def several(given: Any, kinds: Any, what: str, expected: str) -> tuple[Any, ...]
     items = tuple(given) if is_several else (given,)
     for item in items:
         if not (is_several and isinstance(item, kinds)):
-            raise FuseOpsError(f"{what} expects {expected}, got {item!r:.80}.")
+            raise FuseOpsError(f"{what} expects {expected}, got {shown(item)}.")
     return items
 
 
@@ -87,21 +95,21 @@ def check_numbers(op: str, least: float = -math.inf, **options: Any) -> None:
         number = float(value) if isinstance(value, SupportsFloat) and _is_one(value) else math.nan
         if not (math.isfinite(number) and number >= least):
             wanted = "a finite number" + (f" from {least:g} on" if least > -math.inf else "")
-            raise FuseOpsError(f"{op}: {name} is {value!r}, expected {wanted}.")
+            raise FuseOpsError(f"{op}: {name} is {shown(value)}, expected {wanted}.")
 
 
 def check_positive(op: str, **options: Any) -> None:
     """Raise FuseOpsError for an option of `op` that is no finite number above 0."""
     for name, value in options.items():
         if not (is_number(value) and value > 0):
-            raise FuseOpsError(f"{op}: {name} is {value!r}, expected a finite number above 0.")
+            raise FuseOpsError(f"{op}: {name} is {shown(value)}, expected a finite number above 0.")
 
 
 def check_flags(op: str, **options: Any) -> None:
     """Raise FuseOpsError for an option of `op` that is neither true nor false: a bool, or 0 or 1."""
     for name, value in options.items():
         if not isinstance(value, int) or value not in (0, 1):
-            raise FuseOpsError(f"{op}: {name} is {value!r:.80}, expected True or False.")
+            raise FuseOpsError(f"{op}: {name} is {shown(value)}, expected True or False.")
 
 
 def check_integers(op: str, least: int | None = None, **options: Any) -> None:
@@ -110,4 +118,4 @@ def check_integers(op: str, least: int | None = None, **options: Any) -> None:
         whole = type(value) is int or _is_whole(value)
         if not whole or (least is not None and value < least):
             wanted = "an integer" + ("" if least is None else f" from {least} on")
-            raise FuseOpsError(f"{op}: {name} is {value!r}, expected {wanted}.")
+            raise FuseOpsError(f"{op}: {name} is {shown(value)}, expected {wanted}.")
