@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fuseops import torch_private
-from fuseops.arguments import check_flags, several
+from fuseops.arguments import check_flags, several, shown
 from fuseops.errors import FuseOpsError
 from fuseops.ops.paths import check_module
 
@@ -47,7 +47,7 @@ def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     if not _is_line(mesh):
         raise FuseOpsError(
             "expert_placement(mesh) takes the mesh, of one dimension, of ranks that hold the same experts, got "
-            f"{mesh!r:.80}: slice it, mesh['dp']."
+            f"{shown(mesh)}: slice it, mesh['dp']."
         )
     placement_on, info = torch_private.fsdp_shard_placement(mesh)
     if placement_on is None:
@@ -132,14 +132,14 @@ def clip_grad_norm_(
     """
     if over is not None and not _is_line(over):
         raise FuseOpsError(
-            f"clip_grad_norm_(over=...) takes a mesh of one dimension, got {over!r:.80}: slice it, mesh['pp']."
+            f"clip_grad_norm_(over=...) takes a mesh of one dimension, got {shown(over)}: slice it, mesh['pp']."
         )
     every = [parameters] if isinstance(parameters, Tensor) else parameters
     every = several(every, Tensor, "clip_grad_norm_(parameters)", "parameters of a model")
     on_device = isinstance(max_norm, Tensor) and max_norm.dim() == 0  # which is not waited for
     for name, value in (("max_norm", 0.0 if on_device else max_norm), ("norm_type", norm_type)):
         if not isinstance(value, Real) or math.isnan(value):  # infinity is one
-            raise FuseOpsError(f"clip_grad_norm_: {name} is {value!r:.80}, expected a number.")
+            raise FuseOpsError(f"clip_grad_norm_: {name} is {shown(value)}, expected a number.")
     if not on_device and max_norm < 0:  # gradients would change their signs
         raise FuseOpsError(
             f"clip_grad_norm_: max_norm is {max_norm!r}, expected a number from 0 on."

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fuseops import ops, torch_private
-from fuseops.arguments import check_flags, check_integers, instance_of, is_one_of
+from fuseops.arguments import check_flags, check_integers, instance_of, is_one_of, shown
 from fuseops.errors import FuseOpsError
 from fuseops.ops.activations import Activation, ScaledActivation
 from fuseops.ops.halves import is_gate
@@ -149,7 +149,7 @@ class ColwiseParallel(_Style):
         self.gate_up = gate_up
         if self.output_layouts not in (Shard(-1), Replicate()):
             raise FuseOpsError(
-                f"ColwiseParallel: output_layouts is {output_layouts}, expected Shard(-1) or Replicate()."
+                f"ColwiseParallel: output_layouts is {shown(output_layouts)}, expected Shard(-1) or Replicate()."
             )
         if self.gate_up and self.output_layouts != Shard(-1):
             raise FuseOpsError("ColwiseParallel(gate_up=True): the activation takes Shard(-1).")
@@ -211,7 +211,7 @@ class RowwiseParallel(_Style):
         self.output_layouts = _placement("RowwiseParallel", "output", output_layouts, Replicate())
         if not is_one_of(input_layouts, (None, Shard(-1))):
             raise FuseOpsError(
-                f"RowwiseParallel: input_layouts is {input_layouts}, expected Shard(-1)."
+                f"RowwiseParallel: input_layouts is {shown(input_layouts)}, expected Shard(-1)."
             )
 
     def _parallelize(self, op: Any, mesh: DeviceMesh) -> None:

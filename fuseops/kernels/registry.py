@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.arguments import check_flags, check_integers, instance_of, several
+from fuseops.arguments import check_flags, check_integers, instance_of, several, shown
 from fuseops.attributes import attributes_set
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.launch import HAS_TRITON, INTERPRET, arch_of, thread
@@ -420,7 +420,7 @@ def _checked(options: kernel_op) -> kernel_op:
         value, optional = getattr(options, name), name in _FORMULAS
         if not (callable(value) or (value is None and optional)):
             expected = "a function or None" if optional else "a function"
-            raise FuseOpsError(f"kernel_op({name}=...) expects {expected}, got {value!r:.80}.")
+            raise FuseOpsError(f"kernel_op({name}=...) expects {expected}, got {shown(value)}.")
     for name in _FLAGS:
         if not isinstance(getattr(options, name), int):
             check_flags("kernel_op", **{name: getattr(options, name)})

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from fuseops import ops, torch_private
-from fuseops.arguments import check_flags, check_integers
+from fuseops.arguments import check_flags, check_integers, shown
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.activations import Activation, ScaledActivation
 from fuseops.ops.op import Op
@@ -99,7 +99,7 @@ class MoE(Sequential):
         check_integers("MoE", 1, ffn=ffn)
         check_flags("MoE", bias=bias, router_bias=router_bias)
         if aux not in ("return", "inject"):
-            raise FuseOpsError(f"MoE: aux is {aux!r}, expected 'return' or 'inject'.")
+            raise FuseOpsError(f"MoE: aux is {shown(aux)}, expected 'return' or 'inject'.")
         _check_own(dispatch, collect, capacity_factor, ep)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         act = scaled_activation(activation)
@@ -245,10 +245,10 @@ def _check_own(dispatch: Any, collect: Any, capacity_factor: Any, ep: Any) -> No
     if dispatch is not None and (capacity_factor, ep) != (None, None):
         raise FuseOpsError("MoE: a dispatch op of your own has its own capacity_factor and ep.")
     if not isinstance(collect, Op | None):
-        raise FuseOpsError(f"MoE: collect is {collect!r:.80}, expected an op or None.")
+        raise FuseOpsError(f"MoE: collect is {shown(collect)}, expected an op or None.")
     if not (dispatch is None or (isinstance(dispatch, Op) and hasattr(dispatch, "num_experts"))):
         raise FuseOpsError(
-            f"MoE: dispatch is {dispatch!r:.80}, expected None, or an op that says in `num_experts` how many are here."
+            f"MoE: dispatch is {shown(dispatch)}, expected None, or an op that says in `num_experts` how many are here."
         )
 
 
@@ -259,7 +259,7 @@ def _apply_expert_parallel(moe: nn.Module, mesh: Any) -> None:
 
     if not isinstance(mesh, DeviceMesh):
         raise FuseOpsError(
-            f"MoE: ep is {mesh!r}, expected a DeviceMesh of one axis, as mesh['ep']."
+            f"MoE: ep is {shown(mesh)}, expected a DeviceMesh of one axis, as mesh['ep']."
         )
     ExpertParallel()._apply(moe, mesh)
 
@@ -287,7 +287,7 @@ def scaled_activation(activation: str | Op[Any]) -> Op[Any]:
         return activation
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise FuseOpsError(
-            f"MoE: activation is {activation!r:.80}, expected one of {sorted(ACTIVATIONS)}, or an op that scales each "
+            f"MoE: activation is {shown(activation)}, expected one of {sorted(ACTIVATIONS)}, or an op that scales each "
             "row by its probability (it reads `probs`), such as fuseops.ops.ScaledSwiGLU()."
         )
     return ACTIVATIONS[activation][0]()
@@ -306,7 +306,7 @@ def _width_before(act: Op[Any], ffn: int) -> int:
         except ShapeError as refused:
             why = refused
     raise FuseOpsError(
-        f"MoE: activation is {act!r:.80}, and its out_shape makes the {ffn} hidden units (ffn) of neither {ffn} "
+        f"MoE: activation is {shown(act)}, and its out_shape makes the {ffn} hidden units (ffn) of neither {ffn} "
         f"features nor {2 * ffn}, [gate | up]: out_shape of one of these has to be what its fwd gives, (R, {ffn})."
     ) from why
 

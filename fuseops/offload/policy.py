@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fuseops.arguments import check_integers, instance_of
+from fuseops.arguments import check_integers, instance_of, shown
 from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs, matches
 from fuseops.ops.names import SavedName
@@ -87,7 +87,7 @@ class Policy:
         if self.layer_bytes is not None:
             check_integers("Policy", 0, layer_bytes=self.layer_bytes)
         if not isinstance(self.fraction, (int, float)) or not 0 <= self.fraction <= 1:
-            raise FuseOpsError(f"Policy(fraction=...) expects 0 to 1, got {self.fraction!r}.")
+            raise FuseOpsError(f"Policy(fraction=...) expects 0 to 1, got {shown(self.fraction)}.")
         expected = "a function of a Candidate"
         instance_of(self.where, (Callable, NoneType), "Policy(where=...)", expected)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.arguments import check_flags, check_integers
+from fuseops.arguments import check_flags, check_integers, shown
 from fuseops.errors import FuseOpsError, ShapeError
 
 from .local import Ranks, with_backward
@@ -156,7 +156,9 @@ class AllGather(_AxisCollective):
     def __init__(self, group: Any = None, dim: int = -2, *, grad: str = "partial") -> None:
         super().__init__(group, dim)
         if grad not in ("partial", "replicate"):
-            raise FuseOpsError(f"AllGather: grad is {grad!r}, expected 'partial' or 'replicate'.")
+            raise FuseOpsError(
+                f"AllGather: grad is {shown(grad)}, expected 'partial' or 'replicate'."
+            )
         self.grad = grad
 
     def out_shape(self, shape: Shape) -> Shape:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import kernels as K
-from fuseops.arguments import check_numbers, is_number
+from fuseops.arguments import check_numbers, is_number, shown
 from fuseops.errors import FuseOpsError
 
 from .checks import refuse_inplace
@@ -55,7 +55,7 @@ class Dropout(Op[DropoutSaved], nn.Dropout):
         refuse_inplace("Dropout", inplace)
         if not (is_number(p) and 0 <= p <= 1):
             raise FuseOpsError(
-                f"Dropout: p is {p!r:.80}, expected a probability, a number from 0 to 1."
+                f"Dropout: p is {shown(p)}, expected a probability, a number from 0 to 1."
             )
         nn.Dropout.__init__(self, p)
 

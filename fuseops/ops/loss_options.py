@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from fuseops.arguments import check_integers, is_number
+from fuseops.arguments import check_integers, is_number, shown
 from fuseops.errors import FuseOpsError
 
 CHUNK_BYTES = 512 << 20
@@ -60,7 +60,7 @@ class LossOptions(NamedTuple):
         for name, (fine, wanted) in fits.items():
             if not fine:
                 raise FuseOpsError(
-                    f"LinearCrossEntropy got {name}={getattr(self, name)!r}: {wanted}."
+                    f"LinearCrossEntropy got {name}={shown(getattr(self, name))}: {wanted}."
                 )
         if self.gradients == "forward" and not self.is_scalar:
             raise FuseOpsError(

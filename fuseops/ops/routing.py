@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.arguments import check_integers
+from fuseops.arguments import check_integers, shown
 from fuseops.errors import ShapeError
 from fuseops.kernels.tiles import upcast
 
@@ -117,7 +117,7 @@ def _as_counts(given: Any) -> Tensor:
     try:
         counts = torch.as_tensor(given, dtype=torch.int64 if empty else None)
     except (TypeError, ValueError, RuntimeError):
-        raise ShapeError(f"{expected} {type(given).__name__}: {given!r}.") from None
+        raise ShapeError(f"{expected} {type(given).__name__}: {shown(given)}.") from None
     if counts.dim() != 1 or not is_integer(counts):
         raise ShapeError(f"{expected} {counts.dtype} of shape {tuple(counts.shape)}.")
     return counts

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.arguments import instance_of
+from fuseops.arguments import instance_of, shown
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.groups import check_ends, check_offs, padded_columns
 from fuseops.kernels.scales import RowTransform
@@ -51,7 +51,7 @@ def quantize(
     """
     if not isinstance(scaling, Scaling):
         raise FuseOpsError(
-            f"fo.quantize: scaling is {scaling!r:.80}, expected a Scaling, such as recipe.roles().input."
+            f"fo.quantize: scaling is {shown(scaling)}, expected a Scaling, such as recipe.roles().input."
         )
     if not isinstance(x, Tensor | Quantized):
         raise FuseOpsError(f"fo.quantize: x is of type {type(x).__name__}, expected a tensor.")
@@ -61,7 +61,9 @@ def quantize(
         )
     _check_groups(x, scaling, offs)
     if not isinstance(row, bool) or not isinstance(col, bool):
-        raise FuseOpsError(f"fo.quantize: row is {row!r:.80} and col {col!r:.80}, expected bools.")
+        raise FuseOpsError(
+            f"fo.quantize: row is {shown(row)} and col {shown(col)}, expected bools."
+        )
     if not (row or col):
         raise FuseOpsError("fo.quantize: neither rows nor columns are asked for.")
     source = x.carrier if isinstance(x, Quantized) else x
@@ -79,7 +81,7 @@ def _check_groups(x: Operand, scaling: Scaling, offs: Tensor | None) -> None:
     if offs is None:
         return
     if not isinstance(offs, Tensor):
-        raise FuseOpsError(f"fo.quantize: offs is {offs!r:.80}, expected a tensor or None.")
+        raise FuseOpsError(f"fo.quantize: offs is {shown(offs)}, expected a tensor or None.")
     if scaling.is_square:
         raise FuseOpsError(
             f"fo.quantize: {scaling} is a format of weights, and offs are ends of rows of tokens: leave offs out, or "

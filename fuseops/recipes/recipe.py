@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuseops.arguments import instance_of, is_number, is_one_of
+from fuseops.arguments import instance_of, is_number, is_one_of, shown
 from fuseops.errors import FuseOpsError
 
 from .scaling import COLUMN, E4M3, E5M2, SQUARE, VECTOR, Scaling
@@ -42,7 +42,7 @@ def check_fields(recipe: Any) -> None:
             if not fits or (isinstance(f.default, int) and not isinstance(value, int)):
                 expected = f"a number, {least:g} or above"
         if expected:
-            given = f"{type(recipe).__name__}({f.name}={value!r:.80})"
+            given = f"{type(recipe).__name__}({f.name}={shown(value)})"
             raise FuseOpsError(f"{given}: expected {expected}.")
 
 
@@ -145,7 +145,7 @@ class Recipe:
         if isinstance(given, Roles):
             return given
         raise FuseOpsError(
-            f"{type(self).__name__} gave {given!r:.80} as the roles of {name!r} ({type(op).__name__}): expected a "
+            f"{type(self).__name__} gave {shown(given)} as the roles of {name!r} ({type(op).__name__}): expected a "
             "fuseops.recipes.Roles; Roles() is high precision."
         )
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from fuseops.arguments import check_flags, instance_of, is_one_of, several
+from fuseops.arguments import check_flags, instance_of, is_one_of, several, shown
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import FusedOp, Op, check_names
 from fuseops.recipes import Recipe
@@ -108,7 +108,7 @@ class Rule:
         check_flags(f"Rule {self.name!r}", last=self.last)
         if not is_one_of(self.kind, KINDS):
             raise FuseOpsError(
-                f"Rule {self.name!r}: kind must be one of {KINDS}, got {self.kind!r}."
+                f"Rule {self.name!r}: kind must be one of {KINDS}, got {shown(self.kind)}."
             )
         if callable(self.when):
             object.__setattr__(self, "when", (self.when,))
@@ -172,7 +172,7 @@ def _check_types(what: str, element: Any) -> None:
     for t in types_of(element):
         if not (isinstance(t, type) and issubclass(t, Op)):
             raise FuseOpsError(
-                f"{what} expects types of ops, as Linear or SiLU | GELU, got {t!r:.80}, which is not a subclass of "
+                f"{what} expects types of ops, as Linear or SiLU | GELU, got {shown(t)}, which is not a subclass of "
                 "fuseops.Op."
             )
 

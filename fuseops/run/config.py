@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fuseops.arguments import instance_of, is_one_of, several
+from fuseops.arguments import instance_of, is_one_of, several, shown
 from fuseops.errors import FuseOpsError, FusionMissError
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
@@ -135,7 +135,7 @@ def _override(caller: str, **values: Any) -> Override:
         given["strict"] = _names(f"{caller}(strict=...)", given["strict"], "True, False or ")
     if not is_one_of(given.get("prefer", "speed"), PREFERENCES):
         raise FuseOpsError(
-            f"{caller}(prefer=...) expects one of {PREFERENCES}, got {given['prefer']!r:.80}."
+            f"{caller}(prefer=...) expects one of {PREFERENCES}, got {shown(given['prefer'])}."
         )
     if given.get("recipe") is not None and not isinstance(given["recipe"], Recipe):
         raise _recipe_error(f"{caller}(recipe=...)", given["recipe"])
@@ -158,7 +158,7 @@ def _recipe_error(what: str, given: Any) -> FuseOpsError:
         meant = " Globs name ops of a model: fuseops.configure(model, recipe={glob: recipe})."
     elif isinstance(given, Roles | Scaling):
         meant = " Formats by role are those of fuseops.recipes.ByRole(function)."
-    text = f"{what} expects a fuseops.recipes.Recipe or None, got {given!r:.80}."
+    text = f"{what} expects a fuseops.recipes.Recipe or None, got {shown(given)}."
     return FuseOpsError(text + meant)
 
 

@@ -38,7 +38,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fuseops.arguments import check_flags
+from fuseops.arguments import check_flags, shown
 from fuseops.errors import FuseOpsError
 from fuseops.ops.checks import check_state
 
@@ -186,7 +186,7 @@ def to_hf(
     """
     check_state("hf.to_hf", tensors)
     if experts not in ("packed", "separate"):
-        raise FuseOpsError(f"to_hf: experts must be 'packed' or 'separate', got {experts!r}.")
+        raise FuseOpsError(f"to_hf: experts must be 'packed' or 'separate', got {shown(experts)}.")
     gpt_oss = _layer_prefixes(tensors, "router.weight", "fc1.weight", "fc1.bias")
     layers = dict.fromkeys(_layer_prefixes(tensors, "router.weight", "fc1.weight"), _LAYER)
     out: dict[str, Tensor] = {}

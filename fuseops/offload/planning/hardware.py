@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fuseops.arguments import check_integers, check_numbers, instance_of, is_number, several
+from fuseops.arguments import check_integers, check_numbers, instance_of, is_number, several, shown
 from fuseops.errors import FuseOpsError
 from fuseops.offload.codes import traffic
 from fuseops.words import dtype_name, plural
@@ -146,7 +146,7 @@ class Hardware:
         if self.attention not in ATTENTION_SAVES:
             raise FuseOpsError(
                 f"Hardware(attention=...) expects one of {', '.join(ATTENTION_SAVES)}, "
-                f"got {self.attention!r}."
+                f"got {shown(self.attention)}."
             )
 
     def copy_seconds(self, lane: str, nbytes: int, *, duplex: bool = False) -> float:
@@ -164,7 +164,7 @@ class Hardware:
         """A machine whose copies take `factor` times as long.  Raises FuseOpsError for a factor that is not above 0."""
         if not (isinstance(factor, int | float) and 0 < factor < math.inf):
             raise FuseOpsError(
-                f"slower(factor) expects a finite number above 0, got {factor!r:.80}."
+                f"slower(factor) expects a finite number above 0, got {shown(factor)}."
             )
         d2h, h2d, both = (
             Curve(tuple((size, rate / factor) for size, rate in curve.points))

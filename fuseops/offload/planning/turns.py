@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fuseops.arguments import check_integers, is_number, several
+from fuseops.arguments import check_integers, is_number, several, shown
 from fuseops.errors import FuseOpsError
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -45,7 +45,7 @@ class Pipeline:
         check_integers("Pipeline", 1, ranks=ranks, micro_batches=count, chunks=chunks)
         if not (is_number(self.weight_share) and 0 <= self.weight_share <= 1):
             raise FuseOpsError(
-                f"Pipeline: weight_share is {self.weight_share!r:.80}, expected a number from 0 to 1."
+                f"Pipeline: weight_share is {shown(self.weight_share)}, expected a number from 0 to 1."
             )
         expected = "of every rank its turns, as Pipeline.of(schedule) has them"
         order = several(self.order, Iterable, "Pipeline(order=...)", expected)
