@@ -492,7 +492,12 @@ class _OnGivenWeight(LinearCrossEntropy):
     """An `_OnGivenWeight` is a `LinearCrossEntropy` whose weight and bias are side inputs."""
 
     called = Called(
-        "linear_cross_entropy", "input", "linear_weight", "linear_bias", "target", "weight"
+        "linear_cross_entropy",
+        "input",
+        "linear_weight",
+        "linear_bias",
+        "target",
+        "weight, the class weights",
     )
 
     def __init__(
