@@ -40,7 +40,8 @@ def shown(value: object) -> str:
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
     if dtype is not None and shape is not None and not isinstance(value, type):
         return f"{type(value).__name__}, {dtype} of shape {tuple(shape)}"
-    return " ".join(f"{value!r:.80}".split())
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def instance_of(value: Any, kinds: Any, what: str, expected: str) -> Any:
