@@ -64,7 +64,9 @@ class Space:
             expected = "configurations, each a dict, or a function that lists them"
             candidates = several(candidates, dict, f"{where} candidates", expected)
             if not candidates:
-                raise FuseOpsError(f"{where} candidates is empty, expected one or more.")
+                raise FuseOpsError(
+                    f"configuration space {name!r} has no candidates, expected one or more."
+                )
         expected = "a function of (rows, dims, itemsize), or None"
         instance_of(default, (Callable, NoneType), f"{where} default", expected)
         dims = several(dims, str, f"{where} dims", "the names of dimensions, in a tuple")
