@@ -4,6 +4,7 @@ import functools
 import re
 from collections.abc import Iterable
 
+from fuseops.arguments import several
 from fuseops.errors import FuseOpsError
 
 
@@ -33,10 +34,10 @@ def matches(glob: str, path: str) -> bool:
 
 def as_globs(value: str | Iterable[str], what: str) -> tuple[str, ...]:
     """One glob or several.  Raises FuseOpsError for anything else."""
-    globs = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
-    wrong = [g for g in globs if not isinstance(g, str) or not g]
-    if wrong:
-        raise FuseOpsError(
-            f"{what} expects globs over dotted names, such as 'blocks.*', got {wrong[0]!r:.80}."
-        )
+    expected = "globs over dotted names, such as 'blocks.*'"
+    globs: tuple[str, ...] = several(
+        (value,) if isinstance(value, str) else value, str, what, expected
+    )
+    if "" in globs:
+        raise FuseOpsError(f"{what} expects {expected}, got ''.")
     return globs

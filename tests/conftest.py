@@ -91,11 +91,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    if config.option.minutes is None or config.option.testrunuid is None:
+    drawn_by = config.getoption("testrunuid", None)  # an option of xdist, which may not be there
+    if config.option.minutes is None or drawn_by is None:
         return None
-    return (
-        f"order drawn by: --minutes {config.option.minutes} --testrunuid {config.option.testrunuid}"
-    )
+    return f"order drawn by: --minutes {config.option.minutes} --testrunuid {drawn_by}"
 
 
 def by_turns(items: list[pytest.Item], chance: random.Random, workers: int) -> list[pytest.Item]:

@@ -1,5 +1,6 @@
 """Buffers of the caller: what is written there is what the call gives, and nobody reads what was there before."""
 
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -252,6 +253,23 @@ def test_buffers_may_not_lie_over_each_other() -> None:
     seq = fo.Sequential({"a": fo.ops.Linear(D, D), "b": fo.ops.Linear(D, D)})
     with pytest.raises(ShapeError, match="lies over memory of"):
         seq(X, out={"a.y": both[:-1].view(ROWS, D), "b.y": both[1:].view(ROWS, D)})
+
+
+@given(st.lists(st.sampled_from(PLACES), min_size=2, max_size=2, unique=True), st.integers(0, 8))
+def test_two_names_share_no_memory_however_far_apart_they_are_written(
+    keys: list[str], shift: int
+) -> None:
+    """After the step each would have to hold what its name says."""
+    shapes = [place(key).shape for key in keys]
+    arena = torch.empty(ROWS * 2 * F + shift)
+    first, other = (
+        arena[start : start + shape.numel()].view(shape)
+        for start, shape in zip((0, shift), shapes, strict=True)
+    )
+    x, side = inputs()
+    told = f"the buffer for {keys[1]} lies over memory of the buffer for {keys[0]}"
+    with pytest.raises(ShapeError, match=re.escape(told)):
+        model()(x, **side, out={keys[0]: first, keys[1]: other})
 
 
 def test_what_is_not_written_is_refused() -> None:

@@ -220,13 +220,15 @@ def test_a_pickle_holds_a_rule_by_import_path_or_raises() -> None:
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused(said: dict) -> None:
-    with pytest.raises(fo.FuseOpsError, match=f"{next(iter(said))} must be"):
+    with pytest.raises(
+        fo.FuseOpsError, match=rf"fo\.configure\({next(iter(said))}=\.\.\.\) expects"
+    ):
         fo.configure(block(), **said)
 
 
 @pytest.mark.parametrize("what", ["strict", "disable"])
 def test_names_of_rules_are_names(what: str) -> None:
-    with pytest.raises(fo.FuseOpsError, match=f"{what} must be names of rules, got 3"):
+    with pytest.raises(fo.FuseOpsError, match=rf"fo\.fusion\({what}=.*names of rules, got 3"):
         with fo.fusion(**{what: 3}):
             pass
 
@@ -246,13 +248,29 @@ def test_scopes_end_with_an_exception_too() -> None:
 def test_an_unknown_rule_name_raises_and_lists_the_known_ones(how: str) -> None:
     seq = block()
     seq(data())
-    if how == "model":
-        fo.configure(seq, disable=["linear_atc"])
-    elif how == "process":
-        fo.configure(disable=["linear_atc"])
-    scope = fo.fusion(**{how: ["linear_atc"]}) if how in ("disable", "strict") else nullcontext()
-    with pytest.raises(fo.FuseOpsError, match=r"linear_atc.*linear_act"), scope:
+    give: Callable[[list[str]], object] = {
+        "model": lambda names: fo.configure(seq, disable=names),
+        "process": lambda names: fo.configure(disable=names),
+    }.get(how, lambda names: fo.fusion(**{how: names}))
+    with pytest.raises(fo.FuseOpsError, match=r"linear_atc.*linear_act"):
+        give(["linear_atc"])
+    assert fired(seq, data()) == {"linear_act"}
+    not_in_force = pytest.raises(
+        fo.FuseOpsError, match=r"no rule is called \['twice'\].*linear_act"
+    )
+    scope: Any = give([TWICE.name])  # there is such a rule, which may come into force yet
+    with not_in_force, scope or nullcontext():
         seq(data())
+    if how != "strict":
+        with give([TWICE.name]) or nullcontext(), fo.rules(TWICE):  # type: ignore[attr-defined]
+            assert fired(seq, data()) == {"linear_act"}
+
+
+def test_a_rule_may_be_named_in_the_call_that_makes_it_known() -> None:
+    seq = fo.Sequential(Twice())
+    own = fo.Rule("named at once", (Twice,), FusedTwice)
+    fo.configure(seq, rules=[own], disable=[own.name])
+    assert fired(seq, data()) == set()
 
 
 def two_biases() -> fo.Sequential:
@@ -281,7 +299,9 @@ def test_a_strict_model_raises_as_in_a_strict_scope(strict: Any, reentrant: bool
     with pytest.raises(fo.FuseOpsError, match="linear_atc"):
         fo.configure(good, strict=["linear_atc"])
         good(data())
-    with pytest.raises(fo.FuseOpsError, match="strict_recipe must be True or False, got 'fc'"):
+    with pytest.raises(
+        fo.FuseOpsError, match=r"strict_recipe=\.\.\.\) expects True or False, got 'fc'"
+    ):
         fo.configure(good, strict_recipe="fc")  # type: ignore[arg-type]
 
 

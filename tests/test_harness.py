@@ -5,6 +5,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from hypothesis import given
@@ -122,3 +123,11 @@ drawn: list[float] = []
 def test_examples_start_from_one_seed(_: int) -> None:
     drawn.append(torch.rand(()).item())
     assert len(set(drawn)) == 1
+
+
+def test_a_run_of_some_minutes_needs_no_workers() -> None:
+    """Without xdist nothing tells how the order was drawn, and nothing asks for it."""
+    ours = "-p", "no:xdist", "--minutes", "1", "--collect-only", __file__
+    ran = fresh.run("-m", "pytest", *ours)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "order drawn by" not in ran.stdout and "collected" in ran.stdout

@@ -383,5 +383,5 @@ def test_options_that_are_assigned_are_checked_too(name: str, value: float) -> N
 @pytest.mark.parametrize("targets", [torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 9)])
 def test_targets_of_another_shape_or_dtype_are_refused(targets: Tensor) -> None:
     x, weight, _, _ = operands()
-    with pytest.raises(fo.FuseOpsError, match=r"targets int64 of shape \(2, 9\)"):
+    with pytest.raises(fo.FuseOpsError, match=r"target int64 of shape \(2, 9\)"):
         fo.linear_cross_entropy(x, weight, targets)

@@ -190,7 +190,7 @@ def test_what_it_cannot_do_right_is_refused() -> None:
         weight.new_zeros(len(weight) - 1),
         weight.new_zeros(len(weight), dtype=torch.int64),
     ):
-        with pytest.raises(ShapeError, match="linear_loss expects bias of a float dtype"):
+        with pytest.raises(ShapeError, match="linear_loss expects linear_bias of a float dtype"):
             fo.linear_loss(total, x, weight, linear_bias=bias)
     with pytest.raises(ShapeError, match="one dtype, got linear_weight of"):
         fo.linear_loss(total, x, weight.half())

@@ -589,6 +589,51 @@ def test_a_dispatcher_of_your_own() -> None:
     assert_same(step(other, x), step(moe, x))
 
 
+class OwnSReLU(fo.Op[Any]):
+    """A level-1 activation of a user: that of the name "srelu"."""
+
+    reads = ("probs",)
+
+    def fwd(self, x: Tensor, *, probs: Tensor) -> Tensor:
+        return x.relu().square() * probs[:, None]
+
+
+class OwnSwiGLU(fo.Op[Any]):
+    """A gated one: that of the name "swiglu"."""
+
+    reads = ("probs",)
+
+    def out_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:-1], shape[-1] // 2)
+
+    def fwd(self, x: Tensor, *, probs: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return nn.functional.silu(gate) * up * probs[:, None]
+
+
+@pytest.mark.parametrize(("own", "name"), [(OwnSReLU, "srelu"), (OwnSwiGLU, "swiglu")])
+def test_an_activation_of_a_user_that_reads_the_probabilities_is_taken(
+    own: type, name: str
+) -> None:
+    x = torch.randn(9, D, dtype=torch.float64)
+    layer, named = (
+        fo.MoE(D, F, E, 2, activation=act, dtype=torch.float64) for act in (own(), name)
+    )
+    layer.load_state_dict(named.state_dict())
+    assert_same(step(layer, x), step(named, x))
+
+
+def test_an_activation_of_another_width_is_refused_where_it_is_given() -> None:
+    class Third(OwnSwiGLU):
+        def out_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+            return (*shape[:-1], shape[-1] // 3)
+
+    with pytest.raises(
+        fo.FuseOpsError, match=rf"activation is Third.*neither {F} features nor {2 * F}"
+    ):
+        fo.MoE(D, F, E, 2, activation=Third())
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

@@ -147,9 +147,9 @@ def test_a_wrong_mapping_is_refused(recipe: Any, error: str) -> None:
     ],
 )
 def test_what_is_no_recipe_is_refused_with_what_was_meant(recipe: Any, meant: str) -> None:
-    with pytest.raises(fo.FuseOpsError, match=f"must be a fuseops.recipes.Recipe.*{meant}"):
+    with pytest.raises(fo.FuseOpsError, match=f"expects a fuseops.recipes.Recipe.*{meant}"):
         fo.recipe(recipe)
-    with pytest.raises(fo.FuseOpsError, match="strict must be True or False, got 'fc1'"):
+    with pytest.raises(fo.FuseOpsError, match=r"strict=\.\.\.\) expects True or False, got 'fc1'"):
         fo.recipe(BLOCK(), strict="fc1")  # type: ignore[arg-type]
 
 

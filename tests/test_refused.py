@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import pytest
@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fuseops as fo
-from fuseops import distributed, offload
-from fuseops.integrations import hf
+from fuseops import distributed
 from fuseops.testing.catalogue import Wanted, entry, exported
 from fuseops.testing.strategies import op_cases
 
@@ -277,85 +276,7 @@ def test_a_size_that_is_a_bool_is_refused(op: type, others: dict[str, int], name
         op(**others, **{name: True})
 
 
-class Fused(fo.FusedOp):
-    """The least that a rule may build."""
-
-
 MODEL = fo.Sequential(fo.ops.Linear(8, 8), fo.ops.SiLU(), fo.ops.Linear(8, 8))
-CURVE = offload.Hardware.h200().d2h
-BASES: dict[Callable[..., object], dict[str, object]] = {
-    fo.MoE: {"dim": 8, "ffn": 8, "num_experts": 4, "top_k": 2},
-    fo.Rule: {"name": "mine", "pattern": (fo.ops.Linear,), "build": Fused},
-    fo.quantize: {"x": torch.randn(4, 32), "scaling": fo.recipes.Float8CurrentScaling().roles().input},
-    fo.Routing.from_counts: {"tokens_per_expert": [1, 2]},
-    fo.Routing.from_topk: {"experts": torch.tensor([[0], [1]]), "weights": torch.rand(2, 1)},
-    fo.Routing.from_multihot: {"chosen": torch.eye(2).bool(), "probs": torch.rand(2, 2)},
-    fo.linear_cross_entropy: {
-        "input": torch.randn(3, 4), "linear_weight": torch.randn(5, 4), "target": torch.tensor([1, 2, 3])
-    },
-    fo.recipes.ByRole: {"choose": lambda op, name, role: None},
-    offload.Scheduler: {"model": nn.Sequential(nn.Linear(4, 4)), "layers": "*"},
-    offload.Hardware: {"name": "mine", "d2h": CURVE, "h2d": CURVE, "both": CURVE, "memory": 1.0},
-    offload.mark_module: {"module": nn.Linear(4, 4), "mark": None},
-    fo.linear_loss: {
-        "loss": torch.sum, "input": torch.randn(3, 4), "linear_weight": torch.randn(5, 4)
-    },
-    fo.recipes.ByName: {"choices": (("**", None),)},
-    fo.testing.assert_no_rule_is_shadowed: {"rules": []},
-    distributed.expert_placement: {"mesh": None},
-    distributed.overlap_pairs: {"schedule": None},
-    distributed.quantized_gather: {"model": MODEL, "recipe": fo.recipes.Float8BlockScaling()},
-    hf.to_fuseops: {"tensors": {}}, hf.to_hf: {"tensors": {}},
-    **{
-        takes_model: {"model": MODEL} for takes_model in (
-            fo.configure, fo.explain, fo.masters, fo.plans, fo.weights_changed, hf.apply, hf.revert,
-            offload.plan, distributed.param_groups, distributed.split_halves, distributed.tp_plan,
-        )
-    },
-    distributed.delay_weight_gradients: {"module": MODEL}, distributed.dw_builder: {"module": MODEL},
-}  # fmt: skip
-"""What is made of arguments besides ops, with those that it needs."""
-
-FREE = [
-    *(fo.recipes.Float8CurrentScaling, fo.recipes.Float8BlockScaling, fo.recipes.DelayedScaling),
-    *(fo.recipes.MXFP8BlockScaling, fo.recipes.NVFP4BlockScaling, fo.recipes.Scaling),
-    *(distributed.ColwiseParallel, distributed.RowwiseParallel, distributed.SequenceParallel),
-    *(distributed.ExpertParallel, offload.Policy, offload.to_host, fo.recipes.Roles),
-]
-"""The same of what needs none."""
-
-
-def needed(op: type) -> dict[str, object]:
-    """Arguments that an op needs."""
-    made = entry(op).make(Wanted(lambda *of: of[0], 8, 8, 4, 2))
-    given = signature(op).parameters.values()
-    names = [
-        p.name
-        for p in given
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    ]
-    return {name: getattr(made, name, name) for name in names}
-
-
-def arguments_of_another_type(made: Callable[..., object]) -> Iterator[tuple[str, object]]:
-    """(parameter, a value that its annotation excludes)."""
-    for name, parameter in signature(made).parameters.items():
-        words = {*re.findall(r"\w+", str(parameter.annotation))}
-        if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) or "Any" in words:
-            continue
-        yield name, object()
-        if not words & {"str", "DispatcherChoice"}:
-            yield name, "wrong"
-        if not words & {"int", "float", "bool", "device", "Operand"}:
-            yield name, 3
-
-
-@pytest.mark.parametrize("made", [*exported(), *BASES, *FREE], ids=lambda made: made.__qualname__)
-def test_an_argument_of_another_type_is_refused_by_its_name(made: Callable[..., object]) -> None:
-    base = BASES.get(made) or needed(made) if made not in FREE else {}  # type: ignore[arg-type]
-    for name, wrong in arguments_of_another_type(made):
-        with pytest.raises((fo.FuseOpsError, TypeError, ValueError), match=rf"\b{name}\b"):
-            made(**{**base, name: wrong})
 
 
 @pytest.mark.parametrize("sizes", [("a",), (2.5, 2), (4, None), (-2,)], ids=repr)

@@ -5,6 +5,7 @@ what it costs. Without a target it plans an example; no GPU is needed.
 import argparse
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from fuseops import offload
@@ -115,7 +116,7 @@ def _show_ranks(
     written = _write_files(plans, args)
     if args.json:
         rows = [plan.to_json() | files for plan, files in zip(plans, written, strict=True)]
-        print_json("offload-plan", target=name, pipeline=pipeline._asdict(), ranks=rows)
+        print_json("offload-plan", target=name, pipeline=asdict(pipeline), ranks=rows)
     else:
         print_table(ranks(plans))
         _print_files(written)

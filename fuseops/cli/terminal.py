@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from fuseops.arguments import parse_bytes
 from fuseops.errors import FuseOpsError
-from fuseops.offload.arguments import parse_bytes
 from fuseops.words import aligned
 
 SCHEMA_VERSION = 1

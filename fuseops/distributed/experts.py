@@ -18,8 +18,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fuseops import ops
+from fuseops.arguments import check_flags, shown
 from fuseops.errors import FuseOpsError
-from fuseops.ops.checks import check_flags
 from fuseops.ops.local import Local, Ranks
 from fuseops.ops.paths import SHARD_EXPERTS, path_of
 from fuseops.run.composed import Composed
@@ -70,7 +70,9 @@ class ExpertParallel(ParallelStyle):
     ) -> None:
         super().__init__()
         if sums is not None and not (isinstance(sums, torch.dtype) and sums.is_floating_point):
-            raise FuseOpsError(f"ExpertParallel: sums is {sums!r}, expected a float dtype or None.")
+            raise FuseOpsError(
+                f"ExpertParallel: sums is {shown(sums)}, expected a float dtype or None."
+            )
         check_choice(dispatcher)
         check_flags("ExpertParallel", average=average)
         check_limits(capacity, tokens)

@@ -14,7 +14,9 @@ over "dp" by FSDP2, as it divides them by the ranks that it shards them over.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fuseops import torch_private
+from fuseops.arguments import check_flags, several, shown
 from fuseops.errors import FuseOpsError
 from fuseops.ops.paths import check_module
 
@@ -41,10 +44,10 @@ def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     """
     from torch.distributed.tensor import Shard
 
-    if getattr(mesh, "ndim", None) != 1:
+    if not _is_line(mesh):
         raise FuseOpsError(
-            f"expert_placement takes the mesh, of one dimension, of ranks that hold the same experts, got {mesh}: "
-            "slice it, mesh['dp']."
+            "expert_placement(mesh) takes the mesh, of one dimension, of ranks that hold the same experts, got "
+            f"{shown(mesh)}: slice it, mesh['dp']."
         )
     placement_on, info = torch_private.fsdp_shard_placement(mesh)
     if placement_on is None:
@@ -65,6 +68,11 @@ def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
         return placement_on(shard, info)
 
     return place
+
+
+def _is_line(mesh: object) -> bool:
+    """Whether a value is a mesh of one dimension. (So is a tensor of one, by `ndim` alone.)"""
+    return getattr(mesh, "ndim", None) == 1 and hasattr(mesh, "get_group")
 
 
 def param_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
@@ -122,11 +130,21 @@ def clip_grad_norm_(
         all of theirs.
     Raises FuseOpsError for another mesh, and RuntimeError for a norm that is not finite, if asked to, as torch does.
     """
-    if over is not None and getattr(over, "ndim", None) != 1:
+    if over is not None and not _is_line(over):
         raise FuseOpsError(
-            f"clip_grad_norm_(over=...) takes a mesh of one dimension, got {over!r:.80}: slice it, mesh['pp']."
+            f"clip_grad_norm_(over=...) takes a mesh of one dimension, got {shown(over)}: slice it, mesh['pp']."
         )
     every = [parameters] if isinstance(parameters, Tensor) else parameters
+    every = several(every, Tensor, "clip_grad_norm_(parameters)", "parameters of a model")
+    on_device = isinstance(max_norm, Tensor) and max_norm.dim() == 0  # which is not waited for
+    for name, value in (("max_norm", 0.0 if on_device else max_norm), ("norm_type", norm_type)):
+        if not isinstance(value, Real) or math.isnan(value):  # infinity is one
+            raise FuseOpsError(f"clip_grad_norm_: {name} is {shown(value)}, expected a number.")
+    if not on_device and max_norm < 0:  # gradients would change their signs
+        raise FuseOpsError(
+            f"clip_grad_norm_: max_norm is {max_norm!r}, expected a number from 0 on."
+        )
+    check_flags("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite)
     parameters = [p for p in every if p.grad is not None]
     utils, norms = torch.nn.utils, []
     for mine in group_by_mesh(p.grad for p in parameters).values():

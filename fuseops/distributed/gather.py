@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import torch_private
+from fuseops.arguments import shown
 from fuseops.errors import FuseOpsError
 from fuseops.ops.paths import check_module, path_of
 from fuseops.ops.stored import STORED, StoredWeight
@@ -123,7 +124,7 @@ def quantized_gather(model: nn.Module, recipe: Recipe) -> list[str]:
     check_module("quantized_gather(model, ...)", model)
     if not isinstance(recipe, Recipe):
         raise FuseOpsError(
-            f"quantized_gather: recipe is {recipe!r:.80}, expected a fuseops.recipes.Recipe."
+            f"quantized_gather: recipe is {shown(recipe)}, expected a fuseops.recipes.Recipe."
         )
     found = []
     for name, op in model.named_modules():

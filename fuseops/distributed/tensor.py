@@ -22,13 +22,13 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fuseops import ops, torch_private
+from fuseops.arguments import check_flags, check_integers, instance_of, is_one_of, shown
 from fuseops.errors import FuseOpsError
 from fuseops.ops.activations import Activation, ScaledActivation
-from fuseops.ops.checks import check_flags, check_integers
 from fuseops.ops.halves import is_gate
 from fuseops.ops.local import InputLayout, Local, Ranks, unflatten_halves
 from fuseops.ops.op import Op
@@ -143,13 +143,13 @@ class ColwiseParallel(_Style):
         self, *, input_layouts: Any = None, output_layouts: Any = None, gate_up: bool = False
     ) -> None:
         super().__init__()
-        self.input_layouts = input_layouts or Replicate()
-        self.output_layouts = output_layouts or Shard(-1)
+        self.input_layouts = _placement("ColwiseParallel", "input", input_layouts, Replicate())
+        self.output_layouts = _placement("ColwiseParallel", "output", output_layouts, Shard(-1))
         check_flags("ColwiseParallel", gate_up=gate_up)
         self.gate_up = gate_up
         if self.output_layouts not in (Shard(-1), Replicate()):
             raise FuseOpsError(
-                f"ColwiseParallel: output_layouts is {output_layouts}, expected Shard(-1) or Replicate()."
+                f"ColwiseParallel: output_layouts is {shown(output_layouts)}, expected Shard(-1) or Replicate()."
             )
         if self.gate_up and self.output_layouts != Shard(-1):
             raise FuseOpsError("ColwiseParallel(gate_up=True): the activation takes Shard(-1).")
@@ -208,10 +208,10 @@ class RowwiseParallel(_Style):
 
     def __init__(self, *, input_layouts: Any = None, output_layouts: Any = None) -> None:
         super().__init__()
-        self.output_layouts = output_layouts or Replicate()
-        if (input_layouts or Shard(-1)) != Shard(-1):
+        self.output_layouts = _placement("RowwiseParallel", "output", output_layouts, Replicate())
+        if not is_one_of(input_layouts, (None, Shard(-1))):
             raise FuseOpsError(
-                f"RowwiseParallel: input_layouts is {input_layouts}, expected Shard(-1)."
+                f"RowwiseParallel: input_layouts is {shown(input_layouts)}, expected Shard(-1)."
             )
 
     def _parallelize(self, op: Any, mesh: DeviceMesh) -> None:
@@ -268,6 +268,14 @@ class Replicated(_Style):
 def _sum_probs_grads(op: Op[Any], mesh: DeviceMesh) -> None:
     """Sum the gradients of probabilities over the ranks: each rank's come from its own hidden units."""
     op._local = {**op._local, "probs": Local(replicated="sum", ranks=Ranks(mesh))}
+
+
+def _placement(style: str, side: str, given: Any, default: Placement) -> Placement:
+    """A layout, or the default.  Raises FuseOpsError for what is no placement."""
+    what = f"{style}({side}_layouts=...)"
+    expected = "a placement of torch.distributed.tensor, as Replicate() or Shard(dim), or None"
+    found: Placement = default if given is None else instance_of(given, Placement, what, expected)
+    return found
 
 
 def _input_collectives(layout: Any, mesh: DeviceMesh) -> tuple[Op[Any], ...]:
@@ -462,10 +470,11 @@ def _split(op: Any) -> None:
             op._local = {**op._local, name: Local(axis - 1)}
 
 
-def shard_placement(parameter: nn.Parameter) -> Any:
+def shard_placement(parameter: Tensor) -> Any:
     """A `shard_placement_fn` of `fully_shard` that shards (2, F, D) on the last axis, since the first has size two.
 
     -> Shard, or None for FSDP2's own choice
     """
+    instance_of(parameter, Tensor, "shard_placement(parameter)", "a parameter of a model")
     halves = torch_private.is_dtensor(type(parameter)) and parameter.dim() == 3
     return Shard(2) if halves and parameter.shape[0] == 2 else None

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fuseops.arguments import instance_of, several
 from fuseops.errors import SideInputError
 
 
@@ -22,11 +23,17 @@ class Positional(nn.Module):
     """A `Positional` takes the side inputs of a Sequential or op by position: `forward(x, *sides)`, in order of names.
 
     names: all side inputs that the module reads.  returns: side outputs to return after y.
-    Raises SideInputError when the number of tensors differs from that of the names.
+    Raises FuseOpsError for arguments of another type, and SideInputError when the number of tensors differs from that
+    of the names.
     """
 
     def __init__(self, module: nn.Module, *names: str, returns: tuple[str, ...] = ()) -> None:
         super().__init__()
+        instance_of(module, nn.Module, "Positional(module, ...)", "a Sequential or an op")
+        several(names, str, "Positional(module, *names)", "names of side inputs")
+        returns = several(
+            returns, str, "Positional(returns=...)", "names of side outputs, in a tuple"
+        )
         self.module, self.names, self.returns = module, names, returns
 
     def forward(self, x: Tensor, *sides: Tensor) -> Any:

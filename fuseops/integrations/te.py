@@ -18,8 +18,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from fuseops.arguments import several
 from fuseops.errors import FuseOpsError
 from fuseops.ops import GroupedLinear
+from fuseops.ops.checks import check_state
 
 _PART = re.compile(r"((?:.*\.)?(?:weight|bias))(0|[1-9]\d*)")
 
@@ -29,6 +31,7 @@ def to_fuseops(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Raises FuseOpsError when a group between two others is missing, or groups differ in shape.
     """
+    check_state("te.to_fuseops", tensors)
     out: dict[str, Tensor] = {}
     parts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -57,9 +60,12 @@ def to_te(tensors: Mapping[str, Tensor], grouped: nn.Module | Iterable[str]) -> 
 
     grouped: the model, or the paths of its grouped linear layers (a key alone does not say whether it is one).
     """
+    check_state("te.to_te", tensors)
     if isinstance(grouped, nn.Module):
         grouped = [path for path, op in grouped.named_modules() if isinstance(op, GroupedLinear)]
-    names = {f"{path}.{kind}".lstrip(".") for path in grouped for kind in ("weight", "bias")}
+    expected = "the model, or paths of its grouped linear layers"
+    paths = several(grouped, str, "te.to_te(grouped=...)", expected)
+    names = {f"{path}.{kind}".lstrip(".") for path in paths for kind in ("weight", "bias")}
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name in names:

@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from types import NoneType
 from typing import Any, ClassVar
 
 import torch
 
+from fuseops.arguments import instance_of, several
 from fuseops.attributes import attributes_set
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.launch import current_arch
@@ -54,12 +56,20 @@ class Space:
         default: Callable[..., Config] | None = None,
         dims: tuple[str, ...] = ("columns",),
     ) -> None:
+        instance_of(name, str, "Space(name, ...)", "a name, a string")
         if name in SPACES:
             raise FuseOpsError(f"configuration space '{name}' is declared twice")
-        if not callable(candidates) and not [*candidates]:
-            raise FuseOpsError(
-                f"configuration space '{name}' has no candidates, expected one or more"
-            )
+        where = f"configuration space '{name}':"
+        if not callable(candidates):
+            expected = "configurations, each a dict, or a function that lists them"
+            candidates = several(candidates, dict, f"{where} candidates", expected)
+            if not candidates:
+                raise FuseOpsError(
+                    f"configuration space {name!r} has no candidates, expected one or more."
+                )
+        expected = "a function of (rows, dims, itemsize), or None"
+        instance_of(default, (Callable, NoneType), f"{where} default", expected)
+        dims = several(dims, str, f"{where} dims", "the names of dimensions, in a tuple")
         self.name = name
         self._candidates = candidates if callable(candidates) else lambda dims, itemsize: candidates
         self.default = default or (lambda rows, dims, itemsize: self.candidates(dims, itemsize)[0])

@@ -21,7 +21,7 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
+from fuseops.arguments import check_flags, check_integers, instance_of, several, shown
 from fuseops.attributes import attributes_set
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.launch import HAS_TRITON, INTERPRET, arch_of, thread
@@ -116,6 +117,7 @@ class KernelOp(Generic[P, R]):
     """A `KernelOp` is a kernel with its twin and formulas, callable like the launcher it was made from."""
 
     def __init__(self, launcher: Callable[P, R], options: kernel_op) -> None:
+        options = _checked(options)
         functools.update_wrapper(self, launcher)
         self.name: str = launcher.__name__
         namespace = options.namespace or launcher.__module__.partition(".")[0].strip("_")
@@ -407,6 +409,32 @@ class KernelOp(Generic[P, R]):
         return f"<kernel op {self.label}>"
 
 
+_FORMULAS = "fake", "flops", "nbytes"
+_FLAGS = "traces_twin", "fuses", "announces"
+
+
+def _checked(options: kernel_op) -> kernel_op:
+    """The options, in few calls: an import has many kernels.  Raises FuseOpsError for one of another type."""
+    mutates, arch, namespace = options.mutates, options.min_arch, options.namespace
+    for name in ("twin", "cases", "fake", "flops", "nbytes"):
+        value, optional = getattr(options, name), name in _FORMULAS
+        if not (callable(value) or (value is None and optional)):
+            expected = "a function or None" if optional else "a function"
+            raise FuseOpsError(f"kernel_op({name}=...) expects {expected}, got {shown(value)}.")
+    for name in _FLAGS:
+        if not isinstance(getattr(options, name), int):
+            check_flags("kernel_op", **{name: getattr(options, name)})
+    if type(arch) is not int:
+        check_integers("kernel_op", 0, min_arch=arch)
+    if namespace is not None and not isinstance(namespace, str):
+        instance_of(namespace, str, "kernel_op(namespace=...)", "a name in torch.ops, or None")
+    if type(mutates) is not tuple or mutates:
+        mutates = several(mutates, str, "kernel_op(mutates=...)", "names of arguments")
+    if options.dtypes is not DTYPES:
+        several(options.dtypes, torch.dtype, "kernel_op(dtypes=...)", "several torch.dtypes")
+    return options._replace(mutates=mutates)
+
+
 def _check_twin(label: str, launcher: inspect.Signature, twin: Callable[..., Any]) -> None:
     """Raise FuseOpsError unless a twin takes the names and defaults of its launcher, in whose place it runs. One that
     takes any arguments is not looked at.
@@ -460,7 +488,7 @@ class kernel_op(NamedTuple):
     mutates: Iterable[str] = ()
     announces: bool = True
     namespace: str | None = None
-    dtypes: frozenset[torch.dtype] = DTYPES
+    dtypes: Collection[torch.dtype] = DTYPES
 
     def __call__(self, launcher: Callable[P, R]) -> KernelOp[P, R]:
         return KernelOp(launcher, self)

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from fuseops import kernels as K
 from fuseops import ops, torch_private
+from fuseops.arguments import check_flags, check_integers, shown
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.activations import Activation, ScaledActivation
-from fuseops.ops.checks import check_flags, check_integers
 from fuseops.ops.op import Op
 from fuseops.recipes import Quantized
 from fuseops.run.sides import describe_module, returned_names
@@ -50,7 +49,8 @@ class MoE(Sequential):
     most dispatchers have room of a fixed size, and raise where it does not suffice; the one without waits once.
 
     ffn: F, hidden units of an expert.  num_experts: E.  top_k: K.
-    activation: a name of `ACTIVATIONS`, or a scaled activation op.
+    activation: a name of `ACTIVATIONS`, or an op that reads `probs`, one a row, and maps (R, ffn) or, gated, (R, 2 ffn)
+        to (R, ffn), as its `out_shape` says.
     bias: of fc1 and fc2 (an expert's output is probability times its biased result).
     shared_experts: how many experts every token goes through, as one dense MLP of shared_experts * ffn hidden units;
         or a module of your own, (T, dim) -> (T, dim). Their output is added.
@@ -73,7 +73,7 @@ class MoE(Sequential):
         num_experts: int,
         top_k: int,
         *,
-        activation: str | ScaledActivation = "swiglu",
+        activation: str | Op[Any] = "swiglu",
         bias: bool = False,
         shared_experts: int | nn.Module = 0,
         capacity_factor: float | None = None,
@@ -99,7 +99,7 @@ class MoE(Sequential):
         check_integers("MoE", 1, ffn=ffn)
         check_flags("MoE", bias=bias, router_bias=router_bias)
         if aux not in ("return", "inject"):
-            raise FuseOpsError(f"MoE: aux is {aux!r}, expected 'return' or 'inject'.")
+            raise FuseOpsError(f"MoE: aux is {shown(aux)}, expected 'return' or 'inject'.")
         _check_own(dispatch, collect, capacity_factor, ep)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         act = scaled_activation(activation)
@@ -245,10 +245,10 @@ def _check_own(dispatch: Any, collect: Any, capacity_factor: Any, ep: Any) -> No
     if dispatch is not None and (capacity_factor, ep) != (None, None):
         raise FuseOpsError("MoE: a dispatch op of your own has its own capacity_factor and ep.")
     if not isinstance(collect, Op | None):
-        raise FuseOpsError(f"MoE: collect is {collect!r:.80}, expected an op or None.")
+        raise FuseOpsError(f"MoE: collect is {shown(collect)}, expected an op or None.")
     if not (dispatch is None or (isinstance(dispatch, Op) and hasattr(dispatch, "num_experts"))):
         raise FuseOpsError(
-            f"MoE: dispatch is {dispatch!r:.80}, expected None, or an op that says in `num_experts` how many are here."
+            f"MoE: dispatch is {shown(dispatch)}, expected None, or an op that says in `num_experts` how many are here."
         )
 
 
@@ -259,7 +259,7 @@ def _apply_expert_parallel(moe: nn.Module, mesh: Any) -> None:
 
     if not isinstance(mesh, DeviceMesh):
         raise FuseOpsError(
-            f"MoE: ep is {mesh!r}, expected a DeviceMesh of one axis, as mesh['ep']."
+            f"MoE: ep is {shown(mesh)}, expected a DeviceMesh of one axis, as mesh['ep']."
         )
     ExpertParallel()._apply(moe, mesh)
 
@@ -279,16 +279,36 @@ def _move_unsaved_from_meta(moe: nn.Module, keys: Any) -> None:
             )
 
 
-def scaled_activation(activation: str | ScaledActivation) -> ScaledActivation:
-    """The activation op of a name.  Raises FuseOpsError for an unknown one."""
-    if isinstance(activation, ScaledActivation):
+def scaled_activation(activation: str | Op[Any]) -> Op[Any]:
+    """The activation op of a name, or that op.  Raises FuseOpsError for another name, and an op without `probs`."""
+    if isinstance(activation, ScaledActivation):  # which may know them by another name
+        return activation
+    if isinstance(activation, Op) and "probs" in activation.reads:
         return activation
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise FuseOpsError(
-            f"MoE: activation is {activation!r}, expected one of {sorted(ACTIVATIONS)}, or an op that scales each row "
-            "by its probability (it reads `probs`), such as fuseops.ops.ScaledSwiGLU()."
+            f"MoE: activation is {shown(activation)}, expected one of {sorted(ACTIVATIONS)}, or an op that scales each "
+            "row by its probability (it reads `probs`), such as fuseops.ops.ScaledSwiGLU()."
         )
     return ACTIVATIONS[activation][0]()
+
+
+def _width_before(act: Op[Any], ffn: int) -> int:
+    """The width of which an activation makes `ffn`: as wide, or twice as wide where it is gated.
+
+    Raises FuseOpsError for one that makes it of neither.
+    """
+    why: ShapeError | None = None
+    for width in (ffn, 2 * ffn):
+        try:
+            if act.out_shape((1, width)) == (1, ffn):
+                return width
+        except ShapeError as refused:
+            why = refused
+    raise FuseOpsError(
+        f"MoE: activation is {shown(act)}, and its out_shape makes the {ffn} hidden units (ffn) of neither {ffn} "
+        f"features nor {2 * ffn}, [gate | up]: out_shape of one of these has to be what its fwd gives, (R, {ffn})."
+    ) from why
 
 
 def _expert_ops(
@@ -296,16 +316,14 @@ def _expert_ops(
     num_experts: int,
     dim: int,
     ffn: int,
-    act: ScaledActivation,
+    act: Op[Any],
     bias: bool,
     options: dict[str, Any],
 ) -> dict[str, Op[Any]]:
     """The ops of this rank's experts: all of them, or those of the dispatch op."""
     local_experts: int = num_experts if dispatch is None else dispatch.num_experts  # type: ignore[assignment]
     return {
-        "fc1": ops.GroupedLinear(
-            local_experts, dim, ffn * (1 + (act.kind in K.GATES)), bias=bias, **options
-        ),
+        "fc1": ops.GroupedLinear(local_experts, dim, _width_before(act, ffn), bias=bias, **options),
         "act": act,
         "fc2": ops.GroupedLinear(local_experts, ffn, dim, bias=bias, scale_bias=True, **options),
     }
@@ -313,7 +331,7 @@ def _expert_ops(
 
 def _shared_branch(
     shared: int | nn.Module,
-    activation: str | ScaledActivation,
+    activation: str | Op[Any],
     dim: int,
     ffn: int,
     bias: bool,
@@ -334,7 +352,7 @@ def _shared_branch(
     hidden = shared * ffn
     return Sequential(
         {
-            "fc1": ops.Linear(dim, hidden * (1 + (act.kind in K.GATES)), bias=bias, **where),
+            "fc1": ops.Linear(dim, _width_before(act, hidden), bias=bias, **where),
             "act": act,
             "fc2": ops.Linear(hidden, dim, bias=bias, **where),
         }

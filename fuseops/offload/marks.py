@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from fuseops.arguments import shown
 from fuseops.errors import FuseOpsError
 from fuseops.observe.memory import tensors_in
 from fuseops.ops.paths import walk
@@ -89,7 +90,7 @@ def mark_module(module: nn.Module, mark: str | None) -> None:
         )
     if mark not in (KEEP, OFFLOAD, None):
         raise FuseOpsError(
-            f"mark_module(mark=...) expects 'keep', 'offload' or None, got {mark!r}."
+            f"mark_module(mark=...) expects 'keep', 'offload' or None, got {shown(mark)}."
         )
     global module_changes
     module_changes += 1

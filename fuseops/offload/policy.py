@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from fuseops.arguments import check_integers, instance_of, shown
 from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs, matches
 from fuseops.ops.names import SavedName
-
-from .arguments import instance_of, whole_number
 
 DEFAULT_MIN_BYTES = 1 << 20  # smaller copies run far below the speed of the link
 
@@ -84,11 +83,11 @@ class Policy:
         object.__setattr__(self, "offload", as_globs(self.offload, "Policy(offload=...)"))
         object.__setattr__(self, "keep", as_globs(self.keep, "Policy(keep=...)"))
         object.__setattr__(self, "quantize", as_globs(self.quantize, "Policy(quantize=...)"))
-        whole_number(self.min_bytes, "Policy(min_bytes=...), in bytes,")
+        check_integers("Policy", 0, min_bytes=self.min_bytes)
         if self.layer_bytes is not None:
-            whole_number(self.layer_bytes, "Policy(layer_bytes=...), in bytes,")
+            check_integers("Policy", 0, layer_bytes=self.layer_bytes)
         if not isinstance(self.fraction, (int, float)) or not 0 <= self.fraction <= 1:
-            raise FuseOpsError(f"Policy(fraction=...) expects 0 to 1, got {self.fraction!r}.")
+            raise FuseOpsError(f"Policy(fraction=...) expects 0 to 1, got {shown(self.fraction)}.")
         expected = "a function of a Candidate"
         instance_of(self.where, (Callable, NoneType), "Policy(where=...)", expected)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fuseops import torch_private
+from fuseops.arguments import check_integers, instance_of, parse_bytes
 from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs
 from fuseops.observe import modules
@@ -22,7 +23,6 @@ from fuseops.ops.paths import check_module
 from fuseops.torch_private import pytree
 from fuseops.words import plural
 
-from .arguments import instance_of, parse_bytes, whole_number
 from .lanes.devices import make_lanes
 from .layers import Hook, InterruptGuard, LayerScope
 from .nesting import belongs_to_checkpoint
@@ -96,8 +96,8 @@ class Scheduler:
         instance_of(manual, bool, "Scheduler(manual=...)", "True or False")
         instance_of(group, (dist.ProcessGroup, NoneType), "Scheduler(group=...)", "a process group")
         if lag is not None:
-            whole_number(lag, "Scheduler(lag=...), in layers,")
-        whole_number(ahead, "Scheduler(ahead=...), in layers,", least=1)
+            check_integers("Scheduler", 0, lag=lag)
+        check_integers("Scheduler", 1, ahead=ahead)
         self.model = model
         self.layers = matching_modules(model, as_globs(layers, "Scheduler(layers=...)"))
         self.policy = Policy() if policy is None and plan is None and peak is None else policy

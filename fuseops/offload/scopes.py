@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import torch_private
+from fuseops.arguments import check_integers
 from fuseops.errors import FuseOpsError
 from fuseops.observe import modules
 from fuseops.observe.labels import Labels, paths_under
@@ -28,7 +29,6 @@ from fuseops.run.config import set_root
 from fuseops.torch_private import NO_BACKWARD, is_functorch_wrapped, is_zerotensor, storage_key
 
 from . import marks, records
-from .arguments import whole_number
 from .codes import Coding
 from .lanes.devices import lanes_of
 from .nesting import (
@@ -369,7 +369,7 @@ def to_host(*, min_bytes: int = DEFAULT_MIN_BYTES, root: nn.Module | None = None
     root: the model; names of saved tensors are paths in it, and its buffers are known.
     Raises FuseOpsError for a value of the wrong kind.
     """
-    whole_number(min_bytes, "to_host(min_bytes=...), in bytes,")
+    check_integers("offload.to_host", 0, min_bytes=min_bytes)
     if root is not None and not isinstance(root, nn.Module):
         raise FuseOpsError(
             f"to_host(root=...) expects the model, an nn.Module, got {type(root).__name__}."

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from fuseops import kernels as K
+from fuseops.arguments import shown
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.activation import Form
 
@@ -185,4 +186,4 @@ ACTS = SiLU | GELU | QGELU | ReLU | SReLU
 def check_approximate(op: str, approximate: str) -> None:
     """Raise FuseOpsError unless it is "none" or "tanh", as of torch's GELU."""
     if approximate not in APPROXIMATE:
-        raise FuseOpsError(f"{op}(approximate={approximate!r}): expected 'none' or 'tanh'.")
+        raise FuseOpsError(f"{op}: approximate is {shown(approximate)}, expected 'none' or 'tanh'.")

@@ -3,14 +3,14 @@
 None of them waits for the device. The values of `offs` are checked in `splits`.
 """
 
-import math
-from numbers import Real
-from typing import Any, SupportsFloat, SupportsIndex
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fuseops import torch_private
+from fuseops.arguments import check_flags, instance_of
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.plain import PLAIN
 from fuseops.recipes import Quantized
@@ -121,51 +121,18 @@ def check_pos(op: str, pos: Tensor, tokens: int | None) -> None:
         )
 
 
+def check_state(caller: str, tensors: object) -> None:
+    """Raise FuseOpsError for what are no tensors by name, as a state_dict has them."""
+    expected = "tensors by name, as a state_dict"
+    for name, t in instance_of(tensors, Mapping, f"{caller}(tensors)", expected).items():
+        instance_of(name, str, f"{caller}(tensors)", expected)
+        instance_of(t, Tensor, f"{caller}(tensors), of {name!r},", "a tensor")
+
+
 def refuse_inplace(op: str, inplace: bool) -> None:
     """Raise FuseOpsError for `inplace=True`, which torch's modules of that name take."""
+    check_flags(op, inplace=inplace)
     if inplace:
         raise FuseOpsError(
             f"{op}(inplace=True): an op never writes its input, which may be saved. Leave it out."
         )
-
-
-def is_number(value: object) -> bool:
-    """Whether an option is a finite real number."""
-    return isinstance(value, Real) and math.isfinite(value)
-
-
-def _is_one(value: object) -> bool:
-    """Whether a value may be one number: neither a class, whose instances may be, nor an array of several axes."""
-    return not isinstance(value, type) and getattr(value, "ndim", 0) == 0
-
-
-def check_numbers(op: str, least: float = -math.inf, **options: Any) -> None:
-    """Raise FuseOpsError for an option of `op` that is no finite number from `least` on. A number may be a tensor."""
-    for name, value in options.items():
-        number = float(value) if isinstance(value, SupportsFloat) and _is_one(value) else math.nan
-        if not (math.isfinite(number) and number >= least):
-            wanted = "a finite number" + (f" from {least:g} on" if least > -math.inf else "")
-            raise FuseOpsError(f"{op}: {name} is {value!r}, expected {wanted}.")
-
-
-def check_positive(op: str, **options: Any) -> None:
-    """Raise FuseOpsError for an option of `op` that is no finite number above 0."""
-    for name, value in options.items():
-        if not (is_number(value) and value > 0):
-            raise FuseOpsError(f"{op}: {name} is {value!r}, expected a finite number above 0.")
-
-
-def check_flags(op: str, **options: Any) -> None:
-    """Raise FuseOpsError for an option of `op` that is neither true nor false: a bool, or 0 or 1."""
-    for name, value in options.items():
-        if not isinstance(value, int) or value not in (0, 1):
-            raise FuseOpsError(f"{op}: {name} is {value!r:.80}, expected True or False.")
-
-
-def check_integers(op: str, least: int | None = None, **options: Any) -> None:
-    """Raise FuseOpsError for an option of `op` that is no integer from `least` on: a bool is none."""
-    for name, value in options.items():
-        whole = isinstance(value, SupportsIndex) and _is_one(value) and not isinstance(value, bool)
-        if not whole or (least is not None and value < least):
-            wanted = "an integer" + ("" if least is None else f" from {least} on")
-            raise FuseOpsError(f"{op}: {name} is {value!r}, expected {wanted}.")

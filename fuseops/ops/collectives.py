@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
+from fuseops.arguments import check_flags, check_integers, shown
 from fuseops.errors import FuseOpsError, ShapeError
 
-from .checks import check_flags, check_integers
 from .local import Ranks, with_backward
 from .op import AcrossRanks, Grads, Op, Out, Shape
 
@@ -156,7 +156,9 @@ class AllGather(_AxisCollective):
     def __init__(self, group: Any = None, dim: int = -2, *, grad: str = "partial") -> None:
         super().__init__(group, dim)
         if grad not in ("partial", "replicate"):
-            raise FuseOpsError(f"AllGather: grad is {grad!r}, expected 'partial' or 'replicate'.")
+            raise FuseOpsError(
+                f"AllGather: grad is {shown(grad)}, expected 'partial' or 'replicate'."
+            )
         self.grad = grad
 
     def out_shape(self, shape: Shape) -> Shape:

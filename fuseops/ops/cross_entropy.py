@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from fuseops import kernels as K
 from fuseops import torch_private
+from fuseops.arguments import check_flags, check_integers
 from fuseops.errors import FuseOpsError, ShapeError
 
-from .checks import check_flags, check_integers, check_targets, check_tensors, check_width
+from .checks import check_targets, check_tensors, check_width
 from .loss_options import CHUNK_BYTES, IGNORED, LOGITS_STAY_HIGH, ROWS, LossOptions
 from .object_table import ObjectTable
 from .op import Call, Grads, Op, Out, Shape, changed_options
@@ -45,6 +46,17 @@ class LinearCrossEntropySaved(NamedTuple):
     # (ranks, 3 or 4, N) float32, of a sharded vocabulary; lse and expected are then of the local classes
     gathered: Tensor | None = None
     ends: tuple[list[float], int, int] | None = None  # the kernels' options
+
+
+class Called(NamedTuple):
+    """A `Called` is what users call the loss and its operands, which messages name so."""
+
+    who: str
+    x: str = "x"
+    weight: str = "weight"
+    bias: str = "bias"
+    targets: str = "targets"
+    class_weights: str = "class weights"
 
 
 class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
@@ -86,6 +98,8 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
     autocast = True
     live_call = True
     stays_high = LOGITS_STAY_HIGH
+
+    called = Called("LinearCrossEntropy")
 
     vocabulary: Vocabulary | None = None
     """The sharding of the classes, where weight and bias are this rank's shard."""
@@ -199,13 +213,15 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             return Out(loss, LinearCrossEntropySaved(), side or None)
         if not torch.compiler.is_compiling():
             self._options.check()  # they may be assigned
-        classes = len(weight) if self.vocabulary is None else self.vocabulary.total
-        check_operands("LinearCrossEntropy", x, weight, bias, class_weights, classes)
+        classes = weight.shape.numel() if weight.dim() == 0 else len(weight)
+        classes = classes if self.vocabulary is None else self.vocabulary.total
+        called = self.called
+        check_operands(called, x, weight, bias, class_weights, classes)
         self._check_targets(x, targets, classes)
         w, b = call.precision.cast(weight), call.precision.cast(bias)
         if x.dtype != w.dtype:  # type: ignore[union-attr]
             raise ShapeError(
-                f"LinearCrossEntropy expects x and weight of one dtype, got {x.dtype} and {w.dtype}."  # type: ignore[union-attr]
+                f"{called.who} expects {called.x} and {called.weight} of one dtype, got {x.dtype} and {w.dtype}."  # type: ignore[union-attr]
             )
         rows, at = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
         args: Any = rows, w, b, at
@@ -269,15 +285,15 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
     def _check_targets(self, x: Tensor, targets: Tensor, classes: int) -> None:
         if targets.shape != x.shape[:-1] or targets.dtype != torch.int64:
             raise ShapeError(
-                f"LinearCrossEntropy expects targets int64 of shape {tuple(x.shape[:-1])}, the class of each token, "
-                f"got {targets.dtype} of shape {tuple(targets.shape)}."
+                f"{self.called.who} expects {self.called.targets} int64 of shape {tuple(x.shape[:-1])}, the class of "
+                f"each token, got {targets.dtype} of shape {tuple(targets.shape)}."
             )
         if torch_private.is_dtensor(type(targets)):
             raise FuseOpsError(
-                "LinearCrossEntropy takes plain targets beside a plain x, those of all its tokens, got a DTensor: "
+                f"{self.called.who} takes plain targets beside a plain x, those of all its tokens, got a DTensor: "
                 "targets.full_tensor()."
             )
-        check_targets("LinearCrossEntropy", targets, classes, self.ignore_index)
+        check_targets(self.called.who, targets, classes, self.ignore_index)
 
     def _total(self, targets: Tensor, class_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The divisor of the sum of the rows' losses.   ()"""
@@ -370,7 +386,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
 
 
 def check_operands(
-    who: str,
+    called: Called,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -383,13 +399,14 @@ def check_operands(
     """
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
         raise ShapeError(
-            f"{who} expects x (..., D) and a weight (V, D), got {tuple(x.shape)} and "
+            f"{called.who} expects {called.x} (..., D) and {called.weight} (V, D), got {tuple(x.shape)} and "
             f"{tuple(weight.shape)}."
         )
-    for name, t, count in (("bias", bias, len(weight)), ("class weights", class_weights, classes)):
+    per_class = (called.bias, bias, len(weight)), (called.class_weights, class_weights, classes)
+    for name, t, count in per_class:
         if t is not None and (t.shape != (count,) or not t.is_floating_point()):
             raise ShapeError(
-                f"{who} expects {name} of a float dtype and shape ({count},), got {t.dtype} of "
+                f"{called.who} expects {name} of a float dtype and shape ({count},), got {t.dtype} of "
                 f"shape {tuple(t.shape)}."
             )
 
@@ -444,6 +461,8 @@ def linear_cross_entropy(
     check_tensors(
         "linear_cross_entropy", input=input, linear_weight=linear_weight, target=target, **others
     )
+    if not input.is_floating_point():
+        raise ShapeError(f"linear_cross_entropy expects input of a float dtype, got {input.dtype}.")
     ignored = IGNORED if ignore_index is None else ignore_index
     published = tuple(publishes) if isinstance(publishes, list | set) else publishes
     options = LossOptions(
@@ -461,12 +480,25 @@ def linear_cross_entropy(
         linear_weight, linear_bias = w.to_local(), None if b is None else b.to_local()
     given = {"weight": linear_weight, "bias": linear_bias, "class_weights": weight}
     side = {name: t for name, t in given.items() if t is not None}
-    op = _OPS[_cached_op(tuple(side), mesh, total, *options)]
+    try:
+        op = _OPS[_cached_op(tuple(side), mesh, total, *options)]
+    except TypeError:  # an option that has no hash is none of those that it may be
+        options.check()
+        raise
     return op(input, targets=target, **side)
 
 
 class _OnGivenWeight(LinearCrossEntropy):
     """An `_OnGivenWeight` is a `LinearCrossEntropy` whose weight and bias are side inputs."""
+
+    called = Called(
+        "linear_cross_entropy",
+        "input",
+        "linear_weight",
+        "linear_bias",
+        "target",
+        "weight, the class weights",
+    )
 
     def __init__(
         self, names: tuple[str, ...], vocabulary: Vocabulary | None, options: LossOptions

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import kernels as K
+from fuseops.arguments import check_numbers, is_number, shown
 from fuseops.errors import FuseOpsError
 
-from .checks import check_numbers, refuse_inplace
+from .checks import refuse_inplace
 from .op import Call, Grads, Op, Out
 
 
@@ -52,7 +53,10 @@ class Dropout(Op[DropoutSaved], nn.Dropout):
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         refuse_inplace("Dropout", inplace)
-        check_numbers("Dropout", p=p)
+        if not (is_number(p) and 0 <= p <= 1):
+            raise FuseOpsError(
+                f"Dropout: p is {shown(p)}, expected a probability, a number from 0 to 1."
+            )
         nn.Dropout.__init__(self, p)
 
     @property

@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from fuseops.arguments import check_integers, check_numbers, check_positive
+
 from .activations import Activation, Approximated, ScaledActivation, check_approximate
-from .checks import check_integers, check_numbers, check_positive
 
 
 class _Gated:

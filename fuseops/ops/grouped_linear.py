@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import kernels as K
+from fuseops.arguments import check_flags, check_integers
 from fuseops.errors import ShapeError
 from fuseops.recipes import Operand, Quantized, gemm
 
-from .checks import check_flags, check_integers, check_offs, check_probs, check_width
+from .checks import check_offs, check_probs, check_width
 from .grouped_state_dict import load_packed_or_parts
 from .linear import (
     columns_of,

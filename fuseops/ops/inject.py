@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fuseops.arguments import shown
 from fuseops.errors import FuseOpsError, ShapeError
 
 from .op import Call, Grads, Op, Out, check_names
@@ -58,7 +59,7 @@ class InjectLoss(Op[InjectLossSaved]):
                 )
             self.scale = scale.detach()
         elif not isinstance(scale, Real):
-            raise FuseOpsError(f"InjectLoss: scale is {scale!r:.80}, expected a number.")
+            raise FuseOpsError(f"InjectLoss: scale is {shown(scale)}, expected a number.")
         else:
             self.scale = torch.full_like(self.scale, scale)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fuseops import kernels as K
 from fuseops import torch_private
+from fuseops.arguments import check_flags, check_integers
 from fuseops.kernels.registry import opaque_call
 from fuseops.recipes import (
     Operand,
@@ -25,7 +26,7 @@ from fuseops.recipes.numerics import QuantizationStats, active_stats
 from fuseops.recipes.operands import check_codes, columns_match
 from fuseops.recipes.scales import ScaleFn
 
-from .checks import check_flags, check_integers, check_width
+from .checks import check_width
 from .op import Call, Grads, NothingSaved, Op, Out, Shape, make_tuple
 
 X, WEIGHT = frozenset({"x"}), frozenset({"weight"})

@@ -16,15 +16,17 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops import torch_private
+from fuseops.arguments import check_integers
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.cross_entropy import add_weight_grad, row_chunks
 
-from .checks import check_integers, check_tensors
-from .cross_entropy import check_operands
+from .checks import check_tensors
+from .cross_entropy import Called, check_operands
 from .loss_options import CHUNK_BYTES, LOGITS_STAY_HIGH
 from .op import Call, Grads, Op, Out, Shape
 
 Loss = Callable[..., Any]
+CALLED = Called("linear_loss", "input", "linear_weight", "linear_bias")
 
 
 class LinearLossSaved(NamedTuple):
@@ -120,7 +122,7 @@ class _LinearLoss(Op[LinearLossSaved]):
 
     def fwd(self, x: Tensor, *, call: Call, **side: Tensor) -> Out:
         weight, bias = side["weight"], side.get("bias")
-        check_operands("linear_loss", x, weight, bias)
+        check_operands(CALLED, x, weight, bias)
         rows = [side[name] for name in self.reads if name.startswith("rows")]
         cast = call.precision.cast
         w, b = cast(weight), cast(bias)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
+from fuseops.arguments import shown
 from fuseops.errors import FuseOpsError
 
 
@@ -25,9 +26,9 @@ class Ranks:
     """
 
     def __init__(self, group: Any = None) -> None:
-        if not (group is None or hasattr(group, "size")):
+        if isinstance(group, Tensor) or not (group is None or hasattr(group, "size")):
             raise FuseOpsError(
-                f"group is {group!r:.80}, expected a ProcessGroup, a DeviceMesh of one dimension or None."
+                f"group is {shown(group)}, expected a ProcessGroup, a DeviceMesh of one dimension or None."
             )
         if getattr(group, "ndim", 1) != 1:
             raise FuseOpsError(

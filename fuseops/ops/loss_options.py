@@ -2,9 +2,8 @@
 
 from typing import NamedTuple
 
+from fuseops.arguments import check_integers, is_number, shown
 from fuseops.errors import FuseOpsError
-
-from .checks import check_integers, is_number
 
 CHUNK_BYTES = 512 << 20
 IGNORED = -100  # the default ignore_index of torch's losses
@@ -61,7 +60,7 @@ class LossOptions(NamedTuple):
         for name, (fine, wanted) in fits.items():
             if not fine:
                 raise FuseOpsError(
-                    f"LinearCrossEntropy got {name}={getattr(self, name)!r}: {wanted}."
+                    f"LinearCrossEntropy got {name}={shown(getattr(self, name))}: {wanted}."
                 )
         if self.gradients == "forward" and not self.is_scalar:
             raise FuseOpsError(

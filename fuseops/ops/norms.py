@@ -6,16 +6,16 @@ L2Norm     y = x / sqrt(sum(x^2) + eps)
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fuseops import kernels as K
+from fuseops.arguments import check_flags, check_integers, check_numbers, several
 from fuseops.errors import ShapeError
 
-from .checks import check_flags, check_integers, check_numbers
 from .op import Call, Grads, Op, Out, Shape
 
 Params = Mapping[str, Tensor | None]
@@ -32,8 +32,8 @@ class Normed(NamedTuple):
 
 def _check_axes(op: str, normalized_shape: object) -> None:
     """Raise FuseOpsError for sizes of the last axes that are no integers."""
-    axes = normalized_shape if isinstance(normalized_shape, Sequence) else (normalized_shape,)
-    for size in axes:
+    sizes: Any = normalized_shape if isinstance(normalized_shape, Iterable) else (normalized_shape,)
+    for size in several(sizes, object, f"{op}(normalized_shape=...)", "an integer, or several"):
         check_integers(op, 0, normalized_shape=size)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from fuseops.arguments import shown
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes, stored
 from fuseops.ops.local import Local, fit_state_dict, shard_groups, take_own_groups
@@ -490,7 +491,7 @@ def check_saves_for(name: str, saver: Any, needs: Collection[str] | None) -> Non
     fields = saver.Saved._fields
     if not isinstance(saver.saves_for, Mapping | None):
         raise FuseOpsError(
-            f"{name}.saves_for is {saver.saves_for!r:.80}, expected {{need: the fields that its gradient reads}}."
+            f"{name}.saves_for is {shown(saver.saves_for)}, expected {{need: the fields that its gradient reads}}."
         )
     for need, saved in (saver.saves_for or {}).items():
         if isinstance(saved, str):
@@ -557,6 +558,11 @@ class FusedOp:
     takes_quantized: bool = False
 
     def __init__(self, *members: Op[Any]) -> None:
+        for member in members:
+            if not isinstance(member, Op):
+                raise FuseOpsError(
+                    f"{type(self).__name__}(*members) expects ops, the run that it replaces, got {shown(member)}."
+                )
         self.members = members
 
     def fwd(self, x: Any, t: MemberTensors, calls: Calls, /, *args: Any, **keywords: Any) -> Out:
@@ -592,4 +598,4 @@ def check_names(op: str, **names: Any) -> None:
     """Raise FuseOpsError for a name, as of a side tensor, that is not a string or empty."""
     for what, name in names.items():
         if not isinstance(name, str) or not name:
-            raise FuseOpsError(f"{op}: {what} is {name!r:.80}, expected a name, a string.")
+            raise FuseOpsError(f"{op}: {what} is {shown(name)}, expected a name, a string.")

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.arguments import check_integers, check_positive
 from fuseops.errors import ShapeError
 
-from .checks import check_chosen, check_integers, check_pos, check_positive, check_rows, is_integer
+from .checks import check_chosen, check_pos, check_rows, is_integer
 from .op import Call, Grads, Op, Out, S, Shape, numel
 from .splits import check_splits
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fuseops.arguments import check_flags
 from fuseops.recipes import Operand, Quantized, columns_follow, quantize
 
-from .checks import check_flags
 from .op import Call, Grads, NothingSaved, Op, Out
 
 

@@ -5,11 +5,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.arguments import check_flags
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.rope import rotary_pairs
 from fuseops.kernels.tiles import upcast
 
-from .checks import check_flags
 from .op import Call, Grads, Op, Out
 
 

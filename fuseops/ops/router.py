@@ -23,18 +23,11 @@ from torch import Tensor, nn
 
 from fuseops import kernels as K
 from fuseops import torch_private
+from fuseops.arguments import check_flags, check_integers, check_numbers, is_number, shown
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.router import SCORES, scores_of, weights_of
 
-from .checks import (
-    check_experts,
-    check_flags,
-    check_integers,
-    check_numbers,
-    check_rows,
-    check_width,
-    is_number,
-)
+from .checks import check_experts, check_rows, check_width
 from .op import Call, Grads, Op, Out, Shape, changed_options
 
 WITHOUT_LOSS = ("experts", "weights")
@@ -157,7 +150,7 @@ class Router(Op[RouterSaved]):
     def _check(self) -> None:
         whole = ("num_experts", "top_k", "groups", "top_groups")
         check_integers("Router", **{name: getattr(self, name) for name in whole})
-        check_integers("Router", 1, dim=self.dim)
+        check_integers("Router", 1, dim=self.dim, num_experts=self.num_experts)
         check_flags("Router", normalize=self.normalize)
         if not 1 <= self.top_k <= self.num_experts:
             raise FuseOpsError(
@@ -167,10 +160,10 @@ class Router(Op[RouterSaved]):
             given = getattr(self, name)
             if given is not None and not is_number(given):
                 raise FuseOpsError(
-                    f"Router: {name} is {given!r}, expected a finite number or None."
+                    f"Router: {name} is {shown(given)}, expected a finite number or None."
                 )
         if self.score not in SCORES:
-            raise FuseOpsError(f"Router: score is {self.score!r}, expected one of {SCORES}.")
+            raise FuseOpsError(f"Router: score is {shown(self.score)}, expected one of {SCORES}.")
         if not 1 <= self.top_groups <= self.groups or self.num_experts % self.groups:
             raise FuseOpsError(
                 f"Router: groups is {self.groups} and top_groups {self.top_groups}, expected groups that divide the "

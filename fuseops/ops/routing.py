@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.arguments import check_integers, shown
 from fuseops.errors import ShapeError
 from fuseops.kernels.tiles import upcast
 
-from .checks import check_chosen, check_integers, check_tensors, is_integer, values_visible
+from .checks import check_chosen, check_tensors, is_integer, values_visible
 
 
 class Routing(NamedTuple):
@@ -47,7 +48,9 @@ class Routing(NamedTuple):
         ends = counts.cumsum(0, dtype=torch.int64)
         if values_visible(counts):
             _check_counts(counts.long(), int(ends[-1]), probs)
-        return cls(ends.to(device=device or counts.device, dtype=torch.int32), probs)
+        return cls(
+            ends.to(device=counts.device if device is None else device, dtype=torch.int32), probs
+        )
 
     @classmethod
     def from_topk(
@@ -109,12 +112,12 @@ class Routing(NamedTuple):
 
 def _as_counts(given: Any) -> Tensor:
     """The rows of each expert as a tensor.  Raises ShapeError for what is no 1-d sequence of integers."""
-    expected = "from_counts expects the rows of each expert as a 1-d sequence of ints, got"
+    expected = "from_counts expects tokens_per_expert, rows of each, as a 1-d sequence of ints, got"
     empty = isinstance(given, list | tuple) and not given  # of which torch makes floats
     try:
         counts = torch.as_tensor(given, dtype=torch.int64 if empty else None)
     except (TypeError, ValueError, RuntimeError):
-        raise ShapeError(f"{expected} {type(given).__name__}: {given!r}.") from None
+        raise ShapeError(f"{expected} {type(given).__name__}: {shown(given)}.") from None
     if counts.dim() != 1 or not is_integer(counts):
         raise ShapeError(f"{expected} {counts.dtype} of shape {tuple(counts.shape)}.")
     return counts

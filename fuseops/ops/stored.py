@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fuseops import torch_private
+from fuseops.arguments import shown
 from fuseops.errors import FuseOpsError
 from fuseops.plain import INSTEAD_OF_WRITING, PARAMETERS, CarrierParameter
 from fuseops.recipes import Layout, Quantized, Recipe, Scaling, weight_operand
@@ -422,7 +423,7 @@ def quantized_init(recipe: Recipe) -> Iterator[None]:
     """
     if not isinstance(recipe, Recipe):
         raise FuseOpsError(
-            f"fo.quantized_init: recipe is {recipe!r:.80}, expected a fuseops.recipes.Recipe."
+            f"fo.quantized_init: recipe is {shown(recipe)}, expected a fuseops.recipes.Recipe."
         )
     created: dict[nn.Module, None] = {}
     here = scopes.current()

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fuseops.arguments import check_integers, several
 from fuseops.errors import ShapeError
 
-from .checks import check_integers
 from .op import Call, Grads, NothingSaved, Op, Out, S, Shape, check_names, numel
 
 
@@ -149,7 +149,9 @@ class Reshape(Alias[ReshapeSaved]):
     def __init__(self, *shape: int | tuple[int, ...]) -> None:
         super().__init__()
         sizes: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        for size in sizes:
+        for size in several(
+            sizes, object, "Reshape(*shape)", "sizes, integers, at most one of them -1"
+        ):
             check_integers("Reshape", -1, shape=size)
         self.shape = tuple(map(int, sizes))
         if self.shape.count(-1) > 1:

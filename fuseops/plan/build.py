@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from fuseops.arguments import shown
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, FusedOp, Op, Precision, check_saves_for
 from fuseops.ops.paths import path_of
@@ -94,7 +95,7 @@ def _check_joint(fused: FusedOp, rule: str) -> None:
     fields = getattr(fused.Saved, "_fields", None)
     if fields is None:
         raise FuseOpsError(
-            f"rule {rule!r}: {kind}.Saved is {fused.Saved!r:.80}, expected a NamedTuple."
+            f"rule {rule!r}: {kind}.Saved is {shown(fused.Saved)}, expected a NamedTuple."
         )
     check_saves_for(kind, fused, None)
     if unknown := fused.names.keys() - fields:

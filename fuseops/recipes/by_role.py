@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fuseops.arguments import shown
 from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs, matches
 
@@ -35,7 +36,7 @@ class ByRole(Recipe):
         super().__post_init__()
         if not callable(self.choose):
             raise FuseOpsError(
-                f"ByRole: choose is {self.choose!r:.80}, expected a function of (op, name, role)."
+                f"ByRole: choose is {shown(self.choose)}, expected a function of (op, name, role)."
             )
 
     def roles_of(self, op: Any, name: str) -> Roles:
@@ -47,7 +48,7 @@ class ByRole(Recipe):
         if given is None or isinstance(given, Scaling):
             return given
         raise FuseOpsError(
-            f"ByRole: {name!r} ({type(op).__name__}), {role}: the function gave {given!r:.80}, expected a "
+            f"ByRole: {name!r} ({type(op).__name__}), {role}: the function gave {shown(given)}, expected a "
             "fuseops.recipes.Scaling, or None for high precision."
         )
 
@@ -64,7 +65,7 @@ class ByName(Recipe):
     def __post_init__(self) -> None:
         if not isinstance(self.choices, tuple):
             raise FuseOpsError(
-                f"ByName(choices={self.choices!r:.80}): expected ((glob, recipe), ...). fo.configure(model, "
+                f"ByName(choices={shown(self.choices)}): expected ((glob, recipe), ...). fo.configure(model, "
                 "recipe={glob: recipe}) makes it of a dict, and looks whether each glob names an op."
             )
         super().__post_init__()
@@ -79,7 +80,7 @@ class ByName(Recipe):
             as_globs(glob, "configure(model, recipe={...})")
             if not isinstance(recipe, Recipe | None):
                 raise FuseOpsError(
-                    f"recipe[{glob!r}] must be a fuseops.recipes.Recipe or None, got {recipe!r:.80}."
+                    f"recipe[{glob!r}] must be a fuseops.recipes.Recipe or None, got {shown(recipe)}."
                 )
             if not any(matches(glob, name) for name in names):
                 raise FuseOpsError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fuseops.arguments import shown
 from fuseops.errors import FuseOpsError
 
 from .recipe import POLICIES, Recipe, Roles, number, option
@@ -49,11 +50,11 @@ class DelayedScaling(Recipe):
         algorithm = self.amax_compute_algo
         if not callable(algorithm) and algorithm not in ALGORITHMS:
             raise FuseOpsError(
-                f"DelayedScaling(amax_compute_algo={algorithm!r}): expected one of {ALGORITHMS}, or a function."
+                f"DelayedScaling(amax_compute_algo={shown(algorithm)}): expected one of {ALGORITHMS}, or a function."
             )
         if self.group is not None and not isinstance(self.group, str):
             raise FuseOpsError(
-                f"DelayedScaling(group={self.group!r:.80}): expected the name of a process group, group.group_name."
+                f"DelayedScaling(group={shown(self.group)}): expected the name of a process group, group.group_name."
             )
 
     def roles(self) -> Roles:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
+from types import NoneType
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.arguments import instance_of, shown
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.groups import check_ends, check_offs, padded_columns
 from fuseops.kernels.scales import RowTransform
@@ -48,7 +51,7 @@ def quantize(
     """
     if not isinstance(scaling, Scaling):
         raise FuseOpsError(
-            f"fo.quantize: scaling is {scaling!r:.80}, expected a Scaling, such as recipe.roles().input."
+            f"fo.quantize: scaling is {shown(scaling)}, expected a Scaling, such as recipe.roles().input."
         )
     if not isinstance(x, Tensor | Quantized):
         raise FuseOpsError(f"fo.quantize: x is of type {type(x).__name__}, expected a tensor.")
@@ -58,7 +61,9 @@ def quantize(
         )
     _check_groups(x, scaling, offs)
     if not isinstance(row, bool) or not isinstance(col, bool):
-        raise FuseOpsError(f"fo.quantize: row is {row!r:.80} and col {col!r:.80}, expected bools.")
+        raise FuseOpsError(
+            f"fo.quantize: row is {shown(row)} and col {shown(col)}, expected bools."
+        )
     if not (row or col):
         raise FuseOpsError("fo.quantize: neither rows nor columns are asked for.")
     source = x.carrier if isinstance(x, Quantized) else x
@@ -76,7 +81,7 @@ def _check_groups(x: Operand, scaling: Scaling, offs: Tensor | None) -> None:
     if offs is None:
         return
     if not isinstance(offs, Tensor):
-        raise FuseOpsError(f"fo.quantize: offs is {offs!r:.80}, expected a tensor or None.")
+        raise FuseOpsError(f"fo.quantize: offs is {shown(offs)}, expected a tensor or None.")
     if scaling.is_square:
         raise FuseOpsError(
             f"fo.quantize: {scaling} is a format of weights, and offs are ends of rows of tokens: leave offs out, or "
@@ -89,7 +94,49 @@ def _check_groups(x: Operand, scaling: Scaling, offs: Tensor | None) -> None:
 
 def columns_follow(scaling: Scaling) -> bool:
     """Whether columns are made from the codes of rows: shifted to one exponent a square, or under the same scale."""
+    if not isinstance(scaling, Scaling):
+        _check_scaling("columns_follow", scaling)
     return scaling.colwise is None and (scaling.block is None or scaling.columns == SQUARE)
+
+
+_OPERAND, _TENSOR = (
+    (Tensor, Quantized),
+    (Tensor, NoneType),
+)  # `operand` runs in every step: tuples are made once
+
+
+def _check_scaling(caller: str, scaling: object) -> None:
+    expected = "a Scaling, such as recipe.roles().input"
+    instance_of(scaling, Scaling, f"recipes.{caller}(scaling=...)", expected)
+
+
+def _check_operand(
+    caller: str,
+    source: Mapping[str, object],
+    scaling: object,
+    row: object,
+    col: object,
+    scale_fn: object,
+    tensors: Mapping[str, object] = {},
+) -> None:
+    """Raise FuseOpsError for the argument of `operand` or `weight_operand` that is of another type."""
+    for name, given in source.items():
+        expected = "rows (..., K)" if name == "x" else "matrices (N, K) or (E, N, K)"
+        what = f"recipes.{caller}({name}=...)"
+        instance_of(given, _OPERAND, what, f"{expected}, a tensor or a Quantized")
+        if isinstance(given, Tensor) and given.dim() < (1 if name == "x" else 2):
+            raise FuseOpsError(f"{what} expects {expected}, got shape {tuple(given.shape)}.")
+    _check_scaling(caller, scaling)
+    for name, given in (("row", row), ("col", col)):
+        instance_of(given, bool, f"recipes.{caller}({name}=...)", "True or False")
+    expected = "a function of the amax, or None"
+    instance_of(scale_fn, (Callable, NoneType), f"recipes.{caller}(scale_fn=...)", expected)
+    for name, given in tensors.items():
+        instance_of(given, _TENSOR, f"recipes.{caller}({name}=...)", "a tensor or None")
+    if tensors.get("index") is not None and tensors.get("offs") is None:
+        raise FuseOpsError(
+            f"recipes.{caller}(index=...) expects offs too, the ends of the groups that its rows are of, got None."
+        )
 
 
 # --- rows of tokens
@@ -114,7 +161,16 @@ def operand(
     seed: (1,) int64, for a format with stochastic rounding; drawn by default.
     scale_fn: gives the scale of the tensor or the groups for their amax, as of delayed scaling.
     inv: the inverse scale of the whole rows, if x is a slice of their features: see `inv_scale_of_rows`.
+    Raises FuseOpsError for arguments of another type. What the tensors hold is not looked at: `quantize` does.
     """
+    rows = x.dim() > 0 if isinstance(x, Tensor) else isinstance(x, Quantized)
+    tensors = rows and isinstance(offs, _TENSOR) and (index is None or isinstance(index, Tensor))
+    options = isinstance(row, bool) and isinstance(col, bool) and isinstance(seed, _TENSOR)
+    scales = (scale_fn is None or callable(scale_fn)) and isinstance(inv, _TENSOR)
+    grouped = index is None or offs is not None
+    if not (tensors and options and scales and grouped and isinstance(scaling, Scaling)):
+        given = {"offs": offs, "index": index, "seed": seed, "inv": inv}
+        _check_operand("operand", {"x": x}, scaling, row, col, scale_fn, given)
     if scaling.rounds_at_random and seed is None and isinstance(x, Tensor):
         seed = torch.randint(2**62, (1,), device=x.device)
     q = _operand(x, scaling, offs, row, col, index, seed, scale_fn, inv)
@@ -462,7 +518,13 @@ def weight_operand(
     """A quantized weight (N, K) or (E, N, K): `row`, which the forward reads, and `col`, its transpose, for dx.
 
     scale_fn: as in `operand`.
+    Raises FuseOpsError for arguments of another type.
     """
+    matrices = weight.dim() > 1 if isinstance(weight, Tensor) else isinstance(weight, Quantized)
+    options = isinstance(row, bool) and isinstance(col, bool)
+    scales = scale_fn is None or callable(scale_fn)
+    if not (matrices and isinstance(scaling, Scaling) and options and scales):
+        _check_operand("weight_operand", {"weight": weight}, scaling, row, col, scale_fn)
     if isinstance(weight, Quantized):
         return replace(weight, row=weight.row if row else None, col=weight.col if col else None)
     if scaling.block == VECTOR or scaling.colwise is not None:

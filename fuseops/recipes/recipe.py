@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 import torch
 
+from fuseops.arguments import instance_of, is_number, is_one_of, shown
 from fuseops.errors import FuseOpsError
 
 from .scaling import COLUMN, E4M3, E5M2, SQUARE, VECTOR, Scaling
@@ -32,16 +32,17 @@ def check_fields(recipe: Any) -> None:
     """Raise FuseOpsError for a field whose value is none of its choices, not a format, or not a number in its range."""
     for f in fields(recipe):
         value, expected = getattr(recipe, f.name, None), ""
-        if value not in (choices := f.metadata.get("choices", (value,))):
+        choices = f.metadata.get("choices")
+        if choices is not None and not is_one_of(value, choices):
             expected = f"one of {choices}"
         if not isinstance(value, f.metadata.get("kind", object)):
             expected = "a fuseops.recipes.Scaling, or None for high precision"
         if (least := f.metadata.get("least")) is not None:
-            kind = int if isinstance(f.default, int) else int | float
-            if not isinstance(value, kind) or not least <= value < math.inf:
+            fits = is_number(value) and not isinstance(value, bool) and value >= least
+            if not fits or (isinstance(f.default, int) and not isinstance(value, int)):
                 expected = f"a number, {least:g} or above"
         if expected:
-            given = f"{type(recipe).__name__}({f.name}={value!r:.80})"
+            given = f"{type(recipe).__name__}({f.name}={shown(value)})"
             raise FuseOpsError(f"{given}: expected {expected}.")
 
 
@@ -58,7 +59,7 @@ class Roles:
     delayed     the recipe whose state gives the scales, where they are not computed from the tensor itself
     columns, square_columns   derived: whether the weight gradient multiplies two quantized operands (if only one is, it
                 reads rows), and whether their columns are in squares, which the kernels before a GEMM can write
-    Raises FuseOpsError for another value of any of them but `delayed`.
+    Raises FuseOpsError for another value of any of them.
     """
 
     input: Scaling | None = field(default=None, metadata=FORMAT)
@@ -74,6 +75,8 @@ class Roles:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        expected = "the recipe whose state gives the scales, or None"
+        instance_of(self.delayed, Recipe | None, "Roles(delayed=...)", expected)
         # dy is in high precision, and with "high_precision" the other operand too
         if self.backward is not None:
             object.__setattr__(self, "grad_output", None)
@@ -142,7 +145,7 @@ class Recipe:
         if isinstance(given, Roles):
             return given
         raise FuseOpsError(
-            f"{type(self).__name__} gave {given!r:.80} as the roles of {name!r} ({type(op).__name__}): expected a "
+            f"{type(self).__name__} gave {shown(given)} as the roles of {name!r} ({type(op).__name__}): expected a "
             "fuseops.recipes.Roles; Roles() is high precision."
         )
 

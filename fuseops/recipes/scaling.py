@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from fuseops.arguments import is_one_of, shown
 from fuseops.errors import FuseOpsError
 from fuseops.words import dtype_name
 
@@ -87,11 +88,14 @@ class Scaling:
     def __post_init__(self) -> None:
         if not isinstance(self.colwise, Scaling | None):
             raise FuseOpsError(
-                f"Scaling: colwise is {self.colwise!r:.80}, expected a Scaling or None."
+                f"Scaling: colwise is {shown(self.colwise)}, expected a Scaling or None."
             )
         if not isinstance(self.epsilon, int | float):
-            raise FuseOpsError(f"Scaling: epsilon is {self.epsilon!r:.80}, expected a number.")
+            raise FuseOpsError(f"Scaling: epsilon is {shown(self.epsilon)}, expected a number.")
         self._check("scale", tuple(FAMILIES))
+        for flag in ("hadamard", "stochastic"):
+            self._check(flag, (False, True))
+        self._check("powers", (None, False, True))
         usual, free = self._usual_powers, self.scale is torch.float32
         if self.powers is None:
             object.__setattr__(self, "powers", usual)
@@ -121,8 +125,12 @@ class Scaling:
         self._check("stochastic", both)
 
     def _check(self, name: str, known: tuple[Any, ...]) -> None:
-        if getattr(self, name) not in known:
-            raise FuseOpsError(f"{self!r}: expected {name} to be one of {known}.")
+        given = getattr(self, name)
+        if not is_one_of(given, known):
+            beside = "" if name == "scale" else f" beside scales of {shown(self.scale)}"
+            raise FuseOpsError(
+                f"Scaling: {name} is {shown(given)}, expected {name} to be one of {known}{beside}."
+            )
 
     @property
     def _usual_powers(self) -> bool:

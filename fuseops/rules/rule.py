@@ -1,19 +1,21 @@
 """A fusion rule is one line of data: pattern, fused op, conditions. A condition returns None or a reason."""
 
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple, get_args
 
 import torch
 
+from fuseops.arguments import check_flags, instance_of, is_one_of, several, shown
 from fuseops.errors import FuseOpsError
-from fuseops.ops.checks import check_flags
 from fuseops.ops.op import FusedOp, Op, check_names
 from fuseops.recipes import Recipe
 
 KINDS = ("joint", "forward", "backward")
+NAMES: set[str] = set()
+"""The names of all rules that were made in this process, by which settings may speak of them."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,11 @@ class Maybe:
 
 
 def maybe(wanted: Any) -> Maybe:
-    """An optional element: `(Linear, maybe(Bias), SiLU | GELU)` matches with and without the Bias."""
+    """An optional element: `(Linear, maybe(Bias), SiLU | GELU)` matches with and without the Bias.
+
+    Raises FuseOpsError for what is no type of op, and no union of some.
+    """
+    _check_types("fo.maybe(wanted)", wanted)
     return Maybe(wanted)
 
 
@@ -38,7 +44,13 @@ class OneOrMore:
 
 
 def require(holds: bool, reason: str) -> str | None:
-    """The result of a condition: None when it holds, else the reason."""
+    """The result of a condition: None when it holds, else the reason.
+
+    Raises FuseOpsError for another answer than True or False, as of arguments in the other order, and for a reason that
+    is no text.
+    """
+    instance_of(holds, (int, torch.SymBool), "fo.require(holds=...)", "True or False")
+    instance_of(reason, str, "fo.require(reason=...)", "a sentence: why the rule may not fire")
     return None if holds else reason
 
 
@@ -94,34 +106,27 @@ class Rule:
     def __post_init__(self) -> None:
         check_names("Rule", name=self.name)
         check_flags(f"Rule {self.name!r}", last=self.last)
-        if self.kind not in KINDS:
+        if not is_one_of(self.kind, KINDS):
             raise FuseOpsError(
-                f"Rule {self.name!r}: kind must be one of {KINDS}, got {self.kind!r}."
+                f"Rule {self.name!r}: kind must be one of {KINDS}, got {shown(self.kind)}."
             )
         if callable(self.when):
             object.__setattr__(self, "when", (self.when,))
         if isinstance(self.pattern, type | types.UnionType | Maybe | OneOrMore):
             object.__setattr__(self, "pattern", (self.pattern,))
-        for what in ("pattern", "when"):
-            given = getattr(self, what)
-            if not isinstance(given, Iterable):
-                raise FuseOpsError(
-                    f"Rule {self.name!r}: {what} is {given!r:.80}, expected a tuple."
-                )
-            object.__setattr__(self, what, tuple(given))
-        for what, value in (("build", self.build), *(("a condition", c) for c in self.when)):
-            if not callable(value):
-                raise FuseOpsError(f"Rule {self.name!r}: {what} must be callable, got {value!r}.")
+        where = f"Rule {self.name!r}:"
+        conditions = several(self.when, Callable, f"{where} when", "functions of (ops, conditions)")
+        object.__setattr__(self, "when", conditions)
+        pattern = several(self.pattern, object, f"{where} pattern", "types of ops, in their order")
+        object.__setattr__(self, "pattern", pattern)
+        instance_of(self.build, Callable, f"{where} build", "a function of the ops that match")
         if not any(not isinstance(element, Maybe) for element in self.pattern):
             raise FuseOpsError(
                 f"Rule {self.name!r}: the pattern needs at least one op that is not optional."
             )
         for element in self.pattern:
-            for t in types_of(element):
-                if not (isinstance(t, type) and issubclass(t, Op)):
-                    raise FuseOpsError(
-                        f"Rule {self.name!r}: {t!r} in its pattern is not a subclass of fuseops.Op."
-                    )
+            _check_types(f"{where} its pattern", element)
+        NAMES.add(self.name)
 
     def reason_against(self, ops: tuple[Op[Any], ...], c: Conditions) -> str | None:
         """The reason of the first condition that fails, None if all hold.  Raises TypeError if one returns neither."""
@@ -160,6 +165,16 @@ def _overridden(cls: type, wanted: type) -> str | None:
         n for n in _DEFINING if hasattr(wanted, n) and getattr(cls, n) is not getattr(wanted, n)
     )
     return next(changed, None)
+
+
+def _check_types(what: str, element: Any) -> None:
+    """Raise FuseOpsError for an element of a pattern that is not made of types of ops."""
+    for t in types_of(element):
+        if not (isinstance(t, type) and issubclass(t, Op)):
+            raise FuseOpsError(
+                f"{what} expects types of ops, as Linear or SiLU | GELU, got {shown(t)}, which is not a subclass of "
+                "fuseops.Op."
+            )
 
 
 class Obstacle(NamedTuple):

@@ -5,6 +5,7 @@ An op may write to its buffer in `call.out` itself; otherwise its result is copi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ def by_op(module: str, out: Any, names: tuple[str, ...]) -> dict[str, Buffers]:
     """Group buffers by op.   {"fc2.y": t} -> {"fc2": {"y": t}}
 
     names: of the ops, "" for one that is called alone.  Raises FuseOpsError for an `out` that is no mapping, or has
-    other keys.
+    other keys, ShapeError where two share memory.
     """
     if not isinstance(out, Mapping):
         raise FuseOpsError(
@@ -36,13 +37,29 @@ def by_op(module: str, out: Any, names: tuple[str, ...]) -> dict[str, Buffers]:
             )
         op, _, what = key.rpartition(".")
         found.setdefault(op, {})[what] = buffer
+    _check_apart(module, [(key, t) for key, t in out.items() if _has_memory(t)])
     return {**found}
+
+
+def _has_memory(buffer: object) -> bool:
+    """Whether a value is a tensor with strides. `check_buffers` refuses others."""
+    return isinstance(buffer, Tensor) and buffer.layout is torch.strided
+
+
+def _check_apart(module: str, given: list[tuple[str, Tensor]]) -> None:
+    """Raise ShapeError for two buffers over one memory: after the call, one would hold what the other's name says."""
+    for (one, a), (other, b) in itertools.combinations(given, 2):
+        if overlap(a, b):
+            raise ShapeError(
+                f"{module}: in out, the buffer for {other} lies over memory of the buffer for {one}, and both are "
+                "written to: give each memory of its own."
+            )
 
 
 def check_buffers(
     op: str, out: Mapping[str, Any], x: Tensor, y_shape: tuple[int, ...], others: list[Any]
 ) -> None:
-    """Raise ShapeError for a buffer that cannot hold its result, or overlaps x, `others` or another buffer."""
+    """Raise ShapeError for a buffer that cannot hold its result, or overlaps x or `others`."""
     shapes = {"y": y_shape, "dx": tuple(x.shape)}
     occupied = [("x", x), *(("an input of it", t) for t in others if t is not None)]
     for what, buffer in out.items():
@@ -62,7 +79,6 @@ def check_buffers(
         for other, t in occupied:
             if overlap(buffer, t):
                 raise ShapeError(f"{name} lies over memory of {other}, which is still read.")
-        occupied.append((f"the buffer for {what}", buffer))
 
 
 def write_result(what: str, buffer: Tensor, result: Tensor) -> Tensor:

@@ -5,10 +5,12 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from types import NoneType
 from typing import Any
 
 from torch import nn
 
+from fuseops.arguments import instance_of, is_one_of, several, shown
 from fuseops.errors import FuseOpsError, FusionMissError
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
@@ -17,7 +19,7 @@ from fuseops.ops.scopes import Override
 from fuseops.plan.records import Miss
 from fuseops.recipes import ByName, Recipe, Roles, Scaling
 from fuseops.rules.builtin_rules import POINTWISE
-from fuseops.rules.rule import Rule
+from fuseops.rules.rule import NAMES, Rule
 
 from .composed import Composed
 
@@ -53,17 +55,19 @@ def configure(
     recipe: precision of GEMM operands, None for high precision. For a model also {glob: recipe or None} over the dotted
     names of its ops: the first glob that matches counts, and ops without a match stay in high precision.
     rules: tried before the built-in ones; "pointwise" as in `fuseops.rules`.
-    disable: names of rules that may not fire.
+    disable: names of rules that may not fire; a rule of your own is made before its name is given.
     prefer: "speed" (the default) or "memory", for fused ops whose faster variant has a higher peak; `explain()` shows
     these. Both give the same bits, except for the order of sums that `explain()` names.
     strict: True, or names of rules: a miss of one raises, as inside of `fusion(strict=...)`. (Only a scope, which ends,
     also asks that the rules have fired.)
     strict_recipe: as inside of `recipe(..., strict=True)`.
-    Raises FuseOpsError for a value of the wrong type, and for a recipe that no op of the model would follow.
+    Raises FuseOpsError for a value of the wrong type, a name that no rule has, and a recipe that no op of the model
+    would follow.
     """
     if isinstance(recipe, Mapping):
         recipe = _recipe_by_name(model, recipe)
     override = _override(
+        "fo.configure",
         fusion=fusion, recipe=recipe, rules=rules, disable=disable, prefer=prefer, strict=strict,
         strict_recipe=strict_recipe,
     )  # fmt: skip
@@ -122,26 +126,30 @@ def set_root(model: nn.Module) -> None:
             set_path(module, path, f"{parent}." if parent else "")
 
 
-def _override(**values: Any) -> Override:
+def _override(caller: str, **values: Any) -> Override:
+    """The settings that are given.   caller: what they are given to.  Raises FuseOpsError for those of another type."""
     given = {name: value for name, value in values.items() if value is not _UNSET}
     for name in ("fusion", "strict_recipe"):
-        if not isinstance(given.get(name, True), bool):
-            raise FuseOpsError(f"{name} must be True or False, got {given[name]!r}.")
+        instance_of(given.get(name, True), bool, f"{caller}({name}=...)", "True or False")
     if not isinstance(given.get("strict", True), bool):
-        given["strict"] = _names("strict", given["strict"])
-    if given.get("prefer", "speed") not in PREFERENCES:
-        raise FuseOpsError(f"prefer must be one of {PREFERENCES}, got {given['prefer']!r}.")
+        given["strict"] = _names(f"{caller}(strict=...)", given["strict"], "True, False or ")
+    if not is_one_of(given.get("prefer", "speed"), PREFERENCES):
+        raise FuseOpsError(
+            f"{caller}(prefer=...) expects one of {PREFERENCES}, got {shown(given['prefer'])}."
+        )
     if given.get("recipe") is not None and not isinstance(given["recipe"], Recipe):
-        raise _recipe_error(given["recipe"])
+        raise _recipe_error(f"{caller}(recipe=...)", given["recipe"])
     if "rules" in given:
-        several = _items("rules", given["rules"], Rule | str, '[fuseops.Rule(...), "pointwise"]')
-        given["rules"] = tuple(_rule(item) for item in several)
+        expected = '[fuseops.Rule(...), "pointwise"]'
+        what = f"{caller}(rules=...)"
+        items = several(given["rules"], Rule | str, what, expected)
+        given["rules"] = tuple(_rule(what, item) for item in items)
     if "disable" in given:
-        given["disable"] = _names("disable", given["disable"])
+        given["disable"] = _names(f"{caller}(disable=...)", given["disable"])
     return tuple(sorted(given.items()))
 
 
-def _recipe_error(given: Any) -> FuseOpsError:
+def _recipe_error(what: str, given: Any) -> FuseOpsError:
     """The error for a value that is no recipe, with a hint where the intention is clear."""
     meant = ""
     if isinstance(given, type) and issubclass(given, Recipe):
@@ -150,33 +158,37 @@ def _recipe_error(given: Any) -> FuseOpsError:
         meant = " Globs name ops of a model: fuseops.configure(model, recipe={glob: recipe})."
     elif isinstance(given, Roles | Scaling):
         meant = " Formats by role are those of fuseops.recipes.ByRole(function)."
-    text = f"recipe must be a fuseops.recipes.Recipe or None, got {given!r:.80}."
+    text = f"{what} expects a fuseops.recipes.Recipe or None, got {shown(given)}."
     return FuseOpsError(text + meant)
 
 
-def _rule(item: Rule | str) -> Rule:
+def _rule(what: str, item: Rule | str) -> Rule:
     """A rule, or the optional built-in rule of that name."""
     if isinstance(item, Rule):
         return item
     if item != POINTWISE.name:
         raise FuseOpsError(
-            f'rules must be [fuseops.Rule(...), "{POINTWISE.name}"], what is on by choice by its name, got {item!r}.'
+            f'{what} expects [fuseops.Rule(...), "{POINTWISE.name}"], what is on by choice by its name, got {item!r}.'
         )
     return POINTWISE
 
 
-def _names(what: str, names: Iterable[str]) -> frozenset[str]:
-    given = (names,) if isinstance(names, str) else names
-    return frozenset(_items(what, given, str, "names of rules"))
+def _names(what: str, names: Iterable[str], others: str = "") -> frozenset[str]:
+    """The names of rules in a setting.   others: what else it may be, for the message
 
-
-def _items(what: str, given: Any, kind: Any, expected: str) -> tuple[Any, ...]:
-    """The items of a setting as a tuple.  Raises FuseOpsError where it is no iterable of that type."""
-    items = tuple(given) if isinstance(given, Iterable) else (given,)
-    wrong = [item for item in items if not isinstance(item, kind)]
-    if wrong or not isinstance(given, Iterable):
-        raise FuseOpsError(f"{what} must be {expected}, got {(wrong or [given])[0]!r}.")
-    return items
+    Raises FuseOpsError for a name that no rule has. Whether that rule is in force is known when a call is planned:
+    scopes around it, and the settings of its model, have rules of their own.
+    """
+    given = several(
+        (names,) if isinstance(names, str) else names, str, what, f"{others}names of rules"
+    )
+    unknown = sorted({*given} - NAMES)
+    if unknown:
+        raise FuseOpsError(
+            f"{what} names {unknown}, and no rule is called so; there are {sorted(NAMES)}. A rule of your own is made "
+            "before its name is given."
+        )
+    return frozenset(given)
 
 
 def fusion(
@@ -191,15 +203,13 @@ def fusion(
     strict: names of rules that must fire: a condition or overlap miss of one raises FusionMissError at once, and so
     does leaving the scope without the rule having fired. True: every condition miss raises.
     """
-    values: dict[str, Any] = {}
-    if enabled is not None or not (disable or strict):
+    instance_of(enabled, (bool, NoneType), "fo.fusion(enabled=...)", "True, False or None")
+    values = dict(_override("fo.fusion", disable=disable, strict=strict))
+    wanted: bool | frozenset[str] = values["strict"]
+    values = {name: value for name, value in values.items() if value}
+    if enabled is not None or not values:
         values["fusion"] = enabled is None or enabled
-    if disable:
-        values["disable"] = disable
-    if strict:
-        values["strict"] = strict
-    override = _override(**values)
-    wanted: bool | frozenset[str] = dict(override).get("strict", False)
+    override = tuple(sorted(values.items()))
     scope = scopes.scope(override)
     if isinstance(wanted, bool):
         return scope
@@ -234,7 +244,7 @@ def rules(*extra: Rule | str) -> scopes.scope:
     "pointwise" is a rule of fuseops that is off by default: elementwise ops in a row, level-1 ops included, that no
     other rule takes become one kernel each way, which torch's inductor generates at the first call.
     """
-    return scopes.scope(_override(rules=extra))
+    return scopes.scope(_override("fo.rules", rules=extra))
 
 
 def recipe(value: Recipe | None, *, strict: bool = False) -> scopes.scope:
@@ -244,9 +254,10 @@ def recipe(value: Recipe | None, *, strict: bool = False) -> scopes.scope:
     strict: they are quantized too, and an op that would ignore the recipe (it works on DTensors, or under
     `fo.reference()`, or is a dense MLP or an adapter after `hf.apply`) raises FusionMissError.
     """
-    if not isinstance(strict, bool):
-        raise FuseOpsError(f"strict must be True or False, got {strict!r}.")
-    return scopes.scope((*_override(recipe=value), ("strict_recipe", strict)))
+    instance_of(strict, bool, "fo.recipe(strict=...)", "True or False")
+    if not isinstance(value, Recipe | None):
+        raise _recipe_error("fo.recipe(value)", value)
+    return scopes.scope((("recipe", value), ("strict_recipe", strict)))
 
 
 def reference() -> scopes.scope:
@@ -272,11 +283,11 @@ def from_environment() -> None:
     if (nvtx := environ.get("FUSEOPS_NVTX", "0")) not in ("0", "1"):  # read by ranges.py
         raise FuseOpsError(f"FUSEOPS_NVTX={nvtx!r}: expected 0 or 1.")
     if environ.get("FUSEOPS_DISABLE"):
-        values["disable"] = [
-            name.strip() for name in environ["FUSEOPS_DISABLE"].split(",") if name.strip()
-        ]
+        # names of rules that are not made yet, too: the first plan looks whether there are such
+        names = (name.strip() for name in environ["FUSEOPS_DISABLE"].split(","))
+        values["disable"] = frozenset(name for name in names if name)
     if values:
-        scopes.process.settle(scopes.layer_over(None, _override(**values)))
+        scopes.process.settle(scopes.layer_over(None, tuple(sorted(values.items()))))
     level = environ.get("FUSEOPS_LOG", "").upper()
     if level:
         if level not in LEVELS:

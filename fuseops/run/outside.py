@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from fuseops.arguments import shown
 from fuseops.errors import FuseOpsError
 from fuseops.ops.code import Place, constants_outside, own_attributes
 from fuseops.ops.contents import may_change
@@ -56,7 +57,7 @@ def check(noted: Sequence[Noted]) -> None:
         elif name == "self.training":
             advice = "Ask call.training, which is the mode of the forward."
         raise FuseOpsError(
-            f"{kind}.{method} reads {name}, which was {before!r:.80} in the forward and is {now!r:.80} now: the "
+            f"{kind}.{method} reads {name}, which was {shown(before)} in the forward and is {shown(now)} now: the "
             f"gradient would be that of another function. {advice}"
         )
 

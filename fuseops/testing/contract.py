@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fuseops.arguments import instance_of
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, Grads, Op, Out
 from fuseops.ops.routing import Routing
@@ -89,6 +90,7 @@ def assert_bwd_is_vjp(op: Op[Any], *inputs: Any, **side: Any) -> None:
             f"assert_bwd_is_vjp expects an op of fuseops, got {type(op).__name__}: a model of ops is what "
             "assert_fused_matches_unfused takes."
         )
+    _check_inputs(op, inputs, side)
     case = _case(op, inputs, side)
     with torch.random.fork_rng(devices=()):
         out = _fwd(case.op, case, frozenset(case.needs), case.keywords)
@@ -107,6 +109,27 @@ def assert_bwd_is_vjp(op: Op[Any], *inputs: Any, **side: Any) -> None:
 
 
 # --- the case
+
+
+def _check_inputs(op: Op[Any], inputs: tuple[Any, ...], side: dict[str, Any]) -> None:
+    """Raise FuseOpsError for what are not x and, behind it, a Routing, nor side inputs that the op reads."""
+    who = f"assert_bwd_is_vjp({type(op).__name__}(...), *inputs)"
+    if not inputs:
+        raise FuseOpsError(f"{who} expects x as its first input, got none.")
+    for kind, given in zip((Tensor, Routing), inputs, strict=False):
+        instance_of(given, kind, who, "x, a tensor, and behind it at most one Routing")
+    if not (inputs[0].is_floating_point() or inputs[0].is_complex()):
+        raise FuseOpsError(
+            f"{who} expects x of a float dtype, which has a gradient, got {inputs[0].dtype}."
+        )
+    if len(inputs) > 2:
+        raise FuseOpsError(
+            f"{who} expects x and at most one Routing, got {len(inputs)} inputs: side inputs are passed by name."
+        )
+    for name, t in side.items():
+        if name not in op.side_names():
+            raise FuseOpsError(f"{who} got {name}, and the op reads {list(op.side_names())}.")
+        instance_of(t, Tensor, f"{who}, side input {name},", "a tensor")
 
 
 def _to_float64(t: Tensor) -> Tensor:

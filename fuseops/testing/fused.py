@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
+from fuseops.arguments import check_numbers, instance_of
 from fuseops.attributes import attributes_set
 from fuseops.layers.sequential import Sequential
 from fuseops.ops import scopes
-from fuseops.ops.checks import check_numbers
 from fuseops.ops.op import Op
 from fuseops.ops.paths import check_module, walk
 from fuseops.recipes import Recipe
@@ -43,6 +44,8 @@ def assert_fused_matches_unfused(
     Returns the names of the rules that fired.  Raises AssertionError with the tensor, its worst
     element and the rules that fired.
     """
+    expected = "a fuseops.recipes.Recipe or None"
+    instance_of(recipe, (Recipe, NoneType), "assert_fused_matches_unfused(recipe=...)", expected)
     with scopes.scope((("recipe", recipe),)) if recipe is not None else nullcontext():
         found, fired = _differences(model, inputs, side, tolerance)
     if found:

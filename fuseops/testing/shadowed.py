@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fuseops.errors import FuseOpsError
+from fuseops.arguments import several
 from fuseops.rules.rule import Maybe, Rule, types_of
 
 Types = tuple[type, ...]
@@ -48,10 +48,7 @@ def assert_no_rule_is_shadowed(rules: Sequence[Rule]) -> None:
 
     Raises AssertionError that names the dead rules and those that shadow them.
     """
-    if not (isinstance(rules, Sequence) and all(isinstance(rule, Rule) for rule in rules)):
-        raise FuseOpsError(
-            f"assert_no_rule_is_shadowed(rules) expects fuseops.Rules, got {rules!r:.80}."
-        )
+    rules = several(rules, Rule, "assert_no_rule_is_shadowed(rules)", "fuseops.Rules")
     dead = []
     for rule in rules:
         shadows = [shadowing_rule(rules, rule, types) for types in expansions(rule)]

@@ -265,7 +265,7 @@ def law_a_plan_follows_the_order_of_torchs_schedule() -> None:
     for kind in V:
         model, count = stages(kind, dist.get_rank())
         pipeline = offload.Pipeline.of(schedule(kind, model, count, True))
-        assert pipeline[:3] == (WORLD, MICROBATCHES, 2)
+        assert (pipeline.ranks, pipeline.micro_batches, pipeline.chunks) == (WORLD, MICROBATCHES, 2)
         ways = [turn.way for mine in pipeline.order for turn in mine]
         assert ways.count("forward") == count * MICROBATCHES
         assert ways.count("input") == ways.count("weight") > 0
@@ -318,7 +318,7 @@ def law_the_ranks_of_a_machine_share_one_host_budget() -> None:
     assert needs[0] > 3 * needs[1] > 0
     tight = sum(needs) * 3 // 4
     for budget in (64 * gib, tight):
-        limits = whole.limits._replace(host=budget)
+        limits = replace(whole.limits, host=budget)
         plan = plan_profile(whole.profile, whole.hardware, limits, whole.settings)
         mine = offload.share_host(plan, dist.group.WORLD)
         told: list[Any] = [None] * WORLD
@@ -332,7 +332,7 @@ def law_the_ranks_of_a_machine_share_one_host_budget() -> None:
             assert told[0][0] > budget // 2
     try:
         offload.share_host(
-            replace(whole, limits=whole.limits._replace(host=None)), dist.group.WORLD
+            replace(whole, limits=replace(whole.limits, host=None)), dist.group.WORLD
         )
     except fo.FuseOpsError as error:
         assert "Plan with host=" in str(error)

@@ -192,18 +192,23 @@ def test_stages_cover_the_step() -> None:
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
-        *((Pipeline(ranks, 1), "ranks") for ranks in (0, -1, "2")),
-        (Pipeline(2, 0), "micro_batches"),
-        (Pipeline(2, 2, 0), "chunks"),
-        (Pipeline(2, 3, 2), "multiple of the ranks"),
-        *((Pipeline(2, 2, weight_share=share), "weight_share") for share in (2.0, -0.1, "half")),
-        (Pipeline(2, 1, 1, ((Turn(FORWARD, 0, 0),),)), "turns of 1 ranks"),
-        ((2, 2), "an offload.Pipeline"),
+        *(((ranks, 1), "ranks") for ranks in (0, -1, "2")),
+        ((2, 0), "micro_batches"),
+        ((2, 2, 0), "chunks"),
+        ((2, 3, 2), "multiple of the ranks"),
+        *(((2, 2, 1, (), share), "weight_share") for share in (2.0, -0.1, "half")),
+        ((2, 1, 1, ((Turn(FORWARD, 0, 0),),)), "turns of 1 ranks"),
+        ((2, 1, 1, ((), 3)), "order"),
     ],
 )
 def test_pipelines_that_there_are_not(wrong: Any, what: str) -> None:
     with pytest.raises(FuseOpsError, match=what):
-        plan_pipeline(profile_for(Pipeline(2, 2)), LINK, wrong)
+        Pipeline(*wrong)
+
+
+def test_plans_of_a_pipeline_take_a_pipeline() -> None:
+    with pytest.raises(FuseOpsError, match=r"pipeline=\.\.\.\) expects an offload\.Pipeline"):
+        plan_pipeline(profile_for(Pipeline(2, 2)), LINK, (2, 2))  # type: ignore[arg-type]
 
 
 def test_too_few_layers_are_refused() -> None:
@@ -227,7 +232,7 @@ def halved(pipeline: Pipeline, late: int) -> Pipeline:
             if len(waiting) > late:
                 mine.append(waiting.pop(0))
         order.append((*mine, *waiting))
-    return pipeline._replace(order=tuple(order))
+    return replace(pipeline, order=tuple(order))
 
 
 def movable(profile: Profile) -> list[int]:
@@ -285,7 +290,7 @@ def test_the_order_of_a_schedule_of_torch_is_taken() -> None:
     pair = Action(0, SimpleNamespace(value="OVERLAP_F_B"), 0, (action("F", 2), action("B", 1)))
     other = [*order, pair, action("B", 2), action("REDUCE_GRAD", 0)]
     pipeline = Pipeline.of(SimpleNamespace(pipeline_order={0: other}))
-    assert pipeline[:3] == (1, 3, 1)
+    assert (pipeline.ranks, pipeline.micro_batches, pipeline.chunks) == (1, 3, 1)
     assert [turn.way for turn in turns(pipeline, 0)] == [
         *(FORWARD, FORWARD, INPUT, WEIGHT, FORWARD, BACKWARD, BACKWARD)
     ]

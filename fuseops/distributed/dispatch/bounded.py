@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.arguments import check_integers, check_numbers
 from fuseops.errors import FuseOpsError
-from fuseops.ops.checks import check_integers, check_numbers
 
 from .dispatcher import Dispatcher, check_row_sizes
 from .overflow import watch_of

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fuseops.arguments import shown
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.launch import HAS_TRITON, arch_of
 from fuseops.machine import machine_id
@@ -64,7 +65,7 @@ def check_choice(choice: DispatcherChoice | None) -> None:
     named = isinstance(choice, str) and choice in DISPATCHERS
     if not (choice is None or callable(choice) or named):
         raise FuseOpsError(
-            f"ExpertParallel: dispatcher is {choice!r:.80}, expected one of {sorted(DISPATCHERS)}."
+            f"ExpertParallel: dispatcher is {shown(choice)}, expected one of {sorted(DISPATCHERS)}."
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.ops.local import Ranks
 
 
 class Flagged(Protocol):
@@ -124,6 +125,7 @@ def check_overflow(group: Any = None) -> None:
     the layer are NaN from the overflow on.   group: the ranks, a ProcessGroup or a DeviceMesh of one dimension, by
     default all.
     """
+    Ranks(group)  # refuses what is none
     mine = [room for watch in _watches.values() for room in watch.overflowed()]
     if not dist.is_initialized():
         if mine:

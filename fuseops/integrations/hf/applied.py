@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
+from fuseops.arguments import check_flags
 from fuseops.ops import scopes
-from fuseops.ops.checks import check_flags
 from fuseops.ops.paths import STAND_IN, check_module
 from fuseops.ops.stored import lent_error
 

@@ -38,8 +38,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fuseops.arguments import check_flags, shown
 from fuseops.errors import FuseOpsError
-from fuseops.ops.checks import check_flags
+from fuseops.ops.checks import check_state
 
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _PACKED = re.compile(r"(.*\bexperts)\.((?:gate_up|down)_proj(?:_bias)?)")
@@ -68,7 +69,7 @@ def to_fuseops(tensors: Mapping[str, Tensor], *, moe: bool = False) -> dict[str,
     Raises FuseOpsError when a gate, an up projection or an expert between two others is missing, for packed experts
     in an unknown layout, and for unknown keys under their prefixes.
     """
-    _check_tensors("to_fuseops", tensors)
+    check_state("hf.to_fuseops", tensors)
     check_flags("to_fuseops", moe=moe)
     out: dict[str, Tensor] = {}
     parts: dict[str, dict[tuple[int, str], Tensor]] = {}  # fc1.weight -> its (expert, projection)
@@ -173,13 +174,6 @@ def _transposed(t: Tensor, transposed: bool) -> Tensor:
     return t.transpose(1, 2).contiguous() if transposed and t.dim() == 3 else t
 
 
-def _check_tensors(caller: str, tensors: object) -> None:
-    if not isinstance(tensors, Mapping):
-        raise FuseOpsError(
-            f"{caller}(tensors) expects tensors by name, as a state_dict, got {type(tensors).__name__}."
-        )
-
-
 def to_hf(
     tensors: Mapping[str, Tensor], *, experts: Literal["packed", "separate"] = "packed"
 ) -> dict[str, Tensor]:
@@ -190,9 +184,9 @@ def to_hf(
     Raises FuseOpsError for any other value, for an fc1 with an odd number of rows, for experts with biases that are to
     be separate (their gate and up alternate), and for unknown keys under their prefixes.
     """
-    _check_tensors("to_hf", tensors)
+    check_state("hf.to_hf", tensors)
     if experts not in ("packed", "separate"):
-        raise FuseOpsError(f"to_hf: experts must be 'packed' or 'separate', got {experts!r}.")
+        raise FuseOpsError(f"to_hf: experts must be 'packed' or 'separate', got {shown(experts)}.")
     gpt_oss = _layer_prefixes(tensors, "router.weight", "fc1.weight", "fc1.bias")
     layers = dict.fromkeys(_layer_prefixes(tensors, "router.weight", "fc1.weight"), _LAYER)
     out: dict[str, Tensor] = {}

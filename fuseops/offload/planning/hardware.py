@@ -11,14 +11,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fuseops.arguments import check_integers, check_numbers, instance_of, is_number, several, shown
 from fuseops.errors import FuseOpsError
-from fuseops.offload.arguments import instance_of
 from fuseops.offload.codes import traffic
 from fuseops.words import dtype_name, plural
 
@@ -47,7 +49,11 @@ class Curve:
     points: tuple[tuple[int, float], ...]
 
     def __post_init__(self) -> None:
-        sizes = [size for size, _ in self.points]
+        fine = all(
+            isinstance(point, Sequence) and len(point) == 2 and all(map(is_number, point))
+            for point in several(self.points, object, "Curve(points)", "pairs (bytes, GB/s)")
+        )
+        sizes = [size for size, _ in self.points] if fine else []
         if not sizes or sorted(set(sizes)) != sizes or any(rate <= 0 for _, rate in self.points):
             raise FuseOpsError(
                 "a bandwidth curve needs (bytes, GB/s) with ascending bytes and positive rates, "
@@ -128,12 +134,19 @@ class Hardware:
         kinds: dict[str, Any] = {"str": str, "Curve": Curve, "float": (int, float), "int": int}
         for f in fields(self):
             said = str(f.type)
-            kind = kinds.get(said, Mapping)
-            instance_of(getattr(self, f.name), kind, f"Hardware({f.name}=...)", said)
+            kind, value = kinds.get(said, Mapping), getattr(self, f.name)
+            instance_of(value, kind, f"Hardware({f.name}=...)", said)
+            if said == "float":
+                check_numbers("Hardware", 0, **{f.name: value})
+            elif said == "int":
+                check_integers("Hardware", 0, **{f.name: value})
+        for dtype, rate in self.matmul.items():
+            instance_of(dtype, str, "Hardware(matmul=...)", "rates by dtype, {'bfloat16': TFLOP/s}")
+            check_numbers(f"Hardware(matmul=...), of {dtype},", 0, rate=rate)
         if self.attention not in ATTENTION_SAVES:
             raise FuseOpsError(
                 f"Hardware(attention=...) expects one of {', '.join(ATTENTION_SAVES)}, "
-                f"got {self.attention!r}."
+                f"got {shown(self.attention)}."
             )
 
     def copy_seconds(self, lane: str, nbytes: int, *, duplex: bool = False) -> float:
@@ -151,7 +164,7 @@ class Hardware:
         """A machine whose copies take `factor` times as long.  Raises FuseOpsError for a factor that is not above 0."""
         if not (isinstance(factor, int | float) and 0 < factor < math.inf):
             raise FuseOpsError(
-                f"slower(factor) expects a finite number above 0, got {factor!r:.80}."
+                f"slower(factor) expects a finite number above 0, got {shown(factor)}."
             )
         d2h, h2d, both = (
             Curve(tuple((size, rate / factor) for size, rate in curve.points))
@@ -204,12 +217,13 @@ class Hardware:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Hardware:
         """Raises FuseOpsError for data of another version or with fields missing."""
+        instance_of(data, Mapping, "Hardware.from_json(data)", "a mapping, as to_json() gives it")
         version = data.get("schema_version")
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         if version != SCHEMA_VERSION or not {"name", "d2h", "h2d", "both", "memory"} <= set(values):
             raise FuseOpsError(
-                f"a hardware profile has schema_version {SCHEMA_VERSION} and at least name, d2h, "
-                f"h2d, both and memory; got version {version!r} with {sorted(values)}. "
+                f"Hardware.from_json(data): a hardware profile has schema_version {SCHEMA_VERSION} and at least name, "
+                f"d2h, h2d, both and memory; got version {version!r} with {sorted(values)}. "
                 "`fuseops env --measure --json` writes one."
             )
         for name in ("d2h", "h2d", "both"):
@@ -222,10 +236,13 @@ class Hardware:
 
         Raises FuseOpsError when it is no such file.
         """
+        instance_of(path, (str, PathLike), "Hardware.load(path)", "the path of a file")
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise FuseOpsError(f"cannot read a hardware profile from {path}: {error}") from None
+            raise FuseOpsError(
+                f"Hardware.load(path): cannot read a hardware profile from {path}: {error}"
+            ) from None
         return cls.from_json(data.get("measured", data) if isinstance(data, dict) else {})
 
     # --- sources of profiles
@@ -243,6 +260,7 @@ class Hardware:
                profile, so that they plan alike
         Raises FuseOpsError where torch sees no CUDA device.
         """
+        instance_of(group, (dist.ProcessGroup, NoneType), "measure(group)", "a process group")
         if not torch.cuda.is_available():
             raise FuseOpsError(
                 "Hardware.measure() needs a CUDA device, and torch sees none. "
@@ -278,6 +296,7 @@ class Hardware:
 
         Raises FuseOpsError for none, and for curves over other sizes.
         """
+        found = several(found, Hardware, "slowest(found)", "profiles, each an offload.Hardware")
         if not found:
             raise FuseOpsError("slowest(found) expects one profile or more, got none.")
         first = found[0]

@@ -15,15 +15,15 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from fuseops.arguments import instance_of
 from fuseops.errors import FuseOpsError
-from fuseops.offload.arguments import instance_of
 from fuseops.offload.schedule import DEFAULT, LinkSettings
 
 from .hardware import Hardware
 from .plan import OffloadPlan, plan_profile
 from .planner import UNLIMITED, Limits
 from .profile import LayerCall, Profile, ProfiledOp, Saved
-from .turns import BACKWARD, FORWARD, INPUT, WEIGHT, Pipeline, Turn, check_pipeline, turns
+from .turns import BACKWARD, FORWARD, INPUT, WEIGHT, Pipeline, Turn, turns
 
 PRODUCTS = ("Linear", "GroupedLinear")  # ops whose weight gradients a stage may delay
 # a name by a grad_fn: a tensor that a stage received is a leaf there
@@ -68,12 +68,10 @@ class Stages:
 
     began  when each turn begins
 
-    Raises FuseOpsError for a pipeline that there is not, that waits for itself, or that the profile has too few layers
-    for.
+    Raises FuseOpsError for a pipeline that waits for itself, or that the profile has too few layers for.
     """
 
     def __init__(self, profile: Profile, pipeline: Pipeline) -> None:
-        check_pipeline(pipeline)
         self.profile, self.pipeline = profile, pipeline
         self.parts = split_stages(profile, pipeline.stages)
         self.began = self._starts()
@@ -326,11 +324,16 @@ def plan_pipeline(
 ) -> tuple[OffloadPlan, ...]:
     """One plan a rank, each under the same limits.
 
-    Raises FuseOpsError for a pipeline that there is not, or that the profile has too few layers for.
+    Raises FuseOpsError for arguments of another type, and for a pipeline that the profile has too few layers for.
     """
-    instance_of(
-        profile, Profile, "plan_pipeline(profile, ...)", "a step's profile, such as plan.profile"
-    )
+    for name, value, kind, expected in (
+        ("profile", profile, Profile, "a step's profile, such as plan.profile"),
+        ("hardware", hardware, Hardware, "an offload.Hardware, such as .load(path)"),
+        ("pipeline", pipeline, Pipeline, "an offload.Pipeline"),
+        ("limits", limits, Limits, "an offload.Limits"),
+        ("settings", settings, LinkSettings, "the settings of a plan, plan.settings"),
+    ):
+        instance_of(value, kind, f"plan_pipeline({name}=...)", expected)
     stages = Stages(profile, pipeline)
     return tuple(
         plan_profile(RankStep(stages, rank).profile(), hardware, limits, settings)

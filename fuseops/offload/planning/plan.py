@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fuseops.arguments import check_integers, instance_of, parse_bytes, several
 from fuseops.globs import as_globs
-from fuseops.offload.arguments import instance_of, parse_bytes, whole_number
 from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
 from fuseops.offload.schedule import (
     DEFAULT,
@@ -149,13 +149,15 @@ def plan(
         None if peak is None else parse_bytes(peak, "plan(peak=...)"),
         None if host is None else parse_bytes(host, "plan(host=...)"),
     )
-    whole_number(min_bytes, "plan(min_bytes=...), in bytes,")
+    check_integers("offload.plan", 0, min_bytes=min_bytes)
     instance_of(policy, (Policy, NoneType), "plan(policy=...)", "an offload.Policy")
     instance_of(loss, (Callable, NoneType), "plan(loss=...)", "a function of the output")
     instance_of(progress, (Callable, NoneType), "plan(progress=...)", "a function")
     instance_of(record, bool, "plan(record=...)", "True or False")
-    for rows in instance_of(split or (), Sequence, "plan(split=...)", "a list of numbers of rows"):
-        whole_number(rows, "plan(split=...), in rows,")
+    if split is not None:
+        split = several(split, object, "plan(split=...)", "numbers of rows")
+        for rows in split:
+            check_integers("offload.plan", 0, split=rows)
     known = "an offload.Hardware, such as .load(path)"
     instance_of(hardware, (Hardware, NoneType), "plan(hardware=...)", known)
     globs = None if layers is None else as_globs(layers, "plan(layers=...)")
@@ -315,7 +317,7 @@ class _Planner(NamedTuple):
         model = self.model(coded)
         peak = budget = self.limits.peak or 0
         for _ in range(3):
-            solution = solve(model, Limits(budget, self.limits.host))
+            solution = solve(model, Limits(max(budget, 0), self.limits.host))
             found = self.run(model, solution.choice)
             if found.after.peak <= peak or not solution.fits:
                 break
@@ -379,7 +381,8 @@ class _Planner(NamedTuple):
 
 
 def _warnings(plan: OffloadPlan, model: CostModel) -> Iterator[str]:
-    before, after, (peak, host) = plan.before, plan.after, plan.limits
+    before, after = plan.before, plan.after
+    peak, host = plan.limits.peak, plan.limits.host
     if peak is not None and after.peak > peak:
         yield (
             f"does not fit: the lowest predicted peak is {size(after.peak)} {plan.owner(after)}, "

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import NamedTuple
+
+from fuseops.arguments import check_integers
 
 from .cost_model import Choice, CostModel, Prediction
 
@@ -22,11 +25,19 @@ MAX_EXHAUSTIVE = 12  # with so few items and groups, pairs are tried exhaustivel
 STARTS = 8  # numbers of recomputed layers that are tried, where predictions are cheap
 
 
-class Limits(NamedTuple):
-    """`Limits` are the most bytes to use on the device and on the host; None: no limit."""
+@dataclass(frozen=True)
+class Limits:
+    """`Limits` are the most bytes to use on the device and on the host; None: no limit.
+
+    Raises FuseOpsError for anything else than a number of bytes or None.
+    """
 
     peak: int | None = None
     host: int | None = None
+
+    def __post_init__(self) -> None:
+        given = {"peak": self.peak, "host": self.host}
+        check_integers("Limits", 0, **{name: n for name, n in given.items() if n is not None})
 
     def excess(self, peak: int, host: int) -> int:
         """By how many bytes a step exceeds the limits."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -91,7 +92,8 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def facts(plan: PlanData) -> Iterator[tuple[str, str]]:
     """The head of a report: the budget and the prediction."""
-    before, after, (peak, host) = plan.before, plan.after, plan.limits
+    before, after = plan.before, plan.after
+    peak, host = plan.limits.peak, plan.limits.host
     yield "model", f"{plan.profile.model}, one step, {plan.profile.kind}"
     yield "hardware", f"{plan.hardware.name} ({plan.hardware.source})"
     budget = "none: what leaves without a stall" if peak is None else size(peak)
@@ -174,7 +176,7 @@ def as_json(plan: PlanData) -> dict[str, Any]:
         "profile": plan.profile.kind,
         "hardware": plan.hardware.to_json(),
         "settings": plan.settings._asdict(),
-        "limits": plan.limits._asdict(),
+        "limits": asdict(plan.limits),
         "fits": plan.fits,
         "free_bytes": plan.free,
         "lean_peak_bytes": plan.lean,

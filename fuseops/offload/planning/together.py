@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from fuseops.arguments import instance_of
 from fuseops.errors import FuseOpsError
 from fuseops.machine import machine_id
-from fuseops.offload.arguments import instance_of
 
 from .plan import OffloadPlan, plan_profile, plan_with_dropped
 from .recompute import process_groups_of
@@ -44,7 +44,7 @@ def share_host(plan: OffloadPlan, group: dist.ProcessGroup) -> OffloadPlan:
 
     Raises FuseOpsError for a plan without a budget.
     """
-    instance_of(plan, OffloadPlan, "share_host(plan, ...)", "an OffloadPlan")
+    _check_shared("share_host", plan, group)
     budget = plan.limits.host
     if budget is None:
         raise FuseOpsError(
@@ -52,7 +52,7 @@ def share_host(plan: OffloadPlan, group: dist.ProcessGroup) -> OffloadPlan:
             "what the ranks of a machine have together."
         )
     needs, me = gather_on_machine(plan.after.host, group)
-    limits = plan.limits._replace(host=shares(budget, needs)[me])
+    limits = replace(plan.limits, host=shares(budget, needs)[me])
     if plan.after.host <= (limits.host or 0):
         return replace(plan, limits=limits)
     return plan_profile(plan.profile, plan.hardware, limits, plan.settings, layers=plan.layers)
@@ -68,7 +68,7 @@ def share_decisions(plan: OffloadPlan, group: dist.ProcessGroup) -> OffloadPlan:
     again, those of any of their plans, so that each waits for the same transfers. A collective: every rank of the group
     calls it.
     """
-    instance_of(plan, OffloadPlan, "share_decisions(plan, ...)", "an OffloadPlan")
+    _check_shared("share_decisions", plan, group)
     mine = regenerated_by_sending(plan)
     every = frozenset[tuple[str, str]]().union(*_all_gather(mine, group))
     whole = {name for kind, name in every if kind == "module"}
@@ -91,6 +91,12 @@ def check_same_decisions(regenerated: Sequence[str], model: nn.Module) -> None:
                 f"together, and one of their plans makes {one!r} again, the other does not: each would wait for what "
                 "the other never sends. Pass plans through offload.share_decisions(plan, group)."
             )
+
+
+def _check_shared(caller: str, plan: object, group: object) -> None:
+    instance_of(plan, OffloadPlan, f"{caller}(plan, ...)", "an OffloadPlan")
+    expected = "a process group, such as torch.distributed.group.WORLD"
+    instance_of(group, dist.ProcessGroup, f"{caller}(plan, group)", expected)
 
 
 def _all_gather(mine: object, group: dist.ProcessGroup) -> list[Any]:

@@ -4,11 +4,12 @@ rank, or any schedule of torch.distributed.pipelining, whose backward may be spl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fuseops.arguments import check_integers, is_number, several, shown
 from fuseops.errors import FuseOpsError
-from fuseops.offload.arguments import instance_of, whole_number
 
 FORWARD, BACKWARD = "forward", "backward"
 INPUT, WEIGHT = "input", "weight"  # the halves of a backward
@@ -23,12 +24,14 @@ class Turn(NamedTuple):
     stage: int
 
 
-class Pipeline(NamedTuple):
+@dataclass(frozen=True)
+class Pipeline:
     """A `Pipeline` is a schedule of `micro_batches` over `ranks`, with `chunks` parts of the model on each.
 
     chunks 1 is 1F1B; more are interleaved, and then the micro-batches are a multiple of the ranks.
     order: of every rank its turns, in the place of those; `Pipeline.of(schedule)` has torch's.
-    weight_share: of the time of a backward, what the weight half takes where it comes apart.
+    weight_share: of the time of a backward, what the weight half takes where it comes apart, 0 to 1.
+    Raises FuseOpsError for another schedule, and for values of another type.
     """
 
     ranks: int
@@ -37,6 +40,26 @@ class Pipeline(NamedTuple):
     order: tuple[tuple[Turn, ...], ...] = ()
     weight_share: float = 0.5
 
+    def __post_init__(self) -> None:
+        ranks, count, chunks = self.ranks, self.micro_batches, self.chunks
+        check_integers("Pipeline", 1, ranks=ranks, micro_batches=count, chunks=chunks)
+        if not (is_number(self.weight_share) and 0 <= self.weight_share <= 1):
+            raise FuseOpsError(
+                f"Pipeline: weight_share is {shown(self.weight_share)}, expected a number from 0 to 1."
+            )
+        expected = "of every rank its turns, as Pipeline.of(schedule) has them"
+        order = several(self.order, Iterable, "Pipeline(order=...)", expected)
+        for mine in order:
+            several(mine, Turn, "Pipeline(order=...)", expected)
+        if order and len(order) != ranks:
+            raise FuseOpsError(
+                f"Pipeline(order=...) has the turns of {len(order)} ranks, and there are {ranks}."
+            )
+        if not order and chunks > 1 and count % ranks:
+            raise FuseOpsError(
+                f"Pipeline{ranks, count, chunks}: with several chunks the micro-batches are a multiple of the ranks."
+            )
+
     @classmethod
     def of(cls, schedule: Any, weight_share: float = 0.5) -> Pipeline:
         """That of a schedule of torch.distributed.pipelining with an order of its own: interleaved, zero bubble, ZBV.
@@ -44,9 +67,10 @@ class Pipeline(NamedTuple):
         Raises FuseOpsError for one that has none, as Schedule1F1B.
         """
         orders = getattr(schedule, "pipeline_order", None)
-        if not orders:
+        if not orders or not isinstance(orders, Mapping):
             raise FuseOpsError(
-                f"{type(schedule).__name__} has no pipeline_order. 1F1B is Pipeline(ranks, micro_batches)."
+                f"Pipeline.of(schedule): {type(schedule).__name__} has no pipeline_order. 1F1B is "
+                "Pipeline(ranks, micro_batches)."
             )
         order = tuple(tuple(_turns_of(orders[rank])) for rank in sorted(orders))
         stages = {turn.stage for mine in order for turn in mine}
@@ -72,31 +96,13 @@ def _turns_of(actions: Iterable[Any]) -> Iterator[Turn]:
             yield Turn(way, action.microbatch_index, action.stage_index)
 
 
-def check_pipeline(pipeline: Pipeline) -> None:
-    """Raise FuseOpsError for a pipeline that there is not."""
-    instance_of(pipeline, Pipeline, "plan_pipeline(pipeline=...)", "an offload.Pipeline")
-    ranks, count, chunks, order, share = pipeline
-    for name, value in zip(Pipeline._fields, (ranks, count, chunks), strict=False):
-        whole_number(value, f"Pipeline({name}=...)", least=1)
-    if not (isinstance(share, int | float) and 0 <= share <= 1):
-        raise FuseOpsError(f"Pipeline(weight_share=...) expects 0 to 1, got {share!r:.80}.")
-    if order and len(order) != ranks:
-        raise FuseOpsError(
-            f"Pipeline(order=...) has the turns of {len(order)} ranks, and there are {ranks}."
-        )
-    if not order and chunks > 1 and count % ranks:
-        raise FuseOpsError(
-            f"Pipeline{ranks, count, chunks}: with several chunks the micro-batches are a multiple of the ranks."
-        )
-
-
 def turns(pipeline: Pipeline, rank: int) -> list[Turn]:
     """The turns of a rank, in order.
 
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM (2021), section 2.2.
     """
-    ranks, count, chunks = pipeline[:3]
+    ranks, count, chunks = pipeline.ranks, pipeline.micro_batches, pipeline.chunks
     if pipeline.order:
         return list(pipeline.order[rank])
     total = count * chunks
@@ -110,7 +116,7 @@ def turns(pipeline: Pipeline, rank: int) -> list[Turn]:
 
 def _turn(pipeline: Pipeline, rank: int, way: str, k: int) -> Turn:
     """The k-th forward or backward of a rank: groups of micro-batches go through chunk after chunk."""
-    ranks, _, chunks = pipeline[:3]
+    ranks, chunks = pipeline.ranks, pipeline.chunks
     group, place = divmod(k, ranks * chunks)
     chunk, micro_batch = divmod(place, ranks)
     chunk = chunk if way == FORWARD else chunks - 1 - chunk
