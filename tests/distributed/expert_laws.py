@@ -446,6 +446,20 @@ def dispatchers_equal_one_process(kind: str) -> None:
         by(kind, law)
 
 
+def law_a_layer_that_was_evaluated_in_inference_mode_first_trains_like_another() -> None:
+    """What the first forward makes for all later ones, flags and buffers, is not of inference mode."""
+
+    def evaluated(moe: fo.MoE, x: Tensor) -> Any:
+        with torch.inference_mode():
+            moe(x)
+        return plainly(moe, x)
+
+    for kind in ("host_counts", *BOUNDED):
+        symmetric._peer_buffers.clear()  # which other laws have made
+        device_counts._lanes.clear()
+        by(kind, partial(equal_to_one_process, tokens(5, 4), run=evaluated))
+
+
 @contextmanager
 def as_on_hopper(rows_of_experts: int) -> Iterator[None]:
     """FP8 is said to pay from 30 rows on, for experts from so many, and never for weights that are kept."""
