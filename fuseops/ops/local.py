@@ -56,18 +56,39 @@ class _WithBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fwd: TensorMap, bwd: TensorMap) -> Tensor:
-        ctx.bwd = bwd
+        ctx.fwd, ctx.bwd = fwd, bwd
         return fwd(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.bwd(dy), None, None
+        again = differentiates_again(dy)
+        return with_backward(dy, ctx.bwd, ctx.fwd) if again else ctx.bwd(dy), None, None
+
+
+def differentiates_again(*grads: Tensor | None) -> bool:
+    """Whether a backward is differentiated itself (`create_graph=True`), in which torch sees no collective."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return any(grad is not None and grad.requires_grad for grad in grads)
 
 
 def with_backward(x: Tensor, fwd: TensorMap, bwd: TensorMap) -> Tensor:
-    """y = fwd(x), with the gradient dx = bwd(dy)."""
+    """y = fwd(x), with the gradient dx = bwd(dy), whose own gradient is fwd: each is the adjoint of the other."""
     y: Tensor = _WithBackward.apply(x, fwd, bwd)  # type: ignore[no-untyped-call]
     return y
+
+
+class _Divided(torch.autograd.Function):
+    """A `_Divided` is x, with a gradient that is divided by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
+        ctx.number = number
+        return identity(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy / ctx.number, None
 
 
 def identity(x: Tensor) -> Tensor:
@@ -105,7 +126,7 @@ class Local(NamedTuple):
         if torch_private.is_dtensor(type(t)):
             t = t.to_local()
         if self.mean_of > 1:
-            t = with_backward(t, identity, lambda dy: dy / self.mean_of)
+            t = _Divided.apply(t, self.mean_of)  # type: ignore[no-untyped-call]
         if self.replicated == "sum" and self.ranks.size > 1:
             t = sum_gradients(t, self.ranks)
         elif self.replicated and self.ranks.size > 1:

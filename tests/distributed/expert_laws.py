@@ -446,6 +446,54 @@ def dispatchers_equal_one_process(kind: str) -> None:
         by(kind, law)
 
 
+def law_a_gradient_is_differentiated_over_ranks() -> None:
+    """By `fo.reference()`: second derivatives of all tokens, of x and of every parameter, by every dispatcher."""
+
+    def penalty(moe: fo.MoE, x: Tensor, c: Tensor) -> dict[str, Any]:
+        x = x.clone().requires_grad_()
+        with fo.reference():
+            (dx,) = torch.autograd.grad((c * moe(x)).sum(), x, create_graph=True)
+        dx.square().sum().backward()
+        return {"x": x.grad, **{name: p.grad for name, p in moe.named_parameters()}}
+
+    rank, counts = dist.get_rank(), tokens(5, 4)
+    xs, start = batch(counts), sum(counts[:rank])
+    cs = [x.cos() for x in xs]
+    options: dict[str, Any] = {"shared_experts": 1, "bias": True, "capacity_factor": 1.1}
+    want = penalty(layer(**options), torch.cat(xs), torch.cat(cs))
+    want["x"] = want["x"][start : start + counts[rank]]
+    world = dist.get_world_size()
+    for kind, average in ((None, True), *((kind, False) for kind in BOUNDED)):
+        moe = layer(**options)
+        style = ExpertParallel(dispatcher=kind, capacity=8.0, average=average)
+        parallelize_module(moe, mesh(), style)
+        got = penalty(moe, xs[rank], cs[rank])
+        for name, mine in got.items():
+            if want[name] is None:  # a bias that is added at the end
+                assert mine is None, name
+                continue
+            if isinstance(mine, DTensor):
+                mine = mine.full_tensor() * (world if average else 1)
+            elif name != "x":
+                dist.all_reduce(mine)
+            close(mine, want[name], f"{kind}: {name}")
+        check_overflow()
+
+
+def law_a_layer_that_was_evaluated_in_inference_mode_first_trains_like_another() -> None:
+    """What the first forward makes for all later ones, flags and buffers, is not of inference mode."""
+
+    def evaluated(moe: fo.MoE, x: Tensor) -> Any:
+        with torch.inference_mode():
+            moe(x)
+        return plainly(moe, x)
+
+    for kind in ("host_counts", *BOUNDED):
+        symmetric._peer_buffers.clear()  # which other laws have made
+        device_counts._lanes.clear()
+        by(kind, partial(equal_to_one_process, tokens(5, 4), run=evaluated))
+
+
 @contextmanager
 def as_on_hopper(rows_of_experts: int) -> Iterator[None]:
     """FP8 is said to pay from 30 rows on, for experts from so many, and never for weights that are kept."""

@@ -382,6 +382,33 @@ def law_features_of_one_process_hold_over_local_tensors() -> None:
             parallel.zero_grad()
 
 
+def law_a_gradient_is_differentiated_over_ranks() -> None:
+    """By `fo.reference()`, for every collective that a style has."""
+
+    def penalty(model: nn.Module, x: Tensor, c: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        with fo.reference():
+            (dx,) = torch.autograd.grad((c * model(x)).sum(), x, create_graph=True)
+        dx.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    torch.manual_seed(3)
+    x = torch.randn(2 * TOKENS, D).double()
+    for sequence in (False, True):
+        model = randomised(fo.Sequential(mlp(), mlp(bias=False)))
+        parallel = parallelized(model, sequence_parallel=sequence)
+        rank = dist.get_rank()
+        part = (lambda t, rank=rank: t.chunk(2)[rank]) if sequence else (lambda t: t)
+        want = penalty(model, x, x.cos())
+        torch.testing.assert_close(penalty(parallel, part(x), part(x.cos())), part(want))
+        same_gradients(parallel, model)
+    moe = randomised(fo.MoE(D, F, 4, 2, shared_experts=1, bias=True).double())
+    want, parallel = penalty(moe, x, x.cos()), parallelized(moe)
+    torch.testing.assert_close(penalty(parallel, x, x.cos()), want)
+    same_gradients(parallel, moe)
+
+
 def law_plans_say_what_runs_and_fuse_local_tensors() -> None:
     model = fo.Sequential(
         fo.ops.RMSNorm(D), fo.ops.Linear(D, F), fo.ops.SReLU(), fo.ops.Linear(F, D)

@@ -139,7 +139,8 @@ class Bounded(Dispatcher):
                 raise FuseOpsError(
                     "ExpertDispatch: the ranks have not agreed on a size yet. Run one step before the capture."
                 )
-            self.flag = torch.zeros(1, dtype=torch.int32, device=x.device)
+            with torch.inference_mode(False):  # later forwards may be of training
+                self.flag = torch.zeros(1, dtype=torch.int32, device=x.device)
         if not self.agreed:
             self.watch()
             row = x.shape[1] * x.element_size()

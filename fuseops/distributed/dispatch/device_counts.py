@@ -104,7 +104,8 @@ def get_lanes(group: Any, narrow: int, wide: int, device: torch.device) -> Lanes
                 max(narrow, len(found[0].recv_buffer)),
                 max(wide, len(found[1].recv_buffer)),
             )
-        found = _lanes[group] = _allocate(group, narrow, device), _allocate(group, wide, device)
+        with torch.inference_mode(False):  # later forwards may be of training
+            found = _lanes[group] = _allocate(group, narrow, device), _allocate(group, wide, device)
     return found
 
 

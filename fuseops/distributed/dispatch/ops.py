@@ -20,6 +20,7 @@ from fuseops.distributed.pairs import BACKWARD, give_way
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.checks import check_chosen
 from fuseops.ops.linear import to_high_precision
+from fuseops.ops.local import differentiates_again, with_backward
 from fuseops.ops.op import AcrossRanks, Call, Grads, NothingSaved, Op, Out, SideGrads
 from fuseops.ops.paths import path_of
 from fuseops.ops.permute import DISPATCHED, ON_DX, REDISPATCH, DispatchRecord, OnDx
@@ -330,7 +331,9 @@ def _dry_run_dispatch(
 
 
 class _DispatchFunction(torch.autograd.Function):
-    """A `_Dispatched` is the autograd node of an ExpertDispatch as plain differentiable torch, for `fo.reference()`."""
+    """A `_DispatchFunction` is the autograd node of an ExpertDispatch as plain differentiable torch, for
+    `fo.reference()`.
+    """
 
     @staticmethod
     def forward(ctx: Any, op: ExpertDispatch, x: Tensor, experts: Tensor, weights: Tensor) -> Any:
@@ -343,12 +346,31 @@ class _DispatchFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Any, *dside: Any) -> Any:
         dprobs = dict(zip(ctx.op.writes, dside, strict=True))["probs"]
-        dx, dweights = ctx.op._return_grads(dy, dprobs, *ctx.saved_tensors)()
+        if differentiates_again(dy, dprobs):
+            given = ctx.op, dy, dprobs, *ctx.saved_tensors
+            dx, dweights = _ReturnFunction.apply(*given)  # type: ignore[no-untyped-call]
+        else:
+            dx, dweights = ctx.op._return_grads(dy, dprobs, *ctx.saved_tensors)()
         return None, dx, None, dweights
 
 
+class _ReturnFunction(torch.autograd.Function):
+    """A `_ReturnFunction` is the node of the backward of a dispatch, whose own gradients travel as tokens do."""
+
+    @staticmethod
+    def forward(ctx: Any, op: ExpertDispatch, dy: Tensor, dprobs: Tensor, *saved: Tensor) -> Any:
+        ctx.op, ctx.experts = op, saved[0]
+        return op._return_grads(dy, dprobs, *saved)()
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor, weights: Tensor) -> Any:
+        y, *side = _DispatchFunction.apply(ctx.op, x, ctx.experts, weights)  # type: ignore[no-untyped-call]
+        probs = dict(zip(ctx.op.writes, side, strict=True))["probs"]
+        return None, y, probs, *(5 * [None])
+
+
 class _CollectFunction(torch.autograd.Function):
-    """A `_Collected` is the autograd node of an ExpertCollect as plain differentiable torch."""
+    """A `_CollectFunction` is the autograd node of an ExpertCollect as plain differentiable torch."""
 
     @staticmethod
     def forward(ctx: Any, op: ExpertCollect, x: Tensor, slots: Tensor, arrivals: Tensor) -> Any:
@@ -358,4 +380,9 @@ class _CollectFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return None, ctx.op._collect_bwd(dy, *ctx.saved_tensors, ctx.tokens), None, None
+        slots, arrivals = ctx.saved_tensors
+        if differentiates_again(dy):
+            collect = partial(ctx.op._collect, slots=slots, arrivals=arrivals)
+            send = partial(ctx.op._collect_bwd, slots=slots, arrivals=arrivals, tokens=ctx.tokens)
+            return None, with_backward(dy, send, collect), None, None
+        return None, ctx.op._collect_bwd(dy, slots, arrivals, ctx.tokens), None, None

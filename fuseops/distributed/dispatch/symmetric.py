@@ -51,7 +51,8 @@ def get_peer_buffers(group: Any, nbytes: int, device: torch.device) -> PeerBuffe
     """The buffers of a group, of at least `nbytes`. A collective if they have to be allocated."""
     found = _peer_buffers.get(group)
     if found is None or found.nbytes < nbytes:
-        found = _peer_buffers[group] = _allocate(group, nbytes, device)
+        with torch.inference_mode(False):  # later forwards may be of training
+            found = _peer_buffers[group] = _allocate(group, nbytes, device)
     return found
 
 
