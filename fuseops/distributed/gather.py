@@ -30,6 +30,7 @@ class GatheredWeight(StoredWeight):
     """A `GatheredWeight` holds the codes of a gathered weight; the op's own Parameter is a shard in high precision."""
 
     owns_codes = False
+    made_by = "quantized_gather"
     gathered: Layout | None = None
 
     def codes(self) -> Layout:
@@ -117,8 +118,9 @@ class _Strided(torch.Tensor):
 def quantized_gather(model: nn.Module, recipe: Recipe) -> list[str]:
     """Have FSDP2 gather the weights of GEMMs in `model` as codes of the recipe: call it before `fully_shard`.
 
-    -> their names. The model then runs under that recipe; a call that would multiply in high precision is an error, as
-    is a shard that cuts a square of 128 x 128 (at the first gather).
+    -> their names. Run the model under that recipe from then on, by `fo.configure(model, recipe=...)` or `fo.recipe`:
+    a call that would multiply in high precision is an error, as is a shard that cuts a square of 128 x 128 (at the
+    first gather).
     Raises FuseOpsError where there is no such weight, and for a recipe whose weights are not in squares of 128 x 128.
     """
     check_module("quantized_gather(model, ...)", model)

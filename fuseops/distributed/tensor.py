@@ -98,12 +98,12 @@ def check_undistributed(style: str, module: nn.Module) -> None:
             "have no place for: build it without."
         )
     if stored is not None:
-        owned = "lives as {} (fo.quantized_init), and its Parameter has no values to spread"
-        gathered = "is gathered as {} (quantized_gather), which FSDP2 does of whole weights alone"
-        why = (owned if stored.owns_codes else gathered).format(stored.scaling)
+        owned = "and its Parameter has no values to spread"
+        gathered = "which FSDP2 gathers of whole weights alone"
         raise FuseOpsError(
-            f"{style}: the weight of {where} {why}: build the model without, and "
-            "let a recipe quantize each rank's part."
+            f"{style}: the weight of {where} lives as {stored.scaling} ({stored.made_by}), "
+            f"{owned if stored.owns_codes else gathered}: build the model without, and let a recipe quantize each "
+            "rank's part."
         )
     for name, p in module._parameters.items():
         if torch_private.is_dtensor(type(p)):

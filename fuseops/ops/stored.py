@@ -69,6 +69,7 @@ class StoredWeight:
     """
 
     owns_codes = True  # False where the codes are derived from a Parameter in high precision
+    made_by = "fo.quantized_init"  # what a user called for it
 
     def __init__(self, op: nn.Module, scaling: Scaling) -> None:
         self.parameter_dicts, self.buffers = [op._parameters], op._buffers

@@ -316,11 +316,11 @@ class _Builder:
         high = roles is not None and roles.backward == "high_precision" and "x" in self.needs[i]
         if weight is None or (given == weight.scaling and not self.call.compiling and not high):
             return
-        lives = f"op {self._path(i)!r}: its weight lives as {weight.scaling} (fo.quantized_init)"
+        lives = f"op {self._path(i)!r}: its weight lives as {weight.scaling} ({weight.made_by})"
         if self.call.compiling:
             raise FuseOpsError(
                 f"{lives}, and torch.compile does not read codes. Compile around the op (torch.compiler.disable), or "
-                "make it outside of fo.quantized_init: compiled code quantizes weights in high precision in each call."
+                f"make it without {weight.made_by}: compiled code quantizes weights in high precision in each call."
             )
         wanted = "high precision" if given is None else str(given)
         if high and given is not None:
