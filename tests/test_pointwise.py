@@ -410,7 +410,7 @@ def test_it_is_on_by_choice_only(graphs: list[Any]) -> None:
         assert misses(model, x) == ["disabled"]
     with fo.fusion(strict=["pointwise"]):
         model(x)
-    with pytest.raises(fo.FuseOpsError, match=r"rules must be .* got 'pointwize'"):
+    with pytest.raises(fo.FuseOpsError, match=r"expects .* got 'pointwize'"):
         fo.configure(model, rules=["pointwize"])
 
 
