@@ -143,6 +143,16 @@ def seed() -> int:
     return value
 
 
+@pytest.fixture(autouse=True)
+def process_settings() -> Iterator[None]:
+    """What a test sets for the process ends with it: the token of settings is valid while their layer lives."""
+    from fuseops.ops import scopes  # not before a test asks for Triton's interpreter
+
+    layer, token = scopes.process.layer, scopes.process.token
+    yield
+    scopes.process.layer, scopes.process.token = layer, token
+
+
 def poison(t: torch.Tensor) -> None:
     """Fills `t` with what no test survives: NaN, or the largest integer as an index or offset."""
     with torch.no_grad():

@@ -334,14 +334,9 @@ def state() -> Any:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """Settings and registries are as before a test, which registers what it may."""
-    layer, token = (
-        scopes.process.layer,
-        scopes.process.token,
-    )  # a token is valid while its layer lives
+    """Registries are as before a test, which registers what it may."""
     names, spaces, kernel_ops = {*rule_module.NAMES}, {**SPACES}, {**KERNEL_OPS}
     yield
-    scopes.process.layer, scopes.process.token = layer, token
     for registry, before in ((SPACES, spaces), (KERNEL_OPS, kernel_ops)):
         for added in registry.keys() - before.keys():
             del registry[added]

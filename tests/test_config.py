@@ -7,7 +7,7 @@ import logging
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,8 @@ FP8 = fo.recipes.Float8CurrentScaling()
 
 
 @pytest.fixture(autouse=True)
-def no_process_settings() -> Iterator[None]:
-    before = scopes.process.token
-    scopes.process.token = 0
-    yield
-    scopes.process.token = before
+def no_process_settings() -> None:
+    scopes.process.layer, scopes.process.token = None, 0
 
 
 def block(width: int = 4) -> fo.Sequential:

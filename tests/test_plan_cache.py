@@ -410,12 +410,9 @@ def test_a_change_of_strict() -> None:
 def test_a_change_of_the_process_default() -> None:
     seq, x = fo.Sequential(SiLU()), data()
     before = seq(x)
-    token = scopes.process.token
-    try:
-        fo.configure(rules=[SCALED])
-        assert torch.equal(seq(x), -before)
-    finally:
-        scopes.process.token = token
+    fo.configure(rules=[SCALED])
+    assert torch.equal(seq(x), -before)
+    fo.configure(rules=[])
     assert torch.equal(seq(x), before)
 
 
