@@ -213,8 +213,7 @@ class Segment:
         self.op_dicts = tuple([op.__dict__ for op in self.ops])
         self.versions = [*map(dict_version, self.op_dicts)]
         self.bypasses_autograd = any(s.main or s.delayed is not None for s in self.backward)
-        roles = [call.precision.roles for step in self.backward for call in step.calls]
-        self.random = any(of is not None and of.rounds_at_random for of in roles)
+        self.random = any(c.rounds_at_random for step in self.backward for c in step.calls)
         self.kept = tuple((slot.owner, k) for slot in self.slots for k in slot.kept)
         self.local_reads = self._local_reads()
         run = [*self.ops, *(step.target for step in (*self.forward, *self.backward))]
