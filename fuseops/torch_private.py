@@ -3,9 +3,11 @@
 `tests/test_torch_private.py` fails when one of them is gone.
 """
 
+import contextlib
 import functools
 import logging
 import operator
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -109,6 +111,22 @@ top_saved_tensor_hooks: Callable[[], tuple[object, object] | None] = functools.p
 def release_saved(ctx: Any) -> None:
     """In a backward: free the saved tensors of the node now, unless the graph is retained."""
     ctx.maybe_clear_saved_tensors()
+
+
+def written_of(error: Exception, ctx: Any) -> list[int]:
+    """The numbers of the saved tensors of a node that may be the one that was written in place, as its `saved_tensors`
+    said: those at that version, in that shape.
+    """
+    said = re.search(r"Tensor \[([\d, ]*)\]\].* is at version (\d+); expected version", str(error))
+    if said is None:
+        return []
+    shape, version = [int(n) for n in said[1].split(", ") if n], int(said[2])
+    found = []
+    for number, saved in enumerate(ctx._raw_saved_tensors):
+        with contextlib.suppress(RuntimeError):  # one that hooks have packed has no data
+            if saved.data._version == version and [*saved.data.shape] == shape:
+                found.append(number)
+    return found
 
 
 # pop the innermost pair from this thread's stack, and push a pair

@@ -293,6 +293,37 @@ def test_a_node_lets_go_of_what_it_saved_unless_the_graph_is_retained(retain: bo
         y.backward()
 
 
+def test_a_backward_finds_which_saved_tensor_was_written() -> None:
+    found = []
+
+    class Asking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+            ctx.save_for_backward(*tensors)
+            return tensors[0].sum()
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Any:
+            try:
+                _ = ctx.saved_tensors
+            except RuntimeError as error:
+                found.append(torch_private.written_of(error, ctx))
+                raise
+
+    leaf = torch.ones(2, 3, requires_grad=True)
+    x = leaf * 1
+    y = Asking.apply(torch.ones(2, 3), x, torch.ones(3))
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="inplace"):
+        y.backward()
+    y = Asking.apply(leaf * 1)
+    assert torch.autograd.grad(y, leaf, retain_graph=True, allow_unused=True) == (None,)
+    torch.autograd.grad(y, leaf, allow_unused=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+    assert found == [[1], []]
+
+
 def test_the_innermost_pair_of_hooks_is_the_top_one() -> None:
     def first(t: Any) -> Any:
         return t

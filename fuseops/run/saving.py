@@ -112,6 +112,13 @@ def saved_names(
     return found
 
 
+def name_of(seg: Segment, rows: Sequence[Entry], number: int, prefix: str) -> tuple[str, str]:
+    """The first name of a flat tensor, and the op that saves it."""
+    places = [place for entry in rows for _, place in _places(entry)]
+    named = _saved_names(seg, rows, [False] * (max(places) + 1), prefix)[number]
+    return named.name, named.op
+
+
 def _saved_names(
     seg: Segment, rows: Sequence[Entry], is_param: Sequence[bool], prefix: str
 ) -> list[SavedName]:
