@@ -8,7 +8,7 @@ A scope decides about the tensors that autograd saves inside it; scopes nest, an
     print(moved.report())
 
     scopes        scopes; nesting (open and close in order)
-    which stay    marks, policy, reasons
+    which stay    marks, policy, reasons; nodes (known from earlier steps)
     a scheduler   scheduler, layers (its hooks), recompute; schedule (when bytes move), order, transfers
     a tensor      records (its handle in the graph), storages, codes (rounded on the link); report
     lanes/        copies of bytes: on streams, on the CPU, on a simulated clock

@@ -28,6 +28,7 @@ from fuseops.words import dtype_name
 from . import records
 from .codes import Coding, coding_of, exact_by_name
 from .nesting import PackHook, belongs_to_checkpoint, open_scopes, remove_hook, without_wrapper
+from .nodes import KnownNode
 from .policy import Candidate, Policy, Quota
 from .records import CallToken, Handle, Kept, Mover, Record, Verdict
 from .report import KEPT, Entry
@@ -51,6 +52,7 @@ class RunningLayer:
     quota: Quota = field(default_factory=Quota)
     contexts: ExitStack = field(default_factory=ExitStack)
     token: CallToken | None = None
+    alone: bool = False  # no other saved-tensor hooks are around it
     kept_entries: list[Entry] = field(default_factory=list)  # what torch saved, not yet reported
 
 
@@ -141,6 +143,7 @@ class LayerScope(Scope):
             return
         for scope in self._op_scopes.get(path, ()):
             running.contexts.enter_context(scope())
+        running.alone = torch_private.top_saved_tensor_hooks() is None
         torch_private.push_saved_tensor_hooks(self._hook, records.unpack)
         names.thread.observers += 1
         modules.watch(self.module_entered)
@@ -236,6 +239,17 @@ class LayerScope(Scope):
     def _flush_entries(self) -> None:
         for running in self._thread_calls.running:
             self._ledger.add_all(running.kept_entries)
+
+    def _is_alone(self) -> bool:
+        return self._thread_calls.running[-1].alone
+
+    def _note_kept(self, node: KnownNode, storages: Sequence[torch.UntypedStorage]) -> None:
+        if self._offloaded.isdisjoint(node.names):
+            self.names.update(node.names)
+        else:
+            self.names.update((n, "keep") for n in node.names if n not in self._offloaded)
+        if self._resident is not None:
+            self._resident.set_all([storages[n] for n in node.kept], node.kept_names)
 
     def _stay(self, t: Tensor, entry: Entry, storage: torch.UntypedStorage | None = None) -> Kept:
         running, resident = self._thread_calls.running[-1], self._resident

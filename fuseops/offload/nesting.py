@@ -41,7 +41,9 @@ class PackHook:
         return self._scope()
 
     def __call__(self, t: Tensor) -> Handle:
-        """Packs a tensor. All tensors that a node of fuseops saves are packed with the first of them."""
+        """Packs a tensor. All tensors that a node of fuseops saves are packed with the first of them; those for which
+        the scope has no handle, at the end, are torch's.
+        """
         scope: Any = self._scope()
         frame: Any = names.thread.frame
         if frame is None or not frame.tensors:
@@ -55,6 +57,8 @@ class PackHook:
         if frame.packed is None:
             frame.packed = scope.pack(frame.tensors, frame.names)
         handle = frame.packed[position]
+        if position + 1 == len(frame.packed) < len(frame.tensors):
+            frame.pause_hooks()
         return handle
 
 

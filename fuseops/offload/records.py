@@ -21,7 +21,7 @@ import sys
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import methodcaller
 from typing import NamedTuple
 
@@ -43,6 +43,7 @@ from .storages import StorageMap, StridedLayout, layout_of, rows_of, tensor_in
 
 log = logging.getLogger("fuseops.offload")
 
+MAX_GROUPS = 1 << 13  # groups of entries that are counted later
 MAX_LISTED = 64  # entries of one name; those after them that differ in shape and bytes alone are counted together
 RESIZED = "its storage was given another size before its copy"
 
@@ -59,6 +60,15 @@ class Verdict(NamedTuple):
     coding: Coding | None = None  # how it is quantized, if it is
 
 
+class EntryGroup:
+    """An `EntryGroup` holds entries that are reported together. Two groups are never equal."""
+
+    __slots__ = ("entries",)
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self.entries = (*entries,)
+
+
 class Ledger:
     """A `Ledger` counts for one scope and those around it. Autograd's own threads report to it too.
 
@@ -69,6 +79,7 @@ class Ledger:
         self.scope = scope
         self.chain: tuple[Ledger, ...] = (self,)  # with those around it, innermost first
         self.entries: dict[Entry, int] = {}
+        self._groups: dict[EntryGroup, int] = {}  # how often each was reported again
         self._listed: Counter[str] | None = None  # entries by name, once they are
         # those that are not listed, without shape and bytes: how many there were, and their bytes
         self._others: dict[Entry, tuple[int, int]] = {}
@@ -97,6 +108,26 @@ class Ledger:
                     else:
                         ledger._count_by_name(entry, 1)
         entries.clear()
+
+    def add_group(self, group: "EntryGroup") -> None:
+        """Count the entries of a group, which are looked at when it is reported for the first time only."""
+        for ledger in self.chain:
+            with ledger._lock:
+                times = ledger._groups.get(group)
+                if times is not None:
+                    ledger._groups[group] = times + 1
+                    continue
+                if len(ledger._groups) >= MAX_GROUPS:
+                    ledger._count_groups()
+                for entry in group.entries:
+                    ledger._count_by_name(entry, 1)
+                ledger._groups[group] = 0
+
+    def _count_groups(self) -> None:
+        groups, self._groups = self._groups, {}
+        for group, times in groups.items():
+            for entry in group.entries:
+                self._count_by_name(entry, times)
 
     def _count_by_name(self, entry: Entry, times: int) -> None:
         """Counts an entry by itself, or with those in other shapes where MAX_LISTED of its name are listed."""
@@ -155,6 +186,7 @@ class Ledger:
                 mover.collect_dead()
         records = [record for record in records if record.handles]
         with self._lock:
+            self._count_groups()
             entries = [e._replace(times=n) for e, n in self.entries.items() if n > 0]
             entries += [in_other_shapes(e, n, b) for e, (n, b) in self._others.items() if n > 0]
         released = [r for r in records if r.released]

@@ -10,6 +10,7 @@ saved-tensor hooks; under `disabled()` it runs.
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import repeat
 from types import FrameType
 from typing import Any
 
@@ -28,7 +29,7 @@ from fuseops.plain import PLAIN
 from fuseops.run.config import set_root
 from fuseops.torch_private import NO_BACKWARD, is_functorch_wrapped, is_zerotensor, storage_key
 
-from . import marks, records
+from . import marks, nodes, records
 from .codes import Coding
 from .lanes.devices import lanes_of
 from .nesting import (
@@ -64,8 +65,8 @@ IN_FLIGHT = 6  # copies under way before compute waits for the oldest, to reuse 
 SETTINGS = {"cuda": DEFAULT._replace(lag=IN_FLIGHT), "cpu": DEFAULT._replace(lag=0)}
 
 
-# verdicts that scopes of one kind share, as each step may open a new scope
-_shared_verdicts: dict[tuple[str, bool], dict[Any, Verdict]] = {}
+# verdicts and known nodes that scopes of one kind share, as each step may open a new scope
+_shared_verdicts: dict[tuple[str, bool], dict[Any, Any]] = {}
 
 
 class Scope(NestedScope):
@@ -79,6 +80,7 @@ class Scope(NestedScope):
     def __init__(self, root: nn.Module | None = None) -> None:
         super().__init__()
         self.in_checkpoint = False
+        self._alone = False  # no other saved-tensor hooks are around it
         self._on_gpu = False  # CUDA tensors are offloaded, CPU tensors kept
         self._resident: StorageMap[str] | None = None  # kept storages, where a policy needs them
         self._root = root
@@ -86,7 +88,7 @@ class Scope(NestedScope):
         self._ledger = Ledger(str(self))
         self._model_storages, self._labels = ModelStorages(), Labels(None)
         self._counted: StorageMap[bool] = StorageMap()  # kept storages, each counted once
-        self._verdicts: dict[Any, Verdict] = {}
+        self._verdicts: dict[Any, Any] = {}  # and known nodes
         self._cacheable = True  # a verdict holds for the next call too
         self._fuseops_verdicts = self._verdicts  # for tensors that ops of fuseops save
 
@@ -107,6 +109,7 @@ class Scope(NestedScope):
         self._inherit(next((s for s in open_scopes() if isinstance(s, Scope)), None))
         if self._root is not None:
             self._set_root(self._root)
+        self._alone = torch_private.top_saved_tensor_hooks() is None
         torch_private.push_saved_tensor_hooks(self._hook, records.unpack)  # torch may refuse it
         names.thread.observers += 1
         modules.watch(self.module_entered)
@@ -148,12 +151,61 @@ class Scope(NestedScope):
     # --- saving
 
     def pack(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> list[Handle]:
-        """Decide about all tensors that a node saves, move or keep them, and report it."""
+        """Decide about all tensors that a node saves, move or keep them, and report it.
+
+        -> their handles; without those at the end that torch keeps itself
+        """
         verdicts = self._fuseops_verdicts if named[0].owners is None else self._verdicts
+        key = self._node_key(tensors, named)
+        node = None if key is None else verdicts.get(key)
+        if node is not None and not self._keeps_all():
+            as_before = self._pack_known(node, tensors)
+            if as_before is not None:
+                return as_before
         packed: list[Handle] = []
         kept_entries: list[Entry] = []
+        followed: list[tuple[Verdict, str | None]] = []
         for t, known in zip(tensors, named, strict=True):
-            packed.append(self.pack_one(t, known, verdicts, kept_entries))
+            packed.append(self.pack_one(t, known, verdicts, kept_entries, followed))
+        if kept_entries:
+            self._ledger.add_all(kept_entries)
+        if key is not None and len(followed) == len(tensors) and nodes.own_storages(tensors):
+            known_node = nodes.KnownNode(tensors, named, followed, self._model_storages)
+            _remember(verdicts, key, known_node)
+        return packed
+
+    def _node_key(self, tensors: Sequence[Tensor], named: Sequence[SavedName]) -> Any:
+        """The key of a `KnownNode`, or None where verdicts about a node's tensors may not last."""
+        if named[0].owners is not None or not self._cacheable or tensors[0].is_nested:
+            return None
+        return id(named), marks.module_changes, self._on_gpu, tensors[0].shape
+
+    def _keeps_all(self) -> bool:
+        """Whether everything that is saved now is kept."""
+        if torch_private.current_backward() != NO_BACKWARD:
+            return True
+        return bool(self._capture_reason) and self._on_gpu and torch_private.is_capturing()
+
+    def _pack_known(self, node: nodes.KnownNode, tensors: Sequence[Tensor]) -> list[Handle] | None:
+        """`pack` of a node whose tensors are as they were, or None."""
+        storages = node.storages_of(tensors, self._model_storages, self._resident)
+        if storages is None:
+            return None
+        counted = [storages[n] for n in node.counted]
+        before = self._counted.get_all(counted)
+        self._counted.set_all(counted, repeat(True))
+        self._ledger.add_group(node.group(before))
+        self._note_kept(node, storages)
+        # hooks around these would see what has no handle
+        to_pack = node.to_pack if self._is_alone() else len(tensors)
+        packed: list[Handle] = []
+        kept_entries: list[Entry] = []
+        for t, verdict, k in zip(tensors, node.verdicts, range(to_pack), strict=False):
+            if k in node.moved:
+                storage = storages[node.moved[k]]
+                packed.append(self._follow(t, verdict, storage, kept_entries))
+            else:
+                packed.append(self._stay(t, verdict.entry))
         if kept_entries:
             self._ledger.add_all(kept_entries)
         return packed
@@ -165,12 +217,19 @@ class Scope(NestedScope):
         return self.pack((t,), (self._labels.name_torch_saved(t, caller),))[0]
 
     def pack_one(
-        self, t: Tensor, named: SavedName, verdicts: dict[Any, Verdict], kept_entries: list[Entry]
+        self,
+        t: Tensor,
+        named: SavedName,
+        verdicts: dict[Any, Any],
+        kept_entries: list[Entry],
+        followed: list[tuple[Verdict, str | None]] | None = None,
     ) -> Handle:
         """Decide about a saved tensor, and move or keep it.
 
         verdicts      the cache, by all that a verdict depends on
         kept_entries  entries that are reported together; they are flushed before one that is reported at once
+        followed      gets the verdict, and the name for which its storage stays; not where a mark decided, or for
+                      the first time
         """
         reason = None  # inline checks: most tensors are plain
         plain = type(t) in PLAIN and t.layout is torch.strided and (t.is_cuda or t.is_cpu)
@@ -190,19 +249,31 @@ class Scope(NestedScope):
             if record is not None:
                 self._ledger.add_all(kept_entries)
                 return self._share(t, named, record)
+        key = self._verdict_key(t, named, storage)
+        verdict = verdicts.get(key)
+        if verdict is None:
+            verdict = self._decide(t, named)
+            if self._cacheable:
+                _remember(verdicts, key, verdict)
+        elif followed is not None and key[1] is None:
+            followed.append((verdict, key[0]))
+        return self._follow(t, verdict, storage, kept_entries)
+
+    def _verdict_key(self, t: Tensor, named: SavedName, storage: torch.UntypedStorage) -> Any:
+        """All that a verdict depends on; first the name for which its storage stays, and the mark."""
         resident, mark = self._resident, None
         which: int | str = id(named)
         if not named.stable:
             which, mark = named.name, effective_mark(t, named)
         elif marks.marked.entries:
             mark = marks.marked.get(storage)
-        key = (
-            which,
+        return (
+            resident and resident.get(storage),
             mark,
+            which,
             marks.module_changes,
             self._model_storages.get(storage),
             self._on_gpu,
-            resident and resident.get(storage),
             type(t),
             type(t._base),
             t.shape,
@@ -210,13 +281,11 @@ class Scope(NestedScope):
             t.device,
             storage.nbytes(),
         )
-        verdict = verdicts.get(key)
-        if verdict is None:
-            verdict = self._decide(t, named)
-            if len(verdicts) >= MAX_VERDICTS:
-                verdicts.clear()
-            if self._cacheable:
-                verdicts[key] = verdict
+
+    def _follow(
+        self, t: Tensor, verdict: Verdict, storage: torch.UntypedStorage, kept_entries: list[Entry]
+    ) -> Handle:
+        """Move or keep a tensor as its verdict says; one for which there is no room is kept."""
         entry = verdict.entry
         if entry.decision == MOVED:
             if kept_entries:
@@ -285,6 +354,13 @@ class Scope(NestedScope):
         """Keep t.   storage: its storage, where there is a verdict"""
         return Kept(t, entry, self._ledger)
 
+    def _is_alone(self) -> bool:
+        """Whether no other saved-tensor hooks are around those that pack now."""
+        return self._alone
+
+    def _note_kept(self, node: nodes.KnownNode, storages: Sequence[torch.UntypedStorage]) -> None:
+        """The tensors of a node that its verdicts keep are kept.   storages: those of `KnownNode.storages_of`"""
+
     def _entry(
         self, t: Tensor, named: SavedName | Entry, decision: str, reason: str, nbytes: int
     ) -> Entry:
@@ -293,6 +369,12 @@ class Scope(NestedScope):
         # a nested tensor has no shape
         shape = () if t.is_nested and t.layout is torch.strided else tuple(t.shape)
         return Entry(named.name, named.op, shape, t.dtype, nbytes, decision, reason, named.also)
+
+
+def _remember(verdicts: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(verdicts) >= MAX_VERDICTS:
+        verdicts.clear()
+    verdicts[key] = value
 
 
 class _ToHost(Scope):

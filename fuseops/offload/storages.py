@@ -4,6 +4,7 @@ A storage is never identified by its address: memory is reused, and a lookup wou
 """
 
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -28,11 +29,26 @@ class StorageMap(Generic[V]):
         # the key of a freed storage may be reused
         return entry[1] if entry is not None and entry[0]() is storage else None
 
+    def get_all(self, storages: Sequence[torch.UntypedStorage]) -> list[V | None]:
+        """`get` of each, in one call."""
+        found = [*map(self.entries.get, map(storage_key, storages))]
+        if not any(found):
+            return found  # type: ignore[return-value]
+        return [
+            e[1] if e is not None and e[0]() is storage else None
+            for e, storage in zip(found, storages, strict=True)
+        ]
+
     def set(self, storage: torch.UntypedStorage, value: V) -> None:
+        self.set_all((storage,), (value,))
+
+    def set_all(self, storages: Sequence[torch.UntypedStorage], values: Iterable[V]) -> None:
+        """`set` of each, in one call."""
         if len(self.entries) >= self._limit:
             self.entries = {k: e for k, e in list(self.entries.items()) if e[0]() is not None}
             self._limit = 2 * len(self.entries) + 64
-        self.entries[storage_key(storage)] = (weakref.ref(storage), value)
+        for storage, value in zip(storages, values, strict=False):
+            self.entries[storage_key(storage)] = (weakref.ref(storage), value)
 
     def set_if_new(self, storage: torch.UntypedStorage, value: V) -> bool:
         """Sets the value of a storage that has none.   -> whether it was set"""

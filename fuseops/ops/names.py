@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 
 
@@ -46,9 +47,10 @@ class Frame:
 
     ready   an event of the device's stream, set by a mover, after which all of them are computed
     packed  the packed values, set by a hook that packs all tensors when the first is saved
+    paused  the pair of hooks that was taken from torch's stack for the rest of the node, if any
     """
 
-    __slots__ = ("names", "next_index", "packed", "ready", "tensors")
+    __slots__ = ("names", "next_index", "packed", "paused", "ready", "tensors")
 
     def __init__(self) -> None:
         self.names: Sequence[SavedName] = ()
@@ -56,9 +58,20 @@ class Frame:
         self.next_index = 0
         self.ready: Any = None
         self.packed: Sequence[Any] | None = None
+        self.paused: tuple[Any, Any] | None = None
 
     def fill(self, names: Sequence[SavedName], tensors: Sequence[Tensor]) -> None:
         self.names, self.tensors = names, tensors
+
+    def pause_hooks(self) -> None:
+        """In a pack hook of the innermost pair: torch saves the other tensors of the node as if there were no hooks."""
+        self.paused = torch_private.top_saved_tensor_hooks()
+        torch_private.pop_saved_tensor_hooks()
+
+    def close(self) -> None:
+        """The node has saved its tensors."""
+        if self.paused is not None:
+            torch_private.push_saved_tensor_hooks(*self.paused)
 
 
 class Outermost:

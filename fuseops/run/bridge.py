@@ -19,7 +19,7 @@ from . import checks, data_parallel, outside, repeats, second_order, weight_grad
 from .checks import describe
 from .contract import ContractCheck
 from .repeats import GradsIn
-from .saving import pack, saved_names, unpack
+from .saving import name_of, pack, saved_names, unpack
 from .steps import CallContext, write_backward, write_forward
 
 
@@ -113,7 +113,11 @@ class Node(torch.autograd.Function):
                 # written to since the forward: the shapes are left to autograd
                 context = context._replace(contract=ContractCheck(seg, [None] * seg.inputs))
         given = dy, dsides, x_dtypes, context if seed is None else context._replace(seed=seed)
-        tensors = ctx.saved_tensors
+        try:
+            tensors = ctx.saved_tensors
+        except RuntimeError as error:
+            _name_written(error, ctx, seg, state)
+            raise
         saved = [*tensors]
         if state is not None and state.held:
             _restore_held(saved, seg, state)
@@ -131,6 +135,19 @@ class Node(torch.autograd.Function):
         ]
         ties += [t for t in tensors if t.requires_grad]
         return tuple(second_order.guard(grads, ties, _second_derivative_message(seg, state)))
+
+
+def _name_written(error: Exception, ctx: Any, seg: Segment, state: NodeState | None) -> None:
+    """Raise InPlaceError with the names of the saved tensor that was written in place, if that is torch's error."""
+    written = torch_private.written_of(error, ctx)
+    if state is None or not written or isinstance(error, FuseOpsError):
+        return
+    names = [name_of(seg, ctx.state[2], number, state.path) for number in written]
+    said = " or ".join(f"{name!r} of {op}" for name, op in names)
+    raise InPlaceError(
+        f"saved tensor {said} was modified in place before its backward ran. The gradient would be wrong. Write out of "
+        "place, or into a clone of it."
+    ) from error
 
 
 def _restore_held(saved: list[Tensor], seg: Segment, state: NodeState) -> None:
@@ -203,11 +220,12 @@ def run_node(seg: Segment, state: NodeState, x: Any, inputs: Sequence[Any]) -> A
         y = _apply(seg, state, x, *inputs)
         return y if state.quantized is None else _with_carrier(state, y)
     thread = names.thread
-    before, state.frame = thread.frame, names.Frame()
-    thread.frame = state.frame
+    before, frame = thread.frame, names.Frame()
+    thread.frame = state.frame = frame
     try:
         y = _apply(seg, state, x, *inputs)
     finally:
+        frame.close()
         thread.frame, state.frame = before, None
     return y if state.quantized is None else _with_carrier(state, y)
 

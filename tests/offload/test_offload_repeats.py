@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.register_buffer("table", torch.zeros(5, D))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -83,6 +85,11 @@ def replace_plain(model: Model) -> None:
     model.blocks[1].out[1] = nn.Sigmoid()
 
 
+def replace_weight(model: Model) -> None:
+    """Another parameter, alike in all but its values."""
+    model.blocks[1].mlp.up.weight = nn.Parameter(torch.ones(2 * D, D))
+
+
 class Forgets(dict[Any, Any]):
     """What is put in is not there."""
 
@@ -99,6 +106,7 @@ CHANGES: list[Change] = [
     put_in("up", lambda: fo.ops.Linear(D, 2 * D, bias=False), None),
     freeze,
     replace_plain,
+    replace_weight,
 ]
 PLANS: list[dict[str, Any]] = [
     {"plan": {"blocks.1.mlp.act.x": "offload", "blocks.2.out.0.leaf.0": "keep"}},
@@ -109,11 +117,30 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
-def step(model: Model, rows: int, dtype: torch.dtype | None, marked: bool) -> list[Tensor]:
+def marked(model: Model, x: Tensor) -> Tensor:
+    offload.mark_not_offload(x)
+    return x
+
+
+def of_more_rows(model: Model, x: Tensor) -> Tensor:
+    """x in a storage that has more bytes."""
+    return torch.cat([x, x])[: len(x)]
+
+
+def of_the_model(model: Model, x: Tensor) -> Tensor:
+    model.table[: len(x)] = x
+    return model.table[: len(x)]
+
+
+def fresh(model: Model, x: Tensor) -> Tensor:
+    return x
+
+
+def step(
+    model: Model, rows: int, dtype: torch.dtype | None, given: Callable[[Model, Tensor], Tensor]
+) -> list[Tensor]:
     torch.manual_seed(rows)
-    x = torch.randn(rows, D, requires_grad=True)
-    if marked:
-        offload.mark_not_offload(x)
+    x = given(model, torch.randn(rows, D)).detach().requires_grad_()
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         model(x).sum().backward()
     found = [p.grad for p in (x, *model.parameters()) if p.grad is not None]
@@ -125,11 +152,12 @@ STEPS = st.tuples(
     st.lists(st.sampled_from(CHANGES), max_size=1),
     st.sampled_from([1, 3, 5]),
     st.sampled_from([None, None, torch.bfloat16]),
-    st.booleans(),
+    st.sampled_from([fresh, marked, of_more_rows, of_the_model]),
+    st.sampled_from([1, 4]),  # how often: what a node saves is known after some
 )
 
 
-PLAIN = (3, None, False)
+PLAIN = (3, None, fresh, 1)
 
 
 @settings(deadline=None)
@@ -138,9 +166,15 @@ PLAIN = (3, None, False)
 @example(PLANS[1], [([], *PLAIN), ([mark("blocks.1.out.1", "keep")], *PLAIN)])
 @example(PLANS[1], [([], *PLAIN), ([put_in("act", fo.ops.SwiGLU, "keep")], *PLAIN)])
 @example(PLANS[1], [([], *PLAIN), ([replace_plain], *PLAIN)])
-@example(PLANS[1], [([], *PLAIN), ([], 3, None, True)])
-@example(PLANS[1], [([], *PLAIN), ([], 3, torch.bfloat16, False)])
-@example(PLANS[4], [([], 1, None, False), ([], 5, None, False)])
+@example(PLANS[1], [([], *PLAIN), ([], 3, None, marked, 1)])
+@example(PLANS[1], [([], *PLAIN), ([], 3, torch.bfloat16, fresh, 1)])
+@example(PLANS[4], [([], 1, None, fresh, 1), ([], 5, None, fresh, 1)])
+@example(PLANS[0], [([], 3, None, fresh, 4), ([mark("blocks.1.mlp.act", "keep")], *PLAIN)])
+@example(PLANS[0], [([], 3, None, fresh, 4), ([replace_weight], 3, None, fresh, 4)])
+@example(PLANS[2], [([], 3, None, fresh, 4), ([], 3, None, marked, 4)])
+@example(PLANS[0], [([], 1, None, marked, 4), ([], 1, None, fresh, 1)])
+@example(PLANS[2], [([], 3, None, fresh, 4), ([], 3, None, of_more_rows, 4)])
+@example(PLANS[2], [([], 5, None, fresh, 4), ([], 5, None, of_the_model, 4)])
 def test_what_is_found_once_is_what_would_be_found_each_time(
     options: dict[str, Any], steps: list[Any]
 ) -> None:
@@ -149,12 +183,13 @@ def test_what_is_found_once_is_what_would_be_found_each_time(
     slow._scope._cacheable, slow._scope._labels._kinds = False, Forgets()
     quick.attach(), slow.attach()
     try:
-        for changes, *how in steps:
+        for changes, *how, times in steps:
             for change in changes:
                 change(model), change(other)
-            assert all(map(torch.equal, step(model, *how), step(other, *how)))
+            for _ in range(times):
+                assert all(map(torch.equal, step(model, *how), step(other, *how)))
+                assert quick._scope.names == slow._scope.names
             assert quick.report().entries == slow.report().entries
-            assert quick._scope.names == slow._scope.names
     finally:
         quick.detach(), slow.detach()
 
@@ -164,8 +199,8 @@ def test_what_is_found_once_is_what_would_be_found_each_time(
 )
 def test_a_tensor_that_stays_costs_few_calls(options: dict[str, Any]) -> None:
     model = Model()
-    run = lambda: step(model, 5, None, False)  # noqa: E731
-    settled = lambda: min(calls_in(run) for _ in range(4))  # noqa: E731  a step may be written for the next ones
+    run = lambda: step(model, 5, None, fresh)  # noqa: E731
+    settled = lambda: min(calls_in(run) for _ in range(6))  # noqa: E731  a node is known after a few steps
     plain = settled()
     with offload.Scheduler(model, "blocks.*", **options) as scheduler:
         more = settled() - plain
@@ -173,7 +208,62 @@ def test_a_tensor_that_stays_costs_few_calls(options: dict[str, Any]) -> None:
         before = seen()
         run()
         saved = seen() - before
-    assert 0 < more <= 28 * saved  # those of the layer and its modules among them
+
+    assert 0 < more <= 25 * saved  # those of the layer and its modules among them
+
+
+WRITTEN: dict[str, Callable[[], nn.Module]] = {
+    "fc.x": lambda: fo.Sequential({"fc": fo.ops.Linear(D, D), "act": fo.ops.SwiGLU()}),
+    "norm.x": lambda: fo.Residual({"norm": fo.ops.RMSNorm(D), "fc": fo.ops.Linear(D, D)}),
+}
+WAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "plain": lambda model: nullcontext(),
+    "kept": lambda model: offload.Scheduler(model, "*", plan={}),
+    "moved": lambda model: offload.Scheduler(model, "*", policy=offload.Policy(min_bytes=1)),
+    "to_host": lambda model: offload.to_host(min_bytes=1, root=model),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_write_is_named_in_every_step(name: str, way: str, steps: int) -> None:
+    model = nn.Sequential(WRITTEN[name](), nn.Tanh(), nn.Tanh())
+    with WAYS[way](model):
+        for _ in range(steps):
+            model(torch.randn(3, D, requires_grad=True) * 1).sum().backward()
+        x = torch.randn(3, D, requires_grad=True) * 1
+        y = model(x)
+        x.add_(1)
+        said = rf"{name}' of \w+ was modified in place before its backward ran"
+        with pytest.raises(fo.errors.InPlaceError, match=said):
+            y.sum().backward()
+
+
+def test_bytes_of_a_storage_that_two_tensors_share_in_some_steps_count_once() -> None:
+    totals = []
+    for cacheable in (True, False):
+        model = nn.Sequential(fo.Sequential(fo.ops.ScaledSwiGLU()))
+        with offload.Scheduler(model, "*", plan={}) as scheduler:
+            scheduler._scope._cacheable = cacheable
+            for shared in (False, False, False, False, True):
+                whole = torch.randn(3 * 2 * D + 3)
+                x, probs = whole[: 3 * 2 * D].view(3, 2 * D), whole[3 * 2 * D :]
+                if not shared:
+                    x, probs = x.clone(), probs.clone()
+                model[0](x.requires_grad_(), probs=probs).sum().backward()
+        totals.append([(e.name, e.nbytes, e.times) for e in scheduler.report().entries])
+    assert totals[0] == totals[1]
+
+
+def test_hooks_around_a_scheduler_see_nothing_of_its_layers() -> None:
+    model, seen = Model(), []
+    with offload.Scheduler(model, "blocks.*", plan={}):
+        for _ in range(5):
+            with torch.autograd.graph.saved_tensors_hooks(seen.append, lambda t: t):
+                y = model(torch.randn(3, D, requires_grad=True))
+            y.sum().backward()
+    assert not seen
 
 
 @pytest.fixture
@@ -223,11 +313,11 @@ def test_a_module_that_is_made_for_a_call_is_named_by_its_layer_and_not_kept() -
 def test_a_module_that_was_replaced_is_let_go() -> None:
     model = Model()
     with offload.Scheduler(model, "blocks.*", plan={}) as scheduler:
-        step(model, 5, None, False)
+        step(model, 5, None, fresh)
         gone = [weakref.ref(model.blocks[1].out[1]), weakref.ref(model.blocks[1].mlp.act)]
         replace_plain(model), put_in("act", fo.ops.SwiGLU, None)(model)
         for _ in range(2):
-            step(model, 5, None, False)
+            step(model, 5, None, fresh)
         gc.collect()
         assert [of() for of in gone] == [None, None]
     assert scheduler.report().entries
@@ -264,7 +354,7 @@ def test_shapes_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPat
     model = Model()
     with offload.Scheduler(model, "blocks.*", plan={}) as scheduler:
         for rows in range(1, 6):
-            step(model, rows, None, False)
+            step(model, rows, None, fresh)
             assert 0 < len(scheduler._scope._verdicts) <= 50
 
 
@@ -286,7 +376,7 @@ def test_shapes_without_end_are_counted_and_not_all_listed(
             patch.setattr(records, "MAX_LISTED", most)
             with offload.Scheduler(model, "blocks.*", policy=policy) as scheduler:
                 for n in rows:
-                    step(model, n, None, False)
+                    step(model, n, None, fresh)
                 return scheduler.report()
 
     def sums(report: offload.Report) -> dict[Any, list[int]]:
@@ -325,10 +415,10 @@ def test_nothing_is_judged_twice(scope_of: Callable[[Model], Any], judged: list[
     model = Model()
     with scope_of(model):
         for _ in range(3):
-            step(model, 5, None, False)
+            step(model, 5, None, fresh)
         assert judged
         judged.clear()
-        step(model, 5, None, False)
+        step(model, 5, None, fresh)
     assert not judged
 
 
