@@ -293,6 +293,16 @@ def test_a_node_lets_go_of_what_it_saved_unless_the_graph_is_retained(retain: bo
         y.backward()
 
 
+def test_a_fake_is_registered_without_reading_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "getmodule", None)
+    lib = torch.library.Library("fuseops_test_fake", "DEF")
+    lib.define("twice(Tensor x) -> Tensor")
+    torch_private.register_fake(lib, "twice", lambda x: x.new_empty(x.shape[0], 2), "here")
+    made = torch.ops.fuseops_test_fake.twice(torch.empty(3, device="meta"))
+    assert made.shape == (3, 2) and made.is_meta
+    lib._destroy()
+
+
 def test_a_backward_finds_which_saved_tensor_was_written() -> None:
     found = []
 

@@ -162,10 +162,11 @@ class KernelOp(Generic[P, R]):
         lib.impl(self.name, self._torch_impl, "CompositeExplicitAutograd")
         returns_nothing = signature.return_annotation in (None, "None")
         shapes = (lambda *_: None) if returns_nothing else flattened(options.fake or options.twin)
-        torch.library.register_fake(
-            self.label,
+        torch_private.register_fake(
+            lib,
+            self.name,
             lambda *args, **kwargs: _run_fake(shapes, self._positional(args, kwargs)),
-            lib=lib,
+            f"fuseops kernel op '{self.label}'",
         )
         self.op = getattr(getattr(torch.ops, namespace), self.name).default
         parameters = enumerate(self.op._schema.arguments)
