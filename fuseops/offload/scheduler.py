@@ -320,7 +320,9 @@ class Scheduler:
     ) -> LayerRun:
         if not self._manual:
             raise FuseOpsError("only Scheduler(manual=True) is driven layer by layer.")
-        if not isinstance(layer, LayerRun) and layer not in self.layers:
+        expected = "the path of a layer, or what offload_layer returned"
+        instance_of(layer, (str, LayerRun), f"Scheduler.{run.__name__}_layer(layer)", expected)
+        if isinstance(layer, str) and layer not in self.layers:
             raise FuseOpsError(f"no layer {layer!r}; there are {', '.join(self.layers)}.")
         mover = self._scope.mover
         with mover.lock:
