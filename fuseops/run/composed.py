@@ -18,8 +18,8 @@ def _no_module(parent: nn.Module, name: str, given: Any) -> TypeError:
             f"{given.__name__}(...)."
         )
     return TypeError(
-        f"{type(parent).__name__}: child {name!r} is of type {type(given).__name__} where a module goes, expected an nn.Module. "
-        f"Pass modules one by one, {type(parent).__name__}(*modules), or in one dict by name."
+        f"{type(parent).__name__}: child {name!r} is of type {type(given).__name__} where a module goes, expected an "
+        f"nn.Module. Pass modules one by one, {type(parent).__name__}(*modules), or in one dict by name."
     )
 
 
