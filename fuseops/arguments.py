@@ -8,6 +8,8 @@ import operator
 import re
 from collections.abc import Iterable
 from numbers import Real
+from os import PathLike
+from pathlib import Path
 from typing import Any, SupportsFloat, SupportsIndex
 
 from fuseops.errors import FuseOpsError
@@ -63,6 +65,13 @@ def several(given: Any, kinds: Any, what: str, expected: str) -> tuple[Any, ...]
         if not (is_several and isinstance(item, kinds)):
             raise FuseOpsError(f"{what} expects {expected}, got {shown(item)}.")
     return items
+
+
+def as_path(path: Any, what: str) -> Path:
+    """The path of a file.  Raises FuseOpsError for what is no path, and for an empty one, which is a folder."""
+    if not isinstance(path, str | PathLike) or path == "":
+        raise FuseOpsError(f"{what} expects the path of a file, got {shown(path)}.")
+    return Path(path)
 
 
 def is_one_of(value: Any, choices: Iterable[Any]) -> bool:

@@ -663,6 +663,20 @@ def replace_call(
     return before
 
 
+def remove_forward_hooks(module: torch.nn.Module, unwanted: Callable[[Any], bool]) -> None:
+    """Remove those hooks on the forward of a module that are unwanted, as their handles would."""
+    before: list[dict[int, Any]] = [
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+    ]
+    behind: list[dict[int, Any]] = [module._forward_hooks, module._forward_hooks_with_kwargs]
+    behind.append(module._forward_hooks_always_called)
+    for tables in (before, behind):
+        for number in [number for number, hook in tables[0].items() if unwanted(hook)]:
+            for table in tables:
+                table.pop(number, None)
+
+
 def never_compile(function: Callable[..., Any]) -> None:
     """Keep torch.compile from tracing `function` and what it calls, as `torch.compiler.disable` without its import of
     dynamo.

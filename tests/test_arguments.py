@@ -1,6 +1,7 @@
 """Every public callable refuses what its annotations exclude, by the name of the argument, where it is given.
 
-What the public packages state is enumerated: a new name needs its arguments in `BASES`, or a reason in `NOT_CALLED`.
+What the public packages state is enumerated, with the methods of public classes: a new name needs its arguments in
+`BASES`, and a class an instance in `INSTANCES`, or a reason in `NOT_CALLED` or `NOT_METHODS`.
 """
 
 import collections
@@ -9,6 +10,7 @@ import functools
 import inspect
 import itertools
 import math
+import os
 import re
 import types
 import typing
@@ -55,7 +57,33 @@ def public() -> dict[Any, str]:
                 makes = isinstance(member, (classmethod, staticmethod)) and not own.startswith("_")
                 if makes and (owner not in NOT_CALLED or getattr(owner, own) in BASES):
                     found[getattr(owner, own)] = f"{name}.{own}"
+            for method in methods(owner):
+                OWNERS.setdefault(method, owner)
+                found.setdefault(method, f"{name}.{method.__name__}")
     return found
+
+
+def methods(owner: type) -> Iterator[types.FunctionType]:
+    """The methods of instances that fuseops defines for a class or a base of it, and that take arguments of users."""
+    for name in dir(owner):
+        where = next(base for base in owner.__mro__ if name in vars(base))
+        method = vars(where)[name]
+        ours = where.__module__.startswith("fuseops") and not name.startswith("_")
+        asked = isinstance(method, types.FunctionType) and not (
+            name in NOT_METHODS or method.__qualname__ in NOT_METHODS
+        )
+        if ours and asked and len(inspect.signature(method).parameters) > 1:
+            yield method
+
+
+OWNERS: dict[Any, type] = {}
+"""Method -> a public class that has it, of which it is called."""
+
+
+def signature(made: Any) -> inspect.Signature:
+    """The signature as its users see it: that of a method without self."""
+    found = inspect.signature(made)
+    return found.replace(parameters=[*found.parameters.values()][made in OWNERS :])
 
 
 class Fused(fo.FusedOp):
@@ -115,9 +143,37 @@ NOT_CALLED: dict[Any, str] = {
 }  # fmt: skip
 """What takes no arguments of users, and why."""
 
+OF_OPS = (
+    "the contract of ops: called in every forward or backward, with what the plan of the call says"
+)
+IN_PLANS = "asked while a call is planned, with what the planner made"
+IN_EVERY_FORWARD = "a part of a Quantized, taken by ops in every forward"
+IN_LAUNCHES = "asked in every launch"
+IN_SCHEDULES = "asked for every saved tensor of a step, with what the scheduler made"
+NOT_METHODS: dict[str, str] = {
+    **dict.fromkeys(["fwd", "bwd", "out_shape", "out_shapes", "choices"], OF_OPS),
+    **dict.fromkeys(["all_ranks_fwd", "all_ranks_bwd", "normed", "grads", "saved_of"], OF_OPS),
+    **dict.fromkeys(["operand", "epsilon", "count", "registered", "sample"], OF_OPS),
+    **dict.fromkeys(["roles_of", "checked_roles_of", "amax_of"], IN_PLANS),
+    **dict.fromkeys(["reason_against", "Scaling.matches"], IN_PLANS),
+    **dict.fromkeys(["groups", "only", "Quantized.of", "Scaling.of"], IN_EVERY_FORWARD),
+    **dict.fromkeys(["pick", "candidates"], IN_LAUNCHES),
+    **dict.fromkeys(["why_keep", "check"], IN_SCHEDULES),
+    **dict.fromkeys(["lane_seconds", "excess"], "asked in every step of a planner's search"),
+    "make_plan": "the hook of a module's first forward",
+    "state_dict": "torch's, which passes on what it is given",
+    "owner": "with a Simulation, which a plan has",
+}  # fmt: skip
+"""Methods of public classes that take no arguments of users, by name, and why."""
+
 
 def topk() -> Given:
     return {"experts": torch.tensor([[0], [1]]), "weights": torch.rand(2, 1)}
+
+
+@functools.cache
+def explained() -> fo.Explanation:
+    return mlp().explain(X)
 
 
 @functools.cache
@@ -204,8 +260,66 @@ BASES: dict[Any, Callable[[], Given]] = {
     hf.to_hf: lambda: {"tensors": {}},
     te.to_fuseops: lambda: {"tensors": {}},
     te.to_te: lambda: {"tensors": {}, "grouped": []},
+    **dict.fromkeys([fo.Sequential.plan, fo.Sequential.explain], lambda: {"x": X}),
+    **dict.fromkeys([fo.Sequential.forward, fo.MoE.forward], lambda: {"x": X}),
+    fo.Sequential.add_module: lambda: {"name": "more", "module": nn.Linear(8, 8)},
+    fo.Op.forward: lambda: {"args": (X,)},
+    fo.Op.register_wgrad_accumulation_and_reduce_hooks: lambda: {"hook": print},
+    fo.ops.InjectLoss.set_scale: lambda: {"scale": 2.0},
+    fo.FusionPlan.diff: lambda: {"other": explained().plans[0]},
+    graphs.Positional.forward: lambda: {"x": X},
+    **{
+        of: lambda: {"path": os.devnull} for of in (
+            fo.Explanation.save_html, offload.OffloadPlan.save_html, offload.OffloadPlan.save_trace,
+        )
+    },
+    offload.OffloadPlan.bytes_of: lambda: {"decision": "keep"},
+    offload.Report.named: lambda: {"name": "0.input"},
+    offload.Candidate.matches: lambda: {"glob": "**"},
+    offload.Hardware.slower: lambda: {"factor": 2.0},
+    offload.Hardware.with_link: lambda: {"rate": 2.0},
+    offload.Hardware.copy_seconds: lambda: {"lane": "d2h", "nbytes": 1},
+    offload.Hardware.coding_seconds: lambda: {"nbytes": 128, "codes": 66},
+    offload.Hardware.network_seconds: lambda: {"nbytes": 1},
+    offload.Hardware.op_seconds: lambda: {"flops": 1.0, "nbytes": 1, "dtype": "bfloat16"},
+    **{
+        of: lambda: {"layer": "0"} for of in (
+            offload.Scheduler.offload_layer, offload.Scheduler.release_layer,
+            offload.Scheduler.reload_layer,
+        )
+    },
+    recipes.Scaling.nbytes: lambda: {"rows": 4, "k": 128},
 }  # fmt: skip
 """What needs arguments, with some that it takes. Ops have theirs in the catalogue; what is in neither needs none."""
+
+
+@functools.cache
+def saved_by_hand() -> tuple[offload.Scheduler, torch.Tensor]:
+    """A scheduler that is driven by hand, and the loss of a forward whose saved tensors are alive."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    scheduler = offload.Scheduler(
+        model, layers="*", manual=True, policy=offload.Policy(min_bytes=0)
+    )
+    with scheduler:
+        loss = model(torch.randn(2, 4, requires_grad=True)).sum()
+    return scheduler, loss
+
+
+INSTANCES: dict[type, Callable[[], Any]] = {
+    fo.Op: Scale,
+    fo.Explanation: explained,
+    fo.FusionPlan: lambda: explained().plans[0],
+    offload.OffloadPlan: planned,
+    offload.Report: lambda: offload.keep().report(),
+    offload.Candidate: lambda: offload.Candidate("0.x", "Linear", (2,), torch.float32, 8),
+    offload.Scheduler: lambda: saved_by_hand()[0],
+    offload.Hardware: offload.Hardware.h200,
+    fo.Sequential: mlp,
+    fo.ops.Router: lambda: fo.ops.Router(8, 4, 2, expert_bias=True),
+    recipes.Quantized: lambda: fo.quantize(torch.randn(4, 128), SCALING.input),
+    graphs.Positional: lambda: graphs.Positional(mlp()),
+}  # fmt: skip
+"""Instances of the classes whose methods are called, where `base` has no arguments for one."""
 
 NONSENSE: dict[str, Any] = {
     "none": None, "an object": object(), "a word": "wrong", "no word": "", "three": 3, "half": 2.5,
@@ -224,7 +338,7 @@ def base(made: Any) -> Given:
         return {}
     op = entry(made).make(Wanted(lambda *of: of[0], 8, 8, 4, 2))
     kinds = Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL
-    given = inspect.signature(made).parameters.values()
+    given = signature(made).parameters.values()
     names = [p.name for p in given if p.default is p.empty and p.kind not in kinds]
     return {name: getattr(op, name, name) for name in names}
 
@@ -273,9 +387,14 @@ def excludes(hint: Any, value: Any) -> bool:
     return isinstance(origin, type) and origin is not object and not isinstance(value, origin)
 
 
+def instance(owner: type) -> Any:
+    """What a method is called of."""
+    return INSTANCES[owner]() if owner in INSTANCES else owner(**base(owner))
+
+
 def call(made: Any, name: str, value: Any) -> None:
     """Call with a value for one argument, as its users do: a scope is entered and left."""
-    parameters, given = inspect.signature(made).parameters, base(made)
+    parameters, given = signature(made).parameters, base(made)
     kinds = {n: p.kind for n, p in parameters.items()}
     if kinds[name] is Parameter.VAR_POSITIONAL:
         given[name] = (value,)
@@ -286,7 +405,8 @@ def call(made: Any, name: str, value: Any) -> None:
     if several is not None:
         before = itertools.takewhile(lambda n: n != several, parameters)
         first = [*(given.pop(n) for n in before if n in given), *given.pop(several, ())]
-    result = made(*first, **given)
+    asked = getattr(instance(OWNERS[made]), made.__name__) if made in OWNERS else made
+    result = asked(*first, **given)
     if made is kernels.kernel_op:
         result(launcher())
     if isinstance(result, AbstractContextManager) and not isinstance(result, offload.Scheduler):
@@ -294,7 +414,7 @@ def call(made: Any, name: str, value: Any) -> None:
             pass
 
 
-TORCHS = ("device", "dtype")
+TORCHS = ("device", "dtype", "where")
 """Arguments that are passed on to torch's factories, which refuse what is none, as for torch's own modules."""
 
 ALSO_TAKEN = {(fo.Rule, "when"): "one condition alone, a function"}
@@ -303,7 +423,7 @@ ALSO_TAKEN = {(fo.Rule, "when"): "one condition alone, a function"}
 
 def of_user_code(made: Any, name: str) -> bool:
     """Whether a model of the user's gets an argument, and says itself what it thinks of it."""
-    given = inspect.signature(made).parameters
+    given = signature(made).parameters
     return "model" in given and given[name].kind in (
         Parameter.VAR_POSITIONAL,
         Parameter.VAR_KEYWORD,
@@ -315,7 +435,7 @@ def cells() -> Iterator[tuple[Any, str, Any]]:
     for made in public():
         if made not in NOT_CALLED:
             types_of = hints(made)
-            for name in inspect.signature(made).parameters:
+            for name in signature(made).parameters:
                 if not of_user_code(made, name):
                     yield made, name, types_of.get(name, Any)
 
@@ -333,8 +453,9 @@ def state() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """Registries are as before a test, which registers what it may."""
+def as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Registries are as before a test, which registers what it may, and writes files where its path says."""
+    monkeypatch.chdir(tmp_path)
     names, spaces, kernel_ops = {*rule_module.NAMES}, {**SPACES}, {**KERNEL_OPS}
     yield
     for registry, before in ((SPACES, spaces), (KERNEL_OPS, kernel_ops)):
@@ -348,12 +469,12 @@ def test_every_public_callable_has_arguments_that_it_takes(made: Any) -> None:
     """Those that name what there is none of here (a mesh, a group, a file) are refused for that alone."""
     if made in NOT_CALLED:
         return
-    given = inspect.signature(made).bind_partial(**{
+    given = signature(made).bind_partial(**{
         name: value for name, value in base(made).items()
-        if inspect.signature(made).parameters[name].kind is not Parameter.VAR_POSITIONAL
+        if signature(made).parameters[name].kind is not Parameter.VAR_POSITIONAL
     })  # fmt: skip
     needed = [
-        name for name, p in inspect.signature(made).parameters.items()
+        name for name, p in signature(made).parameters.items()
         if p.default is p.empty and p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     ]  # fmt: skip
     assert {*needed} <= {*given.arguments}, "give it some in BASES, or a reason in NOT_CALLED"
@@ -367,7 +488,7 @@ def test_nonsense_is_refused_by_the_name_of_its_argument(made: Any, name: str, h
     """What the type excludes, always. What it does not may be taken, or refused as clearly: never by an error from
     inside, and neither leaves a trace.
     """
-    variable = inspect.signature(made).parameters[name].kind in (
+    variable = signature(made).parameters[name].kind in (
         Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
     )  # fmt: skip
     for kind, value in NONSENSE.items():
@@ -377,9 +498,9 @@ def test_nonsense_is_refused_by_the_name_of_its_argument(made: Any, name: str, h
         before = state()
         try:
             call(made, name, value)
-        except (fo.FuseOpsError, TypeError, ValueError) as refused:
+        except (fo.FuseOpsError, TypeError, ValueError, KeyError) as refused:
             ours = isinstance(refused, fo.FuseOpsError) and not excluded  # two may not fit
-            named = [*inspect.signature(made).parameters, made.__name__] if ours else [name]
+            named = [*signature(made).parameters, made.__name__] if ours else [name]
             text = str(refused)
             assert variable or re.search(rf"\b({'|'.join(named)})\b", text), f"{kind}: {text}"
             assert state() == before, kind

@@ -548,6 +548,31 @@ def test_a_weak_storage_keeps_no_memory_and_gives_the_storage_back() -> None:
     assert weak.expired() and weak.storage() is None
 
 
+@pytest.mark.filterwarnings("ignore")  # of a hook behind the forward that raises
+def test_hooks_on_a_forward_are_removed_while_it_runs_and_others_stay() -> None:
+    ran: list[str] = []
+    module = torch.nn.Tanh()
+
+    def mine(*given: Any) -> None:
+        ran.append("mine")
+        torch_private.remove_forward_hooks(module, lambda hook: hook in (mine, never))
+
+    def never(*given: Any) -> None:
+        raise AssertionError
+
+    def other(*given: Any, **more: Any) -> None:
+        ran.append("other")
+
+    module.register_forward_pre_hook(mine, prepend=True, with_kwargs=True)
+    module.register_forward_hook(never, always_call=True, with_kwargs=True)
+    module.register_forward_pre_hook(other)
+    module.register_forward_hook(other, always_call=True)
+    module(torch.ones(2)), module(torch.ones(2))
+    assert ran == ["mine", "other", "other", "other", "other"]
+    assert not module._forward_pre_hooks_with_kwargs and not module._forward_hooks_with_kwargs
+    assert len(module._forward_hooks_always_called) == 1
+
+
 def test_never_compile_leaves_a_function_and_what_it_calls_to_python() -> None:
     compiling: list[bool] = []
 

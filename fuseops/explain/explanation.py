@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from fuseops.arguments import as_path, instance_of
 from fuseops.plan.records import SCHEMA_VERSION, Planned
 from fuseops.words import size
 
@@ -70,11 +71,12 @@ class Explanation(str):
 
     def to_html(self, title: str = "Fusion plan") -> str:
         """A self-contained page with a drawing of every plan; no network, no script."""
+        instance_of(title, str, "Explanation.to_html(title)", "a text")
         return page(self.plans, title)
 
     def save_html(self, path: str | Path) -> None:
         """Write `to_html()` to a file."""
-        Path(path).write_text(self.to_html(), encoding="utf-8")
+        as_path(path, "Explanation.save_html(path)").write_text(self.to_html(), encoding="utf-8")
 
     def _repr_html_(self) -> str:
         return fragment(self.plans)

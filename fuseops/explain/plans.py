@@ -62,7 +62,7 @@ def plans(model: nn.Module, *args: Any, **kwargs: Any) -> list[FusionPlan]:
 
 
 def plan_of(
-    sequential: Composed, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any
+    sequential: Composed, x: Any, *args: Any, returns: Iterable[str] | None = (), **side: Any
 ) -> FusionPlan:
     """The plan of one call of a Sequential."""
     args, side = (x, *args), {**side, "returns": returned_names(returns)}

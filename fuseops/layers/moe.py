@@ -167,7 +167,7 @@ class MoE(Sequential):
         return [f"{prefix}{fc}.{name}" for fc, op in own if op for name in op._parameters]
 
     def forward(  # type: ignore[override]
-        self, x: Tensor | Quantized, *args: Any, returns: Iterable[str] = (), **side: Any
+        self, x: Tensor | Quantized, *args: Any, returns: Iterable[str] | None = (), **side: Any
     ) -> Any:
         """Run the layer over the flattened tokens of x (..., dim), with the options of a Sequential."""
         returns = returned_names(returns)

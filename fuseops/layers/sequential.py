@@ -53,13 +53,13 @@ class Sequential(Composed):
         self,
         x: Any,
         *args: Any,
-        returns: Iterable[str] = (),
+        returns: Iterable[str] | None = (),
         out: Mapping[str, Any] | None = None,
         **side: Any,
     ) -> Any:
         if is_compiling():
             return forward_class()().run(self, x, args, returns, out, side)
-        returns = returned_names(returns) if returns else ()
+        returns = () if type(returns) is tuple and not returns else returned_names(returns)
         runner: Runner | None = self._runner
         if runner is None or not runner.is_current(self):
             runner = runner_of(self)
@@ -117,11 +117,15 @@ class Sequential(Composed):
         """
         return weight_grads.run_delayed(self)
 
-    def plan(self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any) -> FusionPlan:
+    def plan(
+        self, x: Any, *args: Any, returns: Iterable[str] | None = (), **side: Any
+    ) -> FusionPlan:
         """The FusionPlan of this call: what runs, what is not fused and why, what is saved. Runs the forward once."""
         return plan_of(self, x, *args, returns=returns, **side)
 
-    def explain(self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any) -> Explanation:
+    def explain(
+        self, x: Any, *args: Any, returns: Iterable[str] | None = (), **side: Any
+    ) -> Explanation:
         """`plan` as text, which a notebook shows as a page with a drawing."""
         plan = self.plan(x, *args, returns=returns, **side)
         return Explanation([plan], str(plan))

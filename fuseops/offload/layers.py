@@ -326,6 +326,8 @@ class LayerScope(Scope):
 class Hook:
     """A `Hook` is a module hook of a scheduler. A copy or a pickle of the model comes without the scheduler."""
 
+    enters = False
+
     def __init__(self, callback: Callable[..., None] | None = None) -> None:
         self.callback = callback
 
@@ -333,8 +335,25 @@ class Hook:
         return type(self), ()
 
     def __call__(self, *given: Any) -> None:
-        if self.callback is not None and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        if self.callback is not None:
             self.callback(*given)
+        elif self.enters:
+            torch_private.remove_forward_hooks(given[0], is_copied)
+
+
+class EntryHook(Hook):
+    """An `EntryHook` is one before a forward. In a copy of the model its first call removes those of the scheduler,
+    since what has hooks fuses with nothing around it. (torch goes through hooks behind a forward while it calls them.)
+    """
+
+    enters = True
+
+
+def is_copied(hook: object) -> bool:
+    """Whether a hook is that of a scheduler that did not come along with a copy of its model."""
+    return isinstance(hook, Hook) and hook.callback is None
 
 
 class InterruptGuard:

@@ -36,7 +36,8 @@ class Candidate(NamedTuple):
         return cls(own, named.op, tuple(t.shape), t.dtype, nbytes, tuple(also))
 
     def matches(self, glob: str) -> bool:
-        """Whether the glob matches one of the names."""
+        """Whether the glob matches one of the names.  Raises FuseOpsError for what is no text."""
+        instance_of(glob, str, "Candidate.matches(glob)", "a glob, such as 'blocks.*.x'")
         return any(matches(glob, name) for name in (self.name, *self.also))
 
 

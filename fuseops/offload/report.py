@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fuseops.arguments import instance_of
 from fuseops.words import aligned, dtype_name, size
 
 SCHEMA_VERSION = 1
@@ -60,7 +61,8 @@ class Report:
         return sum(e.nbytes * e.times for e in self.entries if e.decision == KEPT)
 
     def named(self, name: str) -> tuple[Entry, ...]:
-        """Entries of the tensor with that name."""
+        """Entries of the tensor with that name.  Raises FuseOpsError for what is no text."""
+        instance_of(name, str, "Report.named(name)", "the name of a saved tensor")
         return tuple(e for e in self.entries if e.name == name or name in e.also)
 
     def to_json(self) -> dict[str, Any]:

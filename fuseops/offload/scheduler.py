@@ -24,7 +24,7 @@ from fuseops.torch_private import pytree
 from fuseops.words import plural
 
 from .lanes.devices import make_lanes
-from .layers import Hook, InterruptGuard, LayerScope
+from .layers import EntryHook, Hook, InterruptGuard, LayerScope
 from .nesting import belongs_to_checkpoint
 from .planning.hardware import Hardware
 from .planning.plan import OffloadPlan, plan
@@ -189,12 +189,12 @@ class Scheduler:
             self._apply_plan()
         else:
             # ahead of FSDP2's hook: the steps of a plan would free what it gathers
-            first = Hook(self.make_plan)
+            first = EntryHook(self.make_plan)
             self._hooks.append(
                 self.model.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
             )
         for module in self.layers.values():
-            enter, leave = Hook(self._scope.enter), Hook(self._scope.leave)
+            enter, leave = EntryHook(self._scope.enter), Hook(self._scope.leave)
             self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
             self._hooks.append(module.register_forward_hook(leave, always_call=True))
             self._hooks.append(InterruptGuard(self._scope, module))
@@ -320,7 +320,9 @@ class Scheduler:
     ) -> LayerRun:
         if not self._manual:
             raise FuseOpsError("only Scheduler(manual=True) is driven layer by layer.")
-        if not isinstance(layer, LayerRun) and layer not in self.layers:
+        expected = "the path of a layer, or what offload_layer returned"
+        instance_of(layer, (str, LayerRun), f"Scheduler.{run.__name__}_layer(layer)", expected)
+        if isinstance(layer, str) and layer not in self.layers:
             raise FuseOpsError(f"no layer {layer!r}; there are {', '.join(self.layers)}.")
         mover = self._scope.mover
         with mover.lock:

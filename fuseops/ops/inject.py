@@ -1,14 +1,13 @@
 """InjectLoss backpropagates an auxiliary loss that is never added to the training loss."""
 
 from collections.abc import Callable
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fuseops.arguments import shown
-from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.arguments import check_numbers
+from fuseops.errors import ShapeError
 
 from .op import Call, Grads, Op, Out, check_names
 
@@ -50,7 +49,7 @@ class InjectLoss(Op[InjectLossSaved]):
     def set_scale(self, scale: float | Tensor) -> None:
         """Set the weight of the loss for later forwards: a number, or a () tensor on the device.
 
-        Raises ShapeError for a tensor of another shape, FuseOpsError for what is no number.
+        Raises ShapeError for a tensor of another shape, FuseOpsError for what is no finite number.
         """
         if isinstance(scale, Tensor):
             if scale.dim():
@@ -58,9 +57,8 @@ class InjectLoss(Op[InjectLossSaved]):
                     f"InjectLoss expects a scale of shape (), got {tuple(scale.shape)}."
                 )
             self.scale = scale.detach()
-        elif not isinstance(scale, Real):
-            raise FuseOpsError(f"InjectLoss: scale is {shown(scale)}, expected a number.")
         else:
+            check_numbers("InjectLoss", scale=scale)
             self.scale = torch.full_like(self.scale, scale)
 
     def fwd(self, x: Tensor, *, scale: Tensor, **side: Tensor) -> Out:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fuseops.arguments import shown
+from fuseops.arguments import instance_of, shown
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes, stored
 from fuseops.ops.local import Local, fit_state_dict, shard_groups, take_own_groups
@@ -320,6 +320,8 @@ class Op(nn.Module, Generic[S]):
 
         Megatron's overlapped gradient reduction registers it for parameters with `skip_backward_post_hook`.
         """
+        what = f"{type(self).__name__}.register_wgrad_accumulation_and_reduce_hooks(hook)"
+        instance_of(hook, Callable, what, "a function without arguments")
         self.__dict__.setdefault(scopes.WGRAD_HOOKS, []).append(hook)
 
     def parameter_names(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ The first is 1 where the load is even, E at worst; f_e has no gradient. Both are
 import copy
 import math
 from collections.abc import Callable
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,14 @@ from torch import Tensor, nn
 
 from fuseops import kernels as K
 from fuseops import torch_private
-from fuseops.arguments import check_flags, check_integers, check_numbers, is_number, shown
+from fuseops.arguments import (
+    check_flags,
+    check_integers,
+    check_numbers,
+    instance_of,
+    is_number,
+    shown,
+)
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.router import SCORES, scores_of, weights_of
 
@@ -232,6 +240,8 @@ class Router(Op[RouterSaved]):
         waited for.
         """
         check_numbers("Router.update_expert_bias", 0, rate=rate)
+        kinds = (torch.distributed.ProcessGroup, NoneType)
+        instance_of(group, kinds, "Router.update_expert_bias(group)", "a process group, or None")
         if self.expert_bias is None or self.tokens_per_expert is None:
             raise FuseOpsError(
                 "Router has no expert_bias to update: Router(..., expert_bias=True)."
@@ -241,7 +251,7 @@ class Router(Op[RouterSaved]):
         if group is not None:
             torch.distributed.all_reduce(self.tokens_per_expert, group=group)
         load = self.tokens_per_expert.to(self.expert_bias)
-        self.expert_bias.add_((load.mean() - load).sign(), alpha=rate)
+        self.expert_bias.add_((load.mean() - load).sign(), alpha=float(rate))
         self.tokens_per_expert.zero_()
 
     # --- forward

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fuseops.arguments import instance_of
+
 SCHEMA_VERSION = 1
 
 
@@ -157,6 +159,7 @@ class Planned:
 
     def diff(self, other: "Planned") -> str:
         """A line for each item that only one of the plans has; "" when they agree."""
+        instance_of(other, Planned, "FusionPlan.diff(other)", "another FusionPlan")
         lines = []
         for name in ("forward", "backward", "misses", "saved", "operands", "weights", "segments"):
             mine, theirs = getattr(self, name), getattr(other, name)

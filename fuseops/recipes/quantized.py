@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.arguments import check_flags
 from fuseops.errors import FuseOpsError
 from fuseops.torch_private import pytree
 
@@ -210,6 +211,7 @@ class Quantized:
 
         The codes do not change. Raises FuseOpsError for a dtype that is not floating-point.
         """
+        check_flags("Quantized.to", non_blocking=non_blocking)
         dtype, device = self.dtype, self.device
         for wanted in where:
             if isinstance(wanted, torch.dtype):

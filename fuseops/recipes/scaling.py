@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from fuseops.arguments import is_one_of, shown
+from fuseops.arguments import check_integers, is_one_of, shown
 from fuseops.errors import FuseOpsError
 from fuseops.words import dtype_name
 
@@ -164,6 +164,7 @@ class Scaling:
 
     def nbytes(self, rows: int, k: int) -> int:
         """The bytes of codes (rows, k), which are summed along k, and of their scales."""
+        check_integers("Scaling.nbytes", 0, rows=rows, k=k)
         if self.block is None:
             return rows * k + 4
         high, wide = self.code_block

@@ -33,7 +33,7 @@ def by_op(module: str, out: Any, names: tuple[str, ...]) -> dict[str, Buffers]:
     for key, buffer in out.items():
         if key not in known:
             raise FuseOpsError(
-                f"{module}: there is no output {key!r} to write to a buffer, expected some of {known}."
+                f"{module}: there is no output {key!r} to write to a buffer of out, expected some of {known}."
             )
         op, _, what = key.rpartition(".")
         found.setdefault(op, {})[what] = buffer

@@ -50,7 +50,7 @@ def forward(
     module: Any,
     x: Any,
     args: tuple[Any, ...],
-    returns: Iterable[str],
+    returns: Iterable[str] | None,
     out: Mapping[str, Any] | None,
     side: dict[str, Any],
 ) -> Any:

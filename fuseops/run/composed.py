@@ -14,12 +14,12 @@ from fuseops.ops.structure import Add, Tap
 def _no_module(parent: nn.Module, name: str, given: Any) -> TypeError:
     if isinstance(given, type):
         return TypeError(
-            f"{type(parent).__name__}: child {name!r} is the class {given.__name__}, expected an instance: "
+            f"{type(parent).__name__}: child {name!r} is the class {given.__name__}, expected a module, an instance: "
             f"{given.__name__}(...)."
         )
     return TypeError(
-        f"{type(parent).__name__}: child {name!r} is of type {type(given).__name__}, expected an nn.Module. Pass "
-        f"modules one by one, {type(parent).__name__}(*modules), or in one dict by name."
+        f"{type(parent).__name__}: child {name!r} is of type {type(given).__name__} where a module goes, expected an "
+        f"nn.Module. Pass modules one by one, {type(parent).__name__}(*modules), or in one dict by name."
     )
 
 

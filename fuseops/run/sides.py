@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fuseops.arguments import several
 from fuseops.errors import FuseOpsError, SideInputError
 from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of
@@ -46,7 +47,7 @@ def check_input(module: nn.Module, x: Any) -> None:
             )
     elif not isinstance(x, Tensor):
         raise TypeError(
-            f"{describe_module(module)} expects a tensor as its first argument, got {type(x).__name__}."
+            f"{describe_module(module)} expects x, its first argument, to be a tensor, got {type(x).__name__}."
         )
 
 
@@ -61,7 +62,11 @@ def non_tensor_error(module: nn.Module, pieces: Sequence[tuple[str, Any]], x: An
 
 def returned_names(returns: Iterable[str] | None) -> tuple[str, ...]:
     """`returns` as a tuple: a caller passes one name, several, or None."""
-    return (returns,) if isinstance(returns, str) else tuple(returns or ())
+    if returns is None or isinstance(returns, str):
+        return (returns,) if returns else ()
+    if isinstance(returns, list | tuple):  # of which `check_returns` refuses what is no name
+        return tuple(returns)
+    return several(returns, str, "returns", "names of side outputs")
 
 
 def check_returns(module: nn.Module, writes: frozenset[str], returns: tuple[str, ...]) -> None:

@@ -971,6 +971,38 @@ def test_hooks_come_and_go_and_copies_have_none_of_them(layers: str) -> None:
     assert top_saved_tensor_hooks() is None
 
 
+@pytest.mark.parametrize("options", [{}, {"peak": 1}], ids=["policy", "peak"])
+def test_a_copy_fuses_as_a_model_that_no_scheduler_was_on(options: dict[str, Any]) -> None:
+    """Hooks that did nothing any more stayed on it: its blocks ran alone, and nothing could take the hooks off."""
+
+    def block() -> nn.Module:
+        ops = fo.ops.RMSNorm(D), fo.ops.Linear(D, 2 * D, bias=False), fo.ops.SwiGLU()
+        return fo.Residual(*ops, fo.ops.Linear(D, D, bias=False))
+
+    model, x = fo.Sequential(block(), block()), torch.randn(3, D)
+    scheduler = offload.Scheduler(model, "*", **options).attach()
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    scheduler.detach()
+    plain = model.plan(x)
+    for twin in twins:
+        twin(x)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
+        assert not twin.plan(x).diff(plain)
+
+
+def test_a_hook_of_the_users_own_raises_in_a_copy_as_elsewhere() -> None:
+    def refuse(module: nn.Module, *given: Any) -> None:
+        raise ZeroDivisionError
+
+    model = Model(1)
+    with offload.Scheduler(model, "blocks.*", policy=ALL):
+        twin = copy.deepcopy(model)
+    twin.blocks[0].register_forward_pre_hook(refuse, prepend=True)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            one_step(twin)
+
+
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, pickle.dumps, lambda s: torch.save(s, io.BytesIO())]
 )

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from os import PathLike
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -19,7 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fuseops.arguments import check_integers, check_numbers, instance_of, is_number, several, shown
+from fuseops.arguments import (
+    as_path,
+    check_flags,
+    check_integers,
+    check_numbers,
+    check_positive,
+    instance_of,
+    is_number,
+    is_one_of,
+    several,
+    shown,
+)
 from fuseops.errors import FuseOpsError
 from fuseops.offload.codes import traffic
 from fuseops.words import dtype_name, plural
@@ -27,6 +37,7 @@ from fuseops.words import dtype_name, plural
 from . import measure
 
 SCHEMA_VERSION = 1
+COPY_LANES = ("d2h", "h2d")
 
 # What scaled_dot_product_attention saves besides q, k, v and its output, by backend. The dry run uses torch's CPU
 # kernel, which saves the log-sum-exp as flash attention does.
@@ -149,16 +160,24 @@ class Hardware:
                 f"got {shown(self.attention)}."
             )
 
-    def copy_seconds(self, lane: str, nbytes: int, *, duplex: bool = False) -> float:
+    def copy_seconds(self, lane: str, nbytes: float, *, duplex: bool = False) -> float:
         """Seconds of one copy on lane "d2h" or "h2d". duplex: while the other one is busy too."""
+        if not is_one_of(lane, COPY_LANES):
+            known = " or ".join(map(repr, COPY_LANES))
+            raise FuseOpsError(f"copy_seconds(lane, ...) expects {known}, got {shown(lane)}.")
+        check_numbers("Hardware.copy_seconds", 0, nbytes=nbytes)
+        check_flags("Hardware.copy_seconds", duplex=duplex)
+        return self._copy_seconds(lane, nbytes, duplex)
+
+    def _copy_seconds(self, lane: str, nbytes: float, duplex: bool) -> float:
+        """`copy_seconds`, for a plan's many copies: nothing is checked."""
         alone = (self.d2h if lane == "d2h" else self.h2d).seconds(nbytes)
         # Each direction's share of the two-way rate, never better than alone.
         return max(alone, 2 * self.both.seconds(nbytes)) if duplex else alone
 
     def lane_seconds(self, lane: str, cost: float, duplex: bool) -> float:
         """Seconds of an op on a lane, whose cost is bytes on the copy lanes and seconds elsewhere (`Lanes.op`)."""
-        copies = lane in ("d2h", "h2d")
-        return self.copy_seconds(lane, int(cost), duplex=duplex) if copies else cost
+        return self._copy_seconds(lane, int(cost), duplex) if lane in COPY_LANES else cost
 
     def slower(self, factor: float) -> Hardware:
         """A machine whose copies take `factor` times as long.  Raises FuseOpsError for a factor that is not above 0."""
@@ -174,13 +193,14 @@ class Hardware:
 
     def with_link(self, rate: float) -> Hardware:
         """A machine whose copies of any size run at `rate` GB/s each way, both ways at once too."""
+        check_positive("Hardware.with_link", rate=rate)
         one, both = Curve(((1, rate),)), Curve(((1, 2 * rate),))
         return replace(self, d2h=one, h2d=one, both=both)
 
     def op_seconds(
         self,
         flops: float,
-        nbytes: int,
+        nbytes: float,
         dtype: str,
         *,
         attention: bool = False,
@@ -189,6 +209,9 @@ class Hardware:
         """A roofline with a round corner: where arithmetic and bytes take similar times, neither hides the other
         wholly. The root of the sum of squares fits grouped GEMMs on an H200.
         """
+        check_numbers("Hardware.op_seconds", 0, flops=flops, nbytes=nbytes)
+        instance_of(dtype, str, "Hardware.op_seconds(dtype)", "the name of a dtype, 'bfloat16'")
+        check_flags("Hardware.op_seconds", attention=attention, transposing=transposing)
         matmul = self.matmul.get(dtype) or self.matmul.get("float32") or 0.0
         rate = (self.attention_rate if attention else 0.0) or matmul
         arithmetic = flops / (rate * 1e12) if rate else 0.0
@@ -197,12 +220,14 @@ class Hardware:
 
     def coding_seconds(self, nbytes: int, codes: int) -> tuple[float, float]:
         """Seconds to encode a storage, and to decode it: passes over device memory, with two launches each."""
+        check_integers("Hardware.coding_seconds", 0, nbytes=nbytes, codes=codes)
         rate = self.memory * 1e9
         write, read = (2 * self.launch + moved / rate for moved in traffic(nbytes, codes))
         return write, read
 
     def network_seconds(self, nbytes: float) -> float:
         """Seconds in which a rank sends so many bytes to others."""
+        check_numbers("Hardware.network_seconds", 0, nbytes=nbytes)
         return nbytes / (self.network * 1e9) if self.network else 0.0
 
     # --- files
@@ -236,9 +261,9 @@ class Hardware:
 
         Raises FuseOpsError when it is no such file.
         """
-        instance_of(path, (str, PathLike), "Hardware.load(path)", "the path of a file")
+        file = as_path(path, "Hardware.load(path)")
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise FuseOpsError(
                 f"Hardware.load(path): cannot read a hardware profile from {path}: {error}"

@@ -20,7 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fuseops.arguments import check_integers, instance_of, parse_bytes, several
+from fuseops.arguments import (
+    as_path,
+    check_flags,
+    check_integers,
+    instance_of,
+    parse_bytes,
+    several,
+)
 from fuseops.globs import as_globs
 from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
 from fuseops.offload.schedule import (
@@ -77,6 +84,8 @@ class OffloadPlan(PlanData):
         wide: when what leaves is on the link, out and back, and how long before it is read.
         width: columns of the text, beside which names of tensors and times may reach.
         """
+        check_flags("OffloadPlan.explain", every=every, wide=wide)
+        check_integers("OffloadPlan.explain", 1, width=width)
         return text.report(self, every, wide, width)
 
     __str__ = explain
@@ -94,7 +103,8 @@ class OffloadPlan(PlanData):
 
     def save_trace(self, path: str | Path) -> None:
         """A timeline for chrome://tracing or ui.perfetto.dev: the lanes, and bytes on the device."""
-        Path(path).write_text(json.dumps(trace.trace(self)), encoding="utf-8")
+        file = as_path(path, "OffloadPlan.save_trace(path)")
+        file.write_text(json.dumps(trace.trace(self)), encoding="utf-8")
 
     def to_html(self) -> str:
         """A page of its own: timeline, bytes, table."""
@@ -104,7 +114,7 @@ class OffloadPlan(PlanData):
 
     def save_html(self, path: str | Path) -> None:
         """Write `to_html()` to a file."""
-        Path(path).write_text(self.to_html(), encoding="utf-8")
+        as_path(path, "OffloadPlan.save_html(path)").write_text(self.to_html(), encoding="utf-8")
 
     def _repr_html_(self) -> str:
         from . import html

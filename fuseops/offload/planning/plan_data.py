@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from fuseops.offload.schedule import OFFLOAD, QUANTIZE, LinkSettings
+from fuseops.arguments import is_one_of, shown
+from fuseops.errors import FuseOpsError
+from fuseops.offload.schedule import OFFLOAD, QUANTIZE, Decision, LinkSettings
 
 from .hardware import Hardware
 from .planner import Limits
@@ -84,7 +86,10 @@ class PlanData:
         return self.profile.assumed
 
     def bytes_of(self, decision: str) -> int:
-        """Bytes of all tensors with that decision."""
+        """Bytes of all tensors with that decision.  Raises FuseOpsError for a word that is none."""
+        if not is_one_of(decision, get_args(Decision)):
+            known = ", ".join(get_args(Decision))
+            raise FuseOpsError(f"bytes_of(decision) expects one of {known}, got {shown(decision)}.")
         return sum(t.nbytes for t in self.tensors if t.decision == decision)
 
     def owner(self, simulation: Simulation) -> str:
