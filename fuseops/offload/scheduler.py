@@ -19,7 +19,9 @@ from fuseops.globs import as_globs
 from fuseops.observe import modules
 from fuseops.observe.labels import matching_modules
 from fuseops.observe.memory import tensors_in
+from fuseops.ops.op import Op
 from fuseops.ops.paths import check_module
+from fuseops.run.composed import Composed
 from fuseops.torch_private import pytree
 from fuseops.words import plural
 
@@ -43,6 +45,7 @@ from .schedule import DEFAULT, DISPATCH, RECOMPUTE, REGENERATED, Decision, Layer
 
 log = logging.getLogger("fuseops.offload")
 
+UNFUSED = "runs unfused: hooks on an op end its fusion with those around it; take their Sequential as a layer"
 NOT_CALLED = "not called, or only inside a compiled region, which runs no hooks: compile the layers"
 
 
@@ -337,17 +340,24 @@ class Scheduler:
     # --- report
 
     def report(self) -> Report:
-        """What ran: every saved tensor with decision and reason, copies, misses, host memory, and which
-        layers did not run.
+        """What ran: every saved tensor with decision and reason, copies, misses, host memory, and which layers did not
+        run, or run unfused.
         """
         report = self._scope.report()
-        entries = (*report.entries, *self._uncalled_layers())
+        entries = (*report.entries, *self._missed_layers())
         return replace(report, entries=entries, schedule=tuple(self._schedule_stats()))
 
-    def _uncalled_layers(self) -> Iterator[Entry]:
+    def _missed_layers(self) -> Iterator[Entry]:
+        chains = (m._modules.values() for m in self.model.modules() if isinstance(m, Composed))
+        with_others = {id(op) for ops in chains if len(ops) > 1 for op in ops}
         for path, module in self.layers.items():
+            why = None
             if path not in self._scope.called:
-                yield Entry(path, type(module).__name__, (), None, 0, MISSED, NOT_CALLED)
+                why = NOT_CALLED
+            elif isinstance(module, Op) and id(module) in with_others:
+                why = UNFUSED
+            if why is not None:
+                yield Entry(path, type(module).__name__, (), None, 0, MISSED, why)
 
     def _schedule_stats(self) -> Iterator[tuple[str, int]]:
         schedule, arena = self._scope.mover.schedule, self._scope.mover.lanes.arena

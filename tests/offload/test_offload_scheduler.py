@@ -1294,3 +1294,16 @@ def test_what_the_host_has_no_room_for_is_counted_once_and_forgotten(
     with offload.Scheduler(plain, "blocks.*", policy=ALL) as roomy:
         plain(inputs()).sum().backward()
         assert sum(entry.times for entry in roomy.report().entries) == seen
+
+
+def test_a_report_says_which_layers_run_unfused() -> None:
+    model = nn.Sequential(
+        fo.Sequential({"fc": fo.ops.Linear(4, 4), "act": fo.ops.SiLU()}),
+        fo.Sequential({"fc": fo.ops.Linear(4, 4)}),
+        fo.ops.RMSNorm(4),
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+    )
+    with offload.Scheduler(model, ["0.fc", "1", "1.fc", "2", "3.*"], plan={}) as scheduler:
+        model(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    missed = {e.name: e.reason for e in scheduler.report().entries if e.decision == "missed"}
+    assert missed.keys() == {"0.fc"} and "runs unfused" in missed["0.fc"]
