@@ -316,6 +316,13 @@ def on_ddp_wrap(callback: Callable[[torch.nn.Module, set[str]], None]) -> None:
     torch.nn.modules.module.register_module_module_registration_hook(hook)
 
 
+def default_store() -> Any:
+    """The store by which the processes of the default group have found each other."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
 def all_gather_async(x: torch.Tensor, dim: int, group: Any) -> Any:
     """Start an all-gather of the ranks' contiguous tensors along `dim`; `wait_tensor` gives its result.
 

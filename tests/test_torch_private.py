@@ -980,6 +980,19 @@ def test_symmetric_memory_multiplies_what_it_gathers_and_scatters() -> None:
         dist.destroy_process_group()
 
 
+def test_the_store_of_the_default_group_takes_the_first_of_two_words() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        store = torch_private.default_store()
+        assert not store.check(["word"])
+        assert store.compare_set("word", "", "first") == b"first"
+        assert store.compare_set("word", "", "second") == store.get("word") == b"first"
+        store.compare_set("word", "first", "")
+        assert store.compare_set("word", "", "second") == b"second"
+    finally:
+        dist.destroy_process_group()
+
+
 def test_collectives_over_one_rank_give_a_plain_tensor_of_the_same_values() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -17,7 +17,6 @@ Hardware: sm_80 and later. Adding a kind: one branch in device/act.py, a line in
 
 from __future__ import annotations
 
-import math
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -34,8 +33,8 @@ from fuseops.kernels.records import of_fields
 from fuseops.kernels.registry import Cases, floats, kernel_op, on_meta
 from fuseops.kernels.tiles import as_rows, cdiv, check_shape, upcast
 
-SQRT_HALF, SQRT_2_OVER_PI, GELU_CUBIC = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
-QGELU = 1.702
+# Numbers of formulas are literals in the functions of the twins: under `torch.compile(dynamic=True)` dynamo makes a
+# symbol of any other float, a global's or a default's, which a second backward of the graph cannot read.
 
 GATES = {
     "glu": "sigmoid",
@@ -52,16 +51,17 @@ GATES = {
 
 
 def _gelu_cdf(x: Tensor) -> Tensor:
-    return 0.5 + 0.5 * torch.erf(x * SQRT_HALF)
+    return 0.5 + 0.5 * torch.erf(x * 0.5**0.5)
 
 
 def _gelu_tanh_slope(x: Tensor) -> Tensor:
+    root, cubic = 0.7978845608028654, 0.044715  # sqrt(2 / pi)
     square = (x * x).clamp(max=1024)  # s is 0 or 1 from there on, and inf times 0 would be NaN
-    s = torch.sigmoid(2 * SQRT_2_OVER_PI * x * (1 + GELU_CUBIC * square))  # 0.5 (1 + tanh(z / 2))
-    return s + x * s * (1 - s) * 2 * SQRT_2_OVER_PI * (1 + 3 * GELU_CUBIC * square)
+    s = torch.sigmoid(2 * root * x * (1 + cubic * square))  # 0.5 (1 + tanh(z / 2))
+    return s + x * s * (1 - s) * 2 * root * (1 + 3 * cubic * square)
 
 
-def _silu_slope(x: Tensor, alpha: float = 1.0) -> Tensor:
+def _silu_slope(x: Tensor, alpha: float) -> Tensor:
     s = torch.sigmoid(alpha * x)
     return s + alpha * (x * s * (1 - s))  # alpha x alone may be inf
 
@@ -69,7 +69,7 @@ def _silu_slope(x: Tensor, alpha: float = 1.0) -> Tensor:
 VALUES = {
     "gelu": lambda x: x * _gelu_cdf(x),  # F.gelu of float32 gives NaN at infinity on the CPU
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "qgelu": lambda x: x * torch.sigmoid(QGELU * x),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
     "srelu": lambda x: F.relu(x).square(),
     "silu": F.silu,
@@ -77,12 +77,12 @@ VALUES = {
 }
 
 SLOPES = {
-    "gelu": lambda x: _gelu_cdf(x) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi),
+    "gelu": lambda x: _gelu_cdf(x) + x * torch.exp(-0.5 * x * x) / 2.5066282746310002,  # sqrt(2 pi)
     "gelu_tanh": _gelu_tanh_slope,
-    "qgelu": lambda x: _silu_slope(x, QGELU),
+    "qgelu": lambda x: _silu_slope(x, 1.702),
     "relu": lambda x: torch.where(x <= 0, 0.0, torch.ones_like(x)),
     "srelu": lambda x: 2 * F.relu(x),
-    "silu": _silu_slope,
+    "silu": lambda x: _silu_slope(x, 1.0),
     "sigmoid": lambda x: torch.sigmoid(x) * (1 - torch.sigmoid(x)),
 }
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import math
 import pickle
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import host_memory
 import pytest
@@ -33,6 +38,7 @@ from fuseops.distributed import (
 from fuseops.distributed.dispatch import (
     ExpertDispatch,
     FixedCapacity,
+    HostCounts,
     device_counts,
     overflow,
     symmetric,
@@ -723,6 +729,62 @@ def raises(said: str, make: Any) -> None:
         assert said in str(error), error
     else:
         raise AssertionError(f"nothing raised where {said!r} was expected")
+
+
+def law_a_rank_whose_x_alone_wants_a_gradient_is_told_so() -> None:
+    """Its backward sends gradients back, for which no other rank comes: an error there, and no wait."""
+    moe = parallelize_module(layer(), mesh(), ExpertParallel(dispatcher="host_counts"))
+    moe["router"].requires_grad_(False)
+    rank = dist.get_rank()
+    x = batch([4] * dist.get_world_size())[rank].requires_grad_(rank == 0)
+    y = moe(x).sum()
+    if rank:
+        y.backward()
+    else:
+        raises("weights on this rank, and nothing on rank 1", y.backward)
+    dist.barrier()
+
+
+def law_a_rank_that_has_raised_is_named() -> None:
+    """In the error of those that wait for it, while its process lives; not once it goes on, nor in an error of all."""
+    ranks, rank = [*range(dist.get_world_size())], dist.get_rank()
+    sent = HostCounts.dispatch
+
+    def dispatch(self: Any, *args: Any) -> Any:
+        if wrong:
+            raise ValueError("no room")
+        return sent(self, *args)
+
+    def notes(error: Exception) -> list[str]:
+        with contextlib.redirect_stderr(io.StringIO()):
+            sys.excepthook(type(error), error, None)
+        return [note for note in getattr(error, "__notes__", ()) if "has raised ValueError" in note]
+
+    with patch.object(HostCounts, "dispatch", dispatch):
+        group: Any = dist.new_group(ranks, timeout=timedelta(seconds=1))
+        over = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))
+        moe = parallelize_module(layer(), over, ExpertParallel(dispatcher="host_counts"))
+        x = batch([4] * len(ranks))[rank]
+        wrong = False
+        moe(x)
+        wrong = True
+        with pytest.raises(ValueError, match="no room") as raised:
+            moe(x)
+        dist.barrier()
+        assert notes(raised.value) == [], notes(raised.value)
+        dist.barrier()
+        wrong = False
+        moe(x)
+        assert notes(ValueError("of another matter")) == []
+        dist.barrier()
+        moe(x)  # which takes that back
+        dist.barrier()
+        wrong = rank == 1
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            moe(x)
+        named = ["rank 1 has raised ValueError: no room, before this rank did."]
+        assert rank == 1 or notes(raised.value) == named, notes(raised.value)
+        dist.barrier()
 
 
 def of_transformers() -> Any:

@@ -382,6 +382,14 @@ def law_features_of_one_process_hold_over_local_tensors() -> None:
             parallel.zero_grad()
 
 
+def law_sizes_of_compiled_code_are_dynamic() -> None:
+    """Two MLPs with one activation, whose formula has numbers of its own."""
+    model = randomised(fo.Sequential(*(mlp(fo.ops.GEGLU(), bias=False) for _ in range(2))))
+    parallel = parallelized(model)
+    parallel.compile(backend="eager", dynamic=True)
+    compare(model, parallel, torch.randn(TOKENS, D).double())
+
+
 def law_a_gradient_is_differentiated_over_ranks() -> None:
     """By `fo.reference()`, for every collective that a style has."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dispatcher import dispatcher_of, within_capacity
+from .dispatcher import UNKNOWN, dispatcher_of, within_capacity
 
 Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -23,6 +23,7 @@ def dispatch(
     dispatcher = dispatcher_of(number)
     if capacity_factor:
         experts = within_capacity(dispatcher, experts, capacity_factor)
+    dispatcher.gradients = UNKNOWN
     got = dispatcher.dispatch(x, experts, weights).wait()
     return got.x, got.experts, got.weights, got.slots, got.arrivals
 

@@ -46,6 +46,9 @@ class ReceivedTokens(NamedTuple):
         return self._replace(ready=None)
 
 
+UNKNOWN = -1  # of `Dispatcher.gradients`: in compiled code
+
+
 def check_mesh(mesh: DeviceMesh, num_experts: int) -> None:
     """Raise FuseOpsError for a mesh over which the experts cannot be sharded."""
     if mesh.ndim != 1:
@@ -88,6 +91,8 @@ class Dispatcher(abc.ABC):
     overlaps_compute = False  # whether tokens travel while other kernels run
     not_copied: frozenset[str] = frozenset()  # attributes that a copy or pickle leaves out
     path: str | None = None  # of the op that sends by it, once that is known
+    # how many the backward of the dispatch that begins will send back: none, of x, of x and of weights
+    gradients: int = UNKNOWN
 
     def __init__(self, mesh: DeviceMesh, num_experts: int, top_k: int) -> None:
         """num_experts: of all ranks.  Raises FuseOpsError for a mesh that does not divide them."""

@@ -29,7 +29,7 @@ from fuseops.plan.key import hooked
 from fuseops.recipes import Operand, Quantized, Roles, quantize
 from fuseops.run.splice import opaque_reason
 
-from . import compiled
+from . import compiled, lost
 from .codes import is_transportable, pack_rows, transport_format, unpack_rows
 from .dispatcher import Dispatcher, ReceivedTokens, within_capacity
 
@@ -136,7 +136,8 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             y, *side = _DispatchFunction.apply(self, x, experts, weights)  # type: ignore[no-untyped-call]
             return Out(y, None, dict(zip(self.writes, side, strict=True)))
-        got, side = self._dispatch(x, experts, weights)
+        gradients = 1 + ("weights" in call.needs) if call.needs else 0
+        got, side = self._dispatch(x, experts, weights, gradients)
         if self._defers_wait() and call.scratch is not None and got.ready is not None:
             call.scratch[PENDING_TOKENS] = got.wait
         else:
@@ -199,16 +200,18 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         return {} if self.dispatcher.sums is None else {"like": x.new_empty(0)}
 
     def _dispatch(
-        self, x: Tensor, experts: Tensor, weights: Tensor
+        self, x: Tensor, experts: Tensor, weights: Tensor, gradients: int
     ) -> tuple[ReceivedTokens, dict[str, Tensor]]:
+        """Send tokens.   gradients: as of the dispatcher   -> what has arrived, and the side outputs"""
         dry_run = torch_private.is_fake(x) or x.is_meta
         if dry_run:
             got = _dry_run_dispatch(self.dispatcher, x, experts, weights)
         else:
-            if self.capacity_factor is not None:
-                experts = within_capacity(self.dispatcher, experts, self.capacity_factor)
-            self.dispatcher.path = path_of(self)
-            got = self.dispatcher.dispatch(x, experts, weights)
+            self.dispatcher.path, self.dispatcher.gradients = path_of(self), gradients
+            with lost.telling(self.dispatcher.group):
+                if self.capacity_factor is not None:
+                    experts = within_capacity(self.dispatcher, experts, self.capacity_factor)
+                got = self.dispatcher.dispatch(x, experts, weights)
         offs, index, pos, probs = K.route(got.experts, self.num_experts, got.weights)
         if not dry_run:
             self.dispatcher.clamp_offs(offs, got.rows)
@@ -246,7 +249,8 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
                 "ExpertDispatch: nothing came back for the tokens that arrived, while others wait for it: every rank "
                 "runs the same backward."
             )
-        return self.dispatcher.begin_dispatch_bwd(dy, dprobs, experts, slots, arrivals)
+        with lost.telling(self.dispatcher.group):
+            return self.dispatcher.begin_dispatch_bwd(dy, dprobs, experts, slots, arrivals)
 
 
 def _wait_pending(call: Call) -> None:
@@ -304,7 +308,8 @@ class ExpertCollect(Op[ExpertCollectSaved]):
     def _collect(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
         if torch_private.is_fake(x) or x.is_meta:
             return self.dispatcher.dry_run_rows(x, len(slots))
-        return self.dispatcher.collect(x, slots, arrivals)
+        with lost.telling(self.dispatcher.group):
+            return self.dispatcher.collect(x, slots, arrivals)
 
     def bwd(self, saved: ExpertCollectSaved, dy: Tensor, *, call: Call) -> Grads:
         return Grads(self._collect_bwd(dy, *saved))
@@ -312,7 +317,8 @@ class ExpertCollect(Op[ExpertCollectSaved]):
     def _collect_bwd(self, dy: Tensor, slots: Any, arrivals: Any, tokens: Any) -> Tensor:
         if torch_private.is_fake(dy) or dy.is_meta:
             return self.dispatcher.dry_run_rows(dy, tokens)
-        return self.dispatcher.collect_bwd(dy, slots, arrivals, tokens)
+        with lost.telling(self.dispatcher.group):
+            return self.dispatcher.collect_bwd(dy, slots, arrivals, tokens)
 
 
 def _dry_run_dispatch(
@@ -337,7 +343,7 @@ class _DispatchFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: ExpertDispatch, x: Tensor, experts: Tensor, weights: Tensor) -> Any:
-        got, side = op._dispatch(x, experts, weights)
+        got, side = op._dispatch(x, experts, weights, 2)
         ctx.op = op
         ctx.save_for_backward(experts, *(side[n] for n in ("slots", "arrivals", "pos", "offs")))
         ctx.mark_non_differentiable(*(t for n, t in side.items() if n in op.integers))
