@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage, nn
 from fuseops.ops.names import SavedName
 from fuseops.torch_private import storage_key, tensor_guard
 
-from . import marks, records
+from . import marks
 from .reasons import PARAMETER, ModelStorages
 from .records import EntryGroup, Verdict
 from .report import MOVED
@@ -21,7 +21,7 @@ class KnownNode:
     """A `KnownNode` holds the verdicts about all tensors that a node saves.
 
     verdicts  one a tensor. They hold for tensors of the same kinds, each in a storage of its own of the same size and
-              owner, which is neither marked nor shared with an offloaded one; parameters always stay
+              owner, which is not marked; parameters always stay
     moved     the tensors that move, each with the number of its storage
     kept      the numbers of the other storages, without those of parameters
     counted   those of them whose bytes count
@@ -55,11 +55,10 @@ class KnownNode:
         self.to_pack = max(self.moved, default=0) + 1
         self._residents = [followed[k][1] for k in self._others]
         self._alike = tensor_guard(tensors)
-        self._facts = _facts_of(self._storages(tensors), owned)
+        storages = [tensors[k].untyped_storage() for k in self._others]
+        self._sizes = [storage.nbytes() for storage in storages]
+        self._owners = owned.get_all(storages)
         self._groups: dict[Any, EntryGroup] = {}
-
-    def _storages(self, tensors: Sequence[Tensor]) -> list[UntypedStorage]:
-        return [tensors[k].untyped_storage() for k in self._others]
 
     def storages_of(
         self, tensors: Sequence[Tensor], owned: ModelStorages, resident: StorageMap[str] | None
@@ -67,14 +66,17 @@ class KnownNode:
         """The storages of tensors for which the verdicts hold, without those of parameters; or None."""
         if not self._alike(*tensors):
             return None
-        storages = self._storages(tensors)
-        if not _distinct(storages) or _facts_of(storages, owned) != self._facts:
+        storages = [tensors[k].untyped_storage() for k in self._others]
+        if (
+            len({*map(storage_key, storages)}) < len(storages)
+            or [storage.nbytes() for storage in storages] != self._sizes
+            or owned.get_all(storages) != self._owners
+        ):
             return None
         if resident is not None and resident.get_all(storages) != self._residents:
             return None
-        for special in (marks.marked, records.thread.last):
-            if special.entries and any(special.get_all(storages)):
-                return None
+        if marks.marked.entries and any(marks.marked.get_all(storages)):
+            return None
         return storages
 
     def group(self, counted_before: Sequence[bool | None]) -> EntryGroup:
@@ -92,13 +94,4 @@ class KnownNode:
 
 def own_storages(tensors: Sequence[Tensor]) -> bool:
     """Whether no two of the tensors share a storage, whose bytes count once."""
-    return _distinct([t.untyped_storage() for t in tensors])
-
-
-def _distinct(storages: list[UntypedStorage]) -> bool:
-    return len({*map(storage_key, storages)}) == len(storages)
-
-
-def _facts_of(storages: list[UntypedStorage], owned: ModelStorages) -> Any:
-    """What the verdicts depend on: sizes and owners."""
-    return [s.nbytes() for s in storages], owned.get_all(storages)
+    return len({storage_key(t.untyped_storage()) for t in tensors}) == len(tensors)

@@ -21,7 +21,7 @@ import sys
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import methodcaller
 from typing import NamedTuple
 
@@ -101,13 +101,16 @@ class Ledger:
         """Counts entries, and empties the list."""
         for ledger in self.chain:
             with ledger._lock:
-                counts = ledger.entries
-                for entry in entries:
-                    if entry in counts or len(counts) < MAX_LISTED:
-                        counts[entry] = counts.get(entry, 0) + 1
-                    else:
-                        ledger._count_by_name(entry, 1)
+                ledger._count_once(entries)
         entries.clear()
+
+    def _count_once(self, entries: Iterable[Entry]) -> None:
+        counts = self.entries
+        for entry in entries:
+            if entry in counts or len(counts) < MAX_LISTED:
+                counts[entry] = counts.get(entry, 0) + 1
+            else:
+                self._count_by_name(entry, 1)
 
     def add_group(self, group: "EntryGroup") -> None:
         """Count the entries of a group, which are looked at when it is reported for the first time only."""
@@ -119,8 +122,7 @@ class Ledger:
                     continue
                 if len(ledger._groups) >= MAX_GROUPS:
                     ledger._count_groups()
-                for entry in group.entries:
-                    ledger._count_by_name(entry, 1)
+                ledger._count_once(group.entries)
                 ledger._groups[group] = 0
 
     def _count_groups(self) -> None:
@@ -387,6 +389,14 @@ def find_record(t: Tensor) -> Record | None:
     if mover.dead:
         mover.collect_dead()
     return record if record.handles else None
+
+
+def any_offloaded(storages: Sequence[UntypedStorage]) -> bool:
+    """Whether one of them has a record that is in use."""
+    if not thread.last.entries:
+        return False
+    known = [ref() for ref in thread.last.get_all(storages) if ref is not None]
+    return any(record is not None and record.handles for record in known)
 
 
 class CallToken:

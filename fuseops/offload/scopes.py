@@ -189,11 +189,13 @@ class Scope(NestedScope):
     def _pack_known(self, node: nodes.KnownNode, tensors: Sequence[Tensor]) -> list[Handle] | None:
         """`pack` of a node whose tensors are as they were, or None."""
         storages = node.storages_of(tensors, self._model_storages, self._resident)
-        if storages is None:
+        if storages is None or (self._shares_storages and records.any_offloaded(storages)):
             return None
-        counted = [storages[n] for n in node.counted]
-        before = self._counted.get_all(counted)
-        self._counted.set_all(counted, repeat(True))
+        before: list[bool | None] = []
+        if node.counted:
+            counted = [storages[n] for n in node.counted]
+            before = self._counted.get_all(counted)
+            self._counted.set_all(counted, repeat(True))
         self._ledger.add_group(node.group(before))
         self._note_kept(node, storages)
         # hooks around these would see what has no handle

@@ -40,15 +40,20 @@ class StorageMap(Generic[V]):
         ]
 
     def set(self, storage: torch.UntypedStorage, value: V) -> None:
-        self.set_all((storage,), (value,))
+        if len(self.entries) >= self._limit:
+            self._forget_dead()
+        self.entries[storage_key(storage)] = (weakref.ref(storage), value)
 
     def set_all(self, storages: Sequence[torch.UntypedStorage], values: Iterable[V]) -> None:
         """`set` of each, in one call."""
         if len(self.entries) >= self._limit:
-            self.entries = {k: e for k, e in list(self.entries.items()) if e[0]() is not None}
-            self._limit = 2 * len(self.entries) + 64
+            self._forget_dead()
         for storage, value in zip(storages, values, strict=False):
             self.entries[storage_key(storage)] = (weakref.ref(storage), value)
+
+    def _forget_dead(self) -> None:
+        self.entries = {k: e for k, e in list(self.entries.items()) if e[0]() is not None}
+        self._limit = 2 * len(self.entries) + 64
 
     def set_if_new(self, storage: torch.UntypedStorage, value: V) -> bool:
         """Sets the value of a storage that has none.   -> whether it was set"""
