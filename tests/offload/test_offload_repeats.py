@@ -256,6 +256,32 @@ def test_bytes_of_a_storage_that_two_tensors_share_in_some_steps_count_once() ->
     assert totals[0] == totals[1]
 
 
+class SavedBefore(nn.Module):
+    """Saves what an op saves, before it does, in some of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.op = fo.ops.Linear(D, D)
+        self.before = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.sin()
+        return (h.cos() if self.before else 0) + self.op(h)
+
+
+def test_what_an_offloaded_storage_has_is_shared_in_the_steps_that_offload_it() -> None:
+    found = []
+    for cacheable in (True, False):
+        model = nn.Sequential(SavedBefore(), *(nn.Tanh() for _ in range(5)))
+        with offload.Scheduler(model, "*", plan={"0.SinBackward0.0": "offload"}) as scheduler:
+            scheduler._scope._cacheable = cacheable
+            for model[0].before in (False, False, False, False, True):
+                model(torch.randn(3, D, requires_grad=True)).sum().backward()
+        found.append([(e.name, e.decision, e.times) for e in scheduler.report().entries])
+    assert found[0] == found[1]
+    assert ("0.op.x", "shared", 1) in found[0]
+
+
 def test_hooks_around_a_scheduler_see_nothing_of_its_layers() -> None:
     model, seen = Model(), []
     with offload.Scheduler(model, "blocks.*", plan={}):
