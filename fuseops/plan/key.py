@@ -174,12 +174,19 @@ def has_hooks(own: Mapping[str, Any]) -> bool:
     )
 
 
+_own_hooks: list[Any] = []  # global module hooks, when they were last those of fuseops alone
+
+
 def hooked() -> bool:
     """Whether there are global module hooks, other than those of fuseops."""
-    for hooks in GLOBAL_HOOKS:
-        for hook in hooks.values():
-            if not str(getattr(hook, "__module__", "")).startswith("fuseops."):
-                return True
+    global _own_hooks
+    hooks = [*flatten(map(dict.values, GLOBAL_HOOKS))]
+    if len(hooks) == len(_own_hooks) and all(map(is_, hooks, _own_hooks)):
+        return False
+    for hook in hooks:
+        if not str(getattr(hook, "__module__", "")).startswith("fuseops."):
+            return True
+    _own_hooks = hooks
     return False
 
 
