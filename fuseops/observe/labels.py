@@ -48,6 +48,12 @@ class _Kind:
         return self.names.setdefault(number, name)
 
 
+def _while_alive(paths: dict[int, str], module: nn.Module) -> weakref.ref[nn.Module]:
+    """A reference, to be kept, that removes the path of a module when that is gone."""
+    number = id(module)
+    return weakref.ref(module, lambda _: paths.pop(number, None))
+
+
 class Labels:
     """`Labels` name the saved tensors of one scope. Numbers restart after a backward, so that every step has the same
     names.
@@ -56,8 +62,18 @@ class Labels:
     def __init__(self, paths: dict[int, str] | None) -> None:
         self.paths = paths or {}
         self._numbers: dict[str, int] = {}
+        self._alive: list[weakref.ref[nn.Module]] = []
         # for modules that have a path; the key is module id, class and grad_fn
         self._kinds: dict[tuple[int, type, str], _Kind] = {}
+
+    @classmethod
+    def under(cls, root: nn.Module) -> "Labels":
+        """Labels with the paths of a model's modules, while these live: another module may get the id of one that is
+        gone.
+        """
+        labels = cls(paths_under(root))
+        labels._alive = [_while_alive(labels.paths, module) for _, module in walk(root)]
+        return labels
 
     def restart(self) -> None:
         self._numbers.clear()

@@ -21,7 +21,7 @@ from fuseops import torch_private
 from fuseops.arguments import check_integers
 from fuseops.errors import FuseOpsError
 from fuseops.observe import modules
-from fuseops.observe.labels import Labels, paths_under
+from fuseops.observe.labels import Labels
 from fuseops.ops import names
 from fuseops.ops import scopes as settings
 from fuseops.ops.names import SavedName
@@ -116,7 +116,7 @@ class Scope(NestedScope):
 
     def _set_root(self, root: nn.Module) -> None:
         set_root(root)
-        self._labels = Labels(paths_under(root))
+        self._labels = Labels.under(root)
         self._model_storages.add_model(root)
 
     def _inherit(self, outer: "Scope | None") -> None:

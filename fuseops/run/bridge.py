@@ -146,7 +146,7 @@ def _name_written(error: Exception, ctx: Any, seg: Segment, state: NodeState | N
     said = " or ".join(f"{name!r} of {op}" for name, op in names)
     raise InPlaceError(
         f"saved tensor {said} was modified in place before its backward ran. The gradient would be wrong. Write out of "
-        "place, or into a clone of it."
+        f"place, or into a clone of it. By torch: {str(error).partition(' Hint: ')[0]}"
     ) from error
 
 

@@ -346,6 +346,9 @@ def test_a_module_that_was_replaced_is_let_go() -> None:
             step(model, 5, None, fresh)
         gc.collect()
         assert [of() for of in gone] == [None, None]
+        paths = scheduler._scope._labels.paths
+        assert not {"blocks.1.out.1", "blocks.1.mlp.act"} & {*paths.values()}
+        assert "blocks.1.out.0" in paths.values()
     assert scheduler.report().entries
 
 
