@@ -8,6 +8,7 @@ region saves); and a number in save order.
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 
 from torch import Tensor, nn
@@ -48,10 +49,8 @@ class _Kind:
         return self.names.setdefault(number, name)
 
 
-def _while_alive(paths: dict[int, str], module: nn.Module) -> weakref.ref[nn.Module]:
-    """A reference, to be kept, that removes the path of a module when that is gone."""
-    number = id(module)
-    return weakref.ref(module, lambda _: paths.pop(number, None))
+def _forget(paths: dict[int, str], number: int, gone: object) -> None:
+    paths.pop(number, None)
 
 
 class Labels:
@@ -71,8 +70,11 @@ class Labels:
         """Labels with the paths of a model's modules, while these live: another module may get the id of one that is
         gone.
         """
-        labels = cls(paths_under(root))
-        labels._alive = [_while_alive(labels.paths, module) for _, module in walk(root)]
+        labels = cls(None)
+        for path, module in walk(root):
+            labels.paths[id(module)] = stripped(path)
+            forget = partial(_forget, labels.paths, id(module))
+            labels._alive.append(weakref.ref(module, forget))
         return labels
 
     def restart(self) -> None:
